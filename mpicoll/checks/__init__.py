@@ -1,0 +1,1 @@
+"""Does everybody make the same call?"""

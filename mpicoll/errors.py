@@ -1,0 +1,90 @@
+"""The exception tree of mpicoll.
+
+::
+
+    RuntimeError
+    └── DistError                      anything that went wrong between ranks
+        ├── DistBackendError           MPI reported an error; its own text is kept
+        ├── DistNetworkError           a connection outside MPI failed
+        ├── DistStoreError             a key-value store failed
+        ├── CollectiveMismatchError    ranks made different calls; nothing was moved, the group is still good
+        ├── DeadlockError              ranks wait for each other and nobody can release them
+        ├── PeerFailedError            another rank failed (uncaught exception, signal)
+        │   └── FirstFailedError       the rank that goes first failed in its block
+        ├── PeerExitedError            another rank ended without making the call that this one waits in
+        ├── CollectiveTimeoutError     the time limit of the call or its group passed (also a TimeoutError)
+        ├── GroupBrokenError           the group was given up earlier (time-out, withdrawal) and cannot be used
+        └── LaunchError                the job was started in a way that cannot work
+
+``DistError``, ``DistBackendError``, ``DistNetworkError`` and ``DistStoreError`` carry the names of
+``torch.distributed``. Wrong arguments raise what ``torch.distributed`` raises: ``TypeError``, ``ValueError`` or
+``RuntimeError``.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
+    "DeadlockError",
+    "DistBackendError",
+    "DistError",
+    "DistNetworkError",
+    "DistStoreError",
+    "FirstFailedError",
+    "GroupBrokenError",
+    "LaunchError",
+    "PeerExitedError",
+    "PeerFailedError",
+]
+
+
+class DistError(RuntimeError):
+    """Anything that went wrong between ranks; the root of this tree."""
+
+
+class DistBackendError(DistError):
+    """MPI reported an error; the message holds the operation, the group, this rank and MPI's own text."""
+
+
+class DistNetworkError(DistError):
+    """A connection outside MPI failed."""
+
+
+class DistStoreError(DistError):
+    """A key-value store failed or timed out."""
+
+
+class CollectiveMismatchError(DistError):
+    """The members of a group made different calls, or one of them passed arguments that are wrong.
+
+    Raised on every member at the same call, before any data moved: the group is still good.
+    """
+
+
+class DeadlockError(DistError):
+    """Ranks wait for each other and nobody outside can release them."""
+
+
+class PeerFailedError(DistError):
+    """Another rank failed; the message holds its rank, exception and file:line."""
+
+
+class FirstFailedError(PeerFailedError):
+    """The rank that goes first failed in its block, so the others did not run it."""
+
+
+class PeerExitedError(DistError):
+    """Another rank ended without making the call that this rank waits in."""
+
+
+class CollectiveTimeoutError(DistError, TimeoutError):
+    """The time limit of a call passed; the message says who is late. The group is broken afterwards."""
+
+
+class GroupBrokenError(DistError):
+    """The group was given up earlier (time-out, interrupt, failed member) and cannot be used any more."""
+
+
+class LaunchError(DistError):
+    """The job was started in a way that cannot work; the message holds the command that would."""

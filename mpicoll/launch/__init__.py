@@ -1,0 +1,1 @@
+"""How a job is started: the environment, the launcher, spawn."""

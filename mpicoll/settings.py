@@ -1,0 +1,137 @@
+"""The MPICOLL_* environment variables, read once into a frozen Settings."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
+from typing import Any
+
+__all__ = ["SETTINGS", "Setting", "Settings", "read_settings", "to_seconds"]
+
+
+def to_seconds(value: float | int | timedelta, name: str = "timeout") -> float:
+    """Return a positive limit in seconds from a number of seconds or a timedelta."""
+    if isinstance(value, timedelta):
+        seconds = value.total_seconds()
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        seconds = float(value)
+    else:
+        raise TypeError(f"{name} must be a number of seconds or a datetime.timedelta, not {type(value).__name__}")
+    if not seconds > 0:
+        raise ValueError(f"{name} must be positive, got {value!r}")
+    return seconds
+
+
+def _seconds(text: str) -> float:
+    return to_seconds(float(text))
+
+
+def _flag(text: str) -> bool:
+    known = {"0": False, "false": False, "no": False, "off": False, "1": True, "true": True, "yes": True, "on": True}
+    return known[text.strip().lower()]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One environment variable: its name, reader, default, the values it takes and what it does."""
+
+    variable: str
+    field: str
+    parse: Callable[[str], Any]
+    default: Any
+    values: str
+    meaning: str
+
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting(
+        "MPICOLL_TIMEOUT",
+        "timeout",
+        _seconds,
+        1800.0,
+        "seconds > 0",
+        "limit of every wait of the default group, and of groups made from it",
+    ),
+    Setting(
+        "MPICOLL_STALL_WARN",
+        "stall_warn",
+        _seconds,
+        60.0,
+        "seconds > 0",
+        "a rank that has waited this long says once who is missing",
+    ),
+    Setting(
+        "MPICOLL_EXIT_GRACE",
+        "exit_grace",
+        _seconds,
+        30.0,
+        "seconds > 0",
+        "how long ranks that handle another rank's failure may go on before the job ends",
+    ),
+    Setting(
+        "MPICOLL_STRICT",
+        "strict",
+        _flag,
+        False,
+        "0 or 1",
+        "an unknown MPICOLL_ variable is an error instead of a warning",
+    ),
+)
+
+# Variables that the library itself passes from a launcher or a rank to its children: not settings.
+INTERNAL = frozenset({"MPICOLL_RANK_PID", "MPICOLL_RUN_DIR", "MPICOLL_SPAWN_DIR"})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment asks for, in seconds where it is a time."""
+
+    timeout: float = 1800.0
+    stall_warn: float = 60.0
+    exit_grace: float = 30.0
+    strict: bool = False
+
+    def replaced(self, **changes: Any) -> Settings:
+        """Return a copy with the given fields changed; ``None`` leaves a field alone."""
+        return replace(self, **{name: value for name, value in changes.items() if value is not None})
+
+
+def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
+    """Read every MPICOLL_ variable of ``environ`` (default: the process environment).
+
+    Raises:
+        ValueError: a known variable has a value that it does not take, or, with ``MPICOLL_STRICT=1``, a variable is
+            unknown. Without it an unknown variable gives one warning that names the nearest known one.
+    """
+    environ = os.environ if environ is None else environ
+    values: dict[str, Any] = {}
+    for setting in SETTINGS:
+        text = environ.get(setting.variable)
+        if text is None:
+            continue
+        try:
+            values[setting.field] = setting.parse(text)
+        except (KeyError, ValueError):
+            message = f"{setting.variable}={text!r} is not a value it takes ({setting.values})"
+            raise ValueError(message) from None
+    settings = Settings(**values)
+    known = {setting.variable for setting in SETTINGS}
+    unknown = sorted(name for name in environ if name.startswith("MPICOLL_") and name not in known | INTERNAL)
+    if unknown:
+        message = "; ".join(_unknown(name, known) for name in unknown)
+        if settings.strict:
+            raise ValueError(message)
+        warnings.warn(message, UserWarning, stacklevel=2)
+    return settings
+
+
+def _unknown(name: str, known: set[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    return f"{name} is not a variable of this version of mpicoll; the nearest it knows is {near[0]}"
+
+
+assert {field.name for field in fields(Settings)} == {setting.field for setting in SETTINGS}
