@@ -1,0 +1,109 @@
+"""Arrays that the user passed, as flat memory that can be moved.
+
+:func:`adapt` is the door: further layouts, dtypes and protocols come in there, and give the same :class:`Memory`. Where
+the array itself cannot be moved, ``flat`` is packed memory of our own and ``unpack`` writes it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from mpicoll.buffers.dtypes import movable
+
+__all__ = ["Array", "Memory", "MemoryKind", "adapt", "adapt_list", "same_dtype"]
+
+Array = npt.NDArray[Any]
+MemoryKind = Literal["host"]
+
+
+@dataclass(slots=True)
+class Memory:
+    """One array as the engines see it.
+
+    Attributes:
+        flat: its elements in C order, one-dimensional, contiguous.
+        shape: the user's shape.
+        kind: where it lives.
+        unpack: writes ``flat`` back into the user's array; None where ``flat`` is that array's own memory.
+    """
+
+    flat: Array
+    shape: tuple[int, ...]
+    kind: MemoryKind = "host"
+    unpack: Callable[[], None] | None = None
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the elements."""
+        return self.flat.dtype
+
+
+def adapt(value: Any, name: str, *, writable: bool) -> Memory:
+    """Return the memory of ``value``.
+
+    Args:
+        value: a C-contiguous NumPy array of any shape (0-d and empty ones too).
+        name: the parameter's name, for messages.
+        writable: the call writes into it.
+
+    Raises:
+        TypeError: not a NumPy array, not C-contiguous, or of a dtype that does not move.
+        ValueError: read-only, and the call writes into it.
+    """
+    if not isinstance(value, np.ndarray) or isinstance(value, np.ma.MaskedArray):
+        raise TypeError(
+            f"Invalid function argument. Expected parameter `{name}` of type numpy.ndarray but got {_type_name(value)} instead."
+        )
+    flags = value.flags
+    if not flags.c_contiguous:
+        raise TypeError(
+            f"parameter `{name}` is not C-contiguous (shape {value.shape}, strides {value.strides}): "
+            "pass numpy.ascontiguousarray(x) and, for a result, copy it back"
+        )
+    why = movable(value.dtype)
+    if why is not None:
+        raise TypeError(f"parameter `{name}`: {why}")
+    if writable and not flags.writeable:
+        raise ValueError(f"parameter `{name}` is read-only, and this call writes its result into it")
+    return Memory(value.reshape(-1).view(np.ndarray), value.shape)
+
+
+def adapt_list(values: Any, name: str, *, writable: bool, length: int | None = None) -> list[Memory]:
+    """Return the memories of a list of arrays of one dtype.
+
+    Raises:
+        TypeError: not a list (a tuple is refused, as in torch), or an element that :func:`adapt` refuses.
+        ValueError: the list has another length than ``length``; the dtypes differ.
+    """
+    if not isinstance(values, list) or not all(isinstance(value, np.ndarray) for value in values):
+        if isinstance(values, list):
+            got = "list holding " + ", ".join(sorted({_type_name(v) for v in values if not isinstance(v, np.ndarray)}))
+        else:
+            got = _type_name(values)
+        raise TypeError(
+            f"Invalid function argument. Expected parameter `{name}` of type List[numpy.ndarray] but got {got} instead."
+        )
+    if length is not None and len(values) != length:
+        raise ValueError(f"parameter `{name}` must hold one array for each of the {length} ranks, got {len(values)}")
+    memories = [adapt(value, f"{name}[{i}]", writable=writable) for i, value in enumerate(values)]
+    same_dtype(*memories)
+    return memories
+
+
+def same_dtype(*memories: Memory) -> None:
+    """Raise ValueError when the memories are not all of one dtype."""
+    for memory in memories[1:]:
+        if memory.dtype != memories[0].dtype:
+            raise ValueError(
+                f"Invalid usage of tensors with different dtypes: found {memories[0].dtype} and {memory.dtype}"
+            )
+
+
+def _type_name(value: Any) -> str:
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

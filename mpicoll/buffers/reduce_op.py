@@ -1,0 +1,74 @@
+"""ReduceOp: the reductions, with torch.distributed's names and numbers."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+__all__ = ["RedOpType", "ReduceOp"]
+
+
+class RedOpType(enum.IntEnum):
+    """The kind of a reduction (``torch.distributed.ReduceOp.RedOpType``)."""
+
+    SUM = 0
+    AVG = 1
+    PRODUCT = 2
+    MIN = 3
+    MAX = 4
+    BAND = 5
+    BOR = 6
+    BXOR = 7
+    PREMUL_SUM = 8
+
+    def __call__(self, factor: Any) -> ReduceOp:
+        """Return PREMUL_SUM with its factor: ``ReduceOp.PREMUL_SUM(0.5)``."""
+        if self is not RedOpType.PREMUL_SUM:
+            raise TypeError(f"only ReduceOp.PREMUL_SUM takes a factor, not ReduceOp.{self.name}")
+        return ReduceOp(self, factor)
+
+    def __str__(self) -> str:
+        return f"ReduceOp.{self.name}"
+
+
+class ReduceOp:
+    """A reduction, for ``all_reduce``, ``reduce``, ``reduce_scatter`` and their kin.
+
+    The members SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR and PREMUL_SUM can be passed as they are.
+    ``PREMUL_SUM(factor)`` multiplies each rank's input by ``factor`` (a number, or an array of one element) and sums.
+
+    Source: torch.distributed.ReduceOp; MPI-4.1 section 6.9 for the operations below it.
+    """
+
+    RedOpType = RedOpType
+    SUM = RedOpType.SUM
+    AVG = RedOpType.AVG
+    PRODUCT = RedOpType.PRODUCT
+    MIN = RedOpType.MIN
+    MAX = RedOpType.MAX
+    BAND = RedOpType.BAND
+    BOR = RedOpType.BOR
+    BXOR = RedOpType.BXOR
+    PREMUL_SUM = RedOpType.PREMUL_SUM
+
+    __slots__ = ("factor", "op")
+
+    def __init__(self, op: RedOpType | ReduceOp, factor: Any = None) -> None:
+        if isinstance(op, ReduceOp):
+            factor = op.factor if factor is None else factor
+            op = op.op
+        self.op = RedOpType(op)
+        self.factor = factor
+        if factor is not None and self.op is not RedOpType.PREMUL_SUM:
+            raise TypeError(f"only ReduceOp.PREMUL_SUM takes a factor, not {self.op}")
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, ReduceOp):
+            return self.op == other.op
+        return self.op == other if isinstance(other, int) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.op)
+
+    def __repr__(self) -> str:
+        return str(self.op) if self.factor is None else f"{self.op}({self.factor!r})"

@@ -1,0 +1,182 @@
+"""What an engine is given to move, in flat buffers, and how a movement is cut into pieces.
+
+An engine sees contiguous one-dimensional arrays of one dtype, counts in elements, the root as a rank of the group, and
+the kind of memory. What the user passed, and who agreed to it, is not its business.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from mpicoll.buffers.array import MemoryKind
+
+__all__ = ["Engine", "Kind", "Movement", "Request", "block_elements", "pieces"]
+
+Array = npt.NDArray[Any]
+
+
+class Kind(enum.Enum):
+    """The collective movements (MPI-4.1 chapter 6)."""
+
+    BARRIER = "barrier"
+    BROADCAST = "broadcast"
+    ALL_REDUCE = "all_reduce"
+    REDUCE = "reduce"
+    ALL_GATHER = "all_gather"
+    GATHER = "gather"
+    SCATTER = "scatter"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+
+
+@dataclass(slots=True)
+class Movement:
+    """One rank's part in one collective.
+
+    Attributes:
+        kind: which collective.
+        send: what this rank contributes; None where it contributes nothing, or where it is ``recv`` (in place).
+        recv: where its result goes; None where it gets none.
+        sendcounts, recvcounts: elements for, or from, each rank; None when all blocks are equal.
+        senddispls, recvdispls: where each block starts; None when the blocks stand one behind the other.
+        root: rank in the group; -1 where there is none.
+        op: name of the MPI operation; "" where nothing is reduced.
+        memory: where the buffers live.
+    """
+
+    kind: Kind
+    send: Array | None = None
+    recv: Array | None = None
+    sendcounts: Sequence[int] | None = None
+    recvcounts: Sequence[int] | None = None
+    senddispls: Sequence[int] | None = None
+    recvdispls: Sequence[int] | None = None
+    root: int = -1
+    op: str = ""
+    memory: MemoryKind = "host"
+
+
+class Request(Protocol):
+    """Something that has been posted: ``Test()`` makes progress and says whether it is complete."""
+
+    def Test(self) -> bool:  # noqa: N802 (mpi4py's name, so that its requests fit)
+        """Return whether it is complete."""
+
+
+class Engine(Protocol):
+    """A way to move bytes between the members of one group."""
+
+    def blocking(self, move: Movement) -> None:
+        """Move, and return when this rank's part is complete; all members are known to make the same call."""
+
+    def nonblocking(self, move: Movement) -> Request:
+        """Post the movement and return at once."""
+
+
+def block_elements(move: Movement, size: int) -> int:
+    """Return the largest number of elements that this rank moves to or from one peer."""
+    if move.kind in (Kind.BARRIER,):
+        return 0
+    if move.kind in (Kind.BROADCAST, Kind.ALL_REDUCE, Kind.REDUCE):
+        buffer = move.recv if move.recv is not None else move.send
+        return 0 if buffer is None else buffer.size
+    most = 0
+    for buffer, counts, whole in (
+        (move.send, move.sendcounts, move.kind in (Kind.ALL_GATHER, Kind.GATHER)),
+        (move.recv, move.recvcounts, move.kind in (Kind.SCATTER, Kind.REDUCE_SCATTER)),
+    ):
+        if buffer is None:
+            continue
+        if counts is not None:
+            most = max(most, max(counts, default=0))
+        else:
+            most = max(most, buffer.size if whole else buffer.size // size)
+    return most
+
+
+def pieces(move: Movement, rank: int, size: int, block_bytes: int, limit: int) -> Iterator[Movement]:
+    """Cut a movement so that no rank passes more than about ``limit`` bytes through one native call.
+
+    Args:
+        move: what to cut.
+        rank, size: of this rank in its group.
+        block_bytes: the largest block that any member moves (agreed, so that all cut alike).
+        limit: bytes a native call.
+    """
+    buffer = move.recv if move.recv is not None else move.send
+    assert buffer is not None
+    itemsize = buffer.dtype.itemsize
+    spread = 1 if move.kind in (Kind.BROADCAST, Kind.ALL_REDUCE, Kind.REDUCE) else size
+    step = max(1, limit // (itemsize * spread))
+    total = -(-block_bytes // itemsize)
+    if total <= step:
+        yield move
+        return
+    for start in range(0, total, step):
+        yield _piece(move, rank, size, start, start + step)
+
+
+def _piece(move: Movement, rank: int, size: int, start: int, stop: int) -> Movement:
+    if move.kind in (Kind.BROADCAST, Kind.ALL_REDUCE, Kind.REDUCE):
+        return replace(
+            move,
+            send=None if move.send is None else move.send[start:stop],
+            recv=None if move.recv is None else move.recv[start:stop],
+        )
+    if move.kind is Kind.REDUCE_SCATTER:
+        return _reduce_scatter_piece(move, size, start, stop)
+    # Each block keeps its place in the whole buffer, and only its part from start to stop moves.
+    send, sendcounts, senddispls = move.send, move.sendcounts, move.senddispls
+    recv, recvcounts, recvdispls = move.recv, move.recvcounts, move.recvdispls
+    if send is not None:
+        if move.kind in (Kind.ALL_GATHER, Kind.GATHER):
+            send = send[start:stop]
+        else:
+            sendcounts, senddispls = _cut(send, sendcounts, senddispls, size, start, stop)
+    if recv is not None:
+        if move.kind is Kind.SCATTER:
+            recv = recv[start:stop]
+        else:
+            recvcounts, recvdispls = _cut(recv, recvcounts, recvdispls, size, start, stop)
+    return replace(
+        move,
+        send=send,
+        recv=recv,
+        sendcounts=sendcounts,
+        senddispls=senddispls,
+        recvcounts=recvcounts,
+        recvdispls=recvdispls,
+    )
+
+
+def _cut(
+    buffer: Array, counts: Sequence[int] | None, displs: Sequence[int] | None, size: int, start: int, stop: int
+) -> tuple[list[int], list[int]]:
+    counts = [buffer.size // size] * size if counts is None else counts
+    displs = starts(counts) if displs is None else displs
+    lengths = [max(0, min(count, stop) - start) for count in counts]
+    return lengths, [displ + min(start, count) for displ, count in zip(displs, counts, strict=True)]
+
+
+def starts(counts: Sequence[int]) -> list[int]:
+    """Return where each block starts when blocks of ``counts`` elements stand one behind the other."""
+    offsets, total = [], 0
+    for count in counts:
+        offsets.append(total)
+        total += count
+    return offsets
+
+
+def _reduce_scatter_piece(move: Movement, size: int, start: int, stop: int) -> Movement:
+    # MPI wants the blocks of a reduce-scatter one behind the other, so a piece is packed.
+    assert move.send is not None
+    assert move.recv is not None
+    counts, displs = _cut(move.send, move.sendcounts, None, size, start, stop)
+    packed = np.concatenate([move.send[at : at + count] for at, count in zip(displs, counts, strict=True)])
+    return replace(move, send=packed, recv=move.recv[start:stop], sendcounts=counts)

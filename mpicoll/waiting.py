@@ -1,0 +1,278 @@
+"""The one waiting loop: clock, back-off, limit, signals, stall notice, and progress of everything else that is pending.
+
+Nothing here knows MPI. A caller hands in ``test``, a function that makes progress and says whether the wait is over,
+and a :class:`Patience` that knows the limit and what to do when it passes.
+
+Back-off. Measured on two cores with five ranks beside a busy process, a loop that only yields costs 9 ms an operation,
+one that sleeps 0.1 ms costs 0.16 ms; and sleeping multiplies with the depth of the tree that a collective walks, so a
+sleep may only ever be a small part of the time already waited.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Protocol
+
+from mpicoll.errors import DistError
+
+__all__ = [
+    "GIVE_UP_AFTER",
+    "STALL",
+    "Guard",
+    "Patience",
+    "Pending",
+    "add_service",
+    "guard",
+    "pause",
+    "pending",
+    "progress",
+    "remove_service",
+    "serve",
+    "wait",
+    "wait_long",
+]
+
+STALL = 0.05
+"""Seconds after which a wait counts as stalled: posting times that spread more than this make members agree again."""
+
+GIVE_UP_AFTER = 2 * STALL
+"""Seconds that a rank waits at least before it may withdraw from a call that it has posted."""
+
+SPIN_POLLS = 64
+YIELD_FOR = 0.02
+CROWDED_POLLS = 100
+CROWDED_SLEEP = 5e-5
+MOST_SLEEP = 0.01
+SLEEP_SHARE = 1 / 500
+SERVICE_EVERY = 0.005
+
+
+def pause(waited: float, polls: int, crowded: bool) -> float | None:
+    """Return how to pass the time until the next poll: ``None`` spin, ``0.0`` yield, else seconds to sleep.
+
+    Args:
+        waited: seconds waited so far.
+        polls: polls made so far.
+        crowded: more ranks than cores share this node.
+    """
+    if polls < SPIN_POLLS and not crowded:
+        return None
+    if crowded:
+        if polls < CROWDED_POLLS:
+            return 0.0
+        return max(CROWDED_SLEEP, min(MOST_SLEEP, waited * SLEEP_SHARE))
+    if waited < YIELD_FOR:
+        return 0.0
+    return min(MOST_SLEEP, waited * SLEEP_SHARE)
+
+
+class Patience(Protocol):
+    """What one wait is for: its limit and its reactions."""
+
+    limit: float
+    stall_warn: float
+
+    def check(self, waited: float) -> BaseException | None:
+        """Return an error when this wait can never end (a peer failed or left); called every few milliseconds."""
+
+    def stalled(self, waited: float) -> None:
+        """Say once who is missing."""
+
+    def timed_out(self, waited: float) -> BaseException:
+        """Return the error for a wait that passed its limit."""
+
+    def give_up(self, reason: BaseException) -> None:
+        """Withdraw from the call: tell the peers, mark the group broken."""
+
+
+class Pending(Protocol):
+    """Something that can be moved on while its owner waits for something else."""
+
+    def advance(self) -> bool:
+        """Make progress; return True when there is nothing left to do."""
+
+
+class Guard:
+    """Ctrl-C inside a call of the library is answered at a point where it can be answered, never in between.
+
+    With the handler installed, a Ctrl-C in the program's own code raises KeyboardInterrupt as always; inside a call it is
+    noted, the waiting loop sees it within one poll, withdraws and raises it. An exception out of one of the program's own
+    signal handlers is treated alike as far as it strikes inside the waiting loop.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.noted: BaseException | None = None
+        self.installed = False
+
+    def install(self) -> None:
+        """Take over SIGINT where Python's default handler stands; anybody else's handler is left alone."""
+        if threading.get_ident() == _main_ident and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._handle)
+            self.installed = True
+
+    def uninstall(self) -> None:
+        """Give SIGINT back, if it is still ours."""
+        if self.installed and threading.get_ident() == _main_ident:
+            if signal.getsignal(signal.SIGINT) == self._handle:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+            self.installed = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self.depth:
+            raise KeyboardInterrupt
+        self.noted = KeyboardInterrupt()
+
+    def __enter__(self) -> None:
+        if threading.get_ident() == _main_ident:
+            self.depth += 1
+
+    def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
+        if threading.get_ident() == _main_ident:
+            self.depth -= 1
+            if self.noted is not None and not self.depth:
+                noted, self.noted = self.noted, None
+                if kind is None:
+                    raise noted
+
+    def take(self) -> BaseException | None:
+        """Return what the main thread has to answer, once."""
+        if self.noted is None or threading.get_ident() != _main_ident:
+            return None
+        noted, self.noted = self.noted, None
+        return noted
+
+
+_main_ident = threading.main_thread().ident
+guard = Guard()
+
+pending: list[Pending] = []
+"""Every operation of this process that is not done yet; each wait moves all of them on."""
+
+_services: list[Callable[[], None]] = []
+
+
+def add_service(service: Callable[[], None]) -> None:
+    """Have ``service`` called every few milliseconds from every wait that lasts (questions are answered there)."""
+    if service not in _services:
+        _services.append(service)
+
+
+def remove_service(service: Callable[[], None]) -> None:
+    """Take a service out again."""
+    if service in _services:
+        _services.remove(service)
+
+
+def progress() -> None:
+    """Move every pending operation on, and drop those that are done."""
+    for item in tuple(pending):
+        if item.advance():
+            try:
+                pending.remove(item)
+            except ValueError:  # another thread was faster
+                pass
+
+
+def serve() -> None:
+    """Run every service once."""
+    for service in tuple(_services):
+        service()
+
+
+crowded = False
+"""More ranks than cores on this node; set when the node is known."""
+
+
+def wait(test: Callable[[], bool], patience: Patience) -> None:
+    """Return when ``test()`` is true; raise what ``patience`` says when that can no longer be, or takes too long.
+
+    Args:
+        test: makes progress and says whether the wait is over; its own failures are :class:`DistError`.
+        patience: the limit and the reactions of this wait.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C was pressed; the call is withdrawn first.
+        BaseException: whatever a signal handler of the program raised, after withdrawing; what ``patience`` returned.
+    """
+    reason: BaseException | None = None
+    try:
+        for _ in range(2 if crowded else SPIN_POLLS):
+            if test():
+                return
+    except DistError as error:
+        patience.give_up(error)
+        raise
+    except BaseException as exception:
+        reason = exception
+    wait_long(test, patience, reason)
+
+
+def wait_long(
+    test: Callable[[], bool],
+    patience: Patience,
+    reason: BaseException | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Wait past the first polls: back off, serve, and watch the limit. ``reason``: why this rank already wants to leave."""
+    start = clock()
+    next_service = start
+    polls = 0
+    warned = False
+    while True:
+        try:
+            if test():
+                break
+            polls += 1
+            if pending:
+                progress()
+            now = clock()
+            waited = now - start
+            reason = guard.take() or reason
+            if reason is not None and waited >= GIVE_UP_AFTER:
+                patience.give_up(reason)
+                raise reason
+            if now >= next_service:
+                next_service = now + SERVICE_EVERY
+                if waited > SERVICE_EVERY:
+                    serve()
+                if reason is None:
+                    reason = _verdict(test, patience, waited)
+                    if reason is not None:
+                        patience.give_up(reason)
+                        raise reason
+                    if not warned and waited >= patience.stall_warn:
+                        warned = True
+                        patience.stalled(waited)
+            nap = pause(waited, polls, crowded)
+            if nap is not None:
+                if nap == 0.0:
+                    os.sched_yield()
+                else:
+                    sleep(nap)
+        except DistError as error:
+            if error is not reason:
+                patience.give_up(error)
+            raise
+        except BaseException as exception:
+            # Out of a signal handler, between any two lines: kept until the rank may withdraw.
+            if exception is reason:
+                raise
+            reason = exception
+    if reason is not None:
+        guard.noted = reason  # the call is complete after all: raised when it returns
+
+
+def _verdict(test: Callable[[], bool], patience: Patience, waited: float) -> BaseException | None:
+    failure = patience.check(waited)
+    if failure is None and waited >= patience.limit and waited >= GIVE_UP_AFTER:
+        failure = patience.timed_out(waited)
+    if failure is not None and test():
+        return None
+    return failure
