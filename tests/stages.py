@@ -1,0 +1,265 @@
+"""Run the stages of the test suite on both MPIs, each with a hard limit, its time, and every skip with its reason.
+
+``python tests/stages.py fast`` is what ``make test`` runs: lint, then for Open MPI and for MPICH the unit tests, the
+multi-rank tests on 1 to 5 ranks, and the tests that start jobs of their own, all without those marked ``slow``.
+``python tests/stages.py slow`` runs the rest. Options narrow it down while developing::
+
+    python tests/stages.py fast --mpi openmpi --stage mpi --sizes 2,3 -- -k all_reduce
+
+Standard library only; it runs outside the environments that it tests. Whole logs are kept under ``.ci-logs/``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+import uuid
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jobs import LISTENER, MARK, ROOT, end_job, job_environment, mpiexec_command
+
+LOGS = ROOT / ".ci-logs"
+SIZES = (1, 2, 3, 4, 5)
+# Hard limits of one stage in seconds; a stage that needs more is broken or does not belong into `make test`.
+LIMITS = {"fast": 300.0, "slow": 1500.0}
+TAIL = 120  # lines of the log of a stage that failed
+FOLDERS = {  # the stages that are plain pytest, and the folders they run
+    "unit": ("tests/unit",),
+    "launch": ("tests/launch",),
+    "hang": ("tests/hang",),
+    "examples": ("tests/examples",),
+    "gpu": ("tests/gpu",),
+    "cluster": ("tests/cluster",),
+}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One run of pytest or of a checker: what to start, and in whose environment."""
+
+    name: str
+    command: tuple[str, ...]
+    venv: str
+    size: int = 0  # ranks; 0 is no job
+    env: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def slug(self) -> str:
+        return self.name.replace(" ", "-")
+
+
+@dataclass
+class Outcome:
+    """How a stage ended: counts, and the outcome of every test for the check of tests that never run."""
+
+    stage: Stage
+    seconds: float = 0.0
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    notes: list[str] = field(default_factory=list)
+    skips: dict[tuple[str, str], int] = field(default_factory=dict)
+    tests: dict[str, str] = field(default_factory=dict)
+
+    def line(self) -> str:
+        state = "FAILED" if self.failed else "ok"
+        counts = f"{self.passed} passed, {self.failed} failed, {self.skipped} skipped"
+        return f"{state:<7}{self.stage.name:<28}{self.seconds:7.1f} s   {counts}"
+
+
+def plan(part: str, mpis: Sequence[str], only: Sequence[str], sizes: Sequence[int], extra: Sequence[str]) -> list[Stage]:
+    """Return the stages to run, in order."""
+    marks = ("-m", "not slow" if part == "fast" else "slow")
+    stages = []
+    if part == "fast" and (not only or "lint" in only):
+        checks = {"ruff check": ("ruff", "check", "."), "ruff format": ("ruff", "format", "--check", ".")}
+        checks["mypy"] = ("mypy",)
+        stages += [Stage(f"lint {name}", ("-m", *command), ".venv-dev") for name, command in checks.items()]
+    for mpi in mpis:
+        venv = f".venv-{mpi}"
+        pytest = ("-m", "pytest", "-q", "--color=no", *marks, *extra)
+        multi = (*pytest, "--with-mpi", "tests/mpi")
+        ranks = [Stage(f"{mpi} mpi n={size}", multi, venv, size) for size in sizes]
+        if part == "slow" and mpi == "mpich":
+            # The tests of `make test` once more, on what MPICH takes for two nodes.
+            two = ("-m", "pytest", "-q", "--color=no", "-m", "not slow", *extra, "--with-mpi", "tests/mpi")
+            ranks.append(Stage(f"{mpi} mpi n=4 two nodes", two, venv, 4, (("MPIR_CVAR_NUM_CLIQUES", "2"),)))
+        for name in ("unit", "mpi", "launch", "hang", "examples", "gpu", "cluster"):
+            if only and name not in only:
+                continue
+            if name == "mpi":
+                stages += ranks
+            elif folders := [folder for folder in FOLDERS[name] if _has_tests(ROOT / folder)]:
+                stages.append(Stage(f"{mpi} {name}", (*pytest, *folders), venv))
+    return stages
+
+
+def _has_tests(folder: Path) -> bool:
+    return any(folder.rglob("test_*.py"))
+
+
+def run(stage: Stage, limit: float) -> Outcome:
+    """Run one stage, and once more if the launcher failed in the one way that is known to be nobody's fault."""
+    outcome = _run_once(stage, limit)
+    if outcome.failed and stage.size and not outcome.tests and LISTENER in _log(stage).read_text(errors="replace"):
+        outcome = _run_once(stage, limit)
+        outcome.notes.append(f"started twice: the first time Open MPI said {LISTENER!r} before any rank ran")
+    return outcome
+
+
+def _log(stage: Stage) -> Path:
+    return LOGS / f"{stage.slug}.log"
+
+
+def _run_once(stage: Stage, limit: float) -> Outcome:
+    python = str(ROOT / stage.venv / "bin" / "python")
+    report = LOGS / f"{stage.slug}.xml"
+    report.unlink(missing_ok=True)
+    command = [python, *stage.command]
+    is_pytest = "pytest" in stage.command
+    if is_pytest:
+        command.append(f"--junitxml={report}")
+    mpi = stage.venv.removeprefix(".venv-")
+    environment = job_environment(mpi, dict(stage.env))
+    if stage.size:
+        command = mpiexec_command(stage.size, command, python=python, mpi=mpi)
+    mark = uuid.uuid4().hex
+    environment[MARK] = mark
+    outcome = Outcome(stage)
+    started = time.monotonic()
+    with open(_log(stage), "wb") as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            outcome.notes.append(f"killed at its limit of {limit:.0f} s")
+            outcome.failed += 1
+        finally:
+            end_job(process, mark)
+    outcome.seconds = time.monotonic() - started
+    if is_pytest and report.exists():
+        _read(report, outcome)
+    elif not is_pytest and process.returncode == 0:
+        outcome.passed += 1
+    # pytest's exit code 5: no test was selected.
+    if process.returncode not in ((0, 5) if is_pytest else (0,)) and not outcome.failed:
+        outcome.failed += 1
+        outcome.notes.append(f"exit code {process.returncode}")
+    return outcome
+
+
+def _read(report: Path, outcome: Outcome) -> None:
+    for case in ET.parse(report).getroot().iter("testcase"):
+        name = f"{case.get('classname', '')}::{case.get('name', '')}"
+        kinds = {child.tag: child for child in case}
+        if "failure" in kinds or "error" in kinds:
+            outcome.failed += 1
+            outcome.tests[name] = "failed"
+        elif "skipped" in kinds and kinds["skipped"].get("type") != "pytest.xfail":
+            reason = kinds["skipped"].get("message", "") or "no reason given"
+            where = name.partition("[")[0]
+            outcome.skipped += 1
+            outcome.tests[name] = "skipped"
+            outcome.skips[where, reason] = outcome.skips.get((where, reason), 0) + 1
+        else:
+            outcome.passed += 1
+            outcome.tests[name] = "passed"
+
+
+def never_run(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return the multi-rank tests that were skipped on every number of ranks, per MPI."""
+    seen: dict[tuple[str, str], set[str]] = {}
+    for outcome in outcomes:
+        if outcome.stage.size and not outcome.stage.env:
+            for name, kind in outcome.tests.items():
+                seen.setdefault((outcome.stage.venv.removeprefix(".venv-"), name), set()).add(kind)
+    return [f"{mpi} {name}" for (mpi, name), kinds in sorted(seen.items()) if kinds == {"skipped"}]
+
+
+def skip_lines(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return every skip with its reason, alike ones together."""
+    where: dict[tuple[str, str], dict[str, int]] = {}
+    for outcome in outcomes:
+        for key, count in outcome.skips.items():
+            where.setdefault(key, {})[outcome.stage.name] = count
+    return [
+        f"  {test}: {reason} ({', '.join(f'{stage}: {count}' for stage, count in stages.items())})"
+        for (test, reason), stages in sorted(where.items())
+    ]
+
+
+def total() -> int:
+    """Print the sum of the parts that were run last."""
+    sums = {"passed": 0, "failed": 0, "skipped": 0}
+    for part in ("fast", "slow"):
+        path = LOGS / f"{part}.json"
+        if path.exists():
+            counts = json.loads(path.read_text())
+            sums = {kind: count + counts[kind] for kind, count in sums.items()}
+    print(", ".join(f"{count} {kind}" for kind, count in sums.items()), flush=True)
+    return 1 if sums["failed"] or not sums["passed"] else 0
+
+
+def main(argv: Sequence[str]) -> int:
+    at = list(argv).index("--") if "--" in argv else len(argv)
+    own, extra = list(argv[:at]), list(argv[at + 1 :])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("part", choices=("fast", "slow", "total"))
+    parser.add_argument("--mpi", default="openmpi,mpich", help="which environments (default: %(default)s)")
+    parser.add_argument("--stage", default="", help="which stages: lint, unit, mpi, launch, hang, examples, gpu, cluster")
+    parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="numbers of ranks (default: %(default)s)")
+    options = parser.parse_args(own)
+    if options.part == "total":
+        return total()
+    sizes = [int(size) for size in options.sizes.split(",")]
+    stages = plan(options.part, options.mpi.split(","), [s for s in options.stage.split(",") if s], sizes, extra)
+    LOGS.mkdir(exist_ok=True)
+    (LOGS / f"{options.part}.json").unlink(missing_ok=True)
+
+    outcomes = []
+    for stage in stages:
+        outcome = run(stage, LIMITS[options.part])
+        outcomes.append(outcome)
+        print(outcome.line(), flush=True)
+        for note in outcome.notes:
+            print(f"       {note}", flush=True)
+        if outcome.failed:
+            lines = _log(stage).read_text(errors="replace").splitlines()
+            print(f"--- the end of {_log(stage).relative_to(ROOT)} ({len(lines)} lines) ---")
+            print("\n".join(lines[-TAIL:]), flush=True)
+            print("--- end ---", flush=True)
+    unreached = [] if extra or set(sizes) != set(SIZES) else never_run(outcomes)
+
+    if skips := skip_lines(outcomes):
+        print("skipped, with the stages and how many:")
+        print("\n".join(skips))
+    if unreached:
+        print("skipped on every number of ranks, which is a failure:")
+        print("\n".join(f"  {name}" for name in unreached))
+    passed, failed, skipped = (sum(getattr(o, kind) for o in outcomes) for kind in ("passed", "failed", "skipped"))
+    failed += len(unreached)
+    seconds = sum(outcome.seconds for outcome in outcomes)
+    (LOGS / f"{options.part}.json").write_text(
+        json.dumps({"passed": passed, "failed": failed, "skipped": skipped, "seconds": seconds})
+    )
+    print(f"{options.part} part: {seconds:.0f} s")
+    print(f"{passed} passed, {failed} failed, {skipped} skipped", flush=True)
+    return 1 if failed or not passed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
