@@ -1,6 +1,6 @@
 """Tests on several ranks that fail on all of them, with the failing rank's words, instead of hanging.
 
-Load it in the top ``conftest.py`` of a test suite, install ``pytest-mpi`` for its marks, and start pytest under mpiexec::
+Load it in the top ``conftest.py`` of a test suite, install ``pytest-mpi`` for its marks, and start several ranks::
 
     # conftest.py
     pytest_plugins = ["mpicoll.pytest_plugin"]
@@ -17,8 +17,8 @@ Load it in the top ``conftest.py`` of a test suite, install ``pytest-mpi`` for i
 
 Then
 
-- every rank tells the others how each phase of a test (setup, call, teardown) ended. A phase that failed on one rank is a
-  failure on all of them; rank 0, which alone prints, shows the assertion of the rank it failed on;
+- every rank tells the others how each phase of a test (setup, call, teardown) ended. A phase that failed on one rank
+  is a failure on all of them; rank 0, which alone prints, shows the assertion of the rank it failed on;
 - ranks that disagree (one skips, another passes) fail the test, and ranks that collected different tests end at once;
 - a test that is not over within its limit (``--mpi-timeout``, ini ``mpi_timeout``, the mark; 60 s; 10 s once a rank has
   failed) ends the job with a nonzero exit code, the test's name, which ranks had finished it, and every rank's stack;
@@ -116,7 +116,7 @@ def prefixed(rank: int, text: str) -> str:
 def summary(outcomes: Sequence[str]) -> str:
     """Return who had which outcome: ``"failed on rank 1; passed on ranks 0, 2-3"``."""
     parts = []
-    for kind in sorted(set(outcomes), key=lambda kind: kind != "failed"):
+    for kind in sorted(dict.fromkeys(outcomes), key=lambda kind: kind != "failed"):
         ranks = [rank for rank, outcome in enumerate(outcomes) if outcome == kind]
         parts.append(f"{kind} on rank{'s' if len(ranks) > 1 else ''} {compress(ranks)}")
     return "; ".join(parts)
@@ -147,7 +147,7 @@ class _PeerRepr:
 
 
 class _Ranks:
-    """The plugin's own communicator, on which nothing blocks: waits are polls, so that Ctrl-C and the limit get through."""
+    """The plugin's own communicator, on which nothing blocks: it polls, so that Ctrl-C and the limit get through."""
 
     def __init__(self) -> None:
         from mpi4py import MPI
@@ -202,9 +202,9 @@ def _stack(frame: FrameType) -> str:
 class _Watchdog(threading.Thread):
     """Ends the job when a test is over its limit, after all ranks that can have written down where they are.
 
-    The ranks meet in a folder of files, which also those can reach whose main thread is stuck: ``alarm`` asks all ranks to
-    write ``rank.N``, and the one that creates ``speaker`` prints. A rank that does not see the folder (another node)
-    prints its own stack.
+    The ranks meet in a folder of files, which also those can reach whose main thread is stuck: ``alarm`` asks all
+    ranks to write ``rank.N``, and the one that creates ``speaker`` prints. A rank that does not see the folder (another
+    node) prints its own stack.
     """
 
     def __init__(self, ranks: _Ranks, err: int) -> None:
@@ -453,7 +453,9 @@ class _MultiRank:
         statuses: list[int] = []
         with contextlib.suppress(pytest.exit.Exception):
             self._exchange("the end of its session", "ended the session")
-            statuses = [struct.unpack("q", record)[0] for record in self.ranks.gather(struct.pack("q", int(exitstatus)))]
+            statuses = [
+                struct.unpack("q", record)[0] for record in self.ranks.gather(struct.pack("q", int(exitstatus)))
+            ]
         self.dog.disarm(self.native)
         if not statuses:
             session.exitstatus = exitstatus or 1
@@ -473,15 +475,21 @@ def _gist(text: str) -> str:
 
 
 def different_collections(collections: Sequence[Sequence[str]]) -> str:
-    """Return a message that names the first test on which rank 0 and another rank differ."""
+    """Return a message that names the first test on which rank 0 and another rank differ.
+
+    Each collection is the names of its tests, and last a line about errors while collecting.
+    """
     first = collections[0]
     rank, other = next((rank, other) for rank, other in enumerate(collections) if list(other) != list(first))
-    index = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
-    mine, theirs = ((names[index] if index < len(names) else "nothing more") for names in (first, other))
+    mine, theirs = list(first[:-1]), list(other[:-1])
+    advice = "Parameters must not depend on the rank, on the order of a set or on time"
+    if mine == theirs:
+        return f"rank 0: {first[-1]}; rank {rank}: {other[-1]}"
+    index = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
+    here, there = (names[index] if index < len(names) else "nothing more" for names in (mine, theirs))
     return (
-        f"the ranks collected different tests: rank 0 has {len(first) - 1}, rank {rank} has {len(other) - 1}; "
-        f"number {index + 1} is {mine} on rank 0 and {theirs} on rank {rank}. "
-        "Parameters must not depend on the rank, on set order or on time"
+        f"the ranks collected different tests: rank 0 has {len(mine)}, rank {rank} has {len(theirs)}; "
+        f"number {index + 1} is {here} on rank 0 and {there} on rank {rank}. {advice}"
     )
 
 

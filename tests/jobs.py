@@ -21,7 +21,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "TEST_JOB_ID"  # in the environment of each process of a job, to find what it left behind
 LISTENER = "listener thread failed to start"
-RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
 
 def family() -> str:
@@ -46,7 +45,7 @@ def mpiexec(python: str = sys.executable) -> str:
 def mpiexec_command(
     size: int, program: Sequence[str], *, python: str = sys.executable, mpi: str | None = None
 ) -> list[str]:
-    """Return the command line that starts ``size`` ranks of ``program`` on this machine, with as few cores as it has."""
+    """Return the command line that starts ``size`` ranks of ``program`` on this machine, however few its cores."""
     options = ["--oversubscribe", "--bind-to", "none"] if (mpi or family()) == "openmpi" else []
     return [mpiexec(python), *options, "-n", str(size), *program]
 
@@ -107,9 +106,9 @@ def end_job(process: subprocess.Popen[bytes], mark: str, patience: float = 2.0) 
 class JobResult:
     """How a job ended.
 
-    ``stdout`` and ``stderr`` hold everything, each rank's lines after ``[rank N] ``, the launcher's own without; ``out``
-    and ``err`` hold each rank's lines alone. ``left_running`` names the processes that were there ``settle`` seconds after
-    the launcher ended (they are killed).
+    ``stdout`` and ``stderr`` hold everything, each rank's lines after ``[rank N] ``, the launcher's own without;
+    ``out`` and ``err`` hold each rank's lines alone. ``left_running`` names the processes that were there ``settle``
+    seconds after the launcher ended (they are killed).
     """
 
     returncode: int
@@ -132,6 +131,9 @@ class JobResult:
         state = "killed at its limit" if self.timed_out else f"exit code {self.returncode}"
         left = f"\nleft running: {self.left_running}" if self.left_running else ""
         return f"{state} after {self.seconds:.1f} s{left}\n--- stdout ---\n{self.stdout}--- stderr ---\n{self.stderr}"
+
+
+FINISHED: list[JobResult] = []  # the jobs of the test that is running, for its report
 
 
 def _tagged(texts: Sequence[str]) -> str:
@@ -163,11 +165,15 @@ def run_job(
         # Open MPI 5.0 wheels: about 2 of 90 starts fail in PMIx before any rank runs.
         print(f"started again, Open MPI said: {LISTENER}", file=sys.stderr)
         result = _run_once(program, n, limit, env, args, settle, cwd)
+    FINISHED.append(result)
     return result
 
 
 # Each rank writes to files of its own: exact attribution, no mixed lines, and nothing is lost with a killed launcher.
-_SPLIT = 'r="${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-${PMIX_RANK:-0}}}"; exec "$@" >"$TEST_JOB_FOLDER/out.$r" 2>"$TEST_JOB_FOLDER/err.$r"'
+_SPLIT = (
+    'rank="${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-${PMIX_RANK:-0}}}"; '
+    'exec "$@" >"$TEST_JOB_FOLDER/out.$rank" 2>"$TEST_JOB_FOLDER/err.$rank"'
+)
 
 
 def _run_once(

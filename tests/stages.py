@@ -73,7 +73,9 @@ class Outcome:
         return f"{state:<7}{self.stage.name:<28}{self.seconds:7.1f} s   {counts}"
 
 
-def plan(part: str, mpis: Sequence[str], only: Sequence[str], sizes: Sequence[int], extra: Sequence[str]) -> list[Stage]:
+def plan(
+    part: str, mpis: Sequence[str], only: Sequence[str], sizes: Sequence[int], extra: Sequence[str]
+) -> list[Stage]:
     """Return the stages to run, in order."""
     marks = ("-m", "not slow" if part == "fast" else "slow")
     stages = []
@@ -220,7 +222,9 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("part", choices=("fast", "slow", "total"))
     parser.add_argument("--mpi", default="openmpi,mpich", help="which environments (default: %(default)s)")
-    parser.add_argument("--stage", default="", help="which stages: lint, unit, mpi, launch, hang, examples, gpu, cluster")
+    parser.add_argument(
+        "--stage", default="", help="which stages: lint, unit, mpi, launch, hang, examples, gpu, cluster"
+    )
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="numbers of ranks (default: %(default)s)")
     options = parser.parse_args(own)
     if options.part == "total":
