@@ -1,0 +1,153 @@
+"""What holds for the package as a whole: imports go down, and importing it does nothing."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import mpicoll
+
+PACKAGE = Path(mpicoll.__file__).parent
+
+# Top to bottom. A room imports from the rooms below it and from itself, never from those above or beside it.
+ROOMS = (
+    {"__main__"},
+    {"cli"},
+    {"__init__"},
+    {"nn", "training"},
+    {"zero_first"},
+    {"collectives", "objects", "p2p"},
+    {"mesh", "stores"},
+    {"runtime"},
+    {"execution"},
+    {"watchdog"},
+    {"communicators"},
+    {"topology"},
+    {"work"},
+    {"groups"},
+    {"checks"},
+    {"waiting"},
+    {"engines"},
+    {"buffers"},
+    {"launch"},
+    {"settings"},
+    {"pytest_plugin"},
+    {"errors"},
+    {"_version"},
+)
+FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
+
+# Who may import mpi4py when it is imported itself; the others may within a function.
+SPEAKS_MPI = {"checks", "communicators", "engines", "execution", "groups", "objects", "p2p", "runtime", "topology"}
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    """Return the room that a file is in: its folder under the package, or its own name."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(tree: ast.AST, everywhere: bool = True) -> Iterator[str]:
+    """Yield the dotted names that a module imports when it runs, those in functions only if ``everywhere``."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        elif everywhere or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            yield from imports(node, everywhere)
+
+
+def rooms_imported(tree: ast.AST) -> Iterator[str]:
+    for name in imports(tree):
+        parts = name.split(".")
+        if parts[0] == "mpicoll":
+            below = parts[1] if len(parts) > 1 else "__init__"
+            yield below if below in FLOOR else "__init__"
+
+
+def in_fresh_python(source: str) -> str:
+    """Run a script in an interpreter of its own and return what it printed."""
+    command = [sys.executable, "-c", textwrap.dedent(source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_down(path: Path) -> None:
+    """No room imports from a room above it or beside it."""
+    room = room_of(path)
+    assert room in FLOOR, f"a new room: give {room} its floor in ROOMS"
+    tree = ast.parse(path.read_text())
+    up = {other for other in rooms_imported(tree) if other != room and FLOOR[other] <= FLOOR[room]}
+    assert not up, f"{room} imports upwards: {sorted(up)}"
+    if room not in SPEAKS_MPI:
+        assert not [name for name in imports(tree, everywhere=False) if name.split(".")[0] == "mpi4py"]
+    assert ast.get_docstring(tree), "no docstring that says the module's job in one sentence"
+
+
+def test_import_is_light() -> None:
+    """Importing mpicoll imports neither MPI nor the packages that are needed later or never."""
+    heavy = ["mpi4py.MPI", "rich", "torch", "cupy", "matplotlib", "sklearn", "pytest", "ml_dtypes"]
+    source = f"import sys, mpicoll; print([name for name in {heavy!r} if name in sys.modules])"
+    assert in_fresh_python(source) == "[]"
+
+
+def test_import_starts_nothing() -> None:
+    """Importing mpicoll changes no environment, starts no thread and no process, and takes no signal."""
+    source = """
+        import os, signal, threading
+        from pathlib import Path
+        import numpy  # its threads are not ours
+
+        def state():
+            children = [path.read_text() for path in Path("/proc/self/task").glob("*/children")]
+            handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+            return dict(os.environ), threading.active_count(), children, handlers, sorted(os.listdir("/proc/self/fd"))
+
+        before = state()
+        import mpicoll
+        print(state() == before)
+    """
+    assert in_fresh_python(source) == "True"
+
+
+def test_import_without_mpi() -> None:
+    """Without mpi4py the package can be imported, and says that MPI is not available."""
+    source = """
+        import sys
+
+        class Blocked:
+            def find_spec(self, name, path=None, target=None):
+                if name.split(".")[0] == "mpi4py":
+                    raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+        sys.meta_path.insert(0, Blocked())
+        import mpicoll
+        print(mpicoll.is_mpi_available() if hasattr(mpicoll, "is_mpi_available") else False)
+    """
+    assert in_fresh_python(source) == "False"
+
+
+def test_public_names() -> None:
+    """``__all__`` is sorted, without repeats, and each of its names is there."""
+    assert list(mpicoll.__all__) == sorted(set(mpicoll.__all__))
+    source = """
+        import mpi4py
+        mpi4py.rc.initialize = False  # names resolve without starting MPI
+        import mpicoll
+        print([name for name in mpicoll.__all__ if not hasattr(mpicoll, name)])
+    """
+    assert in_fresh_python(source) == "[]"
