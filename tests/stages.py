@@ -70,6 +70,8 @@ class Outcome:
     def line(self) -> str:
         state = "FAILED" if self.failed else "ok"
         counts = f"{self.passed} passed, {self.failed} failed, {self.skipped} skipped"
+        if not self.passed + self.failed + self.skipped:
+            counts = "no tests in this part"
         return f"{state:<7}{self.stage.name:<28}{self.seconds:7.1f} s   {counts}"
 
 
@@ -172,7 +174,7 @@ def _read(report: Path, outcome: Outcome) -> None:
             outcome.failed += 1
             outcome.tests[name] = "failed"
         elif "skipped" in kinds and kinds["skipped"].get("type") != "pytest.xfail":
-            reason = kinds["skipped"].get("message", "") or "no reason given"
+            reason = kinds["skipped"].get("message", "").partition(", only ")[0] or "no reason given"
             where = name.partition("[")[0]
             outcome.skipped += 1
             outcome.tests[name] = "skipped"
