@@ -1,0 +1,80 @@
+"""`mpicoll run`: start a script on several ranks of this interpreter's MPI."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+from mpicoll.errors import LaunchError
+
+__all__ = ["add_parser", "main", "rank_command"]
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to ``mpicoll``."""
+    parser = commands.add_parser(
+        "run",
+        help="start a script on several ranks",
+        description="Start a Python script on N ranks, with the mpiexec that belongs to the MPI that mpi4py loads.",
+        epilog="The exit code is that of the rank that failed first; 128+n after signal n, 124 after --timeout.",
+        usage="mpicoll run -n N [options] script.py [args ...]\n       mpicoll run -n N [options] -m module [args ...]",
+    )
+    parser.add_argument("-n", "-np", "--nprocs", type=int, default=None, metavar="N", help="number of ranks")
+    parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
+    parser.add_argument("--tag-output", action="store_true", help="put the rank in front of every line: [2] ...")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end the job after this time (exit code 124)")
+    parser.add_argument("--mpiexec", metavar="PATH", help="use this mpiexec instead of the one found")
+    parser.add_argument("--mpiexec-args", metavar="ARGS", default="", help="more arguments for mpiexec, in one string")
+    parser.add_argument("--host", metavar="HOSTS", help="where to run, in mpiexec's syntax (a:2,b:2)")
+    parser.add_argument("--hostfile", metavar="FILE", help="file that says where to run, in mpiexec's syntax")
+    parser.add_argument("script", metavar="script.py", help=argparse.SUPPRESS)
+    parser.add_argument("args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.set_defaults(main=main)
+
+
+def rank_command(target: str, args: Sequence[str], *, module: bool, python: str) -> list[str]:
+    """Return what one rank runs.
+
+    Raises:
+        LaunchError: there is no such script or module.
+    """
+    if not module:
+        if not os.path.exists(target):
+            raise LaunchError(f"there is no file {target}")
+        return [python, target, *args]
+    top = target.split(".")[0]
+    sys.path.insert(0, os.getcwd())  # as python -m does
+    try:
+        from importlib.util import find_spec
+
+        if find_spec(top) is None:
+            raise LaunchError(f"there is no module {top}")
+    finally:
+        sys.path.pop(0)
+    return [python, "-m", target, *args]
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the job and return its exit code."""
+    from mpicoll.launch.job import Options, run_job
+
+    if options.nprocs is None:
+        raise LaunchError(f"how many ranks? mpicoll run -n 4 {options.script}")
+    if options.nprocs < 1:
+        raise LaunchError(f"-n {options.nprocs}: a job has at least one rank")
+    if options.timeout is not None and not options.timeout > 0:
+        raise LaunchError(f"--timeout {options.timeout:g}: seconds, more than 0")
+    command = rank_command(options.script, options.args, module=options.module, python=sys.executable)
+    wanted = Options(
+        nprocs=options.nprocs,
+        tag_output=options.tag_output,
+        timeout=options.timeout,
+        mpiexec=options.mpiexec,
+        host=options.host,
+        hostfile=options.hostfile,
+        extra=tuple(shlex.split(options.mpiexec_args)),
+    )
+    return run_job(wanted, command)

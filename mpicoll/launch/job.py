@@ -1,0 +1,377 @@
+"""Run a planned job: start the launcher, hand the output on, end everything when asked, say how the job ended."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import selectors
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpicoll.errors import LaunchError
+from mpicoll.launch.environment import Family
+from mpicoll.launch.library import conflicting_wheels, find_library
+from mpicoll.launch.mpiexec import (
+    Launch,
+    find_mpiexec,
+    launch_command,
+    parameter_files,
+    settings_in_files,
+    this_machine,
+)
+from mpicoll.launch.rundir import RUN_DIR, Record, read_records, write_ours
+from mpicoll.launch.streams import Streams, write_all
+
+__all__ = ["Job", "Options", "Outcome", "decide", "plan_job", "run_job"]
+
+GRACE = 1.0  # seconds between asking the launcher to end the job and killing what is left of it
+TIMED_OUT = 124  # as timeout(1)
+LISTENER = b"listener thread failed to start"  # Open MPI 5.0, in about 2 of 90 starts on a busy machine
+_SIGNALS = {129, 130, 131, 134, 137, 143, 9, 15}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How `mpicoll run` was asked to run."""
+
+    nprocs: int = 1
+    tag_output: bool = False
+    timeout: float | None = None
+    mpiexec: str | None = None
+    host: str | None = None
+    hostfile: str | None = None
+    extra: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The job's exit code, and the rank that failed first where that is known."""
+
+    code: int
+    rank: int | None = None
+
+
+def decide(records: Sequence[Record], mpiexec_code: int, family: Family, *, local: bool = True) -> Outcome:
+    """Return the exit code of the rank that failed first; pure.
+
+    The first failure on record is it, with one exception: after ``MPI_Abort(7)`` every rank is killed by the
+    launcher, the one that called it too, and only the launcher knows the 7.
+    """
+    code = 128 - mpiexec_code if mpiexec_code < 0 else mpiexec_code
+    first = next((record for record in records if record.kind in ("exit", "fail") and record.value != 0), None)
+    if first is None or (not local and code != 0):
+        return Outcome(code)
+    killed = first.kind == "exit" and first.value in (129, 130, 131, 137, 143)
+    # MPICH's mpiexec joins the codes of all ranks by OR; of signals only that gives one of _SIGNALS again.
+    signals = _SIGNALS if family == "mpich" else {first.value}
+    if killed and code != 0 and code not in signals:
+        return Outcome(code)
+    return Outcome(first.value, first.rank)
+
+
+def plan_job(options: Options, command: Sequence[str], run_dir: Path, environ: Mapping[str, str]) -> Launch:
+    """Find out what belongs to what on this machine, and plan the job.
+
+    Raises:
+        LaunchError: no MPI, no mpiexec that belongs to it, or two MPIs that overwrote each other.
+    """
+    conflict = conflicting_wheels()
+    if conflict is not None:
+        raise LaunchError(conflict)
+    library = find_library(environ=environ)
+    mpiexec = find_mpiexec(library, options.mpiexec)
+    openmpi = mpiexec.family == "openmpi"
+    return launch_command(
+        mpiexec,
+        options.nprocs,
+        command,
+        environ,
+        this_machine(),
+        run_dir=str(run_dir),
+        tag_output=options.tag_output,
+        host=options.host,
+        hostfile=options.hostfile,
+        extra=options.extra,
+        site_settings=settings_in_files(parameter_files(mpiexec.path, environ)) if openmpi else frozenset(),
+        from_wheel=library.path.startswith(sys.prefix + os.sep),
+    )
+
+
+class Job:
+    """One job. `start`, then `run` in one thread; `stop` may be called from any thread or signal handler."""
+
+    def __init__(
+        self,
+        options: Options,
+        command: Sequence[str],
+        environ: Mapping[str, str] | None = None,
+        *,
+        stdin: bool = False,
+        name: str = "mpicoll run",
+    ) -> None:
+        self.options = options
+        self.directory = Path(tempfile.mkdtemp(prefix="mpicoll-run-"))  # mode 0700
+        self._name = name
+        self._stdin = stdin and _usable_stdin()
+        self._stop_code: int | None = None
+        self._stop_time: float | None = None
+        self._hurry = False
+        try:
+            self.launch = plan_job(options, command, self.directory, os.environ if environ is None else environ)
+        except BaseException:
+            self.clean()
+            raise
+
+    # --- from any thread ---
+
+    def stop(self, code: int) -> None:
+        """Ask for the job's end; its exit code will be ``code``. Asked twice, everything is killed at once."""
+        if self._stop_code is None:
+            self._stop_code, self._stop_time = code, time.monotonic()
+        else:
+            self._hurry = True
+
+    def pids(self) -> dict[int, int]:
+        """Return the process id of each rank that has started on this host (of the shell it runs under)."""
+        return {record.rank: record.value for record in read_records(self.directory) if record.kind == "start"}
+
+    def clean(self) -> None:
+        """Remove the private directory."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    # --- the running ---
+
+    def run(self) -> Outcome:
+        """Run the job to its end; what it leaves running after a failure is killed."""
+        try:
+            outcome, chatter = self._attempt()
+            if outcome.code and LISTENER in chatter and not read_records(self.directory) and self._stop_code is None:
+                self._say("Open MPI's listener thread failed to start before any rank ran; trying once more")
+                outcome, chatter = self._attempt()
+            return outcome
+        finally:
+            self._sweep()
+
+    def _attempt(self) -> tuple[Outcome, bytes]:
+        for old in self.directory.iterdir():
+            if old.name.startswith(("in.", "out.", "err.", "records")):
+                old.unlink()
+        (self.directory / "records").touch(0o600)
+        write_ours(self.directory, self.launch.ours)
+        streams = None
+        if self.launch.streams:
+            streams = Streams(self.directory, self.options.nprocs, tag=self.options.tag_output)
+            if self._stdin:
+                # Rank 0 opens it itself: Open MPI 5.0's mpirun does not pass the end of its input on, MPICH's mpiexec
+                # leaves the other ranks' inputs open for ever.
+                (self.directory / "in.0").symlink_to(f"/proc/{os.getpid()}/fd/0")
+        die = _die_with_us if self.launch.family == "openmpi" else _be_killed_with_us
+        try:
+            process = subprocess.Popen(
+                self.launch.argv,
+                env=self.launch.env,
+                stdin=None if self._stdin and streams is None else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C reaches us alone, and we end the job in an orderly way
+                preexec_fn=die if threading.current_thread() is threading.main_thread() else None,
+            )
+        except OSError as error:
+            raise LaunchError(f"could not start {self.launch.argv[0]}: {error}") from None
+        chatter = self._pump(process, streams)
+        code = process.wait()
+        records = read_records(self.directory)
+        if self._stop_code is not None:
+            return Outcome(self._stop_code), bytes(chatter.seen)
+        outcome = decide(records, code, self.launch.family, local=self.launch.local)
+        if outcome.rank is None:
+            chatter.show()
+        return outcome, bytes(chatter.seen)
+
+    def _pump(self, process: subprocess.Popen[bytes], streams: Streams | None) -> _Chatter:
+        assert process.stdout is not None and process.stderr is not None  # noqa: PT018
+        chatter = _Chatter(self.directory, quiet=streams is not None)
+        sinks = {process.stdout.fileno(): 1, process.stderr.fileno(): 2}
+        with selectors.DefaultSelector() as selector:
+            for descriptor in sinks:
+                selector.register(descriptor, selectors.EVENT_READ)
+            if streams is not None:
+                streams.register(selector)
+            begun = time.monotonic()
+            while process.poll() is None or sinks:
+                ended = process.returncode is not None
+                events = selector.select(0.0 if ended else 0.05)
+                try:
+                    for key, _ in events:
+                        alive = True
+                        if key.data is streams and streams is not None:
+                            alive = streams.read(key.fd)
+                        elif data := os.read(key.fd, 1 << 16):
+                            chatter.feed(sinks[key.fd], data)
+                        else:
+                            del sinks[key.fd]
+                            alive = False
+                        if not alive:
+                            selector.unregister(key.fd)
+                    if streams is not None:
+                        streams.show_unfinished()
+                except BrokenPipeError:
+                    self.stop(128 + signal.SIGPIPE)  # nobody reads our output any more (mpicoll run ... | head)
+                if ended and not events:
+                    break  # something outside the job holds the launcher's pipes open
+                if self.options.timeout is not None and time.monotonic() - begun > self.options.timeout:
+                    self._time_out()
+                self._escalate(process)
+        if streams is not None:
+            streams.close()
+        process.stdout.close()
+        process.stderr.close()
+        return chatter
+
+    def _time_out(self) -> None:
+        if self._stop_code is None:
+            self._say(f"the job has run for {self.options.timeout:g} seconds (--timeout); ending it")
+            self.stop(TIMED_OUT)
+
+    _asked = False
+
+    def _escalate(self, process: subprocess.Popen[bytes]) -> None:
+        """Once the end was asked for: first the launcher, which tells its ranks; then everything that is left."""
+        if self._stop_time is None:
+            return
+        if not self._asked:
+            self._asked = True
+            _signal(process.pid, signal.SIGTERM)
+        elif self._hurry or time.monotonic() - self._stop_time > GRACE:
+            for pid in _processes(self.directory):
+                _signal(pid, signal.SIGKILL)
+            _signal(process.pid, signal.SIGKILL)
+
+    def _sweep(self) -> None:
+        """Kill what the job has left running."""
+        deadline = time.monotonic() + 0.5
+        while (left := _processes(self.directory)) and time.monotonic() < deadline:
+            for pid in left:
+                _signal(pid, signal.SIGKILL)
+            time.sleep(0.005)
+
+    def _say(self, text: str) -> None:
+        try:
+            write_all(2, f"{self._name}: {text}\n".encode())
+        except OSError:
+            pass
+
+
+class _Chatter:
+    """What the launcher itself prints. Once a rank has failed it is kept back: we say ourselves who failed."""
+
+    def __init__(self, directory: Path, *, quiet: bool) -> None:
+        self._directory = directory
+        self._quiet = quiet
+        self._held: list[tuple[int, bytes]] = []
+        self.seen = bytearray()
+
+    def feed(self, sink: int, data: bytes) -> None:
+        if len(self.seen) < 1 << 16:
+            self.seen += data
+        if self._quiet and any(record.kind == "exit" and record.value for record in read_records(self._directory)):
+            self._held.append((sink, data))
+        else:
+            write_all(sink, data)
+
+    def show(self) -> None:
+        for sink, data in self._held:
+            try:
+                write_all(sink, data)
+            except OSError:
+                pass
+
+
+def _usable_stdin() -> bool:
+    """Whether rank 0 may read our standard input: not where it is a terminal that another program has just now."""
+    try:
+        mode = os.fstat(0).st_mode
+        if os.isatty(0):
+            return os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISCHR(mode)
+
+
+def _die_with_us() -> None:
+    """Have the launcher asked to end when this process is killed outright. Runs between fork and exec."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
+
+
+def _be_killed_with_us() -> None:
+    """As above; MPICH's proxies kill their ranks when mpiexec is gone, but only ask them to end on SIGTERM."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except OSError:
+        pass
+
+
+def _processes(directory: Path) -> list[int]:
+    """Return the processes that started with this run directory in their environment: launcher and ranks."""
+    marker = f"{RUN_DIR}={directory}".encode()
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                if marker in Path("/proc", entry, "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry))
+            except OSError:
+                continue
+    return found
+
+
+def run_job(options: Options, command: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
+    """Run ``command`` on ``options.nprocs`` ranks and return the job's exit code: of the rank that failed first.
+
+    Ctrl-C and SIGTERM end the whole job within two seconds; a second one kills it at once. To be called in the main
+    thread.
+
+    Raises:
+        LaunchError: the job cannot be started; the message says what to do.
+    """
+    job = Job(options, command, environ, stdin=True)
+    before = {}
+
+    def ask(number: int, frame: object) -> None:
+        job.stop(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or started in the background by a script
+            before[number] = signal.signal(number, ask)
+    try:
+        outcome = job.run()
+        if outcome.rank is not None:
+            job._say(f"rank {outcome.rank} failed first: {describe(outcome.code)}")
+        return outcome.code
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        job.clean()
+
+
+def describe(code: int) -> str:
+    """Return an exit code in words."""
+    if 128 < code < 128 + signal.NSIG:
+        try:
+            return f"killed by {signal.Signals(code - 128).name} (exit code {code})"
+        except ValueError:
+            pass
+    return f"exit code {code}"

@@ -1,0 +1,107 @@
+"""The ranks' output as whole lines: named pipes in the run directory, copied to our own stdout and stderr."""
+
+from __future__ import annotations
+
+import os
+import re
+import selectors
+import time
+from pathlib import Path
+
+__all__ = ["Lines", "Streams", "write_all"]
+
+IDLE = 0.05  # seconds after which an unfinished line (a prompt, a progress bar) is shown all the same
+_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r(?=[^\n]))")
+
+
+class Lines:
+    """Cut a stream of bytes into lines, each with its end and the tag in front."""
+
+    def __init__(self, tag: bytes = b"") -> None:
+        self.tag = tag
+        self.rest = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """Return the lines that ``data`` completes; a carriage return ends a line too (progress bars)."""
+        self.rest += data
+        lines = _LINE.findall(self.rest)
+        self.rest = self.rest[sum(map(len, lines)) :]
+        return b"".join(self.tag + line for line in lines)
+
+    def flush(self, *, end: bool = False) -> bytes:
+        """Return what is left. Where lines are tagged it stays back until the end, and gets its line end."""
+        if not self.rest or (self.tag and not end and not self.rest.endswith(b"\r")):
+            return b""
+        rest, self.rest = self.rest, b""
+        newline = b"\n" if self.tag and not rest.endswith((b"\n", b"\r")) else b""
+        return self.tag + rest + newline
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write all of ``data``."""
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+class Streams:
+    """The named pipes of all ranks; stdout and stderr stay apart."""
+
+    def __init__(self, directory: Path, nprocs: int, *, tag: bool, sinks: tuple[int, int] = (1, 2)) -> None:
+        self._lines: dict[int, tuple[Lines, int]] = {}
+        self._fed: dict[int, float] = {}
+        for rank in range(nprocs):
+            for name, sink in zip(("out", "err"), sinks, strict=True):
+                path = directory / f"{name}.{rank}"
+                os.mkfifo(path, 0o600)
+                descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                self._lines[descriptor] = (Lines(b"[%d] " % rank if tag else b""), sink)
+
+    def register(self, selector: selectors.BaseSelector) -> None:
+        """Have ``selector`` watch every pipe, with this object as data."""
+        for descriptor in self._lines:
+            selector.register(descriptor, selectors.EVENT_READ, self)
+
+    def read(self, descriptor: int) -> bool:
+        """Hand on what has come; return False when the pipe has ended."""
+        lines, sink = self._lines[descriptor]
+        try:
+            data = os.read(descriptor, 1 << 16)
+        except BlockingIOError:
+            return True
+        if not data:
+            self._end(descriptor)
+            return False
+        write_all(sink, lines.feed(data))
+        if lines.rest:
+            self._fed[descriptor] = time.monotonic()
+        else:
+            self._fed.pop(descriptor, None)
+        return True
+
+    def show_unfinished(self) -> None:
+        """Show lines that have had no end for a moment."""
+        limit = time.monotonic() - IDLE
+        for descriptor in [descriptor for descriptor, when in self._fed.items() if when < limit]:
+            lines, sink = self._lines[descriptor]
+            write_all(sink, lines.flush())
+            del self._fed[descriptor]
+
+    def close(self) -> None:
+        """Hand on what is still in the pipes and close them."""
+        for descriptor in list(self._lines):
+            try:
+                while data := os.read(descriptor, 1 << 16):
+                    lines, sink = self._lines[descriptor]
+                    write_all(sink, lines.feed(data))
+            except OSError:
+                pass  # nothing more in it, or nobody reads our own output any more
+            self._end(descriptor)
+
+    def _end(self, descriptor: int) -> None:
+        lines, sink = self._lines.pop(descriptor)
+        self._fed.pop(descriptor, None)
+        os.close(descriptor)
+        try:
+            write_all(sink, lines.flush(end=True))
+        except OSError:
+            pass
