@@ -14,7 +14,7 @@ import tempfile
 import textwrap
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -133,6 +133,32 @@ class JobResult:
         return f"{state} after {self.seconds:.1f} s{left}\n--- stdout ---\n{self.stdout}--- stderr ---\n{self.stderr}"
 
 
+@dataclass(frozen=True)
+class RunningJob:
+    """A job while it runs: what its ranks have printed so far, and signals for them."""
+
+    folder: Path
+    process: subprocess.Popen[bytes]
+
+    def printed(self, rank: int) -> str:
+        return _text(self.folder / f"out.{rank}")
+
+    def wait_for(self, text: str, *ranks: int, limit: float = 30.0) -> None:
+        """Wait until each of the ranks has printed ``text`` (flushed) to its standard output."""
+        until = time.monotonic() + limit
+        while late := [rank for rank in ranks if text not in self.printed(rank)]:
+            if self.process.poll() is not None or time.monotonic() > until:
+                raise AssertionError(f"ranks {late} never printed {text!r}")
+            time.sleep(0.01)
+
+    def signal(self, number: int, *ranks: int) -> None:
+        """Send a signal to these ranks, or to the launcher when none is given."""
+        if not ranks:
+            self.process.send_signal(number)
+        for rank in ranks:
+            os.kill(int((self.folder / f"pid.{rank}").read_text()), number)
+
+
 FINISHED: list[JobResult] = []  # the jobs of the test that is running, for its report
 
 
@@ -149,6 +175,7 @@ def run_job(
     args: Sequence[str] = (),
     settle: float = 1.0,
     cwd: Path | None = None,
+    meanwhile: Callable[[RunningJob], None] | None = None,
 ) -> JobResult:
     """Run ``n`` ranks of a program and return how it ended, after at most about ``limit`` seconds.
 
@@ -159,19 +186,20 @@ def run_job(
         env: Changes to the environment; None removes a variable.
         args: Arguments for the script.
         settle: Seconds that the job's processes have to be gone after the launcher ended.
+        meanwhile: Called with the running job, to send signals at the right moment; the limit counts from its return.
     """
-    result = _run_once(program, n, limit, env, args, settle, cwd)
+    result = _run_once(program, n, limit, env, args, settle, cwd, meanwhile)
     if result.returncode != 0 and LISTENER in result.launcher and not any(result.out):
         # Open MPI 5.0 wheels: about 2 of 90 starts fail in PMIx before any rank runs.
         print(f"started again, Open MPI said: {LISTENER}", file=sys.stderr)
-        result = _run_once(program, n, limit, env, args, settle, cwd)
-    FINISHED.append(result)
+        result = _run_once(program, n, limit, env, args, settle, cwd, meanwhile)
     return result
 
 
 # Each rank writes to files of its own: exact attribution, no mixed lines, and nothing is lost with a killed launcher.
 _SPLIT = (
     'rank="${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-${PMIX_RANK:-0}}}"; '
+    'echo $$ >"$TEST_JOB_FOLDER/pid.$rank"; '
     'exec "$@" >"$TEST_JOB_FOLDER/out.$rank" 2>"$TEST_JOB_FOLDER/err.$rank"'
 )
 
@@ -184,6 +212,7 @@ def _run_once(
     args: Sequence[str],
     settle: float,
     cwd: Path | None,
+    meanwhile: Callable[[RunningJob], None] | None,
 ) -> JobResult:
     with tempfile.TemporaryDirectory(prefix="job-") as name:
         folder = Path(name)
@@ -210,10 +239,15 @@ def _run_once(
                 start_new_session=True,
             )
             timed_out = False
+            problem: AssertionError | None = None
             try:
+                if meanwhile is not None:
+                    meanwhile(RunningJob(folder, process))
                 process.wait(limit)
             except subprocess.TimeoutExpired:
                 timed_out = True
+            except AssertionError as error:
+                problem = error
             finally:
                 seconds = time.monotonic() - started
                 left: list[str] = []
@@ -223,7 +257,7 @@ def _run_once(
                         time.sleep(0.05)
                     left = [_command_of(pid) for pid in pids]
                 end_job(process, mark)
-        return JobResult(
+        result = JobResult(
             returncode=_plain(process.returncode),
             seconds=seconds,
             timed_out=timed_out,
@@ -232,6 +266,10 @@ def _run_once(
             launcher=_text(folder / "launcher"),
             left_running=left,
         )
+    FINISHED.append(result)
+    if problem is not None:
+        raise problem
+    return result
 
 
 def _plain(code: int) -> int:
