@@ -33,6 +33,7 @@ __all__ = [
     "progress",
     "remove_service",
     "serve",
+    "threads",
     "wait",
     "wait_long",
 ]
@@ -129,8 +130,11 @@ class Guard:
         self.noted = KeyboardInterrupt()
 
     def __enter__(self) -> None:
-        if threading.get_ident() == _main_ident:
+        ident = threading.get_ident()
+        if ident == _main_ident:
             self.depth += 1
+        else:
+            threads.add(ident)
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
         if threading.get_ident() == _main_ident:
@@ -150,6 +154,9 @@ class Guard:
 
 _main_ident = threading.main_thread().ident
 guard = Guard()
+
+threads: set[int] = set()
+"""Threads other than the main one that have called the library."""
 
 pending: list[Pending] = []
 """Every operation of this process that is not done yet; each wait moves all of them on."""

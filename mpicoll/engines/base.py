@@ -47,6 +47,8 @@ class Movement:
         senddispls, recvdispls: where each block starts; None when the blocks stand one behind the other.
         root: rank in the group; -1 where there is none.
         op: name of the MPI operation; "" where nothing is reduced.
+        vector: blocks may differ in size, on some rank at least; all members must say the same (MPI does not match
+            Gather with Gatherv).
         memory: where the buffers live.
     """
 
@@ -59,7 +61,13 @@ class Movement:
     recvdispls: Sequence[int] | None = None
     root: int = -1
     op: str = ""
+    vector: bool = False
     memory: MemoryKind = "host"
+
+    @property
+    def reads_recv(self) -> bool:
+        """Whether ``recv`` holds this rank's contribution as well (in place), or must keep its elements (broadcast)."""
+        return self.send is None
 
 
 class Request(Protocol):
@@ -110,7 +118,9 @@ def pieces(move: Movement, rank: int, size: int, block_bytes: int, limit: int) -
         limit: bytes a native call.
     """
     buffer = move.recv if move.recv is not None else move.send
-    assert buffer is not None
+    if buffer is None:  # a barrier
+        yield move
+        return
     itemsize = buffer.dtype.itemsize
     spread = 1 if move.kind in (Kind.BROADCAST, Kind.ALL_REDUCE, Kind.REDUCE) else size
     step = max(1, limit // (itemsize * spread))
@@ -152,6 +162,7 @@ def _piece(move: Movement, rank: int, size: int, start: int, stop: int) -> Movem
         senddispls=senddispls,
         recvcounts=recvcounts,
         recvdispls=recvdispls,
+        vector=True,
     )
 
 
@@ -179,4 +190,4 @@ def _reduce_scatter_piece(move: Movement, size: int, start: int, stop: int) -> M
     assert move.recv is not None
     counts, displs = _cut(move.send, move.sendcounts, None, size, start, stop)
     packed = np.concatenate([move.send[at : at + count] for at, count in zip(displs, counts, strict=True)])
-    return replace(move, send=packed, recv=move.recv[start:stop], sendcounts=counts)
+    return replace(move, send=packed, recv=move.recv[start:stop], sendcounts=counts, vector=True)

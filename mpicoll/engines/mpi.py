@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any
 
+import numpy as np
 from mpi4py import MPI
 
 from mpicoll.engines.base import Kind, Movement, Request, starts
 
-__all__ = ["MpiEngine"]
+__all__ = ["MpiEngine", "Plan", "persistent_collectives"]
+
+
+@lru_cache(maxsize=1)
+def persistent_collectives() -> bool:
+    """Whether this MPI has the persistent collectives of MPI-4 (the same answer on all ranks of a job).
+
+    Asked by making one: Open MPI 5.0 has them and reports version 3.1.
+    """
+    try:
+        MPI.COMM_SELF.Barrier_init().Free()
+    except (NotImplementedError, MPI.Exception):
+        return False
+    return True
 
 # One name each for the blocking call; the nonblocking one is "I" and the same name in lower case.
 _EVEN = {
@@ -30,6 +47,53 @@ _UNEVEN = {
 }
 
 
+class Plan:
+    """A small movement that is made again and again: owned buffers, and one persistent request where MPI-4 has them.
+
+    A rank that gives up in the middle leaves MPI writing into these buffers, never into the user's.
+    """
+
+    __slots__ = ("_again", "_recv", "_request", "_send", "_writes")
+
+    def __init__(self, engine: MpiEngine, comm: MPI.Intracomm, move: Movement) -> None:
+        self._send = None if move.send is None else np.empty_like(move.send)
+        self._recv = None if move.recv is None else np.empty_like(move.recv)
+        # The source of a broadcast has its elements already, perhaps in an array that cannot be written.
+        self._writes = not (move.kind is Kind.BROADCAST and move.root == comm.Get_rank())
+        owned = replace(move, send=self._send, recv=self._recv)
+        self._request: MPI.Request | None = None
+        self._again: Callable[[], Request] = partial(engine.nonblocking, owned)
+        if persistent_collectives():
+            if move.kind is Kind.BARRIER:
+                self._request = comm.Barrier_init()
+            else:
+                name, arguments = engine.call(owned)
+                self._request = getattr(comm, name + "_init")(*arguments)
+
+    def start(self, move: Movement) -> Request:
+        """Copy this rank's part in and post it."""
+        if self._send is not None:
+            self._send[...] = move.send
+        if self._recv is not None and move.reads_recv:
+            self._recv[...] = move.recv
+        if self._request is None:
+            return self._again()
+        self._request.Start()
+        return self._request
+
+    def finish(self, move: Movement) -> None:
+        """Copy the result out."""
+        if self._recv is not None and self._writes:
+            assert move.recv is not None
+            move.recv[...] = self._recv
+
+    def free(self) -> None:
+        """Give the persistent request back to MPI; nothing may be under way."""
+        if self._request is not None:
+            self._request.Free()
+            self._request = None
+
+
 class MpiEngine:
     """Moves host memory by the collectives of MPI (MPI-4.1 chapter 6)."""
 
@@ -42,16 +106,20 @@ class MpiEngine:
         if move.kind is Kind.BARRIER:
             self._comm.Barrier()
             return
-        name, arguments = self._call(move)
+        name, arguments = self.call(move)
         getattr(self._comm, name)(*arguments)
 
     def nonblocking(self, move: Movement) -> Request:
         """Post the nonblocking call."""
         if move.kind is Kind.BARRIER:
             return self._comm.Ibarrier()
-        name, arguments = self._call(move)
+        name, arguments = self.call(move)
         request: MPI.Request = getattr(self._comm, "I" + name.lower())(*arguments)
         return request
+
+    def plan(self, move: Movement) -> Plan:
+        """Return a reusable form of a small movement, through buffers that the engine owns."""
+        return Plan(self, self._comm, move)
 
     def _type(self, array: Any) -> MPI.Datatype:
         char = array.dtype.char
@@ -60,9 +128,9 @@ class MpiEngine:
             found = self._types[char] = MPI.Datatype.fromcode(char)
         return found
 
-    def _call(self, move: Movement) -> tuple[str, tuple[Any, ...]]:
+    def call(self, move: Movement) -> tuple[str, tuple[Any, ...]]:
+        """Return the name of the MPI call and its arguments."""
         kind, send, recv = move.kind, move.send, move.recv
-        uneven = move.sendcounts is not None or move.recvcounts is not None
         sending = None if send is None else (send, self._type(send))
         receiving = None if recv is None else (recv, self._type(recv))
         if kind is Kind.BROADCAST:
@@ -73,22 +141,27 @@ class MpiEngine:
             if recv is None:
                 return "Reduce", (sending, None, self._op(move), move.root)
             return "Reduce", (MPI.IN_PLACE if send is None else sending, receiving, self._op(move), move.root)
-        name = (_UNEVEN if uneven else _EVEN)[kind]
+        name = (_UNEVEN if move.vector else _EVEN)[kind]
         if kind is Kind.REDUCE_SCATTER:
-            if uneven:
-                return name, (sending, receiving, list(move.sendcounts or ()), self._op(move))
+            if move.vector:
+                return name, (sending, receiving, self._counts(send, move.sendcounts), self._op(move))
             return name, (sending, receiving, self._op(move))
-        if uneven:
-            if send is not None and move.sendcounts is not None:
+        if move.vector:
+            if send is not None and kind in (Kind.SCATTER, Kind.ALL_TO_ALL):
                 sending = self._vector(send, move.sendcounts, move.senddispls)
-            if recv is not None and move.recvcounts is not None:
+            if recv is not None and kind is not Kind.SCATTER:
                 receiving = self._vector(recv, move.recvcounts, move.recvdispls)
         if kind in (Kind.GATHER, Kind.SCATTER):
             return name, (sending, receiving, move.root)
         return name, (sending, receiving)
 
     def _vector(self, buffer: Any, counts: Any, displs: Any) -> Any:
-        return (buffer, (list(counts), starts(counts) if displs is None else list(displs)), self._type(buffer))
+        counts = self._counts(buffer, counts)
+        return (buffer, (counts, starts(counts) if displs is None else list(displs)), self._type(buffer))
+
+    def _counts(self, buffer: Any, counts: Any) -> list[int]:
+        size = self._comm.Get_size()
+        return [buffer.size // size] * size if counts is None else list(counts)
 
     @staticmethod
     def _op(move: Movement) -> MPI.Op:

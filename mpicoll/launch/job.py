@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mpicoll.errors import LaunchError
@@ -23,6 +23,7 @@ from mpicoll.launch.library import conflicting_wheels, find_library
 from mpicoll.launch.mpiexec import (
     Launch,
     find_mpiexec,
+    is_local,
     launch_command,
     parameter_files,
     settings_in_files,
@@ -31,7 +32,7 @@ from mpicoll.launch.mpiexec import (
 from mpicoll.launch.rundir import RUN_DIR, Record, read_records, write_ours
 from mpicoll.launch.streams import Streams, write_all
 
-__all__ = ["Job", "Options", "Outcome", "decide", "plan_job", "run_job"]
+__all__ = ["Job", "Options", "Outcome", "decide", "plan_job", "run_job", "run_job_for_spawn"]
 
 GRACE = 1.0  # seconds between asking the launcher to end the job and killing what is left of it
 TIMED_OUT = 124  # as timeout(1)
@@ -116,10 +117,14 @@ class Job:
         environ: Mapping[str, str] | None = None,
         *,
         stdin: bool = False,
+        directory: Path | None = None,
+        lifeline: int | None = None,
         name: str = "mpicoll run",
     ) -> None:
         self.options = options
-        self.directory = Path(tempfile.mkdtemp(prefix="mpicoll-run-"))  # mode 0700
+        self.directory = directory or Path(tempfile.mkdtemp(prefix="mpicoll-run-"))  # mode 0700
+        self._own_directory = directory is None
+        self._lifeline = lifeline  # a pipe: the job ends when it does
         self._name = name
         self._stdin = stdin and _usable_stdin()
         self._stop_code: int | None = None
@@ -145,8 +150,9 @@ class Job:
         return {record.rank: record.value for record in read_records(self.directory) if record.kind == "start"}
 
     def clean(self) -> None:
-        """Remove the private directory."""
-        shutil.rmtree(self.directory, ignore_errors=True)
+        """Remove the private directory, where it is ours."""
+        if self._own_directory:
+            shutil.rmtree(self.directory, ignore_errors=True)
 
     # --- the running ---
 
@@ -206,6 +212,8 @@ class Job:
                 selector.register(descriptor, selectors.EVENT_READ)
             if streams is not None:
                 streams.register(selector)
+            if self._lifeline is not None:
+                selector.register(self._lifeline, selectors.EVENT_READ, self)
             begun = time.monotonic()
             while process.poll() is None or sinks:
                 ended = process.returncode is not None
@@ -215,6 +223,9 @@ class Job:
                         alive = True
                         if key.data is streams and streams is not None:
                             alive = streams.read(key.fd)
+                        elif key.data is self:
+                            self.stop(128 + signal.SIGTERM)
+                            alive = False
                         elif data := os.read(key.fd, 1 << 16):
                             chatter.feed(sinks[key.fd], data)
                         else:
@@ -347,7 +358,21 @@ def run_job(options: Options, command: Sequence[str], environ: Mapping[str, str]
     Raises:
         LaunchError: the job cannot be started; the message says what to do.
     """
-    job = Job(options, command, environ, stdin=True)
+    outcome = _run(Job(options, command, environ, stdin=True))
+    if outcome.rank is not None:
+        write_all(2, f"mpicoll run: rank {outcome.rank} failed first: {describe(outcome.code)}\n".encode())
+    return outcome.code
+
+
+def run_job_for_spawn(options: Options, command: Sequence[str], directory: Path) -> Outcome:
+    """As `run_job`, for `spawn`: on this host, in a directory of the caller's, who is at the other end of stdin."""
+    if not is_local(os.environ, None, None, ()):
+        options = replace(options, host=f"localhost:{options.nprocs}")
+    return _run(Job(options, command, directory=directory, lifeline=0, name="spawn"))
+
+
+def _run(job: Job) -> Outcome:
+    """Run a job with Ctrl-C and SIGTERM ending it."""
     before = {}
 
     def ask(number: int, frame: object) -> None:
@@ -357,10 +382,7 @@ def run_job(options: Options, command: Sequence[str], environ: Mapping[str, str]
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or started in the background by a script
             before[number] = signal.signal(number, ask)
     try:
-        outcome = job.run()
-        if outcome.rank is not None:
-            job._say(f"rank {outcome.rank} failed first: {describe(outcome.code)}")
-        return outcome.code
+        return job.run()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -178,7 +178,9 @@ _HOST_VARIABLES = (
 
 def is_local(environ: Mapping[str, str], host: str | None, hostfile: str | None, extra: Sequence[str]) -> bool:
     """Whether all ranks are certain to run on this host: nobody named hosts and no allocation spans several."""
-    if host is not None or hostfile is not None or any(_HOST_OPTIONS.fullmatch(option) for option in extra):
+    if host is not None:
+        return all(re.fullmatch(r"(localhost|127\.0\.0\.1)(:\d+)?", name) for name in host.split(","))
+    if hostfile is not None or any(_HOST_OPTIONS.fullmatch(option) for option in extra):
         return False
     if any(name in environ for name in _HOST_VARIABLES):
         return False
@@ -278,7 +280,8 @@ def launch_command(
         tag = ["--tag-output"] if _major(mpiexec) == 4 else ["--output", "tag"]
         hosts = _pairs(("--host", host), ("--hostfile", hostfile))
     else:
-        arguments = []
+        # Inside an allocation hydra would start even the local ranks through the batch system.
+        arguments = ["-launcher", "fork"] if local and host is not None else []
         tag = ["-prepend-rank"]
         hosts = _pairs(("-hosts", host), ("-f", hostfile))
     env.update(ours)

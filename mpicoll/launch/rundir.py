@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["RUN_DIR", "WRAPPER", "Record", "read_records", "record_failure", "scrub", "write_ours"]
+__all__ = ["RUN_DIR", "WRAPPER", "Record", "append_record", "read_records", "record_failure", "scrub", "write_ours"]
 
 RUN_DIR = "MPICOLL_RUN_DIR"
 
@@ -36,7 +36,7 @@ exit $s"""
 
 @dataclass(frozen=True)
 class Record:
-    """One line: ``start`` (value: process id), ``exit`` (value: exit code) or ``fail`` (the exit code to come)."""
+    """One line: ``start`` and ``pid`` (value: process id of the shell, the rank), ``exit``, ``fail`` (exit code)."""
 
     kind: str
     rank: int
@@ -88,6 +88,11 @@ def record_failure(rank: int, code: int, environ: Mapping[str, str] | None = Non
     The runtime calls it the moment a rank has failed, before it tells the others: the job's exit code is that of the
     rank that failed first, not of the one that was first to end. Never raises; without `mpicoll run` does nothing.
     """
+    append_record("fail", rank, code, environ)
+
+
+def append_record(kind: str, rank: int, value: int, environ: Mapping[str, str] | None = None) -> None:
+    """Append one record, in one write. Never raises; without `mpicoll run` does nothing."""
     directory = _where or (os.environ if environ is None else environ).get(RUN_DIR)
     if directory is None:
         return
@@ -96,7 +101,7 @@ def record_failure(rank: int, code: int, environ: Mapping[str, str] | None = Non
     except OSError:
         return
     try:
-        os.write(descriptor, f"fail {rank} {code}\n".encode())
+        os.write(descriptor, f"{kind} {rank} {value}\n".encode())
     except OSError:
         pass
     finally:

@@ -1,0 +1,163 @@
+"""What the ranks tell each other outside the collectives: failures, exits, withdrawals, and who waits where.
+
+Small messages on a communicator of the library's own. Nothing is sent while all goes well; a rank reads them when it
+waits for more than a few milliseconds, and while it lingers at its exit. A rank that computes does not answer, which is
+right: it is not blocked.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+__all__ = ["Board", "Exit", "Failure", "Where"]
+
+_TAG = 1
+MOST_ASKED = 256
+"""Ranks that one waiting rank asks where they are; in a larger group it asks the nearest ones."""
+ANSWER_WITHIN = 0.3
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank that ended with an uncaught exception or a nonzero exit code."""
+
+    rank: int
+    what: str
+    site: str
+    code: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} failed: {self.what}" + (f" (at {self.site})" if self.site else "")
+
+
+@dataclass(frozen=True)
+class Exit:
+    """A rank that reached the end of its program: calls made on each group, messages sent to this rank on each."""
+
+    rank: int
+    calls: dict[str, int]
+    sent: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where a waiting rank is: calls it has issued on the group asked about, what it waits in, what it sent us last.
+
+    ``sent`` holds (tag, bytes) of its last messages to the rank that asked.
+    """
+
+    rank: int
+    calls: int
+    waits: str
+    sent: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass
+class Board:
+    """This process's view of the others, by global rank.
+
+    Attributes:
+        comm: a communicator that nobody else uses.
+        where: answers a question: (group's name, who asks) -> the fields of :class:`Where`.
+    """
+
+    comm: MPI.Intracomm
+    where: Callable[[str, int], tuple[int, str, tuple[tuple[int, int], ...]]]
+    failed: dict[int, Failure] = field(default_factory=dict)
+    exited: dict[int, Exit] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
+    handling: set[int] = field(default_factory=set)
+    withdrawn: dict[str, tuple[int, str]] = field(default_factory=dict)
+    joins: dict[Any, dict[int, Any]] = field(default_factory=dict)
+    announced: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.rank: int = self.comm.Get_rank()
+        self.size: int = self.comm.Get_size()
+        self._lock = threading.Lock()
+        self._sending: list[tuple[MPI.Request, Any]] = []
+        self._answers: dict[str, dict[int, Where]] = {}
+
+    def post(self, kind: str, payload: Any, ranks: Iterable[int]) -> None:
+        """Send ``(kind, payload)`` to every rank of ``ranks`` but this one; never waits."""
+        message = np.frombuffer(pickle.dumps((kind, self.rank, payload)), np.uint8)
+        with self._lock:
+            self._sending = [item for item in self._sending if not item[0].Test()]
+            for rank in ranks:
+                if rank != self.rank:
+                    self._sending.append((self.comm.Isend([message, MPI.BYTE], rank, _TAG), message))
+
+    def flush(self, limit: float) -> None:
+        """Wait until what was posted is on its way, at most ``limit`` seconds."""
+        end = time.monotonic() + limit
+        with self._lock:
+            while self._sending and time.monotonic() < end:
+                self._sending = [item for item in self._sending if not item[0].Test()]
+                time.sleep(0.0005)
+
+    def poll(self) -> None:
+        """Read every message that has come, and answer questions."""
+        if not self._lock.acquire(blocking=False):
+            return  # another thread is reading
+        answers: list[tuple[int, Any]] = []
+        try:
+            while True:
+                status = MPI.Status()
+                found = self.comm.Improbe(MPI.ANY_SOURCE, _TAG, status)
+                if found is None:
+                    break
+                buffer = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+                found.Recv([buffer, MPI.BYTE])
+                kind, rank, payload = pickle.loads(buffer.tobytes())
+                answer = self._read(kind, rank, payload)
+                if answer is not None:
+                    answers.append((rank, answer))
+        finally:
+            self._lock.release()
+        for rank, (kind, payload) in answers:
+            self.post(kind, payload, [rank])
+
+    def _read(self, kind: str, rank: int, payload: Any) -> tuple[str, Any] | None:
+        if kind == "failed":
+            self.failed.setdefault(rank, Failure(rank, *payload))
+        elif kind == "exited":
+            self.exited[rank] = Exit(rank, *payload)
+        elif kind == "ended":
+            self.ended.add(rank)
+        elif kind == "handling":
+            self.handling.add(rank)
+        elif kind == "withdrawn":
+            group, why = payload
+            self.withdrawn.setdefault(group, (rank, why))
+        elif kind == "ask":
+            return ("where", (payload, *self.where(payload, rank)))
+        elif kind == "where":
+            group, calls, waits, sent = payload
+            self._answers.setdefault(group, {})[rank] = Where(rank, calls, waits, sent)
+        elif kind == "join":
+            key, value = payload
+            self.joins.setdefault(key, {})[rank] = value
+        elif kind == "unjoin":
+            self.joins.get(payload, {}).pop(rank, None)
+        return None
+
+    def ask(self, group: str, ranks: Iterable[int]) -> dict[int, Where]:
+        """Ask ``ranks`` where they are, and return who answered within 0.3 s (those that wait in the library do)."""
+        others = [rank for rank in ranks if rank != self.rank]
+        others.sort(key=lambda rank: abs(rank - self.rank))
+        others = others[:MOST_ASKED]
+        self._answers[group] = {}
+        self.post("ask", group, others)
+        end = time.monotonic() + ANSWER_WITHIN
+        while time.monotonic() < end and len(self._answers[group]) < len(others):
+            self.poll()
+            time.sleep(0.001)
+        return self._answers.pop(group)

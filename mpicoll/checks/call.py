@@ -1,0 +1,127 @@
+"""What a rank is calling: the operation, what must agree between the members, and where the program calls it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from hashlib import blake2b
+from types import CodeType
+from typing import Any
+
+__all__ = ["NOTHING", "Call", "Site", "call_site", "compress_ranks", "fingerprint", "name_ranks"]
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+NOTHING = -(2**63)
+"""A detail that takes no part in the comparison (the neutral element of MAX on int64)."""
+
+
+@dataclass(slots=True, frozen=True)
+class Site:
+    """A place in the program, kept as cheaply as possible and resolved only when somebody reads it."""
+
+    code: CodeType
+    instruction: int
+
+    @staticmethod
+    def inside(code: CodeType) -> bool:
+        """Whether code belongs to this package."""
+        return code.co_filename.startswith(_PACKAGE)
+
+    def __str__(self) -> str:
+        line = self.code.co_firstlineno
+        for start, stop, number in _lines(self.code):
+            if start <= self.instruction < stop:
+                line = number
+                break
+        return f"{self.code.co_filename}:{line}"
+
+
+def _lines(code: CodeType) -> list[tuple[int, int, int]]:
+    return [(start, stop, number) for start, stop, number in code.co_lines() if number is not None]
+
+
+def call_site() -> Site:
+    """Return the innermost place on the stack that is outside this package (226 ns a level on the machine measured)."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_PACKAGE) and frame.f_back is not None:
+        frame = frame.f_back
+    return Site(frame.f_code, frame.f_lasti)
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of one rank on one group.
+
+    Attributes:
+        op: the public function's name.
+        key: what must be the same on every member; never the call site (the same call from different lines is legal).
+        site: where the program calls it.
+        seq: number of the call on its group, from 1.
+        asynchronous: this rank issued it with ``async_op=True``, or has other calls under way.
+        error: what is wrong with this rank's arguments; raised after all members know.
+        uneven: this rank's blocks differ in size.
+        block_bytes: the largest block that this rank moves to or from one peer.
+        detail: a number that must agree where every member gives one.
+    """
+
+    op: str
+    key: tuple[Any, ...]
+    site: Site
+    seq: int = 0
+    asynchronous: bool = False
+    error: Exception | None = None
+    uneven: bool = False
+    block_bytes: int = 0
+    detail: int = NOTHING
+
+    def describe(self) -> str:
+        """Return the call as a reader would write it: ``all_reduce(ReduceOp.SUM, float32, 1000 elements)``."""
+        if self.error is not None and not self.key:
+            return f"{self.op}(…)"
+        return f"{self.op}({', '.join(_word(part) for part in self.key)})"
+
+
+def _word(part: Any) -> str:
+    if isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], str):
+        return f"{part[0]} {_short(part[1])}" if part[0] != "elements" else f"{_short(part[1])} elements"
+    return _short(part)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, tuple):
+        text = ", ".join(str(item) for item in value[:8])
+        return f"[{text}{', …' if len(value) > 8 else ''}]"
+    return str(value)
+
+
+_prints: dict[tuple[Any, ...], int] = {}
+
+
+def fingerprint(op: str, key: tuple[Any, ...]) -> int:
+    """Return 62 bits that are the same in every process for the same call (never ``hash()``: it is salted)."""
+    full = (op, key)
+    known = _prints.get(full)
+    if known is None:
+        if len(_prints) >= 4096:
+            _prints.clear()
+        digest = blake2b(repr(full).encode(), digest_size=8).digest()
+        known = _prints[full] = int.from_bytes(digest, "little") >> 2
+    return known
+
+
+def compress_ranks(ranks: list[int] | tuple[int, ...] | set[int]) -> str:
+    """Return ranks as a reader wants them: ``0, 2-7``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def name_ranks(ranks: list[int] | tuple[int, ...] | set[int]) -> str:
+    """Return ``rank 3`` or ``ranks 0, 2-7``."""
+    return f"rank{'s' if len(ranks) != 1 else ''} {compress_ranks(ranks)}"

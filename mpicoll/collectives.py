@@ -1,0 +1,765 @@
+"""The array collectives: check this rank's arguments, describe the call, hand it on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+
+from mpicoll import execution
+from mpicoll.buffers.array import Array, Memory, adapt, adapt_list, same_dtype
+from mpicoll.buffers.dtypes import resolve_reduction
+from mpicoll.buffers.reduce_op import RedOpType, ReduceOp
+from mpicoll.checks.call import NOTHING, Call, call_site
+from mpicoll.engines.base import Kind, Movement
+from mpicoll.groups import ProcessGroup, member_or_warn, peer_rank
+from mpicoll.work import Work
+
+__all__ = [
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "scatter",
+]
+
+
+class _Prepared:
+    """What the checks of one rank's arguments came to: the key of the call, what to move, what to do around it."""
+
+    __slots__ = ("after", "before", "detail", "key", "move", "outputs", "uneven")
+
+    def __init__(
+        self,
+        key: tuple[Any, ...],
+        move: Movement,
+        outputs: list[Any],
+        *,
+        before: Callable[[], None] | None = None,
+        after: Callable[[], None] | None = None,
+        uneven: bool = False,
+        detail: int = NOTHING,
+    ) -> None:
+        self.key = key
+        self.move = move
+        self.outputs = outputs
+        self.before = before
+        self.after = after
+        self.uneven = uneven
+        self.detail = detail
+
+
+def _run(
+    op: str,
+    group: ProcessGroup,
+    async_op: bool,
+    timeout: timedelta | None,
+    prepare: Callable[[ProcessGroup], _Prepared],
+) -> Work | None:
+    """Check the arguments; what is wrong with them takes part in the agreement, so that all members raise."""
+    site = call_site()
+    execution.enter(group, op)
+    try:
+        limit = execution.call_limit(group, timeout)
+        ready = prepare(group)
+    except Exception as error:
+        call = Call(op, (), site, error=error)
+        execution.run(group, call, None, outputs=[], limit=group.timeout)
+        raise AssertionError("a call with wrong arguments always raises") from error
+    call = Call(op, ready.key, site, uneven=ready.uneven, detail=ready.detail)
+    return execution.run(
+        group,
+        call,
+        ready.move,
+        outputs=ready.outputs,
+        async_op=async_op,
+        limit=limit,
+        before=ready.before,
+        after=ready.after,
+    )
+
+
+def _reduction(op_name: str, op: RedOpType | ReduceOp, dtype: np.dtype[Any]) -> Any:
+    return resolve_reduction(op_name, op, dtype)
+
+
+def _unpacker(memories: list[Memory], packed: Array | None = None) -> Callable[[], None] | None:
+    """Return what writes results back: blocks of ``packed`` into each memory, then each memory into its array."""
+    hooks = [memory.unpack for memory in memories if memory.unpack is not None]
+    if packed is None and not hooks:
+        return None
+
+    def unpack() -> None:
+        if packed is not None:
+            at = 0
+            for memory in memories:
+                memory.flat[...] = packed[at : at + memory.flat.size]
+                at += memory.flat.size
+        for hook in hooks:
+            hook()
+
+    return unpack
+
+
+def _both(*steps: Callable[[], None] | None) -> Callable[[], None] | None:
+    wanted = [step for step in steps if step is not None]
+    if not wanted:
+        return None
+
+    def all_steps() -> None:
+        for step in wanted:
+            step()
+
+    return all_steps
+
+
+def broadcast(
+    tensor: Array,
+    src: int | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+    *,
+    timeout: timedelta | None = None,
+) -> Work | None:
+    """Copy ``tensor`` of one rank to all members of the group.
+
+    Called by all members with the same source, dtype and number of elements.
+
+    Args:
+        tensor: on the source what is sent, on the others where it is received; C-contiguous.
+        src: global rank of the source; or ``group_src``, its rank in the group.
+        group: the group; default the world.
+        async_op: return a :class:`Work` at once.
+        timeout: the limit of this call; default the group's.
+
+    Raises:
+        TypeError, ValueError: wrong arguments, raised on all members before anything moves.
+        CollectiveMismatchError: the members made different calls.
+        CollectiveTimeoutError: a member did not come within the limit.
+        PeerFailedError, PeerExitedError: a member failed, or ended without making this call.
+
+    Source: torch.distributed.broadcast; MPI-4.1 section 6.4.
+    """
+    found = member_or_warn(group, "broadcast")
+    if found is None:
+        return None
+
+    def prepare(g: ProcessGroup) -> _Prepared:
+        root = peer_rank(g, src, group_src, "src")
+        memory = adapt(tensor, "tensor", writable=g.rank() != root)
+        key = (("root", g.ranks[root]), str(memory.dtype), ("elements", memory.flat.size))
+        after = None if g.rank() == root else _unpacker([memory])
+        return _Prepared(key, Movement(Kind.BROADCAST, recv=memory.flat, root=root), [tensor], after=after)
+
+    return _run("broadcast", found, async_op, timeout, prepare)
+
+
+def all_reduce(
+    tensor: Array,
+    op: RedOpType | ReduceOp = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    *,
+    timeout: timedelta | None = None,
+) -> Work | None:
+    """Reduce ``tensor`` over all members, in place; all of them hold the result.
+
+    Called by all members with the same op, dtype and number of elements.
+
+    Args:
+        tensor: input and output; C-contiguous.
+        op: SUM, AVG (floating point and complex), PRODUCT, MIN, MAX, BAND, BOR, BXOR (integers and bool) or
+            ``PREMUL_SUM(factor)``. On bool SUM and MAX are logical or, PRODUCT and MIN logical and.
+        group, async_op, timeout: as in :func:`broadcast`.
+
+    Raises:
+        RuntimeError, ValueError: the op has no meaning on this dtype.
+        Others as :func:`broadcast`.
+
+    Source: torch.distributed.all_reduce; MPI-4.1 section 6.9.6.
+    """
+    found = member_or_warn(group, "all_reduce")
+    if found is None:
+        return None
+
+    def prepare(g: ProcessGroup) -> _Prepared:
+        memory = adapt(tensor, "tensor", writable=True)
+        reduction = _reduction("all_reduce", op, memory.dtype)
+        flat = memory.flat
+        key = (str(reduction.op), str(memory.dtype), ("elements", flat.size))
+        before = None
+        if reduction.factor is not None:
+
+            def before() -> None:
+                flat[...] = reduction.before(flat)
+
+        average = (lambda: reduction.after(flat, g.size())) if reduction.average else None
+        return _Prepared(
+            key,
+            Movement(Kind.ALL_REDUCE, recv=flat, op=reduction.mpi_op),
+            [tensor],
+            before=before,
+            after=_both(average, _unpacker([memory])),
+        )
+
+    return _run("all_reduce", found, async_op, timeout, prepare)
+
+
+def reduce(
+    tensor: Array,
+    dst: int | None = None,
+    op: RedOpType | ReduceOp = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+    *,
+    timeout: timedelta | None = None,
+) -> Work | None:
+    """Reduce ``tensor`` over all members; the rank ``dst`` holds the result in ``tensor``, the others keep theirs.
+
+    Called by all members with the same destination, op, dtype and number of elements.
+
+    Args:
+        tensor: input, and on the destination output.
+        dst: global rank of the destination; or ``group_dst``, its rank in the group.
+        op: as in :func:`all_reduce`.
+        group, async_op, timeout: as in :func:`broadcast`.
+
+    Source: torch.distributed.reduce; MPI-4.1 section 6.9.1.
+    """
+    found = member_or_warn(group, "reduce")
+    if found is None:
+        return None
+
+    def prepare(g: ProcessGroup) -> _Prepared:
+        root = peer_rank(g, dst, group_dst, "dst")
+        at_root = g.rank() == root
+        memory = adapt(tensor, "tensor", writable=at_root)
+        reduction = _reduction("reduce", op, memory.dtype)
+        flat = memory.flat
+        key = (str(reduction.op), ("root", g.ranks[root]), str(memory.dtype), ("elements", flat.size))
+        if not at_root:
+            move = Movement(Kind.REDUCE, send=reduction.before(flat), root=root, op=reduction.mpi_op)
+            return _Prepared(key, move, [tensor])
+        before = None
+        if reduction.factor is not None:
+
+            def before() -> None:
+                flat[...] = reduction.before(flat)
+
+        average = (lambda: reduction.after(flat, g.size())) if reduction.average else None
+        return _Prepared(
+            key,
+            Movement(Kind.REDUCE, recv=flat, root=root, op=reduction.mpi_op),
+            [tensor],
+            before=before,
+            after=_both(average, _unpacker([memory])),
+        )
+
+    return _run("reduce", found, async_op, timeout, prepare)
+
+
+def all_gather(
+    tensor_list: list[Array],
+    tensor: Array,
+    group: Any = None,
+    async_op: bool = False,
+    *,
+    timeout: timedelta | None = None,
+) -> Work | None:
+    """Gather the ``tensor`` of every member into ``tensor_list`` on all of them.
+
+    Called by all members with the same dtype. The blocks may differ in size: ``tensor_list[r]`` must then have as many
+    elements as rank r's ``tensor``, on all members alike.
+
+    Args:
+        tensor_list: one output array for each member, by rank in the group.
+        tensor: this rank's input.
+        group, async_op, timeout: as in :func:`broadcast`.
+
+    Source: torch.distributed.all_gather; MPI-4.1 section 6.7.
+    """
+    found = member_or_warn(group, "all_gather")
+    if found is None:
+        return None
+
+    def prepare(g: ProcessGroup) -> _Prepared:
+        outputs = adapt_list(tensor_list, "tensor_list", writable=True, length=g.size())
+        memory = adapt(tensor, "tensor", writable=False)
+        same_dtype(memory, *outputs)
+        counts = tuple(output.flat.size for output in outputs)
+        if counts[g.rank()] != memory.flat.size:
+            raise ValueError(
+                f"all_gather: tensor has {memory.flat.size} elements, but its place tensor_list[{g.rank()}] has "
+                f"{counts[g.rank()]}"
+            )
+        uneven = len(set(counts)) > 1
+        packed = np.empty(sum(counts), memory.dtype)
+        key = (str(memory.dtype), ("blocks", counts) if uneven else ("elements", counts[0]))
+        move = Movement(
+            Kind.ALL_GATHER, send=memory.flat, recv=packed, recvcounts=counts if uneven else None, vector=uneven
+        )
+        return _Prepared(key, move, list(tensor_list), after=_unpacker(outputs, packed))
+
+    return _run("all_gather", found, async_op, timeout, prepare)
+
+
+def all_gather_single(
+    output_tensor: Array,
+    input_tensor: Array,
+    group: Any = None,
+    async_op: bool = False,
+    *,
+    timeout: timedelta | None = None,
+) -> Work | None:
+    """Gather the ``input_tensor`` of every member into one array on all of them.
+
+    Called by all members with the same dtype and number of elements.
+
+    Args:
+        output_tensor: size × as many elements as the input, in the order of ranks: the concatenation along the first
+            dimension, or the stack; only the number of elements matters.
+        input_tensor: this rank's input.
+        group, async_op, timeout: as in :func:`broadcast`.
+
+    Source: torch.distributed.all_gather_single (formerly all_gather_into_tensor); MPI-4.1 section 6.7.
+    """
+    return _all_gather_single("all_gather_single", output_tensor, input_tensor, group, async_op, timeout)
+
+
+def all_gather_into_tensor(
+    output_tensor: Array,
+    input_tensor: Array,
+    group: Any = None,
+    async_op: bool = False,
+    *,
+    timeout: timedelta | None = None,
+) -> Work | None:
+    """Gather into one array: the older name of :func:`all_gather_single`, with the same arguments.
+
+    Source: torch.distributed.all_gather_into_tensor.
+    """
+    return _all_gather_single("all_gather_into_tensor", output_tensor, input_tensor, group, async_op, timeout)
+
+
+def _all_gather_single(
+    name: str, output_tensor: Array, input_tensor: Array, group: Any, async_op: bool, timeout: timedelta | None
+) -> Work | None:
+    found = member_or_warn(group, name)
+    if found is None:
+        return None
+
+    def prepare(g: ProcessGroup) -> _Prepared:
+        output = adapt(output_tensor, "output_tensor", writable=True)
+        memory = adapt(input_tensor, "input_tensor", writable=False)
+        same_dtype(output, memory)
+        if output.flat.size != g.size() * memory.flat.size:
+            raise ValueError(
+                f"{name}: output_tensor must have {g.size()} x {memory.flat.size} elements, got {output.flat.size}"
+            )
+        # The input may be this rank's part of the output, as torch allows: MPI forbids that its buffers overlap.
+        send = memory.flat.copy() if np.may_share_memory(output.flat, memory.flat) else memory.flat
+        key = (str(memory.dtype), ("elements", memory.flat.size))
+        move = Movement(Kind.ALL_GATHER, send=send, recv=output.flat)
+        return _Prepared(key, move, [output_tensor], after=_unpacker([output]))
+
+    return _run("all_gather_single", found, async_op, timeout, prepare)
+
+
+def gather(
+    tensor: Array,
+    gather_list: list[Array] | None = None,
+    dst: int | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+    *,
+    timeout: timedelta | None = None,
+) -> Work | None:
+    """Gather the ``tensor`` of every member into ``gather_list`` on the rank ``dst``.
+
+    Called by all members with the same destination, dtype and number of elements.
+
+    Args:
+        tensor: this rank's input.
+        gather_list: on the destination one output array for each member, of the input's size; elsewhere None or [].
+        dst: global rank of the destination (default 0); or ``group_dst``, its rank in the group.
+        group, async_op, timeout: as in :func:`broadcast`.
+
+    Source: torch.distributed.gather; MPI-4.1 section 6.5.
+    """
+    found = member_or_warn(group, "gather")
+    if found is None:
+        return None
+
+    def prepare(g: ProcessGroup) -> _Prepared:
+        root = peer_rank(g, dst, group_dst, "dst", default=0)
+        memory = adapt(tensor, "tensor", writable=False)
+        key = (("root", g.ranks[root]), str(memory.dtype), ("elements", memory.flat.size))
+        if g.rank() != root:
+            _forbidden(gather_list, "gather_list", "destination")
+            return _Prepared(key, Movement(Kind.GATHER, send=memory.flat, root=root), [])
+        if not gather_list and gather_list is not None and not isinstance(gather_list, list):
+            adapt_list(gather_list, "gather_list", writable=True)
+        if not gather_list:
+            raise ValueError("Argument ``gather_list`` must be specified on destination rank.")
+        outputs = adapt_list(gather_list, "gather_list", writable=True, length=g.size())
+        _same_size("gather_list", outputs, memory)
+        packed = np.empty(g.size() * memory.flat.size, memory.dtype)
+        move = Movement(Kind.GATHER, send=memory.flat, recv=packed, root=root)
+        return _Prepared(key, move, list(gather_list), after=_unpacker(outputs, packed))
+
+    return _run("gather", found, async_op, timeout, prepare)
+
+
+def scatter(
+    tensor: Array,
+    scatter_list: list[Array] | None = None,
+    src: int | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+    *,
+    timeout: timedelta | None = None,
+) -> Work | None:
+    """Send one array of ``scatter_list`` on the rank ``src`` to each member, which receives it in ``tensor``.
+
+    Called by all members with the same source, dtype and number of elements.
+
+    Args:
+        tensor: where this rank's array is received.
+        scatter_list: on the source one input array for each member, of the output's size; elsewhere None or [].
+        src: global rank of the source (default 0); or ``group_src``, its rank in the group.
+        group, async_op, timeout: as in :func:`broadcast`.
+
+    Source: torch.distributed.scatter; MPI-4.1 section 6.6.
+    """
+    found = member_or_warn(group, "scatter")
+    if found is None:
+        return None
+
+    def prepare(g: ProcessGroup) -> _Prepared:
+        root = peer_rank(g, src, group_src, "src", default=0)
+        memory = adapt(tensor, "tensor", writable=True)
+        key = (("root", g.ranks[root]), str(memory.dtype), ("elements", memory.flat.size))
+        after = _unpacker([memory])
+        if g.rank() != root:
+            _forbidden(scatter_list, "scatter_list", "source")
+            return _Prepared(key, Movement(Kind.SCATTER, recv=memory.flat, root=root), [tensor], after=after)
+        if not scatter_list and scatter_list is not None and not isinstance(scatter_list, list):
+            adapt_list(scatter_list, "scatter_list", writable=False)
+        if not scatter_list:
+            raise ValueError("Argument ``scatter_list`` must be specified on source rank.")
+        inputs = adapt_list(scatter_list, "scatter_list", writable=False, length=g.size())
+        _same_size("scatter_list", inputs, memory)
+        packed = np.concatenate([item.flat for item in inputs])
+        move = Movement(Kind.SCATTER, send=packed, recv=memory.flat, root=root)
+        return _Prepared(key, move, [tensor], after=after)
+
+    return _run("scatter", found, async_op, timeout, prepare)
+
+
+def reduce_scatter(
+    output: Array,
+    input_list: list[Array],
+    op: RedOpType | ReduceOp = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    *,
+    timeout: timedelta | None = None,
+) -> Work | None:
+    """Reduce the lists of all members element by element; member r holds the result of ``input_list[r]`` in ``output``.
+
+    Called by all members with the same op, dtype and sizes of the list's arrays, which may differ from each other.
+
+    Args:
+        output: as many elements as ``input_list`` holds at this rank's place.
+        input_list: one input array for each member.
+        op: as in :func:`all_reduce`.
+        group, async_op, timeout: as in :func:`broadcast`.
+
+    Source: torch.distributed.reduce_scatter; MPI-4.1 section 6.10.
+    """
+    found = member_or_warn(group, "reduce_scatter")
+    if found is None:
+        return None
+
+    def prepare(g: ProcessGroup) -> _Prepared:
+        memory = adapt(output, "output", writable=True)
+        inputs = adapt_list(input_list, "input_list", writable=False, length=g.size())
+        same_dtype(memory, *inputs)
+        counts = tuple(item.flat.size for item in inputs)
+        if counts[g.rank()] != memory.flat.size:
+            raise ValueError(
+                f"reduce_scatter: output has {memory.flat.size} elements, but input_list[{g.rank()}] has {counts[g.rank()]}"
+            )
+        return _scatter_reduced(
+            g, "reduce_scatter", memory, np.concatenate([item.flat for item in inputs]), op, counts, output
+        )
+
+    return _run("reduce_scatter", found, async_op, timeout, prepare)
+
+
+def reduce_scatter_single(
+    output: Array,
+    input: Array,  # noqa: A002 (torch's name)
+    op: RedOpType | ReduceOp = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    *,
+    timeout: timedelta | None = None,
+) -> Work | None:
+    """Reduce ``input`` over all members; member r holds the r-th of its equal parts in ``output``.
+
+    Called by all members with the same op, dtype and number of elements.
+
+    Args:
+        output: one part.
+        input: size × as many elements: the concatenation along the first dimension, or the stack.
+        op: as in :func:`all_reduce`.
+        group, async_op, timeout: as in :func:`broadcast`.
+
+    Source: torch.distributed.reduce_scatter_single (formerly reduce_scatter_tensor); MPI-4.1 section 6.10.1.
+    """
+    return _reduce_scatter_single("reduce_scatter_single", output, input, op, group, async_op, timeout)
+
+
+def reduce_scatter_tensor(
+    output: Array,
+    input: Array,  # noqa: A002 (torch's name)
+    op: RedOpType | ReduceOp = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    *,
+    timeout: timedelta | None = None,
+) -> Work | None:
+    """Reduce and scatter one array: the older name of :func:`reduce_scatter_single`, with the same arguments.
+
+    Source: torch.distributed.reduce_scatter_tensor.
+    """
+    return _reduce_scatter_single("reduce_scatter_tensor", output, input, op, group, async_op, timeout)
+
+
+def _reduce_scatter_single(
+    name: str,
+    output: Array,
+    source: Array,
+    op: RedOpType | ReduceOp,
+    group: Any,
+    async_op: bool,
+    timeout: timedelta | None,
+) -> Work | None:
+    found = member_or_warn(group, name)
+    if found is None:
+        return None
+
+    def prepare(g: ProcessGroup) -> _Prepared:
+        memory = adapt(output, "output", writable=True)
+        sending = adapt(source, "input", writable=False)
+        same_dtype(memory, sending)
+        if sending.flat.size != g.size() * memory.flat.size:
+            raise ValueError(
+                f"{name}: input must have {g.size()} x {memory.flat.size} elements, got {sending.flat.size}"
+            )
+        shares = np.may_share_memory(memory.flat, sending.flat)
+        counts = (memory.flat.size,) * g.size()
+        return _scatter_reduced(g, name, memory, sending.flat.copy() if shares else sending.flat, op, counts, output)
+
+    return _run("reduce_scatter_single", found, async_op, timeout, prepare)
+
+
+def _scatter_reduced(
+    g: ProcessGroup,
+    name: str,
+    memory: Memory,
+    packed: Array,
+    op: RedOpType | ReduceOp,
+    counts: tuple[int, ...],
+    output: Array,
+) -> _Prepared:
+    reduction = _reduction(name, op, memory.dtype)
+    uneven = len(set(counts)) > 1
+    key = (str(reduction.op), str(memory.dtype), ("blocks", counts) if uneven else ("elements", counts[0]))
+    move = Movement(
+        Kind.REDUCE_SCATTER,
+        send=reduction.before(packed),
+        recv=memory.flat,
+        sendcounts=counts if uneven else None,
+        op=reduction.mpi_op,
+        vector=uneven,
+    )
+    average = (lambda: reduction.after(memory.flat, g.size())) if reduction.average else None
+    return _Prepared(key, move, [output], after=_both(average, _unpacker([memory])))
+
+
+def all_to_all_single(
+    output: Array,
+    input: Array,  # noqa: A002 (torch's name)
+    output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    *,
+    timeout: timedelta | None = None,
+) -> Work | None:
+    """Send each member one part of ``input`` and receive one part of ``output`` from each.
+
+    Called by all members with the same dtype. What rank i sends to rank j must be what j expects from i.
+
+    Args:
+        output: where the parts are received, one behind the other along dimension 0.
+        input: the parts to send, likewise.
+        output_split_sizes: rows of ``output`` from each member; None or []: equal parts.
+        input_split_sizes: rows of ``input`` to each member; None or []: equal parts.
+        group, async_op, timeout: as in :func:`broadcast`.
+
+    Raises:
+        RuntimeError: dimension 0 does not divide equally, or the split sizes do not add up to it (torch's texts).
+        Others as :func:`broadcast`.
+
+    Source: torch.distributed.all_to_all_single; MPI-4.1 section 6.8.
+    """
+    found = member_or_warn(group, "all_to_all_single")
+    if found is None:
+        return None
+
+    def prepare(g: ProcessGroup) -> _Prepared:
+        out, source = adapt(output, "output", writable=True), adapt(input, "input", writable=False)
+        same_dtype(out, source)
+        received = _splits(out, output_split_sizes, g.size(), "output")
+        sent = _splits(source, input_split_sizes, g.size(), "input")
+        send = source.flat.copy() if np.may_share_memory(out.flat, source.flat) else source.flat
+        return _exchange(send, out.flat, sent, received, [output], _unpacker([out]))
+
+    return _run("all_to_all_single", found, async_op, timeout, prepare)
+
+
+def all_to_all(
+    output_tensor_list: list[Array],
+    input_tensor_list: list[Array],
+    group: Any = None,
+    async_op: bool = False,
+    *,
+    timeout: timedelta | None = None,
+) -> Work | None:
+    """Send ``input_tensor_list[j]`` to member j, and receive ``output_tensor_list[i]`` from member i.
+
+    Called by all members with the same dtype. The sizes may differ from pair to pair.
+
+    Args:
+        output_tensor_list: one output array for each member.
+        input_tensor_list: one input array for each member.
+        group, async_op, timeout: as in :func:`broadcast`.
+
+    Source: torch.distributed.all_to_all; MPI-4.1 section 6.8.
+    """
+    found = member_or_warn(group, "all_to_all")
+    if found is None:
+        return None
+
+    def prepare(g: ProcessGroup) -> _Prepared:
+        outputs = adapt_list(output_tensor_list, "output_tensor_list", writable=True, length=g.size())
+        inputs = adapt_list(input_tensor_list, "input_tensor_list", writable=False, length=g.size())
+        same_dtype(*outputs, *inputs)
+        received, sent = [o.flat.size for o in outputs], [i.flat.size for i in inputs]
+        packed = np.empty(sum(received), outputs[0].dtype)
+        send = np.concatenate([item.flat for item in inputs])
+        return _exchange(send, packed, sent, received, list(output_tensor_list), _unpacker(outputs, packed))
+
+    return _run("all_to_all", found, async_op, timeout, prepare)
+
+
+def _exchange(
+    send: Array,
+    recv: Array,
+    sent: list[int],
+    received: list[int],
+    outputs: list[Any],
+    after: Callable[[], None] | None,
+) -> _Prepared:
+    uneven = len({*sent, *received}) > 1
+    move = Movement(Kind.ALL_TO_ALL, send=send, recv=recv, sendcounts=sent, recvcounts=received)
+    return _Prepared(
+        (str(send.dtype),), move, outputs, after=after, uneven=uneven, detail=NOTHING if uneven else sent[0]
+    )
+
+
+def _splits(memory: Memory, splits: list[int] | None, size: int, name: str) -> list[int]:
+    """Return elements for each rank from rows for each rank."""
+    rows = memory.shape[0] if memory.shape else 1
+    row = memory.flat.size // rows if rows else int(np.prod(memory.shape[1:]))
+    if not splits:
+        if splits is not None and not isinstance(splits, list):
+            raise TypeError(f"{name}_split_sizes must be a list of integers, not {type(splits).__name__}")
+        if rows % size:
+            raise RuntimeError(
+                f"Tensor's dim 0 does not divide equally across group size: {name} has {rows} rows for {size} ranks"
+            )
+        return [rows // size * row] * size
+    if not isinstance(splits, list) or not all(hasattr(n, "__index__") and not isinstance(n, bool) for n in splits):
+        raise TypeError(f"{name}_split_sizes must be a list of integers, got {splits!r}")
+    if len(splits) != size:
+        raise RuntimeError(f"Number of tensor splits not equal to group size: {name}_split_sizes has {len(splits)}, not {size}")
+    if any(n < 0 for n in splits):
+        raise RuntimeError(f"{name}_split_sizes must not be negative, got {splits}")
+    if sum(splits) != rows:
+        raise RuntimeError(
+            f"Split sizes doesn't match total dim 0 size: {name}_split_sizes add up to {sum(splits)}, {name} has {rows} rows"
+        )
+    return [int(n) * row for n in splits]
+
+
+def barrier(
+    group: Any = None,
+    async_op: bool = False,
+    device_ids: list[int] | None = None,
+    timeout: timedelta | None = None,
+) -> Work | None:
+    """Return when all members have called it.
+
+    Args:
+        group: the group; default the world.
+        async_op: return a :class:`Work` at once.
+        device_ids: taken and ignored, as on torch's CPU backends (a list of integers).
+        timeout: the limit of this call; default the group's.
+
+    Source: torch.distributed.barrier; MPI-4.1 section 6.3.
+    """
+    found = member_or_warn(group, "barrier")
+    if found is None:
+        return None
+
+    def prepare(g: ProcessGroup) -> _Prepared:
+        if device_ids is not None and not isinstance(device_ids, list):
+            raise TypeError("Invalid function argument: device_ids type should be List[int]")
+        return _Prepared((), Movement(Kind.BARRIER), [])
+
+    return _run("barrier", found, async_op, timeout, prepare)
+
+
+def _forbidden(values: Any, name: str, role: str) -> None:
+    if values is not None and not isinstance(values, list):
+        adapt_list(values, name, writable=False)
+    if values:
+        raise ValueError(f"Argument ``{name}`` must NOT be specified on non-{role} ranks.")
+
+
+def _same_size(name: str, memories: list[Memory], tensor: Memory) -> None:
+    same_dtype(tensor, *memories)
+    for i, memory in enumerate(memories):
+        if memory.flat.size != tensor.flat.size:
+            raise ValueError(f"{name}[{i}] has {memory.flat.size} elements, tensor has {tensor.flat.size}: all must be equal")
+
+

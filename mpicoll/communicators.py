@@ -1,0 +1,122 @@
+"""The library's own communicators: made without blocking unguarded, pooled when their group is destroyed.
+
+Every live group has a pair: one communicator for control, one for data. The user's communicator is only ever duplicated.
+Nothing is freed from garbage collection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from mpi4py import MPI
+
+from mpicoll.checks.agreement import Lane
+from mpicoll.engines.mpi import MpiEngine
+from mpicoll.errors import DistBackendError
+
+__all__ = ["Pair", "Pool", "duplicate", "make_pair", "mpi_text"]
+
+
+def mpi_text(error: MPI.Exception) -> str:
+    """Return MPI's own words for an error."""
+    return str(error.Get_error_string()).strip()
+
+
+@dataclass(eq=False)
+class Pair:
+    """The communicators of one group.
+
+    Attributes:
+        ranks: its members as ranks of the world, in the order of the group.
+        index: how many pairs of just these members were made before it (the same on all of them).
+        idle: no live group uses it.
+        spoiled: a call on it was given up, so it can never be used again.
+    """
+
+    ranks: tuple[int, ...]
+    control: MPI.Intracomm
+    data: MPI.Intracomm
+    index: int = 0
+    idle: bool = False
+    spoiled: bool = False
+    lane: Lane = field(init=False)
+    engine: MpiEngine = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.lane = Lane(self.control, self.data)
+        self.engine = MpiEngine(self.data)
+
+
+class Pool:
+    """Pairs of destroyed groups, to be used again when all members agree that theirs is idle."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[tuple[int, ...], list[Pair]] = {}
+
+    def add(self, pair: Pair) -> None:
+        """Take in a new pair, in use."""
+        made = self._pairs.setdefault(pair.ranks, [])
+        pair.index = len(made)
+        made.append(pair)
+
+    def candidate(self, ranks: tuple[int, ...]) -> int:
+        """Return the index of the first idle pair of these members, or -1."""
+        for pair in self._pairs.get(ranks, ()):
+            if pair.idle and not pair.spoiled:
+                return pair.index
+        return -1
+
+    def take(self, ranks: tuple[int, ...], index: int) -> Pair:
+        """Put a pair to use that all members agreed upon."""
+        pair = self._pairs[ranks][index]
+        pair.idle = False
+        return pair
+
+    def all(self) -> list[Pair]:
+        """Return every pair ever made."""
+        return [pair for made in self._pairs.values() for pair in made]
+
+
+def duplicate(
+    comm: MPI.Intracomm, wait: Callable[[MPI.Request], None]
+) -> MPI.Intracomm:
+    """Duplicate ``comm`` without blocking: ``wait`` polls the request, with its limit.
+
+    Raises:
+        DistBackendError: MPI refused.
+    """
+    try:
+        copy, request = comm.Idup()
+        wait(request)
+    except MPI.Exception as error:
+        raise DistBackendError(_out_of_communicators(error)) from error
+    copy.Set_errhandler(MPI.ERRORS_RETURN)
+    return copy
+
+
+def make_pair(parent: MPI.Intracomm, ranks: tuple[int, ...], tag: int) -> Pair:
+    """Make the pair of a group inside ``parent``; every member calls it, and all are known to.
+
+    Source: MPI_Comm_create_group (MPI-4.1 section 7.4.2), which involves the members alone.
+    """
+    everybody = parent.Get_group()
+    members = everybody.Incl(list(ranks))
+    try:
+        control = parent.Create_group(members, tag)
+        data = control.Dup()
+    except MPI.Exception as error:
+        raise DistBackendError(_out_of_communicators(error)) from error
+    finally:
+        members.Free()
+        everybody.Free()
+    for comm in (control, data):
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
+    return Pair(ranks, control, data)
+
+
+def _out_of_communicators(error: MPI.Exception) -> str:
+    return (
+        f"MPI could not make a communicator: {mpi_text(error)}. MPICH has about 2,000 a process and each live group "
+        "takes two: destroy groups that are no longer needed (destroy_process_group)"
+    )

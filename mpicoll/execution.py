@@ -1,0 +1,436 @@
+"""One call from agreement to result: waited for on the spot, or as a Work."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpicoll import groups, waiting, watchdog
+from mpicoll.checks.agreement import Flags, Ticket, agree_or_raise, explain
+from mpicoll.checks.call import Call, name_ranks
+from mpicoll.communicators import mpi_text
+from mpicoll.engines.base import Kind, Movement, Request, block_elements, pieces
+from mpicoll.errors import (
+    CollectiveTimeoutError,
+    DistBackendError,
+    GroupBrokenError,
+    PeerExitedError,
+    PeerFailedError,
+)
+from mpicoll.groups import ProcessGroup
+from mpicoll.work import Operation, Work
+
+__all__ = ["CallWait", "agree", "call_limit", "collective", "enter", "finish_waiting", "local_wait", "native", "run", "waits_now", "wrap"]
+
+SMALL_BYTES = 16 * 1024
+"""Up to this block size data moves by polled requests through buffers of the library (to be tuned, see docs)."""
+
+NATIVE_BYTES = 32 * 1024 * 1024
+"""Bytes that one blocking native call moves at most, so that it ends within about half a second."""
+
+_waits: dict[int, CallWait] = {}
+
+
+def call_limit(group: ProcessGroup, timeout: Any) -> float:
+    """Return the limit in seconds of a call: its own ``timeout=``, or the group's.
+
+    Raises:
+        TypeError: not a timedelta (as torch).
+    """
+    if timeout is None:
+        return group.timeout
+    if not isinstance(timeout, timedelta):
+        raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout!r}")
+    return timeout.total_seconds() or group.timeout
+
+
+class CallWait:
+    """What one wait on a group is for: its limit, who can never come, and what to say when it is over."""
+
+    __slots__ = ("call", "group", "limit", "peer", "stall_warn")
+
+    def __init__(self, group: ProcessGroup, call: Call, limit: float, peer: int | None = None) -> None:
+        self.group = group
+        self.call = call
+        self.limit = limit
+        self.peer = peer  # global rank this point-to-point call waits for; None: all members; -1: any source
+        self.stall_warn = groups.state().settings.stall_warn
+
+    def describe(self) -> str:
+        """Return the call, its group and its place in the program."""
+        number = f", call {self.call.seq}" if self.call.seq else ""
+        return f"{self.call.describe()} on group {self.group.display}{number} at {self.call.site}"
+
+    def check(self, waited: float) -> BaseException | None:
+        """Return an error when this wait can never end."""
+        known = groups.current()
+        if known is None:
+            return None
+        board = known.board
+        for failure in tuple(board.failed.values()):
+            if failure.rank in self.group.ranks or failure.rank not in board.announced:
+                board.announced.add(failure.rank)
+                board.post("handling", None, [failure.rank])
+                return PeerFailedError(f"{failure}, while rank {board.rank} waited in {self.describe()}")
+        withdrawn = board.withdrawn.get(self.group.group_name)
+        if withdrawn is not None:
+            rank, why = withdrawn
+            return GroupBrokenError(f"{self.describe()}: rank {rank} gave the group up: {why}")
+        gone = [exit_.rank for exit_ in tuple(board.exited.values()) if self._needs(exit_)]
+        if gone:
+            calls = board.exited[gone[0]].calls.get(self.group.group_name, 0)
+            after = "" if self.peer is not None else f" after {calls} call{'s' if calls != 1 else ''} on this group"
+            return PeerExitedError(
+                f"{self.describe()}: {name_ranks(gone)} ended the program{after}, so this call can never complete"
+            )
+        return None
+
+    def _needs(self, exit_: Any) -> bool:
+        name = self.group.group_name
+        if self.peer is None:
+            return exit_.rank in self.group.ranks and exit_.calls.get(name, 0) < self.call.seq
+        if self.call.op not in ("recv", "irecv") or self.peer != exit_.rank:
+            return False
+        return bool(exit_.sent.get(name, 0) <= self.group.received.get(self.group.ranks.index(self.peer), 0))
+
+    def stalled(self, waited: float) -> None:
+        """Say who is missing: once a job, by the lowest rank that waits."""
+        answers, text = self._missing()
+        if all(rank > groups.state().world.rank() for rank in answers):
+            sys.stderr.write(f"mpicoll: rank {groups.state().world.rank()} has waited {waited:.0f} s in {self.describe()}: {text}\n")
+            sys.stderr.flush()
+
+    def timed_out(self, waited: float) -> BaseException:
+        """Return the error for a wait that passed its limit, naming who is late and where."""
+        _, text = self._missing()
+        return CollectiveTimeoutError(
+            f"Timed out waiting {self.limit:g} s in {self.describe()}: {text}. The group is broken now"
+        )
+
+    def give_up(self, reason: BaseException) -> None:
+        """Withdraw: mark the group broken and tell its members."""
+        text = str(reason).splitlines()[0] if str(reason) else type(reason).__name__
+        known = groups.current()
+        if isinstance(reason, PeerFailedError) and known is not None:
+            for group in tuple(known.groups.values()):
+                if any(rank in group.ranks for rank in known.board.failed):
+                    group.give_up(text)
+        else:
+            self.group.give_up(f"rank {self.group.ranks[self.group.rank()]} gave up: {text}")
+        if isinstance(reason, (PeerFailedError, GroupBrokenError)) or known is None:
+            return
+        known.board.post("withdrawn", (self.group.group_name, text), self.group.ranks)
+        known.board.withdrawn.setdefault(self.group.group_name, (known.board.rank, text))
+
+    def _missing(self) -> tuple[list[int], str]:
+        board = groups.state().board
+        asked = self.group.ranks if self.peer is None else [self.peer] if self.peer >= 0 else self.group.ranks
+        answers = board.ask(self.group.group_name, asked)
+        arrived, elsewhere, silent = [], [], []
+        for rank in asked:
+            if rank == board.rank:
+                continue
+            where = answers.get(rank)
+            if where is None:
+                silent.append(rank)
+            elif self.peer is None and where.calls >= self.call.seq:
+                arrived.append(rank)
+            else:
+                elsewhere.append(where)
+        parts = [f"rank {w.rank} has not come to it, it {w.waits}" for w in elsewhere]
+        if silent:
+            parts.append(
+                f"{name_ranks(silent)} did not come to it and {'does' if len(silent) == 1 else 'do'} not answer "
+                "(computing, stopped or dead)"
+            )
+        if not parts:
+            parts.append("all ranks have come to it, and it does not end")
+        return arrived, "; ".join(parts)
+
+
+def waits_now(group_name: str, asker: int) -> tuple[int, str, tuple[tuple[int, int], ...]]:
+    """Return this rank's part of the answer to a question (see ``checks.board.Where``)."""
+    known = groups.current()
+    found = known.groups.get(group_name) if known is not None else None
+    waits = [wait.describe() for wait in tuple(_waits.values())]
+    text = f"waits in {waits[0]}" if waits else "is between two calls, or at its end"
+    if found is None:
+        return 0, text, ()
+    sent = found.sent_sizes.get(found.ranks.index(asker), ()) if asker in found.ranks else ()
+    return found.calls, text, tuple(sent)
+
+
+def local_wait(test: Callable[[], bool], patience: CallWait) -> None:
+    """Wait, and be found waiting by those who ask."""
+    ident = threading.get_ident()
+    outer = _waits.get(ident)
+    _waits[ident] = patience
+    try:
+        waiting.wait(test, patience)
+    finally:
+        if outer is None:
+            del _waits[ident]
+        else:
+            _waits[ident] = outer
+
+
+def collective(
+    group: ProcessGroup,
+    call: Call,
+    move: Movement | Callable[[Flags], Movement] | None,
+    ticket: Ticket,
+    *,
+    before: Callable[[], None] | None = None,
+    after: Callable[[], None] | None = None,
+    limit: float,
+) -> Generator[Request, None, None]:
+    """Agree, move and finish one collective; yields what has to complete before it goes on.
+
+    Args:
+        move: what to move, or what says it when the agreement is known; None where this rank's arguments are wrong.
+        before: run when all members are known to make this call, just before data moves.
+        after: run when this rank's part has moved.
+    """
+    rank, size, engine, lane = group.rank(), group.size(), group.pair.engine, group.pair.lane
+    try:
+        flags = yield from agree_or_raise(ticket, call, group.display, group.ranks, rank)
+        assert move is not None
+        fixed = isinstance(move, Movement)
+        if not isinstance(move, Movement):
+            move = move(flags)
+        if not ticket.Test():
+            yield ticket
+        if flags.uneven and move.kind is Kind.ALL_TO_ALL:
+            yield from _check_splits(group, call, move, ticket)
+            move = replace(move, vector=True)
+        if before is not None:
+            before()
+        if move.kind is Kind.BARRIER:
+            pass  # the round itself was one: nobody sees its end before everybody has posted it
+        elif flags.nonblocking:
+            request = engine.nonblocking(move)
+            ticket.pass_on()
+            yield request
+        elif flags.block_bytes <= SMALL_BYTES:
+            if move.vector or not fixed:
+                yield engine.nonblocking(move)
+            else:
+                key = (call.op, call.key)
+                plan = group.plan(key)
+                if plan is None:
+                    plan = engine.plan(move)
+                    group.keep_plan(key, plan)
+                yield plan.start(move)
+                plan.finish(move)
+        else:
+            stalled = flags.stalled
+            for piece in pieces(move, rank, size, flags.block_bytes, NATIVE_BYTES):
+                if stalled:
+                    yield lane.data.Ibarrier()
+                stalled = True  # every further native call is preceded by a rendezvous that can be left
+                with native(group, call, limit):
+                    engine.blocking(piece)
+        if after is not None:
+            after()
+    except MPI.Exception as error:
+        raise wrap(error, group, call) from error
+    finally:
+        ticket.pass_on()
+
+
+@contextlib.contextmanager
+def native(group: ProcessGroup, call: Call, limit: float) -> Iterator[None]:
+    """Have the watchdog look at a blocking MPI call."""
+    ident = threading.get_ident()
+    watchdog.active[ident] = (
+        time.monotonic(),
+        limit,
+        lambda: f"{call.describe()} on group {group.display} at {call.site}",
+    )
+    try:
+        yield
+    finally:
+        del watchdog.active[ident]
+
+
+def _check_splits(
+    group: ProcessGroup, call: Call, move: Movement, ticket: Ticket
+) -> Generator[Request, None, None]:
+    """Exchange how much each member sends to each, so that a split that nobody expects raises instead of corrupting."""
+    assert move.send is not None
+    assert move.recv is not None
+    size, data = group.size(), group.pair.lane.data
+
+    def counts(buffer: Any, given: Any) -> Any:
+        return np.asarray([buffer.size // size] * size if given is None else given, np.int64)
+
+    sends, expects = counts(move.send, move.sendcounts), counts(move.recv, move.recvcounts)
+    told = np.empty(size, np.int64)
+    yield data.Ialltoall(sends, told)
+    wrong = np.flatnonzero(told != expects)
+    if wrong.size:
+        peer = int(wrong[0])
+        call.error = ValueError(
+            f"{call.op}: rank {group.ranks[peer]} sends {told[peer]} elements to rank {group.ranks[group.rank()]}, "
+            f"which expects {expects[peer]}: output split sizes here do not fit the input split sizes there"
+        )
+    bad = np.array([wrong.size], np.int64)
+    yield data.Iallreduce(MPI.IN_PLACE, bad, MPI.MAX)
+    if bad[0]:
+        yield from explain(ticket.lane, call, group.display, group.ranks, group.rank())
+
+
+def wrap(error: MPI.Exception, group: ProcessGroup, call: Call) -> DistBackendError:
+    """Return MPI's error as ours: operation, group, this rank, MPI's own text."""
+    group.give_up(f"MPI reported an error in {call.op}")
+    return DistBackendError(
+        f"{call.describe()} on group {group.display}, rank {group.ranks[group.rank()]}, at {call.site}: {mpi_text(error)}"
+    )
+
+
+def run(
+    group: ProcessGroup,
+    call: Call,
+    move: Movement | Callable[[Flags], Movement] | None,
+    *,
+    outputs: list[Any],
+    async_op: bool = False,
+    limit: float | None = None,
+    before: Callable[[], None] | None = None,
+    after: Callable[[], None] | None = None,
+) -> Work | None:
+    """Make one collective call: return its Work with ``async_op``, else wait for it and return None."""
+    limit = group.timeout if limit is None else limit
+    enter(group, call.op)
+    with waiting.guard, group.lock:
+        group.calls += 1
+        call.seq = group.calls
+        call.asynchronous = async_op or _collectives_pending()
+        if isinstance(move, Movement):
+            call.block_bytes = block_elements(move, group.size()) * _itemsize(move)
+        ticket = group.pair.lane.ticket()
+        steps = collective(group, call, move, ticket, before=before, after=after, limit=limit)
+        if not call.asynchronous:
+            drive(group, call, steps, limit)
+            return None
+        operation = Operation(group, call, steps, outputs, limit)
+        if not operation.done:
+            waiting.pending.append(operation)
+        if async_op:
+            return Work(operation, finish_waiting)
+        finish_waiting(operation, limit)
+        return None
+
+
+def agree(group: ProcessGroup, call: Call, limit: float) -> Flags:
+    """Make the round of a call that moves no data, and return what all members now know.
+
+    Raises:
+        Exception: ``call.error`` here, CollectiveMismatchError on the other members.
+    """
+    enter(group, call.op)
+    with waiting.guard, group.lock:
+        group.calls += 1
+        call.seq = group.calls
+        ticket = group.pair.lane.ticket()
+        flags: Flags = drive(group, call, _agreement(group, call, ticket), limit)
+        return flags
+
+
+def _agreement(group: ProcessGroup, call: Call, ticket: Ticket) -> Generator[Request, None, Flags]:
+    try:
+        flags = yield from agree_or_raise(ticket, call, group.display, group.ranks, group.rank())
+        if not ticket.Test():
+            yield ticket
+        if flags.stalled:
+            yield group.pair.lane.data.Ibarrier()
+        return flags
+    except MPI.Exception as error:
+        raise wrap(error, group, call) from error
+    finally:
+        ticket.pass_on()
+
+
+def drive(group: ProcessGroup, call: Call, steps: Generator[Request, None, Any], limit: float) -> Any:
+    """Run ``steps`` to their end, waiting for each; one limit for the whole call."""
+    patience = CallWait(group, call, limit)
+    while True:
+        try:
+            request = next(steps)
+        except StopIteration as stop:
+            return stop.value
+        if not request.Test():
+            try:
+                local_wait(_guarded(request.Test, group, call), patience)
+            except BaseException:
+                _kept.append((steps, request))
+                raise
+
+
+_kept: list[Any] = []
+"""What a given-up call left posted: MPI may still write there, so it is never freed."""
+
+
+def _guarded(test: Callable[[], bool], group: ProcessGroup, call: Call) -> Callable[[], bool]:
+    def guarded() -> bool:
+        try:
+            return test()
+        except MPI.Exception as error:
+            raise wrap(error, group, call) from error
+
+    return guarded
+
+
+def enter(group: ProcessGroup, operation: str) -> None:
+    """Raise when this process or thread may not communicate, or the group cannot be used."""
+    known = groups.state()
+    if os.getpid() != known.pid:
+        raise RuntimeError(
+            f"{operation}: this is a forked child (process {os.getpid()}) of rank {known.world.rank()}: only the process "
+            "that started MPI may communicate. Start workers with the spawn method, and let them return their results"
+        )
+    if not known.thread_multiple and threading.get_ident() != known.thread:
+        raise RuntimeError(
+            f"{operation}: this MPI gives no MPI_THREAD_MULTIPLE, so only the thread that initialised may communicate"
+        )
+    if MPI.Is_finalized():
+        raise RuntimeError(f"{operation}: MPI has been finalised")
+    group.usable(operation)
+
+
+def finish_waiting(operation: Operation, limit: float | None) -> None:
+    """Wait for an operation and raise its error."""
+    if not operation.done:
+        with waiting.guard:
+            patience = CallWait(
+                operation.group, operation.call, operation.limit if limit is None else limit, operation.peer
+            )
+            try:
+                local_wait(operation.advance, patience)
+            except BaseException as error:
+                operation.abandon(error)
+                raise
+            finally:
+                if operation.done and operation in waiting.pending:
+                    waiting.pending.remove(operation)
+    if operation.error is not None:
+        raise operation.error
+
+
+def _collectives_pending() -> bool:
+    return any(isinstance(item, Operation) and item.peer is None for item in waiting.pending)
+
+
+def _itemsize(move: Movement) -> int:
+    buffer = move.recv if move.recv is not None else move.send
+    return 0 if buffer is None else buffer.dtype.itemsize

@@ -1,0 +1,344 @@
+"""Process groups: who is in them, their communicators and counters, and the default group."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from mpicoll.errors import GroupBrokenError
+
+if TYPE_CHECKING:
+    from mpicoll.checks.board import Board
+    from mpicoll.communicators import Pair, Pool
+    from mpicoll.engines.mpi import Plan
+    from mpicoll.settings import Settings
+    from mpicoll.topology import Topology
+    from mpicoll.work import Operation
+
+__all__ = [
+    "NON_MEMBER",
+    "NOT_INITIALIZED",
+    "GroupMember",
+    "ProcessGroup",
+    "State",
+    "current",
+    "get_backend",
+    "get_global_rank",
+    "get_group_rank",
+    "get_process_group_ranks",
+    "get_rank",
+    "get_world_size",
+    "group",
+    "is_initialized",
+    "member_or_warn",
+    "peer_rank",
+    "resolve",
+    "set_state",
+    "state",
+]
+
+NON_MEMBER = -100
+"""What ``new_group`` returns to a rank that is not in the group (``GroupMember.NON_GROUP_MEMBER``)."""
+
+NOT_INITIALIZED = (
+    "Default process group has not been initialized, please make sure to call init_process_group."
+)
+MOST_PLANS = 128
+
+
+class ProcessGroup:
+    """An ordered set of ranks with communicators of its own.
+
+    Made by :func:`init_process_group` and :func:`new_group`, passed as ``group=``. Ranks in ``ranks`` are global.
+    """
+
+    def __init__(
+        self, name: str, pair: Pair, rank: int, timeout: float, *, display: str = "", desc: str | None = None
+    ) -> None:
+        self.group_name = name
+        self.group_desc = desc or "undefined"
+        self.display = display or name
+        self.ranks = pair.ranks
+        self.pair = pair
+        self.timeout = timeout
+        self.calls = 0
+        self.broken: str | None = None
+        self.destroyed = False
+        self.lock = threading.RLock()
+        self.unwaited: dict[int, Operation] = {}
+        self.sent: dict[int, int] = {}
+        self.received: dict[int, int] = {}
+        self.sent_sizes: dict[int, deque[tuple[int, int]]] = {}
+        self.plans: OrderedDict[Any, Plan] = OrderedDict()
+        self._rank = rank
+        self._size = len(pair.ranks)
+
+    def rank(self) -> int:
+        """Return this rank in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """Return the number of members."""
+        return self._size
+
+    def name(self) -> str:
+        """Return the name of the backend, ``"mpi"``."""
+        return "mpi"
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the limit of every later wait of this group on this rank."""
+        if not isinstance(timeout, timedelta):
+            raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout!r}")
+        self.timeout = timeout.total_seconds()
+
+    def __repr__(self) -> str:
+        return f"<ProcessGroup {self.display}: rank {self._rank} of {self._size}>"
+
+    def usable(self, operation: str) -> None:
+        """Raise when the group is destroyed (ValueError) or was given up (GroupBrokenError)."""
+        if self.destroyed:
+            raise ValueError(f"Invalid process group specified: {operation} on group {self.display}, which was destroyed")
+        if self.broken is not None:
+            raise GroupBrokenError(
+                f"{operation} on group {self.display}: it cannot be used any more, because {self.broken}. "
+                "Ranks that go on need a new group of ranks that are still there"
+            )
+
+    def give_up(self, why: str) -> None:
+        """Mark the group broken; the first reason stays."""
+        if self.broken is None:
+            self.broken = why
+        self.pair.spoiled = True
+
+    def plan(self, key: Any) -> Plan | None:
+        """Return the plan of an agreed call; the same calls come in the same order on all members, so all keep alike."""
+        plan = self.plans.get(key)
+        if plan is not None:
+            self.plans.move_to_end(key)
+        return plan
+
+    def keep_plan(self, key: Any, plan: Plan) -> None:
+        """Cache a plan, and free the one that was used longest ago when there are too many."""
+        self.plans[key] = plan
+        if len(self.plans) > MOST_PLANS:
+            self.plans.popitem(last=False)[1].free()
+
+    def free_plans(self) -> None:
+        """Free every plan (none may be under way)."""
+        while self.plans:
+            plan = self.plans.popitem()[1]
+            if not self.pair.spoiled:
+                plan.free()
+
+
+@dataclass
+class State:
+    """What this process knows while a default group lives."""
+
+    world: ProcessGroup
+    board: Board
+    pool: Pool
+    settings: Settings
+    topology: Topology
+    on_failure: str
+    pid: int
+    thread_multiple: bool
+    thread: int
+    groups: dict[str, ProcessGroup] = field(default_factory=dict)
+    created: int = 0
+
+
+_state: State | None = None
+
+
+def set_state(new: State | None) -> None:
+    """Install or remove the default group; for ``runtime`` alone."""
+    global _state
+    _state = new
+
+
+def state() -> State:
+    """Return the state, or raise torch's ValueError when there is no default group."""
+    if _state is None:
+        raise ValueError(NOT_INITIALIZED)
+    return _state
+
+
+def current() -> State | None:
+    """Return the state, or None when there is no default group."""
+    return _state
+
+
+def is_initialized() -> bool:
+    """Whether the default process group has been initialised (torch.distributed.is_initialized)."""
+    return _state is not None
+
+
+def resolve(group: Any) -> ProcessGroup | None:
+    """Return the group that a ``group=`` argument means, or None when this rank is not a member.
+
+    Raises:
+        ValueError: there is no default group, or the group is destroyed or belongs to an earlier default group.
+        TypeError: not a group at all.
+    """
+    known = state()
+    if group is None:
+        return known.world
+    if isinstance(group, ProcessGroup):
+        if known.groups.get(group.group_name) is not group:
+            raise ValueError(
+                f"Invalid process group specified: group {group.display} was destroyed or is not of this process"
+            )
+        return group
+    if isinstance(group, int) and group == NON_MEMBER:
+        return None
+    raise TypeError(f"Invalid process group specified: group must be a ProcessGroup or None, not {type(group).__name__}")
+
+
+def member_or_warn(group: Any, operation: str) -> ProcessGroup | None:
+    """Return the group, or warn as torch does and return None when this rank is not in it."""
+    found = resolve(group)
+    if found is None:
+        warnings.warn(
+            f"Running {operation} on global rank {state().world.rank()} which does not belong to the given group.",
+            stacklevel=3,
+        )
+    return found
+
+
+def peer_rank(
+    group: ProcessGroup, global_rank: int | None, group_rank: int | None, name: str, default: int | None = None
+) -> int:
+    """Return the rank in the group that ``src=``/``group_src=`` (or dst, peer) means.
+
+    Raises:
+        ValueError: both given, neither given, or not a member (torch's texts).
+        TypeError: not an integer.
+    """
+    if global_rank is not None and group_rank is not None:
+        raise ValueError(f"Can't specify both group_rank and global_rank ({name}= and group_{name}=)")
+    if global_rank is None and group_rank is None:
+        global_rank = default
+        if default is None:
+            raise ValueError(f"Must specify global_rank or group_rank ({name}= or group_{name}=)")
+    if group_rank is not None:
+        _integer(group_rank, f"group_{name}")
+        if not 0 <= group_rank < group.size():
+            raise ValueError(f"group_{name}={group_rank} is not a rank of group {group.display} of {group.size()} ranks")
+        return group_rank
+    assert global_rank is not None
+    _integer(global_rank, name)
+    try:
+        return group.ranks.index(global_rank)
+    except ValueError:
+        raise ValueError(f"Global rank {global_rank} is not part of group {group.display}") from None
+
+
+def _integer(value: Any, name: str) -> None:
+    if not hasattr(value, "__index__") or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
+
+
+def get_rank(group: Any = None) -> int:
+    """Return this process's rank in ``group`` (default: the world), or -1 when it is not a member.
+
+    Raises:
+        ValueError: there is no default group.
+
+    Source: torch.distributed.get_rank.
+    """
+    found = resolve(group)
+    return -1 if found is None else found.rank()
+
+
+def get_world_size(group: Any = None) -> int:
+    """Return the number of ranks in ``group`` (default: the world), or -1 when this rank is not a member.
+
+    Source: torch.distributed.get_world_size.
+    """
+    found = resolve(group)
+    return -1 if found is None else found.size()
+
+
+def get_backend(group: Any = None) -> str:
+    """Return ``"mpi"``.
+
+    Raises:
+        ValueError: there is no default group, or this rank is not a member.
+
+    Source: torch.distributed.get_backend.
+    """
+    if resolve(group) is None:
+        raise ValueError("Invalid process group specified")
+    return "mpi"
+
+
+def get_process_group_ranks(group: Any = None) -> list[int]:
+    """Return the global ranks of ``group``, by rank in the group.
+
+    Raises:
+        KeyError: this rank is not a member (as torch).
+
+    Source: torch.distributed.get_process_group_ranks.
+    """
+    found = resolve(group)
+    if found is None:
+        raise KeyError(group)
+    return list(found.ranks)
+
+
+def get_group_rank(group: Any, global_rank: int) -> int:
+    """Return the rank in ``group`` of a global rank (on the world: the rank itself).
+
+    Raises:
+        ValueError: the rank is not in the group.
+
+    Source: torch.distributed.get_group_rank.
+    """
+    found = resolve(group)
+    if found is state().world:
+        return global_rank
+    if found is None:
+        raise ValueError(f"Group {group} is not registered, please create group with new_group API")
+    return peer_rank(found, global_rank, None, "global_rank")
+
+
+def get_global_rank(group: Any, group_rank: int) -> int:
+    """Return the global rank of a rank in ``group`` (on the world: the rank itself).
+
+    Raises:
+        ValueError: the group has no such rank.
+
+    Source: torch.distributed.get_global_rank.
+    """
+    found = resolve(group)
+    if found is state().world:
+        return group_rank
+    if found is None:
+        raise ValueError(f"Group {group} is not registered, please create group with new_group API")
+    if not 0 <= group_rank < found.size():
+        raise ValueError(f"Group rank {group_rank} is not part of group {found.display}")
+    return found.ranks[group_rank]
+
+
+class _WorldMeta(type):
+    """Makes ``group.WORLD`` a live view of the default group."""
+
+    @property
+    def WORLD(cls) -> ProcessGroup | None:  # noqa: N802 (torch's name)
+        """The default group, or None before ``init_process_group``."""
+        return None if _state is None else _state.world
+
+
+class group(metaclass=_WorldMeta):  # noqa: N801 (torch's name)
+    """``group.WORLD``: the default group (torch.distributed.group)."""
+
+
+class GroupMember(metaclass=_WorldMeta):
+    """``GroupMember.WORLD`` and ``GroupMember.NON_GROUP_MEMBER`` (torch.distributed.GroupMember)."""
+
+    NON_GROUP_MEMBER = NON_MEMBER

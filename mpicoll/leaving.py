@@ -1,0 +1,395 @@
+"""How a rank leaves: the hooks that see it coming, and what it owes the others before it goes.
+
+Order at the end of a Python program: the excepthook, then exit handlers (latest first; ours among them), flushed streams,
+the end of all modules, and last of all mpi4py's MPI_Finalize, or MPI_Abort where an abort status was set. So the job is
+ended by an abort status: every other exit handler has run by then.
+
+Measured with raw mpi4py: a rank that leaves by an exception hangs in MPI_Finalize while the others wait for it, and a
+forked child that ends through sys.exit hangs there for ever.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from mpi4py import MPI
+
+from mpicoll import groups, waiting, watchdog
+from mpicoll.checks.call import Site
+from mpicoll.errors import GroupBrokenError, PeerFailedError
+from mpicoll.launch.rundir import record_failure
+
+if TYPE_CHECKING:
+    from mpicoll.checks.board import Board
+    from mpicoll.communicators import Pool
+
+__all__ = ["Base", "bases", "install", "leave"]
+
+NOBODY_HANDLES = 4.0
+"""Seconds after which a failed rank ends the job when no other rank handles the failure."""
+SAY_SO_AFTER = 0.1
+"""Seconds that a rank waits at its end for the others to end too, before it tells them that it has."""
+
+
+@dataclass(eq=False)
+class Base:
+    """What lives as long as the communicator that a default group was made on, over any number of initialisations.
+
+    Attributes:
+        calls, sent: of destroyed groups, by name: the calls made, and the messages sent to each rank.
+        job: some default group on it had ``on_failure="job"``.
+    """
+
+    board: Board
+    pool: Pool
+    topology: Any
+    calls: dict[str, int]
+    sent: dict[str, dict[int, int]]
+    job: bool = False
+    said: bool = False
+
+    def remember(self, group: groups.ProcessGroup) -> None:
+        """Keep the counters of a group that is destroyed."""
+        self.calls[group.group_name] = group.calls
+        self.sent[group.group_name] = {group.ranks[peer]: count for peer, count in group.sent.items()}
+
+    def counters(self, rank: int) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the calls made on every group, and the messages sent to ``rank`` on each."""
+        calls = dict(self.calls)
+        sent = {name: counts.get(rank, 0) for name, counts in self.sent.items()}
+        known = groups.current()
+        if known is not None and known.board is self.board:
+            for group in known.groups.values():
+                calls[group.group_name] = group.calls
+                if rank in group.ranks:
+                    sent[group.group_name] = group.sent.get(group.ranks.index(rank), 0)
+        return calls, sent
+
+
+bases: list[Base] = []
+
+
+@dataclass
+class _Ending:
+    """How this process is ending, as far as is known."""
+
+    code: int = 0
+    what: str = ""
+    site: str = ""
+    because_of_others: bool = False
+    stuck: bool = False
+
+
+_ending = _Ending()
+_owner = os.getpid()
+_installed = False
+_at_exit_registered = False
+_done = False
+_found_hook: Any = None
+_found_thread_hook: Any = None
+_found_exit: Any = None
+_keyval: int | None = None
+
+
+def stuck() -> None:
+    """Note that something was posted to MPI that may never complete, so that MPI_Finalize could hang."""
+    _ending.stuck = True
+
+
+class _Exit(SystemExit):
+    """SystemExit that notes its code when it is what ends the program.
+
+    Python tells nobody the exit code. But it drops the exception right before the exit handlers run, when no frame is
+    left on the stack; one that was caught is dropped from within a frame.
+    """
+
+    def __del__(self) -> None:
+        try:
+            sys._getframe(1)
+        except ValueError:
+            if os.getpid() == _owner or _ending.code == 0:
+                _note_exit(self.code)
+
+
+def _note_exit(code: Any) -> None:
+    _ending.code = 0 if code is None else code & 0xFF if isinstance(code, int) else 1
+    if _ending.code and not _ending.what:
+        _ending.what = f"sys.exit({code!r})"
+
+
+def _exit(status: Any = None, /) -> None:
+    """Exit the interpreter by raising SystemExit(status)."""
+    if threading.current_thread() is threading.main_thread():
+        raise _Exit(status)
+    raise SystemExit(status)
+
+
+def install() -> None:
+    """Install the hooks of ``on_failure="job"``; those found are called by ours and come back with :func:`uninstall`."""
+    global _installed, _found_hook, _found_thread_hook, _found_exit
+    if _installed:
+        return
+    _installed = True
+    _found_hook, sys.excepthook = sys.excepthook, _excepthook
+    _found_thread_hook, threading.excepthook = threading.excepthook, _thread_hook
+    if sys.exit is not _exit:
+        _found_exit, sys.exit = sys.exit, _exit  # type: ignore[assignment]
+    waiting.guard.install()
+
+
+def uninstall() -> None:
+    """Take the hooks out where they are still ours (the exit code stays known: programs end after destroying, too)."""
+    global _installed
+    if not _installed:
+        return
+    _installed = False
+    if sys.excepthook is _excepthook:
+        sys.excepthook = _found_hook
+    if threading.excepthook is _thread_hook:
+        threading.excepthook = _found_thread_hook
+    waiting.guard.uninstall()
+
+
+def register() -> None:
+    """Register the exit handler, and the callback that notices a program's own ``MPI.Finalize()``; once a process."""
+    global _at_exit_registered, _keyval
+    if not _at_exit_registered:
+        _at_exit_registered = True
+        atexit.register(_at_exit)
+        os.register_at_fork(after_in_child=_in_child)
+        _keyval = MPI.Comm.Create_keyval(delete_fn=_before_finalize)
+        MPI.COMM_SELF.Set_attr(_keyval, True)
+
+
+def _in_child() -> None:
+    global _last_word
+    watchdog.forget()
+    waiting.pending.clear()
+    _ending.code, _ending.what = 0, ""
+    _last_word = _LastWord()
+
+
+class _LastWord:
+    """Ends a forked child when its modules are torn down: after its exit handlers, before MPI_Finalize, where it hangs."""
+
+    def __del__(self, _exit: Callable[[int], Any] = os._exit, _pid: Callable[[], int] = os.getpid) -> None:
+        if _pid() != _owner:
+            _exit(_ending.code)
+
+
+_last_word: _LastWord | None = None
+
+
+def _prefix() -> str:
+    known = groups.current()
+    return f"[rank {known.world.rank()}] " if known is not None else "[mpicoll] "
+
+
+@contextlib.contextmanager
+def _prefixed(prefix: str) -> Iterator[None]:
+    """Put ``prefix`` before every line that is written to stderr, in one piece."""
+    text = io.StringIO()
+    found, sys.stderr = sys.stderr, text
+    try:
+        yield
+    finally:
+        sys.stderr = found
+        lines = text.getvalue().splitlines()
+        with contextlib.suppress(OSError, ValueError):
+            found.write("".join(f"{prefix}{line}\n" for line in lines))
+            found.flush()
+
+
+def _excepthook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+    if os.getpid() != _owner:
+        _ending.code = 1
+        _found_hook(kind, value, trace)
+        return
+    _ending.code = 128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1
+    known = groups.current()
+    board = known.board if known is not None else None
+    if board is not None:
+        board.poll()
+    _ending.because_of_others = bool(board is not None and board.failed) and isinstance(
+        value, (PeerFailedError, GroupBrokenError)
+    )
+    if _ending.because_of_others:
+        first = str(value).splitlines()[0] if str(value) else ""
+        sys.stderr.write(f"{_prefix()}{kind.__name__}: {first}\n")
+        sys.stderr.flush()
+        return
+    with _prefixed(_prefix()):
+        _found_hook(kind, value, trace)
+    _failed(f"{kind.__name__}: {value}" if str(value) else kind.__name__, _place(trace))
+
+
+def _thread_hook(arguments: threading.ExceptHookArgs) -> None:
+    ident = arguments.thread.ident if arguments.thread is not None else None
+    if os.getpid() != _owner or ident not in waiting.threads or arguments.exc_type is SystemExit:
+        _found_thread_hook(arguments)
+        return
+    # A thread that communicates is one that the other ranks may wait for.
+    with _prefixed(_prefix()):
+        _found_thread_hook(arguments)
+    _ending.code = 1
+    name = arguments.thread.name if arguments.thread is not None else "?"
+    _failed(f"{arguments.exc_type.__name__} in thread {name}: {arguments.exc_value}", _place(arguments.exc_traceback))
+
+
+def _place(trace: TracebackType | None) -> str:
+    """Return file:line of the innermost frame of the program in a traceback."""
+    place = ""
+    for frame, line in traceback.walk_tb(trace):
+        if not Site.inside(frame.f_code):
+            place = f"{frame.f_code.co_filename}:{line}"
+    return place
+
+
+def _failed(what: str, site: str) -> None:
+    """Tell the launcher and the other ranks, at once, that this rank has failed."""
+    _ending.what, _ending.site = what, site
+    for base in bases:
+        if base.job and not base.said:
+            base.said = True
+            record_failure(base.board.rank, _ending.code)
+            base.board.post("failed", (_ending.what[:1000], site, _ending.code), range(base.board.size))
+            base.board.flush(0.5)
+
+
+def _before_finalize(comm: Any, keyval: int, value: Any) -> None:
+    # MPI calls this first of all in MPI_Finalize. From mpi4py's own the interpreter is gone and it is not reached.
+    leave()
+
+
+def _at_exit() -> None:
+    if os.getpid() == _owner and MPI.Is_initialized() and not MPI.Is_finalized():
+        leave()
+        if _keyval is not None and not MPI.Is_finalized():
+            MPI.COMM_SELF.Delete_attr(_keyval)
+
+
+def leave() -> None:
+    """Leave every job this process is part of; the one way out, whether it ends well or not.
+
+    A rank that ends well waits, asleep and answering questions, until all have come to their end, and says that it has
+    ended when the others take longer. One that fails gives ranks that handle the failure ``MPICOLL_EXIT_GRACE`` seconds,
+    and ends the job with its own exit code.
+    """
+    global _done
+    if _done:
+        return
+    _done = True
+    known = groups.current()
+    never = _never_waited(known) if known is not None else ""
+    if never and known is not None and known.on_failure == "job" and not _ending.code:
+        _ending.code, _ending.what = 1, never
+    if never:
+        sys.stderr.write(f"{_prefix()}{never}\n")
+    try:
+        for base in bases:
+            if base.job:
+                _leave_base(base, known.settings.exit_grace if known is not None else 30.0)
+    except KeyboardInterrupt:
+        _ending.code, _ending.stuck = 128 + signal.SIGINT, True
+    if _ending.stuck and not _ending.code:
+        _ending.code = 1
+    watchdog.stop()
+    if _ending.stuck or any(pair.spoiled for base in bases for pair in base.pool.all()):
+        _abort(_ending.code)
+    else:
+        for base in bases:
+            for pair in base.pool.all():
+                pair.lane.free()
+        if known is not None:
+            for group in known.groups.values():
+                group.free_plans()
+
+
+def _never_waited(known: groups.State) -> str:
+    calls = [op.call for group in known.groups.values() for op in group.unwaited.values()]
+    if not calls:
+        return ""
+    return "the program ended with operations that nobody waited for: " + "; ".join(
+        f"{call.op} issued at {call.site}" for call in calls
+    )
+
+
+def _leave_base(base: Base, grace: float) -> None:
+    board = base.board
+    if _ending.code and not _ending.because_of_others:
+        _failed(_ending.what, _ending.site)
+        _await_peers(board, grace)
+        if len(board.failed | dict.fromkeys(board.ended)) < board.size - 1 or _spoiled(base):
+            _ending.stuck = True
+        return
+    if not _ending.code:
+        _linger(base)
+    if board.failed:
+        # The origin ends the job with its own exit code; should it not, we do.
+        board.post("ended", None, list(board.failed))
+        end = time.monotonic() + grace + NOBODY_HANDLES + 2
+        while time.monotonic() < end:
+            board.poll()
+            time.sleep(0.01)
+        _ending.code, _ending.stuck = _ending.code or 1, True
+
+
+def _spoiled(base: Base) -> bool:
+    return any(pair.spoiled for pair in base.pool.all())
+
+
+def _await_peers(board: Board, grace: float) -> None:
+    start = time.monotonic()
+    while True:
+        board.poll()
+        over = board.ended | set(board.failed)
+        handling = board.handling - over
+        waited = time.monotonic() - start
+        if len(over - {board.rank}) >= board.size - 1 or waited >= grace or (waited >= NOBODY_HANDLES and not handling):
+            return
+        time.sleep(0.002)
+
+
+def _linger(base: Base) -> None:
+    board = base.board
+    everybody = board.comm.Ibarrier()
+    start = time.monotonic()
+    limit = max(base_limit, 60.0)
+    told = False
+    while not everybody.Test():
+        waited = time.monotonic() - start
+        waiting.progress()
+        board.poll()
+        if board.failed:
+            return
+        if not told and waited > SAY_SO_AFTER:
+            told = True
+            for rank in range(board.size):
+                board.post("exited", base.counters(rank), [rank])
+        if waited > limit:
+            return
+        time.sleep(waiting.pause(waited, 1_000_000, True) or 0.0)
+
+
+base_limit = 1800.0
+
+
+def _abort(code: int) -> None:
+    """Have mpi4py call MPI_Abort with ``code`` at the very end, instead of MPI_Finalize."""
+    from mpi4py import run as mpi4py_run
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    mpi4py_run.set_abort_status(code or 1)

