@@ -53,6 +53,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mpicoll.checks.call import name_ranks
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
@@ -63,17 +65,6 @@ NATIVE_GRACE = 10.0  # seconds past the limit after which a process that no thre
 MOST_TEXT = 1 << 20  # bytes of failure text that one phase sends to every rank, all ranks together
 
 OUTCOMES = ("passed", "failed", "skipped", "xfailed", "xpassed", "xpassed strictly", "ended the session")
-
-
-def compress(ranks: Sequence[int]) -> str:
-    """Return sorted ranks in short: ``[0, 2, 3, 4]`` is ``"0, 2-4"``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def judge(outcomes: Sequence[str]) -> str:
@@ -118,7 +109,7 @@ def summary(outcomes: Sequence[str]) -> str:
     parts = []
     for kind in sorted(dict.fromkeys(outcomes), key=lambda kind: kind != "failed"):
         ranks = [rank for rank, outcome in enumerate(outcomes) if outcome == kind]
-        parts.append(f"{kind} on rank{'s' if len(ranks) > 1 else ''} {compress(ranks)}")
+        parts.append(f"{kind} on {name_ranks(ranks)}")
     return "; ".join(parts)
 
 
@@ -304,9 +295,9 @@ class _Watchdog(threading.Thread):
         places: dict[str, list[int]] = {}
         for rank, account in accounts.items():
             places.setdefault(account["where"], []).append(rank)
-        lines += [f"  rank{'s' if len(on) > 1 else ''} {compress(on)}: {place}" for place, on in sorted(places.items())]
+        lines += [f"  {name_ranks(on)}: {place}" for place, on in sorted(places.items())]
         if self.meets and (silent := sorted(set(range(self.ranks.size)) - set(accounts))):
-            lines.append(f"  no answer (in native code, or on another node): rank(s) {compress(silent)}")
+            lines.append(f"  no answer (in native code, or on another node): {name_ranks(silent)}")
         for rank in failed:
             lines += ["", prefixed(rank, accounts[rank]["words"])]
         for rank, account in sorted(accounts.items()):

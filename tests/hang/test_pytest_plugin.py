@@ -168,7 +168,7 @@ def test_limit_reaches_a_rank_that_never_releases_the_interpreter(suite: Suite) 
     assert not result.timed_out
     assert result.returncode != 0
     assert result.seconds < 30
-    assert "no answer (in native code, or on another node): rank(s) 0" in result.stderr
+    assert "no answer (in native code, or on another node): rank 0" in result.stderr
 
 
 def test_different_collections_end_the_session(suite: Suite) -> None:

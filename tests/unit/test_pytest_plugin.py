@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpicoll.pytest_plugin import compress, different_collections, judge, prefixed, summary
+from mpicoll.pytest_plugin import different_collections, judge, prefixed, summary
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,6 @@ def test_judge(outcomes: list[str], verdict: str) -> None:
 def test_summary_names_the_failures_first() -> None:
     """Who had which outcome, in compressed ranks."""
     assert summary(["passed", "failed", "passed", "passed"]) == "failed on rank 1; passed on ranks 0, 2-3"
-    assert compress([7, 0, 2, 3, 4]) == "0, 2-4, 7"
     assert prefixed(3, "a\n\nb") == "[rank 3] a\n[rank 3]\n[rank 3] b"
 
 
