@@ -225,7 +225,7 @@ def collective(
             if move.vector or not fixed:
                 yield engine.nonblocking(move)
             else:
-                key = (call.op, call.key)
+                key = (call.op, call.key, flags.detail)
                 plan = group.plan(key)
                 if plan is None:
                     plan = engine.plan(move)
