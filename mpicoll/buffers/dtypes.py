@@ -124,6 +124,10 @@ def _factor(function: str, factor: Any, dtype: np.dtype[Any]) -> Any:
     if not fits:
         raise ValueError(f"{function}: the factor of ReduceOp.PREMUL_SUM must be a number or an array of one element")
     value = value.reshape(())
-    if not np.can_cast(value.dtype, dtype, casting="same_kind"):
+    if value.dtype.kind in "biu" and dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        if not limits.min <= int(value) <= limits.max:
+            raise ValueError(f"{function}: the factor {value} of ReduceOp.PREMUL_SUM does not fit {dtype}")
+    elif not np.can_cast(value.dtype, dtype, casting="same_kind"):
         raise ValueError(f"{function}: a factor of dtype {value.dtype} would be cut to {dtype} in ReduceOp.PREMUL_SUM")
     return value.astype(dtype)[()]
