@@ -251,7 +251,7 @@ class _Watchdog(threading.Thread):
                 break
         # Whatever goes wrong from here on, the process ends.
         last_word = threading.Timer(ANSWERS + 4.0, os._exit, (1,))
-        last_word.daemon = True
+        last_word.daemon, last_word.name = True, f"{self.name} last word"
         last_word.start()
         try:
             self._end_job()
@@ -283,10 +283,11 @@ class _Watchdog(threading.Thread):
         self.ranks.abort()
 
     def _stacks(self) -> dict[str, str]:
-        names = {thread.ident: thread.name for thread in threading.enumerate() if thread.ident is not None}
-        skip = {self.ident, *(thread.ident for thread in threading.enumerate() if isinstance(thread, threading.Timer))}
+        # Not those of this plugin and of the library, which wait as they should.
+        own = {thread.ident for thread in threading.enumerate() if thread.name.startswith("mpicoll")}
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
         frames = sys._current_frames()
-        return {names.get(ident, str(ident)): _stack(frame) for ident, frame in frames.items() if ident not in skip}
+        return {names.get(ident, str(ident)): _stack(frame) for ident, frame in frames.items() if ident not in own}
 
     def _report(self, accounts: dict[int, dict[str, Any]]) -> str:
         failed = [rank for rank, account in accounts.items() if account["words"]]
@@ -300,10 +301,13 @@ class _Watchdog(threading.Thread):
             lines.append(f"  no answer (in native code, or on another node): {name_ranks(silent)}")
         for rank in failed:
             lines += ["", prefixed(rank, accounts[rank]["words"])]
-        for rank, account in sorted(accounts.items()):
-            if not account["waits"]:
-                for name, stack in account["stacks"].items():
-                    lines += ["", prefixed(rank, f"thread {name}, most recent call last:\n{stack}")]
+        alike: dict[tuple[str, str], list[int]] = {}
+        for rank, account in accounts.items():
+            for name, stack in account["stacks"].items():
+                if not account["waits"]:
+                    alike.setdefault((name, stack), []).append(rank)
+        for (name, stack), on in sorted(alike.items(), key=lambda entry: min(entry[1])):
+            lines += ["", f"{name_ranks(on)}, thread {name}, most recent call last:", prefixed(min(on), stack)]
         return "\n".join(lines) + "\n"
 
     def _print(self, text: str) -> None:
