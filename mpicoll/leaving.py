@@ -28,7 +28,7 @@ from mpi4py import MPI
 
 from mpicoll import groups, waiting, watchdog
 from mpicoll.checks.call import Site
-from mpicoll.errors import GroupBrokenError, PeerFailedError
+from mpicoll.errors import DistError, GroupBrokenError, PeerFailedError
 from mpicoll.launch.rundir import record_failure
 
 if TYPE_CHECKING:
@@ -182,11 +182,17 @@ def _in_child() -> None:
 
 
 class _LastWord:
-    """Ends a forked child when its modules are torn down: after its exit handlers, before MPI_Finalize, where it hangs."""
+    """Ends a forked child when its modules are torn down: after its exit handlers, before MPI_Finalize, where it hangs.
 
-    def __del__(self, _exit: Callable[[int], Any] = os._exit, _pid: Callable[[], int] = os.getpid) -> None:
-        if _pid() != _owner:
-            _exit(_ending.code)
+    By then the names of the modules are gone, so it holds all that it needs.
+    """
+
+    def __init__(self) -> None:
+        self.ending = _ending
+        self.exit = os._exit
+
+    def __del__(self) -> None:
+        self.exit(self.ending.code)
 
 
 _last_word: _LastWord | None = None
@@ -231,7 +237,7 @@ def _excepthook(kind: type[BaseException], value: BaseException, trace: Tracebac
         sys.stderr.flush()
         return
     with _prefixed(_prefix()):
-        _found_hook(kind, value, trace)
+        _found_hook(kind, value, _without_ours(trace) if isinstance(value, DistError) else trace)
     _failed(f"{kind.__name__}: {value}" if str(value) else kind.__name__, _place(trace))
 
 
@@ -246,6 +252,20 @@ def _thread_hook(arguments: threading.ExceptHookArgs) -> None:
     _ending.code = 1
     name = arguments.thread.name if arguments.thread is not None else "?"
     _failed(f"{arguments.exc_type.__name__} in thread {name}: {arguments.exc_value}", _place(arguments.exc_traceback))
+
+
+def _without_ours(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames of this package at its end: the message says all that they could."""
+    frames = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    while len(frames) > 1 and Site.inside(frames[-1].tb_frame.f_code):
+        frames.pop()
+    shorter: TracebackType | None = None
+    for frame in reversed(frames):
+        shorter = TracebackType(shorter, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return shorter
 
 
 def _place(trace: TracebackType | None) -> str:
@@ -294,7 +314,7 @@ def leave() -> None:
     known = groups.current()
     never = _never_waited(known) if known is not None else ""
     if never and known is not None and known.on_failure == "job" and not _ending.code:
-        _ending.code, _ending.what = 1, never
+        _ending.code, _ending.what, _ending.stuck = 1, never, True
     if never:
         sys.stderr.write(f"{_prefix()}{never}\n")
     try:
@@ -328,10 +348,13 @@ def _never_waited(known: groups.State) -> str:
 
 def _leave_base(base: Base, grace: float) -> None:
     board = base.board
+    if not base.said and board.failed:
+        _ending.because_of_others = True  # whatever this rank ends with: the job ends with the code of who failed first
     if _ending.code and not _ending.because_of_others:
         _failed(_ending.what, _ending.site)
         _await_peers(board, grace)
-        if len(board.failed | dict.fromkeys(board.ended)) < board.size - 1 or _spoiled(base):
+        alone = len(board.failed.keys() - {board.rank}) == board.size - 1  # every rank failed by itself
+        if not alone or _spoiled(base):
             _ending.stuck = True
         return
     if not _ending.code:
