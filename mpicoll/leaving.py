@@ -174,17 +174,16 @@ def register() -> None:
 
 
 def _in_child() -> None:
-    global _last_word
     watchdog.forget()
     waiting.pending.clear()
     _ending.code, _ending.what = 0, ""
-    _last_word = _LastWord()
+    sys._mpicoll_last_word = _LastWord()  # type: ignore[attr-defined]
 
 
 class _LastWord:
     """Ends a forked child when its modules are torn down: after its exit handlers, before MPI_Finalize, where it hangs.
 
-    By then the names of the modules are gone, so it holds all that it needs.
+    It hangs on the ``sys`` module, which Python clears last; by then other names are gone, so it holds all that it needs.
     """
 
     def __init__(self) -> None:
@@ -193,9 +192,6 @@ class _LastWord:
 
     def __del__(self) -> None:
         self.exit(self.ending.code)
-
-
-_last_word: _LastWord | None = None
 
 
 def _prefix() -> str:
