@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from mpicoll._version import __version__
-from mpicoll.cli import run
+from mpicoll.cli import doctor, run
 from mpicoll.errors import LaunchError
 
 __all__ = ["main", "parser"]
@@ -20,6 +20,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"mpicoll {__version__}")
     commands = top.add_subparsers(title="commands", metavar="command", required=True)
     run.add_parser(commands)
+    doctor.add_parser(commands)
     return top
 
 

@@ -119,17 +119,23 @@ class Job:
         stdin: bool = False,
         directory: Path | None = None,
         lifeline: int | None = None,
+        sinks: tuple[int, int] = (1, 2),
         name: str = "mpicoll run",
     ) -> None:
         self.options = options
         self.directory = directory or Path(tempfile.mkdtemp(prefix="mpicoll-run-"))  # mode 0700
         self._own_directory = directory is None
         self._lifeline = lifeline  # a pipe: the job ends when it does
+        self._sinks = sinks  # descriptors for the job's stdout and stderr
         self._name = name
         self._stdin = stdin and _usable_stdin()
         self._stop_code: int | None = None
         self._stop_time: float | None = None
         self._hurry = False
+        self._asked = False  # the launcher has been asked to end
+        self._failed = 0.0  # when a rank's failure was first seen
+        self._next_look = 0.0
+        self._given_up = False
         try:
             self.launch = plan_job(options, command, self.directory, os.environ if environ is None else environ)
         except BaseException:
@@ -141,7 +147,7 @@ class Job:
     def stop(self, code: int) -> None:
         """Ask for the job's end; its exit code will be ``code``. Asked twice, everything is killed at once."""
         if self._stop_code is None:
-            self._stop_code, self._stop_time = code, time.monotonic()
+            self._stop_code, self._stop_time = code, self._stop_time or time.monotonic()
         else:
             self._hurry = True
 
@@ -175,7 +181,7 @@ class Job:
         write_ours(self.directory, self.launch.ours)
         streams = None
         if self.launch.streams:
-            streams = Streams(self.directory, self.options.nprocs, tag=self.options.tag_output)
+            streams = Streams(self.directory, self.options.nprocs, tag=self.options.tag_output, sinks=self._sinks)
             if self._stdin:
                 # Rank 0 opens it itself: Open MPI 5.0's mpirun does not pass the end of its input on, MPICH's mpiexec
                 # leaves the other ranks' inputs open for ever.
@@ -195,9 +201,11 @@ class Job:
             raise LaunchError(f"could not start {self.launch.argv[0]}: {error}") from None
         chatter = self._pump(process, streams)
         code = process.wait()
-        records = read_records(self.directory)
         if self._stop_code is not None:
             return Outcome(self._stop_code), bytes(chatter.seen)
+        records = read_records(self.directory)
+        if self._given_up:
+            code = 0  # what the launcher says to our own SIGTERM means nothing
         outcome = decide(records, code, self.launch.family, local=self.launch.local)
         if outcome.rank is None:
             chatter.show()
@@ -206,7 +214,7 @@ class Job:
     def _pump(self, process: subprocess.Popen[bytes], streams: Streams | None) -> _Chatter:
         assert process.stdout is not None and process.stderr is not None  # noqa: PT018
         chatter = _Chatter(self.directory, quiet=streams is not None)
-        sinks = {process.stdout.fileno(): 1, process.stderr.fileno(): 2}
+        sinks = dict(zip((process.stdout.fileno(), process.stderr.fileno()), self._sinks, strict=True))
         with selectors.DefaultSelector() as selector:
             for descriptor in sinks:
                 selector.register(descriptor, selectors.EVENT_READ)
@@ -241,6 +249,7 @@ class Job:
                     break  # something outside the job holds the launcher's pipes open
                 if self.options.timeout is not None and time.monotonic() - begun > self.options.timeout:
                     self._time_out()
+                self._give_up_after_failure()
                 self._escalate(process)
         if streams is not None:
             streams.close()
@@ -253,7 +262,21 @@ class Job:
             self._say(f"the job has run for {self.options.timeout:g} seconds (--timeout); ending it")
             self.stop(TIMED_OUT)
 
-    _asked = False
+    def _give_up_after_failure(self) -> None:
+        """End a job whose launcher does not end it, although a rank has ended with a failure.
+
+        MPICH 5.0: when a rank dies before MPI_Init, mpiexec leaves the others waiting in theirs for ever. Where the
+        user gave the launcher arguments, fault tolerance may be among them, and the launcher is left alone.
+        """
+        now = time.monotonic()
+        if now < self._next_look or self._stop_time is not None or self.options.extra:
+            return
+        self._next_look = now + 0.2
+        if not any(record.kind == "exit" and record.value for record in read_records(self.directory)):
+            return
+        self._failed = self._failed or now
+        if now - self._failed > GRACE:
+            self._given_up, self._stop_time = True, now
 
     def _escalate(self, process: subprocess.Popen[bytes]) -> None:
         """Once the end was asked for: first the launcher, which tells its ranks; then everything that is left."""
@@ -277,7 +300,7 @@ class Job:
 
     def _say(self, text: str) -> None:
         try:
-            write_all(2, f"{self._name}: {text}\n".encode())
+            write_all(self._sinks[1], f"{self._name}: {text}\n".encode())
         except OSError:
             pass
 

