@@ -210,6 +210,9 @@ def collective(
             move = move(flags)
         if not ticket.Test():
             yield ticket
+        if flags.stalled:
+            # Somebody may have withdrawn after posting: such a rank never joins a second round.
+            yield lane.data.Ibarrier()
         if flags.uneven and move.kind is Kind.ALL_TO_ALL:
             yield from _check_splits(group, call, move, ticket)
             move = replace(move, vector=True)
@@ -233,11 +236,9 @@ def collective(
                 yield plan.start(move)
                 plan.finish(move)
         else:
-            stalled = flags.stalled
-            for piece in pieces(move, rank, size, flags.block_bytes, NATIVE_BYTES):
-                if stalled:
-                    yield lane.data.Ibarrier()
-                stalled = True  # every further native call is preceded by a rendezvous that can be left
+            for number, piece in enumerate(pieces(move, rank, size, flags.block_bytes, NATIVE_BYTES)):
+                if number:
+                    yield lane.data.Ibarrier()  # every further native call is preceded by a wait that can be left
                 with native(group, call, limit):
                     engine.blocking(piece)
         if after is not None:
