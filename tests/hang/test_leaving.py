@@ -1,0 +1,341 @@
+"""How ranks leave: exceptions, exit codes, early ends, forks, guests. Each job has a hard limit."""
+
+from __future__ import annotations
+
+import signal
+
+from jobs import RunningJob, run_job
+
+HEAD = """
+import atexit, os, sys, time
+import numpy as np
+import mpicoll as dist
+dist.init_process_group()
+r, n = dist.get_rank(), dist.get_world_size()
+"""
+
+
+def test_an_exception_ends_the_job_and_is_printed_once() -> None:
+    """An uncaught exception on one rank is printed once, by that rank; the others name it; exit handlers still run."""
+    job = run_job(
+        HEAD
+        + """
+atexit.register(lambda: print("handler", r, flush=True))
+dist.barrier()
+if r == 1:
+    raise RuntimeError("boom")
+dist.barrier()
+""",
+        3,
+        limit=20,
+    )
+    assert not job.timed_out, job
+    assert job.returncode == 1, job
+    assert job.seconds < 8, job
+    assert job.stderr.count("Traceback") == 1, job
+    assert "[rank 1] RuntimeError: boom" in job.err[1], job
+    for rank in (0, 2):
+        assert "PeerFailedError: rank 1 failed: RuntimeError: boom" in job.err[rank], job
+        assert "waited in barrier() on group WORLD" in job.err[rank], job
+    assert all(f"handler {rank}" in job.out[rank] for rank in range(3)), job
+    assert not job.left_running, job
+
+
+def test_sys_exit_gives_its_code() -> None:
+    """sys.exit(3) on one rank ends the job with 3, whoever waits for it."""
+    job = run_job(HEAD + "if r == 1: sys.exit(3)\ndist.barrier()\n", 3, limit=20)
+    assert not job.timed_out, job
+    assert job.returncode == 3, job
+    assert "rank 1 failed: sys.exit(3)" in job.err[0], job
+
+
+def test_sys_exit_zero_is_silent() -> None:
+    """sys.exit(0) at the end of every rank, one of them a second early, prints nothing and gives 0."""
+    job = run_job(
+        HEAD + "dist.barrier()\nif r == 1: sys.exit(0)\ntime.sleep(1)\nsys.exit(0)\n",
+        3,
+        limit=20,
+    )
+    assert not job.timed_out, job
+    assert job.returncode == 0, job
+    assert job.out == ["", "", ""], job
+    assert job.err == ["", "", ""], job
+
+
+def test_a_caught_exit_is_not_an_exit() -> None:
+    """A SystemExit that the program catches does not become its exit code."""
+    job = run_job(
+        HEAD
+        + """
+for code in (4, "text"):
+    try:
+        sys.exit(code)
+    except SystemExit as exit:
+        assert exit.code == code
+dist.barrier()
+""",
+        2,
+        limit=20,
+    )
+    assert job.returncode == 0, job
+
+
+def test_all_ranks_may_exit_with_a_code() -> None:
+    """When every rank exits with 3 the job gives 3, and nobody has to be ended."""
+    job = run_job(HEAD + "dist.barrier()\nsys.exit(3)\n", 3, limit=20)
+    assert not job.timed_out, job
+    assert job.returncode == 3, job
+    assert job.seconds < 8, job
+
+
+def test_a_rank_that_leaves_early_is_named() -> None:
+    """A rank that ends before a call that the others wait in is named within a second, with the calls it has made."""
+    job = run_job(
+        HEAD
+        + """
+dist.barrier()
+if r == 1:
+    sys.exit(0)
+t = time.monotonic()
+try:
+    dist.barrier()
+except dist.PeerExitedError as error:
+    print(f"{time.monotonic() - t:.2f}", error, flush=True)
+    raise
+""",
+        2,
+        limit=20,
+    )
+    assert not job.timed_out, job
+    assert job.returncode == 1, job
+    seconds, text = job.out[0].split(" ", 1)
+    assert float(seconds) < 1.0, job
+    assert "call 3 at " in text, job
+    assert "rank 1 ended the program after 2 calls" in text, job
+
+
+def test_a_handled_failure_gets_its_grace() -> None:
+    """A rank that handles a peer's failure has time for a checkpoint; the job then ends with the origin's code."""
+    job = run_job(
+        HEAD
+        + """
+if r == 1:
+    sys.exit(5)
+try:
+    dist.barrier()
+except dist.PeerFailedError:
+    time.sleep(5.5)
+    print("saved", flush=True)
+    try:
+        dist.barrier()
+    except dist.GroupBrokenError as error:
+        print(error, flush=True)
+    sys.exit(9)
+""",
+        2,
+        limit=30,
+    )
+    assert not job.timed_out, job
+    assert "saved" in job.out[0], job
+    assert "cannot be used any more, because rank 1 failed: sys.exit(5)" in job.out[0], job
+    assert job.returncode == 5, job
+
+
+def test_grace_is_bounded() -> None:
+    """A rank that handles a failure for ever is ended after MPICOLL_EXIT_GRACE."""
+    job = run_job(
+        HEAD
+        + """
+if r == 1:
+    sys.exit(5)
+try:
+    dist.barrier()
+except dist.PeerFailedError:
+    time.sleep(60)
+""",
+        2,
+        limit=30,
+        env={"MPICOLL_EXIT_GRACE": "5"},
+    )
+    assert not job.timed_out, job
+    assert job.returncode == 5, job
+    assert 4.5 < job.seconds < 15, job
+
+
+def test_nobody_handles_it() -> None:
+    """When the others compute and nobody handles the failure, the job is over within 5 s (and the start)."""
+    job = run_job(HEAD + "if r == 1: raise ValueError('bad')\ntime.sleep(60)\n", 2, limit=30)
+    assert not job.timed_out, job
+    assert job.returncode == 1, job
+    assert job.seconds < 12, job
+
+
+def test_own_finalize_and_abort() -> None:
+    """A program may call MPI.Finalize() itself, early on one rank, and MPI.Abort."""
+    job = run_job(
+        HEAD
+        + """
+from mpi4py import MPI
+dist.all_reduce(np.ones(1))
+if r == 1: time.sleep(0.5)
+MPI.Finalize()
+try:
+    dist.barrier()
+except RuntimeError as error:
+    print(error, flush=True)
+""",
+        2,
+        limit=20,
+    )
+    assert job.returncode == 0, job
+    assert all("MPI has been finalised" in out for out in job.out), job
+    job = run_job(HEAD + "from mpi4py import MPI\nif r == 1: MPI.COMM_WORLD.Abort(7)\ndist.barrier()\n", 2, limit=20)
+    assert job.returncode == 7, job
+
+
+def test_a_forked_child_may_exit() -> None:
+    """A forked child asks rank and size, cannot communicate, runs its exit handlers and ends with its own code."""
+    job = run_job(
+        HEAD
+        + """
+atexit.register(lambda: print("handler", os.getpid(), flush=True))
+for code in (0, 5):
+    pid = os.fork()
+    if pid == 0:
+        assert (dist.get_rank(), dist.get_world_size()) == (r, n)
+        try:
+            dist.barrier()
+        except RuntimeError as error:
+            assert "forked child" in str(error)
+        if code:
+            sys.exit(code)
+        break
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
+    print("child", code, flush=True)
+else:
+    pid = os.fork()
+    if pid == 0:
+        raise RuntimeError("in the child")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    dist.barrier()
+    print("end", flush=True)
+""",
+        2,
+        limit=30,
+    )
+    assert not job.timed_out, job
+    assert job.returncode == 0, job
+    for rank in range(2):
+        assert "child 0" in job.out[rank], job
+        assert "child 5" in job.out[rank], job
+        assert "end" in job.out[rank], job
+        assert job.out[rank].count("handler") == 4, job
+
+
+def test_never_waited_for_at_the_end() -> None:
+    """An operation that nobody ever waits for makes the job fail, and its line is named."""
+    job = run_job(HEAD + "work = dist.all_reduce(np.ones(1), async_op=True)\ndist.barrier()\n", 2, limit=20)
+    assert not job.timed_out, job
+    assert job.returncode == 1, job
+    assert "nobody waited for: all_reduce issued at " in job.err[0], job
+    assert "job.py:7\n" in job.err[0], job
+
+
+def test_a_guest_touches_nothing() -> None:
+    """With comm= no hook is installed, and an exception on one rank is the program's own business."""
+    job = run_job(
+        """
+import signal, sys, threading
+from mpi4py import MPI
+before = sys.excepthook, threading.excepthook, sys.exit, signal.getsignal(signal.SIGINT)
+import numpy as np
+import mpicoll as dist
+dist.init_process_group(comm=MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2))
+assert before == (sys.excepthook, threading.excepthook, sys.exit, signal.getsignal(signal.SIGINT))
+x = np.ones(1)
+dist.all_reduce(x)
+print(x[0], dist.get_world_size(), flush=True)
+dist.destroy_process_group()
+""",
+        4,
+        limit=20,
+    )
+    assert job.returncode == 0, job
+    assert all("2.0 2" in out for out in job.out), job
+
+
+def test_hooks_call_those_they_found() -> None:
+    """The excepthook calls the one it found, and destroying puts that one back."""
+    job = run_job(
+        """
+import sys
+def mine(kind, value, trace):
+    print("mine:", value, file=sys.stderr)
+sys.excepthook = mine
+import mpicoll as dist
+dist.init_process_group()
+dist.destroy_process_group()
+assert sys.excepthook is mine
+dist.init_process_group()
+if dist.get_rank() == 0:
+    raise ValueError("seen")
+dist.barrier()
+""",
+        2,
+        limit=20,
+    )
+    assert job.returncode == 1, job
+    assert "[rank 0] mine: seen" in job.err[0], job
+
+
+def test_a_failing_thread_that_communicates_ends_the_job() -> None:
+    """An exception in a thread that has called the library fails the job; one in another thread does not."""
+    job = run_job(
+        HEAD
+        + """
+import threading
+def quiet():
+    raise ValueError("not ours")
+def talks():
+    dist.all_reduce(np.ones(1))
+    if r == 1:
+        raise ValueError("ours")
+thread = threading.Thread(target=quiet); thread.start(); thread.join()
+dist.barrier()
+print("after the first", flush=True)
+thread = threading.Thread(target=talks); thread.start(); thread.join()
+if r == 0:
+    dist.barrier()
+""",
+        2,
+        limit=30,
+    )
+    assert not job.timed_out, job
+    assert job.returncode == 1, job
+    assert all("after the first" in out for out in job.out), job
+    assert "rank 1 failed: ValueError in thread" in job.err[0], job
+
+
+def test_kill_nine_ends_the_job() -> None:
+    """kill -9 of a rank inside a large all_reduce ends the job; nobody hangs."""
+
+    def kill(job: RunningJob) -> None:
+        job.wait_for("go", 0, 1, 2)
+        job.signal(signal.SIGKILL, 1)
+
+    job = run_job(
+        HEAD
+        + """
+x = np.ones(4_000_000)
+dist.barrier()
+print("go", flush=True)
+while True:
+    dist.all_reduce(x, dist.ReduceOp.MAX)
+""",
+        3,
+        limit=20,
+        meanwhile=kill,
+    )
+    assert not job.timed_out, job
+    assert job.returncode != 0, job
+    assert not job.left_running, job

@@ -1,0 +1,349 @@
+"""Waits end: limits, late and stopped ranks, Ctrl-C, signals, groups that nobody comes to. Each job has a hard limit."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+from jobs import RunningJob, run_job
+
+HEAD = """
+import os, signal, sys, time
+from datetime import timedelta
+import numpy as np
+import mpicoll as dist
+"""
+INIT = HEAD + "dist.init_process_group(timeout=timedelta(seconds=2))\nr, n = dist.get_rank(), dist.get_world_size()\n"
+
+
+def test_a_late_rank_is_named() -> None:
+    """Ranks that wait past the limit say who is late, and the late rank finds the group given up."""
+    job = run_job(
+        INIT
+        + """
+t = time.monotonic()
+try:
+    if r == 1:
+        time.sleep(3.5)
+    dist.all_reduce(np.ones(1))
+except dist.CollectiveTimeoutError as error:
+    assert isinstance(error, TimeoutError)
+    print(f"{time.monotonic() - t:.2f} {error}", flush=True)
+except dist.GroupBrokenError as error:
+    print(f"broken {error}", flush=True)
+try:
+    dist.barrier()
+except dist.GroupBrokenError as error:
+    print("later:", error, flush=True)
+time.sleep(1 if r == 1 else 3)
+sys.exit(4)
+""",
+        3,
+        limit=20,
+    )
+    assert not job.timed_out, job
+    assert job.returncode == 4, job
+    told = [out for out in (job.out[0], job.out[2]) if "Timed out waiting 2 s in all_reduce(ReduceOp.SUM, float64, 1 elements)" in out]
+    assert told, job
+    for out in told:
+        assert "rank 1 did not come to it" in out, job
+        assert 1.9 < float(out.split()[0]) < 4, job
+    assert "broken" in job.out[1] or "later" in job.out[1], job
+    assert all("later: barrier on group WORLD: it cannot be used any more" in out for out in job.out), job
+
+
+def test_the_late_rank_is_found_where_it_waits() -> None:
+    """A rank that waits in another call is named with that call and its line."""
+    job = run_job(
+        INIT
+        + """
+try:
+    if r == 1:
+        dist.recv(np.ones(1), 0, timeout=timedelta(seconds=8))
+    dist.all_reduce(np.ones(1))
+except dist.DistError as error:
+    print(type(error).__name__, error, flush=True)
+sys.exit(4)
+""",
+        2,
+        limit=25,
+    )
+    assert not job.timed_out, job
+    assert "CollectiveTimeoutError" in job.out[0], job
+    assert "rank 1 has not come to it, it waits in recv(from rank 0, tag 0, float64, 1 elements)" in job.out[0], job
+    assert "job.py:11" in job.out[0], job
+
+
+def test_a_limit_of_one_call() -> None:
+    """timeout= of one call and Work.wait(timeout) hold instead of the limit of the group."""
+    job = run_job(
+        HEAD
+        + """
+dist.init_process_group()
+r = dist.get_rank()
+groups = [dist.new_group() for _ in range(3)]
+t = time.monotonic()
+if r == 0:
+    for wait in (
+        lambda: dist.barrier(group=groups[0], timeout=timedelta(seconds=0.5)),
+        lambda: dist.all_reduce(np.ones(1), group=groups[1], async_op=True).wait(timedelta(seconds=0.5)),
+        lambda: dist.recv(np.ones(1), 1, group=groups[2], timeout=timedelta(seconds=0.5)),
+    ):
+        try:
+            wait()
+        except dist.CollectiveTimeoutError as error:
+            print(f"{time.monotonic() - t:.1f}", "0.5 s in" in str(error), flush=True)
+dist.barrier()
+sys.exit(0)
+""",
+        2,
+        limit=25,
+        env={"MPICOLL_TIMEOUT": "15"},
+    )
+    assert not job.timed_out, job
+    assert job.out[0].count("True") == 3, job
+    assert float(job.out[0].split()[-2]) < 4, job
+
+
+def test_stopped_after_it_agreed() -> None:
+    """A rank stopped by SIGSTOP inside a large all_reduce: the others end past the limit, and say why."""
+
+    def stop(job: RunningJob) -> None:
+        job.wait_for("go", 0, 1)
+        time.sleep(0.3)
+        job.signal(signal.SIGSTOP, 1)
+
+    job = run_job(
+        INIT
+        + """
+x = np.ones(3_000_000)
+dist.barrier()
+print("go", flush=True)
+while True:
+    dist.all_reduce(x, dist.ReduceOp.MAX)
+""",
+        2,
+        limit=25,
+        meanwhile=stop,
+    )
+    assert not job.timed_out, job
+    assert job.returncode != 0, job
+    assert "past its limit" in job.err[0] or "Timed out waiting 2 s" in job.err[0], job
+
+
+def test_a_rank_never_initialises() -> None:
+    """When one rank never calls init_process_group the others end at their limit."""
+    job = run_job(
+        HEAD
+        + """
+from mpi4py import MPI
+if MPI.COMM_WORLD.rank == 1:
+    time.sleep(30)
+else:
+    dist.init_process_group(timeout=timedelta(seconds=1.5))
+""",
+        3,
+        limit=20,
+    )
+    assert not job.timed_out, job
+    assert job.returncode == 1, job
+    assert job.seconds < 12, job
+    assert "not all 3 ranks have called it" in job.err[0] + job.err[2], job
+
+
+def test_a_listed_rank_never_makes_the_group() -> None:
+    """new_group(use_local_synchronization=True) names the listed rank that does not come, and the world stays good."""
+    job = run_job(
+        INIT
+        + """
+if r != 2:
+    try:
+        dist.new_group([0, 1, 2], use_local_synchronization=True)
+    except dist.CollectiveTimeoutError as error:
+        print(error, flush=True)
+else:
+    time.sleep(2.5)
+x = np.ones(1)
+dist.all_reduce(x)
+print("sum", x[0], flush=True)
+group = dist.new_group([0, 2], use_local_synchronization=True)
+if r != 1:
+    dist.all_reduce(x, group=group)
+    print("pair", x[0], flush=True)
+""",
+        3,
+        limit=25,
+    )
+    assert not job.timed_out, job
+    assert job.returncode == 0, job
+    assert "rank 2 did not call it" in job.out[0], job
+    assert "Timed out" in job.out[1], job
+    assert all("sum 3.0" in out for out in job.out), job
+    assert "pair 6.0" in job.out[0], job
+
+
+def test_a_rank_never_makes_the_group() -> None:
+    """new_group on the world ends at the limit when a rank does not call it."""
+    job = run_job(INIT + "if r != 1: dist.new_group([0])\nelse: time.sleep(30)\n", 2, limit=25)
+    assert not job.timed_out, job
+    assert job.returncode == 1, job
+    assert "Timed out waiting 2 s in new_group(ranks [0]) on group WORLD" in job.err[0], job
+
+
+def test_control_c_while_waiting() -> None:
+    """Ctrl-C is answered within 0.2 s while waiting, and the peers learn of it."""
+    sent = []
+
+    def interrupt(job: RunningJob) -> None:
+        job.wait_for("go", 0, 1)
+        time.sleep(1.0)
+        sent.append(time.time())
+        job.signal(signal.SIGINT, 0)
+
+    job = run_job(
+        HEAD
+        + """
+dist.init_process_group()
+r = dist.get_rank()
+print("go", flush=True)
+if r == 1:
+    time.sleep(2.5)
+try:
+    dist.all_reduce(np.ones(1))
+except KeyboardInterrupt:
+    print("interrupted", time.time(), flush=True)
+    time.sleep(2.5)
+except dist.GroupBrokenError as error:
+    print("broken", error, flush=True)
+sys.exit(6)
+""",
+        2,
+        limit=25,
+        env={"MPICOLL_TIMEOUT": "20"},
+        meanwhile=interrupt,
+    )
+    assert not job.timed_out, job
+    when = float(job.out[0].split("interrupted")[1].split()[0])
+    assert when - sent[0] < 0.2, job
+    assert "broken" in job.out[1], job
+    assert "rank 0 gave the group up: KeyboardInterrupt" in job.out[1], job
+
+
+def test_control_c_at_any_moment() -> None:
+    """Wherever Ctrl-C strikes around collectives, it is raised once, no later than the end of the call."""
+    job = run_job(
+        HEAD
+        + """
+dist.init_process_group()
+r = dist.get_rank()
+x = np.ones(1)
+caught = 0
+for i in range(60):
+    # Alone in its group the rank always completes: what is tried here is that no interrupt is lost or comes twice.
+    try:
+        end = time.monotonic() + 0.003
+        signal.setitimer(signal.ITIMER_REAL, 0.0003 + 0.00001 * i)
+        while time.monotonic() < end:
+            dist.all_reduce(x, group=alone) if i else None
+        while True:
+            time.sleep(0.01)
+    except KeyboardInterrupt:
+        caught += 1
+    alone = dist.new_group([r], use_local_synchronization=True) if not i else alone
+assert caught == 60, caught
+time.sleep(0.05)
+print("caught", caught, flush=True)
+""".replace("caught = 0\n", "caught = 0\nsignal.signal(signal.SIGALRM, lambda *a: signal.raise_signal(signal.SIGINT))\n", 1),
+        2,
+        limit=25,
+    )
+    assert job.returncode == 0, job
+    assert all("caught 60" in out for out in job.out), job
+
+
+def test_an_exception_out_of_a_signal_handler() -> None:
+    """What a signal handler of the program raises ends a wait, after the rank has withdrawn."""
+    job = run_job(
+        HEAD
+        + """
+dist.init_process_group()
+class Limit(Exception):
+    pass
+def handler(*args):
+    raise Limit
+signal.signal(signal.SIGALRM, handler)
+if dist.get_rank() == 0:
+    signal.alarm(1)
+    t = time.monotonic()
+    try:
+        dist.barrier()
+    except Limit:
+        print(f"limit after {time.monotonic() - t:.2f}", flush=True)
+    time.sleep(2)
+else:
+    time.sleep(2)
+    try:
+        dist.barrier()
+    except dist.GroupBrokenError as error:
+        print("broken", error, flush=True)
+sys.exit(6)
+""",
+        2,
+        limit=25,
+        env={"MPICOLL_TIMEOUT": "20"},
+    )
+    assert not job.timed_out, job
+    assert "limit after 1." in job.out[0], job
+    assert "broken" in job.out[1], job
+
+
+def test_a_long_wait_is_cheap_and_speaks_once() -> None:
+    """A rank that waits uses little of a core, and says once who is missing."""
+    job = run_job(
+        HEAD
+        + """
+dist.init_process_group()
+r = dist.get_rank()
+dist.barrier()
+if r == 2:
+    time.sleep(6)
+cpu, t = time.process_time(), time.monotonic()
+dist.barrier()
+print((time.process_time() - cpu) / (time.monotonic() - t), flush=True)
+""",
+        3,
+        limit=30,
+        env={"MPICOLL_STALL_WARN": "2"},
+    )
+    assert job.returncode == 0, job
+    assert all(float(job.out[rank]) < 0.1 for rank in (0, 1)), job
+    assert job.stderr.count("has waited") == 1, job
+    assert "rank 2 did not come to it" in job.err[0], job
+
+
+def test_rank_differs_on_settings() -> None:
+    """A setting with a value that it does not take raises on all ranks, also when only one of them has it."""
+    for who in (-1, 1):
+        job = run_job(
+            f"""
+import os, sys
+from mpi4py import MPI
+if {who} in (-1, MPI.COMM_WORLD.rank):
+    os.environ["MPICOLL_TIMEOUT"] = "soon"
+import mpicoll as dist
+try:
+    dist.init_process_group()
+except ValueError as error:
+    print("ValueError", error, flush=True)
+except dist.CollectiveMismatchError as error:
+    print("mismatch", error, flush=True)
+os.environ.pop("MPICOLL_TIMEOUT", None)
+dist.init_process_group()
+dist.barrier()
+""",
+            2,
+            limit=25,
+        )
+        assert job.returncode == 0, job
+        assert "ValueError MPICOLL_TIMEOUT='soon' is not a value it takes (seconds > 0)" in job.out[1], job
+        assert ("ValueError" if who < 0 else "rank 1: init_process_group") in job.out[0], job
