@@ -72,9 +72,9 @@ def tell(directory: Path, rank: int, error: Exception) -> None:
     text = "".join(traceback.format_exception(type(error), error, frames))
     blames_peer = isinstance(error, (PeerFailedError, PeerExitedError, GroupBrokenError))
     told = directory / f"error.{rank}.new"
-    told.write_text(json.dumps({"traceback": text, "blames_peer": blames_peer}))
+    told.write_text(text, errors="backslashreplace")
     told.rename(directory / f"error.{rank}")
-    append_record("fail", rank, 1)
+    append_record("blame" if blames_peer else "fail", rank, 1)
 
 
 def silent(kind: type[BaseException], value: BaseException, frames: TracebackType | None) -> None:

@@ -36,7 +36,10 @@ exit $s"""
 
 @dataclass(frozen=True)
 class Record:
-    """One line: ``start`` and ``pid`` (value: process id of the shell, the rank), ``exit``, ``fail`` (exit code)."""
+    """One line: ``start``, ``pid`` (value: process id of the shell, of the rank), ``exit``, ``fail`` (exit code).
+
+    ``blame`` is a failure in consequence of another rank's.
+    """
 
     kind: str
     rank: int

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mpicoll.errors import LaunchError
-from mpicoll.launch.rundir import Record, read_records
+from mpicoll.launch.rundir import read_records
 
 __all__ = ["ProcessException", "ProcessExitedException", "ProcessRaisedException", "SpawnContext", "spawn"]
 
@@ -214,13 +214,10 @@ def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def outcome(directory: Path, code: int) -> Exception | None:
-    """Return what the job's end means for the caller of `spawn`, from the files that the job left."""
-    records = read_records(directory)
-    pids = {record.rank: record.value for record in records if record.kind == "pid"}
-    told = _told(directory, records)
-    if told is not None:
-        rank, text = told
-        return ProcessRaisedException(f"\n\n-- Rank {rank} ended with this error:\n{text}", rank, pids.get(rank, -1))
+    """Return what the job's end means for the caller of `spawn`, from the files that the job left.
+
+    A rank that blames another one is not on record as failed, so the first failure on record is the root cause.
+    """
     try:
         ended = json.loads((directory / "outcome").read_text())
     except (OSError, ValueError):
@@ -230,29 +227,15 @@ def outcome(directory: Path, code: int) -> Exception | None:
     if ended["code"] == 0:
         return None
     rank = -1 if ended["rank"] is None else int(ended["rank"])
+    pid = next((row.value for row in read_records(directory) if row.kind == "pid" and row.rank == rank), -1)
+    try:
+        text = (directory / f"error.{rank}").read_text()
+        return ProcessRaisedException(f"\n\n-- Rank {rank} ended with this error:\n{text}", rank, pid)
+    except OSError:
+        pass  # it did not raise
     who = "the job" if rank < 0 else f"rank {rank}"
     number = ended["code"] - 128
     if number in set(signal.Signals):
         name = signal.Signals(number).name
-        return ProcessExitedException(f"{who} was ended by signal {name}", rank, pids.get(rank, -1), -number, name)
-    return ProcessExitedException(
-        f"{who} ended with exit code {ended['code']}", rank, pids.get(rank, -1), ended["code"]
-    )
-
-
-def _told(directory: Path, records: list[Record]) -> tuple[int, str] | None:
-    """Return rank and traceback of the root cause among the ranks that raised: the first that blames no other rank."""
-    first: tuple[int, str] | None = None
-    for record in records:
-        if record.kind not in ("fail", "exit") or record.value == 0:
-            continue
-        try:
-            told = json.loads((directory / f"error.{record.rank}").read_text())
-        except (OSError, ValueError):
-            if first is None and record.kind == "exit":
-                return None  # the first to fail did not raise: it ended by exit code or signal
-            continue
-        if not told["blames_peer"]:
-            return record.rank, told["traceback"]
-        first = first or (record.rank, told["traceback"])
-    return first
+        return ProcessExitedException(f"{who} was ended by signal {name}", rank, pid, -number, name)
+    return ProcessExitedException(f"{who} ended with exit code {ended['code']}", rank, pid, ended["code"])

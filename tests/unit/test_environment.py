@@ -18,8 +18,6 @@ from mpicoll.launch.environment import (
 
 OPENMPI_LIBRARY = "Open MPI v5.0.11, package: Open MPI user@host Distribution, ident: 5.0.11, Sep 16, 2026"
 MPICH_LIBRARY = "MPICH Version:      5.0.2\nMPICH Device:   ch4:ucx ofi\nMPICH configure: --with-pm=hydra:gforker"
-    "MPICH Version:      5.0.2\nMPICH Device:       ch4:ucx ofi\nMPICH configure:    --with-pm=hydra:gforker"
-)
 MPICH_PMIX_LIBRARY = "MPICH Version:\t4.2.0\nMPICH configure:\t--with-device=ch4:ofi --with-pmix=/opt/pmix"
 INTEL_LIBRARY = "Intel(R) MPI Library 2021.13 for Linux* OS"
 CRAY_LIBRARY = "MPI VERSION    : CRAY MPICH version 8.1.28.15 (ANL base 3.4a2)"

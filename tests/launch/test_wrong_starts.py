@@ -1,0 +1,106 @@
+"""Starts that cannot work are refused with what was found and what would work, by every process, at once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from launch.launching import OTHER, RUN, call, write
+
+from mpicoll.launch.library import find_library
+from mpicoll.launch.mpiexec import find_mpiexec, identify
+
+SCRIPT = """
+    import sys
+    import mpicoll as dist
+    try:
+        dist.init_process_group(**eval(sys.argv[1]))
+        print("size", dist.get_world_size(), flush=True)
+        dist.destroy_process_group()
+    except (dist.LaunchError, ValueError) as error:
+        sys.stdout.write(f"{type(error).__name__}: {error}\\n")
+        sys.stdout.flush()
+        sys.exit(9)
+"""
+STEP = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_PROCID": "2",
+    "SLURM_NTASKS": "4",
+    "SLURM_LOCALID": "0",
+}
+BATCH = {name: value for name, value in STEP.items() if "STEP" not in name}
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+
+
+def family() -> str:
+    return find_library().family
+
+
+@pytest.mark.parametrize("environ", [STEP, TORCHRUN], ids=["srun without plugin", "torchrun"])
+def test_world_of_one_in_a_job_of_many(environ: dict[str, str], tmp_path: Path) -> None:
+    """A launcher that MPI does not understand has started four: each of them says so instead of running alone."""
+    result = call([sys.executable, write(tmp_path, SCRIPT), "{}"], env=environ)
+    assert result.code == 9, result
+    assert result.out.startswith("LaunchError: ")
+    assert "-n 4" in result.out
+    assert "world of size 1" in result.out
+
+
+def test_serial_run_in_an_allocation(tmp_path: Path) -> None:
+    """``python script.py`` in an sbatch script is a world of one, and no error."""
+    result = call([sys.executable, write(tmp_path, SCRIPT), "{}"], env=BATCH)
+    assert (result.code, result.out) == (0, "size 1\n"), result
+
+
+def test_contradicting_rank_and_size(tmp_path: Path) -> None:
+    """rank= and world_size= that MPI does not confirm are refused on all ranks, with both sides."""
+    script = write(tmp_path, SCRIPT)
+    result = call([*RUN, "-n", "2", script, "{'world_size': 3}"])
+    assert result.code == 9, result
+    assert "ValueError: init_process_group(world_size=3) contradicts MPI" in result.out
+    result = call([sys.executable, script, "{'rank': 0, 'world_size': 4}"])
+    assert result.code == 9, result
+    assert "mpicoll run -n 4 script.py" in result.out
+
+
+@pytest.fixture
+def other_mpiexec() -> str:
+    """The mpiexec of an environment with another MPI."""
+    venv = os.environ.get(OTHER)
+    if not venv:
+        pytest.skip(f"{OTHER} does not name an environment with another MPI")
+    path = Path(venv, "bin", "mpiexec").resolve()
+    found = identify(str(path))
+    assert found is not None
+    assert found.family != family()
+    return str(path)
+
+
+def test_mpiexec_of_another_mpi(other_mpiexec: str, tmp_path: Path) -> None:
+    """Started by another MPI's mpiexec, every rank gets LaunchError; never N silent copies."""
+    options = ["--allow-run-as-root", "--oversubscribe"] if family() == "mpich" else []
+    command = [other_mpiexec, *options, "-n", "2", sys.executable, write(tmp_path, SCRIPT), "{}"]
+    result = call(command)
+    assert result.code != 0, result
+    assert "LaunchError: " in result.out
+    assert "mpicoll run -n 2 script.py" in result.out
+    assert "size 1" not in result.out.replace("world of size 1", "")
+
+
+def test_mpicoll_run_does_not_take_it_from_path(other_mpiexec: str, tmp_path: Path) -> None:
+    """`mpicoll run` finds its own mpiexec although another MPI's is first on PATH, and refuses that one by name."""
+    env = {"PATH": f"{os.path.dirname(other_mpiexec)}:{os.environ['PATH']}"}
+    script = write(tmp_path, SCRIPT)
+    result = call([*RUN, "-n", "2", script, "{}"], env=env)
+    assert (result.code, result.out) == (0, "size 2\nsize 2\n"), result
+    result = call([*RUN, "-n", "2", "--mpiexec", other_mpiexec, script, "{}"])
+    assert result.code == 2
+    assert "belongs to" in result.err
+    result = call([sys.executable, "-m", "mpicoll", "doctor"], env=env)
+    assert result.code == 0, result
+    assert "does not belong to" in result.out
+    assert find_mpiexec(find_library()).path in result.out
