@@ -70,7 +70,7 @@ def adapt(value: Any, name: str, *, writable: bool) -> Memory:
         raise TypeError(f"parameter `{name}`: {why}")
     if writable and not flags.writeable:
         raise ValueError(f"parameter `{name}` is read-only, and this call writes its result into it")
-    return Memory(value.reshape(-1).view(np.ndarray), value.shape)
+    return Memory(value.view(np.ndarray).reshape(-1), value.shape)
 
 
 def adapt_list(values: Any, name: str, *, writable: bool, length: int | None = None) -> list[Memory]:
