@@ -33,7 +33,7 @@ def test_reductions_give_what_numpy_gives(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("name", [*cases.ALL])
 def test_everything_with_everything(name: str, dtype: str) -> None:
-    """Every collective × dtype × op × number of elements × sync and async agrees with NumPy, from every root."""
+    """Every collective, dtype, op and number of elements, sync and async, agrees with NumPy, from every root."""
     cases.run(name, cases.sweep(name, dtype, counts(dtype)))
 
 
