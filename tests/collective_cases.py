@@ -356,12 +356,12 @@ def run(name: str, cases: Iterator[Case]) -> None:
             raise AssertionError(f"{name}, {case}: {type(error).__name__}: {error}") from error
 
 
-def every_collective(group: Any, counts: tuple[int, ...] = (5,), dtype: str = "d", sync: bool = True) -> None:
-    """Make every collective once for each count, async and (unless told otherwise) sync, with a root that moves on."""
+def every_collective(group: Any, counts: tuple[int, ...] = (5,), dtype: str = "d") -> None:
+    """Make every collective for each count, async and sync, with a root that moves on."""
     size = dist.get_world_size(group)
-    for turn, (name, _) in enumerate(ALL.items()):
+    for turn, name in enumerate(ALL):
         for count in counts:
             case = Case(dtype, count, root=turn % size, group=group, async_op=True, by_group_rank=turn % 2 == 0)
-            run(name, iter((case, replace(case, async_op=False)) if sync else (case,)))
+            run(name, iter((case, replace(case, async_op=False))))
     barrier(Case(dtype, group=group))
     barrier(Case(dtype, group=group, async_op=True))
