@@ -277,8 +277,8 @@ def get_backend(group: Any = None) -> str:
     return "mpi"
 
 
-def get_process_group_ranks(group: Any = None) -> list[int]:
-    """Return the global ranks of ``group``, by rank in the group.
+def get_process_group_ranks(group: Any) -> list[int]:
+    """Return the global ranks of ``group`` (None: the world), by rank in the group.
 
     Raises:
         KeyError: this rank is not a member (as torch).

@@ -1,0 +1,193 @@
+"""Write the tables of docs/api.md and README.md from the code: ``python docs/generate.py`` (``--check`` only compares).
+
+``docs/torch-2.13.txt`` lists the public names of torch.distributed 2.13 with their parameters; what mpicoll has is read
+from the package itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mpicoll
+from mpicoll.settings import SETTINGS
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+
+# Why a name of torch.distributed is not here. Everything else that is missing is "not yet".
+NOT_APPLICABLE = {
+    "AllToAllOptions": "options of torch's C++ backends",
+    "AllreduceCoalescedOptions": "options of torch's C++ backends",
+    "AllreduceOptions": "options of torch's C++ backends",
+    "BarrierOptions": "options of torch's C++ backends",
+    "BroadcastOptions": "options of torch's C++ backends",
+    "GatherOptions": "options of torch's C++ backends",
+    "ReduceOptions": "options of torch's C++ backends",
+    "ReduceScatterOptions": "options of torch's C++ backends",
+    "ScatterOptions": "options of torch's C++ backends",
+    "BackendConfig": "there is one backend, MPI",
+    "get_default_backend_for_device": "there is one backend, MPI",
+    "register_rendezvous_handler": "ranks find each other through MPI",
+    "rendezvous": "ranks find each other through MPI",
+    "record_comm": "names calls in torch's profiler",
+    "reduce_op": "deprecated in torch; use ReduceOp",
+    "all_gather_coalesced": "deprecated in torch",
+    "all_reduce_coalesced": "deprecated in torch",
+}
+
+NOTES = {
+    "Work": "`get_future()` gives a `concurrent.futures.Future`",
+    "ReduceOp": "AVG and PREMUL_SUM work on MPI",
+    "all_gather": "blocks may differ in size",
+    "destroy_process_group": "never waits; refuses while works were never waited for",
+    "get_node_local_rank": "from MPI once initialised",
+    "init_process_group": "also `comm=`, `on_failure=`; foreign backends taken with one warning",
+    "new_group": "inherits the world's limit; `use_local_synchronization` works",
+    "recv": "a message that is too long is not lost",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    name: str
+    parameters: str
+    status: str
+    note: str
+
+
+def torch_names() -> dict[str, str | None]:
+    """Return the public names of torch.distributed, each with its parameters (None where it is no function)."""
+    names: dict[str, str | None] = {}
+    for line in (HERE / "torch-2.13.txt").read_text().splitlines():
+        match = re.fullmatch(r"(\w+)\((.*)\)", line)
+        if match:
+            names[match[1]] = match[2]
+        else:
+            names[line.removeprefix("class ")] = None
+    return names
+
+
+def parameters(function: Any) -> list[str]:
+    """Return a function's parameters as ``name`` or ``name=default``; ``*`` starts the keyword-only ones."""
+    words: list[str] = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in words:
+            words.append("*")
+        default = parameter.default
+        words.append(parameter.name if default is parameter.empty else f"{parameter.name}={_text(default)}")
+    return words
+
+
+def _text(default: Any) -> str:
+    return str(default) if str(default).startswith("ReduceOp.") else repr(default)
+
+
+def rows() -> list[Row]:
+    """Return the table: every public name of torch.distributed, and what mpicoll makes of it."""
+    table = []
+    for name, theirs in torch_names().items():
+        if name in mpicoll.__all__:
+            ours = getattr(mpicoll, name)
+            words = parameters(ours) if inspect.isfunction(ours) else []
+            extras = [word.split("=")[0] for word in words[words.index("*") + 1 :]] if "*" in words else []
+            note = NOTES.get(name, "")
+            if extras and "also" not in note:
+                note = "; ".join(filter(None, [note, "also " + ", ".join(f"`{extra}=`" for extra in extras)]))
+            table.append(Row(name, theirs or "", "extended" if extras or note else "same", note))
+        elif name in NOT_APPLICABLE:
+            table.append(Row(name, theirs or "", "not applicable", NOT_APPLICABLE[name]))
+        else:
+            table.append(Row(name, theirs or "", "not yet", ""))
+    return table
+
+
+def own_names() -> list[str]:
+    """Return the public names that torch.distributed does not have."""
+    return [name for name in mpicoll.__all__ if name not in torch_names() and name != "__version__"]
+
+
+def api_page() -> str:
+    """Return docs/api.md."""
+    lines = [
+        "# mpicoll beside torch.distributed 2.13",
+        "",
+        "Generated from the code by `python docs/generate.py`; a test fails when it is out of date.",
+        "*same*: name, parameters, defaults and meaning; *extended*: the same and more, or better where torch has a trap.",
+        "",
+        "| torch.distributed | | remarks |",
+        "|---|---|---|",
+    ]
+    for row in rows():
+        call = f"`{row.name}({row.parameters})`" if row.parameters else f"`{row.name}`"
+        lines.append(f"| {call} | {row.status} | {row.note} |")
+    lines += ["", "## Only here", "", "| name | what it is |", "|---|---|"]
+    for name in own_names():
+        first = (inspect.getdoc(getattr(mpicoll, name)) or "").splitlines()[0]
+        lines.append(f"| `{name}` | {first} |")
+    lines += ["", "## Functions", ""]
+    for name in mpicoll.__all__:
+        value = getattr(mpicoll, name)
+        if inspect.isfunction(value):
+            lines += [f"### `{name}({', '.join(parameters(value))})`", "", *_plain(inspect.getdoc(value) or ""), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _plain(text: str) -> list[str]:
+    return ["```text", *text.replace("``", "").splitlines(), "```"]
+
+
+def readme_table() -> str:
+    """Return the API table of the README: short, by status."""
+    by_status: dict[str, list[str]] = {}
+    for row in rows():
+        by_status.setdefault(row.status, []).append(f"`{row.name}`")
+    lines = ["| against torch.distributed 2.13 | names |", "|---|---|"]
+    for status in ("same", "extended", "not yet", "not applicable"):
+        if by_status.get(status):
+            lines.append(f"| {status} | {', '.join(by_status[status])} |")
+    lines.append(f"| only here | {', '.join(f'`{name}`' for name in own_names())} |")
+    return "\n".join(lines)
+
+
+def settings_table() -> str:
+    """Return the table of settings."""
+    lines = ["| variable | values | default | meaning |", "|---|---|---|---|"]
+    for setting in SETTINGS:
+        default = f"{setting.default:g}" if isinstance(setting.default, float) else str(int(setting.default))
+        lines.append(f"| `{setting.variable}` | {setting.values} | {default} | {setting.meaning} |")
+    return "\n".join(lines)
+
+
+def readme() -> str:
+    """Return README.md with its generated parts renewed."""
+    text = (ROOT / "README.md").read_text()
+    for name, part in (("api", readme_table()), ("settings", settings_table())):
+        pattern = re.compile(rf"(<!-- {name}: generated -->\n).*?(<!-- end -->)", re.DOTALL)
+        text, count = pattern.subn(lambda match, part=part: match[1] + part + "\n" + match[2], text)
+        if count != 1:
+            raise SystemExit(f"README.md must have one part <!-- {name}: generated --> … <!-- end -->")
+    return text
+
+
+def main() -> int:
+    """Write both files, or with ``--check`` say which is out of date."""
+    stale = []
+    for path, text in ((HERE / "api.md", api_page()), (ROOT / "README.md", readme())):
+        if not path.exists() or path.read_text() != text:
+            stale.append(path.name)
+            if "--check" not in sys.argv:
+                path.write_text(text)
+    if stale:
+        print(("out of date: " if "--check" in sys.argv else "written: ") + ", ".join(stale))
+    return 1 if stale and "--check" in sys.argv else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

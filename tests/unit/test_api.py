@@ -1,0 +1,64 @@
+"""The public surface is torch's: names, parameters, order and defaults; and the generated pages are up to date."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import mpicoll
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def _generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    import sys
+
+    sys.modules["generate"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+generate = _generator()
+FUNCTIONS = [
+    name
+    for name, parameters in generate.torch_names().items()
+    if parameters is not None and name in mpicoll.__all__ and inspect.isfunction(getattr(mpicoll, name))
+]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_parameters_are_torchs(name: str) -> None:
+    """Every function has torch's parameters in torch's order with torch's defaults; ours come keyword-only after them."""
+    ours = generate.parameters(getattr(mpicoll, name))
+    theirs = generate.torch_names()[name]
+    positional = ours[: ours.index("*")] if "*" in ours else ours
+    assert ", ".join(positional) == theirs
+
+
+def test_there_are_functions_to_compare() -> None:
+    """The comparison above is not empty."""
+    assert len(FUNCTIONS) > 30
+
+
+def test_generated_pages_are_up_to_date() -> None:
+    """docs/api.md and the tables of README.md say what the code says (python docs/generate.py writes them)."""
+    assert (ROOT / "docs" / "api.md").read_text() == generate.api_page()
+    assert (ROOT / "README.md").read_text() == generate.readme()
+
+
+def test_every_public_function_is_documented() -> None:
+    """Each public function and class has a docstring, and each function that torch has names it as its source."""
+    for name in mpicoll.__all__:
+        value = getattr(mpicoll, name)
+        if inspect.isfunction(value) or inspect.isclass(value):
+            assert inspect.getdoc(value), name
+    for name in FUNCTIONS:
+        assert "torch.distributed" in (inspect.getdoc(getattr(mpicoll, name)) or ""), name
