@@ -33,7 +33,7 @@ __all__ = [
     "this_machine",
 ]
 
-MOST_STREAMS = 256  # ranks; two pipes each, and 1024 open files is a common limit
+MOST_STREAMS = 200  # ranks; two descriptors each, four on a terminal, and 1024 open files is a common limit
 
 
 @dataclass(frozen=True)

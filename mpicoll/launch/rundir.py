@@ -25,7 +25,7 @@ d=$MPICOLL_RUN_DIR
 [ -n "$r" ] && [ -d "$d" ] || exec "$@"
 trap : HUP INT TERM USR1 USR2
 echo "start $r $$" >>"$d/records"
-if [ -p "$d/err.$r" ]; then
+if [ -e "$d/err.$r" ]; then
 i=/dev/null; [ -e "$d/in.$r" ] && i=$d/in.$r
 exec <"$i" >"$d/out.$r" 2>/dev/null; (exec "$@" 2>"$d/err.$r")
 else "$@"; fi

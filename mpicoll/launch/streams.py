@@ -1,11 +1,14 @@
-"""The ranks' output as whole lines: named pipes in the run directory, copied to our own stdout and stderr."""
+"""The ranks' output as whole lines: pipes or terminals in the run directory, copied to our own stdout and stderr."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import selectors
+import termios
 import time
+import tty
 from pathlib import Path
 
 __all__ = ["Lines", "Streams", "write_all"]
@@ -43,17 +46,36 @@ def write_all(descriptor: int, data: bytes) -> None:
         data = data[os.write(descriptor, data) :]
 
 
+def terminal_like(sink: int) -> tuple[int, int]:
+    """Return both ends of a new terminal as wide as ``sink`` that passes everything on as it is."""
+    outer, inner = os.openpty()
+    os.set_blocking(outer, False)
+    tty.setraw(inner)
+    fcntl.ioctl(inner, termios.TIOCSWINSZ, fcntl.ioctl(sink, termios.TIOCGWINSZ, b"\0" * 8))
+    return outer, inner
+
+
 class Streams:
-    """The named pipes of all ranks; stdout and stderr stay apart."""
+    """The output of all ranks, stdout and stderr apart: a named pipe for each, or a terminal where ours is one.
+
+    On a terminal Python writes line by line and progress bars move. Tagged lines come through pipes: a moving bar
+    among other ranks' lines is unreadable.
+    """
 
     def __init__(self, directory: Path, nprocs: int, *, tag: bool, sinks: tuple[int, int] = (1, 2)) -> None:
         self._lines: dict[int, tuple[Lines, int]] = {}
         self._fed: dict[int, float] = {}
+        self._kept: list[int] = []
         for rank in range(nprocs):
             for name, sink in zip(("out", "err"), sinks, strict=True):
                 path = directory / f"{name}.{rank}"
-                os.mkfifo(path, 0o600)
-                descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                if os.isatty(sink) and not tag:
+                    descriptor, inner = terminal_like(sink)
+                    self._kept.append(inner)  # while it is open, reading the other end never fails
+                    path.symlink_to(os.ttyname(inner))
+                else:
+                    os.mkfifo(path, 0o600)
+                    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
                 self._lines[descriptor] = (Lines(b"[%d] " % rank if tag else b""), sink)
 
     def register(self, selector: selectors.BaseSelector) -> None:
@@ -96,6 +118,8 @@ class Streams:
             except OSError:
                 pass  # nothing more in it, or nobody reads our own output any more
             self._end(descriptor)
+        for inner in self._kept:
+            os.close(inner)
 
     def _end(self, descriptor: int) -> None:
         lines, sink = self._lines.pop(descriptor)

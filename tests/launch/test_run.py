@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shlex
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 import uuid
 from pathlib import Path
@@ -65,6 +68,28 @@ def test_output_streams(tmp_path: Path) -> None:
     assert process.wait(10) == 143
     process.stdout.close()
     assert marked(mark) == []
+
+
+def test_output_to_a_terminal(tmp_path: Path) -> None:
+    """On a terminal the ranks' output is one, as wide as ours, so that progress bars move; tagged output is not."""
+    source = "import os, sys\nprint(sys.stdout.isatty(), sys.stderr.isatty(), os.get_terminal_size(1).columns)\n"
+    script = write(tmp_path, source.replace("1).columns", "1).columns if sys.stdout.isatty() else 0"))
+    outer, inner = os.openpty()
+    fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 77, 0, 0))
+    untagged, tagged = ["True False 77"] * 2, ["[0] False False 0", "[1] False False 0"]
+    for options, expected in (([], untagged), (["--tag-output"], tagged)):
+        done = subprocess.run(
+            [*RUN, "-n", "2", *options, script],
+            stdin=subprocess.DEVNULL,
+            stdout=inner,
+            stderr=subprocess.PIPE,
+            env=environment(),
+            timeout=60,
+        )
+        assert done.returncode == 0, done
+        assert sorted(os.read(outer, 4096).decode().split("\r\n")[:-1]) == expected
+    os.close(outer)
+    os.close(inner)
 
 
 FIRST_FAILURES = {
