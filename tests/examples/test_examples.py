@@ -1,4 +1,4 @@
-"""Every example runs as its docstring says, on that many ranks, and ends with exit code 0."""
+"""Every example runs as its docstring says, also on other numbers of ranks, and notices when a result is wrong."""
 
 from __future__ import annotations
 
@@ -6,16 +6,103 @@ import re
 from pathlib import Path
 
 import pytest
-from jobs import ROOT, run_job
+from jobs import ROOT, JobResult, run_job
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+ARGS = {"straggler": ["--delay", "1", "--within", "0.5"]}  # machines that run tests are busy
+
+# Beside the number of ranks that the docstring names.
+OTHER_SIZES = [
+    ("average_gradients", 1),
+    ("average_gradients", 3),
+    ("collectives", 1),
+    ("collectives", 5),
+    ("hello_barrier", 1),
+    ("hello_barrier", 2),
+    ("rank0_first", 1),
+    ("rank0_first", 2),
+    ("send_recv", 3),
+    ("straggler", 5),
+    ("train_digits", 1),
+    ("train_digits", 2),
+    ("train_digits", 3),
+    ("train_digits", 5),
+]
+
+# What to break so that the result is wrong: the function then does nothing.
+BROKEN = [
+    ("average_gradients", "all_reduce"),
+    ("collectives", "gather"),
+    ("hello_barrier", "barrier"),
+    ("rank0_first", "barrier"),
+    ("send_recv", "recv"),
+    ("straggler", "barrier"),
+    ("train_digits", "all_reduce"),
+    ("train_digits", "scatter"),
+]
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_example(path: Path, tmp_path: Path) -> None:
-    """The exit code is 0 and no process is left; what it writes goes to a folder of its own."""
-    said = re.search(r"-n (\d+)", path.read_text())
-    result = run_job(path, int(said.group(1)) if said else 4, limit=120, cwd=tmp_path, env={"MPLBACKEND": "Agg"})
+def run_example(name: str, size: int, folder: Path, args: list[str] | None = None, broken: str = "") -> JobResult:
+    """Run an example in a folder of its own, so that this is where it writes to."""
+    path = ROOT / "examples" / f"{name}.py"
+    program = [str(path)]
+    if broken:
+        stub = f"import runpy, sys, mpicoll; mpicoll.{broken} = lambda *args, **kwargs: None; del sys.argv[0]"
+        program = ["-c", f"{stub}; runpy.run_path(sys.argv[0], run_name='__main__')", str(path)]
+    arguments = ARGS.get(name, []) if args is None else args
+    return run_job(program, size, limit=120, cwd=folder, args=arguments, env={"MPLBACKEND": "Agg"})
+
+
+def check_passed(result: JobResult) -> None:
     assert not result.timed_out
     assert result.returncode == 0
     assert not result.left_running
+
+
+@pytest.mark.parametrize("path", [path for path in EXAMPLES if path.stem != "train_digits"], ids=lambda path: path.stem)
+def test_example(path: Path, tmp_path: Path) -> None:
+    """The exit code is 0 and no process is left."""
+    said = re.search(r"-n (\d+)", path.read_text())
+    check_passed(run_example(path.stem, int(said.group(1)) if said else 4, tmp_path))
+
+
+@pytest.mark.parametrize(("name", "size"), OTHER_SIZES)
+def test_other_sizes(name: str, size: int, tmp_path: Path) -> None:
+    """It works on other numbers of ranks, too."""
+    check_passed(run_example(name, size, tmp_path, ["--epochs", "5", "--no-plot"] if name == "train_digits" else None))
+
+
+@pytest.mark.parametrize(("name", "function"), BROKEN)
+def test_wrong_result(name: str, function: str, tmp_path: Path) -> None:
+    """When a function of the library does nothing, the example says what is wrong and the job fails."""
+    args = ["--epochs", "1", "--no-plot"] if name == "train_digits" else None
+    result = run_example(name, 2, tmp_path, args, broken=function)
+    assert not result.timed_out
+    assert result.returncode != 0
+    assert not result.left_running
+    assert any(line.strip() for text in result.err for line in text.splitlines())
+
+
+def test_digits(tmp_path: Path) -> None:
+    """The main job prints an accuracy of at least 95 %, on rank 0 only, and draws its picture."""
+    result = run_example("train_digits", 4, tmp_path)
+    check_passed(result)
+    accuracy = re.search(r"^test accuracy ([\d.]+)%", result.out[0], re.MULTILINE)
+    assert accuracy is not None
+    assert float(accuracy.group(1)) >= 95
+    assert "one process that trains alone comes to the same parameters" in result.out[0]
+    assert not any(result.out[1:])
+    assert [path.name for path in tmp_path.iterdir()] == ["digits.png"]
+    assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_table() -> None:
+    """examples/README.md lists every example, and none that is not there."""
+    listed = re.findall(r"^\| \[`(\w+)\.py`\]", (ROOT / "examples" / "README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == [path.stem for path in EXAMPLES]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_docstring(path: Path) -> None:
+    """The docstring names the one command that runs the example."""
+    assert re.search(rf'^"""[^"]*^    (mpicoll run -n \d+|python) examples/{path.name}', path.read_text(), re.MULTILINE)
