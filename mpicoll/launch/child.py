@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import select
+import shutil
 import sys
 import traceback
 from pathlib import Path
@@ -26,12 +28,12 @@ def look_after_job(directory: Path, nprocs: int) -> int:
         code, rank = ended.code, ended.rank
     except LaunchError as problem:
         error = str(problem)
+    if select.select([0], [], [], 0)[0]:  # the pipe has ended: the caller is gone
+        shutil.rmtree(directory, ignore_errors=True)
+        return code
     told = directory / "outcome.new"
-    try:
-        told.write_text(json.dumps({"code": code, "rank": rank, "error": error}))
-        told.rename(directory / "outcome")
-    except FileNotFoundError:
-        pass  # the caller is gone, and has taken the directory with it
+    told.write_text(json.dumps({"code": code, "rank": rank, "error": error}))
+    told.rename(directory / "outcome")
     return code
 
 

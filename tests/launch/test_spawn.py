@@ -146,15 +146,17 @@ def test_the_job_ends_with_its_caller(tmp_path: Path) -> None:
 
         if __name__ == "__main__":
             context = dist.spawn(wait, nprocs=2, join=False)
-            print(*context.pids(), flush=True)
+            print(*context.pids(), context._directory, flush=True)
             os.kill(os.getpid(), 9)
         """,
     )
     result = call([sys.executable, script])
     assert result.code == -9
-    pids = [int(word) for word in result.out.split()]
+    *words, directory = result.out.split()
+    pids = [int(word) for word in words]
     assert len(pids) == 2
     assert wait_until(lambda: not any(alive(pid) for pid in pids), 10)
+    assert wait_until(lambda: not Path(directory).exists(), 10)
 
 
 def test_root_cause_wins(tmp_path: Path) -> None:
