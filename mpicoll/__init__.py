@@ -129,7 +129,7 @@ _HOME = {
 }
 _home_of = {name: f"mpicoll.{module}" for module, names in _HOME.items() for name in names}
 
-__all__ = [  # noqa: RUF022 (sorted as a reader sorts)
+__all__ = [
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "DeadlockError",

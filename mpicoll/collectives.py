@@ -10,7 +10,7 @@ import numpy as np
 
 from mpicoll import execution
 from mpicoll.buffers.array import Array, Memory, adapt, adapt_list, same_dtype
-from mpicoll.buffers.dtypes import resolve_reduction
+from mpicoll.buffers.dtypes import dtype_name, resolve_reduction
 from mpicoll.buffers.reduce_op import RedOpType, ReduceOp
 from mpicoll.checks.call import NOTHING, Call, call_site
 from mpicoll.engines.base import Kind, Movement
@@ -159,7 +159,7 @@ def broadcast(
     def prepare(g: ProcessGroup) -> _Prepared:
         root = peer_rank(g, src, group_src, "src")
         memory = adapt(tensor, "tensor", writable=g.rank() != root)
-        key = (("root", g.ranks[root]), str(memory.dtype), ("elements", memory.flat.size))
+        key = (("root", g.ranks[root]), dtype_name(memory.dtype), ("elements", memory.flat.size))
         after = None if g.rank() == root else _unpacker([memory])
         return _Prepared(key, Movement(Kind.BROADCAST, recv=memory.flat, root=root), [tensor], after=after)
 
@@ -198,7 +198,7 @@ def all_reduce(
         memory = adapt(tensor, "tensor", writable=True)
         reduction = _reduction("all_reduce", op, memory.dtype)
         flat = memory.flat
-        key = (str(reduction.op), str(memory.dtype), ("elements", flat.size))
+        key = (str(reduction.op), dtype_name(memory.dtype), ("elements", flat.size))
         before = None
         if reduction.factor is not None:
 
@@ -249,7 +249,7 @@ def reduce(
         memory = adapt(tensor, "tensor", writable=at_root)
         reduction = _reduction("reduce", op, memory.dtype)
         flat = memory.flat
-        key = (str(reduction.op), ("root", g.ranks[root]), str(memory.dtype), ("elements", flat.size))
+        key = (str(reduction.op), ("root", g.ranks[root]), dtype_name(memory.dtype), ("elements", flat.size))
         if not at_root:
             move = Movement(Kind.REDUCE, send=reduction.before(flat), root=root, op=reduction.mpi_op)
             return _Prepared(key, move, [tensor])
@@ -307,7 +307,7 @@ def all_gather(
             )
         uneven = len(set(counts)) > 1
         packed = np.empty(sum(counts), memory.dtype)
-        key = (str(memory.dtype), ("blocks", counts) if uneven else ("elements", counts[0]))
+        key = (dtype_name(memory.dtype), ("blocks", counts) if uneven else ("elements", counts[0]))
         move = Movement(
             Kind.ALL_GATHER, send=memory.flat, recv=packed, recvcounts=counts if uneven else None, vector=uneven
         )
@@ -329,7 +329,7 @@ def all_gather_single(
     Called by all members with the same dtype and number of elements.
 
     Args:
-        output_tensor: size × as many elements as the input, in the order of ranks: the concatenation along the first
+        output_tensor: size x as many elements as the input, in the order of ranks: the concatenation along the first
             dimension, or the stack; only the number of elements matters.
         input_tensor: this rank's input.
         group, async_op, timeout: as in :func:`broadcast`.
@@ -371,7 +371,7 @@ def _all_gather_single(
             )
         # The input may be this rank's part of the output, as torch allows: MPI forbids that its buffers overlap.
         send = memory.flat.copy() if np.may_share_memory(output.flat, memory.flat) else memory.flat
-        key = (str(memory.dtype), ("elements", memory.flat.size))
+        key = (dtype_name(memory.dtype), ("elements", memory.flat.size))
         move = Movement(Kind.ALL_GATHER, send=send, recv=output.flat)
         return _Prepared(key, move, [output_tensor], after=_unpacker([output]))
 
@@ -407,7 +407,7 @@ def gather(
     def prepare(g: ProcessGroup) -> _Prepared:
         root = peer_rank(g, dst, group_dst, "dst", default=0)
         memory = adapt(tensor, "tensor", writable=False)
-        key = (("root", g.ranks[root]), str(memory.dtype), ("elements", memory.flat.size))
+        key = (("root", g.ranks[root]), dtype_name(memory.dtype), ("elements", memory.flat.size))
         if g.rank() != root:
             _forbidden(gather_list, "gather_list", "destination")
             return _Prepared(key, Movement(Kind.GATHER, send=memory.flat, root=root), [])
@@ -453,7 +453,7 @@ def scatter(
     def prepare(g: ProcessGroup) -> _Prepared:
         root = peer_rank(g, src, group_src, "src", default=0)
         memory = adapt(tensor, "tensor", writable=True)
-        key = (("root", g.ranks[root]), str(memory.dtype), ("elements", memory.flat.size))
+        key = (("root", g.ranks[root]), dtype_name(memory.dtype), ("elements", memory.flat.size))
         after = _unpacker([memory])
         if g.rank() != root:
             _forbidden(scatter_list, "scatter_list", "source")
@@ -514,7 +514,7 @@ def reduce_scatter(
 
 def reduce_scatter_single(
     output: Array,
-    input: Array,  # noqa: A002 (torch's name)
+    input: Array,
     op: RedOpType | ReduceOp = ReduceOp.SUM,
     group: Any = None,
     async_op: bool = False,
@@ -527,7 +527,7 @@ def reduce_scatter_single(
 
     Args:
         output: one part.
-        input: size × as many elements: the concatenation along the first dimension, or the stack.
+        input: size x as many elements: the concatenation along the first dimension, or the stack.
         op: as in :func:`all_reduce`.
         group, async_op, timeout: as in :func:`broadcast`.
 
@@ -538,7 +538,7 @@ def reduce_scatter_single(
 
 def reduce_scatter_tensor(
     output: Array,
-    input: Array,  # noqa: A002 (torch's name)
+    input: Array,
     op: RedOpType | ReduceOp = ReduceOp.SUM,
     group: Any = None,
     async_op: bool = False,
@@ -591,7 +591,7 @@ def _scatter_reduced(
 ) -> _Prepared:
     reduction = _reduction(name, op, memory.dtype)
     uneven = len(set(counts)) > 1
-    key = (str(reduction.op), str(memory.dtype), ("blocks", counts) if uneven else ("elements", counts[0]))
+    key = (str(reduction.op), dtype_name(memory.dtype), ("blocks", counts) if uneven else ("elements", counts[0]))
     move = Movement(
         Kind.REDUCE_SCATTER,
         send=reduction.before(packed),
@@ -606,7 +606,7 @@ def _scatter_reduced(
 
 def all_to_all_single(
     output: Array,
-    input: Array,  # noqa: A002 (torch's name)
+    input: Array,
     output_split_sizes: list[int] | None = None,
     input_split_sizes: list[int] | None = None,
     group: Any = None,
@@ -692,7 +692,7 @@ def _exchange(
     uneven = len({*sent, *received}) > 1
     move = Movement(Kind.ALL_TO_ALL, send=send, recv=recv, sendcounts=sent, recvcounts=received)
     return _Prepared(
-        (str(send.dtype),), move, outputs, after=after, uneven=uneven, detail=NOTHING if uneven else sent[0]
+        (dtype_name(send.dtype),), move, outputs, after=after, uneven=uneven, detail=NOTHING if uneven else sent[0]
     )
 
 
@@ -711,7 +711,9 @@ def _splits(memory: Memory, splits: list[int] | None, size: int, name: str) -> l
     if not isinstance(splits, list) or not all(hasattr(n, "__index__") and not isinstance(n, bool) for n in splits):
         raise TypeError(f"{name}_split_sizes must be a list of integers, got {splits!r}")
     if len(splits) != size:
-        raise RuntimeError(f"Number of tensor splits not equal to group size: {name}_split_sizes has {len(splits)}, not {size}")
+        raise RuntimeError(
+            f"Number of tensor splits not equal to group size: {name}_split_sizes has {len(splits)}, not {size}"
+        )
     if any(n < 0 for n in splits):
         raise RuntimeError(f"{name}_split_sizes must not be negative, got {splits}")
     if sum(splits) != rows:
@@ -760,6 +762,6 @@ def _same_size(name: str, memories: list[Memory], tensor: Memory) -> None:
     same_dtype(tensor, *memories)
     for i, memory in enumerate(memories):
         if memory.flat.size != tensor.flat.size:
-            raise ValueError(f"{name}[{i}] has {memory.flat.size} elements, tensor has {tensor.flat.size}: all must be equal")
-
-
+            raise ValueError(
+                f"{name}[{i}] has {memory.flat.size} elements, tensor has {tensor.flat.size}: all must be equal"
+            )

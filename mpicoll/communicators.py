@@ -78,9 +78,7 @@ class Pool:
         return [pair for made in self._pairs.values() for pair in made]
 
 
-def duplicate(
-    comm: MPI.Intracomm, wait: Callable[[MPI.Request], None]
-) -> MPI.Intracomm:
+def duplicate(comm: MPI.Intracomm, wait: Callable[[MPI.Request], None]) -> MPI.Intracomm:
     """Duplicate ``comm`` without blocking: ``wait`` polls the request, with its limit.
 
     Raises:

@@ -30,7 +30,19 @@ from mpicoll.errors import (
 from mpicoll.groups import ProcessGroup
 from mpicoll.work import Operation, Work
 
-__all__ = ["CallWait", "agree", "call_limit", "collective", "enter", "finish_waiting", "local_wait", "native", "run", "waits_now", "wrap"]
+__all__ = [
+    "CallWait",
+    "agree",
+    "call_limit",
+    "collective",
+    "enter",
+    "finish_waiting",
+    "local_wait",
+    "native",
+    "run",
+    "waits_now",
+    "wrap",
+]
 
 SMALL_BYTES = 16 * 1024
 """Up to this block size data moves by polled requests through buffers of the library (to be tuned, see docs)."""
@@ -107,7 +119,9 @@ class CallWait:
         """Say who is missing: once a job, by the lowest rank that waits."""
         answers, text = self._missing()
         if all(rank > groups.state().world.rank() for rank in answers):
-            sys.stderr.write(f"mpicoll: rank {groups.state().world.rank()} has waited {waited:.0f} s in {self.describe()}: {text}\n")
+            sys.stderr.write(
+                f"mpicoll: rank {groups.state().world.rank()} has waited {waited:.0f} s in {self.describe()}: {text}\n"
+            )
             sys.stderr.flush()
 
     def timed_out(self, waited: float) -> BaseException:
@@ -264,9 +278,7 @@ def native(group: ProcessGroup, call: Call, limit: float) -> Iterator[None]:
         del watchdog.active[ident]
 
 
-def _check_splits(
-    group: ProcessGroup, call: Call, move: Movement, ticket: Ticket
-) -> Generator[Request, None, None]:
+def _check_splits(group: ProcessGroup, call: Call, move: Movement, ticket: Ticket) -> Generator[Request, None, None]:
     """Exchange how much each member sends to each, so that a split that nobody expects raises instead of corrupting."""
     assert move.send is not None
     assert move.recv is not None
@@ -310,9 +322,11 @@ def run(
     before: Callable[[], None] | None = None,
     after: Callable[[], None] | None = None,
 ) -> Work | None:
-    """Make one collective call: return its Work with ``async_op``, else wait for it and return None."""
+    """Make one collective call: return its Work with ``async_op``, else wait for it and return None.
+
+    The caller has asked :func:`enter` whether the group can be used.
+    """
     limit = group.timeout if limit is None else limit
-    enter(group, call.op)
     with waiting.guard, group.lock:
         group.calls += 1
         call.seq = group.calls

@@ -44,9 +44,7 @@ __all__ = [
 NON_MEMBER = -100
 """What ``new_group`` returns to a rank that is not in the group (``GroupMember.NON_GROUP_MEMBER``)."""
 
-NOT_INITIALIZED = (
-    "Default process group has not been initialized, please make sure to call init_process_group."
-)
+NOT_INITIALIZED = "Default process group has not been initialized, please make sure to call init_process_group."
 MOST_PLANS = 128
 
 
@@ -68,7 +66,8 @@ class ProcessGroup:
         self.calls = 0
         self.broken: str | None = None
         self.destroyed = False
-        self.lock = threading.RLock()
+        self.lock = threading.RLock()  # held through a collective: one at a time on a group
+        self.posting = threading.Lock()  # held while a message is posted: other threads may send during a collective
         self.unwaited: dict[int, Operation] = {}
         self.sent: dict[int, int] = {}
         self.received: dict[int, int] = {}
@@ -101,7 +100,9 @@ class ProcessGroup:
     def usable(self, operation: str) -> None:
         """Raise when the group is destroyed (ValueError) or was given up (GroupBrokenError)."""
         if self.destroyed:
-            raise ValueError(f"Invalid process group specified: {operation} on group {self.display}, which was destroyed")
+            raise ValueError(
+                f"Invalid process group specified: {operation} on group {self.display}, which was destroyed"
+            )
         if self.broken is not None:
             raise GroupBrokenError(
                 f"{operation} on group {self.display}: it cannot be used any more, because {self.broken}. "
@@ -196,7 +197,9 @@ def resolve(group: Any) -> ProcessGroup | None:
         return group
     if isinstance(group, int) and group == NON_MEMBER:
         return None
-    raise TypeError(f"Invalid process group specified: group must be a ProcessGroup or None, not {type(group).__name__}")
+    raise TypeError(
+        f"Invalid process group specified: group must be a ProcessGroup or None, not {type(group).__name__}"
+    )
 
 
 def member_or_warn(group: Any, operation: str) -> ProcessGroup | None:
@@ -228,7 +231,9 @@ def peer_rank(
     if group_rank is not None:
         _integer(group_rank, f"group_{name}")
         if not 0 <= group_rank < group.size():
-            raise ValueError(f"group_{name}={group_rank} is not a rank of group {group.display} of {group.size()} ranks")
+            raise ValueError(
+                f"group_{name}={group_rank} is not a rank of group {group.display} of {group.size()} ranks"
+            )
         return group_rank
     assert global_rank is not None
     _integer(global_rank, name)
@@ -329,12 +334,12 @@ class _WorldMeta(type):
     """Makes ``group.WORLD`` a live view of the default group."""
 
     @property
-    def WORLD(cls) -> ProcessGroup | None:  # noqa: N802 (torch's name)
+    def WORLD(cls) -> ProcessGroup | None:
         """The default group, or None before ``init_process_group``."""
         return None if _state is None else _state.world
 
 
-class group(metaclass=_WorldMeta):  # noqa: N801 (torch's name)
+class group(metaclass=_WorldMeta):
     """``group.WORLD``: the default group (torch.distributed.group)."""
 
 

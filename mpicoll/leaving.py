@@ -19,8 +19,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from mpicoll import groups, waiting, watchdog
 from mpicoll.checks.call import Site
 from mpicoll.errors import DistError, GroupBrokenError, PeerFailedError
 from mpicoll.launch.rundir import record_failure
+from mpicoll.topology import node_communicator
 
 if TYPE_CHECKING:
     from mpicoll.checks.board import Board
@@ -59,6 +60,13 @@ class Base:
     sent: dict[str, dict[int, int]]
     job: bool = False
     said: bool = False
+    node: MPI.Intracomm | None = field(default=None, init=False)
+
+    def node_communicator(self, parent: MPI.Intracomm) -> MPI.Intracomm:
+        """Return the communicator of this node's ranks, made when it is first asked for, by all of them."""
+        if self.node is None:
+            self.node = node_communicator(self.topology, parent)
+        return self.node
 
     def remember(self, group: groups.ProcessGroup) -> None:
         """Keep the counters of a group that is destroyed."""

@@ -95,7 +95,9 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> No
     def prepare(g: ProcessGroup) -> _Ready:
         _need_list(object_list, "object_list")
         if len(object_list) != g.size():
-            raise ValueError(f"object_list must have one place for each of the {g.size()} ranks, got {len(object_list)}")
+            raise ValueError(
+                f"object_list must have one place for each of the {g.size()} ranks, got {len(object_list)}"
+            )
         payload = _pickle(obj)
 
         def move(flags: Flags) -> Movement:

@@ -11,6 +11,7 @@ from mpi4py import MPI
 
 from mpicoll import execution, waiting
 from mpicoll.buffers.array import Array, Memory, adapt
+from mpicoll.buffers.dtypes import dtype_name
 from mpicoll.checks.call import Call, call_site
 from mpicoll.communicators import mpi_text
 from mpicoll.engines.base import Request
@@ -191,9 +192,7 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     Source: torch.distributed.batch_isend_irecv.
     """
     if not isinstance(p2p_op_list, list) or not all(isinstance(op, P2POp) for op in p2p_op_list):
-        raise ValueError(
-            "Invalid ``p2p_op_list``. Each op is expected to be of type ``mpicoll.P2POp``, in a list."
-        )
+        raise ValueError("Invalid ``p2p_op_list``. Each op is expected to be of type ``mpicoll.P2POp``, in a list.")
     first = p2p_op_list[0]
     if any(op.group is not first.group for op in p2p_op_list):
         raise ValueError("All ops need to use the same group.")
@@ -224,7 +223,7 @@ class _Transfer:
         self.request = request
         self.status = MPI.Status()
 
-    def Test(self) -> bool:  # noqa: N802
+    def Test(self) -> bool:
         return self.request.Test(self.status)
 
 
@@ -241,14 +240,12 @@ def _check_tag(tag: Any) -> None:
         raise ValueError(f"tag must be between 0 and {_tag_limit} (MPI_TAG_UB), got {tag}")
 
 
-def _start_send(
-    name: str, group: ProcessGroup, tensor: Array, peer: int, tag: int, limit: float
-) -> Operation:
+def _start_send(name: str, group: ProcessGroup, tensor: Array, peer: int, tag: int, limit: float) -> Operation:
     memory = adapt(tensor, "tensor", writable=False)
     _check_tag(tag)
     execution.enter(group, name)
     call = _call(name, group, memory, peer, tag)
-    with waiting.guard, group.lock:
+    with waiting.guard, group.posting:
         request = _posted(group, call, lambda: group.pair.data.Isend(memory.flat, peer, tag))
         group.sent[peer] = group.sent.get(peer, 0) + 1
         log = group.sent_sizes.get(peer)
@@ -266,7 +263,7 @@ def _start_recv(
     _check_tag(tag)
     execution.enter(group, name)
     call = _call(name, group, memory, peer, tag)
-    with waiting.guard, group.lock:
+    with waiting.guard, group.posting:
         if probe:
             steps = _probing(group, call, memory, peer, tag)
         else:
@@ -285,7 +282,7 @@ def _posted(group: ProcessGroup, call: Call, post: Callable[[], MPI.Request]) ->
 def _call(name: str, group: ProcessGroup, memory: Memory, peer: int, tag: int) -> Call:
     other = f"rank {group.ranks[peer]}" if peer >= 0 else "any rank"
     other = ("to " if name in ("send", "isend") else "from ") + other
-    return Call(name, (other, ("tag", tag), str(memory.dtype), ("elements", memory.flat.size)), call_site())
+    return Call(name, (other, ("tag", tag), dtype_name(memory.dtype), ("elements", memory.flat.size)), call_site())
 
 
 def _sending(group: ProcessGroup, call: Call, transfer: _Transfer) -> Generator[Request, None, int | None]:
@@ -307,7 +304,7 @@ class _Probe:
         self.tag = tag
         self.status = MPI.Status()
 
-    def Test(self) -> bool:  # noqa: N802
+    def Test(self) -> bool:
         return self.comm.Iprobe(self.source, self.tag, self.status)
 
 

@@ -108,6 +108,7 @@ def init_process_group(
 
     from mpicoll import execution, leaving, waiting, watchdog
     from mpicoll.checks.call import Call, call_site
+    from mpicoll.topology import cores, discover
 
     base_comm = MPI.COMM_WORLD if comm is None else comm
     if not isinstance(base_comm, MPI.Intracomm) or base_comm == MPI.COMM_NULL:
@@ -158,10 +159,8 @@ def init_process_group(
     state.world.group_name = str(flags.block_bytes)
     state.groups = {state.world.group_name: state.world}
     if base.topology is None:
-        from mpicoll.topology import discover
-
         base.topology = state.topology = discover(pair.data)
-    waiting.crowded = state.topology.crowded(os.cpu_count() or 1)
+    waiting.crowded = state.topology.crowded(cores())
     waiting.add_service(base.board.poll)
     watchdog.start(deadly=how == "job")
     leaving.base_limit = limit
@@ -269,7 +268,8 @@ def _base(comm: MPI.Intracomm, limit: float, site: str) -> tuple[Base, Pair]:
     if _base_keyval is None:
         _base_keyval = MPI.Comm.Create_keyval()
     ranks = tuple(range(comm.Get_size()))
-    base: Base | None = comm.Get_attr(_base_keyval)
+    found = comm.Get_attr(_base_keyval)
+    base = found if isinstance(found, leaving.Base) else None
     if base is not None:
         index = base.pool.candidate(ranks)
         if index >= 0:

@@ -83,7 +83,7 @@ SETTINGS: tuple[Setting, ...] = (
 )
 
 # Variables that the library itself passes from a launcher or a rank to its children: not settings.
-INTERNAL = frozenset({"MPICOLL_RANK_PID", "MPICOLL_RUN_DIR", "MPICOLL_SPAWN_DIR"})
+INTERNAL = frozenset({"MPICOLL_RANK_PID", "MPICOLL_RUN_DIR"})
 
 
 @dataclass(frozen=True)

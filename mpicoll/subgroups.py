@@ -109,7 +109,9 @@ def _members(ranks: Any, size: int, sort_ranks: bool) -> tuple[int, ...]:
     if len(set(given)) != len(given):
         raise ValueError(f"the new group's ranks must not be repeated, got {given}")
     if min(given) < 0 or max(given) >= size:
-        raise ValueError(f"The new group's rank should be within the world_size set by init_process_group ({size}), got {given}")
+        raise ValueError(
+            f"The new group's rank should be within the world_size set by init_process_group ({size}), got {given}"
+        )
     return tuple(sorted(given) if sort_ranks else given)
 
 
@@ -163,7 +165,7 @@ def _make_locally(known: State, members: tuple[int, ...], site: Site) -> tuple[s
 class _JoinWait(execution.CallWait):
     """The wait of one member for the others that were listed."""
 
-    __slots__ = ("members", "name", "next_poll", "leader")
+    __slots__ = ("leader", "members", "name", "next_poll")
 
     def __init__(
         self, world: ProcessGroup, call: Call, limit: float, members: tuple[int, ...], name: str, leader: int
@@ -212,4 +214,3 @@ class _JoinWait(execution.CallWait):
         board.joins.pop(self.name, None)
         if board.rank != self.leader:
             board.post("unjoin", self.name, [self.leader])
-

@@ -163,7 +163,7 @@ class Work:
         self._observed = False
         operation.group.unwaited[id(operation)] = operation
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: B008 (torch's default)
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Return True when the call is complete on this rank.
 
         Args:
@@ -254,5 +254,8 @@ class Work:
         if not getattr(self, "_observed", True):
             call = self._operation.call
             warnings.warn(
-                f"{call.op} issued at {call.site} was dropped without wait()", ResourceWarning, stacklevel=2, source=self
+                f"{call.op} issued at {call.site} was dropped without wait()",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
             )

@@ -96,16 +96,23 @@ class Case:
         assert [id(x) for x in work.result()] == [id(x) for x in outputs], f"{self}: {work.result()}"
 
 
+PERIOD = 10_007  # prime: a piece in the wrong place does not look right by chance
+
+
 def values(dtype: str, count: int, *key: int) -> Array:
-    """Return ``count`` small numbers of a dtype that follow from ``key``."""
+    """Return ``count`` small numbers of a dtype that follow from ``key``; long arrays repeat themselves."""
     rng = np.random.default_rng([count, *key])
     kind = np.dtype(dtype).kind
+    drawn = min(count, PERIOD)
     if kind == "b":
-        return rng.integers(0, 2, count).astype(dtype)
-    if kind in "iu":
-        return rng.integers(-2 if kind == "i" else 0, 3, count).astype(dtype)
-    real = rng.integers(-8, 9, count) / 4
-    return (real + 1j * rng.integers(-8, 9, count) / 4 if kind == "c" else real).astype(dtype)
+        numbers = rng.integers(0, 2, drawn)
+    elif kind in "iu":
+        numbers = rng.integers(-2 if kind == "i" else 0, 3, drawn)
+    else:
+        numbers = rng.integers(-8, 9, drawn) / 4
+        if kind == "c":
+            numbers = numbers + 1j * rng.integers(-8, 9, drawn) / 4
+    return np.resize(numbers.astype(dtype), count)
 
 
 def expected_reduction(case: Case, inputs: Array) -> Array:

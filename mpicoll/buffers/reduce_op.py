@@ -31,6 +31,9 @@ class RedOpType(enum.IntEnum):
         return f"ReduceOp.{self.name}"
 
 
+_Kind = RedOpType  # inside ReduceOp its name means the class attribute
+
+
 class ReduceOp:
     """A reduction, for ``all_reduce``, ``reduce``, ``reduce_scatter`` and their kin.
 
@@ -53,11 +56,14 @@ class ReduceOp:
 
     __slots__ = ("factor", "op")
 
-    def __init__(self, op: RedOpType | ReduceOp, factor: Any = None) -> None:
+    op: _Kind
+    factor: Any
+
+    def __init__(self, op: _Kind | ReduceOp, factor: Any = None) -> None:
         if isinstance(op, ReduceOp):
             factor = op.factor if factor is None else factor
             op = op.op
-        self.op = RedOpType(op)
+        self.op = _Kind(op)
         self.factor = factor
         if factor is not None and self.op is not RedOpType.PREMUL_SUM:
             raise TypeError(f"only ReduceOp.PREMUL_SUM takes a factor, not {self.op}")

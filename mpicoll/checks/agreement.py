@@ -109,7 +109,7 @@ class Ticket:
         lane = self.lane
         return lane.posted == self.number and not lane.slot(self.number).busy
 
-    def Test(self) -> bool:  # noqa: N802 (a Request: the turn on the data lane)
+    def Test(self) -> bool:
         """Whether every earlier call of the group has posted its data."""
         return self.lane.turn >= self.number
 
@@ -125,7 +125,7 @@ class _MayPost:
     def __init__(self, ticket: Ticket) -> None:
         self.ticket = ticket
 
-    def Test(self) -> bool:  # noqa: N802
+    def Test(self) -> bool:
         return self.ticket.may_post()
 
 
@@ -234,9 +234,7 @@ def agree_or_raise(
     raise AssertionError("explain() always raises")
 
 
-def explain(
-    lane: Lane, call: Call, group_name: str, ranks: tuple[int, ...], me: int
-) -> Generator[Request, None, None]:
+def explain(lane: Lane, call: Call, group_name: str, ranks: tuple[int, ...], me: int) -> Generator[Request, None, None]:
     """Exchange what every member called, and raise: ``call.error`` here, CollectiveMismatchError on the others."""
     error = call.error
     mine = {
@@ -255,9 +253,7 @@ def explain(
     yield lane.data.Iallgather(send, recv)
     if error is not None:
         raise error
-    raise CollectiveMismatchError(
-        mismatch_text(call, group_name, ranks, [pickle.loads(row.tobytes()) for row in recv])
-    )
+    raise CollectiveMismatchError(mismatch_text(call, group_name, ranks, [pickle.loads(row.tobytes()) for row in recv]))
 
 
 def mismatch_text(call: Call, group_name: str, ranks: tuple[int, ...], told: list[dict[str, Any]]) -> str:

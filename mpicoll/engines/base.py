@@ -73,7 +73,7 @@ class Movement:
 class Request(Protocol):
     """Something that has been posted: ``Test()`` makes progress and says whether it is complete."""
 
-    def Test(self) -> bool:  # noqa: N802 (mpi4py's name, so that its requests fit)
+    def Test(self) -> bool:
         """Return whether it is complete."""
 
 

@@ -27,6 +27,7 @@ def persistent_collectives() -> bool:
         return False
     return True
 
+
 # One name each for the blocking call; the nonblocking one is "I" and the same name in lower case.
 _EVEN = {
     Kind.BROADCAST: "Bcast",
@@ -61,7 +62,7 @@ class Plan:
         # The source of a broadcast has its elements already, perhaps in an array that cannot be written.
         self._writes = not (move.kind is Kind.BROADCAST and move.root == comm.Get_rank())
         owned = replace(move, send=self._send, recv=self._recv)
-        self._request: MPI.Request | None = None
+        self._request: MPI.Prequest | None = None
         self._again: Callable[[], Request] = partial(engine.nonblocking, owned)
         if persistent_collectives():
             if move.kind is Kind.BARRIER:

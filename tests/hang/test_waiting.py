@@ -43,7 +43,11 @@ sys.exit(4)
     )
     assert not job.timed_out, job
     assert job.returncode == 4, job
-    told = [out for out in (job.out[0], job.out[2]) if "Timed out waiting 2 s in all_reduce(ReduceOp.SUM, float64, 1 elements)" in out]
+    told = [
+        out
+        for out in (job.out[0], job.out[2])
+        if "Timed out waiting 2 s in all_reduce(ReduceOp.SUM, float64, 1 elements)" in out
+    ]
     assert told, job
     for out in told:
         assert "rank 1 did not come to it" in out, job
@@ -253,7 +257,11 @@ for i in range(60):
 assert caught == 60, caught
 time.sleep(0.05)
 print("caught", caught, flush=True)
-""".replace("caught = 0\n", "caught = 0\nsignal.signal(signal.SIGALRM, lambda *a: signal.raise_signal(signal.SIGINT))\n", 1),
+""".replace(
+            "caught = 0\n",
+            "caught = 0\nsignal.signal(signal.SIGALRM, lambda *a: signal.raise_signal(signal.SIGINT))\n",
+            1,
+        ),
         2,
         limit=25,
     )
