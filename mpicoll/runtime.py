@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import threading
@@ -156,6 +157,7 @@ def init_process_group(
         pair.idle = True
         raise
     _initialisations = flags.block_bytes
+    state.world.calls = 0  # numbers in messages are those of the program's own calls
     state.world.group_name = str(flags.block_bytes)
     state.groups = {state.world.group_name: state.world}
     if base.topology is None:
@@ -164,6 +166,9 @@ def init_process_group(
     waiting.add_service(base.board.poll)
     watchdog.start(deadly=how == "job")
     leaving.base_limit = limit
+    # Loaded here, where all ranks are, and not in the first call of each: it takes milliseconds.
+    for module in ("collectives", "p2p", "objects"):
+        importlib.import_module(f"mpicoll.{module}")
 
 
 def _check_arguments(
@@ -366,6 +371,10 @@ def destroy_process_group(group: Any = None) -> None:
     doomed = list(known.groups.values()) if found is known.world else [found]
     if os.getpid() == known.pid:
         _refuse_unwaited(doomed)
+        known.board.poll()
+        for each in doomed:
+            if each.group_name in known.board.withdrawn:
+                each.give_up(known.board.withdrawn[each.group_name][1])  # its communicators are not used again
     base = _base_of(known.board)
     for each in doomed:
         _destroy(each, base)
