@@ -40,7 +40,14 @@ __all__ = [
 
 
 class DistError(RuntimeError):
-    """Anything that went wrong between ranks; the root of this tree."""
+    """Anything that went wrong between ranks; the root of this tree.
+
+    Attributes:
+        reporter: where all members of a group raise the same text, the global rank that prints all of it when the
+            program ends with it; the others print one line. None: every rank prints its own.
+    """
+
+    reporter: int | None = None
 
 
 class DistBackendError(DistError):

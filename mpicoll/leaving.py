@@ -240,8 +240,16 @@ def _excepthook(kind: type[BaseException], value: BaseException, trace: Tracebac
         sys.stderr.write(f"{_prefix()}{kind.__name__}: {first}\n")
         sys.stderr.flush()
         return
-    with _prefixed(_prefix()):
-        _found_hook(kind, value, _without_ours(trace) if isinstance(value, DistError) else trace)
+    reporter = value.reporter if isinstance(value, DistError) else None
+    if known is not None and reporter not in (None, known.world.rank()):
+        first = str(value).splitlines()[0]
+        sys.stderr.write(f"{_prefix()}{kind.__name__}: {first} ({_place(trace)}; rank {reporter} tells more)\n")
+        sys.stderr.flush()
+    else:
+        if isinstance(value, DistError):
+            trace = value.__traceback__ = _without_ours(trace)  # Python's own hook reads it from the exception
+        with _prefixed(_prefix()):
+            _found_hook(kind, value, trace)
     _failed(f"{kind.__name__}: {value}" if str(value) else kind.__name__, _place(trace))
 
 

@@ -253,7 +253,10 @@ def explain(lane: Lane, call: Call, group_name: str, ranks: tuple[int, ...], me:
     yield lane.data.Iallgather(send, recv)
     if error is not None:
         raise error
-    raise CollectiveMismatchError(mismatch_text(call, group_name, ranks, [pickle.loads(row.tobytes()) for row in recv]))
+    told = [pickle.loads(row.tobytes()) for row in recv]
+    mismatch = CollectiveMismatchError(mismatch_text(call, group_name, ranks, told))
+    mismatch.reporter = min(rank for rank, entry in zip(ranks, told, strict=True) if not entry["error"])
+    raise mismatch
 
 
 def mismatch_text(call: Call, group_name: str, ranks: tuple[int, ...], told: list[dict[str, Any]]) -> str:
