@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 from mpi4py import MPI
 
 from mpicoll.checks.agreement import Lane
@@ -32,6 +33,7 @@ class Pair:
         index: how many pairs of just these members were made before it (the same on all of them).
         idle: no live group uses it.
         spoiled: a call on it was given up, so it can never be used again.
+        sent, received: messages of the last group that used it, by rank in the group.
     """
 
     ranks: tuple[int, ...]
@@ -40,12 +42,29 @@ class Pair:
     index: int = 0
     idle: bool = False
     spoiled: bool = False
+    sent: dict[int, int] = field(default_factory=dict)
+    received: dict[int, int] = field(default_factory=dict)
     lane: Lane = field(init=False)
     engine: MpiEngine = field(init=False)
 
     def __post_init__(self) -> None:
         self.lane = Lane(self.control, self.data)
         self.engine = MpiEngine(self.data)
+
+    def sweep(self) -> None:
+        """Receive and drop what the last group sent and did not receive; all members call it, and are known to."""
+        sends = np.zeros(len(self.ranks), np.int64)
+        for peer, count in self.sent.items():
+            sends[peer] = count
+        told = np.empty_like(sends)
+        self.data.Alltoall(sends, told)
+        status = MPI.Status()
+        for peer, count in enumerate(told.tolist()):
+            for _ in range(count - self.received.get(peer, 0)):
+                self.data.Probe(peer, MPI.ANY_TAG, status)
+                left = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+                self.data.Recv([left, MPI.BYTE], peer, status.Get_tag())
+        self.sent, self.received = {}, {}
 
 
 class Pool:

@@ -162,6 +162,7 @@ def init_process_group(
     state.groups = {state.world.group_name: state.world}
     if base.topology is None:
         base.topology = state.topology = discover(pair.data)
+    pair.sweep()
     waiting.crowded = state.topology.crowded(cores())
     waiting.add_service(base.board.poll)
     watchdog.start(deadly=how == "job")
@@ -412,6 +413,7 @@ def _destroy(group: ProcessGroup, base: Base) -> None:
     if any(not item.advance() for item in busy):
         group.give_up("it was destroyed while an operation was under way")
     base.remember(group)
+    group.pair.sent, group.pair.received = group.sent, group.received
     group.free_plans()
     group.destroyed = True
     if not group.pair.spoiled:

@@ -126,7 +126,10 @@ def _check(timeout: Any, backend: Any) -> None:
 def _make(known: State, members: tuple[int, ...], index: int, tag: int, call: Call) -> Pair:
     """Take the pair that all members agreed is idle, or make a new one; all members are known to be here."""
     if index != NOTHING and index >= 0:
-        return known.pool.take(members, index)
+        pair = known.pool.take(members, index)
+        with waiting.guard, execution.native(known.world, call, known.world.timeout):
+            pair.sweep()
+        return pair
     with waiting.guard, execution.native(known.world, call, known.world.timeout):
         pair = make_pair(known.world.pair.control, members, tag)
     known.pool.add(pair)
