@@ -182,7 +182,9 @@ def test_a_message_that_does_not_fit_names_both_sizes() -> None:
 def test_a_message_that_does_not_fit_an_irecv_names_both_sizes() -> None:
     """irecv ends with an error that names both sizes, and the group goes on."""
     rank = dist.get_rank()
-    for count in (10, 20_000):
+    # Small ones only. Open MPI 5.0.11 (pml ob1) reports a large message that does not fit, but writes all of it, past the
+    # end of the posted array.
+    for count in (10, 400):
         if rank == 1:
             work = dist.irecv(np.zeros(3), 0, tag=4)
         dist.barrier()
