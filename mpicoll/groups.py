@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mpicoll.checks.board import Board
     from mpicoll.communicators import Pair, Pool
     from mpicoll.engines.mpi import Plan
+    from mpicoll.execution import Repeated
     from mpicoll.settings import Settings
     from mpicoll.topology import Topology
     from mpicoll.work import Operation
@@ -73,6 +74,7 @@ class ProcessGroup:
         self.received: dict[int, int] = {}
         self.sent_sizes: dict[int, deque[tuple[int, int]]] = {}
         self.plans: OrderedDict[Any, Plan] = OrderedDict()
+        self.repeated: dict[Any, Repeated] = {}
         self._rank = rank
         self._size = len(pair.ranks)
 
@@ -202,13 +204,13 @@ def resolve(group: Any) -> ProcessGroup | None:
     )
 
 
-def member_or_warn(group: Any, operation: str) -> ProcessGroup | None:
+def member_or_warn(group: Any, operation: str, stacklevel: int = 3) -> ProcessGroup | None:
     """Return the group, or warn as torch does and return None when this rank is not in it."""
     found = resolve(group)
     if found is None:
         warnings.warn(
             f"Running {operation} on global rank {state().world.rank()} which does not belong to the given group.",
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
     return found
 
