@@ -261,11 +261,10 @@ def test_a_work_that_is_dropped_gives_a_warning_and_an_error_at_destroy() -> Non
     group = dist.new_group()
     frame = inspect.currentframe()
     assert frame is not None
-    with pytest.warns(ResourceWarning, match=r"all_reduce issued at .*test_async\.py:\d+ was dropped"):
-        work = dist.all_reduce(np.ones(3), group=group, async_op=True)
-        line = frame.f_lineno - 1
-        del work
-        gc.collect()
+    works = [dist.all_reduce(np.ones(3), group=group, async_op=True)]
+    line = frame.f_lineno - 1
+    with pytest.warns(ResourceWarning, match=rf"all_reduce issued at .*test_async\.py:{line} was dropped"):
+        works.clear()
     for doomed in (group, None):
         with pytest.raises(dist.DistError, match=rf"nobody waited for: all_reduce issued at .*test_async\.py:{line}\b"):
             dist.destroy_process_group(doomed)

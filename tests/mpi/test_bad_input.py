@@ -1,0 +1,467 @@
+"""Wrong arguments and calls that do not fit together: every rank raises, at once, and the group goes on."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import collective_cases as cases
+import numpy as np
+import pytest
+
+import mpicoll as dist
+from mpicoll import ReduceOp
+
+pytestmark = pytest.mark.mpi
+
+Call = Callable[[], Any]
+
+
+def still_works(where: str) -> None:
+    """Assert that the group is good, with small data and with large."""
+    for count in (1, 5000):
+        x = np.ones(count)
+        dist.all_reduce(x)
+        assert (x == dist.get_world_size()).all(), f"after {where}"
+
+
+def right(name: str, async_op: bool = False) -> Any:
+    """Make a call of this name that is as it should be, on arrays of four float64."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    x, y = np.ones(4), np.zeros(4)
+    many = [np.ones(4) for _ in range(size)]
+    large = np.ones(4 * size)
+    calls: dict[str, Call] = {
+        "broadcast": lambda: dist.broadcast(x, 0, async_op=async_op),
+        "all_reduce": lambda: dist.all_reduce(x, async_op=async_op),
+        "reduce": lambda: dist.reduce(x, 0, async_op=async_op),
+        "all_gather": lambda: dist.all_gather(many, x, async_op=async_op),
+        "all_gather_single": lambda: dist.all_gather_single(large, x, async_op=async_op),
+        "gather": lambda: dist.gather(x, many if rank == 0 else None, 0, async_op=async_op),
+        "scatter": lambda: dist.scatter(x, many if rank == 0 else None, 0, async_op=async_op),
+        "reduce_scatter": lambda: dist.reduce_scatter(y, many, async_op=async_op),
+        "reduce_scatter_single": lambda: dist.reduce_scatter_single(y, large, async_op=async_op),
+        "all_to_all": lambda: dist.all_to_all([np.zeros(4) for _ in many], many, async_op=async_op),
+        "all_to_all_single": lambda: dist.all_to_all_single(np.zeros(4 * size), large, async_op=async_op),
+        "barrier": lambda: dist.barrier(async_op=async_op),
+        "all_gather_object": lambda: dist.all_gather_object([None] * size, rank),
+        "broadcast_object_list": lambda: dist.broadcast_object_list([rank], 0),
+    }
+    return calls[name]()
+
+
+def read_only(count: int = 4) -> Any:
+    x = np.ones(count)
+    x.flags.writeable = False
+    return x
+
+
+def wrong_calls(async_op: bool) -> list[tuple[str, str, type[Exception], Call]]:
+    """Return (function, what is wrong, the exception, a call that is wrong on whichever rank makes it)."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    x, large = np.ones(4), np.ones(4 * size)
+    many = [np.ones(4) for _ in range(size)]
+    more: dict[str, Any] = {"async_op": async_op}
+    bad: list[tuple[str, str, type[Exception], Call]] = []
+    arrays = {
+        "a list": [1.0] * 4,
+        "None": None,
+        "a number": 4.0,
+        "bytes": b"1234",
+        "a non-contiguous array": np.ones((4, 2))[:, 0],
+        "a Fortran array": np.asfortranarray(np.ones((2, 3))),
+        "float16": np.ones(4, np.float16),
+        "big-endian": np.ones(4, ">f8"),
+        "objects": np.array([None] * 4),
+        "strings": np.array(["a"] * 4),
+        "dates": np.zeros(4, "M8[s]"),
+        "records": np.zeros(4, "i4,f8"),
+        "a masked array": np.ma.masked_array(np.ones(4)),
+    }
+    for what, value in arrays.items():
+        bad += [
+            ("broadcast", what, TypeError, lambda v=value: dist.broadcast(v, 0, **more)),
+            ("all_reduce", what, TypeError, lambda v=value: dist.all_reduce(v, **more)),
+            ("reduce", what, TypeError, lambda v=value: dist.reduce(v, 0, **more)),
+            ("all_gather", what, TypeError, lambda v=value: dist.all_gather(many, v, **more)),
+            ("all_gather", f"{what} in the list", TypeError, lambda v=value: dist.all_gather([v] * size, x, **more)),
+            ("all_gather_single", what, TypeError, lambda v=value: dist.all_gather_single(v, x, **more)),
+            ("gather", what, TypeError, lambda v=value: dist.gather(v, many if rank == 0 else None, **more)),
+            ("scatter", what, TypeError, lambda v=value: dist.scatter(v, many if rank == 0 else None, **more)),
+            ("reduce_scatter", what, TypeError, lambda v=value: dist.reduce_scatter(v, many, **more)),
+            (
+                "reduce_scatter",
+                f"{what} in the list",
+                TypeError,
+                lambda v=value: dist.reduce_scatter(x, [v] * size, **more),
+            ),
+            ("reduce_scatter_single", what, TypeError, lambda v=value: dist.reduce_scatter_single(x, v, **more)),
+            ("all_to_all", f"{what} in the list", TypeError, lambda v=value: dist.all_to_all(many, [v] * size, **more)),
+            ("all_to_all_single", what, TypeError, lambda v=value: dist.all_to_all_single(v, large, **more)),
+        ]
+    ro = read_only()
+    bad += [
+        ("all_reduce", "read-only", ValueError, lambda: dist.all_reduce(ro, **more)),
+        ("all_gather", "read-only", ValueError, lambda: dist.all_gather([ro] * size, x, **more)),
+        ("all_gather_single", "read-only", ValueError, lambda: dist.all_gather_single(read_only(4 * size), x, **more)),
+        ("scatter", "read-only", ValueError, lambda: dist.scatter(ro, many if rank == 0 else None, **more)),
+        ("reduce_scatter", "read-only", ValueError, lambda: dist.reduce_scatter(ro, many, **more)),
+        ("reduce_scatter_single", "read-only", ValueError, lambda: dist.reduce_scatter_single(ro, large, **more)),
+        ("all_to_all", "read-only", ValueError, lambda: dist.all_to_all([ro] * size, many, **more)),
+        (
+            "all_to_all_single",
+            "read-only",
+            ValueError,
+            lambda: dist.all_to_all_single(read_only(4 * size), large, **more),
+        ),
+        # lists
+        ("all_gather", "a tuple", TypeError, lambda: dist.all_gather(tuple(many), x, **more)),
+        ("reduce_scatter", "a tuple", TypeError, lambda: dist.reduce_scatter(x, tuple(many), **more)),
+        ("all_to_all", "a tuple", TypeError, lambda: dist.all_to_all(tuple(many), many, **more)),
+        ("all_to_all", "a tuple of inputs", TypeError, lambda: dist.all_to_all(many, tuple(many), **more)),
+        ("all_gather", "an array as list", TypeError, lambda: dist.all_gather(np.ones((size, 4)), x, **more)),
+        ("all_gather", "no list", TypeError, lambda: dist.all_gather(None, x, **more)),
+        ("all_gather", "too long", ValueError, lambda: dist.all_gather([*many, x], x, **more)),
+        ("all_gather", "an empty list", ValueError, lambda: dist.all_gather([], x, **more)),
+        ("all_gather", "another size", ValueError, lambda: dist.all_gather([np.ones(5)] * size, x, **more)),
+        ("all_gather", "another dtype", ValueError, lambda: dist.all_gather(many, x.astype("f"), **more)),
+        (
+            "all_gather_single",
+            "another size",
+            ValueError,
+            lambda: dist.all_gather_single(np.ones(4 * size + 1), x, **more),
+        ),
+        (
+            "all_gather_single",
+            "another dtype",
+            ValueError,
+            lambda: dist.all_gather_single(large, x.astype("f"), **more),
+        ),
+        ("reduce_scatter", "too short", ValueError, lambda: dist.reduce_scatter(x, many[1:], **more)),
+        ("reduce_scatter", "another size", ValueError, lambda: dist.reduce_scatter(np.ones(5), many, **more)),
+        ("reduce_scatter", "another dtype", ValueError, lambda: dist.reduce_scatter(np.ones(4, "f"), many, **more)),
+        (
+            "reduce_scatter_single",
+            "another size",
+            ValueError,
+            lambda: dist.reduce_scatter_single(np.ones(3), large, **more),
+        ),
+        ("all_to_all", "too long", ValueError, lambda: dist.all_to_all([*many, x], many, **more)),
+        ("all_to_all", "another dtype", ValueError, lambda: dist.all_to_all(many, [np.ones(4, "f")] * size, **more)),
+        # roots
+        ("broadcast", "no root", ValueError, lambda: dist.broadcast(x, **more)),
+        ("reduce", "no root", ValueError, lambda: dist.reduce(x, **more)),
+        ("broadcast", "two roots", ValueError, lambda: dist.broadcast(x, 0, group_src=0, **more)),
+        ("broadcast", "a root out of range", ValueError, lambda: dist.broadcast(x, size, **more)),
+        ("reduce", "a root out of range", ValueError, lambda: dist.reduce(x, -1, **more)),
+        ("gather", "a group root out of range", ValueError, lambda: dist.gather(x, many, group_dst=size, **more)),
+        ("scatter", "a root that is no number", TypeError, lambda: dist.scatter(x, many, src="0", **more)),
+        # the lists of gather and scatter, wrong on the root and elsewhere
+        (
+            "gather",
+            "a list missing or forbidden",
+            ValueError,
+            lambda: dist.gather(x, None if rank == 0 else many, **more),
+        ),
+        (
+            "scatter",
+            "a list missing or forbidden",
+            ValueError,
+            lambda: dist.scatter(x, None if rank == 0 else many, **more),
+        ),
+        ("gather", "a tuple", TypeError, lambda: dist.gather(x, tuple(many), **more)),
+        ("scatter", "a tuple", TypeError, lambda: dist.scatter(x, tuple(many), **more)),
+        # ops
+        ("all_reduce", "an op that is none", TypeError, lambda: dist.all_reduce(x, "sum", **more)),
+        ("all_reduce", "BAND on floats", RuntimeError, lambda: dist.all_reduce(x, ReduceOp.BAND, **more)),
+        ("reduce", "BXOR on floats", RuntimeError, lambda: dist.reduce(x, 0, ReduceOp.BXOR, **more)),
+        ("reduce_scatter", "BOR on floats", RuntimeError, lambda: dist.reduce_scatter(x, many, ReduceOp.BOR, **more)),
+        ("all_reduce", "AVG on integers", RuntimeError, lambda: dist.all_reduce(np.ones(4, "i"), ReduceOp.AVG, **more)),
+        ("all_reduce", "AVG on bool", RuntimeError, lambda: dist.all_reduce(np.ones(4, "?"), ReduceOp.AVG, **more)),
+        ("all_reduce", "MAX on complex", ValueError, lambda: dist.all_reduce(np.ones(4, "D"), ReduceOp.MAX, **more)),
+        ("all_reduce", "MIN on complex", ValueError, lambda: dist.all_reduce(np.ones(4, "F"), ReduceOp.MIN, **more)),
+        ("reduce", "PRODUCT on complex", ValueError, lambda: dist.reduce(np.ones(4, "D"), 0, ReduceOp.PRODUCT, **more)),
+        ("all_reduce", "no factor", ValueError, lambda: dist.all_reduce(x, ReduceOp.PREMUL_SUM, **more)),
+        ("all_reduce", "two factors", ValueError, lambda: dist.all_reduce(x, ReduceOp.PREMUL_SUM(np.ones(2)), **more)),
+        ("all_reduce", "a factor of text", ValueError, lambda: dist.all_reduce(x, ReduceOp.PREMUL_SUM("2"), **more)),
+        ("all_reduce", "a complex factor", ValueError, lambda: dist.all_reduce(x, ReduceOp.PREMUL_SUM(1j), **more)),
+        (
+            "all_reduce",
+            "a factor that does not fit",
+            ValueError,
+            lambda: dist.all_reduce(np.ones(4, "B"), ReduceOp.PREMUL_SUM(300), **more),
+        ),
+        # splits
+        *(
+            (
+                "all_to_all_single",
+                what,
+                kind,
+                lambda o=o, i=i: dist.all_to_all_single(np.ones(4 * size), large, o, i, **more),
+            )
+            for what, kind, o, i in (
+                ("splits that do not add up", RuntimeError, [4] * (size - 1) + [5], None),
+                ("input splits that do not add up", RuntimeError, None, [4] * (size - 1) + [3]),
+                ("too many splits", RuntimeError, [4] * size + [0], None),
+                ("too few splits", RuntimeError, None, [4 * size] if size > 1 else [1, 3]),
+                ("negative splits", RuntimeError, [-1, *[4] * (size - 1), 5][: max(size, 1)], None),
+                ("a tuple of splits", TypeError, tuple([4] * size), None),
+                ("splits that are no numbers", TypeError, ["4"] * size, None),
+                ("fractions of rows", TypeError, [4.0] * size, None),
+            )
+        ),
+        # the rest
+        ("all_reduce", "a limit that is none", TypeError, lambda: dist.all_reduce(x, timeout=3, **more)),
+        ("barrier", "a limit that is none", TypeError, lambda: dist.barrier(timeout=3, **more)),
+        ("barrier", "devices that are no list", TypeError, lambda: dist.barrier(device_ids=0, **more)),
+        ("all_gather_object", "a tuple", TypeError, lambda: dist.all_gather_object((None,) * size, 1)),
+        ("all_gather_object", "too short", ValueError, lambda: dist.all_gather_object([], 1)),
+        (
+            "all_gather_object",
+            "what pickle refuses",
+            Exception,
+            lambda: dist.all_gather_object([None] * size, lambda: 1),
+        ),
+        ("broadcast_object_list", "a tuple", TypeError, lambda: dist.broadcast_object_list((1,), 0)),
+        ("broadcast_object_list", "a root out of range", ValueError, lambda: dist.broadcast_object_list([1], size)),
+    ]
+    if size > 1:
+        mixed = [np.ones(4, "f"), *many[1:]]
+        bad += [
+            ("all_gather", "mixed dtypes", ValueError, lambda: dist.all_gather(mixed, x, **more)),
+            ("reduce_scatter", "mixed dtypes", ValueError, lambda: dist.reduce_scatter(x, mixed, **more)),
+            ("all_to_all", "mixed dtypes", ValueError, lambda: dist.all_to_all(many, mixed, **more)),
+        ]
+        bad.append(
+            (
+                "all_to_all_single",
+                "rows that do not divide",
+                RuntimeError,
+                lambda: dist.all_to_all_single(np.ones(size + 1), np.ones(size + 1), **more),
+            )
+        )
+    return bad
+
+
+def wait_for(work: Any) -> None:
+    if work is not None:
+        work.wait()
+
+
+def raised(call: Call) -> Exception | None:
+    """Return what a call, or the wait for it, ends with."""
+    try:
+        wait_for(call())
+    except Exception as error:
+        return error
+    return None
+
+
+def test_arguments_wrong_on_all_ranks() -> None:
+    """What is wrong everywhere raises the same on all ranks, sync or async, before anything moves."""
+    for async_op in (False, True):
+        for turn, (name, what, kind, call) in enumerate(wrong_calls(async_op)):
+            where = f"{name} with {what}, async_op={async_op}"
+            problem = raised(call)
+            assert isinstance(problem, kind), f"{where} raised {problem!r}"
+            assert not isinstance(problem, dist.DistError), f"{where} raised {problem!r}"
+            if turn % 8 == 0:
+                still_works(where)
+    still_works("all of them")
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("async_op", [False, True])
+def test_arguments_wrong_on_one_rank(async_op: bool) -> None:
+    """The rank at fault raises what is wrong, the others CollectiveMismatchError with its words, and the group goes on."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for turn, (name, what, kind, call) in enumerate(wrong_calls(async_op)):
+        odd = turn % size
+        where = f"{name} with {what} on rank {odd}, async_op={async_op}"
+        if rank == odd:
+            problem = raised(call)
+            assert isinstance(problem, kind), f"{where} raised {problem!r}"
+            assert not isinstance(problem, dist.DistError), f"{where} raised {problem!r}"
+        else:
+            problem = raised(lambda name=name: right(name, async_op))
+            assert isinstance(problem, dist.CollectiveMismatchError), f"{where} raised {problem!r} here"
+            for words in (f"rank {odd}: {name}", "test_bad_input.py:", "raised "):
+                assert words in str(problem), f"{where} says {problem}"
+        if turn % 8 == 0:
+            still_works(where)
+    still_works("all of them")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_missing_and_forbidden_lists_say_so_in_torchs_words() -> None:
+    """gather_list and scatter_list belong on the root alone."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x, many = np.ones(2), [np.ones(2) for _ in range(size)]
+    for function, word, role in ((dist.gather, "gather_list", "destination"), (dist.scatter, "scatter_list", "source")):
+        text = f"must be specified on {role}" if rank == 0 else f"must NOT be specified on non-{role} ranks"
+        with pytest.raises(ValueError, match=rf"Argument ``{word}`` {text}"):
+            function(x, None if rank == 0 else many)
+        function(x, many if rank == 0 else [])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_root_outside_the_group() -> None:
+    """A global rank that is not in the group is refused by all members."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    group = dist.new_group([size - 1])
+    if rank == size - 1:
+        x = np.ones(2)
+        for call in (
+            lambda: dist.broadcast(x, 0, group),
+            lambda: dist.reduce(x, 0, group=group),
+            lambda: dist.gather(x, [x], group=group),
+            lambda: dist.scatter(x, [x], group=group),
+            lambda: dist.broadcast_object_list([1], group=group),
+        ):
+            with pytest.raises(ValueError, match="Global rank 0 is not part of group"):
+                call()
+        dist.all_reduce(x, group=group)
+        dist.destroy_process_group(group)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_calls_that_do_not_fit_together() -> None:
+    """Another function, op, root, dtype or size on one rank raises on all, naming both calls, their lines and ranks."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    x, i = np.ones(4), np.ones(4, np.int64)
+    pairs: list[tuple[str, str, str, Any, Any]] = [
+        (
+            "another function",
+            "all_reduce",
+            "broadcast",
+            lambda **k: dist.all_reduce(x, **k),
+            lambda **k: dist.broadcast(x, 0, **k),
+        ),
+        ("a barrier", "all_reduce", "barrier", lambda **k: dist.all_reduce(x, **k), lambda **k: dist.barrier(**k)),
+        (
+            "another op",
+            r"ReduceOp\.SUM",
+            r"ReduceOp\.MAX",
+            lambda **k: dist.all_reduce(x, **k),
+            lambda **k: dist.all_reduce(x, ReduceOp.MAX, **k),
+        ),
+        (
+            "another root",
+            "root 0",
+            "root 1",
+            lambda **k: dist.broadcast(x, 0, **k),
+            lambda **k: dist.broadcast(x, 1, **k),
+        ),
+        (
+            "another destination",
+            "root 0",
+            "root 1",
+            lambda **k: dist.reduce(x, 0, **k),
+            lambda **k: dist.reduce(x, 1, **k),
+        ),
+        ("another dtype", "float64", "int64", lambda **k: dist.all_reduce(x, **k), lambda **k: dist.all_reduce(i, **k)),
+        (
+            "another size",
+            "4 elements",
+            "3 elements",
+            lambda **k: dist.all_reduce(x, **k),
+            lambda **k: dist.all_reduce(np.ones(3), **k),
+        ),
+        (
+            "a large and a small one",
+            "4 elements",
+            "40000 elements",
+            lambda **k: dist.all_reduce(x, **k),
+            lambda **k: dist.all_reduce(np.ones(40000), **k),
+        ),
+        (
+            "other blocks",
+            "all_gather",
+            "all_gather",
+            lambda **k: dist.all_gather([np.ones(4) for _ in range(size)], x, **k),
+            lambda **k: dist.all_gather([np.ones(4 + (r == rank)) for r in range(size)], np.ones(5), **k),
+        ),
+    ]
+    for turn, (what, here, there, usual, unusual) in enumerate(pairs):
+        odd = turn % size
+        for async_op in (False, True):
+            where = f"{what} on rank {odd}, async_op={async_op}"
+            with pytest.raises(dist.CollectiveMismatchError) as caught:
+                wait_for((unusual if rank == odd else usual)(async_op=async_op))
+            text = str(caught.value)
+            lines = {
+                text_of: line
+                for line in text.splitlines()
+                for text_of in ("here", "there")
+                if line.strip().startswith("rank")
+            }
+            assert lines, f"{where} says {text}"
+            others = [r for r in range(size) if r != odd]
+            names = [f"rank {odd}: ", f"rank{'s' if len(others) > 1 else ''} {others[0]}"]
+            for part in (*names, "test_bad_input.py:", here.replace("\\", ""), there.replace("\\", ""), "WORLD"):
+                assert part in text, f"{where}: no {part!r} in {text}"
+            still_works(where)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_report_names_the_lines_of_the_calls() -> None:
+    """Each line of a report ends with the file and line of the call that it tells of."""
+    frame = inspect.currentframe()
+    assert frame is not None
+    rank = dist.get_rank()
+    with pytest.raises(dist.CollectiveMismatchError) as caught:
+        if rank == 0:
+            dist.barrier()
+        else:
+            dist.all_reduce(np.ones(3))
+    base = test_the_report_names_the_lines_of_the_calls.__code__.co_firstlineno
+    lines = str(caught.value).splitlines()
+    source = inspect.getsource(test_the_report_names_the_lines_of_the_calls).splitlines()
+    for words in ("barrier()", "all_reduce("):
+        number = next(n for n, text in enumerate(source) if f"dist.{words}" in text)
+        assert any(line.endswith(f":{base + number}") for line in lines[1:]), (words, base + number, lines)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_all_to_all_notices_sizes_that_nobody_expects() -> None:
+    """A rank that sends another number of elements than is expected raises on all ranks, naming the two."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for async_op in (False, True):
+        for scale in (1, 5000):
+            received = [scale] * size
+            if rank == 0:
+                received[size - 1] += scale
+            out, x = np.zeros(sum(received)), np.zeros(scale * size)
+            with pytest.raises(
+                (ValueError, dist.CollectiveMismatchError), match=rf"rank {size - 1} sends {scale} elements"
+            ):
+                wait_for(dist.all_to_all_single(out, x, received, [scale] * size, async_op=async_op))
+            lists = [np.zeros(n) for n in received]
+            with pytest.raises((ValueError, dist.CollectiveMismatchError), match="which expects"):
+                wait_for(dist.all_to_all(lists, [np.zeros(scale) for _ in range(size)], async_op=async_op))
+            still_works(f"async_op={async_op}, {scale}")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_many_mismatches_in_a_row_with_calls_under_way() -> None:
+    """Mismatches between good calls, all outstanding at once, leave the good ones good."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    works = []
+    for turn in range(20):
+        odd = turn % 3 == 1
+        x = np.full(3 if not odd else 3 + rank, float(turn))
+        works.append((dist.all_reduce(x, async_op=True), x, odd))
+    for turn, (work, x, odd) in reversed(list(enumerate(works))):
+        if odd:
+            with pytest.raises(dist.CollectiveMismatchError, match="3 elements"):
+                work.wait()
+        else:
+            work.wait()
+            assert (x == size * turn).all(), turn
+    still_works("twenty calls")
+
+
+def test_every_collective_after_all_that() -> None:
+    """The world still makes every collective."""
+    cases.every_collective(None)
