@@ -48,6 +48,7 @@ NOTES = {
     "get_node_local_rank": "from MPI once initialised",
     "init_process_group": "also `comm=`, `on_failure=`; foreign backends taken with one warning",
     "new_group": "inherits the world's limit; `use_local_synchronization` works",
+    "irecv": "a message that is too long is not lost",
     "recv": "a message that is too long is not lost",
 }
 

@@ -15,6 +15,7 @@ from mpi4py import MPI
 from mpicoll.checks.agreement import Lane
 from mpicoll.engines.mpi import MpiEngine
 from mpicoll.errors import DistBackendError
+from mpicoll.matching import Receiver
 
 __all__ = ["Pair", "Pool", "duplicate", "make_pair", "mpi_text"]
 
@@ -46,10 +47,12 @@ class Pair:
     received: dict[int, int] = field(default_factory=dict)
     lane: Lane = field(init=False)
     engine: MpiEngine = field(init=False)
+    receiver: Receiver = field(init=False)
 
     def __post_init__(self) -> None:
         self.lane = Lane(self.control, self.data)
         self.engine = MpiEngine(self.data)
+        self.receiver = Receiver(self.data)
 
     def sweep(self) -> None:
         """Receive and drop what the last group sent and did not receive; all members call it, and are known to."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from mpi4py import MPI
 
 from mpicoll import groups, waiting, watchdog
 from mpicoll.checks.agreement import Flags, Ticket, agree_or_raise, explain
-from mpicoll.checks.call import Call, name_ranks
+from mpicoll.checks.call import NOTHING, Call, Site, fingerprint, name_ranks
 from mpicoll.communicators import mpi_text
 from mpicoll.engines.base import Kind, Movement, Request, block_elements, pieces
 from mpicoll.errors import (
@@ -39,6 +40,7 @@ __all__ = [
     "finish_waiting",
     "local_wait",
     "native",
+    "repeat",
     "run",
     "waits_now",
     "wrap",
@@ -172,16 +174,13 @@ class CallWait:
         return arrived, "; ".join(parts)
 
 
-def waits_now(group_name: str, asker: int) -> tuple[int, str, tuple[tuple[int, int], ...]]:
+def waits_now(group_name: str) -> tuple[int, str]:
     """Return this rank's part of the answer to a question (see ``checks.board.Where``)."""
     known = groups.current()
     found = known.groups.get(group_name) if known is not None else None
     waits = [wait.describe() for wait in tuple(_waits.values())]
     text = f"waits in {waits[0]}" if waits else "is between two calls, or at its end"
-    if found is None:
-        return 0, text, ()
-    sent = found.sent_sizes.get(found.ranks.index(asker), ()) if asker in found.ranks else ()
-    return found.calls, text, tuple(sent)
+    return found.calls if found is not None else 0, text
 
 
 def local_wait(test: Callable[[], bool], patience: CallWait) -> None:
@@ -215,52 +214,66 @@ def collective(
         before: run when all members are known to make this call, just before data moves.
         after: run when this rank's part has moved.
     """
-    rank, size, engine, lane = group.rank(), group.size(), group.pair.engine, group.pair.lane
     try:
-        flags = yield from agree_or_raise(ticket, call, group.display, group.ranks, rank)
+        flags = yield from agree_or_raise(ticket, call, group.display, group.ranks, group.rank())
         assert move is not None
-        fixed = isinstance(move, Movement)
-        if not isinstance(move, Movement):
-            move = move(flags)
-        if not ticket.Test():
-            yield ticket
-        if flags.stalled:
-            # Somebody may have withdrawn after posting: such a rank never joins a second round.
-            yield lane.data.Ibarrier()
-        if flags.uneven and move.kind is Kind.ALL_TO_ALL:
-            yield from _check_splits(group, call, move, ticket)
-            move = replace(move, vector=True)
-        if before is not None:
-            before()
-        if move.kind is Kind.BARRIER:
-            pass  # the round itself was one: nobody sees its end before everybody has posted it
-        elif flags.nonblocking:
-            request = engine.nonblocking(move)
-            ticket.pass_on()
-            yield request
-        elif flags.block_bytes <= SMALL_BYTES:
-            if move.vector or not fixed:
-                yield engine.nonblocking(move)
-            else:
-                key = (call.op, call.key, flags.detail)
-                plan = group.plan(key)
-                if plan is None:
-                    plan = engine.plan(move)
-                    group.keep_plan(key, plan)
-                yield plan.start(move)
-                plan.finish(move)
-        else:
-            for number, piece in enumerate(pieces(move, rank, size, flags.block_bytes, NATIVE_BYTES)):
-                if number:
-                    yield lane.data.Ibarrier()  # every further native call is preceded by a wait that can be left
-                with native(group, call, limit):
-                    engine.blocking(piece)
-        if after is not None:
-            after()
+        yield from _agreed(group, call, move, ticket, flags, before, after, limit)
     except MPI.Exception as error:
         raise wrap(error, group, call) from error
     finally:
         ticket.pass_on()
+
+
+def _agreed(
+    group: ProcessGroup,
+    call: Call,
+    move: Movement | Callable[[Flags], Movement],
+    ticket: Ticket,
+    flags: Flags,
+    before: Callable[[], None] | None,
+    after: Callable[[], None] | None,
+    limit: float,
+) -> Generator[Request, None, None]:
+    """Move and finish one collective that all members are known to make."""
+    rank, size, engine, lane = group.rank(), group.size(), group.pair.engine, group.pair.lane
+    fixed = isinstance(move, Movement)
+    if not isinstance(move, Movement):
+        move = move(flags)
+    if not ticket.Test():
+        yield ticket
+    if flags.stalled:
+        # Somebody may have withdrawn after posting: such a rank never joins a second round.
+        yield lane.data.Ibarrier()
+    if flags.uneven and move.kind is Kind.ALL_TO_ALL:
+        yield from _check_splits(group, call, move, ticket)
+        move = replace(move, vector=True)
+    if before is not None:
+        before()
+    if move.kind is Kind.BARRIER:
+        pass  # the round itself was one: nobody sees its end before everybody has posted it
+    elif flags.nonblocking:
+        request = engine.nonblocking(move)
+        ticket.pass_on()
+        yield request
+    elif flags.block_bytes <= SMALL_BYTES:
+        if move.vector or not fixed:
+            yield engine.nonblocking(move)
+        else:
+            key = (call.op, call.key, flags.detail)
+            plan = group.plan(key)
+            if plan is None:
+                plan = engine.plan(move)
+                group.keep_plan(key, plan)
+            yield plan.start(move)
+            plan.finish(move)
+    else:
+        for number, piece in enumerate(pieces(move, rank, size, flags.block_bytes, NATIVE_BYTES)):
+            if number:
+                yield lane.data.Ibarrier()  # every further native call is preceded by a wait that can be left
+            with native(group, call, limit):
+                engine.blocking(piece)
+    if after is not None:
+        after()
 
 
 @contextlib.contextmanager
@@ -330,21 +343,129 @@ def run(
     with waiting.guard, group.lock:
         group.calls += 1
         call.seq = group.calls
-        call.asynchronous = async_op or _collectives_pending()
         if isinstance(move, Movement):
             call.block_bytes = block_elements(move, group.size()) * _itemsize(move)
         ticket = group.pair.lane.ticket()
-        steps = collective(group, call, move, ticket, before=before, after=after, limit=limit)
-        if not call.asynchronous:
-            drive(group, call, steps, limit)
-            return None
-        operation = Operation(group, call, steps, outputs, limit)
-        if not operation.done:
-            waiting.pending.append(operation)
-        if async_op:
-            return Work(operation, finish_waiting)
-        finish_waiting(operation, limit)
+        return _issue(group, call, move, ticket, outputs, async_op, limit, before, after)
+
+
+def _issue(
+    group: ProcessGroup,
+    call: Call,
+    move: Movement | Callable[[Flags], Movement] | None,
+    ticket: Ticket,
+    outputs: list[Any],
+    async_op: bool,
+    limit: float,
+    before: Callable[[], None] | None,
+    after: Callable[[], None] | None,
+) -> Work | None:
+    call.asynchronous = async_op or _collectives_pending()
+    steps = collective(group, call, move, ticket, before=before, after=after, limit=limit)
+    if not call.asynchronous:
+        drive(group, call, steps, limit)
         return None
+    operation = Operation(group, call, steps, outputs, limit)
+    if not operation.done:
+        waiting.pending.append(operation)
+    if async_op:
+        return Work(operation, finish_waiting)
+    finish_waiting(operation, limit)
+    return None
+
+
+class Repeated:
+    """A small call in one buffer, prepared once: made again with the same arguments it costs little beside MPI.
+
+    Attributes:
+        op, key: of the call; ``plan_key`` of its plan.
+        kind, mpi_op, root: of the movement.
+        average: divide the result by the number of members.
+    """
+
+    __slots__ = ("average", "fingerprint", "key", "kind", "mpi_op", "op", "plan_key", "root")
+
+    def __init__(
+        self, op: str, key: tuple[Any, ...], kind: Kind, *, mpi_op: str = "", root: int = -1, average: bool = False
+    ) -> None:
+        self.op = op
+        self.key = key
+        self.plan_key = (op, key, NOTHING)
+        self.fingerprint = fingerprint(op, key)
+        self.kind = kind
+        self.mpi_op = mpi_op
+        self.root = root
+        self.average = average
+
+
+def repeat(group: ProcessGroup, known: Repeated, flat: Any, frame: FrameType) -> None:
+    """Make a call again that is waited for: as :func:`run`, with as little as possible between the program and MPI.
+
+    Args:
+        flat: the buffer, contiguous and one-dimensional; input and output.
+        frame: the frame of the program's call.
+    """
+    enter(group, known.op)
+    with waiting.guard, group.lock:
+        group.calls += 1
+        ticket = group.pair.lane.ticket()
+        plan = group.plans.get(known.plan_key)
+        request = None
+        moves = known.kind is not Kind.BARRIER
+        if (plan is not None or not moves) and not waiting.pending and ticket.may_post() and ticket.Test():
+            slot, request = ticket.lane.post(ticket.number, known.fingerprint, flat.nbytes)
+            for _ in range(2 if waiting.crowded else waiting.SPIN_POLLS):
+                if request.Test():
+                    break
+            else:
+                _finish_request(group, known, frame, request)
+            flags = slot.plain(known.fingerprint)
+            if flags is None:
+                if plan is None:  # a barrier is its round
+                    ticket.pass_on()
+                    return
+                group.plans.move_to_end(known.plan_key)
+                started = plan.start_in_place(flat)
+                for _ in range(2 if waiting.crowded else waiting.SPIN_POLLS):
+                    if started.Test():
+                        break
+                else:
+                    _finish_request(group, known, frame, started)
+                plan.finish_in_place(flat)
+                if known.average:
+                    np.divide(flat, group.size(), out=flat)
+                ticket.pass_on()
+                return
+        call = Call(known.op, known.key, Site(frame.f_code, frame.f_lasti), seq=group.calls, block_bytes=flat.nbytes)
+        move = Movement(known.kind, recv=flat, op=known.mpi_op, root=known.root)
+        after = (lambda: np.divide(flat, group.size(), out=flat)) if known.average else None
+        if request is None:
+            _issue(group, call, move, ticket, [flat], False, group.timeout, None, after)
+        else:
+            drive(group, call, _unusual(group, call, move, ticket, slot.flags(), after), group.timeout)
+
+
+def _unusual(
+    group: ProcessGroup, call: Call, move: Movement, ticket: Ticket, flags: Flags, after: Callable[[], Any] | None
+) -> Generator[Request, None, None]:
+    """Go on after a round that says that something differs, or that somebody is late or asynchronous."""
+    try:
+        if not flags.same or flags.error:
+            yield from explain(ticket.lane, call, group.display, group.ranks, group.rank())
+        yield from _agreed(group, call, move, ticket, flags, None, after, group.timeout)
+    except MPI.Exception as error:
+        raise wrap(error, group, call) from error
+    finally:
+        ticket.pass_on()
+
+
+def _finish_request(group: ProcessGroup, known: Repeated, frame: FrameType, request: Request) -> None:
+    call = Call(known.op, known.key, Site(frame.f_code, frame.f_lasti), seq=group.calls)
+    try:
+        local_wait(_guarded(request.Test, group, call), CallWait(group, call, group.timeout))
+    except BaseException:
+        _kept.append(request)
+        raise
 
 
 def agree(group: ProcessGroup, call: Call, limit: float) -> Flags:

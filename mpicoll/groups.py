@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -72,7 +72,6 @@ class ProcessGroup:
         self.unwaited: dict[int, Operation] = {}
         self.sent: dict[int, int] = {}
         self.received: dict[int, int] = {}
-        self.sent_sizes: dict[int, deque[tuple[int, int]]] = {}
         self.plans: OrderedDict[Any, Plan] = OrderedDict()
         self.repeated: dict[Any, Repeated] = {}
         self._rank = rank

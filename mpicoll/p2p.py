@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Generator
 from datetime import timedelta
 from typing import Any
@@ -13,10 +12,10 @@ from mpicoll import execution, waiting
 from mpicoll.buffers.array import Array, Memory, adapt
 from mpicoll.buffers.dtypes import dtype_name
 from mpicoll.checks.call import Call, call_site
-from mpicoll.communicators import mpi_text
 from mpicoll.engines.base import Request
 from mpicoll.errors import DistBackendError
-from mpicoll.groups import ProcessGroup, member_or_warn, peer_rank, state
+from mpicoll.groups import ProcessGroup, member_or_warn, peer_rank
+from mpicoll.matching import Receive
 from mpicoll.work import Operation, Work
 
 __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
@@ -81,7 +80,7 @@ def recv(
 
     Raises:
         ValueError: the source is this rank itself, or not in the group; the tag is out of range.
-        DistBackendError: the message is larger than ``tensor``.
+        DistBackendError: the message is larger than ``tensor``; it stays where it is, for another ``recv``.
         CollectiveTimeoutError: nothing came within the limit.
         PeerFailedError, PeerExitedError: the source failed, or ended without sending.
 
@@ -94,7 +93,7 @@ def recv(
     if peer == found.rank():
         raise ValueError("Invalid source rank: source rank should not be the same as the rank of the current process.")
     limit = execution.call_limit(found, timeout)
-    operation = _start_recv("recv", found, tensor, peer, tag, limit, probe=True)
+    operation = _start_recv("recv", found, tensor, peer, tag, limit)
     execution.finish_waiting(operation, limit)
     return found.ranks[operation.source]
 
@@ -214,19 +213,6 @@ def _source(group: ProcessGroup, src: int | None, group_src: int | None) -> int:
     return peer_rank(group, src, group_src, "src")
 
 
-class _Transfer:
-    """A point-to-point request with its status (a Request)."""
-
-    __slots__ = ("request", "status")
-
-    def __init__(self, request: MPI.Request) -> None:
-        self.request = request
-        self.status = MPI.Status()
-
-    def Test(self) -> bool:
-        return self.request.Test(self.status)
-
-
 _tag_limit = 0
 
 
@@ -246,37 +232,36 @@ def _start_send(name: str, group: ProcessGroup, tensor: Array, peer: int, tag: i
     execution.enter(group, name)
     call = _call(name, group, memory, peer, tag)
     with waiting.guard, group.posting:
-        request = _posted(group, call, lambda: group.pair.data.Isend(memory.flat, peer, tag))
+        try:
+            request = group.pair.data.Isend(memory.flat, peer, tag)
+        except MPI.Exception as error:
+            raise execution.wrap(error, group, call) from error
         group.sent[peer] = group.sent.get(peer, 0) + 1
-        log = group.sent_sizes.get(peer)
-        if log is None:
-            log = group.sent_sizes[peer] = deque(maxlen=16)
-        log.append((tag, memory.flat.nbytes))
-        steps = _sending(group, call, _Transfer(request))
-        return Operation(group, call, steps, [tensor], limit, peer=group.ranks[peer])
+        return Operation(group, call, _sending(group, call, request), [tensor], limit, peer=group.ranks[peer])
 
 
-def _start_recv(
-    name: str, group: ProcessGroup, tensor: Array, peer: int, tag: int, limit: float, *, probe: bool = False
-) -> Operation:
+def _start_recv(name: str, group: ProcessGroup, tensor: Array, peer: int, tag: int, limit: float) -> Operation:
     memory = adapt(tensor, "tensor", writable=True)
     _check_tag(tag)
     execution.enter(group, name)
     call = _call(name, group, memory, peer, tag)
     with waiting.guard, group.posting:
-        if probe:
-            steps = _probing(group, call, memory, peer, tag)
-        else:
-            request = _posted(group, call, lambda: group.pair.data.Irecv(memory.flat, peer, tag))
-            steps = _receiving(group, call, memory, tag, _Transfer(request))
-        return Operation(group, call, steps, [tensor], limit, peer=group.ranks[peer] if peer >= 0 else -1)
-
-
-def _posted(group: ProcessGroup, call: Call, post: Callable[[], MPI.Request]) -> MPI.Request:
-    try:
-        return post()
-    except MPI.Exception as error:
-        raise execution.wrap(error, group, call) from error
+        receiver = group.pair.receiver
+        try:
+            receive = receiver.start(memory, peer, tag)
+        except MPI.Exception as error:
+            raise execution.wrap(error, group, call) from error
+        operation = Operation(
+            group,
+            call,
+            _receiving(group, call, memory, receive),
+            [tensor],
+            limit,
+            peer=group.ranks[peer] if peer >= 0 else -1,
+            withdraw=lambda: receiver.withdraw(receive),
+        )
+        receiver.watch()
+        return operation
 
 
 def _call(name: str, group: ProcessGroup, memory: Memory, peer: int, tag: int) -> Call:
@@ -285,74 +270,29 @@ def _call(name: str, group: ProcessGroup, memory: Memory, peer: int, tag: int) -
     return Call(name, (other, ("tag", tag), dtype_name(memory.dtype), ("elements", memory.flat.size)), call_site())
 
 
-def _sending(group: ProcessGroup, call: Call, transfer: _Transfer) -> Generator[Request, None, int | None]:
+def _sending(group: ProcessGroup, call: Call, request: MPI.Request) -> Generator[Request, None, int | None]:
     try:
-        yield transfer
+        yield request
     except MPI.Exception as error:
         raise execution.wrap(error, group, call) from error
     return None
 
 
-class _Probe:
-    """Looks whether a message is there, and leaves it there (a Request)."""
-
-    __slots__ = ("comm", "source", "status", "tag")
-
-    def __init__(self, comm: MPI.Intracomm, source: int, tag: int) -> None:
-        self.comm = comm
-        self.source = source
-        self.tag = tag
-        self.status = MPI.Status()
-
-    def Test(self) -> bool:
-        return self.comm.Iprobe(self.source, self.tag, self.status)
-
-
-def _probing(
-    group: ProcessGroup, call: Call, memory: Memory, peer: int, tag: int
-) -> Generator[Request, None, int | None]:
-    """Receive a message after looking at its size: one that does not fit stays where it is, and is not lost."""
-    probe = _Probe(group.pair.data, peer, tag)
-    yield probe
-    sent = probe.status.Get_count(MPI.BYTE)
-    source = probe.status.Get_source()
-    if sent > memory.flat.nbytes:
-        raise DistBackendError(
-            f"{call.describe()} on group {group.display}, rank {group.ranks[group.rank()]}, at {call.site}: the message from "
-            f"rank {group.ranks[source]} has {sent} bytes, tensor has {memory.flat.nbytes}. The message is not lost: "
-            "receive it into an array that is large enough"
-        )
-    request = _posted(group, call, lambda: group.pair.data.Irecv(memory.flat, source, tag))
-    return (yield from _receiving(group, call, memory, tag, _Transfer(request)))
-
-
 def _receiving(
-    group: ProcessGroup, call: Call, memory: Memory, tag: int, transfer: _Transfer
+    group: ProcessGroup, call: Call, memory: Memory, receive: Receive
 ) -> Generator[Request, None, int | None]:
     try:
-        yield transfer
+        yield receive
     except MPI.Exception as error:
-        if error.Get_error_class() == MPI.ERR_TRUNCATE:
-            raise _truncated(error, group, call, memory, tag, transfer.status.Get_source()) from error
         raise execution.wrap(error, group, call) from error
-    source = transfer.status.Get_source()
+    source = receive.sender
+    if receive.too_short:
+        raise DistBackendError(
+            f"{call.describe()} on group {group.display}, rank {group.ranks[group.rank()]}, at {call.site}: the message from "
+            f"rank {group.ranks[source]} has {receive.message_bytes} bytes, tensor has {memory.flat.nbytes} bytes. The message "
+            "is not lost: receive it into an array that is large enough"
+        )
     group.received[source] = group.received.get(source, 0) + 1
     if memory.unpack is not None:
         memory.unpack()
     return source
-
-
-def _truncated(
-    error: MPI.Exception, group: ProcessGroup, call: Call, memory: Memory, tag: int, source: int
-) -> DistBackendError:
-    """Return the error for a message that was larger than the array posted for it; MPI has dropped the message."""
-    group.received[source] = group.received.get(source, 0) + 1
-    sender = group.ranks[source]
-    answer = state().board.ask(group.group_name, [sender]).get(sender)
-    sizes = [count for other, count in answer.sent if other == tag] if answer is not None else []
-    large = [count for count in sizes if count > memory.flat.nbytes]
-    size = f"{large[-1]} bytes" if large else f"more than {memory.flat.nbytes} bytes"
-    return DistBackendError(
-        f"{call.describe()} on group {group.display}, rank {group.ranks[group.rank()]}, at {call.site}: the message from rank "
-        f"{sender} has {size}, tensor has {memory.flat.nbytes} bytes: {mpi_text(error)}"
-    )

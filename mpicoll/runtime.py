@@ -412,6 +412,8 @@ def _destroy(group: ProcessGroup, base: Base) -> None:
         item.advance()
     if any(not item.advance() for item in busy):
         group.give_up("it was destroyed while an operation was under way")
+    if group.pair.receiver in waiting.pending:
+        waiting.pending.remove(group.pair.receiver)
     base.remember(group)
     group.pair.sent, group.pair.received = group.sent, group.received
     group.free_plans()

@@ -30,6 +30,7 @@ class Operation:
         "_current",
         "_lock",
         "_steps",
+        "_withdraw",
         "call",
         "done",
         "error",
@@ -50,6 +51,7 @@ class Operation:
         limit: float,
         *,
         peer: int | None = None,
+        withdraw: Callable[[], None] | None = None,
     ) -> None:
         self.group = group
         self.call = call
@@ -62,6 +64,7 @@ class Operation:
         self.future: Future[Any] | None = None
         self.source = -1
         self._steps = steps
+        self._withdraw = withdraw
         self._current: Request | None = None
         self._lock = threading.Lock()
         self.advance()
@@ -95,6 +98,8 @@ class Operation:
 
     def abandon(self, error: BaseException) -> None:
         """End it with ``error``; what was posted to MPI stays posted, so the buffers are kept for good."""
+        if self._withdraw is not None:
+            self._withdraw()
         _abandoned.append(self._current)
         _abandoned.append(self.outputs)
         _abandoned.append(self._steps)

@@ -21,6 +21,8 @@ class RedOpType(enum.IntEnum):
     BXOR = 7
     PREMUL_SUM = 8
 
+    __hash__ = int.__hash__  # the enum's own is made in Python, and calls are looked up by their op
+
     def __call__(self, factor: Any) -> ReduceOp:
         """Return PREMUL_SUM with its factor: ``ReduceOp.PREMUL_SUM(0.5)``."""
         if self is not RedOpType.PREMUL_SUM:

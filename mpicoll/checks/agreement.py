@@ -41,6 +41,8 @@ __all__ = [
 ]
 
 _ROUND = struct.Struct("=10q")
+_NO_FLAGS = (0, 0, 0, NOTHING)
+_STALL_US = STALL * 1e6
 SLOTS = 8
 _DESCRIPTION_BYTES = 2048
 
@@ -84,15 +86,43 @@ class Flags:
 class _Slot:
     """One round's memory, and its persistent request where MPI-4 has them."""
 
-    __slots__ = ("busy", "recv", "request", "send")
+    __slots__ = ("busy", "recv", "request", "send", "words")
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.send = np.zeros(10, np.int64)
         self.recv = np.zeros(10, np.int64)
         self.busy = False
+        self.words = self.send.data
         self.request: MPI.Prequest | None = None
         if persistent_collectives():
             self.request = comm.Allreduce_init(self.send, self.recv, MPI.MAX)
+
+    def plain(self, print_: int) -> Flags | None:
+        """End the round: None when all is as usual (the same call, nobody wrong, asynchronous or late), else the flags."""
+        words = self.recv.tolist()
+        if (
+            words[0] == print_
+            and words[1] == -print_
+            and not (words[2] or words[3] or words[4])
+            and words[6] + words[7] <= _STALL_US
+        ):
+            self.busy = False
+            return None
+        return self.flags()
+
+    def flags(self) -> Flags:
+        """End the round, and return what it says."""
+        high, low, error, nonblocking, uneven, block_bytes, last, first, most, least = self.recv.tolist()
+        self.busy = False
+        return Flags(
+            same=high == -low and (bool(uneven) or most == NOTHING or most == -least),
+            error=bool(error),
+            nonblocking=bool(nonblocking),
+            uneven=bool(uneven),
+            block_bytes=block_bytes,
+            stalled=last + first > _STALL_US,
+            detail=most if most != NOTHING and most == -least else NOTHING,
+        )
 
 
 class Ticket:
@@ -153,6 +183,32 @@ class Lane:
             self._slots.append(_Slot(self.control))
         return self._slots[number % SLOTS]
 
+    def post(self, number: int, print_: int, block_bytes: int, *words: int) -> tuple[_Slot, Request]:
+        """Post the round of call ``number``; ``words`` are flags and details, none for a call that has neither."""
+        slot = self._slots[number % SLOTS]
+        now = job_clock()
+        error, asynchronous, uneven, detail = words or _NO_FLAGS
+        _ROUND.pack_into(
+            slot.words,
+            0,
+            print_,
+            -print_,
+            error,
+            asynchronous,
+            uneven,
+            block_bytes,
+            now,
+            -now,
+            detail,
+            detail if detail == NOTHING else -detail,
+        )
+        slot.busy = True
+        self.posted += 1
+        if slot.request is None:
+            return slot, self.control.Iallreduce(slot.send, slot.recv, MPI.MAX)
+        slot.request.Start()
+        return slot, slot.request
+
     def free(self) -> None:
         """Give the persistent requests back to MPI (before MPI is finalised); a round under way is left alone."""
         for slot in self._slots:
@@ -170,45 +226,18 @@ def agree(ticket: Ticket, call: Call) -> Generator[Request, None, Flags]:
     lane = ticket.lane
     if not ticket.may_post():
         yield _MayPost(ticket)
-    slot = lane.slot(ticket.number)
-    print_ = fingerprint(call.op, call.key)
-    now = job_clock()
-    detail = call.detail
-    _ROUND.pack_into(
-        slot.send.data,
-        0,
-        print_,
-        -print_,
+    slot, request = lane.post(
+        ticket.number,
+        fingerprint(call.op, call.key),
+        call.block_bytes,
         call.error is not None,
         call.asynchronous,
         call.uneven,
-        call.block_bytes,
-        now,
-        -now,
-        detail,
-        detail if detail == NOTHING else -detail,
+        call.detail,
     )
-    slot.busy = True
-    lane.posted += 1
-    request: Request
-    if slot.request is not None:
-        slot.request.Start()
-        request = slot.request
-    else:
-        request = lane.control.Iallreduce(slot.send, slot.recv, MPI.MAX)
     if not request.Test():
         yield request
-    high, low, error, nonblocking, uneven, block_bytes, last, first, most, least = slot.recv.tolist()
-    slot.busy = False
-    return Flags(
-        same=high == -low and (bool(uneven) or most == NOTHING or most == -least),
-        error=bool(error),
-        nonblocking=bool(nonblocking),
-        uneven=bool(uneven),
-        block_bytes=block_bytes,
-        stalled=last + first > STALL * 1e6,
-        detail=most if most != NOTHING and most == -least else NOTHING,
-    )
+    return slot.flags()
 
 
 def agree_or_raise(

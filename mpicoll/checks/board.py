@@ -49,15 +49,11 @@ class Exit:
 
 @dataclass(frozen=True)
 class Where:
-    """Where a waiting rank is: calls it has issued on the group asked about, what it waits in, what it sent us last.
-
-    ``sent`` holds (tag, bytes) of its last messages to the rank that asked.
-    """
+    """Where a waiting rank is: calls it has issued on the group asked about and what it waits in."""
 
     rank: int
     calls: int
     waits: str
-    sent: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass
@@ -66,11 +62,11 @@ class Board:
 
     Attributes:
         comm: a communicator that nobody else uses.
-        where: answers a question: (group's name, who asks) -> the fields of :class:`Where`.
+        where: answers a question: a group's name -> calls made on it, what this rank waits in.
     """
 
     comm: MPI.Intracomm
-    where: Callable[[str, int], tuple[int, str, tuple[tuple[int, int], ...]]]
+    where: Callable[[str], tuple[int, str]]
     failed: dict[int, Failure] = field(default_factory=dict)
     exited: dict[int, Exit] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
@@ -138,10 +134,10 @@ class Board:
             group, why = payload
             self.withdrawn.setdefault(group, (rank, why))
         elif kind == "ask":
-            return ("where", (payload, *self.where(payload, rank)))
+            return ("where", (payload, *self.where(payload)))
         elif kind == "where":
-            group, calls, waits, sent = payload
-            self._answers.setdefault(group, {})[rank] = Where(rank, calls, waits, sent)
+            group, calls, waits = payload
+            self._answers.setdefault(group, {})[rank] = Where(rank, calls, waits)
         elif kind == "join":
             key, value = payload
             self.joins.setdefault(key, {})[rank] = value

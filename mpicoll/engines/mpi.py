@@ -82,6 +82,19 @@ class Plan:
         self._request.Start()
         return self._request
 
+    def start_in_place(self, flat: Any) -> Request:
+        """Copy a buffer that is input and output in, and post it."""
+        self._recv[:] = flat  # type: ignore[index]
+        if self._request is None:
+            return self._again()
+        self._request.Start()
+        return self._request
+
+    def finish_in_place(self, flat: Any) -> None:
+        """Copy the result out into that buffer."""
+        if self._writes:
+            flat[:] = self._recv
+
     def finish(self, move: Movement) -> None:
         """Copy the result out."""
         if self._recv is not None and self._writes:
