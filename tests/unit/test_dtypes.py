@@ -33,7 +33,8 @@ def test_numbers_and_names_are_those_of_torch() -> None:
 def test_reduce_ops_compare_by_their_op() -> None:
     """A ReduceOp equals its member and every ReduceOp of the same op, and hashes alike."""
     assert ReduceOp(ReduceOp.SUM) == ReduceOp.SUM
-    assert ReduceOp.SUM == ReduceOp(ReduceOp.SUM)
+    member: object = ReduceOp.SUM
+    assert member == ReduceOp(ReduceOp.SUM)
     assert ReduceOp(ReduceOp.SUM) != ReduceOp.MAX
     assert ReduceOp.PREMUL_SUM(2.0) == ReduceOp.PREMUL_SUM(3.0)
     assert ReduceOp.PREMUL_SUM(2.0) == ReduceOp.PREMUL_SUM
@@ -50,7 +51,7 @@ def test_premul_sum_is_made_with_its_factor() -> None:
     assert "0.5" in repr(op)
     assert pickle.loads(pickle.dumps(op)).factor == 0.5
     for wrong in (lambda: ReduceOp.SUM(2.0), lambda: ReduceOp(ReduceOp.MAX, 2.0)):
-        with pytest.raises(TypeError, match="only ReduceOp.PREMUL_SUM takes a factor"):
+        with pytest.raises(TypeError, match=r"only ReduceOp\.PREMUL_SUM takes a factor"):
             wrong()
 
 

@@ -1,0 +1,296 @@
+"""The waiting loop, with a clock and a sleep of the test's own; and what the watchdog finds overdue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from mpicoll import waiting, watchdog
+from mpicoll.errors import CollectiveTimeoutError, DistBackendError, PeerFailedError
+
+
+class Clock:
+    """A time that moves by ``step`` whenever it is looked at, and by every sleep."""
+
+    def __init__(self, step: float = 1e-5) -> None:
+        self.now = 1000.0
+        self.step = step
+        self.naps: list[tuple[float, float]] = []
+
+    def __call__(self) -> float:
+        self.now += self.step
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.naps.append((self.now - 1000.0, seconds))
+        self.now += seconds
+
+
+class Patience:
+    """Notes what the loop tells it."""
+
+    def __init__(self, limit: float = 1e9, stall_warn: float = 1e9) -> None:
+        self.limit = limit
+        self.stall_warn = stall_warn
+        self.stalls: list[float] = []
+        self.given_up: list[BaseException] = []
+        self.verdict: Callable[[float], BaseException | None] = lambda waited: None
+
+    def check(self, waited: float) -> BaseException | None:
+        return self.verdict(waited)
+
+    def stalled(self, waited: float) -> None:
+        self.stalls.append(waited)
+
+    def timed_out(self, waited: float) -> BaseException:
+        return CollectiveTimeoutError(f"waited {waited}")
+
+    def give_up(self, reason: BaseException) -> None:
+        self.given_up.append(reason)
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "pending", [])
+    monkeypatch.setattr(waiting, "_services", [])
+    monkeypatch.setattr(waiting, "crowded", False)
+    monkeypatch.setattr(waiting.guard, "noted", None)
+
+
+def after(clock: Clock, seconds: float) -> Callable[[], bool]:
+    """Return a test that is true once the clock has moved on."""
+    return lambda: clock.now - 1000.0 >= seconds
+
+
+def test_pause_spins_then_yields_then_sleeps() -> None:
+    """Spin first, yield below 20 ms, then sleep at most 1/500 of the time waited and at most 10 ms."""
+    assert waiting.pause(0.0, 0, False) is None
+    assert waiting.pause(0.0, waiting.SPIN_POLLS, False) == 0.0
+    assert waiting.pause(0.0199, 10_000, False) == 0.0
+    for waited in (0.02, 0.1, 1.0, 4.9, 5.0, 60.0, 1e6):
+        nap = waiting.pause(waited, 10_000, False)
+        assert nap is not None
+        assert 0 < nap <= min(0.01, waited / 500), waited
+
+
+def test_pause_sleeps_early_where_ranks_outnumber_cores() -> None:
+    """With more ranks than cores it never spins, and sleeps after 50 to 200 polls."""
+    assert waiting.pause(0.0, 0, True) == 0.0
+    assert waiting.pause(0.001, 50, True) == 0.0
+    assert waiting.pause(0.001, 200, True) == waiting.CROWDED_SLEEP
+    assert waiting.pause(1.0, 200, True) == pytest.approx(0.002)
+    assert waiting.pause(1e6, 200, True) == 0.01
+
+
+def test_no_wait_for_what_is_there() -> None:
+    """What is complete at once costs one look."""
+    looks: list[int] = []
+    waiting.wait(lambda: not looks.append(1), Patience())  # type: ignore[func-returns-value]
+    assert len(looks) == 1
+
+
+def test_a_long_wait_uses_little_of_a_core() -> None:
+    """A rank that waits a minute looks a few thousand times, not millions."""
+    clock, looks = Clock(), 0
+
+    def test() -> bool:
+        nonlocal looks
+        looks += 1
+        return clock.now >= 1060.0
+
+    waiting.wait_long(test, Patience(), clock=clock, sleep=clock.sleep)
+    assert looks < 20_000
+    assert all(nap <= max(at, 0.02) / 500 + 1e-9 and nap <= 0.01 for at, nap in clock.naps)
+    assert sum(nap for _, nap in clock.naps) > 0.9 * 59
+
+
+def test_the_limit_ends_a_wait() -> None:
+    """Past the limit the call is given up once, and the error of the patience is raised."""
+    clock, patience = Clock(), Patience(limit=2.0)
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        waiting.wait_long(lambda: False, patience, clock=clock, sleep=clock.sleep)
+    assert patience.given_up == [caught.value]
+    assert 2.0 <= clock.now - 1000.0 < 2.1
+
+
+def test_nobody_gives_up_before_twice_the_stall_time() -> None:
+    """A limit shorter than twice the stall time is kept only then: a peer may be inside the blocking call until then."""
+    clock, patience = Clock(), Patience(limit=0.001)
+    with pytest.raises(CollectiveTimeoutError):
+        waiting.wait_long(lambda: False, patience, clock=clock, sleep=clock.sleep)
+    assert clock.now - 1000.0 >= waiting.GIVE_UP_AFTER == 2 * waiting.STALL
+
+
+def test_a_call_that_completes_at_the_last_moment_is_complete() -> None:
+    """The verdict looks once more before it is passed."""
+    clock, patience = Clock(), Patience(limit=1.0)
+    done = False
+
+    def verdict(waited: float) -> BaseException | None:
+        nonlocal done
+        if waited < 0.5:
+            return None
+        done = True
+        return PeerFailedError("too late")
+
+    patience.verdict = verdict
+    waiting.wait_long(lambda: done, patience, clock=clock, sleep=clock.sleep)
+    assert patience.given_up == []
+
+
+def test_a_peer_that_failed_ends_the_wait() -> None:
+    """What check returns is raised after giving up."""
+    clock, patience = Clock(), Patience()
+    failure = PeerFailedError("rank 3 failed")
+    patience.verdict = lambda waited: failure if waited > 0.03 else None
+    with pytest.raises(PeerFailedError) as caught:
+        waiting.wait_long(lambda: False, patience, clock=clock, sleep=clock.sleep)
+    assert caught.value is failure
+    assert patience.given_up == [failure]
+
+
+def test_a_stall_is_told_once() -> None:
+    """stalled is called once, when stall_warn has passed."""
+    clock, patience = Clock(), Patience(stall_warn=1.0)
+    waiting.wait_long(after(clock, 30.0), patience, clock=clock, sleep=clock.sleep)
+    assert len(patience.stalls) == 1
+    assert 1.0 <= patience.stalls[0] < 1.1
+    assert patience.given_up == []
+
+
+def test_services_run_in_waits_that_last() -> None:
+    """Services run every few milliseconds, and not in a short wait."""
+    clock, ran = Clock(), []
+
+    def service() -> None:
+        ran.append(clock.now)
+
+    waiting.add_service(service)
+    waiting.add_service(service)
+    waiting.wait_long(after(clock, 0.002), Patience(), clock=clock, sleep=clock.sleep)
+    assert ran == []
+    waiting.wait_long(after(clock, 1.0), Patience(), clock=clock, sleep=clock.sleep)
+    assert 50 < len(ran) <= 1.0 / waiting.SERVICE_EVERY + 1
+    waiting.remove_service(service)
+    count = len(ran)
+    waiting.wait_long(after(clock, 2.0), Patience(), clock=clock, sleep=clock.sleep)
+    assert len(ran) == count
+
+
+def test_waits_move_everything_that_is_pending() -> None:
+    """Each poll advances the other operations of the process, and drops those that are done."""
+    clock = Clock()
+
+    class Item:
+        left = 3
+
+        def advance(self) -> bool:
+            self.left -= 1
+            return self.left == 0
+
+    short, long = Item(), Item()
+    long.left = 10**9
+    waiting.pending[:] = [short, long]
+    waiting.wait_long(after(clock, 0.01), Patience(), clock=clock, sleep=clock.sleep)
+    assert short.left == 0
+    assert waiting.pending == [long]
+    assert long.left < 10**9
+
+
+def test_an_error_of_the_operation_is_raised_at_once() -> None:
+    """A DistError out of the test itself gives the call up and is raised, in the first polls and later."""
+    for polls in (1, 10_000):
+        patience, seen = Patience(), 0
+
+        def test(polls: int = polls) -> bool:
+            nonlocal seen
+            seen += 1
+            if seen == polls:
+                raise DistBackendError("MPI says no")
+            return False
+
+        with pytest.raises(DistBackendError, match="MPI says no") as caught:
+            waiting.wait(test, patience)
+        assert patience.given_up == [caught.value]
+
+
+class Alarm(Exception):
+    """What a signal handler of a program raises."""
+
+
+def test_an_exception_out_of_a_signal_handler_waits_until_the_call_may_be_left() -> None:
+    """It strikes anywhere, is kept until twice the stall time, and then raised after withdrawing."""
+    for strike in (1, 500):
+        clock, patience, looks = Clock(), Patience(), 0
+
+        def test(strike: int = strike) -> bool:
+            nonlocal looks
+            looks += 1
+            if looks == strike:
+                raise Alarm
+            return False
+
+        with pytest.raises(Alarm):
+            waiting.wait_long(test, patience, clock=clock, sleep=clock.sleep)
+        assert clock.now - 1000.0 >= waiting.GIVE_UP_AFTER
+        assert [type(reason) for reason in patience.given_up] == [Alarm]
+
+
+def test_a_call_that_completes_meanwhile_is_finished_first() -> None:
+    """When the call completes before it may be left, the interrupt is raised at the end of the library's call."""
+    clock, patience = Clock(), Patience()
+    interrupted = False
+
+    def test() -> bool:
+        nonlocal interrupted
+        if not interrupted:
+            interrupted = True
+            raise Alarm
+        return clock.now - 1000.0 > waiting.GIVE_UP_AFTER / 2
+
+    def call() -> None:
+        with waiting.guard:
+            waiting.wait_long(test, patience, clock=clock, sleep=clock.sleep)
+
+    with pytest.raises(Alarm):
+        call()
+    assert patience.given_up == []
+    assert waiting.guard.noted is None
+
+
+def test_ctrl_c_is_noted_inside_and_raised_outside() -> None:
+    """The guard's handler raises between calls, and notes inside one what the wait then answers."""
+    guard = waiting.Guard()
+    with pytest.raises(KeyboardInterrupt):
+        guard._handle(2, None)  # type: ignore[arg-type]
+
+    def call() -> None:
+        with guard, guard:
+            guard._handle(2, None)  # type: ignore[arg-type]
+            assert isinstance(guard.noted, KeyboardInterrupt)
+
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    assert guard.noted is None
+    with guard:
+        guard._handle(2, None)  # type: ignore[arg-type]
+        assert isinstance(guard.take(), KeyboardInterrupt)
+        assert guard.take() is None
+
+    def failing_call() -> None:
+        with guard:
+            guard._handle(2, None)  # type: ignore[arg-type]
+            raise ValueError("first")
+
+    with pytest.raises(ValueError, match="first"):
+        failing_call()
+
+
+def test_overdue_calls() -> None:
+    """A native call is overdue when it has been inside MPI for longer than its own limit."""
+    calls = {1: (100.0, 5.0, "one"), 2: (104.0, 5.0, "two"), 3: (90.0, 60.0, "three")}
+    assert watchdog.overdue(104.9, calls) == []
+    assert watchdog.overdue(106.0, calls) == [(6.0, "one")]
+    assert [what for _, what in watchdog.overdue(1000.0, calls)] == ["one", "two", "three"]
+    assert watchdog.overdue(1e9, {}) == []
