@@ -40,6 +40,8 @@ __all__ = ["Base", "bases", "install", "leave"]
 
 NOBODY_HANDLES = 4.0
 """Seconds after which a failed rank ends the job when no other rank handles the failure."""
+FINALIZE_WITHIN = 20.0
+"""Seconds for MPI_Finalize in a process that has given calls up."""
 SAY_SO_AFTER = 0.1
 """Seconds that a rank waits at its end for the others to end too, before it tells them that it has."""
 
@@ -335,11 +337,12 @@ def leave() -> None:
                 _leave_base(base, known.settings.exit_grace if known is not None else 30.0)
     except KeyboardInterrupt:
         _ending.code, _ending.stuck = 128 + signal.SIGINT, True
-    if _ending.stuck and not _ending.code:
-        _ending.code = 1
     watchdog.stop()
-    if _ending.stuck or any(pair.spoiled for base in bases for pair in base.pool.all()):
+    spoiled = _ending.stuck or any(pair.spoiled for base in bases for pair in base.pool.all())
+    if spoiled and _ending.code:
         _abort(_ending.code)
+    elif spoiled:
+        _bound_finalize()
     else:
         for base in bases:
             for pair in base.pool.all():
@@ -419,6 +422,13 @@ def _linger(base: Base) -> None:
 
 
 base_limit = 1800.0
+
+
+def _bound_finalize() -> None:
+    """Have the process end when MPI_Finalize hangs on what was posted and never completed (not seen so far)."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, FINALIZE_WITHIN)
 
 
 def _abort(code: int) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Generator
 from typing import Any
 
 import jobs
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts what it puts in the background with Ctrl-C ignored, and the jobs of the tests would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ["mpicoll.pytest_plugin"]
 
