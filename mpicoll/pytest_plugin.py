@@ -331,6 +331,10 @@ class _MultiRank:
         self.native = not float(config.getini("faulthandler_timeout") or 0.0)
         if self.ranks.rank:
             config.option.xmlpath = None
+            if config.option.basetemp is None:
+                # pytest's folder for a user is numbered and swept by all its sessions; ranks sweep at the same moment.
+                above = self.dog.folder if self.dog.meets else Path(tempfile.mkdtemp(prefix="mpicoll-pytest-"))
+                config.option.basetemp = str(above / f"tmp.{self.ranks.rank}")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self, session: pytest.Session) -> None:
@@ -439,10 +443,14 @@ class _MultiRank:
         if self.ranks.rank:
             os.write(self.err, (prefixed(self.ranks.rank, str(excrepr)) + "\n").encode())
 
-    @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+    @pytest.hookimpl(hookwrapper=True, tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> Generator[None, Any, None]:
+        result = yield
         if not self.in_step:
             return
+        if result.excinfo is not None:
+            # Another plugin failed here; it is raised on this rank, and the others get to know.
+            exitstatus = pytest.ExitCode.INTERNAL_ERROR
         self.dog.where = f"ended its session with exit status {int(exitstatus)}"
         self.dog.arm("the end of the session", self.default_limit, self.native)
         statuses: list[int] = []

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 import xml.etree.ElementTree as ET
@@ -135,6 +137,8 @@ def _run_once(stage: Stage, limit: float) -> Outcome:
         command = mpiexec_command(stage.size, command, python=python, mpi=mpi)
     mark = uuid.uuid4().hex
     environment[MARK] = mark
+    # pytest's folders of a user are numbered and swept by all sessions of this machine.
+    environment["PYTEST_DEBUG_TEMPROOT"] = temporary = tempfile.mkdtemp(prefix="stage-")
     outcome = Outcome(stage)
     started = time.monotonic()
     with open(_log(stage), "wb") as log:
@@ -154,11 +158,15 @@ def _run_once(stage: Stage, limit: float) -> Outcome:
             outcome.failed += 1
         finally:
             end_job(process, mark)
+            shutil.rmtree(temporary, ignore_errors=True)
     outcome.seconds = time.monotonic() - started
     if is_pytest and report.exists():
         _read(report, outcome)
     elif not is_pytest and process.returncode == 0:
         outcome.passed += 1
+    outcome.notes += [
+        line for line in _log(stage).read_text(errors="replace").splitlines() if "the job ends here" in line
+    ]
     # pytest's exit code 5: no test was selected.
     if process.returncode not in ((0, 5) if is_pytest else (0,)) and not outcome.failed:
         outcome.failed += 1

@@ -206,6 +206,18 @@ def test_session_that_ends_on_one_rank(suite: Suite) -> None:
     assert "rank 1 is at the end of its session" in result.stdout + result.stderr
 
 
+def test_trouble_at_the_end_of_one_session(suite: Suite, tmp_path: Path) -> None:
+    """A plugin that fails on one rank at the end of its session fails the job, and the others do not wait for it."""
+    (tmp_path / "late.py").write_text(
+        textwrap.dedent(HEADER) + "def pytest_sessionfinish():\n    assert rank != 1, 'late trouble'\n"
+    )
+    result = suite("def test_it(): pass", 3, "-p", "late")
+    assert not result.timed_out
+    assert result.seconds < 30
+    assert result.returncode != 0
+    assert "late trouble" in result.err[1]
+
+
 def test_rank_zero_alone_writes_the_report(suite: Suite, tmp_path: Path) -> None:
     """The JUnit report is rank 0's, and holds the failure of another rank."""
     result = suite("def test_it(): assert rank == 0", 2, f"--junitxml={tmp_path / 'report.xml'}")
