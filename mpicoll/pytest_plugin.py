@@ -20,8 +20,8 @@ Then
 - every rank tells the others how each phase of a test (setup, call, teardown) ended. A phase that failed on one rank
   is a failure on all of them; rank 0, which alone prints, shows the assertion of the rank it failed on;
 - ranks that disagree (one skips, another passes) fail the test, and ranks that collected different tests end at once;
-- a test that is not over within its limit (``--mpi-timeout``, ini ``mpi_timeout``, the mark; 60 s; 10 s once a rank has
-  failed) ends the job with a nonzero exit code, the test's name, which ranks had finished it, and every rank's stack;
+- a test that is not over within its limit (``--mpi-timeout``, ini ``mpi_timeout``, the mark; 60 s; a third of it once
+  a rank has failed) ends the job with a nonzero exit code, the test's name, which ranks had finished it, and every rank's stack;
 - only rank 0 writes the JUnit report.
 
 It is not a ``pytest11`` entry point. Such a plugin is loaded by every pytest of the environment: it would import numpy
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 DEFAULT_LIMIT = 60.0
-AFTER_FAILURE = 10.0  # seconds that the others get to come out of a test which a rank has failed
+AFTER_FAILURE = 1 / 3  # of the limit is what the others get to come out of a test which a rank has failed
 ANSWERS = 2.0  # seconds in which all ranks write down their stacks
 NATIVE_GRACE = 10.0  # seconds past the limit after which a process that no thread can stop is ended from C
 MOST_TEXT = 1 << 20  # bytes of failure text that one phase sends to every rank, all ranks together
@@ -222,11 +222,11 @@ class _Watchdog(threading.Thread):
         if native:
             faulthandler.dump_traceback_later(limit + NATIVE_GRACE, exit=True, file=self.err)
 
-    def hurry(self, limit: float, words: str) -> None:
-        """Give the others at most ``limit`` more seconds; ``words`` tell why."""
+    def hurry(self, words: str) -> None:
+        """Give the others less time, since this rank has failed; ``words`` tell how."""
         with self._changed:
             if self._deadline is not None:
-                self._deadline = min(self._deadline, time.monotonic() + limit)
+                self._deadline = min(self._deadline, time.monotonic() + AFTER_FAILURE * self._limit)
                 self.words = words
 
     def disarm(self, native: bool = True) -> None:
@@ -291,7 +291,8 @@ class _Watchdog(threading.Thread):
 
     def _report(self, accounts: dict[int, dict[str, Any]]) -> str:
         failed = [rank for rank, account in accounts.items() if account["words"]]
-        why = f"within {AFTER_FAILURE:g} s of its failure" if failed else f"within its limit of {self._limit:g} s"
+        limit = f"its limit of {self._limit:g} s"
+        why = f"within a third of {limit} after a rank had failed" if failed else f"within {limit}"
         lines = ["", "", f"mpicoll: {self._what} was not over on all ranks {why}; the job ends here."]
         places: dict[str, list[int]] = {}
         for rank, account in accounts.items():
@@ -395,7 +396,7 @@ class _MultiRank:
         before = self.dog.where
         self.dog.where = f"{outcome} ({report.when}) and waited for the others"
         if outcome == "failed":
-            self.dog.hurry(AFTER_FAILURE, words_of(report))
+            self.dog.hurry(words_of(report))
         outcomes = self._exchange(f"{report.when} of {item.nodeid}", outcome)
         self.dog.words = ""
         if set(outcomes) == {"passed"}:
