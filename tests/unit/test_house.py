@@ -29,6 +29,7 @@ ROOMS = (
     {"leaving"},
     {"watchdog"},
     {"communicators"},
+    {"matching"},
     {"topology"},
     {"work"},
     {"groups"},
@@ -45,7 +46,17 @@ FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 
 # Who may import mpi4py when it is imported itself; the others may within a function.
 SPEAKS_MPI = {
-    *("checks", "communicators", "engines", "execution", "groups", "leaving", "objects", "p2p", "runtime", "topology"),
+    "checks",
+    "communicators",
+    "engines",
+    "execution",
+    "groups",
+    "leaving",
+    "matching",
+    "objects",
+    "p2p",
+    "runtime",
+    "topology",
 }
 
 
