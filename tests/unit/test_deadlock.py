@@ -1,0 +1,110 @@
+"""Certificates of deadlock: what is stuck, and what only looks so."""
+
+from __future__ import annotations
+
+from mpicoll.checks.deadlock import State, Wait, report, stuck
+
+
+def _recv(source: int, tag: int = 0, members: tuple[int, ...] = (0, 1, 2)) -> Wait:
+    return Wait("w", members, f"recv from {source}", peer=source, tag=tag)
+
+
+def _send(peer: int, tag: int = 0) -> Wait:
+    return Wait("w", (0, 1, 2), f"send to {peer}", peer=peer, sending=True, tag=tag)
+
+
+def _collective(group: str, seq: int, members: tuple[int, ...] = (0, 1, 2)) -> Wait:
+    return Wait(group, members, f"barrier {seq} on {group}", seq=seq)
+
+
+def _states(*states: State) -> dict[int, State]:
+    return {state.rank: state for state in states}
+
+
+def test_a_cycle_of_receives_is_stuck() -> None:
+    """Ranks that each wait for a message of the next one are stuck, and the report names all of them."""
+    states = _states(*(State(r, waits=(_recv((r + 1) % 3),)) for r in range(3)))
+    assert stuck(states) == {0, 1, 2}
+    text = report(states, {0, 1, 2})
+    assert text.splitlines()[0] == "deadlock: ranks 0-2 wait for each other, and nobody can release them"
+    assert "  rank 2: recv from 0, needs rank 0 to send" in text
+
+
+def test_a_chain_to_a_free_rank_is_not_stuck() -> None:
+    """A long chain of waiting that ends at a rank that did not answer, or has a free thread, can still be released."""
+    chain = [State(r, waits=(_recv(r + 1, members=tuple(range(6))),)) for r in range(4)]
+    assert stuck(_states(*chain)) == set()
+    assert stuck(_states(*chain, State(4, waits=(_recv(0),), free=True))) == set()
+    assert stuck(_states(*chain, State(4))) == set()
+
+
+def test_a_message_on_its_way_releases() -> None:
+    """A receive whose message has been sent, with its tag, is not stuck; with another tag it is."""
+    waiting = State(0, waits=(_recv(1, tag=3),))
+    peer = {"waits": (_recv(0),)}
+    assert stuck(_states(waiting, State(1, sent={("w", 0, 3): 1}, **peer))) == set()  # type: ignore[arg-type]
+    assert stuck(_states(waiting, State(1, sent={("w", 0, 4): 1}, **peer))) == {0, 1}  # type: ignore[arg-type]
+    received = State(0, waits=(_recv(1, tag=3),), received={("w", 1, 3): 1})
+    assert stuck(_states(received, State(1, sent={("w", 0, 3): 1}, **peer))) == {0, 1}  # type: ignore[arg-type]
+
+
+def test_head_to_head_sends() -> None:
+    """Two sends to each other are stuck, unless one side has started a receive that takes the message."""
+    assert stuck(_states(State(0, waits=(_send(1),)), State(1, waits=(_send(0),)))) == {0, 1}
+    started = State(1, waits=(_send(0),), receives=(("w", 0, 0),))
+    assert stuck(_states(State(0, waits=(_send(1),)), started)) == set()
+    anybody = State(1, waits=(_send(0),), receives=(("w", -1, 0),))
+    assert stuck(_states(State(0, waits=(_send(1),)), anybody)) == set()
+    other_tag = State(1, waits=(_send(0),), receives=(("w", 0, 9),))
+    assert stuck(_states(State(0, waits=(_send(1),)), other_tag)) == {0, 1}
+
+
+def test_collectives_in_opposite_order_on_two_groups() -> None:
+    """Ranks that call two groups in opposite order wait for each other; those who only follow them are stuck too."""
+    states = _states(
+        State(0, waits=(_collective("a", 1, (0, 1)),), calls={"a": 1}),
+        State(1, waits=(_collective("b", 1, (0, 1)),), calls={"b": 1}),
+        State(2, waits=(_recv(0),)),
+    )
+    assert stuck(states) == {0, 1, 2}
+    assert "rank 0: barrier 1 on a, needs rank 1" in report(states, {0, 1})
+
+
+def test_a_collective_that_all_have_issued_is_not_stuck() -> None:
+    """A wait for a collective that every member has issued is about to end."""
+    states = _states(*(State(r, waits=(_collective("a", 2, (0, 1)),), calls={"a": 2}) for r in range(2)))
+    assert stuck(states) == set()
+
+
+def test_a_missing_member_outside_does_not_hide_one_inside() -> None:
+    """One stuck member is enough to keep a collective from ending, whoever else is still to come."""
+    states = _states(
+        State(0, waits=(_collective("w", 1),), calls={"w": 1}),
+        State(1, waits=(_recv(0),)),
+    )  # rank 2 computes
+    assert stuck(states) == {0, 1}
+
+
+def test_any_source() -> None:
+    """A receive from anybody is stuck only when everybody is, and nothing is on its way."""
+    anybody = State(0, waits=(_recv(-1),))
+    waiting = [State(r, waits=(_recv(0),)) for r in (1, 2)]
+    assert stuck(_states(anybody, *waiting)) == {0, 1, 2}
+    assert stuck(_states(anybody, waiting[0])) == set()
+    assert stuck(_states(anybody, waiting[0], State(2, gone=True))) == {0, 1}
+    assert stuck(_states(anybody, waiting[0], State(2, gone=True, sent={("w", 0, 0): 1}))) == set()
+
+
+def test_ranks_that_are_gone() -> None:
+    """A rank that has ended holds those that need it, and is not itself reported."""
+    states = _states(State(0, waits=(_collective("w", 2),), calls={"w": 2}), State(1, gone=True, calls={"w": 1}))
+    assert stuck(states) == {0}
+    done = _states(State(0, waits=(_collective("w", 2),), calls={"w": 2}), State(1, gone=True, calls={"w": 2}))
+    assert stuck(done) == set()
+
+
+def test_every_wait_of_a_rank_must_be_stuck() -> None:
+    """A rank with two waiting threads is released when one of them may be."""
+    two = State(0, waits=(_recv(1), _recv(2)))
+    assert stuck(_states(two, State(1, waits=(_recv(0),)))) == set()
+    assert stuck(_states(two, State(1, waits=(_recv(0),)), State(2, waits=(_recv(0),)))) == {0, 1, 2}
