@@ -75,6 +75,7 @@ class Pool:
 
     def __init__(self) -> None:
         self._pairs: dict[tuple[int, ...], list[Pair]] = {}
+        self._floor: dict[tuple[int, ...], int] = {}
 
     def add(self, pair: Pair) -> None:
         """Take in a new pair, in use."""
@@ -85,9 +86,16 @@ class Pool:
     def candidate(self, ranks: tuple[int, ...]) -> int:
         """Return the index of the first idle pair of these members, or -1."""
         for pair in self._pairs.get(ranks, ()):
-            if pair.idle and not pair.spoiled:
+            if pair.idle and not pair.spoiled and pair.index >= self._floor.get(ranks, 0):
                 return pair.index
         return -1
+
+    def disagreed(self, ranks: tuple[int, ...], most: int) -> None:
+        """Note that the members found different pairs idle: those before the last of them are not proposed again.
+
+        One that is spoiled on one rank alone would be proposed by the others for ever.
+        """
+        self._floor[ranks] = max(self._floor.get(ranks, 0), most)
 
     def take(self, ranks: tuple[int, ...], index: int) -> Pair:
         """Put a pair to use that all members agreed upon."""

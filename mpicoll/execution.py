@@ -214,11 +214,12 @@ def collective(
         before: run when all members are known to make this call, just before data moves.
         after: run when this rank's part has moved.
     """
+    mpi_error = MPI.Exception  # at the end of the interpreter the module's names are gone before kept generators
     try:
         flags = yield from agree_or_raise(ticket, call, group.display, group.ranks, group.rank())
         assert move is not None
         yield from _agreed(group, call, move, ticket, flags, before, after, limit)
-    except MPI.Exception as error:
+    except mpi_error as error:
         raise wrap(error, group, call) from error
     finally:
         ticket.pass_on()
@@ -449,11 +450,12 @@ def _unusual(
     group: ProcessGroup, call: Call, move: Movement, ticket: Ticket, flags: Flags, after: Callable[[], Any] | None
 ) -> Generator[Request, None, None]:
     """Go on after a round that says that something differs, or that somebody is late or asynchronous."""
+    mpi_error = MPI.Exception  # at the end of the interpreter the module's names are gone before kept generators
     try:
         if not flags.same or flags.error:
             yield from explain(ticket.lane, call, group.display, group.ranks, group.rank())
         yield from _agreed(group, call, move, ticket, flags, None, after, group.timeout)
-    except MPI.Exception as error:
+    except mpi_error as error:
         raise wrap(error, group, call) from error
     finally:
         ticket.pass_on()
@@ -484,6 +486,7 @@ def agree(group: ProcessGroup, call: Call, limit: float) -> Flags:
 
 
 def _agreement(group: ProcessGroup, call: Call, ticket: Ticket) -> Generator[Request, None, Flags]:
+    mpi_error = MPI.Exception  # at the end of the interpreter the module's names are gone before kept generators
     try:
         flags = yield from agree_or_raise(ticket, call, group.display, group.ranks, group.rank())
         if not ticket.Test():
@@ -491,7 +494,7 @@ def _agreement(group: ProcessGroup, call: Call, ticket: Ticket) -> Generator[Req
         if flags.stalled:
             yield group.pair.lane.data.Ibarrier()
         return flags
-    except MPI.Exception as error:
+    except mpi_error as error:
         raise wrap(error, group, call) from error
     finally:
         ticket.pass_on()
@@ -505,9 +508,10 @@ def drive(group: ProcessGroup, call: Call, steps: Generator[Request, None, Any],
             request = next(steps)
         except StopIteration as stop:
             return stop.value
-        if not request.Test():
+        test = _guarded(request.Test, group, call)
+        if not test():
             try:
-                local_wait(_guarded(request.Test, group, call), patience)
+                local_wait(test, patience)
             except BaseException:
                 _kept.append((steps, request))
                 raise

@@ -51,12 +51,14 @@ class Base:
     """What lives as long as the communicator that a default group was made on, over any number of initialisations.
 
     Attributes:
+        again: where the ranks agree on an idle pair when the default group is made again.
         calls, sent: of destroyed groups, by name: the calls made, and the messages sent to each rank.
         job: some default group on it had ``on_failure="job"``.
     """
 
     board: Board
     pool: Pool
+    again: MPI.Intracomm
     topology: Any
     calls: dict[str, int]
     sent: dict[str, dict[int, int]]

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from mpicoll.errors import CollectiveTimeoutError, DistError
 from mpicoll.launch.environment import check_before_mpi, check_world, local_rank_hint, mark_rank
 from mpicoll.launch.rundir import scrub
@@ -276,22 +278,31 @@ def _base(comm: MPI.Intracomm, limit: float, site: str) -> tuple[Base, Pair]:
     ranks = tuple(range(comm.Get_size()))
     found = comm.Get_attr(_base_keyval)
     base = found if isinstance(found, leaving.Base) else None
+    wait = _init_wait(limit, site, comm.Get_size())
     if base is not None:
-        index = base.pool.candidate(ranks)
+        index = _common_index(base, base.pool.candidate(ranks), wait)
         if index >= 0:
             return base, base.pool.take(ranks, index)
-    wait = _init_wait(limit, site, comm.Get_size())
     control = duplicate(comm, wait)
     data = duplicate(control, wait)
     pair = Pair(ranks, control, data)
     if base is None:
         board = Board(duplicate(control, wait), execution.waits_now)
-        base = leaving.Base(board, Pool(), None, {}, {})
+        base = leaving.Base(board, Pool(), duplicate(control, wait), None, {}, {})
         comm.Set_attr(_base_keyval, base)
         leaving.bases.append(base)
     base.pool.add(pair)
     _set_clock(control, wait)
     return base, pair
+
+
+def _common_index(base: Base, index: int, wait: Callable[[MPI.Request], None]) -> int:
+    """Return ``index`` where all ranks find the same pair idle, else -1: one of them may have given a call up on it."""
+    from mpi4py import MPI
+
+    words = np.array([index, -index], np.int64)
+    wait(base.again.Iallreduce(MPI.IN_PLACE, words, MPI.MAX))
+    return index if words[0] == -words[1] else -1
 
 
 def _set_clock(control: MPI.Intracomm, wait: Callable[[MPI.Request], None]) -> None:

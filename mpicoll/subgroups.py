@@ -87,6 +87,8 @@ def new_group(
         name = f"{known.world.group_name}.{known.created}"
         if me not in members:
             return NON_MEMBER
+        if flags.detail == NOTHING:
+            known.pool.disagreed(members, flags.most)
         pair = _make(known, members, flags.detail, known.created % _TAGS, call)
     limit = known.world.timeout if timeout is None else timeout.total_seconds()
     display = group_desc or f"[{compress_ranks(members) if list(members) == sorted(members) else list(members)}]"
@@ -155,11 +157,14 @@ def _make_locally(known: State, members: tuple[int, ...], site: Site) -> tuple[s
             execution.local_wait(lambda: patience.poll() and patience.joined() >= set(others), patience)
             told = set(board.joins.pop(name, {}).values()) | {candidate}
             index = candidate if len(told) == 1 else -1
-            board.post("join", ((name, "go"), index), others)
+            board.post("join", ((name, "go"), (index, max(told))), others)
+            most = max(told)
         else:
             board.post("join", (name, candidate), [leader])
             execution.local_wait(lambda: patience.poll() and (name, "go") in board.joins, patience)
-            index = board.joins.pop((name, "go"))[leader]
+            index, most = board.joins.pop((name, "go"))[leader]
+    if index < 0:
+        known.pool.disagreed(members, most)
     _local_count[counted] = count + 1
     tag = _TAGS + int.from_bytes(digest.digest(), "little") % 700
     return name, _make(known, members, index, tag, call)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
@@ -127,12 +128,17 @@ def _settle(future: Future[Any], operation: Operation) -> None:
 class _WorkFuture(Future[Any]):
     """A Future whose waits make progress: there is no thread behind it that would."""
 
-    def __init__(self, wait: Callable[[float | None], None]) -> None:
+    def __init__(self, wait: Callable[[], None]) -> None:
         super().__init__()
         self._wait = wait
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait for the operation and return its list of output arrays; seconds, None: the limit of its group."""
+        """Wait for the operation and return its list of output arrays.
+
+        Args:
+            timeout: seconds, after which concurrent.futures.TimeoutError is raised and the call stays under way; None: the
+                limit of the group.
+        """
         self._drive(timeout)
         return super().result(0)
 
@@ -142,9 +148,17 @@ class _WorkFuture(Future[Any]):
         return super().exception(0)
 
     def _drive(self, timeout: float | None) -> None:
-        if not self.done():
+        if timeout is not None:
+            # As with every Future a limit that passes changes nothing: the call stays under way.
+            end = time.monotonic() + timeout
+            while not self.done() and time.monotonic() < end:
+                with waiting.guard:
+                    waiting.progress()
+                    waiting.serve()
+                time.sleep(0.0002)
+        elif not self.done():
             try:
-                self._wait(timeout)
+                self._wait()
             except Exception:
                 if not self.done():
                     raise
@@ -222,7 +236,7 @@ class Work:
         operation = self._operation
         self._observe()
         if operation.future is None:
-            operation.future = _WorkFuture(lambda timeout: self._wait(operation, timeout))
+            operation.future = _WorkFuture(lambda: self._wait(operation, None))
             operation.future.set_running_or_notify_cancel()
             if operation.done:
                 _settle(operation.future, operation)

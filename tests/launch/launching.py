@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LIMIT = 60.0
-OTHER = "MPICOLL_TEST_OTHER_VENV"
+OTHER = "TEST_OTHER_VENV"
 RUN = [sys.executable, "-m", "mpicoll", "run"]
 
 
