@@ -27,8 +27,9 @@ class Result:
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return this process's environment without what only these tests look at."""
-    kept = {name: value for name, value in os.environ.items() if name not in (OTHER, "PYTHONUNBUFFERED")}
+    """Return this process's environment without what these tests look at, and what `mpicoll run` would leave alone."""
+    own = (OTHER, "PYTHONUNBUFFERED", "OMPI_MCA_pml", "OMPI_MCA_btl")
+    kept = {name: value for name, value in os.environ.items() if name not in own}
     return {**kept, **(extra or {})}
 
 
