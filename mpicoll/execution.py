@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import threading
 import time
@@ -18,11 +19,14 @@ from mpi4py import MPI
 
 from mpicoll import groups, waiting, watchdog
 from mpicoll.checks.agreement import Flags, Ticket, agree_or_raise, explain
+from mpicoll.checks.board import Board
 from mpicoll.checks.call import NOTHING, Call, Site, fingerprint, name_ranks
+from mpicoll.checks.deadlock import State, Wait, report, stuck
 from mpicoll.communicators import mpi_text
 from mpicoll.engines.base import Kind, Movement, Request, block_elements, pieces
 from mpicoll.errors import (
     CollectiveTimeoutError,
+    DeadlockError,
     DistBackendError,
     GroupBrokenError,
     PeerExitedError,
@@ -71,13 +75,14 @@ def call_limit(group: ProcessGroup, timeout: Any) -> float:
 class CallWait:
     """What one wait on a group is for: its limit, who can never come, and what to say when it is over."""
 
-    __slots__ = ("call", "group", "limit", "peer", "stall_warn")
+    __slots__ = ("call", "group", "limit", "peer", "stall_warn", "tag")
 
-    def __init__(self, group: ProcessGroup, call: Call, limit: float, peer: int | None = None) -> None:
+    def __init__(self, group: ProcessGroup, call: Call, limit: float, peer: int | None = None, tag: int = 0) -> None:
         self.group = group
         self.call = call
         self.limit = limit
         self.peer = peer  # global rank this point-to-point call waits for; None: all members; -1: any source
+        self.tag = tag
         self.stall_warn = groups.state().settings.stall_warn
 
     def describe(self) -> str:
@@ -91,6 +96,9 @@ class CallWait:
         if known is None:
             return None
         board = known.board
+        certain = search.verdict(board)
+        if certain is not None:
+            return certain
         for failure in tuple(board.failed.values()):
             if failure.rank in self.group.ranks or failure.rank not in board.announced:
                 board.announced.add(failure.rank)
@@ -107,7 +115,14 @@ class CallWait:
             return PeerExitedError(
                 f"{self.describe()}: {name_ranks(gone)} ended the program{after}, so this call can never complete"
             )
-        return None
+        return search.look(waited)
+
+    def as_wait(self) -> Wait:
+        """Return this wait as a search for deadlocks sees it."""
+        sending = self.peer is not None and self.call.op in ("send", "isend")
+        return Wait(
+            self.group.group_name, self.group.ranks, self.describe(), self.peer, self.call.seq, sending, self.tag
+        )
 
     def _needs(self, exit_: Any) -> bool:
         name = self.group.group_name
@@ -115,7 +130,8 @@ class CallWait:
             return exit_.rank in self.group.ranks and exit_.calls.get(name, 0) < self.call.seq
         if self.call.op not in ("recv", "irecv") or self.peer != exit_.rank:
             return False
-        return bool(exit_.sent.get(name, 0) <= self.group.received.get(self.group.ranks.index(self.peer), 0))
+        received = self.group.by_peer(self.group.received).get(self.group.ranks.index(self.peer), 0)
+        return bool(exit_.sent.get(name, 0) <= received)
 
     def stalled(self, waited: float) -> None:
         """Say who is missing: once a job, by the lowest rank that waits."""
@@ -183,14 +199,142 @@ def waits_now(group_name: str) -> tuple[int, str]:
     return found.calls if found is not None else 0, text
 
 
+def describe_state() -> State:
+    """Return what this rank says of itself to a search for deadlocks."""
+    known = groups.current()
+    rank = known.world.rank() if known is not None else -1
+    waits = dict(_waits)
+    alive = {thread.ident for thread in threading.enumerate()}
+    users = (waiting.threads & alive) | {threading.main_thread().ident}
+    ours = [group for group in tuple(known.groups.values())] if known is not None else []
+    return State(
+        rank,
+        search.epoch,
+        tuple(wait.as_wait() for wait in waits.values()),
+        free=any(ident not in waits for ident in users),
+        calls={group.group_name: group.calls for group in ours},
+        sent=_messages(ours, "sent"),
+        received=_messages(ours, "received"),
+        receives=tuple(
+            (group.group_name, group.ranks[source] if source >= 0 else -1, tag)
+            for group in ours
+            for source, tag in group.pair.receiver.outstanding()
+        ),
+        doubtful=len(alive - users) > watchdog.THREADS,
+    )
+
+
+def _messages(ours: list[ProcessGroup], what: str) -> dict[tuple[str, int, int], int]:
+    return {
+        (group.group_name, group.ranks[peer], tag): count
+        for group in ours
+        for (peer, tag), count in getattr(group, what).items()
+    }
+
+
+class Search:
+    """The search of one process for deadlocks, while it waits.
+
+    One rank of those that wait searches, the lowest as a rule: the others leave it to a lower one that has asked them
+    lately. It asks all ranks, twice, and tells those that the certificate names.
+    """
+
+    FIRST_AFTER = 0.1
+    STAGGER = 0.02
+    LEAVE_IT = 1.0
+    AGAIN_WITHIN = 5.0
+    DOUBTFUL_FOR = 2.0
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self._mine = -1
+        self._next = 0.0
+        self._pause = 0.0
+        self._asked = False
+        self._until = 0.0
+        self._before: tuple[float, dict[int, State]] | None = None
+
+    def verdict(self, board: Board) -> DeadlockError | None:
+        """Return the error of a certificate that another rank found, if this rank still waits as it did then."""
+        if board.verdict is None:
+            return None
+        (epoch, text), board.verdict = board.verdict, None
+        return self._error(text) if epoch == self.epoch else None
+
+    @staticmethod
+    def _error(text: str) -> DeadlockError:
+        error = DeadlockError(text)
+        error.reporter = int(re.findall(r"\d+", text)[0])
+        return error
+
+    def look(self, waited: float) -> BaseException | None:
+        """Go on with the search; return the error when this rank is in a certificate. Called every few milliseconds."""
+        known = groups.current()
+        if known is None or known.world.size() == 1:
+            return None
+        board, now = known.board, time.monotonic()
+        if waited < self.FIRST_AFTER + min(board.rank, 50) * self.STAGGER:
+            return None
+        if self._mine != self.epoch:
+            self._mine, self._next, self._pause = self.epoch, now, self.FIRST_AFTER
+            self._asked, self._before = False, None
+        if self._asked:
+            return self._read(known, now)
+        if now < self._next or any(
+            rank < board.rank and now - when < self.LEAVE_IT for rank, when in tuple(board.searched_by.items())
+        ):
+            return None
+        board.search += 1
+        board.states = {}
+        board.post("search", board.search, [r for r in range(board.size) if r not in board.exited])
+        self._asked, self._until = True, now + 0.3
+        return None
+
+    def _read(self, known: groups.State, now: float) -> BaseException | None:
+        board = known.board
+        if len(board.states) < board.size - 1 - len(board.exited) and now < self._until:
+            return None
+        self._asked = False
+        states = {**board.states, board.rank: describe_state()}
+        for exit_ in tuple(board.exited.values()):
+            states[exit_.rank] = State(exit_.rank, gone=True, calls=exit_.calls)
+        held = stuck(states)
+        before, self._before = self._before, (now, states)
+        if not held:
+            self._pause = min(2 * self._pause, self.AGAIN_WITHIN)
+            self._next = now + self._pause
+            self._before = None
+            return None
+        doubtful = any(states[rank].doubtful for rank in held)
+        if before is None or any(rank not in before[1] or before[1][rank].epoch != states[rank].epoch for rank in held):
+            self._next = now + 0.02
+            return None
+        if doubtful and now - before[0] < self.DOUBTFUL_FOR:
+            self._before, self._next = before, now + 0.1
+            return None
+        text = report(states, held)
+        if doubtful:
+            text += f"\nOther threads are alive; nothing has changed for {now - before[0]:.1f} s."
+        board.post("deadlock", ({rank: states[rank].epoch for rank in held}, text), held)
+        if board.rank not in held:
+            self._next = now + self.AGAIN_WITHIN
+            return None
+        return self._error(text)
+
+
+search = Search()
+
+
 def local_wait(test: Callable[[], bool], patience: CallWait) -> None:
     """Wait, and be found waiting by those who ask."""
     ident = threading.get_ident()
     outer = _waits.get(ident)
     _waits[ident] = patience
+    search.epoch += 1
     try:
         waiting.wait(test, patience)
     finally:
+        search.epoch += 1
         if outer is None:
             del _waits[ident]
         else:
@@ -553,7 +697,11 @@ def finish_waiting(operation: Operation, limit: float | None) -> None:
     if not operation.done:
         with waiting.guard:
             patience = CallWait(
-                operation.group, operation.call, operation.limit if limit is None else limit, operation.peer
+                operation.group,
+                operation.call,
+                operation.limit if limit is None else limit,
+                operation.peer,
+                operation.tag,
             )
             try:
                 local_wait(operation.advance, patience)

@@ -70,8 +70,8 @@ class ProcessGroup:
         self.lock = threading.RLock()  # held through a collective: one at a time on a group
         self.posting = threading.Lock()  # held while a message is posted: other threads may send during a collective
         self.unwaited: dict[int, Operation] = {}
-        self.sent: dict[int, int] = {}
-        self.received: dict[int, int] = {}
+        self.sent: dict[tuple[int, int], int] = {}  # (rank in the group, tag) -> messages
+        self.received: dict[tuple[int, int], int] = {}
         self.plans: OrderedDict[Any, Plan] = OrderedDict()
         self.repeated: dict[Any, Repeated] = {}
         self._rank = rank
@@ -128,6 +128,14 @@ class ProcessGroup:
         self.plans[key] = plan
         if len(self.plans) > MOST_PLANS:
             self.plans.popitem(last=False)[1].free()
+
+    @staticmethod
+    def by_peer(counts: dict[tuple[int, int], int]) -> dict[int, int]:
+        """Return messages for each peer from messages for each peer and tag."""
+        totals: dict[int, int] = {}
+        for (peer, _), count in counts.items():
+            totals[peer] = totals.get(peer, 0) + count
+        return totals
 
     def free_plans(self) -> None:
         """Free every plan (none may be under way)."""

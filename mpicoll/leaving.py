@@ -75,7 +75,8 @@ class Base:
     def remember(self, group: groups.ProcessGroup) -> None:
         """Keep the counters of a group that is destroyed."""
         self.calls[group.group_name] = group.calls
-        self.sent[group.group_name] = {group.ranks[peer]: count for peer, count in group.sent.items()}
+        sent = group.by_peer(group.sent)
+        self.sent[group.group_name] = {group.ranks[peer]: count for peer, count in sent.items()}
 
     def counters(self, rank: int) -> tuple[dict[str, int], dict[str, int]]:
         """Return the calls made on every group, and the messages sent to ``rank`` on each."""
@@ -86,7 +87,7 @@ class Base:
             for group in known.groups.values():
                 calls[group.group_name] = group.calls
                 if rank in group.ranks:
-                    sent[group.group_name] = group.sent.get(group.ranks.index(rank), 0)
+                    sent[group.group_name] = group.by_peer(group.sent).get(group.ranks.index(rank), 0)
         return calls, sent
 
 

@@ -61,6 +61,7 @@ class Receive:
                 return self.complete
         if self.request.Test(self.status):
             self.complete = True
+            self.receiver.taken(self)
         return self.complete
 
 
@@ -71,6 +72,7 @@ class Receiver:
         self._comm = comm
         self._lock = threading.Lock()
         self._waiting: list[Receive] = []
+        self._taking: list[Receive] = []
 
     def start(self, memory: Memory, source: int, tag: int) -> Receive:
         """Start a receive; its message may be here already."""
@@ -108,6 +110,16 @@ class Receiver:
             receive.complete = True
         else:
             receive.request = self._comm.Irecv(receive.memory.flat, source, receive.tag)
+            self._taking.append(receive)
+
+    def taken(self, receive: Receive) -> None:
+        """Note that a receive is complete."""
+        if receive in self._taking:
+            self._taking.remove(receive)
+
+    def outstanding(self) -> list[tuple[int, int]]:
+        """Return (source, tag) of every receive that is started and not complete."""
+        return [(receive.source, receive.tag) for receive in (*self._waiting, *self._taking)]
 
     def withdraw(self, receive: Receive) -> None:
         """Take back a receive that is given up."""

@@ -236,8 +236,8 @@ def _start_send(name: str, group: ProcessGroup, tensor: Array, peer: int, tag: i
             request = group.pair.data.Isend(memory.flat, peer, tag)
         except MPI.Exception as error:
             raise execution.wrap(error, group, call) from error
-        group.sent[peer] = group.sent.get(peer, 0) + 1
-        return Operation(group, call, _sending(group, call, request), [tensor], limit, peer=group.ranks[peer])
+        group.sent[peer, tag] = group.sent.get((peer, tag), 0) + 1
+        return Operation(group, call, _sending(group, call, request), [tensor], limit, peer=group.ranks[peer], tag=tag)
 
 
 def _start_recv(name: str, group: ProcessGroup, tensor: Array, peer: int, tag: int, limit: float) -> Operation:
@@ -258,6 +258,7 @@ def _start_recv(name: str, group: ProcessGroup, tensor: Array, peer: int, tag: i
             [tensor],
             limit,
             peer=group.ranks[peer] if peer >= 0 else -1,
+            tag=tag,
             withdraw=lambda: receiver.withdraw(receive),
         )
         receiver.watch()
@@ -292,7 +293,7 @@ def _receiving(
             f"rank {group.ranks[source]} has {receive.message_bytes} bytes, tensor has {memory.flat.nbytes} bytes. The message "
             "is not lost: receive it into an array that is large enough"
         )
-    group.received[source] = group.received.get(source, 0) + 1
+    group.received[source, receive.tag] = group.received.get((source, receive.tag), 0) + 1
     if memory.unpack is not None:
         memory.unpack()
     return source

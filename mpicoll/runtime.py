@@ -166,6 +166,7 @@ def init_process_group(
         base.topology = state.topology = discover(pair.data)
     pair.sweep()
     waiting.crowded = state.topology.crowded(cores())
+    base.board.state = execution.describe_state
     waiting.add_service(base.board.poll)
     watchdog.start(deadly=how == "job")
     leaving.base_limit = limit
@@ -426,7 +427,7 @@ def _destroy(group: ProcessGroup, base: Base) -> None:
     if group.pair.receiver in waiting.pending:
         waiting.pending.remove(group.pair.receiver)
     base.remember(group)
-    group.pair.sent, group.pair.received = group.sent, group.received
+    group.pair.sent, group.pair.received = group.by_peer(group.sent), group.by_peer(group.received)
     group.free_plans()
     group.destroyed = True
     if not group.pair.spoiled:

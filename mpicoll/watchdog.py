@@ -21,6 +21,8 @@ active: dict[int, tuple[float, float, Callable[[], str]]] = {}
 
 _EVERY = 0.25
 EXIT_CODE = 70
+THREADS = 1
+"""Threads of this module's own that are alive while it runs."""
 
 _thread: threading.Thread | None = None
 _stop = threading.Event()

@@ -41,6 +41,7 @@ class Operation:
         "outputs",
         "peer",
         "source",
+        "tag",
     )
 
     def __init__(
@@ -52,6 +53,7 @@ class Operation:
         limit: float,
         *,
         peer: int | None = None,
+        tag: int = 0,
         withdraw: Callable[[], None] | None = None,
     ) -> None:
         self.group = group
@@ -59,6 +61,7 @@ class Operation:
         self.outputs = outputs
         self.limit = limit
         self.peer = peer
+        self.tag = tag
         """Global rank at the other end of a point-to-point call (-1: any); None for a collective."""
         self.done = False
         self.error: BaseException | None = None

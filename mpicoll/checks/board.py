@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpicoll.checks.deadlock import State
+
 __all__ = ["Board", "Exit", "Failure", "Where"]
 
 _TAG = 1
@@ -63,6 +65,8 @@ class Board:
     Attributes:
         comm: a communicator that nobody else uses.
         where: answers a question: a group's name -> calls made on it, what this rank waits in.
+        state: says of this rank what a search for deadlocks needs.
+        verdict: (epoch, text) of a certificate that another rank found and that names this one.
     """
 
     comm: MPI.Intracomm
@@ -74,6 +78,8 @@ class Board:
     withdrawn: dict[str, tuple[int, str]] = field(default_factory=dict)
     joins: dict[Any, dict[int, Any]] = field(default_factory=dict)
     announced: set[int] = field(default_factory=set)
+    state: Callable[[], State] | None = None
+    verdict: tuple[int, str] | None = None
 
     def __post_init__(self) -> None:
         self.rank: int = self.comm.Get_rank()
@@ -81,6 +87,9 @@ class Board:
         self._lock = threading.Lock()
         self._sending: list[tuple[MPI.Request, Any]] = []
         self._answers: dict[str, dict[int, Where]] = {}
+        self.states: dict[int, State] = {}
+        self.search = 0
+        self.searched_by: dict[int, float] = {}
 
     def post(self, kind: str, payload: Any, ranks: Iterable[int]) -> None:
         """Send ``(kind, payload)`` to every rank of ``ranks`` but this one; never waits."""
@@ -138,6 +147,16 @@ class Board:
         elif kind == "where":
             group, calls, waits = payload
             self._answers.setdefault(group, {})[rank] = Where(rank, calls, waits)
+        elif kind == "search":
+            self.searched_by[rank] = time.monotonic()
+            return ("state", (payload, self.state())) if self.state is not None else None
+        elif kind == "state":
+            number, state = payload
+            if number == self.search:
+                self.states[rank] = state
+        elif kind == "deadlock":
+            epochs, text = payload
+            self.verdict = (epochs[self.rank], text)
         elif kind == "join":
             key, value = payload
             self.joins.setdefault(key, {})[rank] = value
