@@ -16,7 +16,7 @@ from mpicoll.buffers.reduce_op import RedOpType, ReduceOp
 from mpicoll.checks.call import NOTHING, Call, call_site
 from mpicoll.engines.base import Kind, Movement
 from mpicoll.execution import Repeated
-from mpicoll.groups import ProcessGroup, member_or_warn, peer_rank
+from mpicoll.groups import ProcessGroup, member_or_warn, no_global_peer, peer_rank
 from mpicoll.work import Work
 
 __all__ = [
@@ -164,6 +164,7 @@ def broadcast(
 
     Source: torch.distributed.broadcast; MPI-4.1 section 6.4.
     """
+    no_global_peer(group, src)
     found = member_or_warn(group, "broadcast")
     if found is None:
         return None
@@ -226,9 +227,10 @@ def all_reduce(
         key = (str(reduction.op), dtype_name(memory.dtype), ("elements", flat.size))
         before = None
         if reduction.factor is not None:
+            scaled = reduction.before(flat)
 
             def before() -> None:
-                flat[...] = reduction.before(flat)
+                flat[...] = scaled
 
         average = (lambda: reduction.after(flat, g.size())) if reduction.average else None
         if before is None and flat.nbytes <= execution.SMALL_BYTES:
@@ -286,9 +288,10 @@ def reduce(
             return _Prepared(key, move, [tensor])
         before = None
         if reduction.factor is not None:
+            scaled = reduction.before(flat)
 
             def before() -> None:
-                flat[...] = reduction.before(flat)
+                flat[...] = scaled
 
         average = (lambda: reduction.after(flat, g.size())) if reduction.average else None
         return _Prepared(
@@ -477,6 +480,7 @@ def scatter(
 
     Source: torch.distributed.scatter; MPI-4.1 section 6.6.
     """
+    no_global_peer(group, src)
     found = member_or_warn(group, "scatter")
     if found is None:
         return None

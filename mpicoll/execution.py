@@ -25,6 +25,7 @@ from mpicoll.checks.deadlock import State, Wait, report, stuck
 from mpicoll.communicators import mpi_text
 from mpicoll.engines.base import Kind, Movement, Request, block_elements, pieces
 from mpicoll.errors import (
+    CollectiveMismatchError,
     CollectiveTimeoutError,
     DeadlockError,
     DistBackendError,
@@ -128,8 +129,16 @@ class CallWait:
         name = self.group.group_name
         if self.peer is None:
             return exit_.rank in self.group.ranks and exit_.calls.get(name, 0) < self.call.seq
-        if self.call.op not in ("recv", "irecv") or self.peer != exit_.rank:
+        if self.peer < 0:
+            others = [rank for rank in self.group.ranks if rank != exit_.rank and rank != groups.state().world.rank()]
+            if exit_.rank not in self.group.ranks or not all(rank in groups.state().board.exited for rank in others):
+                return False
+            received = self.group.by_peer(self.group.received).get(self.group.ranks.index(exit_.rank), 0)
+            return bool(exit_.sent.get(name, 0) <= received)
+        if self.peer != exit_.rank:
             return False
+        if self.call.op in ("send", "isend"):
+            return True  # it has left without receiving
         received = self.group.by_peer(self.group.received).get(self.group.ranks.index(self.peer), 0)
         return bool(exit_.sent.get(name, 0) <= received)
 
@@ -206,7 +215,7 @@ def describe_state() -> State:
     waits = dict(_waits)
     alive = {thread.ident for thread in threading.enumerate()}
     users = (waiting.threads & alive) | {threading.main_thread().ident}
-    ours = [group for group in tuple(known.groups.values())] if known is not None else []
+    ours = list(known.groups.values()) if known is not None else []
     return State(
         rank,
         search.epoch,
@@ -418,7 +427,11 @@ def _agreed(
             with native(group, call, limit):
                 engine.blocking(piece)
     if after is not None:
-        after()
+        try:
+            after()
+        except Exception as error:
+            call.error = error  # all has moved: this concerns this rank alone, and the group is still good
+            raise
 
 
 @contextlib.contextmanager
@@ -510,7 +523,7 @@ def _issue(
     if not call.asynchronous:
         drive(group, call, steps, limit)
         return None
-    operation = Operation(group, call, steps, outputs, limit)
+    operation = Operation(group, call, steps, outputs, limit, give_up=lost)
     if not operation.done:
         waiting.pending.append(operation)
     if async_op:
@@ -554,51 +567,70 @@ def repeat(group: ProcessGroup, known: Repeated, flat: Any, frame: FrameType) ->
     with waiting.guard, group.lock:
         group.calls += 1
         ticket = group.pair.lane.ticket()
-        plan = group.plans.get(known.plan_key)
-        request = None
-        moves = known.kind is not Kind.BARRIER
-        if (plan is not None or not moves) and not waiting.pending and ticket.may_post() and ticket.Test():
-            slot, request = ticket.lane.post(ticket.number, known.fingerprint, flat.nbytes)
+        try:
+            _repeat(group, known, flat, frame, ticket)
+        except CollectiveMismatchError:
+            raise
+        except MPI.Exception as error:
+            patience = _patience(group, known, frame)
+            patience.give_up(error)
+            raise wrap(error, group, patience.call) from error
+        except BaseException as error:
+            if group.broken is None:
+                _patience(group, known, frame).give_up(error)
+            raise
+        finally:
+            ticket.pass_on()
+        if known.average:
+            np.divide(flat, group.size(), out=flat)
+
+
+def _patience(group: ProcessGroup, known: Repeated, frame: FrameType) -> CallWait:
+    call = Call(known.op, known.key, Site(frame.f_code, frame.f_lasti), seq=group.calls)
+    return CallWait(group, call, group.timeout)
+
+
+def _repeat(group: ProcessGroup, known: Repeated, flat: Any, frame: FrameType, ticket: Ticket) -> None:
+    plan = group.plans.get(known.plan_key)
+    request = None
+    moves = known.kind is not Kind.BARRIER
+    if (plan is not None or not moves) and not waiting.pending and ticket.may_post() and ticket.Test():
+        slot, request = ticket.lane.post(ticket.number, known.fingerprint, flat.nbytes)
+        for _ in range(2 if waiting.crowded else waiting.SPIN_POLLS):
+            if request.Test():
+                break
+        else:
+            _finish_request(group, known, frame, request)
+        flags = slot.plain(known.fingerprint)
+        if flags is None:
+            if plan is None:  # a barrier is its round
+                return
+            group.plans.move_to_end(known.plan_key)
+            started = plan.start_in_place(flat)
             for _ in range(2 if waiting.crowded else waiting.SPIN_POLLS):
-                if request.Test():
+                if started.Test():
                     break
             else:
-                _finish_request(group, known, frame, request)
-            flags = slot.plain(known.fingerprint)
-            if flags is None:
-                if plan is None:  # a barrier is its round
-                    ticket.pass_on()
-                    return
-                group.plans.move_to_end(known.plan_key)
-                started = plan.start_in_place(flat)
-                for _ in range(2 if waiting.crowded else waiting.SPIN_POLLS):
-                    if started.Test():
-                        break
-                else:
-                    _finish_request(group, known, frame, started)
-                plan.finish_in_place(flat)
-                if known.average:
-                    np.divide(flat, group.size(), out=flat)
-                ticket.pass_on()
-                return
-        call = Call(known.op, known.key, Site(frame.f_code, frame.f_lasti), seq=group.calls, block_bytes=flat.nbytes)
-        move = Movement(known.kind, recv=flat, op=known.mpi_op, root=known.root)
-        after = (lambda: np.divide(flat, group.size(), out=flat)) if known.average else None
-        if request is None:
-            _issue(group, call, move, ticket, [flat], False, group.timeout, None, after)
-        else:
-            drive(group, call, _unusual(group, call, move, ticket, slot.flags(), after), group.timeout)
+                _finish_request(group, known, frame, started)
+            plan.finish_in_place(flat)
+            return
+    call = Call(known.op, known.key, Site(frame.f_code, frame.f_lasti), seq=group.calls, block_bytes=flat.nbytes)
+    move = Movement(known.kind, recv=flat, op=known.mpi_op, root=known.root)
+    if request is None:
+        _issue(group, call, move, ticket, [flat], False, group.timeout, None, None)
+    else:
+        drive(group, call, _unusual(group, call, move, ticket, slot.flags()), group.timeout)
 
 
 def _unusual(
-    group: ProcessGroup, call: Call, move: Movement, ticket: Ticket, flags: Flags, after: Callable[[], Any] | None
+    group: ProcessGroup, call: Call, move: Movement, ticket: Ticket, flags: Flags
 ) -> Generator[Request, None, None]:
     """Go on after a round that says that something differs, or that somebody is late or asynchronous."""
     mpi_error = MPI.Exception  # at the end of the interpreter the module's names are gone before kept generators
     try:
         if not flags.same or flags.error:
             yield from explain(ticket.lane, call, group.display, group.ranks, group.rank())
-        yield from _agreed(group, call, move, ticket, flags, None, after, group.timeout)
+        yield from _agreed(group, call, move, ticket, flags, None, None, group.timeout)
     except mpi_error as error:
         raise wrap(error, group, call) from error
     finally:
@@ -610,7 +642,7 @@ def _finish_request(group: ProcessGroup, known: Repeated, frame: FrameType, requ
     try:
         local_wait(_guarded(request.Test, group, call), CallWait(group, call, group.timeout))
     except BaseException:
-        _kept.append(request)
+        _kept.append((request, group.plans))
         raise
 
 
@@ -644,6 +676,11 @@ def _agreement(group: ProcessGroup, call: Call, ticket: Ticket) -> Generator[Req
         ticket.pass_on()
 
 
+def lost(operation: Operation, reason: BaseException) -> None:
+    """Give up a call that something foreign struck while it was moved on."""
+    CallWait(operation.group, operation.call, operation.limit, operation.peer).give_up(reason)
+
+
 def drive(group: ProcessGroup, call: Call, steps: Generator[Request, None, Any], limit: float) -> Any:
     """Run ``steps`` to their end, waiting for each; one limit for the whole call."""
     patience = CallWait(group, call, limit)
@@ -652,6 +689,14 @@ def drive(group: ProcessGroup, call: Call, steps: Generator[Request, None, Any],
             request = next(steps)
         except StopIteration as stop:
             return stop.value
+        except CollectiveMismatchError:
+            raise  # all members raise it, and the group is still good
+        except BaseException as error:
+            if error is not call.error:
+                # From here on the members are no longer in step: a signal handler raised, MPI or memory failed.
+                _kept.append((steps, call))
+                patience.give_up(error)
+            raise
         test = _guarded(request.Test, group, call)
         if not test():
             try:

@@ -36,6 +36,7 @@ __all__ = [
     "group",
     "is_initialized",
     "member_or_warn",
+    "no_global_peer",
     "peer_rank",
     "resolve",
     "set_state",
@@ -220,6 +221,14 @@ def member_or_warn(group: Any, operation: str, stacklevel: int = 3) -> ProcessGr
             stacklevel=stacklevel,
         )
     return found
+
+
+def no_global_peer(group: Any, given: int | None) -> None:
+    """Raise, as torch does, when a rank that is not in the group names its peer by a global rank."""
+    if given is not None and resolve(group) is None:
+        raise ValueError(
+            f"Invalid process group specified: this rank is not in the group, so rank {given} has no rank there"
+        )
 
 
 def peer_rank(

@@ -40,8 +40,6 @@ __all__ = ["Base", "bases", "install", "leave"]
 
 NOBODY_HANDLES = 4.0
 """Seconds after which a failed rank ends the job when no other rank handles the failure."""
-FINALIZE_WITHIN = 20.0
-"""Seconds for MPI_Finalize in a process that has given calls up."""
 SAY_SO_AFTER = 0.1
 """Seconds that a rank waits at its end for the others to end too, before it tells them that it has."""
 
@@ -151,6 +149,11 @@ def _exit(status: Any = None, /) -> None:
 
 def install() -> None:
     """Install the hooks of ``on_failure="job"``; those found are called by ours and come back with :func:`uninstall`."""
+    _install_hooks()
+    waiting.guard.install()
+
+
+def _install_hooks() -> None:
     global _installed, _found_hook, _found_thread_hook, _found_exit
     if _installed:
         return
@@ -159,7 +162,6 @@ def install() -> None:
     _found_thread_hook, threading.excepthook = threading.excepthook, _thread_hook
     if sys.exit is not _exit:
         _found_exit, sys.exit = sys.exit, _exit  # type: ignore[assignment]
-    waiting.guard.install()
 
 
 def uninstall() -> None:
@@ -190,6 +192,7 @@ def _in_child() -> None:
     watchdog.forget()
     waiting.pending.clear()
     _ending.code, _ending.what = 0, ""
+    _install_hooks()
     sys._mpicoll_last_word = _LastWord()  # type: ignore[attr-defined]
 
 
@@ -344,9 +347,7 @@ def leave() -> None:
     spoiled = _ending.stuck or any(pair.spoiled for base in bases for pair in base.pool.all())
     if spoiled and _ending.code:
         _abort(_ending.code)
-    elif spoiled:
-        _bound_finalize()
-    else:
+    elif not spoiled:
         for base in bases:
             for pair in base.pool.all():
                 pair.lane.free()
@@ -425,13 +426,6 @@ def _linger(base: Base) -> None:
 
 
 base_limit = 1800.0
-
-
-def _bound_finalize() -> None:
-    """Have the process end when MPI_Finalize hangs on what was posted and never completed (not seen so far)."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, FINALIZE_WITHIN)
 
 
 def _abort(code: int) -> None:

@@ -15,7 +15,7 @@ from mpicoll import execution
 from mpicoll.checks.agreement import Flags
 from mpicoll.checks.call import Call, call_site
 from mpicoll.engines.base import Kind, Movement
-from mpicoll.groups import ProcessGroup, member_or_warn, peer_rank
+from mpicoll.groups import ProcessGroup, member_or_warn, no_global_peer, peer_rank
 
 __all__ = ["all_gather_object", "broadcast_object_list"]
 
@@ -46,6 +46,7 @@ def broadcast_object_list(
 
     Source: torch.distributed.broadcast_object_list.
     """
+    no_global_peer(group, src)
     found = member_or_warn(group, "broadcast_object_list")
     if found is None:
         return

@@ -14,7 +14,7 @@ from mpicoll.buffers.dtypes import dtype_name
 from mpicoll.checks.call import Call, call_site
 from mpicoll.engines.base import Request
 from mpicoll.errors import DistBackendError
-from mpicoll.groups import ProcessGroup, member_or_warn, peer_rank
+from mpicoll.groups import ProcessGroup, member_or_warn, no_global_peer, peer_rank
 from mpicoll.matching import Receive
 from mpicoll.work import Operation, Work
 
@@ -50,6 +50,7 @@ def send(
 
     Source: torch.distributed.send; MPI-4.1 section 3.2.1.
     """
+    no_global_peer(group, dst)
     found = member_or_warn(group, "send")
     if found is None:
         return
@@ -111,6 +112,7 @@ def isend(
 
     Source: torch.distributed.isend; MPI-4.1 section 3.7.2.
     """
+    no_global_peer(group, dst)
     found = member_or_warn(group, "isend")
     if found is None:
         return None
@@ -237,7 +239,8 @@ def _start_send(name: str, group: ProcessGroup, tensor: Array, peer: int, tag: i
         except MPI.Exception as error:
             raise execution.wrap(error, group, call) from error
         group.sent[peer, tag] = group.sent.get((peer, tag), 0) + 1
-        return Operation(group, call, _sending(group, call, request), [tensor], limit, peer=group.ranks[peer], tag=tag)
+        steps = _sending(group, call, request)
+        return Operation(group, call, steps, [tensor], limit, peer=group.ranks[peer], tag=tag, give_up=execution.lost)
 
 
 def _start_recv(name: str, group: ProcessGroup, tensor: Array, peer: int, tag: int, limit: float) -> Operation:
@@ -260,6 +263,7 @@ def _start_recv(name: str, group: ProcessGroup, tensor: Array, peer: int, tag: i
             peer=group.ranks[peer] if peer >= 0 else -1,
             tag=tag,
             withdraw=lambda: receiver.withdraw(receive),
+            give_up=execution.lost,
         )
         receiver.watch()
         return operation

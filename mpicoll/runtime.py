@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from mpicoll.errors import CollectiveTimeoutError, DistError
+from mpicoll.errors import CollectiveTimeoutError, DistBackendError, DistError, PeerExitedError, PeerFailedError
 from mpicoll.launch.environment import check_before_mpi, check_world, local_rank_hint, mark_rank
 from mpicoll.launch.rundir import scrub
 from mpicoll.settings import Settings, read_settings
@@ -111,6 +112,7 @@ def init_process_group(
 
     from mpicoll import execution, leaving, waiting, watchdog
     from mpicoll.checks.call import Call, call_site
+    from mpicoll.communicators import mpi_text
     from mpicoll.topology import cores, discover
 
     base_comm = MPI.COMM_WORLD if comm is None else comm
@@ -152,19 +154,23 @@ def init_process_group(
     groups.set_state(state)
     try:
         # Ranks that have made other default groups before, elsewhere, count differently: the largest count names it.
-        call = Call("init_process_group", (size,), site, error=problem, block_bytes=_initialisations)
+        call = Call(
+            "init_process_group", (size, ("on_failure", how)), site, error=problem, block_bytes=_initialisations
+        )
         flags = execution.agree(state.world, call, limit)
-    except BaseException:
+        if base.topology is None:
+            base.topology = state.topology = discover(pair.data)
+        pair.sweep()
+    except BaseException as error:
         groups.set_state(None)
         pair.idle = True
+        if isinstance(error, MPI.Exception):
+            raise DistBackendError(f"init_process_group at {site}: {mpi_text(error)}") from error
         raise
     _initialisations = flags.block_bytes
     state.world.calls = 0  # numbers in messages are those of the program's own calls
     state.world.group_name = str(flags.block_bytes)
     state.groups = {state.world.group_name: state.world}
-    if base.topology is None:
-        base.topology = state.topology = discover(pair.data)
-    pair.sweep()
     waiting.crowded = state.topology.crowded(cores())
     base.board.state = execution.describe_state
     waiting.add_service(base.board.poll)
@@ -275,11 +281,11 @@ def _base(comm: MPI.Intracomm, limit: float, site: str) -> tuple[Base, Pair]:
     from mpicoll.communicators import Pair, Pool, duplicate
 
     if _base_keyval is None:
-        _base_keyval = MPI.Comm.Create_keyval()
+        _base_keyval = MPI.Comm.Create_keyval(delete_fn=_forget_base)
     ranks = tuple(range(comm.Get_size()))
     found = comm.Get_attr(_base_keyval)
     base = found if isinstance(found, leaving.Base) else None
-    wait = _init_wait(limit, site, comm.Get_size())
+    wait = _init_wait(limit, site, comm.Get_size(), base.board if base is not None else None)
     if base is not None:
         index = _common_index(base, base.pool.candidate(ranks), wait)
         if index >= 0:
@@ -293,8 +299,31 @@ def _base(comm: MPI.Intracomm, limit: float, site: str) -> tuple[Base, Pair]:
         comm.Set_attr(_base_keyval, base)
         leaving.bases.append(base)
     base.pool.add(pair)
-    _set_clock(control, wait)
+    wait(control.Ibarrier())
+    pair.lane.epoch = time.monotonic()
     return base, pair
+
+
+def _forget_base(comm: MPI.Comm, keyval: int, base: Any) -> None:
+    """Free what was made on a communicator that its owner frees (MPI calls this on all of its ranks)."""
+    from mpi4py import MPI
+
+    from mpicoll import groups, leaving
+
+    known = groups.current()
+    if comm == MPI.COMM_WORLD or MPI.Is_finalized() or base not in leaving.bases:
+        return
+    if known is not None and known.board is base.board:
+        return  # its default group is still in use
+    leaving.bases.remove(base)
+    for pair in base.pool.all():
+        if not pair.spoiled:
+            pair.lane.free()
+            pair.control.Free()
+            pair.data.Free()
+    for each in (base.board.comm, base.again, base.node):
+        if each is not None:
+            each.Free()
 
 
 def _common_index(base: Base, index: int, wait: Callable[[MPI.Request], None]) -> int:
@@ -306,25 +335,26 @@ def _common_index(base: Base, index: int, wait: Callable[[MPI.Request], None]) -
     return index if words[0] == -words[1] else -1
 
 
-def _set_clock(control: MPI.Intracomm, wait: Callable[[MPI.Request], None]) -> None:
-    from mpicoll.checks.agreement import start_clock
-
-    wait(control.Ibarrier())
-    start_clock()
-
-
 class _InitWait:
     """The wait for the others in ``init_process_group``, before there is anything to ask them by (a Patience)."""
 
     stall_warn = 60.0
 
-    def __init__(self, limit: float, site: str, size: int) -> None:
+    def __init__(self, limit: float, site: str, size: int, board: Board | None) -> None:
         self.limit = limit
         self.site = site
         self.size = size
+        self.board = board
 
     def check(self, waited: float) -> BaseException | None:
-        """Nothing is known of the others yet."""
+        """Return an error when a rank has ended; known only where there has been a default group before."""
+        if self.board is None:
+            return None
+        self.board.poll()
+        for failure in self.board.failed.values():
+            return PeerFailedError(f"{failure}, while {self._text(waited)}")
+        for rank in self.board.exited:
+            return PeerExitedError(f"rank {rank} ended the program without calling it: {self._text(waited)}")
         return None
 
     def stalled(self, waited: float) -> None:
@@ -350,12 +380,12 @@ class _InitWait:
         )
 
 
-def _init_wait(limit: float, site: str, size: int) -> Callable[[MPI.Request], None]:
+def _init_wait(limit: float, site: str, size: int, board: Board | None) -> Callable[[MPI.Request], None]:
     from mpicoll import waiting
 
     def wait(request: MPI.Request) -> None:
         with waiting.guard:
-            waiting.wait(request.Test, _InitWait(limit, site, size))
+            waiting.wait(request.Test, _InitWait(limit, site, size, board))
 
     return wait
 

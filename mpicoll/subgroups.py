@@ -134,6 +134,7 @@ def _make(known: State, members: tuple[int, ...], index: int, tag: int, call: Ca
         return pair
     with waiting.guard, execution.native(known.world, call, known.world.timeout):
         pair = make_pair(known.world.pair.control, members, tag)
+    pair.lane.epoch = known.world.pair.lane.epoch
     known.pool.add(pair)
     return pair
 
@@ -156,6 +157,7 @@ def _make_locally(known: State, members: tuple[int, ...], site: Site) -> tuple[s
         if board.rank == leader:
             execution.local_wait(lambda: patience.poll() and patience.joined() >= set(others), patience)
             told = set(board.joins.pop(name, {}).values()) | {candidate}
+            board.left.pop(name, None)
             index = candidate if len(told) == 1 else -1
             board.post("join", ((name, "go"), (index, max(told))), others)
             most = max(told)
@@ -193,8 +195,9 @@ class _JoinWait(execution.CallWait):
         return True
 
     def joined(self) -> set[int]:
-        """Return the members that have told this rank that they are here."""
-        return set(state().board.joins.get(self.name, {}))
+        """Return the members that have told this rank that they are here, and have not left."""
+        board = state().board
+        return set(board.joins.get(self.name, {})) - board.left.get(self.name, set())
 
     def check(self, waited: float) -> BaseException | None:
         """Return an error when a listed rank failed or ended."""
@@ -202,7 +205,9 @@ class _JoinWait(execution.CallWait):
         for rank in self.members:
             if rank in board.failed:
                 return PeerFailedError(f"{board.failed[rank]}, while rank {board.rank} waited in {self.describe()}")
-            if rank in board.exited and rank not in self.joined() and board.rank == self.leader:
+            if rank in board.exited and (
+                rank == self.leader or (board.rank == self.leader and rank not in self.joined())
+            ):
                 return PeerExitedError(f"{self.describe()}: {name_ranks([rank])} ended the program without calling it")
         return None
 
@@ -210,7 +215,7 @@ class _JoinWait(execution.CallWait):
         """Return the error, naming the members that did not come."""
         board = state().board
         if board.rank == self.leader:
-            missing = set(self.members) - self.joined() - {board.rank}
+            missing = set(self.members) - set(board.joins.get(self.name, {})) - {board.rank}
             who = f"{name_ranks(missing)} did not call it"
         else:
             who = f"not all of {name_ranks(self.members)} called it"
@@ -219,6 +224,5 @@ class _JoinWait(execution.CallWait):
     def give_up(self, reason: BaseException) -> None:
         """Take this rank's word back; nothing was posted to MPI, so the world is still good."""
         board = state().board
-        board.joins.pop(self.name, None)
         if board.rank != self.leader:
             board.post("unjoin", self.name, [self.leader])

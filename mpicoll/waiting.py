@@ -141,8 +141,7 @@ class Guard:
             self.depth -= 1
             if self.noted is not None and not self.depth:
                 noted, self.noted = self.noted, None
-                if kind is None:
-                    raise noted
+                raise noted from value
 
     def take(self) -> BaseException | None:
         """Return what the main thread has to answer, once."""
@@ -234,17 +233,17 @@ def wait_long(
     warned = False
     while True:
         try:
-            if test():
-                break
-            polls += 1
-            if pending:
-                progress()
             now = clock()
             waited = now - start
             reason = guard.take() or reason
             if reason is not None and waited >= GIVE_UP_AFTER:
                 patience.give_up(reason)
                 raise reason
+            if test():
+                break
+            polls += 1
+            if pending:
+                progress()
             if now >= next_service:
                 next_service = now + SERVICE_EVERY
                 if waited > SERVICE_EVERY:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mpicoll import waiting
 from mpicoll.checks.call import Call
 from mpicoll.engines.base import Request
+from mpicoll.errors import DistError
 
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
@@ -29,6 +30,7 @@ class Operation:
 
     __slots__ = (
         "_current",
+        "_give_up",
         "_lock",
         "_steps",
         "_withdraw",
@@ -55,6 +57,7 @@ class Operation:
         peer: int | None = None,
         tag: int = 0,
         withdraw: Callable[[], None] | None = None,
+        give_up: Callable[[Operation, BaseException], None],
     ) -> None:
         self.group = group
         self.call = call
@@ -69,6 +72,7 @@ class Operation:
         self.source = -1
         self._steps = steps
         self._withdraw = withdraw
+        self._give_up = give_up
         self._current: Request | None = None
         self._lock = threading.Lock()
         self.advance()
@@ -94,19 +98,31 @@ class Operation:
         except StopIteration as stop:
             self.source = -1 if stop.value is None else stop.value
             self._end(None)
-        except Exception as error:
+        except DistError as error:
             self._end(error)
+        except BaseException as error:
+            if error is self.call.error:  # this rank's own arguments, known to all
+                self._end(error)
+                return True
+            # Out of a signal handler, or the memory ran out: the call is lost, and MPI may still write into its buffers.
+            self._keep()
+            self._end(
+                DistError(f"{self.call.op} issued at {self.call.site} was interrupted: {type(error).__name__}: {error}")
+            )
+            self._give_up(self, error)
+            raise
         finally:
             self._lock.release()
         return True
+
+    def _keep(self) -> None:
+        _abandoned.extend((self._current, self.outputs, self._steps))
 
     def abandon(self, error: BaseException) -> None:
         """End it with ``error``; what was posted to MPI stays posted, so the buffers are kept for good."""
         if self._withdraw is not None:
             self._withdraw()
-        _abandoned.append(self._current)
-        _abandoned.append(self.outputs)
-        _abandoned.append(self._steps)
+        self._keep()
         if not self.done:
             self._end(error)
 

@@ -1,6 +1,6 @@
 """Do all members make the same call? One small MAX all-reduce a call, on a communicator of its own, before data moves.
 
-A round carries ten 64-bit words: a fingerprint of the call and its negative (equal maxima of both mean that all are
+A round carries eleven 64-bit words: a fingerprint of the call and its negative (equal maxima of both mean that all are
 equal), flags, the largest block, and the posting time and its negative, whose maxima give the spread. Whatever two
 members call, the round itself is always the same operation, so a mismatch can neither hang nor corrupt: everybody sees it.
 
@@ -35,29 +35,14 @@ __all__ = [
     "agree",
     "agree_or_raise",
     "explain",
-    "job_clock",
     "mismatch_text",
-    "start_clock",
 ]
 
-_ROUND = struct.Struct("=10q")
+_ROUND = struct.Struct("=11q")
 _NO_FLAGS = (0, 0, 0, NOTHING)
 _STALL_US = STALL * 1e6
 SLOTS = 8
 _DESCRIPTION_BYTES = 2048
-
-_epoch = 0.0
-
-
-def start_clock() -> None:
-    """Set the job's clock to zero; all ranks call it at the same moment (after a barrier)."""
-    global _epoch
-    _epoch = time.monotonic()
-
-
-def job_clock() -> int:
-    """Return microseconds since the job's clock was started, comparable between ranks to within a barrier's skew."""
-    return int((time.monotonic() - _epoch) * 1e6)
 
 
 @dataclass(slots=True)
@@ -73,6 +58,7 @@ class Flags:
         stalled: the posting times spread so far that somebody may have withdrawn.
         detail: the common detail, or NOTHING.
         most: the largest detail.
+        refused: 0, or the number of the first engine, in the order of preference, that all members can use.
     """
 
     same: bool
@@ -83,6 +69,7 @@ class Flags:
     stalled: bool
     detail: int
     most: int
+    refused: int
 
 
 class _Slot:
@@ -91,8 +78,8 @@ class _Slot:
     __slots__ = ("busy", "recv", "request", "send", "words")
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        self.send = np.zeros(10, np.int64)
-        self.recv = np.zeros(10, np.int64)
+        self.send = np.zeros(11, np.int64)
+        self.recv = np.zeros(11, np.int64)
         self.busy = False
         self.words = self.send.data
         self.request: MPI.Prequest | None = None
@@ -114,7 +101,7 @@ class _Slot:
 
     def flags(self) -> Flags:
         """End the round, and return what it says."""
-        high, low, error, nonblocking, uneven, block_bytes, last, first, most, least = self.recv.tolist()
+        high, low, error, nonblocking, uneven, block_bytes, last, first, most, least, refused = self.recv.tolist()
         self.busy = False
         return Flags(
             same=high == -low and (bool(uneven) or most == NOTHING or most == -least),
@@ -125,6 +112,7 @@ class _Slot:
             stalled=last + first > _STALL_US,
             detail=most if most != NOTHING and most == -least else NOTHING,
             most=most,
+            refused=refused,
         )
 
 
@@ -163,12 +151,13 @@ class _MayPost:
 
 
 class Lane:
-    """The control and the data lane of one group."""
+    """The control and the data lane of one group, and the zero of its clock."""
 
     def __init__(self, control: MPI.Intracomm, data: MPI.Intracomm) -> None:
         self.control = control
         self.data = data
         self.size = control.Get_size()
+        self.epoch = 0.0  # time.monotonic() at a moment that is the same on all members, to within a barrier's skew
         self.issued = 0
         self.posted = 0
         self.turn = 0
@@ -189,7 +178,7 @@ class Lane:
     def post(self, number: int, print_: int, block_bytes: int, *words: int) -> tuple[_Slot, Request]:
         """Post the round of call ``number``; ``words`` are flags and details, none for a call that has neither."""
         slot = self._slots[number % SLOTS]
-        now = job_clock()
+        now = int((time.monotonic() - self.epoch) * 1e6)
         error, asynchronous, uneven, detail = words or _NO_FLAGS
         _ROUND.pack_into(
             slot.words,
@@ -204,6 +193,7 @@ class Lane:
             -now,
             detail,
             detail if detail == NOTHING else -detail,
+            0,  # the native engine serves everybody; one that a member cannot use is refused here
         )
         slot.busy = True
         self.posted += 1

@@ -77,6 +77,7 @@ class Board:
     handling: set[int] = field(default_factory=set)
     withdrawn: dict[str, tuple[int, str]] = field(default_factory=dict)
     joins: dict[Any, dict[int, Any]] = field(default_factory=dict)
+    left: dict[Any, set[int]] = field(default_factory=dict)
     announced: set[int] = field(default_factory=set)
     state: Callable[[], State] | None = None
     verdict: tuple[int, str] | None = None
@@ -85,6 +86,7 @@ class Board:
         self.rank: int = self.comm.Get_rank()
         self.size: int = self.comm.Get_size()
         self._lock = threading.Lock()
+        self._asking = threading.Lock()
         self._sending: list[tuple[MPI.Request, Any]] = []
         self._answers: dict[str, dict[int, Where]] = {}
         self.states: dict[int, State] = {}
@@ -160,8 +162,9 @@ class Board:
         elif kind == "join":
             key, value = payload
             self.joins.setdefault(key, {})[rank] = value
+            self.left.setdefault(key, set()).discard(rank)
         elif kind == "unjoin":
-            self.joins.get(payload, {}).pop(rank, None)
+            self.left.setdefault(payload, set()).add(rank)
         return None
 
     def ask(self, group: str, ranks: Iterable[int]) -> dict[int, Where]:
@@ -169,10 +172,11 @@ class Board:
         others = [rank for rank in ranks if rank != self.rank]
         others.sort(key=lambda rank: abs(rank - self.rank))
         others = others[:MOST_ASKED]
-        self._answers[group] = {}
-        self.post("ask", group, others)
-        end = time.monotonic() + ANSWER_WITHIN
-        while time.monotonic() < end and len(self._answers[group]) < len(others):
-            self.poll()
-            time.sleep(0.001)
-        return self._answers.pop(group)
+        with self._asking:
+            self._answers[group] = {}
+            self.post("ask", group, others)
+            end = time.monotonic() + ANSWER_WITHIN
+            while time.monotonic() < end and len(self._answers[group]) < len(others):
+                self.poll()
+                time.sleep(0.001)
+            return self._answers.pop(group)

@@ -8,7 +8,7 @@ from jobs import run_job
 
 @pytest.mark.slow
 def test_release_after_a_straggler() -> None:
-    """After a straggler of 50 ms, eight ranks are released within 3x of a yield-only wait (and some scheduling noise)."""
+    """After a straggler of 50 ms, eight ranks are released within 3x of a yield-only wait, median of 25 beside each other."""
     job = run_job(
         """
 import os, time
@@ -32,7 +32,7 @@ def release():
     return took[0] - start[0]
 
 times = {"ours": [], "yield": []}
-for i in range(12):
+for i in range(25):
     for name, rule in (("ours", real), ("yield", lambda waited, polls, crowded: 0.0)):
         waiting.pause = rule
         times[name].append(release())
@@ -46,5 +46,5 @@ if r == 0:
     )
     assert job.returncode == 0, job
     ours, yields = map(float, job.out[0].split())
-    # 10 ms stand for the scheduling of eight ranks on a few shared cores; sleeping 10 ms a tree level would take 30.
-    assert ours < 3 * yields + 0.010, (ours, yields)
+    # Sleeping an eighth of the time waited instead of a five-hundredth takes four times as long as only yielding.
+    assert ours < 3 * yields, (ours, yields)
