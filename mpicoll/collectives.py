@@ -15,6 +15,7 @@ from mpicoll.buffers.dtypes import dtype_name, resolve_reduction
 from mpicoll.buffers.reduce_op import RedOpType, ReduceOp
 from mpicoll.checks.call import NOTHING, Call, call_site
 from mpicoll.engines.base import Kind, Movement
+from mpicoll.errors import ARGUMENT
 from mpicoll.execution import Repeated
 from mpicoll.groups import ProcessGroup, member_or_warn, no_global_peer, peer_rank
 from mpicoll.work import Work
@@ -79,6 +80,7 @@ def _run(
         limit = execution.call_limit(group, timeout)
         ready = prepare(group)
     except Exception as error:
+        setattr(error, ARGUMENT, True)
         call = Call(op, (), site, error=error)
         execution.run(group, call, None, outputs=[], limit=group.timeout)
         raise AssertionError("a call with wrong arguments always raises") from error

@@ -39,6 +39,10 @@ __all__ = [
 ]
 
 
+ARGUMENT = "_mpicoll_argument"
+"""Set on an exception about the caller's arguments: its message says all, the library's own frames say nothing."""
+
+
 class DistError(RuntimeError):
     """Anything that went wrong between ranks; the root of this tree.
 

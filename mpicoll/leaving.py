@@ -28,7 +28,7 @@ from mpi4py import MPI
 
 from mpicoll import groups, waiting, watchdog
 from mpicoll.checks.call import Site
-from mpicoll.errors import DistError, GroupBrokenError, PeerFailedError
+from mpicoll.errors import ARGUMENT, DistError, GroupBrokenError, PeerFailedError
 from mpicoll.launch.rundir import record_failure
 from mpicoll.topology import node_communicator
 
@@ -212,7 +212,9 @@ class _LastWord:
 
 def _prefix() -> str:
     known = groups.current()
-    return f"[rank {known.world.rank()}] " if known is not None else "[mpicoll] "
+    if known is not None:
+        return f"[rank {known.world.rank()}] "
+    return f"[rank {bases[-1].board.rank}] " if bases else f"[rank {MPI.COMM_WORLD.Get_rank()}] "
 
 
 @contextlib.contextmanager
@@ -237,8 +239,8 @@ def _excepthook(kind: type[BaseException], value: BaseException, trace: Tracebac
         return
     _ending.code = 128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1
     known = groups.current()
-    board = known.board if known is not None else None
-    if board is not None:
+    board = known.board if known is not None else bases[-1].board if bases else None
+    if board is not None and not MPI.Is_finalized():
         board.poll()
     _ending.because_of_others = bool(board is not None and board.failed) and isinstance(
         value, (PeerFailedError, GroupBrokenError)
@@ -254,7 +256,7 @@ def _excepthook(kind: type[BaseException], value: BaseException, trace: Tracebac
         sys.stderr.write(f"{_prefix()}{kind.__name__}: {first} ({_place(trace)}; rank {reporter} tells more)\n")
         sys.stderr.flush()
     else:
-        if isinstance(value, DistError):
+        if isinstance(value, DistError) or getattr(value, ARGUMENT, False):
             trace = value.__traceback__ = _without_ours(trace)  # Python's own hook reads it from the exception
         with _prefixed(_prefix()):
             _found_hook(kind, value, trace)

@@ -15,6 +15,7 @@ from mpicoll import execution
 from mpicoll.checks.agreement import Flags
 from mpicoll.checks.call import Call, call_site
 from mpicoll.engines.base import Kind, Movement
+from mpicoll.errors import ARGUMENT
 from mpicoll.groups import ProcessGroup, member_or_warn, no_global_peer, peer_rank
 
 __all__ = ["all_gather_object", "broadcast_object_list"]
@@ -128,6 +129,7 @@ def _run(op: str, group: ProcessGroup, prepare: Callable[[ProcessGroup], _Ready]
     try:
         key, move, after, size = prepare(group)
     except Exception as error:
+        setattr(error, ARGUMENT, True)
         execution.run(group, Call(op, (), site, error=error), None, outputs=[])
         raise AssertionError("a call with wrong arguments always raises") from error
     execution.run(group, Call(op, key, site, block_bytes=size), move, outputs=[], after=after)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import importlib.util
 import os
+import sys
 import threading
 import time
 import warnings
@@ -14,7 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from mpicoll.errors import CollectiveTimeoutError, DistBackendError, DistError, PeerExitedError, PeerFailedError
+from mpicoll.errors import (
+    ARGUMENT,
+    CollectiveTimeoutError,
+    DistBackendError,
+    DistError,
+    PeerExitedError,
+    PeerFailedError,
+)
 from mpicoll.launch.environment import check_before_mpi, check_world, local_rank_hint, mark_rank
 from mpicoll.launch.rundir import scrub
 from mpicoll.settings import Settings, read_settings
@@ -104,9 +113,10 @@ def init_process_group(
         settings = read_settings()
         _check_arguments(backend, init_method, timeout, world_size, rank, store, on_failure)
     except Exception as error:
+        setattr(error, ARGUMENT, True)
         problem = error
     limit = timeout.total_seconds() if isinstance(timeout, timedelta) else settings.timeout
-    _start_mpi()
+    _start_mpi(limit)
 
     from mpi4py import MPI
 
@@ -230,14 +240,15 @@ def _warn_once(topic: str, message: str) -> None:
         warnings.warn(message, UserWarning, stacklevel=4)
 
 
-def _start_mpi() -> None:
-    """Import mpi4py and initialise MPI, where that has not been done; look at the launch first."""
+def _start_mpi(limit: float) -> None:
+    """Import mpi4py and initialise MPI, where that has not been done; look at the launch first.
+
+    A rank that waits in MPI_Init past the limit, because another one of the job never starts MPI, ends with its traceback.
+    """
     try:
         import mpi4py
     except ImportError as error:
         raise _no_mpi(error) from error
-    import sys
-
     if "mpi4py.MPI" not in sys.modules:
         kept = mpi4py.rc.initialize, mpi4py.rc.finalize
         mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
@@ -253,7 +264,12 @@ def _start_mpi() -> None:
         raise DistError("MPI has been finalised, and cannot be started again in this process")
     if not MPI.Is_initialized():
         check_before_mpi(os.environ, os.getpid(), MPI.Get_library_version())
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        # MPI_Init waits inside MPI for every rank of the job, and holds the interpreter: this timer needs neither.
+        faulthandler.dump_traceback_later(limit, exit=True, file=2)
+        try:
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
     mark_rank(os.environ, os.getpid())
     scrub(os.environ)
 
@@ -359,8 +375,6 @@ class _InitWait:
 
     def stalled(self, waited: float) -> None:
         """Say that ranks are missing."""
-        import sys
-
         sys.stderr.write(f"mpicoll: {self._text(waited)}\n")
 
     def timed_out(self, waited: float) -> BaseException:
@@ -427,7 +441,8 @@ def destroy_process_group(group: Any = None) -> None:
 
         waiting.remove_service(known.board.poll)
         groups.set_state(None)
-        leaving.uninstall()
+        if sys.exc_info()[0] is None:  # in a "finally" the exception that is on its way is still to be reported
+            leaving.uninstall()
 
 
 def _refuse_unwaited(doomed: list[ProcessGroup]) -> None:

@@ -42,6 +42,39 @@ dist.barrier()
     assert not job.left_running, job
 
 
+def test_a_wrong_argument_is_shown_without_the_library() -> None:
+    """The traceback of a wrong argument ends at the program's line: a few lines a rank."""
+    job = run_job(HEAD + "dist.all_reduce([1.0])\n", 2, limit=20)
+    assert job.returncode == 1, job
+    for err in job.err:
+        shown = [line for line in err.splitlines() if line.startswith("[rank")]
+        assert len(shown) <= 5, job
+        assert "job.py:7" in err or "line 7" in err, job
+        assert "TypeError: Invalid function argument. Expected parameter `tensor`" in err, job
+
+
+def test_destroy_on_the_way_of_an_exception() -> None:
+    """The usual ``finally: destroy_process_group()`` does not hide which rank failed, and with what."""
+    job = run_job(
+        HEAD
+        + """
+try:
+    if r == 1:
+        1 / 0
+    dist.barrier()
+finally:
+    dist.destroy_process_group()
+""",
+        3,
+        limit=20,
+    )
+    assert not job.timed_out, job
+    assert job.returncode == 1, job
+    assert "[rank 1] ZeroDivisionError" in job.err[1], job
+    for rank in (0, 2):
+        assert "PeerFailedError: rank 1 failed: ZeroDivisionError" in job.err[rank], job
+
+
 def test_sys_exit_gives_its_code() -> None:
     """sys.exit(3) on one rank ends the job with 3, whoever waits for it."""
     job = run_job(HEAD + "if r == 1: sys.exit(3)\ndist.barrier()\n", 3, limit=20)

@@ -156,6 +156,27 @@ else:
     assert "not all 3 ranks have called it" in job.err[0] + job.err[2], job
 
 
+def test_a_rank_never_starts_mpi() -> None:
+    """When one rank never starts MPI the others, who wait inside MPI_Init, end at their limit with the place."""
+    job = run_job(
+        HEAD
+        + """
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "-1")))
+if rank == 1:
+    time.sleep(30)
+else:
+    dist.init_process_group(timeout=timedelta(seconds=1.5))
+""",
+        2,
+        limit=20,
+    )
+    assert not job.timed_out, job
+    assert job.returncode != 0, job
+    assert job.seconds < 12, job
+    assert "Timeout" in job.err[0], job
+    assert "job.py" in job.err[0], job
+
+
 def test_a_listed_rank_never_makes_the_group() -> None:
     """new_group(use_local_synchronization=True) names the listed rank that does not come, and the world stays good."""
     job = run_job(
