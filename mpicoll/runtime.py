@@ -123,6 +123,7 @@ def init_process_group(
     from mpicoll import execution, leaving, waiting, watchdog
     from mpicoll.checks.call import Call, call_site
     from mpicoll.communicators import mpi_text
+    from mpicoll.patience import describe_state
     from mpicoll.topology import cores, discover
 
     base_comm = MPI.COMM_WORLD if comm is None else comm
@@ -182,7 +183,7 @@ def init_process_group(
     state.world.group_name = str(flags.block_bytes)
     state.groups = {state.world.group_name: state.world}
     waiting.crowded = state.topology.crowded(cores())
-    base.board.state = execution.describe_state
+    base.board.state = describe_state
     waiting.add_service(base.board.poll)
     watchdog.start(deadly=how == "job")
     leaving.base_limit = limit
@@ -292,9 +293,10 @@ def _base(comm: MPI.Intracomm, limit: float, site: str) -> tuple[Base, Pair]:
     global _base_keyval
     from mpi4py import MPI
 
-    from mpicoll import execution, leaving
+    from mpicoll import leaving
     from mpicoll.checks.board import Board
     from mpicoll.communicators import Pair, Pool, duplicate
+    from mpicoll.patience import waits_now
 
     if _base_keyval is None:
         _base_keyval = MPI.Comm.Create_keyval(delete_fn=_forget_base)
@@ -310,7 +312,7 @@ def _base(comm: MPI.Intracomm, limit: float, site: str) -> tuple[Base, Pair]:
     data = duplicate(control, wait)
     pair = Pair(ranks, control, data)
     if base is None:
-        board = Board(duplicate(control, wait), execution.waits_now)
+        board = Board(duplicate(control, wait), waits_now)
         base = leaving.Base(board, Pool(), duplicate(control, wait), None, {}, {})
         comm.Set_attr(_base_keyval, base)
         leaving.bases.append(base)

@@ -12,6 +12,7 @@ from mpicoll.checks.call import NOTHING, Call, Site, call_site, compress_ranks, 
 from mpicoll.communicators import Pair, make_pair
 from mpicoll.errors import CollectiveTimeoutError, PeerExitedError, PeerFailedError
 from mpicoll.groups import NON_MEMBER, ProcessGroup, State, state
+from mpicoll.patience import CallWait, local_wait
 from mpicoll.runtime import check_backend
 
 __all__ = ["new_group"]
@@ -155,7 +156,7 @@ def _make_locally(known: State, members: tuple[int, ...], site: Site) -> tuple[s
     others = [rank for rank in members if rank != board.rank]
     with waiting.guard:
         if board.rank == leader:
-            execution.local_wait(lambda: patience.poll() and patience.joined() >= set(others), patience)
+            local_wait(lambda: patience.poll() and patience.joined() >= set(others), patience)
             told = set(board.joins.pop(name, {}).values()) | {candidate}
             board.left.pop(name, None)
             index = candidate if len(told) == 1 else -1
@@ -163,7 +164,7 @@ def _make_locally(known: State, members: tuple[int, ...], site: Site) -> tuple[s
             most = max(told)
         else:
             board.post("join", (name, candidate), [leader])
-            execution.local_wait(lambda: patience.poll() and (name, "go") in board.joins, patience)
+            local_wait(lambda: patience.poll() and (name, "go") in board.joins, patience)
             index, most = board.joins.pop((name, "go"))[leader]
     if index < 0:
         known.pool.disagreed(members, most)
@@ -172,7 +173,7 @@ def _make_locally(known: State, members: tuple[int, ...], site: Site) -> tuple[s
     return name, _make(known, members, index, tag, call)
 
 
-class _JoinWait(execution.CallWait):
+class _JoinWait(CallWait):
     """The wait of one member for the others that were listed."""
 
     __slots__ = ("leader", "members", "name", "next_poll")

@@ -26,6 +26,7 @@ ROOMS = (
     {"mesh", "stores"},
     {"runtime"},
     {"execution"},
+    {"patience"},
     {"leaving"},
     {"watchdog"},
     {"communicators"},
