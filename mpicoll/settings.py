@@ -6,7 +6,7 @@ import difflib
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any
 
@@ -94,10 +94,6 @@ class Settings:
     stall_warn: float = 60.0
     exit_grace: float = 30.0
     strict: bool = False
-
-    def replaced(self, **changes: Any) -> Settings:
-        """Return a copy with the given fields changed; ``None`` leaves a field alone."""
-        return replace(self, **{name: value for name, value in changes.items() if value is not None})
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:

@@ -57,7 +57,8 @@ def adapt(value: Any, name: str, *, writable: bool) -> Memory:
     """
     if not isinstance(value, np.ndarray) or isinstance(value, np.ma.MaskedArray):
         raise TypeError(
-            f"Invalid function argument. Expected parameter `{name}` of type numpy.ndarray but got {_type_name(value)} instead."
+            f"Invalid function argument. Expected parameter `{name}` of type numpy.ndarray but got {_type_name(value)} "
+            "instead: pass an array, such as numpy.asarray(x), and keep it if it holds a result"
         )
     flags = value.flags
     if not flags.c_contiguous:

@@ -32,7 +32,8 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
 def movable(dtype: np.dtype[Any]) -> str | None:
     """Return why arrays of ``dtype`` cannot be passed, or None when they can."""
     if dtype.char not in MOVABLE:
-        return f"dtype {dtype} is not supported (bool, integer, float32, float64, longdouble and complex are)"
+        help_ = "; convert with .astype(numpy.float32)" if dtype.kind == "f" else ""
+        return f"dtype {dtype} is not supported (bool, integer, float32, float64, longdouble and complex are){help_}"
     if not dtype.isnative:
         return f"dtype {dtype.str} is not in this machine's byte order; convert with .astype(dtype.newbyteorder('='))"
     return None
@@ -98,7 +99,7 @@ def resolve_reduction(function: str, op: Any, dtype: np.dtype[Any]) -> Reduction
             known = _cache[op, dtype.char] = Reduction(_mpi_op(function, op, dtype), op, average=op is RedOpType.AVG)
         return known
     if not isinstance(op, (RedOpType, ReduceOp)):
-        raise TypeError(f"{function}: op must be a ReduceOp, not {type(op).__name__}")
+        raise TypeError(f"{function}: op must be a ReduceOp such as ReduceOp.SUM, not {type(op).__name__}")
     full = op if isinstance(op, ReduceOp) else ReduceOp(op)
     if full.op is not RedOpType.PREMUL_SUM:
         return resolve_reduction(function, full.op, dtype)

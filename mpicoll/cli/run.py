@@ -43,7 +43,11 @@ def rank_command(target: str, args: Sequence[str], *, module: bool, python: str)
     """
     if not module:
         if not os.path.exists(target):
-            raise LaunchError(f"there is no file {target}")
+            python = os.path.basename(target).startswith("python")
+            hint = (
+                ": leave it out, `mpicoll run` starts this Python itself (mpicoll run -n 4 script.py)" if python else ""
+            )
+            raise LaunchError(f"there is no file {target}{hint}")
         return [python, target, *args]
     top = target.split(".")[0]
     sys.path.insert(0, os.getcwd())  # as python -m does
