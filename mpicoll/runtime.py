@@ -9,7 +9,6 @@ import os
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,7 +25,7 @@ from mpicoll.errors import (
 )
 from mpicoll.launch.environment import check_before_mpi, check_world, local_rank_hint, mark_rank
 from mpicoll.launch.rundir import scrub
-from mpicoll.settings import Settings, read_settings
+from mpicoll.settings import Settings, read_settings, warn_caller
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -238,7 +237,7 @@ def check_backend(backend: Any) -> None:
 def _warn_once(topic: str, message: str) -> None:
     if topic not in _warned:
         _warned.add(topic)
-        warnings.warn(message, UserWarning, stacklevel=4)
+        warn_caller(message)
 
 
 def _start_mpi(limit: float) -> None:

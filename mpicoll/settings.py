@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any
 
-__all__ = ["SETTINGS", "Setting", "Settings", "read_settings", "to_seconds"]
+__all__ = ["SETTINGS", "Setting", "Settings", "read_settings", "to_seconds", "warn_caller"]
 
 
 def to_seconds(value: float | int | timedelta, name: str = "timeout") -> float:
@@ -121,8 +122,17 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         message = "; ".join(_unknown(name, known) for name in unknown)
         if settings.strict:
             raise ValueError(message)
-        warnings.warn(message, UserWarning, stacklevel=2)
+        warn_caller(message)
     return settings
+
+
+def warn_caller(message: str) -> None:
+    """Warn at the line outside this package that led here."""
+    package = os.path.dirname(os.path.abspath(__file__)) + os.sep
+    level, frame = 1, sys._getframe(0)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, UserWarning, stacklevel=level)
 
 
 def _unknown(name: str, known: set[str]) -> str:

@@ -43,10 +43,9 @@ def rank_command(target: str, args: Sequence[str], *, module: bool, python: str)
     """
     if not module:
         if not os.path.exists(target):
-            python = os.path.basename(target).startswith("python")
-            hint = (
-                ": leave it out, `mpicoll run` starts this Python itself (mpicoll run -n 4 script.py)" if python else ""
-            )
+            hint = ""
+            if os.path.basename(target).startswith("python"):
+                hint = ": leave it out, `mpicoll run` starts this Python itself (mpicoll run -n 4 script.py)"
             raise LaunchError(f"there is no file {target}{hint}")
         return [python, target, *args]
     top = target.split(".")[0]
