@@ -153,7 +153,10 @@ def _present(kind: str, environ: Mapping[str, str]) -> bool:
     if kind == "slurm":
         return pmix is None and _is_step(environ)
     if kind == "torchrun":
-        return "TORCHELASTIC_RUN_ID" in environ and "RANK" in environ
+        # torchrun, or the variables of torch.distributed's env:// set by hand.
+        return "RANK" in environ and (
+            "TORCHELASTIC_RUN_ID" in environ or {"WORLD_SIZE", "MASTER_ADDR"} <= environ.keys()
+        )
     return _VARIABLES[kind][0] in environ
 
 
@@ -291,7 +294,7 @@ _NAMES = {
     "slurm": "srun without an MPI plugin",
     "pmix": "a PMIx launcher",
     "pmi": "a PMI launcher",
-    "torchrun": "torchrun",
+    "torchrun": "torchrun (or RANK and WORLD_SIZE set by hand)",
 }
 
 

@@ -225,7 +225,7 @@ def test_without_launcher_makes_a_clean_start() -> None:
         (STEP, OPENMPI_LIBRARY, ["srun without an MPI plugin", "srun --mpi=pmix -n 4"]),
         (STEP, MPICH_LIBRARY, ["srun --mpi=pmi2 -n 4"]),
         (STEP, None, ["unknown library", "srun --mpi="]),
-        (TORCHRUN, OPENMPI_LIBRARY, ["torchrun started 2", "mpicoll run -n 2"]),
+        (TORCHRUN, OPENMPI_LIBRARY, ["torchrun (or RANK and WORLD_SIZE set by hand) started 2", "mpicoll run -n 2"]),
         (PALS, OPENMPI_LIBRARY, ["PALS", "8 processes"]),
         (OPENMPI5, OPENMPI_LIBRARY, ["Open MPI's mpirun"]),  # another version's mpirun
     ],
@@ -292,3 +292,12 @@ def test_mpich_under_pmix_is_refused_before_it_aborts(environ: dict[str, str]) -
     for library in (MPICH_PMIX_LIBRARY, CRAY_LIBRARY, INTEL_LIBRARY, OPENMPI_LIBRARY, None):
         check_before_mpi(environ, 1, library, fd_target=sockets)
     check_before_mpi({**environ, **HYDRA}, 1, MPICH_LIBRARY, fd_target=sockets)
+
+
+def test_ranks_started_by_hand() -> None:
+    """RANK, WORLD_SIZE and MASTER_ADDR set by hand, as for torch's env://, do not make two silent worlds of one."""
+    environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    with pytest.raises(LaunchError, match="mpicoll run -n 2"):
+        check_world(environ, 1, 0, mpi_library="Open MPI v5.0.11")
+    check_world(environ, 2, 1, mpi_library="Open MPI v5.0.11")
+    check_world({**environ, "WORLD_SIZE": "1", "RANK": "0"}, 1, 0, mpi_library="Open MPI v5.0.11")
