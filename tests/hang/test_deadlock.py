@@ -1,0 +1,191 @@
+"""Deadlocks that are certain are reported at once, on every rank involved; what only looks like one is left alone."""
+
+from __future__ import annotations
+
+import pytest
+from jobs import run_job
+
+HEAD = """
+import sys, threading, time
+from datetime import timedelta
+import numpy as np
+import mpicoll as dist
+dist.init_process_group()
+r, n = dist.get_rank(), dist.get_world_size()
+x, big = np.ones(4), np.ones(400_000)
+right, left = (r + 1) % n, (r - 1) % n
+"""
+
+STUCK = {
+    "a cycle of receives": ("dist.recv(x, right); dist.send(x, left)", "recv(from rank 1, tag 0"),
+    "head-to-head large sends": ("dist.send(big, right); dist.recv(big, left)", "send(to rank 1, tag 0"),
+    "a collective against a receive": ("dist.recv(x, 1) if r == 0 else dist.barrier()", "needs rank 1 to send"),
+    "two groups in opposite order": (
+        "a, b = dist.new_group(), dist.new_group()\n"
+        "for group in (a, b) if r else (b, a): dist.all_reduce(x, group=group)",
+        "all_reduce(ReduceOp.SUM, float64, 4 elements)",
+    ),
+    "overlapping groups in a cycle": (
+        "groups = [dist.new_group([i, (i + 1) % n]) for i in range(n)]\n"
+        "for group in (groups[r], groups[left]): dist.barrier(group)",
+        "barrier() on group",
+    ),
+    "a tag that nobody sends": (
+        "if r == 0: dist.send(big, 1, tag=1); dist.barrier()\nelif r == 1: dist.recv(big, 0, tag=2)\nelse: dist.barrier()",
+        "recv(from rank 0, tag 2",
+    ),
+    "receives from anybody on all ranks": ("dist.recv(x)", "needs a message from anybody"),
+    "an asynchronous collective against a receive": (
+        "dist.all_reduce(x, async_op=True).wait() if r == 0 else dist.recv(x, 0)",
+        "needs rank",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STUCK)
+def test_a_certain_deadlock(name: str) -> None:
+    """It is an exception on every rank within two seconds, naming the calls and their lines."""
+    source, words = STUCK[name]
+    job = run_job(
+        HEAD
+        + "t = time.monotonic()\ntry:\n"
+        + "".join(f"    {line}\n" for line in source.splitlines())
+        + """
+except dist.DeadlockError as error:
+    print(f"{time.monotonic() - t:.2f} {error}", flush=True)
+time.sleep(1)
+sys.exit(7)
+""",
+        3,
+        limit=30,
+        env={"MPICOLL_TIMEOUT": "20"},
+    )
+    assert not job.timed_out, job
+    assert job.returncode == 7, job
+    for out in job.out:
+        assert "deadlock: ranks" in out, job
+        assert "job.py:" in out, job
+        assert words in out, job
+        assert float(out.split()[0]) < 2, job
+
+
+RIGHT = (
+    HEAD
+    + """
+def ring(data):
+    other = np.empty_like(data)
+    work = dist.irecv(other, left)
+    dist.send(data, right)
+    work.wait()
+
+def straggle(seconds=0.6):
+    if r == n - 1:
+        time.sleep(seconds)
+
+# A straggler, while the others wait in different things for it and for each other.
+straggle()
+ring(x)
+straggle()
+ring(big)
+# A long chain of waiting without a cycle.
+if r == n - 1:
+    time.sleep(0.7)
+else:
+    dist.recv(x, r + 1)
+if r > 0:
+    dist.send(x, r - 1)
+dist.barrier()
+# Any source, uneven counts.
+if r == 0:
+    for _ in range(sum(range(1, n))):
+        dist.recv(x)
+else:
+    for i in range(r):
+        time.sleep(0.25)
+        dist.send(x, 0)
+# Sent before the receive, and received after another call.
+if r == 0:
+    dist.send(x, 1, tag=5)
+straggle()
+dist.barrier()
+if r == 1:
+    dist.recv(x, 0, tag=5)
+# Head to head, in a batch, and one side late.
+straggle()
+buffer = np.empty_like(big)
+for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, big, right), dist.P2POp(dist.irecv, buffer, left)]):
+    work.wait()
+# A receive that is matched while its rank waits in a collective that needs the sender.
+if r == 0:
+    work = dist.irecv(buffer, 1)
+    dist.barrier()
+    work.wait()
+else:
+    if r == 1:
+        time.sleep(0.4)
+        dist.send(big, 0)
+    dist.barrier()
+# Overlapping groups in a consistent order, uneven work in them.
+groups = [dist.new_group([i, i + 1]) for i in range(n - 1)]
+for i, group in enumerate(groups):
+    if r in (i, i + 1):
+        time.sleep(0.2 * r)
+        dist.all_reduce(x, group=group)
+# Many asynchronous calls waited for in another order, one rank late.
+works = [dist.all_reduce(np.ones(3), async_op=True) for _ in range(20)]
+straggle()
+for work in reversed(works):
+    work.wait()
+# One rank asynchronous, the others not.
+if r == 0:
+    work = dist.all_reduce(x, async_op=True)
+    time.sleep(0.4)
+    work.wait()
+else:
+    dist.all_reduce(x)
+# A thread that waits beside one that will act.
+group = dist.new_group()
+if r == 0:
+    thread = threading.Thread(target=lambda: dist.recv(np.empty(4), 1, group=group))
+    thread.start()
+    time.sleep(0.6)
+    dist.send(x, 1, group=group)
+    thread.join()
+elif r == 1:
+    dist.recv(x, 0, group=group)
+    dist.send(x, 0, group=group)
+# A thread each with a group of its own, in no common order.
+def work_in(group, pause):
+    for _ in range(3):
+        time.sleep(pause)
+        dist.all_reduce(np.ones(2), group=group)
+own = [dist.new_group() for _ in range(3)]
+threads = [threading.Thread(target=work_in, args=(g, 0.15 * ((i + r) % 3))) for i, g in enumerate(own)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+# A busy peer that holds the interpreter lock.
+if r == 1:
+    sum(i * i for i in range(6_000_000))
+dist.barrier()
+print("done", flush=True)
+# A rank that leaves early and is not needed; a sender that is gone before its message is received.
+if r == n - 1:
+    dist.send(x, 0, tag=9)
+    sys.exit(0)
+time.sleep(0.5)
+if r == 0:
+    dist.recv(x, n - 1, tag=9)
+    print("received", flush=True)
+"""
+)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_what_only_looks_like_a_deadlock(size: int) -> None:
+    """Correct programs that wait long and in many ways end well, and nothing is said about them."""
+    job = run_job(RIGHT, size, limit=60, env={"MPICOLL_TIMEOUT": "30"})
+    assert not job.timed_out, job
+    assert job.returncode == 0, job
+    assert all("done" in out for out in job.out), job
+    assert "received" in job.out[0], job
+    assert job.err == [""] * size, job
