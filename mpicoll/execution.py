@@ -119,6 +119,7 @@ def _agreed(
     elif flags.nonblocking:
         request = engine.nonblocking(move)
         ticket.pass_on()
+        waiting.moving(flags.block_bytes * (1 if move.root < 0 and move.op else size))
         yield request
     elif flags.block_bytes <= SMALL_BYTES:
         if move.vector or not fixed:

@@ -111,6 +111,7 @@ class Receiver:
         else:
             receive.request = self._comm.Irecv(receive.memory.flat, source, receive.tag)
             self._taking.append(receive)
+            waiting.moving(receive.message_bytes)
 
     def taken(self, receive: Receive) -> None:
         """Note that a receive is complete."""

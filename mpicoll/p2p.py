@@ -239,6 +239,7 @@ def _start_send(name: str, group: ProcessGroup, tensor: Array, peer: int, tag: i
         except MPI.Exception as error:
             raise execution.wrap(error, group, call) from error
         group.sent[peer, tag] = group.sent.get((peer, tag), 0) + 1
+        waiting.moving(memory.flat.nbytes)
         steps = _sending(group, call, request)
         return Operation(group, call, steps, [tensor], limit, peer=group.ranks[peer], tag=tag, give_up=execution.lost)
 

@@ -28,6 +28,7 @@ __all__ = [
     "Pending",
     "add_service",
     "guard",
+    "moving",
     "pause",
     "pending",
     "progress",
@@ -51,6 +52,9 @@ CROWDED_SLEEP = 5e-5
 MOST_SLEEP = 0.01
 SLEEP_SHARE = 1 / 500
 SERVICE_EVERY = 0.005
+SMALLEST_MOVING = 16 * 1024
+SLOWEST_MOVING = 2e7
+"""Bytes a second below which a transfer that is under way may be slept through."""
 
 
 def pause(waited: float, polls: int, crowded: bool) -> float | None:
@@ -191,6 +195,21 @@ def serve() -> None:
         service()
 
 
+_moving_until = 0.0
+
+
+def moving(nbytes: int) -> None:
+    """Note that ``nbytes`` have been posted and move while this process polls: for as long as they may take it only yields.
+
+    A nonblocking transfer goes on in steps, one or a few a poll. Sleeping by the time waited would stretch each step by what
+    all before it have taken: Open MPI 5.0's Ireduce of 64 MiB on two ranks takes 0.1 s when polled without a sleep, and had
+    not ended after 10 s with sleeps of a five-hundredth.
+    """
+    global _moving_until
+    if nbytes > SMALLEST_MOVING:
+        _moving_until = max(_moving_until, time.monotonic() + 0.05 + nbytes / SLOWEST_MOVING)
+
+
 crowded = False
 """More ranks than cores on this node; set when the node is known."""
 
@@ -256,7 +275,7 @@ def wait_long(
                     if not warned and waited >= patience.stall_warn:
                         warned = True
                         patience.stalled(waited)
-            nap = pause(waited, polls, crowded)
+            nap = 0.0 if now < _moving_until else pause(waited, polls, crowded)
             if nap is not None:
                 if nap == 0.0:
                     os.sched_yield()
