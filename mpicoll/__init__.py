@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         scatter,
     )
     from mpicoll.errors import (
+        BufferInUseError,
         CollectiveMismatchError,
         CollectiveTimeoutError,
         DeadlockError,
@@ -88,6 +89,7 @@ _HOME = {
         "scatter",
     ),
     "errors": (
+        "BufferInUseError",
         "CollectiveMismatchError",
         "CollectiveTimeoutError",
         "DeadlockError",
@@ -130,6 +132,7 @@ _HOME = {
 _home_of = {name: f"mpicoll.{module}" for module, names in _HOME.items() for name in names}
 
 __all__ = [
+    "BufferInUseError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "DeadlockError",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -11,9 +12,10 @@ import numpy as np
 
 from mpicoll import execution
 from mpicoll.buffers.array import Array, Memory, adapt, adapt_list, same_dtype
-from mpicoll.buffers.dtypes import dtype_name, resolve_reduction
+from mpicoll.buffers.dtypes import Reduction, dtype_name, resolve_reduction
 from mpicoll.buffers.reduce_op import RedOpType, ReduceOp
-from mpicoll.checks.call import NOTHING, Call, call_site
+from mpicoll.checks.call import NOTHING, Call, Site, call_site
+from mpicoll.checks.inflight import SEALED_BYTES, Flight, Seal, registry, written
 from mpicoll.engines.base import Kind, Movement
 from mpicoll.errors import ARGUMENT
 from mpicoll.execution import Repeated
@@ -42,9 +44,12 @@ MOST_REPEATED = 256
 
 
 class _Prepared:
-    """What the checks of one rank's arguments came to: the key of the call, what to move, what to do around it."""
+    """What the checks of one rank's arguments came to: the key of the call, what to move, what to do around it.
 
-    __slots__ = ("after", "before", "detail", "key", "move", "outputs", "uneven")
+    ``inputs`` are the memories that the transfer reads: they are packed when it starts.
+    """
+
+    __slots__ = ("after", "before", "detail", "inputs", "key", "move", "outputs", "uneven")
 
     def __init__(
         self,
@@ -52,6 +57,7 @@ class _Prepared:
         move: Movement,
         outputs: list[Any],
         *,
+        inputs: tuple[Memory, ...] = (),
         before: Callable[[], None] | None = None,
         after: Callable[[], None] | None = None,
         uneven: bool = False,
@@ -60,6 +66,7 @@ class _Prepared:
         self.key = key
         self.move = move
         self.outputs = outputs
+        self.inputs = inputs
         self.before = before
         self.after = after
         self.uneven = uneven
@@ -72,33 +79,90 @@ def _run(
     async_op: bool,
     timeout: timedelta | None,
     prepare: Callable[[ProcessGroup], _Prepared],
+    name: str | None,
+    alias: str = "",
 ) -> Work | None:
     """Check the arguments; what is wrong with them takes part in the agreement, so that all members raise."""
     site = call_site()
     execution.enter(group, op)
     try:
         limit = execution.call_limit(group, timeout)
+        execution.check_name(name)
         ready = prepare(group)
+        flight = _flight(group, op, site, ready, async_op)
     except Exception as error:
         setattr(error, ARGUMENT, True)
-        call = Call(op, (), site, error=error)
+        call = Call(op, (), site, error=error, alias=alias)
         execution.run(group, call, None, outputs=[], limit=group.timeout)
         raise AssertionError("a call with wrong arguments always raises") from error
-    call = Call(op, ready.key, site, uneven=ready.uneven, detail=ready.detail)
-    return execution.run(
+    key = ready.key if name is None else (*ready.key, ("name", name))
+    call = Call(op, key, site, uneven=ready.uneven, detail=ready.detail, alias=alias)
+    work = execution.run(
         group,
         call,
         ready.move,
         outputs=ready.outputs,
         async_op=async_op,
         limit=limit,
-        before=ready.before,
+        before=_both(*(memory.pack for memory in ready.inputs), ready.before) if ready.inputs else ready.before,
         after=ready.after,
     )
+    return None if work is None else work.fly(flight)
 
 
-def _reduction(op_name: str, op: RedOpType | ReduceOp, dtype: np.dtype[Any]) -> Any:
-    return resolve_reduction(op_name, op, dtype)
+def _flight(group: ProcessGroup, op: str, site: Site, ready: _Prepared, async_op: bool) -> Flight | None:
+    """Compare the memory of a call with that of the operations under way, and return what is to be kept of it.
+
+    Raises:
+        BufferInUseError: one of them uses it; raised on all members.
+    """
+    if not group.compares or not (async_op or registry.flights):
+        return None
+    move = ready.move
+    writes = [] if move.recv is None or (move.kind is Kind.BROADCAST and move.root == group.rank()) else ready.outputs
+    flight = Flight(
+        op,
+        site,
+        reads=[memory.flat for memory in ready.inputs if memory.pack is None],
+        writes=[array for array in writes if isinstance(array, np.ndarray)],
+        gone=lambda: group.broken is not None or group.destroyed,
+    )
+    registry.check(flight)
+    if not async_op:
+        return None
+    flight.seal()
+    if writes and sum(array.nbytes for array in writes) <= SEALED_BYTES:
+        _watch_results(flight, ready, writes)
+    return flight
+
+
+def _watch_results(flight: Flight, ready: _Prepared, arrays: list[Array]) -> None:
+    """Have an asynchronous call move through memory of the library, so that a write of the program to its results shows."""
+    move, result, found_before, found_after = ready.move, ready.move.recv, ready.before, ready.after
+    assert result is not None
+    own = np.empty_like(result) if any(np.may_share_memory(result, array) for array in arrays) else result
+    seal = Seal(arrays)
+    dirty = False
+
+    def before() -> None:
+        nonlocal seal, dirty
+        dirty = seal.broken()
+        if found_before is not None:
+            found_before()
+        if own is not result:
+            own[...] = result
+        seal = Seal(arrays)
+
+    def after() -> None:
+        if dirty or seal.broken():
+            raise written(flight.op, flight.site)
+        if own is not result:
+            result[...] = own
+        if found_after is not None:
+            found_after()
+        flight.seal_results()
+
+    ready.move, ready.before, ready.after = replace(move, recv=own), before, after
 
 
 def _unpacker(memories: list[Memory], packed: Array | None = None) -> Callable[[], None] | None:
@@ -117,6 +181,18 @@ def _unpacker(memories: list[Memory], packed: Array | None = None) -> Callable[[
             hook()
 
     return unpack
+
+
+def _scaling(reduction: Reduction, memory: Memory) -> Callable[[], None] | None:
+    """Return what puts this rank's multiplied contribution in place, for PREMUL_SUM: once all are known to make the call."""
+    if reduction.factor is None:
+        return None
+    scaled = reduction.before(memory.filled())
+
+    def scale() -> None:
+        memory.flat[...] = scaled
+
+    return scale
 
 
 def _remember(group: ProcessGroup, key: Any, call: Repeated) -> None:
@@ -146,6 +222,7 @@ def broadcast(
     group_src: int | None = None,
     *,
     timeout: timedelta | None = None,
+    name: str | None = None,
 ) -> Work | None:
     """Copy ``tensor`` of one rank to all members of the group.
 
@@ -157,6 +234,7 @@ def broadcast(
         group: the group; default the world.
         async_op: return a :class:`Work` at once.
         timeout: the limit of this call; default the group's.
+        name: a name for this call, which must be the same on all members (or given by none).
 
     Raises:
         TypeError, ValueError: wrong arguments, raised on all members before anything moves.
@@ -170,8 +248,15 @@ def broadcast(
     found = member_or_warn(group, "broadcast")
     if found is None:
         return None
-    if not async_op and timeout is None and type(tensor) is np.ndarray and type(src) is int and group_src is None:
-        known = found.repeated.get((src, tensor.dtype, tensor.size, "broadcast"))
+    if (
+        not async_op
+        and timeout is None
+        and name is None
+        and type(tensor) is np.ndarray
+        and type(src) is int
+        and group_src is None
+    ):
+        known = None if registry.flights else found.repeated.get((src, tensor.dtype, tensor.size, "broadcast"))
         if known is not None and tensor.flags.carray:
             execution.repeat(found, known, tensor.reshape(-1), sys._getframe(1))
             return None
@@ -181,12 +266,15 @@ def broadcast(
         memory = adapt(tensor, "tensor", writable=g.rank() != root)
         key = (("root", g.ranks[root]), dtype_name(memory.dtype), ("elements", memory.flat.size))
         after = None if g.rank() == root else _unpacker([memory])
-        if type(src) is int and memory.flat.nbytes <= execution.SMALL_BYTES:
+        if type(src) is int and memory.flat.nbytes <= execution.REPEATED_BYTES:
             again = Repeated("broadcast", key, Kind.BROADCAST, root=root)
             _remember(g, (src, memory.dtype, memory.flat.size, "broadcast"), again)
-        return _Prepared(key, Movement(Kind.BROADCAST, recv=memory.flat, root=root), [tensor], after=after)
+        inputs = (memory,) if g.rank() == root else ()
+        return _Prepared(
+            key, Movement(Kind.BROADCAST, recv=memory.flat, root=root), [tensor], inputs=inputs, after=after
+        )
 
-    return _run("broadcast", found, async_op, timeout, prepare)
+    return _run("broadcast", found, async_op, timeout, prepare, name)
 
 
 def all_reduce(
@@ -196,6 +284,7 @@ def all_reduce(
     async_op: bool = False,
     *,
     timeout: timedelta | None = None,
+    name: str | None = None,
 ) -> Work | None:
     """Reduce ``tensor`` over all members, in place; all of them hold the result.
 
@@ -205,7 +294,7 @@ def all_reduce(
         tensor: input and output; C-contiguous.
         op: SUM, AVG (floating point and complex), PRODUCT, MIN, MAX, BAND, BOR, BXOR (integers and bool) or
             ``PREMUL_SUM(factor)``. On bool SUM and MAX are logical or, PRODUCT and MIN logical and.
-        group, async_op, timeout: as in :func:`broadcast`.
+        group, async_op, timeout, name: as in :func:`broadcast`.
 
     Raises:
         RuntimeError, ValueError: the op has no meaning on this dtype.
@@ -216,26 +305,20 @@ def all_reduce(
     found = member_or_warn(group, "all_reduce")
     if found is None:
         return None
-    if not async_op and timeout is None and type(tensor) is np.ndarray and type(op) is RedOpType:
-        known = found.repeated.get((op, tensor.dtype, tensor.size))
+    if not async_op and timeout is None and name is None and type(tensor) is np.ndarray and type(op) is RedOpType:
+        known = None if registry.flights else found.repeated.get((op, tensor.dtype, tensor.size))
         if known is not None and tensor.flags.carray:
             execution.repeat(found, known, tensor.reshape(-1), sys._getframe(1))
             return None
 
     def prepare(g: ProcessGroup) -> _Prepared:
         memory = adapt(tensor, "tensor", writable=True)
-        reduction = _reduction("all_reduce", op, memory.dtype)
+        reduction = resolve_reduction("all_reduce", op, memory.dtype)
         flat = memory.flat
         key = (str(reduction.op), dtype_name(memory.dtype), ("elements", flat.size))
-        before = None
-        if reduction.factor is not None:
-            scaled = reduction.before(flat)
-
-            def before() -> None:
-                flat[...] = scaled
-
+        before = _scaling(reduction, memory)
         average = (lambda: reduction.after(flat, g.size())) if reduction.average else None
-        if before is None and flat.nbytes <= execution.SMALL_BYTES:
+        if before is None and flat.nbytes <= execution.REPEATED_BYTES:
             _remember(
                 g,
                 (op, memory.dtype, flat.size),
@@ -245,11 +328,12 @@ def all_reduce(
             key,
             Movement(Kind.ALL_REDUCE, recv=flat, op=reduction.mpi_op),
             [tensor],
+            inputs=(memory,),
             before=before,
             after=_both(average, _unpacker([memory])),
         )
 
-    return _run("all_reduce", found, async_op, timeout, prepare)
+    return _run("all_reduce", found, async_op, timeout, prepare, name)
 
 
 def reduce(
@@ -261,6 +345,7 @@ def reduce(
     group_dst: int | None = None,
     *,
     timeout: timedelta | None = None,
+    name: str | None = None,
 ) -> Work | None:
     """Reduce ``tensor`` over all members; the rank ``dst`` holds the result in ``tensor``, the others keep theirs.
 
@@ -270,7 +355,7 @@ def reduce(
         tensor: input, and on the destination output.
         dst: global rank of the destination; or ``group_dst``, its rank in the group.
         op: as in :func:`all_reduce`.
-        group, async_op, timeout: as in :func:`broadcast`.
+        group, async_op, timeout, name: as in :func:`broadcast`.
 
     Source: torch.distributed.reduce; MPI-4.1 section 6.9.1.
     """
@@ -282,29 +367,25 @@ def reduce(
         root = peer_rank(g, dst, group_dst, "dst")
         at_root = g.rank() == root
         memory = adapt(tensor, "tensor", writable=at_root)
-        reduction = _reduction("reduce", op, memory.dtype)
+        reduction = resolve_reduction("reduce", op, memory.dtype)
         flat = memory.flat
         key = (str(reduction.op), ("root", g.ranks[root]), dtype_name(memory.dtype), ("elements", flat.size))
         if not at_root:
-            move = Movement(Kind.REDUCE, send=reduction.before(flat), root=root, op=reduction.mpi_op)
-            return _Prepared(key, move, [tensor])
-        before = None
-        if reduction.factor is not None:
-            scaled = reduction.before(flat)
-
-            def before() -> None:
-                flat[...] = scaled
-
+            send = flat if reduction.factor is None else reduction.before(memory.filled())
+            move = Movement(Kind.REDUCE, send=send, root=root, op=reduction.mpi_op)
+            return _Prepared(key, move, [tensor], inputs=(memory,))
+        before = _scaling(reduction, memory)
         average = (lambda: reduction.after(flat, g.size())) if reduction.average else None
         return _Prepared(
             key,
             Movement(Kind.REDUCE, recv=flat, root=root, op=reduction.mpi_op),
             [tensor],
+            inputs=(memory,),
             before=before,
             after=_both(average, _unpacker([memory])),
         )
 
-    return _run("reduce", found, async_op, timeout, prepare)
+    return _run("reduce", found, async_op, timeout, prepare, name)
 
 
 def all_gather(
@@ -314,6 +395,7 @@ def all_gather(
     async_op: bool = False,
     *,
     timeout: timedelta | None = None,
+    name: str | None = None,
 ) -> Work | None:
     """Gather the ``tensor`` of every member into ``tensor_list`` on all of them.
 
@@ -323,7 +405,7 @@ def all_gather(
     Args:
         tensor_list: one output array for each member, by rank in the group.
         tensor: this rank's input.
-        group, async_op, timeout: as in :func:`broadcast`.
+        group, async_op, timeout, name: as in :func:`broadcast`.
 
     Source: torch.distributed.all_gather; MPI-4.1 section 6.7.
     """
@@ -347,9 +429,9 @@ def all_gather(
         move = Movement(
             Kind.ALL_GATHER, send=memory.flat, recv=packed, recvcounts=counts if uneven else None, vector=uneven
         )
-        return _Prepared(key, move, list(tensor_list), after=_unpacker(outputs, packed))
+        return _Prepared(key, move, list(tensor_list), inputs=(memory,), after=_unpacker(outputs, packed))
 
-    return _run("all_gather", found, async_op, timeout, prepare)
+    return _run("all_gather", found, async_op, timeout, prepare, name)
 
 
 def all_gather_single(
@@ -359,6 +441,7 @@ def all_gather_single(
     async_op: bool = False,
     *,
     timeout: timedelta | None = None,
+    name: str | None = None,
 ) -> Work | None:
     """Gather the ``input_tensor`` of every member into one array on all of them.
 
@@ -368,11 +451,11 @@ def all_gather_single(
         output_tensor: size x as many elements as the input, in the order of ranks: the concatenation along the first
             dimension, or the stack; only the number of elements matters.
         input_tensor: this rank's input.
-        group, async_op, timeout: as in :func:`broadcast`.
+        group, async_op, timeout, name: as in :func:`broadcast`.
 
     Source: torch.distributed.all_gather_single (formerly all_gather_into_tensor); MPI-4.1 section 6.7.
     """
-    return _all_gather_single("all_gather_single", output_tensor, input_tensor, group, async_op, timeout)
+    return _all_gather_single("all_gather_single", output_tensor, input_tensor, group, async_op, timeout, name)
 
 
 def all_gather_into_tensor(
@@ -382,18 +465,25 @@ def all_gather_into_tensor(
     async_op: bool = False,
     *,
     timeout: timedelta | None = None,
+    name: str | None = None,
 ) -> Work | None:
     """Gather into one array: the older name of :func:`all_gather_single`, with the same arguments.
 
     Source: torch.distributed.all_gather_into_tensor.
     """
-    return _all_gather_single("all_gather_into_tensor", output_tensor, input_tensor, group, async_op, timeout)
+    return _all_gather_single("all_gather_into_tensor", output_tensor, input_tensor, group, async_op, timeout, name)
 
 
 def _all_gather_single(
-    name: str, output_tensor: Array, input_tensor: Array, group: Any, async_op: bool, timeout: timedelta | None
+    function: str,
+    output_tensor: Array,
+    input_tensor: Array,
+    group: Any,
+    async_op: bool,
+    timeout: timedelta | None,
+    name: str | None,
 ) -> Work | None:
-    found = member_or_warn(group, name, stacklevel=4)
+    found = member_or_warn(group, function, stacklevel=4)
     if found is None:
         return None
 
@@ -403,15 +493,15 @@ def _all_gather_single(
         same_dtype(output, memory)
         if output.flat.size != g.size() * memory.flat.size:
             raise ValueError(
-                f"{name}: output_tensor must have {g.size()} x {memory.flat.size} elements, got {output.flat.size}"
+                f"{function}: output_tensor must have {g.size()} x {memory.flat.size} elements, got {output.flat.size}"
             )
         # The input may be this rank's part of the output, as torch allows: MPI forbids that its buffers overlap.
-        send = memory.flat.copy() if np.may_share_memory(output.flat, memory.flat) else memory.flat
+        send = memory.filled().copy() if np.may_share_memory(output.flat, memory.flat) else memory.flat
         key = (dtype_name(memory.dtype), ("elements", memory.flat.size))
         move = Movement(Kind.ALL_GATHER, send=send, recv=output.flat)
-        return _Prepared(key, move, [output_tensor], after=_unpacker([output]))
+        return _Prepared(key, move, [output_tensor], inputs=(memory,), after=_unpacker([output]))
 
-    return _run("all_gather_single", found, async_op, timeout, prepare)
+    return _run("all_gather_single", found, async_op, timeout, prepare, name, function)
 
 
 def gather(
@@ -423,6 +513,7 @@ def gather(
     group_dst: int | None = None,
     *,
     timeout: timedelta | None = None,
+    name: str | None = None,
 ) -> Work | None:
     """Gather the ``tensor`` of every member into ``gather_list`` on the rank ``dst``.
 
@@ -432,7 +523,7 @@ def gather(
         tensor: this rank's input.
         gather_list: on the destination one output array for each member, of the input's size; elsewhere None or [].
         dst: global rank of the destination (default 0); or ``group_dst``, its rank in the group.
-        group, async_op, timeout: as in :func:`broadcast`.
+        group, async_op, timeout, name: as in :func:`broadcast`.
 
     Source: torch.distributed.gather; MPI-4.1 section 6.5.
     """
@@ -446,7 +537,7 @@ def gather(
         key = (("root", g.ranks[root]), dtype_name(memory.dtype), ("elements", memory.flat.size))
         if g.rank() != root:
             _forbidden(gather_list, "gather_list", "destination")
-            return _Prepared(key, Movement(Kind.GATHER, send=memory.flat, root=root), [])
+            return _Prepared(key, Movement(Kind.GATHER, send=memory.flat, root=root), [], inputs=(memory,))
         if not gather_list and gather_list is not None and not isinstance(gather_list, list):
             adapt_list(gather_list, "gather_list", writable=True)
         if not gather_list:
@@ -455,9 +546,9 @@ def gather(
         _same_size("gather_list", outputs, memory)
         packed = np.empty(g.size() * memory.flat.size, memory.dtype)
         move = Movement(Kind.GATHER, send=memory.flat, recv=packed, root=root)
-        return _Prepared(key, move, list(gather_list), after=_unpacker(outputs, packed))
+        return _Prepared(key, move, list(gather_list), inputs=(memory,), after=_unpacker(outputs, packed))
 
-    return _run("gather", found, async_op, timeout, prepare)
+    return _run("gather", found, async_op, timeout, prepare, name)
 
 
 def scatter(
@@ -469,6 +560,7 @@ def scatter(
     group_src: int | None = None,
     *,
     timeout: timedelta | None = None,
+    name: str | None = None,
 ) -> Work | None:
     """Send one array of ``scatter_list`` on the rank ``src`` to each member, which receives it in ``tensor``.
 
@@ -478,7 +570,7 @@ def scatter(
         tensor: where this rank's array is received.
         scatter_list: on the source one input array for each member, of the output's size; elsewhere None or [].
         src: global rank of the source (default 0); or ``group_src``, its rank in the group.
-        group, async_op, timeout: as in :func:`broadcast`.
+        group, async_op, timeout, name: as in :func:`broadcast`.
 
     Source: torch.distributed.scatter; MPI-4.1 section 6.6.
     """
@@ -501,11 +593,11 @@ def scatter(
             raise ValueError("Argument ``scatter_list`` must be specified on source rank.")
         inputs = adapt_list(scatter_list, "scatter_list", writable=False, length=g.size())
         _same_size("scatter_list", inputs, memory)
-        packed = np.concatenate([item.flat for item in inputs])
+        packed = np.concatenate([item.filled() for item in inputs])
         move = Movement(Kind.SCATTER, send=packed, recv=memory.flat, root=root)
         return _Prepared(key, move, [tensor], after=after)
 
-    return _run("scatter", found, async_op, timeout, prepare)
+    return _run("scatter", found, async_op, timeout, prepare, name)
 
 
 def reduce_scatter(
@@ -516,6 +608,7 @@ def reduce_scatter(
     async_op: bool = False,
     *,
     timeout: timedelta | None = None,
+    name: str | None = None,
 ) -> Work | None:
     """Reduce the lists of all members element by element; member r holds the result of ``input_list[r]`` in ``output``.
 
@@ -525,7 +618,7 @@ def reduce_scatter(
         output: as many elements as ``input_list`` holds at this rank's place.
         input_list: one input array for each member.
         op: as in :func:`all_reduce`.
-        group, async_op, timeout: as in :func:`broadcast`.
+        group, async_op, timeout, name: as in :func:`broadcast`.
 
     Source: torch.distributed.reduce_scatter; MPI-4.1 section 6.10.
     """
@@ -543,10 +636,10 @@ def reduce_scatter(
                 f"reduce_scatter: output has {memory.flat.size} elements, but input_list[{g.rank()}] has {counts[g.rank()]}"
             )
         return _scatter_reduced(
-            g, "reduce_scatter", memory, np.concatenate([item.flat for item in inputs]), op, counts, output
+            g, "reduce_scatter", memory, np.concatenate([item.filled() for item in inputs]), op, counts, output
         )
 
-    return _run("reduce_scatter", found, async_op, timeout, prepare)
+    return _run("reduce_scatter", found, async_op, timeout, prepare, name)
 
 
 def reduce_scatter_single(
@@ -557,6 +650,7 @@ def reduce_scatter_single(
     async_op: bool = False,
     *,
     timeout: timedelta | None = None,
+    name: str | None = None,
 ) -> Work | None:
     """Reduce ``input`` over all members; member r holds the r-th of its equal parts in ``output``.
 
@@ -566,11 +660,11 @@ def reduce_scatter_single(
         output: one part.
         input: size x as many elements: the concatenation along the first dimension, or the stack.
         op: as in :func:`all_reduce`.
-        group, async_op, timeout: as in :func:`broadcast`.
+        group, async_op, timeout, name: as in :func:`broadcast`.
 
     Source: torch.distributed.reduce_scatter_single (formerly reduce_scatter_tensor); MPI-4.1 section 6.10.1.
     """
-    return _reduce_scatter_single("reduce_scatter_single", output, input, op, group, async_op, timeout)
+    return _reduce_scatter_single("reduce_scatter_single", output, input, op, group, async_op, timeout, name)
 
 
 def reduce_scatter_tensor(
@@ -581,24 +675,26 @@ def reduce_scatter_tensor(
     async_op: bool = False,
     *,
     timeout: timedelta | None = None,
+    name: str | None = None,
 ) -> Work | None:
     """Reduce and scatter one array: the older name of :func:`reduce_scatter_single`, with the same arguments.
 
     Source: torch.distributed.reduce_scatter_tensor.
     """
-    return _reduce_scatter_single("reduce_scatter_tensor", output, input, op, group, async_op, timeout)
+    return _reduce_scatter_single("reduce_scatter_tensor", output, input, op, group, async_op, timeout, name)
 
 
 def _reduce_scatter_single(
-    name: str,
+    function: str,
     output: Array,
     source: Array,
     op: RedOpType | ReduceOp,
     group: Any,
     async_op: bool,
     timeout: timedelta | None,
+    name: str | None,
 ) -> Work | None:
-    found = member_or_warn(group, name, stacklevel=4)
+    found = member_or_warn(group, function, stacklevel=4)
     if found is None:
         return None
 
@@ -608,13 +704,14 @@ def _reduce_scatter_single(
         same_dtype(memory, sending)
         if sending.flat.size != g.size() * memory.flat.size:
             raise ValueError(
-                f"{name}: input must have {g.size()} x {memory.flat.size} elements, got {sending.flat.size}"
+                f"{function}: input must have {g.size()} x {memory.flat.size} elements, got {sending.flat.size}"
             )
         shares = np.may_share_memory(memory.flat, sending.flat)
         counts = (memory.flat.size,) * g.size()
-        return _scatter_reduced(g, name, memory, sending.flat.copy() if shares else sending.flat, op, counts, output)
+        packed = sending.filled().copy() if shares else sending.flat
+        return _scatter_reduced(g, function, memory, packed, op, counts, output, inputs=(sending,))
 
-    return _run("reduce_scatter_single", found, async_op, timeout, prepare)
+    return _run("reduce_scatter_single", found, async_op, timeout, prepare, name, function)
 
 
 def _scatter_reduced(
@@ -625,8 +722,12 @@ def _scatter_reduced(
     op: RedOpType | ReduceOp,
     counts: tuple[int, ...],
     output: Array,
+    inputs: tuple[Memory, ...] = (),
 ) -> _Prepared:
-    reduction = _reduction(name, op, memory.dtype)
+    reduction = resolve_reduction(name, op, memory.dtype)
+    if reduction.factor is not None:
+        for each in inputs:
+            each.filled()
     uneven = len(set(counts)) > 1
     key = (str(reduction.op), dtype_name(memory.dtype), ("blocks", counts) if uneven else ("elements", counts[0]))
     move = Movement(
@@ -638,7 +739,7 @@ def _scatter_reduced(
         vector=uneven,
     )
     average = (lambda: reduction.after(memory.flat, g.size())) if reduction.average else None
-    return _Prepared(key, move, [output], after=_both(average, _unpacker([memory])))
+    return _Prepared(key, move, [output], inputs=inputs, after=_both(average, _unpacker([memory])))
 
 
 def all_to_all_single(
@@ -650,6 +751,7 @@ def all_to_all_single(
     async_op: bool = False,
     *,
     timeout: timedelta | None = None,
+    name: str | None = None,
 ) -> Work | None:
     """Send each member one part of ``input`` and receive one part of ``output`` from each.
 
@@ -660,7 +762,7 @@ def all_to_all_single(
         input: the parts to send, likewise.
         output_split_sizes: rows of ``output`` from each member; None or []: equal parts.
         input_split_sizes: rows of ``input`` to each member; None or []: equal parts.
-        group, async_op, timeout: as in :func:`broadcast`.
+        group, async_op, timeout, name: as in :func:`broadcast`.
 
     Raises:
         RuntimeError: dimension 0 does not divide equally, or the split sizes do not add up to it (torch's texts).
@@ -677,10 +779,10 @@ def all_to_all_single(
         same_dtype(out, source)
         received = _splits(out, output_split_sizes, g.size(), "output")
         sent = _splits(source, input_split_sizes, g.size(), "input")
-        send = source.flat.copy() if np.may_share_memory(out.flat, source.flat) else source.flat
-        return _exchange(send, out.flat, sent, received, [output], _unpacker([out]))
+        send = source.filled().copy() if np.may_share_memory(out.flat, source.flat) else source.flat
+        return _exchange(send, out.flat, sent, received, [output], _unpacker([out]), (source,))
 
-    return _run("all_to_all_single", found, async_op, timeout, prepare)
+    return _run("all_to_all_single", found, async_op, timeout, prepare, name)
 
 
 def all_to_all(
@@ -690,6 +792,7 @@ def all_to_all(
     async_op: bool = False,
     *,
     timeout: timedelta | None = None,
+    name: str | None = None,
 ) -> Work | None:
     """Send ``input_tensor_list[j]`` to member j, and receive ``output_tensor_list[i]`` from member i.
 
@@ -698,7 +801,7 @@ def all_to_all(
     Args:
         output_tensor_list: one output array for each member.
         input_tensor_list: one input array for each member.
-        group, async_op, timeout: as in :func:`broadcast`.
+        group, async_op, timeout, name: as in :func:`broadcast`.
 
     Source: torch.distributed.all_to_all; MPI-4.1 section 6.8.
     """
@@ -712,10 +815,10 @@ def all_to_all(
         same_dtype(*outputs, *inputs)
         received, sent = [o.flat.size for o in outputs], [i.flat.size for i in inputs]
         packed = np.empty(sum(received), outputs[0].dtype)
-        send = np.concatenate([item.flat for item in inputs])
+        send = np.concatenate([item.filled() for item in inputs])
         return _exchange(send, packed, sent, received, list(output_tensor_list), _unpacker(outputs, packed))
 
-    return _run("all_to_all", found, async_op, timeout, prepare)
+    return _run("all_to_all", found, async_op, timeout, prepare, name)
 
 
 def _exchange(
@@ -725,12 +828,12 @@ def _exchange(
     received: list[int],
     outputs: list[Any],
     after: Callable[[], None] | None,
+    inputs: tuple[Memory, ...] = (),
 ) -> _Prepared:
     uneven = len({*sent, *received}) > 1
     move = Movement(Kind.ALL_TO_ALL, send=send, recv=recv, sendcounts=sent, recvcounts=received)
-    return _Prepared(
-        (dtype_name(send.dtype),), move, outputs, after=after, uneven=uneven, detail=NOTHING if uneven else sent[0]
-    )
+    detail = NOTHING if uneven else sent[0]
+    return _Prepared((dtype_name(send.dtype),), move, outputs, inputs=inputs, after=after, uneven=uneven, detail=detail)
 
 
 def _splits(memory: Memory, splits: list[int] | None, size: int, name: str) -> list[int]:
@@ -765,6 +868,8 @@ def barrier(
     async_op: bool = False,
     device_ids: list[int] | None = None,
     timeout: timedelta | None = None,
+    *,
+    name: str | None = None,
 ) -> Work | None:
     """Return when all members have called it.
 
@@ -773,13 +878,14 @@ def barrier(
         async_op: return a :class:`Work` at once.
         device_ids: taken and ignored, as on torch's CPU backends (a list of integers).
         timeout: the limit of this call; default the group's.
+        name: a name for this barrier, which must be the same on all members (or given by none).
 
     Source: torch.distributed.barrier; MPI-4.1 section 6.3.
     """
     found = member_or_warn(group, "barrier")
     if found is None:
         return None
-    if not async_op and timeout is None and device_ids is None:
+    if not async_op and timeout is None and device_ids is None and name is None:
         execution.repeat(found, _BARRIER, _NO_DATA, sys._getframe(1))
         return None
 
@@ -788,7 +894,7 @@ def barrier(
             raise TypeError("Invalid function argument: device_ids type should be List[int]")
         return _Prepared((), Movement(Kind.BARRIER), [])
 
-    return _run("barrier", found, async_op, timeout, prepare)
+    return _run("barrier", found, async_op, timeout, prepare, name)
 
 
 _BARRIER = Repeated("barrier", (), Kind.BARRIER)

@@ -6,18 +6,20 @@ Nothing is freed from garbage collection.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll.checks.agreement import Lane
+from mpicoll.checks.agreement import Closing, Lane
+from mpicoll.engines.base import Engine
 from mpicoll.engines.mpi import MpiEngine
-from mpicoll.errors import DistBackendError
+from mpicoll.errors import CollectiveMismatchError, DistBackendError
 from mpicoll.matching import Receiver
 
-__all__ = ["Pair", "Pool", "duplicate", "make_pair", "mpi_text"]
+__all__ = ["CLOSED_APART", "Pair", "Pool", "duplicate", "make_pair", "mpi_text"]
 
 
 def mpi_text(error: MPI.Exception) -> str:
@@ -32,8 +34,10 @@ class Pair:
     Attributes:
         ranks: its members as ranks of the world, in the order of the group.
         index: how many pairs of just these members were made before it (the same on all of them).
+        engines: what moves its data, in the order of preference; the last one serves every call.
         idle: no live group uses it.
         spoiled: a call on it was given up, so it can never be used again.
+        closing: the comparison of the last group's calls that was made when it was destroyed.
         sent, received: messages of the last group that used it, by rank in the group.
     """
 
@@ -45,29 +49,41 @@ class Pair:
     spoiled: bool = False
     sent: dict[int, int] = field(default_factory=dict)
     received: dict[int, int] = field(default_factory=dict)
+    closing: Closing | None = None
     lane: Lane = field(init=False)
-    engine: MpiEngine = field(init=False)
+    engines: tuple[Engine, ...] = field(init=False)
     receiver: Receiver = field(init=False)
 
     def __post_init__(self) -> None:
         self.lane = Lane(self.control, self.data)
-        self.engine = MpiEngine(self.data)
-        self.receiver = Receiver(self.data)
+        self.engines = (MpiEngine(self.data),)
+        self.receiver = Receiver(self.control, self.data)
 
     def sweep(self) -> None:
-        """Receive and drop what the last group sent and did not receive; all members call it, and are known to."""
+        """Receive and drop what the last group sent and did not receive; all members call it, and are known to.
+
+        Raises:
+            CollectiveMismatchError: the members' calls on the last group differed (check level "roll").
+        """
+        if self.closing is not None:
+            closing, self.closing = self.closing, None
+            while not closing.Test():
+                time.sleep(0)
+            if not closing.same:
+                raise CollectiveMismatchError(CLOSED_APART.format("a group of these ranks that was destroyed"))
         sends = np.zeros(len(self.ranks), np.int64)
         for peer, count in self.sent.items():
             sends[peer] = count
         told = np.empty_like(sends)
         self.data.Alltoall(sends, told)
-        status = MPI.Status()
-        for peer, count in enumerate(told.tolist()):
-            for _ in range(count - self.received.get(peer, 0)):
-                self.data.Probe(peer, MPI.ANY_TAG, status)
-                left = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-                self.data.Recv([left, MPI.BYTE], peer, status.Get_tag())
+        self.receiver.drop([count - self.received.get(peer, 0) for peer, count in enumerate(told.tolist())])
         self.sent, self.received = {}, {}
+
+
+CLOSED_APART = (
+    'on {} the ranks made different calls after the last comparison (check level "roll"): what those calls moved may be wrong. '
+    "Run with MPICOLL_CHECK=full to see which"
+)
 
 
 class Pool:

@@ -7,6 +7,7 @@
         ├── DistBackendError           MPI reported an error; its own text is kept
         ├── DistNetworkError           a connection outside MPI failed
         ├── DistStoreError             a key-value store failed
+        ├── BufferInUseError           memory of an operation under way was given to another one, or written
         ├── CollectiveMismatchError    ranks made different calls; nothing was moved, the group is still good
         ├── DeadlockError              ranks wait for each other and nobody can release them
         ├── PeerFailedError            another rank failed (uncaught exception, signal)
@@ -23,7 +24,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 __all__ = [
+    "BufferInUseError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "DeadlockError",
@@ -36,6 +41,7 @@ __all__ = [
     "LaunchError",
     "PeerExitedError",
     "PeerFailedError",
+    "in_one_line",
 ]
 
 
@@ -49,9 +55,19 @@ class DistError(RuntimeError):
     Attributes:
         reporter: where all members of a group raise the same text, the global rank that prints all of it when the
             program ends with it; the others print one line. None: every rank prints its own.
+        report: what the message is made from (``mpicoll.checks.report.Report``), where several ranks were heard.
+        group: the group that it concerns, as it is displayed.
+        ranks: the global ranks at fault as far as can be told (they differ from the others, are late, or have left), else
+            all that it concerns.
+        calls: what the ranks said: a dict for each different call, with the keys ranks, op, arguments, seq, site, group,
+            async, state, problem, needs, waited, text.
     """
 
     reporter: int | None = None
+    report: Any = None
+    group: str = ""
+    ranks: Sequence[int] = ()
+    calls: Sequence[dict[str, Any]] = ()
 
 
 class DistBackendError(DistError):
@@ -69,7 +85,15 @@ class DistStoreError(DistError):
 class CollectiveMismatchError(DistError):
     """The members of a group made different calls, or one of them passed arguments that are wrong.
 
-    Raised on every member at the same call, before any data moved: the group is still good.
+    Raised on every member at the same call, before any data moved: the group is still good. A receive raises it, on its own
+    rank, when the message is of another dtype or size; the message stays where it is.
+    """
+
+
+class BufferInUseError(DistError):
+    """A buffer of an operation that has not been waited for was given to another one that writes it, or was written.
+
+    Of a collective it is raised on all members, as other wrong arguments are; the group is still good.
     """
 
 
@@ -99,3 +123,10 @@ class GroupBrokenError(DistError):
 
 class LaunchError(DistError):
     """The job was started in a way that cannot work; the message holds the command that would."""
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return an exception's message; of one over several lines the first, or the headline of its report."""
+    lines = str(error).splitlines() or [""]
+    report = error.report if isinstance(error, DistError) and len(lines) > 1 else None
+    return lines[0] if report is None else str(report.one_line())

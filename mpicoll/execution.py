@@ -16,8 +16,9 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll import groups, waiting, watchdog
-from mpicoll.checks.agreement import Flags, Ticket, agree_or_raise, explain
+from mpicoll.checks.agreement import Flags, Ticket, When, agree_or_raise, explain
 from mpicoll.checks.call import NOTHING, Call, Site, fingerprint
+from mpicoll.checks.levels import EVERY, Made
 from mpicoll.communicators import mpi_text
 from mpicoll.engines.base import Kind, Movement, Request, block_elements, pieces
 from mpicoll.errors import (
@@ -25,15 +26,17 @@ from mpicoll.errors import (
     DistBackendError,
 )
 from mpicoll.groups import ProcessGroup
-from mpicoll.patience import CallWait, local_wait
+from mpicoll.patience import CallWait, hopeless, local_wait
 from mpicoll.work import Operation, Work
 
 __all__ = [
     "agree",
     "call_limit",
+    "check_name",
     "collective",
     "enter",
     "finish_waiting",
+    "guarded",
     "lost",
     "native",
     "repeat",
@@ -61,6 +64,12 @@ def call_limit(group: ProcessGroup, timeout: Any) -> float:
     return timeout.total_seconds() or group.timeout
 
 
+def check_name(name: Any) -> None:
+    """Raise TypeError unless ``name=`` is a string or None."""
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name must be a string or None, not {type(name).__name__}")
+
+
 def collective(
     group: ProcessGroup,
     call: Call,
@@ -80,6 +89,10 @@ def collective(
     """
     mpi_error = MPI.Exception  # at the end of the interpreter the module's names are gone before kept generators
     try:
+        if call.passes:
+            assert isinstance(move, Movement)
+            yield from _uncompared(group, call, move, ticket, before, after)
+            return
         flags = yield from agree_or_raise(ticket, call, group.display, group.ranks, group.rank())
         assert move is not None
         yield from _agreed(group, call, move, ticket, flags, before, after, limit)
@@ -100,7 +113,8 @@ def _agreed(
     limit: float,
 ) -> Generator[Request, None, None]:
     """Move and finish one collective that all members are known to make."""
-    rank, size, engine, lane = group.rank(), group.size(), group.pair.engine, group.pair.lane
+    rank, size, lane = group.rank(), group.size(), group.pair.lane
+    engine = group.pair.engines[flags.engine]
     fixed = isinstance(move, Movement)
     if not isinstance(move, Movement):
         move = move(flags)
@@ -125,7 +139,7 @@ def _agreed(
         if move.vector or not fixed:
             yield engine.nonblocking(move)
         else:
-            key = (call.op, call.key, flags.detail)
+            key = (call.op, call.key, flags.detail, flags.engine)
             plan = group.plan(key)
             if plan is None:
                 plan = engine.plan(move)
@@ -138,6 +152,10 @@ def _agreed(
                 yield lane.data.Ibarrier()  # every further native call is preceded by a wait that can be left
             with native(group, call, limit):
                 engine.blocking(piece)
+    _finish(call, after)
+
+
+def _finish(call: Call, after: Callable[[], None] | None) -> None:
     if after is not None:
         try:
             after()
@@ -150,10 +168,11 @@ def _agreed(
 def native(group: ProcessGroup, call: Call, limit: float) -> Iterator[None]:
     """Have the watchdog look at a blocking MPI call."""
     ident = threading.get_ident()
-    watchdog.active[ident] = (
+    watchdog.active[ident] = watchdog.Native(
         time.monotonic(),
         limit,
         lambda: f"{call.describe()} on group {group.display} at {call.site}",
+        lambda inside: hopeless(group, inside),
     )
     try:
         yield
@@ -210,13 +229,77 @@ def run(
     The caller has asked :func:`enter` whether the group can be used.
     """
     limit = group.timeout if limit is None else limit
+    if call.error is not None and group.level != "full":
+        raise call.error  # the others do not compare, so nobody asks what was wrong here
     with waiting.guard, group.lock:
         group.calls += 1
         call.seq = group.calls
+        group.last = call.op, call.site.code, call.site.instruction
         if isinstance(move, Movement):
             call.block_bytes = block_elements(move, group.size()) * _itemsize(move)
+        _print(group, call, compares=not _passes(group, call, move))
         ticket = group.pair.lane.ticket()
         return _issue(group, call, move, ticket, outputs, async_op, limit, before, after)
+
+
+UNCOMPARED = frozenset(Kind) - {Kind.BARRIER, Kind.ALL_TO_ALL}
+"""What may move without a comparison: where every member knows from its own arguments how large the blocks are."""
+
+
+def _passes(group: ProcessGroup, call: Call, move: Movement | Callable[[Flags], Movement] | None) -> bool:
+    """Whether a call makes no round; the same on all members that make the same calls."""
+    return (
+        group.level != "full"
+        and isinstance(move, Movement)
+        and move.kind in UNCOMPARED
+        and not (call.uneven or move.vector)
+        and call.block_bytes <= SMALL_BYTES
+        and not (group.level == "roll" and group.calls % EVERY == 0)
+    )
+
+
+def _print(group: ProcessGroup, call: Call, compares: bool) -> None:
+    """Set what the round of a call compares, and note a call that makes none."""
+    if group.level == "full":
+        call.print = fingerprint(call.op, call.key)
+    elif group.level == "roll":
+        rolling, print_ = group.pair.lane.rolling, fingerprint(call.op, call.key)
+        call.print = rolling.add(Made(call.seq, print_, call.op, call.key, call.site.code, call.site.instruction))
+        if compares:
+            call.made = rolling.cut()
+    call.passes = not compares
+
+
+def _uncompared(
+    group: ProcessGroup,
+    call: Call,
+    move: Movement,
+    ticket: Ticket,
+    before: Callable[[], None] | None,
+    after: Callable[[], None] | None,
+) -> Generator[Request, None, None]:
+    """Move a small call whose members have not compared it; by the nonblocking call, as some may be asynchronous."""
+    if not ticket.may_pass():
+        yield When(ticket.may_pass)
+    ticket.lane.pass_by()
+    if not ticket.Test():
+        yield ticket
+    if before is not None:
+        before()
+    engine = group.pair.engines[-1]
+    if call.asynchronous:
+        request = engine.nonblocking(move)
+        ticket.pass_on()
+        yield request
+    else:
+        key = (call.op, call.key, "uncompared")
+        plan = group.plan(key)
+        if plan is None:
+            plan = engine.plan(move, persistent=False)
+            group.keep_plan(key, plan)
+        yield plan.start(move)
+        plan.finish(move)
+    _finish(call, after)
 
 
 def _issue(
@@ -233,7 +316,8 @@ def _issue(
     call.asynchronous = async_op or _collectives_pending()
     steps = collective(group, call, move, ticket, before=before, after=after, limit=limit)
     if not call.asynchronous:
-        drive(group, call, steps, limit)
+        with waiting.shield:
+            drive(group, call, steps, limit)
         return None
     operation = Operation(group, call, steps, outputs, limit, give_up=lost)
     if not operation.done:
@@ -244,8 +328,12 @@ def _issue(
     return None
 
 
+REPEATED_BYTES = NATIVE_BYTES
+"""What one native call moves may be made again in short."""
+
+
 class Repeated:
-    """A small call in one buffer, prepared once: made again with the same arguments it costs little beside MPI.
+    """A call in one buffer, prepared once: made again with the same arguments it costs little beside MPI.
 
     Attributes:
         op, key: of the call; ``plan_key`` of its plan.
@@ -253,14 +341,15 @@ class Repeated:
         average: divide the result by the number of members.
     """
 
-    __slots__ = ("average", "fingerprint", "key", "kind", "mpi_op", "op", "plan_key", "root")
+    __slots__ = ("average", "fingerprint", "key", "kind", "mpi_op", "op", "plan_key", "root", "uncompared_key")
 
     def __init__(
         self, op: str, key: tuple[Any, ...], kind: Kind, *, mpi_op: str = "", root: int = -1, average: bool = False
     ) -> None:
         self.op = op
         self.key = key
-        self.plan_key = (op, key, NOTHING)
+        self.plan_key = (op, key, NOTHING, 0)
+        self.uncompared_key = (op, key, "uncompared")
         self.fingerprint = fingerprint(op, key)
         self.kind = kind
         self.mpi_op = mpi_op
@@ -278,6 +367,7 @@ def repeat(group: ProcessGroup, known: Repeated, flat: Any, frame: FrameType) ->
     enter(group, known.op)
     with waiting.guard, group.lock:
         group.calls += 1
+        group.last = known.op, frame.f_code, frame.f_lasti
         ticket = group.pair.lane.ticket()
         try:
             _repeat(group, known, flat, frame, ticket)
@@ -303,18 +393,48 @@ def _patience(group: ProcessGroup, known: Repeated, frame: FrameType) -> CallWai
 
 
 def _repeat(group: ProcessGroup, known: Repeated, flat: Any, frame: FrameType, ticket: Ticket) -> None:
+    if flat.nbytes > SMALL_BYTES:
+        with waiting.shield:
+            _repeat_round(group, known, flat, frame, ticket)
+    else:
+        _repeat_round(group, known, flat, frame, ticket)
+
+
+def _repeat_round(group: ProcessGroup, known: Repeated, flat: Any, frame: FrameType, ticket: Ticket) -> None:
+    moves = known.kind is not Kind.BARRIER
+    large = flat.nbytes > SMALL_BYTES
+    print_ = known.fingerprint
+    made: list[Made] = []
+    if group.level != "full":
+        compares = large or not moves
+        print_ = 0
+        if group.level == "roll":
+            rolling = group.pair.lane.rolling
+            place = frame.f_code, frame.f_lasti
+            print_ = rolling.add(Made(group.calls, known.fingerprint, known.op, known.key, *place))
+            compares = compares or group.calls % EVERY == 0
+            if compares:
+                made = rolling.cut()
+        if not compares:
+            _repeat_uncompared(group, known, flat, frame, ticket)
+            return
     plan = group.plans.get(known.plan_key)
     request = None
-    moves = known.kind is not Kind.BARRIER
-    if (plan is not None or not moves) and not waiting.pending and ticket.may_post() and ticket.Test():
-        slot, request = ticket.lane.post(ticket.number, known.fingerprint, flat.nbytes)
+    if (plan is not None or large or not moves) and not waiting.pending and ticket.may_post() and ticket.Test():
+        slot, request = ticket.lane.post(print_, flat.nbytes)
         for _ in range(2 if waiting.crowded else waiting.SPIN_POLLS):
             if request.Test():
                 break
         else:
             _finish_request(group, known, frame, request)
-        flags = slot.plain(known.fingerprint)
+        flags = slot.plain(print_)
         if flags is None:
+            if large:
+                call = Call(known.op, known.key, Site(frame.f_code, frame.f_lasti), seq=group.calls)
+                move = Movement(known.kind, recv=flat, op=known.mpi_op, root=known.root)
+                with native(group, call, group.timeout):
+                    group.pair.engines[0].blocking(move)
+                return
             if plan is None:  # a barrier is its round
                 return
             group.plans.move_to_end(known.plan_key)
@@ -327,11 +447,32 @@ def _repeat(group: ProcessGroup, known: Repeated, flat: Any, frame: FrameType, t
             plan.finish_in_place(flat)
             return
     call = Call(known.op, known.key, Site(frame.f_code, frame.f_lasti), seq=group.calls, block_bytes=flat.nbytes)
+    call.print, call.made = print_, made
     move = Movement(known.kind, recv=flat, op=known.mpi_op, root=known.root)
     if request is None:
         _issue(group, call, move, ticket, [flat], False, group.timeout, None, None)
     else:
         drive(group, call, _unusual(group, call, move, ticket, slot.flags()), group.timeout)
+
+
+def _repeat_uncompared(group: ProcessGroup, known: Repeated, flat: Any, frame: FrameType, ticket: Ticket) -> None:
+    """Make a call again that makes no round."""
+    plan = group.plans.get(known.uncompared_key)
+    if plan is None or waiting.pending or not ticket.may_pass() or not ticket.Test():
+        call = Call(known.op, known.key, Site(frame.f_code, frame.f_lasti), seq=group.calls, block_bytes=flat.nbytes)
+        call.passes = True
+        move = Movement(known.kind, recv=flat, op=known.mpi_op, root=known.root)
+        _issue(group, call, move, ticket, [flat], False, group.timeout, None, None)
+        return
+    group.plans.move_to_end(known.uncompared_key)
+    ticket.lane.posted += 1
+    started = plan.start_in_place(flat)
+    for _ in range(2 if waiting.crowded else waiting.SPIN_POLLS):
+        if started.Test():
+            break
+    else:
+        _finish_request(group, known, frame, started)
+    plan.finish_in_place(flat)
 
 
 def _unusual(
@@ -341,7 +482,7 @@ def _unusual(
     mpi_error = MPI.Exception  # at the end of the interpreter the module's names are gone before kept generators
     try:
         if not flags.same or flags.error:
-            yield from explain(ticket.lane, call, group.display, group.ranks, group.rank())
+            yield from explain(ticket.lane, call, group.display, group.ranks, group.rank(), flags.waited)
         yield from _agreed(group, call, move, ticket, flags, None, None, group.timeout)
     except mpi_error as error:
         raise wrap(error, group, call) from error
@@ -352,7 +493,7 @@ def _unusual(
 def _finish_request(group: ProcessGroup, known: Repeated, frame: FrameType, request: Request) -> None:
     call = Call(known.op, known.key, Site(frame.f_code, frame.f_lasti), seq=group.calls)
     try:
-        local_wait(_guarded(request.Test, group, call), CallWait(group, call, group.timeout))
+        local_wait(guarded(request.Test, group, call), CallWait(group, call, group.timeout))
     except BaseException:
         _kept.append((request, group.plans))
         raise
@@ -368,6 +509,9 @@ def agree(group: ProcessGroup, call: Call, limit: float) -> Flags:
     with waiting.guard, group.lock:
         group.calls += 1
         call.seq = group.calls
+        group.last = call.op, call.site.code, call.site.instruction
+        _print(group, call, compares=True)
+        call.print = call.print or fingerprint(call.op, call.key)  # what makes a group or the world is always compared
         ticket = group.pair.lane.ticket()
         flags: Flags = drive(group, call, _agreement(group, call, ticket), limit)
         return flags
@@ -409,7 +553,7 @@ def drive(group: ProcessGroup, call: Call, steps: Generator[Request, None, Any],
                 _kept.append((steps, call))
                 patience.give_up(error)
             raise
-        test = _guarded(request.Test, group, call)
+        test = guarded(request.Test, group, call)
         if not test():
             try:
                 local_wait(test, patience)
@@ -422,14 +566,16 @@ _kept: list[Any] = []
 """What a given-up call left posted: MPI may still write there, so it is never freed."""
 
 
-def _guarded(test: Callable[[], bool], group: ProcessGroup, call: Call) -> Callable[[], bool]:
-    def guarded() -> bool:
+def guarded(test: Callable[[], bool], group: ProcessGroup, call: Call) -> Callable[[], bool]:
+    """Return ``test`` with MPI's errors as ours."""
+
+    def wrapped() -> bool:
         try:
             return test()
         except MPI.Exception as error:
             raise wrap(error, group, call) from error
 
-    return guarded
+    return wrapped
 
 
 def enter(group: ProcessGroup, operation: str) -> None:

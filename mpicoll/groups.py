@@ -7,16 +7,20 @@ import warnings
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from types import CodeType
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from mpicoll.checks.call import Site
+from mpicoll.checks.envelope import Told
 from mpicoll.errors import GroupBrokenError
 
 if TYPE_CHECKING:
     from mpicoll.checks.board import Board
     from mpicoll.communicators import Pair, Pool
-    from mpicoll.engines.mpi import Plan
+    from mpicoll.engines.base import Plan
     from mpicoll.execution import Repeated
-    from mpicoll.settings import Settings
+    from mpicoll.persistent import PersistentReceive, PersistentSend
+    from mpicoll.settings import Level, Settings
     from mpicoll.topology import Topology
     from mpicoll.work import Operation
 
@@ -27,6 +31,7 @@ __all__ = [
     "ProcessGroup",
     "State",
     "current",
+    "default",
     "get_backend",
     "get_global_rank",
     "get_group_rank",
@@ -43,6 +48,8 @@ __all__ = [
     "state",
 ]
 
+T = TypeVar("T")
+
 NON_MEMBER = -100
 """What ``new_group`` returns to a rank that is not in the group (``GroupMember.NON_GROUP_MEMBER``)."""
 
@@ -57,7 +64,15 @@ class ProcessGroup:
     """
 
     def __init__(
-        self, name: str, pair: Pair, rank: int, timeout: float, *, display: str = "", desc: str | None = None
+        self,
+        name: str,
+        pair: Pair,
+        rank: int,
+        timeout: float,
+        *,
+        level: Level = "full",
+        display: str = "",
+        desc: str | None = None,
     ) -> None:
         self.group_name = name
         self.group_desc = desc or "undefined"
@@ -65,14 +80,23 @@ class ProcessGroup:
         self.ranks = pair.ranks
         self.pair = pair
         self.timeout = timeout
+        self.level = level
         self.calls = 0
+        # Its last call: op, code and instruction, or what has them.
+        self.last: tuple[str, CodeType, int] | PersistentSend | PersistentReceive | None = None
         self.broken: str | None = None
         self.destroyed = False
         self.lock = threading.RLock()  # held through a collective: one at a time on a group
         self.posting = threading.Lock()  # held while a message is posted: other threads may send during a collective
         self.unwaited: dict[int, Operation] = {}
-        self.sent: dict[tuple[int, int], int] = {}  # (rank in the group, tag) -> messages
-        self.received: dict[tuple[int, int], int] = {}
+        self.told = Told()
+        self.sends: dict[Any, PersistentSend] = {}  # those that may be used, the one used longest ago first
+        self.receives: dict[Any, PersistentReceive] = {}
+        self.persistent: list[PersistentSend | PersistentReceive] = []
+        self.seen: set[Any] = set()
+        self._counting = threading.Lock()
+        self._sent: dict[tuple[int, int], int] = {}
+        self._received: dict[tuple[int, int], int] = {}
         self.plans: OrderedDict[Any, Plan] = OrderedDict()
         self.repeated: dict[Any, Repeated] = {}
         self._rank = rank
@@ -89,6 +113,11 @@ class ProcessGroup:
     def name(self) -> str:
         """Return the name of the backend, ``"mpi"``."""
         return "mpi"
+
+    @property
+    def compares(self) -> bool:
+        """Whether calls on this group are compared; at every level but ``full`` a message only has to fit."""
+        return self.level == "full"
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the limit of every later wait of this group on this rank."""
@@ -111,11 +140,19 @@ class ProcessGroup:
                 "Ranks that go on need a new group of ranks that are still there"
             )
 
+    def last_call(self) -> str:
+        """Return the last call that was made on this group and its place in the program, or ""."""
+        if self.last is None:
+            return ""
+        op, code, instruction = self.last if isinstance(self.last, tuple) else self.last.place
+        return f"{op} at {Site(code, instruction)}"
+
     def give_up(self, why: str) -> None:
         """Mark the group broken; the first reason stays."""
         if self.broken is None:
             self.broken = why
         self.pair.spoiled = True
+        self.sends, self.receives = {}, {}
 
     def plan(self, key: Any) -> Plan | None:
         """Return the plan of an agreed call; the same calls come in the same order on all members, so all keep alike."""
@@ -130,6 +167,45 @@ class ProcessGroup:
         if len(self.plans) > MOST_PLANS:
             self.plans.popitem(last=False)[1].free()
 
+    def by_rank(self, counts: dict[tuple[int, int], T]) -> dict[tuple[int, int], T]:
+        """Return what is known of messages by (global rank, tag) from the same by (rank in the group, tag)."""
+        return {(self.ranks[peer], tag): count for (peer, tag), count in counts.items()}
+
+    @property
+    def sent(self) -> dict[tuple[int, int], int]:
+        """Messages sent so far, by (rank in the group, tag)."""
+        return self._with_persistent(self._sent, True)
+
+    @property
+    def received(self) -> dict[tuple[int, int], int]:
+        """Messages received so far, by (rank in the group, tag)."""
+        return self._with_persistent(self._received, False)
+
+    def _with_persistent(self, counted: dict[tuple[int, int], int], sending: bool) -> dict[tuple[int, int], int]:
+        with self._counting:
+            counts = dict(counted)
+            for each in self.persistent:
+                if each.sending == sending and each.count:
+                    _count(counts, each.peer, each.tag, each.count)
+        return counts
+
+    def count_sent(self, peer: int, tag: int) -> None:
+        """Count a message that was sent."""
+        with self._counting:
+            _count(self._sent, peer, tag, 1)
+
+    def count_received(self, peer: int, tag: int) -> None:
+        """Count a message that was received."""
+        with self._counting:
+            _count(self._received, peer, tag, 1)
+
+    def retire(self, again: PersistentSend | PersistentReceive) -> None:
+        """Free a persistent send or receive that is used no more, and take over its count."""
+        with self._counting:
+            self.persistent.remove(again)
+            _count(self._sent if again.sending else self._received, again.peer, again.tag, again.count)
+        again.request.Free()
+
     @staticmethod
     def by_peer(counts: dict[tuple[int, int], int]) -> dict[int, int]:
         """Return messages for each peer from messages for each peer and tag."""
@@ -139,11 +215,19 @@ class ProcessGroup:
         return totals
 
     def free_plans(self) -> None:
-        """Free every plan (none may be under way)."""
+        """Free every plan and persistent message (none may be under way)."""
+        self.sends, self.receives = {}, {}
+        if not self.pair.spoiled:
+            while self.persistent:
+                self.retire(self.persistent[-1])
         while self.plans:
             plan = self.plans.popitem()[1]
             if not self.pair.spoiled:
                 plan.free()
+
+
+def _count(counts: dict[tuple[int, int], int], peer: int, tag: int, messages: int) -> None:
+    counts[peer, tag] = counts.get((peer, tag), 0) + messages
 
 
 @dataclass
@@ -163,6 +247,16 @@ class State:
     created: int = 0
 
 
+class _Default:
+    """The default group, for those who ask in every call."""
+
+    __slots__ = ("world",)
+
+    def __init__(self) -> None:
+        self.world: ProcessGroup | None = None
+
+
+default = _Default()
 _state: State | None = None
 
 
@@ -170,6 +264,7 @@ def set_state(new: State | None) -> None:
     """Install or remove the default group; for ``runtime`` alone."""
     global _state
     _state = new
+    default.world = None if new is None else new.world
 
 
 def state() -> State:

@@ -24,19 +24,22 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from mpi4py import MPI
 
 from mpicoll import groups, waiting, watchdog
 from mpicoll.checks.call import Site
-from mpicoll.errors import ARGUMENT, DistError, GroupBrokenError, PeerFailedError
+from mpicoll.communicators import CLOSED_APART
+from mpicoll.errors import ARGUMENT, DistError, GroupBrokenError, PeerFailedError, in_one_line
 from mpicoll.launch.rundir import record_failure
 from mpicoll.topology import node_communicator
 
 if TYPE_CHECKING:
+    from mpicoll.checks.agreement import Closing
     from mpicoll.checks.board import Board
     from mpicoll.communicators import Pool
 
-__all__ = ["Base", "bases", "install", "leave"]
+__all__ = ["Base", "balance", "bases", "install", "leave"]
 
 NOBODY_HANDLES = 4.0
 """Seconds after which a failed rank ends the job when no other rank handles the failure."""
@@ -50,7 +53,9 @@ class Base:
 
     Attributes:
         again: where the ranks agree on an idle pair when the default group is made again.
-        calls, sent: of destroyed groups, by name: the calls made, and the messages sent to each rank.
+        calls, sent, received, last: of destroyed groups, by name: the calls made, the messages to and from each
+            (rank, tag), the last call.
+        displays, places: their names as users read them, and where messages to each (rank, tag) were sent.
         job: some default group on it had ``on_failure="job"``.
     """
 
@@ -59,10 +64,14 @@ class Base:
     again: MPI.Intracomm
     topology: Any
     calls: dict[str, int]
-    sent: dict[str, dict[int, int]]
+    sent: dict[str, dict[tuple[int, int], int]]
     job: bool = False
     said: bool = False
     node: MPI.Intracomm | None = field(default=None, init=False)
+    last: dict[str, str] = field(default_factory=dict, init=False)
+    received: dict[str, dict[tuple[int, int], int]] = field(default_factory=dict, init=False)
+    displays: dict[str, str] = field(default_factory=dict, init=False)
+    places: dict[str, dict[tuple[int, int], str]] = field(default_factory=dict, init=False)
 
     def node_communicator(self, parent: MPI.Intracomm) -> MPI.Intracomm:
         """Return the communicator of this node's ranks, made when it is first asked for, by all of them."""
@@ -73,20 +82,25 @@ class Base:
     def remember(self, group: groups.ProcessGroup) -> None:
         """Keep the counters of a group that is destroyed."""
         self.calls[group.group_name] = group.calls
-        sent = group.by_peer(group.sent)
-        self.sent[group.group_name] = {group.ranks[peer]: count for peer, count in sent.items()}
+        self.last[group.group_name] = group.last_call()
+        if group.sent or group.received:
+            self.sent[group.group_name] = group.by_rank(group.sent)
+            self.received[group.group_name] = group.by_rank(group.received)
+            self.displays[group.group_name] = group.display
+            self.places[group.group_name] = group.by_rank(group.told.places)
 
-    def counters(self, rank: int) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the calls made on every group, and the messages sent to ``rank`` on each."""
-        calls = dict(self.calls)
-        sent = {name: counts.get(rank, 0) for name, counts in self.sent.items()}
+    def counters(self, rank: int) -> tuple[dict[str, int], dict[str, int], dict[str, str]]:
+        """Return the calls made on every group, the messages sent to ``rank`` on each, and the last call on each."""
+        calls, last = dict(self.calls), dict(self.last)
+        sent = {name: sum(n for (to, _), n in there.items() if to == rank) for name, there in self.sent.items()}
         known = groups.current()
         if known is not None and known.board is self.board:
             for group in known.groups.values():
                 calls[group.group_name] = group.calls
+                last[group.group_name] = group.last_call()
                 if rank in group.ranks:
                     sent[group.group_name] = group.by_peer(group.sent).get(group.ranks.index(rank), 0)
-        return calls, sent
+        return calls, sent, {name: text for name, text in last.items() if text}
 
 
 bases: list[Base] = []
@@ -100,6 +114,7 @@ class _Ending:
     what: str = ""
     site: str = ""
     because_of_others: bool = False
+    in_thread: bool = False
     stuck: bool = False
 
 
@@ -246,13 +261,12 @@ def _excepthook(kind: type[BaseException], value: BaseException, trace: Tracebac
         value, (PeerFailedError, GroupBrokenError)
     )
     if _ending.because_of_others:
-        first = str(value).splitlines()[0] if str(value) else ""
-        sys.stderr.write(f"{_prefix()}{kind.__name__}: {first}\n")
+        sys.stderr.write(f"{_prefix()}{kind.__name__}: {in_one_line(value)}\n")
         sys.stderr.flush()
         return
-    reporter = value.reporter if isinstance(value, DistError) else None
+    reporter = _reporter(value, board) if isinstance(value, DistError) else None
     if known is not None and reporter not in (None, known.world.rank()):
-        first = str(value).splitlines()[0]
+        first = in_one_line(value)
         sys.stderr.write(f"{_prefix()}{kind.__name__}: {first} ({_place(trace)}; rank {reporter} tells more)\n")
         sys.stderr.flush()
     else:
@@ -263,6 +277,28 @@ def _excepthook(kind: type[BaseException], value: BaseException, trace: Tracebac
     _failed(f"{kind.__name__}: {value}" if str(value) else kind.__name__, _place(trace))
 
 
+SAME_MOMENT = 0.03
+"""Seconds for which a rank that could not wait any longer looks for a lower one that says the same."""
+
+
+def _reporter(error: DistError, board: Board | None) -> int | None:
+    """Return the rank that prints all of what several ranks raise; None: each its own.
+
+    Whose limit passes, or who waits for a rank that has left, tells the members before it raises; of those that do so at
+    the same moment the lowest one speaks.
+    """
+    known = groups.current()
+    if error.reporter is not None or error.report is None or board is None or known is None or MPI.Is_finalized():
+        return error.reporter
+    end = time.monotonic() + SAME_MOMENT
+    while time.monotonic() < end:
+        board.poll()
+        time.sleep(0.001)
+    names = [group.group_name for group in known.groups.values() if group.display == error.group]
+    lower = [rank for name in names for rank in board.leavers.get(name, ()) if rank < board.rank]
+    return min(lower, default=None)
+
+
 def _thread_hook(arguments: threading.ExceptHookArgs) -> None:
     ident = arguments.thread.ident if arguments.thread is not None else None
     if os.getpid() != _owner or ident not in waiting.threads or arguments.exc_type is SystemExit:
@@ -271,7 +307,7 @@ def _thread_hook(arguments: threading.ExceptHookArgs) -> None:
     # A thread that communicates is one that the other ranks may wait for.
     with _prefixed(_prefix()):
         _found_thread_hook(arguments)
-    _ending.code = 1
+    _ending.code, _ending.in_thread = 1, True
     name = arguments.thread.name if arguments.thread is not None else "?"
     _failed(f"{arguments.exc_type.__name__} in thread {name}: {arguments.exc_value}", _place(arguments.exc_traceback))
 
@@ -312,18 +348,21 @@ def _failed(what: str, site: str) -> None:
 
 def _before_finalize(comm: Any, keyval: int, value: Any) -> None:
     # MPI calls this first of all in MPI_Finalize. From mpi4py's own the interpreter is gone and it is not reached.
-    leave()
+    leave("called MPI.Finalize()")
 
 
 def _at_exit() -> None:
     if os.getpid() == _owner and MPI.Is_initialized() and not MPI.Is_finalized():
-        leave()
+        leave("ended the program")
         if _keyval is not None and not MPI.Is_finalized():
             MPI.COMM_SELF.Delete_attr(_keyval)
 
 
-def leave() -> None:
+def leave(reason: str) -> None:
     """Leave every job this process is part of; the one way out, whether it ends well or not.
+
+    Args:
+        reason: what this rank does, as others read it who wait for it: "ended the program".
 
     A rank that ends well waits, asleep and answering questions, until all have come to their end, and says that it has
     ended when the others take longer. One that fails gives ranks that handle the failure ``MPICOLL_EXIT_GRACE`` seconds,
@@ -334,7 +373,7 @@ def leave() -> None:
         return
     _done = True
     known = groups.current()
-    never = _never_waited(known) if known is not None else ""
+    never = _never_waited(known) if known is not None and not _ending.code else ""
     if never and known is not None and known.on_failure == "job" and not _ending.code:
         _ending.code, _ending.what, _ending.stuck = 1, never, True
     if never:
@@ -342,10 +381,13 @@ def leave() -> None:
     try:
         for base in bases:
             if base.job:
-                _leave_base(base, known.settings.exit_grace if known is not None else 30.0)
+                _leave_base(base, reason, known.settings.exit_grace if known is not None else 30.0)
     except KeyboardInterrupt:
         _ending.code, _ending.stuck = 128 + signal.SIGINT, True
     watchdog.stop()
+    for base in bases:
+        if base.board.slots is not None:
+            base.board.slots.leave()
     spoiled = _ending.stuck or any(pair.spoiled for base in bases for pair in base.pool.all())
     if spoiled and _ending.code:
         _abort(_ending.code)
@@ -367,22 +409,31 @@ def _never_waited(known: groups.State) -> str:
     )
 
 
-def _leave_base(base: Base, grace: float) -> None:
+def _leave_base(base: Base, reason: str, grace: float) -> None:
     board = base.board
-    if not base.said and board.failed:
+    if base.said:
+        _ending.because_of_others = (
+            False  # this rank has failed by itself, in a thread, whatever its main thread heard then
+        )
+    elif board.failed:
         _ending.because_of_others = True  # whatever this rank ends with: the job ends with the code of who failed first
     if _ending.code and not _ending.because_of_others:
         _failed(_ending.what, _ending.site)
         _await_peers(board, grace)
         alone = len(board.failed.keys() - {board.rank}) == board.size - 1  # every rank failed by itself
-        if not alone or _spoiled(base):
+        if not alone or _spoiled(base) or _ending.in_thread:  # the main thread's own end would give 0
             _ending.stuck = True
         return
     if not _ending.code:
-        _linger(base)
+        _linger(base, reason)
     if board.failed:
         # The origin ends the job with its own exit code; should it not, we do.
-        board.post("ended", None, list(board.failed))
+        origins = {board.origin(rank) for rank in board.failed}
+        board.post("ended", None, origins)
+        if board.rank in origins:  # one that is dead left it to us
+            _await_peers(board, grace)
+            _ending.code, _ending.stuck = _ending.code or 1, True
+            return
         end = time.monotonic() + grace + NOBODY_HANDLES + 2
         while time.monotonic() < end:
             board.poll()
@@ -406,9 +457,11 @@ def _await_peers(board: Board, grace: float) -> None:
         time.sleep(0.002)
 
 
-def _linger(base: Base) -> None:
+def _linger(base: Base, reason: str) -> None:
     board = base.board
-    everybody = board.comm.Ibarrier()
+    closings = _close(base)
+    lost = np.array([balance(base)], np.int64)
+    everybody = board.comm.Iallreduce(MPI.IN_PLACE, lost, MPI.SUM)
     start = time.monotonic()
     limit = max(base_limit, 60.0)
     told = False
@@ -416,15 +469,97 @@ def _linger(base: Base) -> None:
         waited = time.monotonic() - start
         waiting.progress()
         board.poll()
+        if waited > SAY_SO_AFTER:
+            board.notice_dead()
         if board.failed:
             return
         if not told and waited > SAY_SO_AFTER:
             told = True
             for rank in range(board.size):
-                board.post("exited", base.counters(rank), [rank])
+                board.post("exited", (*base.counters(rank), reason), [rank])
         if waited > limit:
             return
         time.sleep(waiting.pause(waited, 1_000_000, True) or 0.0)
+    _compare_last(closings)
+    if lost[0]:
+        _name_lost(base)
+
+
+def balance(base: Base) -> int:
+    """Return the messages that this rank has sent on all groups, less those that it has received."""
+    sent = sum(sum(there.values()) for there in _sent(base).values())
+    return sent - sum(sum(here.values()) for here in _received(base).values())
+
+
+def _sent(base: Base) -> dict[str, dict[tuple[int, int], int]]:
+    """Return the messages to each (rank, tag) on each group, also on those that are destroyed."""
+    return {**base.sent, **{group.group_name: group.by_rank(group.sent) for group in _live(base)}}
+
+
+def _received(base: Base) -> dict[str, dict[tuple[int, int], int]]:
+    return {**base.received, **{group.group_name: group.by_rank(group.received) for group in _live(base)}}
+
+
+def _live(base: Base) -> list[groups.ProcessGroup]:
+    known = groups.current()
+    return list(known.groups.values()) if known is not None and known.board is base.board else []
+
+
+def _name_lost(base: Base) -> None:
+    """Say which messages were never received, and end with an error: all ranks have come to their end."""
+    board = base.board
+    _ending.code, _ending.stuck = 1, True
+    places = {**base.places, **{group.group_name: group.by_rank(group.told.places) for group in _live(base)}}
+    for rank in {rank for there in _sent(base).values() for rank, _ in there}:
+        mine = {
+            name: {tag: (n, places.get(name, {}).get((to, tag), "")) for (to, tag), n in there.items() if to == rank}
+            for name, there in _sent(base).items()
+        }
+        mine = {name: there for name, there in mine.items() if there}
+        if rank == board.rank:
+            board.sent[rank] = mine
+        board.post("sent", mine, [rank])
+    board.flush(1.0)
+    told = board.comm.Ibarrier()
+    end = time.monotonic() + 5.0
+    while (not told.Test() or time.monotonic() < end - 4.9) and time.monotonic() < end:
+        board.poll()
+        time.sleep(0.001)
+    board.poll()
+    received = _received(base)
+    displays = {**base.displays, **{group.group_name: group.display for group in _live(base)}}
+    for sender, by_group in sorted(board.sent.items()):
+        for name, there in by_group.items():
+            for tag, (count, place) in there.items():
+                left = count - received.get(name, {}).get((sender, tag), 0)
+                if left > 0:
+                    what = f"{left} message{'s' if left > 1 else ''}"
+                    sys.stderr.write(
+                        f"{_prefix()}mpicoll: the program ended, and {what} from rank {sender} to rank {board.rank} with tag "
+                        f"{tag} on group {displays.get(name, name)} had not been received{f' ({place})' if place else ''}\n"
+                    )
+    sys.stderr.flush()
+
+
+def _close(base: Base) -> list[tuple[str, Closing]]:
+    """Post the last comparison on every group that rolls; return those under way, with the names of their groups."""
+    known = groups.current()
+    found = [("a group that was destroyed", pair.closing) for pair in base.pool.all()]
+    for group in known.groups.values() if known is not None and known.board is base.board else ():
+        if group.level == "roll" and group.broken is None:
+            found.append((f"group {group.display}", group.pair.lane.close()))
+    return [(name, closing) for name, closing in found if closing is not None]
+
+
+def _compare_last(closings: list[tuple[str, Closing]]) -> None:
+    """Say where the ranks' last calls differed, and end with an error then; all have posted their comparisons."""
+    end = time.monotonic() + 1.0
+    while not all(closing.Test() for _, closing in closings) and time.monotonic() < end:
+        time.sleep(0.001)
+    for name, closing in closings:
+        if closing.same is False:
+            _ending.code, _ending.stuck = 1, True
+            sys.stderr.write(f"{_prefix()}CollectiveMismatchError: {CLOSED_APART.format(name)}\n")
 
 
 base_limit = 1800.0

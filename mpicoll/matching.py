@@ -1,8 +1,10 @@
-"""Which message goes to which receive: MPI's own rule, applied before a receive is posted.
+"""Which message goes to which receive: MPI's own rule, with a look at the message before the receive's memory is touched.
 
-A receive is posted to MPI when its message has come and fits (``MPI_Iprobe`` tells its size). So a message that is too long
-is never cut: it stays in the queue, and the receive ends with an error that names both sizes. That is more than a
-courtesy: Open MPI 5.0.11 crashes or hangs when a posted receive is too short for a message of more than a few KiB.
+A message says its dtype and number of elements (``checks.envelope``). It is taken into memory of the library, and goes to
+a receive only if it fits; the elements of a large one are received straight into the receive's memory, but only then. So a
+message that does not fit cuts and overwrites nothing: it stays at the head of its queue, and the receive ends with an error
+that names both sides. (Open MPI 5.0.11 crashes or hangs when a posted receive is too short for a message of more than a few
+KiB.)
 
 The rule (MPI-4.1 section 3.5): of all outstanding receives that a message fits by source and tag, the one that was
 started first gets it; of all messages that a receive fits, the one from a given source that was sent first.
@@ -11,45 +13,123 @@ started first gets it; of all messages that a receive fits, the one from a given
 from __future__ import annotations
 
 import threading
+from collections import deque
+from typing import Any
 
+import numpy as np
 from mpi4py import MPI
 
 from mpicoll import waiting
 from mpicoll.buffers.array import Memory
+from mpicoll.checks.envelope import Envelope, open_message
+from mpicoll.checks.inflight import Flight, Seal
 
-__all__ = ["Receive", "Receiver"]
+__all__ = ["Message", "Receive", "Receiver"]
+
+_MOST_PLACES = 4096
+
+
+class Message:
+    """A message that has been taken from MPI, or is being taken.
+
+    Attributes:
+        source: rank in the group.
+        envelope: what it says of itself, once it is here.
+        elements: bytes of its elements, unless they travel apart.
+    """
+
+    __slots__ = ("_buffer", "_request", "elements", "envelope", "place", "source", "tag")
+
+    def __init__(self, source: int, tag: int, buffer: Any, request: MPI.Request | None = None) -> None:
+        self.source = source
+        self.tag = tag
+        self.envelope: Envelope | None = None
+        self.elements: Any = None
+        self.place = ""
+        self._buffer = buffer
+        self._request = request
+
+    def here(self) -> bool:
+        """Whether all of it has come."""
+        if self.envelope is None:
+            if self._request is not None and not self._request.Test():
+                return False
+            self.envelope, self.elements, self.place = open_message(self._buffer)
+        return True
 
 
 class Receive:
-    """One receive (a Request): looked for, then posted, then complete, or too short for its message.
+    """One receive (a Request): looked for, then filled, then complete; or refused, since its message does not fit.
 
     Attributes:
         source, tag: what it takes; the source is a rank of the group or MPI.ANY_SOURCE.
+        exact: it takes only a message of its own dtype and number of elements; else one that is not longer.
         sender: rank in the group that its message came from; -1 until it has come.
-        message_bytes: size of that message.
+        refused: what the message says of itself that did not fit.
+        place: where that message was sent from, or "" when that is not known.
+        dirty: somebody else wrote its memory before the message came.
+        flight: what is kept of its memory.
     """
 
-    __slots__ = ("complete", "memory", "message_bytes", "receiver", "request", "sender", "source", "status", "tag")
+    __slots__ = (
+        "_seal",
+        "complete",
+        "dirty",
+        "exact",
+        "flight",
+        "memory",
+        "place",
+        "receiver",
+        "refused",
+        "request",
+        "sender",
+        "source",
+        "tag",
+    )
 
-    def __init__(self, receiver: Receiver, memory: Memory, source: int, tag: int) -> None:
+    def __init__(self, receiver: Receiver, memory: Memory, source: int, tag: int, exact: bool) -> None:
         self.receiver = receiver
         self.memory = memory
         self.source = source
         self.tag = tag
+        self.exact = exact
         self.sender = -1
-        self.message_bytes = 0
+        self.refused: Envelope | None = None
+        self.place = ""
         self.request: MPI.Request | None = None
-        self.status = MPI.Status()
         self.complete = False
+        self.dirty = False
+        self.flight: Flight | None = None
+        self._seal: Seal | None = None
 
-    @property
-    def too_short(self) -> bool:
-        """Whether its message is longer than its memory."""
-        return self.message_bytes > self.memory.flat.nbytes
+    def watch(self, flight: Flight) -> None:
+        """Notice writes to its memory."""
+        self.flight = flight
+        if self.complete:
+            flight.seal_results()
+        elif self.request is None:
+            self._seal = Seal([self.memory.flat])
+
+    def looked_at(self) -> None:
+        """Note that the message comes into its memory now."""
+        self.dirty = self._seal is not None and self._seal.broken()
+
+    def filled(self) -> None:
+        """Note that all of the message is in its memory."""
+        self.complete = True
+        if self.flight is not None:
+            self.flight.seal_results()
 
     def takes(self, source: int, tag: int) -> bool:
         """Whether a message from ``source`` with ``tag`` is for it."""
         return tag == self.tag and self.source in (source, MPI.ANY_SOURCE)
+
+    def fits(self, envelope: Envelope) -> bool:
+        """Whether a message can be taken into its memory."""
+        flat = self.memory.flat
+        if self.exact:
+            return envelope.count == flat.size and envelope.dtype == flat.dtype
+        return envelope.nbytes <= flat.nbytes
 
     def Test(self) -> bool:
         """Look for the message and move it on; True when complete, or when it is known not to fit."""
@@ -59,59 +139,127 @@ class Receive:
             self.receiver.look()
             if self.request is None:
                 return self.complete
-        if self.request.Test(self.status):
-            self.complete = True
+        if self.request.Test():
+            self.filled()
             self.receiver.taken(self)
         return self.complete
 
 
 class Receiver:
-    """The outstanding receives of one group, in the order in which they were started (a waiting.Pending)."""
+    """The outstanding receives of one group, in the order in which they were started (a waiting.Pending).
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self._comm = comm
-        self._lock = threading.Lock()
-        self._waiting: list[Receive] = []
+    Attributes:
+        waiting: receives that have no message yet.
+        queues: messages that were taken from MPI, and no receive has got yet, by (source, tag), in the order of sending.
+        posted: (source, tag) of receives that a caller has posted to MPI itself, with nothing waiting and nothing in the
+            queues: they were started before all that wait.
+    """
+
+    def __init__(self, control: MPI.Intracomm, data: MPI.Intracomm) -> None:
+        self._control = control
+        self._data = data
+        self.lock = threading.Lock()
+        self.posted: list[tuple[int, int]] = []
+        self.waiting: list[Receive] = []
         self._taking: list[Receive] = []
+        self.queues: dict[tuple[int, int], deque[Message]] = {}
+        self._places: dict[tuple[int, int], str] = {}
 
-    def start(self, memory: Memory, source: int, tag: int) -> Receive:
+    def start(self, memory: Memory, source: int, tag: int, exact: bool) -> Receive:
         """Start a receive; its message may be here already."""
-        receive = Receive(self, memory, source, tag)
-        with self._lock:
-            self._waiting.append(receive)
+        receive = Receive(self, memory, source, tag, exact)
+        with self.lock:
+            self.waiting.append(receive)
         self.look()
         return receive
 
+    def adopt(self, message: Message, memory: Memory, exact: bool) -> Receive:
+        """Start the receive that was posted directly, and got a message that has to be looked at."""
+        key = (message.source, message.tag)
+        receive = Receive(self, memory, *key, exact)
+        with self.lock:
+            self.posted.remove(key)
+            self.queues.setdefault(key, deque()).appendleft(message)
+            self.waiting.insert(0, receive)
+            self._match()
+        return receive
+
     def look(self) -> None:
-        """Give each message that has come to the receive that it is for, and post that receive."""
-        if not self._lock.acquire(blocking=False):
+        """Give each message that has come to the receive that it is for."""
+        if not self.lock.acquire(blocking=False):
             return  # another thread is looking
         try:
-            status = MPI.Status()
-            at = 0
-            while at < len(self._waiting):
-                wanted = self._waiting[at]
-                if not self._comm.Iprobe(wanted.source, wanted.tag, status):
-                    at += 1
-                    continue
-                # An earlier receive from any source may have looked just before this message came: it goes first.
-                source = status.Get_source()
-                receive = next(r for r in self._waiting if r.takes(source, wanted.tag))
-                self._waiting.remove(receive)
-                self._give(receive, source, status)
-                at = 0
+            self._match()
         finally:
-            self._lock.release()
+            self.lock.release()
 
-    def _give(self, receive: Receive, source: int, status: MPI.Status) -> None:
-        receive.sender = source
-        receive.message_bytes = status.Get_count(MPI.BYTE)
-        if receive.too_short:
+    def _match(self) -> None:
+        at = 0
+        while at < len(self.waiting):
+            message = self._first_for(self.waiting[at])
+            if message is None:
+                at += 1
+                continue
+            # An earlier receive from any source may have looked just before this message came: it goes first.
+            receive = next(r for r in self.waiting if r.takes(message.source, message.tag))
+            self.waiting.remove(receive)
+            self._give(receive, message)
+            at = 0
+
+    def _first_for(self, wanted: Receive) -> Message | None:
+        """Return the first message for a receive that is all here, taking it from MPI if none is kept."""
+        for key, queue in self.queues.items():
+            if wanted.takes(*key):
+                if self._may_give(key, queue[0]):
+                    return queue[0]
+                if wanted.source != MPI.ANY_SOURCE:
+                    return None  # what was sent later must not overtake it
+        status = MPI.Status()
+        found = self._data.Improbe(wanted.source, wanted.tag, status)
+        if found is None:
+            return None
+        source = status.Get_source()
+        buffer = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+        # The message may still be on its way: MPI_Mrecv would wait for a sender that computes.
+        message = Message(source, wanted.tag, buffer, found.Irecv([buffer, MPI.BYTE]))
+        queue = self.queues.setdefault((source, wanted.tag), deque())
+        queue.append(message)
+        return queue[0] if self._may_give((source, wanted.tag), queue[0]) else None
+
+    def _may_give(self, key: tuple[int, int], message: Message) -> bool:
+        if not message.here():
+            return False
+        assert message.envelope is not None
+        if message.place:
+            if len(self._places) >= _MOST_PLACES:
+                self._places.clear()
+            self._places[message.source, message.envelope.place] = message.place
+            message.place = ""
+        # Elements that travel apart come in the order of their messages: a posted receive may have got an earlier one.
+        return not (message.envelope.apart and key in self.posted)
+
+    def _give(self, receive: Receive, message: Message) -> None:
+        envelope = message.envelope
+        assert envelope is not None
+        receive.sender = message.source
+        if not receive.fits(envelope):
+            receive.refused = envelope
+            receive.place = self._places.get((message.source, envelope.place), "")
             receive.complete = True
-        else:
-            receive.request = self._comm.Irecv(receive.memory.flat, source, receive.tag)
+            return
+        key = (message.source, message.tag)
+        self.queues[key].popleft()
+        if not self.queues[key]:
+            del self.queues[key]
+        receive.looked_at()
+        flat = receive.memory.flat
+        if envelope.apart:
+            receive.request = self._control.Irecv(flat, message.source, message.tag)
             self._taking.append(receive)
-            waiting.moving(receive.message_bytes)
+            waiting.moving(envelope.nbytes)
+        else:
+            flat.view(np.uint8)[: envelope.nbytes] = message.elements
+            receive.filled()
 
     def taken(self, receive: Receive) -> None:
         """Note that a receive is complete."""
@@ -120,21 +268,41 @@ class Receiver:
 
     def outstanding(self) -> list[tuple[int, int]]:
         """Return (source, tag) of every receive that is started and not complete."""
-        return [(receive.source, receive.tag) for receive in (*self._waiting, *self._taking)]
+        started = [(receive.source, receive.tag) for receive in (*self.waiting, *self._taking)]
+        return [*started, *self.posted]
 
     def withdraw(self, receive: Receive) -> None:
         """Take back a receive that is given up."""
-        with self._lock:
-            if receive in self._waiting:
-                self._waiting.remove(receive)
+        with self.lock:
+            if receive in self.waiting:
+                self.waiting.remove(receive)
 
     def advance(self) -> bool:
         """Look for messages; True when no receive waits for one."""
-        if self._waiting:
+        if self.waiting:
             self.look()
-        return not self._waiting
+        return not self.waiting
 
     def watch(self) -> None:
         """Have every wait of the process look, while a receive waits for its message."""
-        if self._waiting and self not in waiting.pending:
+        if self.waiting and self not in waiting.pending:
             waiting.pending.append(self)
+
+    def drop(self, left: list[int]) -> None:
+        """Receive and drop what nobody received: ``left`` messages of each source, those that are kept here among them."""
+        for source, count in enumerate(left):
+            kept = [message for (sender, _), queue in self.queues.items() if sender == source for message in queue]
+            status = MPI.Status()
+            for _ in range(count - len(kept)):
+                self._data.Probe(source, MPI.ANY_TAG, status)
+                buffer = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+                self._data.Recv([buffer, MPI.BYTE], source, status.Get_tag())
+                kept.append(Message(source, status.Get_tag(), buffer))
+            for message in kept:
+                while not message.here():
+                    pass
+                assert message.envelope is not None
+                if message.envelope.apart:
+                    rest = np.empty(message.envelope.count, message.envelope.dtype)
+                    self._control.Recv(rest, source, message.tag)
+        self.queues.clear()

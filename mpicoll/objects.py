@@ -29,6 +29,8 @@ def broadcast_object_list(
     group: Any = None,
     device: Any = None,
     group_src: int | None = None,
+    *,
+    name: str | None = None,
 ) -> None:
     """Copy the objects of one rank's list into the list of all members.
 
@@ -39,6 +41,7 @@ def broadcast_object_list(
         src: global rank of the source (default 0); or ``group_src``, its rank in the group.
         group: the group; default the world.
         device: taken and ignored, as objects travel through host memory.
+        name: as in :func:`mpicoll.broadcast`.
 
     Raises:
         TypeError: not a list; and what pickle raises for an object that cannot be pickled, on the source, while the
@@ -71,16 +74,17 @@ def broadcast_object_list(
         key = (("root", g.ranks[root]), ("objects", len(object_list)))
         return key, move, after, 0 if payload is None else payload.size
 
-    _run("broadcast_object_list", found, prepare)
+    _run("broadcast_object_list", found, prepare, name)
 
 
-def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+def all_gather_object(object_list: list[Any], obj: Any, group: Any = None, *, name: str | None = None) -> None:
     """Gather one object of every member into ``object_list`` on all of them.
 
     Args:
         object_list: a list with one place for each member, by rank in the group; its elements are replaced.
         obj: this rank's object.
         group: the group; default the world.
+        name: as in :func:`mpicoll.broadcast`.
 
     Raises:
         TypeError, ValueError: not a list, or of another length; and what pickle raises for an object that cannot be
@@ -117,21 +121,24 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> No
 
         return (("objects", 1),), move, after, payload.size
 
-    _run("all_gather_object", found, prepare)
+    _run("all_gather_object", found, prepare, name)
 
 
 _Ready = tuple[tuple[Any, ...], Callable[[Flags], Movement], Callable[[], None], int]
 
 
-def _run(op: str, group: ProcessGroup, prepare: Callable[[ProcessGroup], _Ready]) -> None:
+def _run(op: str, group: ProcessGroup, prepare: Callable[[ProcessGroup], _Ready], name: str | None) -> None:
     site = call_site()
     execution.enter(group, op)
     try:
+        execution.check_name(name)
         key, move, after, size = prepare(group)
     except Exception as error:
         setattr(error, ARGUMENT, True)
         execution.run(group, Call(op, (), site, error=error), None, outputs=[])
         raise AssertionError("a call with wrong arguments always raises") from error
+    if name is not None:
+        key = (*key, ("name", name))
     execution.run(group, Call(op, key, site, block_bytes=size), move, outputs=[], after=after)
 
 

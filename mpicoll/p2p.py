@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Generator
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 from mpi4py import MPI
 
-from mpicoll import execution, waiting
+from mpicoll import execution, groups, persistent, waiting
 from mpicoll.buffers.array import Array, Memory, adapt
 from mpicoll.buffers.dtypes import dtype_name
 from mpicoll.checks.call import Call, call_site
+from mpicoll.checks.envelope import SMALL_BYTES, Envelope, describe, write
+from mpicoll.checks.inflight import Flight, registry, written
 from mpicoll.engines.base import Request
-from mpicoll.errors import DistBackendError
+from mpicoll.errors import CollectiveMismatchError
 from mpicoll.groups import ProcessGroup, member_or_warn, no_global_peer, peer_rank
-from mpicoll.matching import Receive
+from mpicoll.matching import Message, Receive
+from mpicoll.persistent import PersistentReceive, message_call
 from mpicoll.work import Operation, Work
+
+# What send and recv look up in every call.
+_default = groups.default
+_flights = registry.flights
+_frame = sys._getframe
+_get_ident = threading.get_ident
+_guard = waiting.guard
+_ndarray = np.ndarray
+_spins = range(waiting.SPIN_POLLS)
+_threads = waiting.threads
 
 __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
 
@@ -33,23 +49,62 @@ def send(
     """Send ``tensor`` to one rank; return when it may be written again.
 
     Called by this rank alone; the destination calls :func:`recv` or :func:`irecv` with the same dtype, number of elements
-    and tag. A small message may return before it is received, a large one does not.
+    and tag. A message of up to 16 KiB may return before it is received, a larger one does not.
 
     Args:
         tensor: what to send; C-contiguous.
         dst: global rank of the destination; or ``group_dst``, its rank in the group.
         group: the group; default the world.
-        tag: 0 to MPI_TAG_UB.
+        tag: 0 to MPI_TAG_UB - 32.
         timeout: the limit of this call; default the group's.
 
     Raises:
         ValueError: the destination is this rank itself, or not in the group; the tag is out of range.
+        BufferInUseError: ``tensor`` is memory that an operation under way writes.
         TypeError: wrong arguments.
         CollectiveTimeoutError: nobody received it within the limit.
         PeerFailedError, PeerExitedError: the destination failed, or ended without receiving.
 
     Source: torch.distributed.send; MPI-4.1 section 3.2.1.
     """
+    if type(tensor) is _ndarray and type(dst) is int and type(tag) is int and group_dst is None and timeout is None:
+        known: Any = _default.world if group is None else group
+        try:
+            again = known.sends[dst, tag, tensor.shape, tensor.dtype]
+        except (KeyError, AttributeError):  # not made before; no group, or not a member
+            again = None
+        if again is not None and not (waiting.pending or _flights):
+            # Made before. All here, and not in functions: a call of a function takes as long as posting the message.
+            frame = _frame(1)
+            taken = False
+            wrong: BaseException | None = None
+            try:
+                if (again.instruction == frame.f_lasti and again.code is frame.f_code) or again.move_to(known, frame):
+                    again.take()
+                    taken = True
+                    if again.elements is not None:
+                        again.elements[...] = tensor
+                        again.start()
+                        again.count += 1
+                    else:
+                        persistent.send_apart(known, again, tensor)
+                    known.last = again
+                    _threads.add(_get_ident())
+                    for _ in _spins:
+                        if again.test():
+                            break
+                    else:
+                        persistent.finish(known, again, tensor, again.test)
+                    again.give_back(None)
+                    return
+            except BaseException as error:
+                if taken or not isinstance(error, persistent.Busy):
+                    wrong = error
+                    persistent.give_up(known, again, tensor, error)
+                    raise
+            finally:
+                if _guard.noted is not None:
+                    _guard.answer(wrong)
     no_global_peer(group, dst)
     found = member_or_warn(group, "send")
     if found is None:
@@ -60,7 +115,10 @@ def send(
             "Invalid destination rank: destination rank should not be the same as the rank of the current process."
         )
     limit = execution.call_limit(found, timeout)
-    execution.finish_waiting(_start_send("send", found, tensor, peer, tag, limit), limit)
+    operation, _ = _start_send("send", found, tensor, peer, tag, limit)
+    execution.finish_waiting(operation, limit)
+    if group_dst is None and timeout is None:
+        persistent.learn(found, "send", peer, tensor, dst, tag)
 
 
 def recv(
@@ -75,18 +133,71 @@ def recv(
     """Receive into ``tensor``; return the global rank of the sender (-1 when this rank is not in the group).
 
     Args:
-        tensor: where to receive; C-contiguous, at least as large as the message.
+        tensor: where to receive; C-contiguous, of the message's dtype and number of elements (its shape may differ).
         src: global rank of the source; or ``group_src``, its rank in the group; neither: any member.
         group, tag, timeout: as in :func:`send`.
 
     Raises:
         ValueError: the source is this rank itself, or not in the group; the tag is out of range.
-        DistBackendError: the message is larger than ``tensor``; it stays where it is, for another ``recv``.
+        BufferInUseError: ``tensor`` is memory that an operation under way reads or writes.
+        CollectiveMismatchError: the message has another dtype or number of elements; the error names both sides. The
+            message stays where it is, for another ``recv``, and the group is still good.
         CollectiveTimeoutError: nothing came within the limit.
         PeerFailedError, PeerExitedError: the source failed, or ended without sending.
 
     Source: torch.distributed.recv; MPI-4.1 section 3.2.4.
     """
+    if type(tensor) is _ndarray and type(src) is int and type(tag) is int and group_src is None and timeout is None:
+        known: Any = _default.world if group is None else group
+        try:
+            again = known.receives[src, tag, tensor.shape, tensor.dtype]
+        except (KeyError, AttributeError):
+            again = None
+        if again is not None and not (waiting.pending or _flights) and tensor.flags.carray:
+            frame = _frame(1)
+            receiver = known.pair.receiver
+            posted = receiver.posted
+            locked = False
+            wrong: BaseException | None = None
+            try:
+                # One at a time: no other thread has this one, or another that might take its message.
+                locked = receiver.lock.acquire(False)
+                if locked and not (posted or receiver.waiting or receiver.queues):
+                    posted.append(again.key)
+                    again.start()
+                    receiver.lock.release()
+                    locked = False
+                    if again.instruction != frame.f_lasti or again.code is not frame.f_code:
+                        again.code, again.instruction = frame.f_code, frame.f_lasti
+                    known.last = again
+                    _threads.add(_get_ident())
+                    for _ in _spins:
+                        if again.test():
+                            break
+                    else:
+                        persistent.finish(known, again, tensor, again.test)
+                    if again.words[0] != again.expected:
+                        _receive_unusual(known, again, tensor)
+                        return src
+                    if again.elements is not None:
+                        tensor[...] = again.elements
+                    else:
+                        persistent.recv_apart(known, again, tensor)
+                    again.count += 1
+                    posted.clear()
+                    return src
+            except CollectiveMismatchError as error:
+                wrong = error
+                raise  # the message does not fit; all is as it was
+            except BaseException as error:
+                wrong = error
+                persistent.give_up(known, again, tensor, error)
+                raise
+            finally:
+                if locked:
+                    receiver.lock.release()
+                if _guard.noted is not None:
+                    _guard.answer(wrong)
     found = member_or_warn(group, "recv")
     if found is None:
         return -1
@@ -94,8 +205,10 @@ def recv(
     if peer == found.rank():
         raise ValueError("Invalid source rank: source rank should not be the same as the rank of the current process.")
     limit = execution.call_limit(found, timeout)
-    operation = _start_recv("recv", found, tensor, peer, tag, limit)
+    operation, _ = _start_recv("recv", found, tensor, peer, tag, limit)
     execution.finish_waiting(operation, limit)
+    if group_src is None and timeout is None:
+        persistent.learn(found, "recv", peer, tensor, src, tag)
     return found.ranks[operation.source]
 
 
@@ -108,7 +221,8 @@ def isend(
 ) -> Work | None:
     """Start sending ``tensor`` to one rank (this rank itself is allowed) and return a :class:`Work`.
 
-    ``tensor`` must not be written before its ``wait`` has returned. Arguments and errors as in :func:`send`.
+    ``tensor`` must not be written before its ``wait`` has returned, which notices it in up to 64 KiB (BufferInUseError).
+    Arguments and errors as in :func:`send`.
 
     Source: torch.distributed.isend; MPI-4.1 section 3.7.2.
     """
@@ -117,7 +231,8 @@ def isend(
     if found is None:
         return None
     peer = peer_rank(found, dst, group_dst, "dst")
-    return Work(_start_send("isend", found, tensor, peer, tag, found.timeout), execution.finish_waiting)
+    operation, flight = _start_send("isend", found, tensor, peer, tag, found.timeout)
+    return Work(operation, execution.finish_waiting).fly(flight)
 
 
 def irecv(
@@ -138,7 +253,13 @@ def irecv(
     if found is None:
         return None
     peer = _source(found, src, group_src)
-    return Work(_start_recv("irecv", found, tensor, peer, tag, found.timeout), execution.finish_waiting)
+    operation, flight = _start_recv("irecv", found, tensor, peer, tag, found.timeout)
+    return Work(operation, execution.finish_waiting).fly(flight)
+
+
+# A Ctrl-C inside them is noted, and answered at their end or while they wait; entering the guard takes 0.1 us of the 1 us
+# that they take beside MPI.
+_guard.inside.update((send.__code__, recv.__code__))
 
 
 class P2POp:
@@ -149,7 +270,7 @@ class P2POp:
         tensor: what to send, or where to receive.
         peer: global rank of the other side; or ``group_peer``, its rank in the group.
         group: the group; default the world.
-        tag: 0 to MPI_TAG_UB.
+        tag: 0 to MPI_TAG_UB - 32.
 
     Source: torch.distributed.P2POp.
     """
@@ -218,65 +339,132 @@ def _source(group: ProcessGroup, src: int | None, group_src: int | None) -> int:
 _tag_limit = 0
 
 
-def _check_tag(tag: Any) -> None:
+def tag_limit() -> int:
+    """Return the largest tag: MPI_TAG_UB without the 32 largest, which are the library's own."""
     global _tag_limit
+    if not _tag_limit:
+        _tag_limit = (MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767) - 32
+    return _tag_limit
+
+
+def _check_tag(tag: Any) -> None:
     if not hasattr(tag, "__index__") or isinstance(tag, bool):
         raise TypeError(f"tag must be an integer, not {type(tag).__name__}")
-    if not _tag_limit:
-        _tag_limit = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767
-    if not 0 <= tag <= _tag_limit:
-        raise ValueError(f"tag must be between 0 and {_tag_limit} (MPI_TAG_UB), got {tag}")
+    if not 0 <= tag <= tag_limit():
+        raise ValueError(f"tag must be between 0 and {tag_limit()} (MPI_TAG_UB - 32), got {tag}")
 
 
-def _start_send(name: str, group: ProcessGroup, tensor: Array, peer: int, tag: int, limit: float) -> Operation:
+class _Sending:
+    """A message under way (a Request): its envelope, and its elements where they travel apart."""
+
+    __slots__ = ("_buffers", "_requests")
+
+    def __init__(self, requests: list[MPI.Request], buffers: Any) -> None:
+        self._requests = requests
+        self._buffers = buffers
+
+    def Test(self) -> bool:
+        """Return whether what was sent may be written again."""
+        return bool(MPI.Request.Testall(self._requests))
+
+
+def _start_send(
+    name: str, group: ProcessGroup, tensor: Array, peer: int, tag: int, limit: float
+) -> tuple[Operation, Flight | None]:
     memory = adapt(tensor, "tensor", writable=False)
     _check_tag(tag)
     execution.enter(group, name)
-    call = _call(name, group, memory, peer, tag)
+    call = message_call(name, group, memory.dtype, memory.flat.size, peer, tag, call_site())
+    flight = _flight(group, call, memory, tensor)
     with waiting.guard, group.posting:
+        if flight is not None and name == "isend":
+            flight.seal()
+        flat = memory.filled()
+        message = write(flat, *group.told.place(peer, tag, name, call.site))
         try:
-            request = group.pair.data.Isend(memory.flat, peer, tag)
+            requests = [group.pair.data.Isend([message, MPI.BYTE], peer, tag)]
+            if flat.nbytes > SMALL_BYTES:
+                requests.append(persistent.post_apart(group, flat, peer, tag))
         except MPI.Exception as error:
             raise execution.wrap(error, group, call) from error
-        group.sent[peer, tag] = group.sent.get((peer, tag), 0) + 1
-        waiting.moving(memory.flat.nbytes)
-        steps = _sending(group, call, request)
-        return Operation(group, call, steps, [tensor], limit, peer=group.ranks[peer], tag=tag, give_up=execution.lost)
+        group.count_sent(peer, tag)
+        waiting.moving(flat.nbytes)
+        steps = _sending(group, call, _Sending(requests, (message, flat)))
+        operation = Operation(
+            group, call, steps, [tensor], limit, peer=group.ranks[peer], tag=tag, give_up=execution.lost
+        )
+        return operation, flight
 
 
-def _start_recv(name: str, group: ProcessGroup, tensor: Array, peer: int, tag: int, limit: float) -> Operation:
+def _start_recv(
+    name: str, group: ProcessGroup, tensor: Array, peer: int, tag: int, limit: float
+) -> tuple[Operation, Flight | None]:
     memory = adapt(tensor, "tensor", writable=True)
     _check_tag(tag)
     execution.enter(group, name)
-    call = _call(name, group, memory, peer, tag)
+    call = message_call(name, group, memory.dtype, memory.flat.size, peer, tag, call_site())
+    flight = _flight(group, call, memory, tensor)
     with waiting.guard, group.posting:
         receiver = group.pair.receiver
         try:
-            receive = receiver.start(memory, peer, tag)
+            receive = receiver.start(memory, peer, tag, exact=group.compares)
         except MPI.Exception as error:
             raise execution.wrap(error, group, call) from error
-        operation = Operation(
-            group,
-            call,
-            _receiving(group, call, memory, receive),
-            [tensor],
-            limit,
-            peer=group.ranks[peer] if peer >= 0 else -1,
-            tag=tag,
-            withdraw=lambda: receiver.withdraw(receive),
-            give_up=execution.lost,
-        )
-        receiver.watch()
-        return operation
+        if flight is not None and name == "irecv":
+            receive.watch(flight)
+        return _receive_operation(group, call, memory, receive, tensor, limit), flight
 
 
-def _call(name: str, group: ProcessGroup, memory: Memory, peer: int, tag: int) -> Call:
-    other = f"rank {group.ranks[peer]}" if peer >= 0 else "any rank"
-    other = ("to " if name in ("send", "isend") else "from ") + other
-    return Call(name, (other, ("tag", tag), dtype_name(memory.dtype), ("elements", memory.flat.size)), call_site())
+def _flight(group: ProcessGroup, call: Call, memory: Memory, tensor: Array) -> Flight | None:
+    """Compare the memory of a message with that of the operations under way, and return what is to be kept of it.
+
+    Raises:
+        BufferInUseError: one of them uses it.
+    """
+    if not group.compares or not (_flights or call.op in ("isend", "irecv")):
+        return None
+    arrays = [memory.flat if memory.pack is None and memory.unpack is None else tensor]
+    sends = call.op in ("send", "isend")
+    flight = Flight(
+        call.op,
+        call.site,
+        reads=arrays if sends else (),
+        writes=() if sends else arrays,
+        gone=lambda: group.broken is not None or group.destroyed,
+    )
+    registry.check(flight)
+    return flight
 
 
-def _sending(group: ProcessGroup, call: Call, request: MPI.Request) -> Generator[Request, None, int | None]:
+def _receive_operation(
+    group: ProcessGroup, call: Call, memory: Memory, receive: Receive, tensor: Array, limit: float
+) -> Operation:
+    receiver = receive.receiver
+    operation = Operation(
+        group,
+        call,
+        _receiving(group, call, memory, receive),
+        [tensor],
+        limit,
+        peer=group.ranks[receive.source] if receive.source >= 0 else -1,
+        tag=receive.tag,
+        withdraw=lambda: receiver.withdraw(receive),
+        give_up=execution.lost,
+    )
+    receiver.watch()
+    return operation
+
+
+def _receive_unusual(group: ProcessGroup, again: PersistentReceive, tensor: Array) -> None:
+    """End a receive that was posted to MPI, and got a message that is not as expected."""
+    memory = adapt(tensor, "tensor", writable=True)
+    call = persistent.call(group, again, tensor)
+    receive = group.pair.receiver.adopt(Message(*again.key, again.buffer.copy()), memory, exact=group.compares)
+    operation = _receive_operation(group, call, memory, receive, tensor, group.timeout)
+    execution.finish_waiting(operation, group.timeout)
+
+
+def _sending(group: ProcessGroup, call: Call, request: Request) -> Generator[Request, None, int | None]:
     try:
         yield request
     except MPI.Exception as error:
@@ -292,13 +480,41 @@ def _receiving(
     except MPI.Exception as error:
         raise execution.wrap(error, group, call) from error
     source = receive.sender
-    if receive.too_short:
-        raise DistBackendError(
-            f"{call.describe()} on group {group.display}, rank {group.ranks[group.rank()]}, at {call.site}: the message from "
-            f"rank {group.ranks[source]} has {receive.message_bytes} bytes, tensor has {memory.flat.nbytes} bytes. The message "
-            "is not lost: receive it into an array that is large enough"
-        )
-    group.received[source, receive.tag] = group.received.get((source, receive.tag), 0) + 1
+    if receive.refused is not None:
+        raise _misfit(group, call, memory, receive, receive.refused)
+    group.count_received(source, receive.tag)
+    if receive.dirty:
+        raise written(call.op, call.site)
     if memory.unpack is not None:
         memory.unpack()
     return source
+
+
+def _misfit(
+    group: ProcessGroup, call: Call, memory: Memory, receive: Receive, sent: Envelope
+) -> CollectiveMismatchError:
+    """Return the error of a receive whose message does not fit."""
+    sender, me = group.ranks[receive.sender], group.ranks[group.rank()]
+    error = CollectiveMismatchError(
+        f"{call.op} on group {group.display}: rank {sender} sent {sent.describe()} (tag {receive.tag}, "
+        f"{receive.place or 'from a place that is not known'}), {call.op} on rank {me} of "
+        f"{describe(memory.dtype, memory.flat.size)} at {call.site}. The message is not lost: a recv of "
+        f"{sent.describe()} takes it"
+    )
+    op, _, site = receive.place.partition(" at ")
+    error.group, error.ranks = group.display, [sender, me]
+    error.calls = [
+        {
+            "ranks": [rank],
+            "op": what,
+            "arguments": {"tag": receive.tag, "dtype": dtype_name(dtype), "elements": count},
+            "site": place,
+            "group": group.display,
+            "text": f"{what} of {describe(dtype, count)}",
+        }
+        for rank, what, dtype, count, place in (
+            (sender, op or "send", sent.dtype, sent.count, site),
+            (me, call.op, memory.dtype, memory.flat.size, str(call.site)),
+        )
+    ]
+    return error

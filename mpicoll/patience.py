@@ -2,35 +2,59 @@
 
 from __future__ import annotations
 
-import re
+import pickle
 import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from mpicoll import groups, waiting, watchdog
-from mpicoll.checks.board import Board
-from mpicoll.checks.call import Call, name_ranks
+from mpicoll.checks.board import Board, Exit
+from mpicoll.checks.call import Call, fingerprint, program_site
 from mpicoll.checks.deadlock import State, Wait, report, stuck
+from mpicoll.checks.entries import Entry, Runs, Table, entry_of, runs_of, table_of
+from mpicoll.checks.report import MESSAGE_WIDTH, Report, peer_exited, peer_failed, time_limit
 from mpicoll.errors import (
     CollectiveTimeoutError,
     DeadlockError,
     GroupBrokenError,
     PeerExitedError,
     PeerFailedError,
+    in_one_line,
 )
 from mpicoll.groups import ProcessGroup
 
-__all__ = ["CallWait", "Search", "describe_state", "local_wait", "waits_now"]
+__all__ = [
+    "CallWait",
+    "Search",
+    "await_death",
+    "calls_now",
+    "describe_state",
+    "hopeless",
+    "joined",
+    "last_seen",
+    "local_wait",
+    "search",
+    "tell_place",
+    "waits_now",
+]
 
 _waits: dict[int, CallWait] = {}
+
+joined: dict[str, int] = {}
+"""Meetings of the listed ranks of a new group that this rank has come to: as if each was a group with one call."""
+
+MOST_PLACES = 8
+EXPLAINED_WITHIN = 3.0
+GIVEN_UP_AFTER = 10.0
 
 
 class CallWait:
     """What one wait on a group is for: its limit, who can never come, and what to say when it is over."""
 
-    __slots__ = ("call", "group", "limit", "peer", "stall_warn", "tag")
+    __slots__ = ("_wait", "began", "call", "group", "limit", "peer", "stall_warn", "tag")
 
     def __init__(self, group: ProcessGroup, call: Call, limit: float, peer: int | None = None, tag: int = 0) -> None:
         self.group = group
@@ -39,6 +63,8 @@ class CallWait:
         self.peer = peer  # global rank this point-to-point call waits for; None: all members; -1: any source
         self.tag = tag
         self.stall_warn = groups.state().settings.stall_warn
+        self.began = time.time()
+        self._wait: Wait | None = None
 
     def describe(self) -> str:
         """Return the call, its group and its place in the program."""
@@ -51,36 +77,71 @@ class CallWait:
         if known is None:
             return None
         board = known.board
+        search.look_for_dead(board, waited)
+        if self.call.explaining and waited < EXPLAINED_WITHIN:
+            return None  # members that have told everything raise, and end, before others have read it
         certain = search.verdict(board)
         if certain is not None:
             return certain
         for failure in tuple(board.failed.values()):
             if failure.rank in self.group.ranks or failure.rank not in board.announced:
                 board.announced.add(failure.rank)
-                board.post("handling", None, [failure.rank])
-                return PeerFailedError(f"{failure}, while rank {board.rank} waited in {self.describe()}")
+                board.post("handling", None, [board.origin(failure.rank)])
+                error = PeerFailedError(f"{failure}, while rank {board.rank} waited in {self.describe()}")
+                said = Entry(((failure.rank, failure.rank),), state="failed", problem=failure.what, site=failure.site)
+                self._report(peer_failed, [said], waited).put_on(error)
+                return error
+        gone = [exit_.rank for exit_ in tuple(board.exited.values()) if self._needs(exit_)]
+        if gone:
+            ends = [self._end(board.exited[rank]) for rank in gone]
+            told = self._report(peer_exited, ends, waited)
+            left = PeerExitedError(told.text(board.rank, MESSAGE_WIDTH))
+            told.put_on(left)
+            return left
         withdrawn = board.withdrawn.get(self.group.group_name)
         if withdrawn is not None:
             rank, why = withdrawn
-            return GroupBrokenError(f"{self.describe()}: rank {rank} gave the group up: {why}")
-        gone = [exit_.rank for exit_ in tuple(board.exited.values()) if self._needs(exit_)]
-        if gone:
-            calls = board.exited[gone[0]].calls.get(self.group.group_name, 0)
-            after = "" if self.peer is not None else f" after {calls} call{'s' if calls != 1 else ''} on this group"
-            return PeerExitedError(
-                f"{self.describe()}: {name_ranks(gone)} ended the program{after}, so this call can never complete"
-            )
+            broken = GroupBrokenError(f"{self.describe()}: rank {rank} gave the group up: {why}")
+            broken.reporter = rank
+            return broken
         return search.look(waited)
+
+    def _end(self, exit_: Exit) -> Entry:
+        """Return what a rank did that has left, with its last call on the group."""
+        what = exit_.describe(self.group.group_name if self.peer is None else None)
+        op, _, site = exit_.last.get(self.group.group_name, "").rpartition(" at ")
+        ranks = ((exit_.rank, exit_.rank),)
+        return Entry(ranks, op, site=site, state="exited", problem=what.partition(", the last ")[0])
+
+    def _report(self, kind: Callable[[Entry, str, Runs, Table], Report], said: list[Entry], waited: float) -> Report:
+        """Return the report of a call that cannot complete, because of what ``said`` tells."""
+        mine = entry_of(self.call, groups.state().world.rank())
+        waits = Entry(mine.ranks, state="waits", waited=(waited, waited))
+        return kind(mine, self.group.display, runs_of(self.group.ranks), table_of([*said, waits]))
 
     def as_wait(self) -> Wait:
         """Return this wait as a search for deadlocks sees it."""
-        sending = self.peer is not None and self.call.op in ("send", "isend")
-        return Wait(
-            self.group.group_name, self.group.ranks, self.describe(), self.peer, self.call.seq, sending, self.tag
-        )
+        if self._wait is None:
+            me = self.group.ranks[self.group.rank()]
+            sending = self.peer is not None and self.call.op in ("send", "isend")
+            entry = entry_of(self.call, me, self.group.display, state="waits", peer=self.peer)
+            self._wait = Wait(
+                self.group.group_name,
+                self.group.ranks,
+                entry,
+                self.peer,
+                self.call.seq,
+                sending,
+                self.tag,
+                self.began,
+                fingerprint(self.call.op, self.call.key) if self.peer is None and self.group.level != "full" else 0,
+            )
+        return self._wait
 
     def _needs(self, exit_: Any) -> bool:
         name = self.group.group_name
+        if self.peer is not None:
+            _catch_up(self.group)
         if self.peer is None:
             return exit_.rank in self.group.ranks and exit_.calls.get(name, 0) < self.call.seq
         if self.peer < 0:
@@ -98,40 +159,44 @@ class CallWait:
 
     def stalled(self, waited: float) -> None:
         """Say who is missing: once a job, by the lowest rank that waits."""
-        answers, text = self._missing()
-        if all(rank > groups.state().world.rank() for rank in answers):
-            sys.stderr.write(
-                f"mpicoll: rank {groups.state().world.rank()} has waited {waited:.0f} s in {self.describe()}: {text}\n"
-            )
+        arrived, told = self._told(waited)
+        if all(rank > groups.state().world.rank() for rank in arrived):
+            sys.stderr.write(f"mpicoll: {told.text(width=MESSAGE_WIDTH)}\n")
             sys.stderr.flush()
 
     def timed_out(self, waited: float) -> BaseException:
         """Return the error for a wait that passed its limit, naming who is late and where."""
-        _, text = self._missing()
-        return CollectiveTimeoutError(
-            f"Timed out waiting {self.limit:g} s in {self.describe()}: {text}. The group is broken now"
-        )
+        _, told = self._told(waited, over=True)
+        error = CollectiveTimeoutError(told.text(groups.state().world.rank(), MESSAGE_WIDTH))
+        told.put_on(error)
+        return error
 
     def give_up(self, reason: BaseException) -> None:
         """Withdraw: mark the group broken and tell its members."""
-        text = str(reason).splitlines()[0] if str(reason) else type(reason).__name__
+        text = in_one_line(reason) or type(reason).__name__
         known = groups.current()
+        heard = False
         if isinstance(reason, PeerFailedError) and known is not None:
             for group in tuple(known.groups.values()):
                 if any(rank in group.ranks for rank in known.board.failed):
                     group.give_up(text)
-        else:
-            self.group.give_up(f"rank {self.group.ranks[self.group.rank()]} gave up: {text}")
-        if isinstance(reason, (PeerFailedError, GroupBrokenError)) or known is None:
+                    heard = heard or group is self.group
+        # The failed rank may be no member: the others here do not learn from it that this rank has left their call.
+        self.group.give_up(f"rank {self.group.ranks[self.group.rank()]} gave up: {text}")
+        if heard or isinstance(reason, GroupBrokenError) or known is None:
             return
-        known.board.post("withdrawn", (self.group.group_name, text), self.group.ranks)
         known.board.withdrawn.setdefault(self.group.group_name, (known.board.rank, text))
+        if known.board.slots is not None:
+            mine = [name for name, (rank, _) in known.board.withdrawn.items() if rank == known.board.rank]
+            known.board.slots.write("withdrawn", "\n".join(mine[-40:]).encode())
+        known.board.post("withdrawn", (self.group.group_name, text), self.group.ranks)
 
-    def _missing(self) -> tuple[list[int], str]:
+    def _told(self, waited: float, over: bool = False) -> tuple[list[int], Report]:
+        """Ask the others where they are; return who has come to the call, too, and the report."""
         board = groups.state().board
         asked = self.group.ranks if self.peer is None else [self.peer] if self.peer >= 0 else self.group.ranks
         answers = board.ask(self.group.group_name, asked)
-        arrived, elsewhere, silent = [], [], []
+        arrived, silent, entries = [], [], []
         for rank in asked:
             if rank == board.rank:
                 continue
@@ -141,25 +206,140 @@ class CallWait:
             elif self.peer is None and where.calls >= self.call.seq:
                 arrived.append(rank)
             else:
-                elsewhere.append(where)
-        parts = [f"rank {w.rank} has not come to it, it {w.waits}" for w in elsewhere]
+                entries.append(where.waits)
+        for rank in tuple(silent)[:MOST_PLACES]:
+            place = _place(board, rank)
+            if place:
+                silent.remove(rank)
+                entries.append(Entry(((rank, rank),), state="silent", problem=place))
         if silent:
-            parts.append(
-                f"{name_ranks(silent)} did not come to it and {'does' if len(silent) == 1 else 'do'} not answer "
-                "(computing, stopped or dead)"
-            )
-        if not parts:
-            parts.append("all ranks have come to it, and it does not end")
-        return arrived, "; ".join(parts)
+            entries.append(Entry(runs_of(silent), state="silent"))
+        entries.append(Entry(runs_of([*arrived, board.rank]), state="waits", waited=(waited, waited)))
+        mine = entry_of(self.call, board.rank)
+        told = time_limit(
+            mine, self.group.display, runs_of(self.group.ranks), table_of(entries), self.limit if over else waited, over
+        )
+        return arrived, told
 
 
-def waits_now(group_name: str) -> tuple[int, str]:
+def _place(board: Board, rank: int) -> str:
+    """Return where a rank of this node is that does not answer, as the end of a sentence, or ""."""
+    if board.slots is None or rank not in board.slots.ranks:
+        return ""
+    ago, text = board.slots.place(rank)
+    if not text:
+        return ""
+    return (
+        f"it is at {text}" if ago < 1.0 else f"it was last seen {ago:.0f} s ago at {text} (stopped, or in native code)"
+    )
+
+
+def tell_place() -> None:
+    """Write down for the ranks of this node where the program is just now (a watchdog service: it never calls MPI)."""
+    known = groups.current()
+    if known is None or known.board.slots is None:
+        return
+    frame = sys._current_frames().get(known.thread)
+    last = max(known.groups.values(), key=lambda group: group.calls, default=None)
+    after = last.last_call() if last is not None else ""
+    known.board.slots.tell_place(program_site(frame) + (f", after its last call {after}" if after else ""))
+
+
+def await_death(board: Board) -> str:
+    """Block until the next rank of this node is gone without a word, and return what to say; "" when nobody is left.
+
+    For a thread of its own (see :meth:`mpicoll.checks.slots.Slots.await_death`).
+    """
+    slots = board.slots
+    try:
+        rank = slots.await_death() if slots is not None else -1
+        if rank < 0 or slots is None or rank in told_dead or rank in board.dead:
+            return ""
+        told_dead.add(rank)
+        _, place = slots.place(rank)
+    except (OSError, ValueError):
+        return ""  # the communicator was freed
+    waits = [wait.describe() for wait in tuple(_waits.values())]
+    waits += [call.describe() for call in tuple(watchdog.active.values())]
+    return (
+        f"rank {rank}'s process is gone without a word: killed by a signal, or os._exit"
+        + (f" (at {place})" if place else "")
+        + (f"; rank {board.rank} waits in {waits[0]}" if waits else "")
+    )
+
+
+told_dead: set[int] = set()
+
+
+def hopeless(group: ProcessGroup, inside: float) -> str:
+    """Return why a native call of a group can never end, or "", from what stands in shared memory alone.
+
+    Args:
+        inside: seconds that it has taken. A member may give a group up in a later call, while others are still within the
+            transfer that they are through with: that is not looked at before it has taken far too long.
+    """
+    known = groups.current()
+    slots = known.board.slots if known is not None else None
+    if slots is None:
+        return ""
+    for rank in slots.dead():
+        if rank in group.ranks:
+            return f"rank {rank} will never finish it: its process is gone"
+    for rank in slots.ranks:
+        if inside > GIVEN_UP_AFTER and rank in group.ranks:
+            given_up = slots.read(rank, "withdrawn").decode(errors="replace").split("\n")
+            if group.group_name in given_up:
+                return f"rank {rank} will never finish it: it gave the group up"
+    return ""
+
+
+def waits_now(group_name: str) -> tuple[int, Entry]:
     """Return this rank's part of the answer to a question (see ``checks.board.Where``)."""
     known = groups.current()
     found = known.groups.get(group_name) if known is not None else None
-    waits = [wait.describe() for wait in tuple(_waits.values())]
-    text = f"waits in {waits[0]}" if waits else "is between two calls, or at its end"
-    return found.calls if found is not None else 0, text
+    rank = known.world.rank() if known is not None else -1
+    entry = Entry(((rank, rank),), state="late")
+    for wait in tuple(_waits.values())[:1]:
+        entry = entry_of(wait.call, rank, wait.group.display, state="late")
+    return found.calls if found is not None else 0, entry
+
+
+def calls_now(rank: int) -> list[Entry]:
+    """Return what each thread of this process waits in, or else its last call; for a report of where all ranks are.
+
+    Reads only, takes no lock and never calls MPI: any thread may ask, whatever the others hang in.
+
+    Args:
+        rank: this process, as the report numbers it.
+    """
+    known = groups.current()
+    ranks = ((rank, rank),)
+    if known is None:
+        return [Entry(ranks, state="late", problem="has no default group")]
+    now = time.time()
+    entries = [
+        entry_of(wait.call, rank, wait.group.display, state="waits", waited=now - wait.began)
+        for wait in tuple(_waits.values())
+    ]
+    entries += [
+        Entry(ranks, state="late", problem=f"{time.monotonic() - call.since:.1f} s inside MPI for {call.describe()}")
+        for call in tuple(watchdog.active.values())
+    ]
+    if entries:
+        return entries
+    ours = tuple(known.groups.values())
+    last = max(ours, key=lambda group: group.calls, default=None)
+    op, _, site = (last.last_call() if last is not None else "").rpartition(" at ")
+    waited_for = sum(len(group.unwaited) for group in ours)
+    more = f" ({waited_for} under way that it has not waited for)" if waited_for else ""
+    display = last.display if last is not None and op else ""
+    return [Entry(ranks, op, site=site, group=display, state="late", problem=f"in no call of mpicoll{more}")]
+
+
+def last_seen(rank: int) -> str:
+    """Return where a rank of this node was when it last wrote it down, as the end of a sentence, or ""."""
+    known = groups.current()
+    return _place(known.board, rank) if known is not None else ""
 
 
 def describe_state() -> State:
@@ -167,15 +347,17 @@ def describe_state() -> State:
     known = groups.current()
     rank = known.world.rank() if known is not None else -1
     waits = dict(_waits)
-    alive = {thread.ident for thread in threading.enumerate()}
+    alive = {thread.ident for thread in threading.enumerate() if not thread.name.startswith("mpicoll-")}
     users = (waiting.threads & alive) | {threading.main_thread().ident}
     ours = list(known.groups.values()) if known is not None else []
+    for group in ours:
+        _catch_up(group)
     return State(
         rank,
         search.epoch,
         tuple(wait.as_wait() for wait in waits.values()),
         free=any(ident not in waits for ident in users),
-        calls={group.group_name: group.calls for group in ours},
+        calls={**joined, **{group.group_name: group.calls for group in ours}},
         sent=_messages(ours, "sent"),
         received=_messages(ours, "received"),
         receives=tuple(
@@ -183,8 +365,14 @@ def describe_state() -> State:
             for group in ours
             for source, tag in group.pair.receiver.outstanding()
         ),
-        doubtful=len(alive - users) > watchdog.THREADS,
+        doubtful=bool(alive - users),
     )
+
+
+def _catch_up(group: ProcessGroup) -> None:
+    """Count the messages that have come for receives that nobody waits for yet: they are no longer on their way."""
+    for operation in tuple(group.unwaited.values()):
+        operation.advance()
 
 
 def _messages(ours: list[ProcessGroup], what: str) -> dict[tuple[str, int, int], int]:
@@ -198,8 +386,10 @@ def _messages(ours: list[ProcessGroup], what: str) -> dict[tuple[str, int, int],
 class Search:
     """The search of one process for deadlocks, while it waits.
 
-    One rank of those that wait searches, the lowest as a rule: the others leave it to a lower one that has asked them
-    lately. It asks all ranks, twice, and tells those that the certificate names.
+    One rank of those that wait searches, the lowest as a rule: the others leave it to a lower one that has searched since
+    they began to wait. The state of each rank of this node is read from shared memory, where ranks that wait keep it up to
+    date; those of other nodes are asked. All that twice, and each state is said to hold again after the first reading, so
+    that all held at one moment. The ranks that the certificate names are told.
     """
 
     FIRST_AFTER = 0.1
@@ -207,58 +397,115 @@ class Search:
     LEAVE_IT = 1.0
     AGAIN_WITHIN = 5.0
     DOUBTFUL_FOR = 2.0
+    PUBLISH_EVERY = 0.005
+    DEAD_EVERY = 0.02
 
     def __init__(self) -> None:
         self.epoch = 0
+        self.published: State | None = None
+        self._lock = threading.Lock()
         self._mine = -1
+        self._since = 0.0
         self._next = 0.0
         self._pause = 0.0
-        self._asked = False
+        self._asked: list[int] | None = None
         self._until = 0.0
         self._before: tuple[float, dict[int, State]] | None = None
+        self._next_publish = 0.0
+        self._next_dead = 0.0
 
     def verdict(self, board: Board) -> DeadlockError | None:
         """Return the error of a certificate that another rank found, if this rank still waits as it did then."""
         if board.verdict is None:
             return None
-        (epoch, text), board.verdict = board.verdict, None
-        return self._error(text) if epoch == self.epoch else None
+        (epoch, told), board.verdict = board.verdict, None
+        return self._error(told, board.rank) if epoch == self.epoch else None
 
     @staticmethod
-    def _error(text: str) -> DeadlockError:
-        error = DeadlockError(text)
-        error.reporter = int(re.findall(r"\d+", text)[0])
+    def _error(told: Report, me: int) -> DeadlockError:
+        error = DeadlockError(told.text(me, MESSAGE_WIDTH))
+        told.put_on(error)
+        error.reporter = told.members[0][0]
         return error
+
+    def look_for_dead(self, board: Board, waited: float) -> None:
+        """Look, every now and then, whether a process of this node is gone."""
+        now = time.monotonic()
+        if waited > self.DEAD_EVERY and now >= self._next_dead:
+            self._next_dead = now + self.DEAD_EVERY
+            if board.notice_dead():
+                waiting.guard.ignore_news()
 
     def look(self, waited: float) -> BaseException | None:
         """Go on with the search; return the error when this rank is in a certificate. Called every few milliseconds."""
         known = groups.current()
-        if known is None or known.world.size() == 1:
+        if known is None or known.world.size() == 1 or waited < self.FIRST_AFTER:
             return None
-        board, now = known.board, time.monotonic()
-        if waited < self.FIRST_AFTER + min(board.rank, 50) * self.STAGGER:
-            return None
+        if not self._lock.acquire(blocking=False):
+            return None  # another thread is at it
+        try:
+            return self._look(known, waited, time.monotonic())
+        finally:
+            self._lock.release()
+
+    def _look(self, known: groups.State, waited: float, now: float) -> BaseException | None:
+        board = known.board
         if self._mine != self.epoch:
-            self._mine, self._next, self._pause = self.epoch, now, self.FIRST_AFTER
-            self._asked, self._before = False, None
-        if self._asked:
+            self._mine, self._since, self._pause = self.epoch, now, self.FIRST_AFTER
+            self._next = now + min(board.rank, 50) * self.STAGGER
+            self._asked, self._before = None, None
+        self._publish(board, now)
+        if self._asked is not None:
             return self._read(known, now)
-        if now < self._next or any(
-            rank < board.rank and now - when < self.LEAVE_IT for rank, when in tuple(board.searched_by.items())
-        ):
+        if now < self._next or self._left_to_another(board, now):
             return None
+        remote = [r for r in range(board.size) if not _is_local(board, r) and r not in board.exited]
         board.search += 1
         board.states = {}
-        board.post("search", board.search, [r for r in range(board.size) if r not in board.exited])
-        self._asked, self._until = True, now + 0.3
-        return None
+        board.post("search", board.search, remote)
+        if board.slots is not None:
+            board.slots.searching()
+        self._asked, self._until = remote, now + 0.3
+        return self._read(known, now)
+
+    def _publish(self, board: Board, now: float) -> None:
+        """Keep this rank's state in shared memory up to date."""
+        if board.slots is None or now < self._next_publish:
+            return
+        self._next_publish = now + self.PUBLISH_EVERY
+        state = describe_state()
+        if state != self.published:
+            self.published = state
+            board.slots.write("state", pickle.dumps(state))  # one without room is as one that does not answer
+        board.slots.confirm()
+
+    def unpublish(self) -> None:
+        """Take this rank's state back: it does not wait any more."""
+        known = groups.current()
+        if known is not None and known.board.slots is not None:
+            known.board.slots.write("state", b"")
+        self.published = None
+
+    def _left_to_another(self, board: Board, now: float) -> bool:
+        """Whether a lower rank has searched lately, and since this one began to wait."""
+        recent = max(self._since, now - self.LEAVE_IT)
+        if any(rank < board.rank and when > recent for rank, when in tuple(board.searched_by.items())):
+            return True
+        if board.slots is None:
+            return False
+        return any(rank < board.rank and board.slots.searched(rank) > recent * 1e9 for rank in board.slots.ranks)
 
     def _read(self, known: groups.State, now: float) -> BaseException | None:
         board = known.board
-        if len(board.states) < board.size - 1 - len(board.exited) and now < self._until:
+        assert self._asked is not None
+        if any(rank not in board.states and rank not in board.exited for rank in self._asked) and now < self._until:
             return None
-        self._asked = False
+        self._asked = None
         states = {**board.states, board.rank: describe_state()}
+        for rank in board.slots.ranks if board.slots is not None else ():
+            data = board.slots.read(rank, "state") if board.slots is not None and rank != board.rank else b""
+            if data:
+                states[rank] = pickle.loads(data)
         for exit_ in tuple(board.exited.values()):
             states[exit_.rank] = State(exit_.rank, gone=True, calls=exit_.calls)
         held = stuck(states)
@@ -268,21 +515,33 @@ class Search:
             self._next = now + self._pause
             self._before = None
             return None
-        doubtful = any(states[rank].doubtful for rank in held)
-        if before is None or any(rank not in before[1] or before[1][rank].epoch != states[rank].epoch for rank in held):
+        if before is None or any(states[rank] != before[1].get(rank) for rank in held):
             self._next = now + 0.02
             return None
-        if doubtful and now - before[0] < self.DOUBTFUL_FOR:
-            self._before, self._next = before, now + 0.1
+        doubtful = any(states[rank].doubtful for rank in held)
+        if (doubtful and now - before[0] < self.DOUBTFUL_FOR) or not self._held_since(board, held, before[0]):
+            self._before, self._next = before, now + 0.02
             return None
-        text = report(states, held)
+        told = report(states, held, time.time())
         if doubtful:
-            text += f"\nOther threads are alive; nothing has changed for {now - before[0]:.1f} s."
-        board.post("deadlock", ({rank: states[rank].epoch for rank in held}, text), held)
+            told = replace(told, closing=f"Other threads are alive; nothing has changed for {now - before[0]:.1f} s.")
+        board.post("deadlock", ({rank: states[rank].epoch for rank in held}, told), held)
         if board.rank not in held:
             self._next = now + self.AGAIN_WITHIN
             return None
-        return self._error(text)
+        return self._error(told, board.rank)
+
+    @staticmethod
+    def _held_since(board: Board, held: set[int], first: float) -> bool:
+        """Whether each state that was read from shared memory has been confirmed after the first reading."""
+        if board.slots is None:
+            return True
+        mine = [rank for rank in held if rank != board.rank and _is_local(board, rank)]
+        return all(board.slots.confirmed(rank) > first * 1e9 for rank in mine)
+
+
+def _is_local(board: Board, rank: int) -> bool:
+    return board.slots is not None and rank in board.slots.ranks
 
 
 search = Search()
@@ -298,6 +557,8 @@ def local_wait(test: Callable[[], bool], patience: CallWait) -> None:
         waiting.wait(test, patience)
     finally:
         search.epoch += 1
+        if search.published is not None:
+            search.unpublish()
         if outer is None:
             del _waits[ident]
         else:

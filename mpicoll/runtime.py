@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -25,15 +26,17 @@ from mpicoll.errors import (
 )
 from mpicoll.launch.environment import check_before_mpi, check_world, local_rank_hint, mark_rank
 from mpicoll.launch.rundir import scrub
-from mpicoll.settings import Settings, read_settings, warn_caller
+from mpicoll.settings import LEVELS, Level, Settings, read_settings, warn_caller
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpicoll.checks.board import Board
+    from mpicoll.checks.slots import Slots
     from mpicoll.communicators import Pair
     from mpicoll.groups import ProcessGroup
     from mpicoll.leaving import Base
+    from mpicoll.topology import Topology
 
 __all__ = [
     "default_pg_timeout",
@@ -76,6 +79,7 @@ def init_process_group(
     *,
     comm: Any = None,
     on_failure: Literal["job", "raise"] | None = None,
+    check: Level | None = None,
 ) -> None:
     """Make the default process group over all ranks of the job.
 
@@ -90,6 +94,9 @@ def init_process_group(
         comm: any mpi4py intracommunicator; default COMM_WORLD. It is duplicated, never spoken on.
         on_failure: "job": an uncaught exception on one rank ends the job (default on COMM_WORLD); "raise": nothing
             outside this group is touched (default with ``comm``).
+        check: how much is compared between the ranks, on this group and those made from it: "full" every call before
+            data moves, "roll" a rolling fingerprint every 16 calls, "off" nothing; the same on all ranks. Default
+            ``MPICOLL_CHECK`` or "full".
 
     Raises:
         ValueError: called twice; an unknown backend; ``rank`` or ``world_size`` contradict MPI; a setting has a value
@@ -110,7 +117,7 @@ def init_process_group(
     settings = Settings()
     try:
         settings = read_settings()
-        _check_arguments(backend, init_method, timeout, world_size, rank, store, on_failure)
+        _check_arguments(backend, init_method, timeout, world_size, rank, store, on_failure, check)
     except Exception as error:
         setattr(error, ARGUMENT, True)
         problem = error
@@ -121,8 +128,9 @@ def init_process_group(
 
     from mpicoll import execution, leaving, waiting, watchdog
     from mpicoll.checks.call import Call, call_site
+    from mpicoll.checks.inflight import registry
     from mpicoll.communicators import mpi_text
-    from mpicoll.patience import describe_state
+    from mpicoll.patience import await_death, describe_state, tell_place
     from mpicoll.topology import cores, discover
 
     base_comm = MPI.COMM_WORLD if comm is None else comm
@@ -141,6 +149,7 @@ def init_process_group(
         )
     except ValueError as error:
         problem = problem or error
+    level: Level = check if check in LEVELS else settings.check
     how = on_failure if on_failure in ("job", "raise") else ("job" if comm is None else "raise")
     leaving.register()
     if how == "job":
@@ -150,7 +159,9 @@ def init_process_group(
     base.job = base.job or how == "job"
     _initialisations += 1
     state = groups.State(
-        world=groups.ProcessGroup(str(_initialisations), pair, me, limit, display="WORLD", desc="default_pg"),
+        world=groups.ProcessGroup(
+            str(_initialisations), pair, me, limit, level="full", display="WORLD", desc="default_pg"
+        ),
         board=base.board,
         pool=base.pool,
         settings=settings,
@@ -162,15 +173,24 @@ def init_process_group(
     )
     state.groups[state.world.group_name] = state.world
     groups.set_state(state)
+    watchdog.start(deadly=how == "job")
     try:
         # Ranks that have made other default groups before, elsewhere, count differently: the largest count names it.
         call = Call(
-            "init_process_group", (size, ("on_failure", how)), site, error=problem, block_bytes=_initialisations
+            "init_process_group",
+            (size, ("on_failure", how), ("check", level)),
+            site,
+            error=problem,
+            block_bytes=_initialisations,
         )
         flags = execution.agree(state.world, call, limit)
-        if base.topology is None:
-            base.topology = state.topology = discover(pair.data)
-        pair.sweep()
+        with waiting.guard, execution.native(state.world, call, limit):
+            if base.topology is None:
+                base.topology = state.topology = discover(pair.data)
+                base.board.slots = _node_slots(pair.data, base.topology)
+                if base.board.slots is not None and how == "job" and len(base.topology.local_ranks) > 1:
+                    watchdog.watch(partial(await_death, base.board))
+            pair.sweep()
     except BaseException as error:
         groups.set_state(None)
         pair.idle = True
@@ -178,21 +198,31 @@ def init_process_group(
             raise DistBackendError(f"init_process_group at {site}: {mpi_text(error)}") from error
         raise
     _initialisations = flags.block_bytes
-    state.world.calls = 0  # numbers in messages are those of the program's own calls
+    state.world.level = level
+    state.world.calls, state.world.last = 0, None  # numbers in messages are those of the program's own calls
     state.world.group_name = str(flags.block_bytes)
     state.groups = {state.world.group_name: state.world}
     waiting.crowded = state.topology.crowded(cores())
     base.board.state = describe_state
     waiting.add_service(base.board.poll)
-    watchdog.start(deadly=how == "job")
+    if tell_place not in watchdog.services:
+        watchdog.services.append(tell_place)
     leaving.base_limit = limit
+    registry.rank = me
     # Loaded here, where all ranks are, and not in the first call of each: it takes milliseconds.
     for module in ("collectives", "p2p", "objects"):
         importlib.import_module(f"mpicoll.{module}")
 
 
 def _check_arguments(
-    backend: Any, init_method: Any, timeout: Any, world_size: Any, rank: Any, store: Any, on_failure: Any
+    backend: Any,
+    init_method: Any,
+    timeout: Any,
+    world_size: Any,
+    rank: Any,
+    store: Any,
+    on_failure: Any,
+    check: Any,
 ) -> None:
     if timeout is not None and not isinstance(timeout, timedelta):
         raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout!r}")
@@ -200,6 +230,8 @@ def _check_arguments(
         raise ValueError(f"timeout must be positive, got {timeout}")
     if on_failure not in (None, "job", "raise"):
         raise ValueError(f'on_failure must be "job", "raise" or None, got {on_failure!r}')
+    if check is not None and check not in LEVELS:
+        raise ValueError(f"check must be one of {', '.join(map(repr, LEVELS))} or None, got {check!r}")
     for value, name in ((world_size, "world_size"), (rank, "rank")):
         if value is not None and (not hasattr(value, "__index__") or isinstance(value, bool)):
             raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
@@ -321,6 +353,17 @@ def _base(comm: MPI.Intracomm, limit: float, site: str) -> tuple[Base, Pair]:
     return base, pair
 
 
+def _node_slots(comm: MPI.Intracomm, topology: Topology) -> Slots | None:
+    """Return the shared memory of this node's ranks; all ranks of ``comm`` call it, and are known to."""
+    from mpicoll.checks.slots import make_slots
+
+    node = comm.Split(topology.node, topology.rank)
+    try:
+        return make_slots(node, topology.rank, topology.local_ranks)
+    finally:
+        node.Free()
+
+
 def _forget_base(comm: MPI.Comm, keyval: int, base: Any) -> None:
     """Free what was made on a communicator that its owner frees (MPI calls this on all of its ranks)."""
     from mpi4py import MPI
@@ -333,14 +376,44 @@ def _forget_base(comm: MPI.Comm, keyval: int, base: Any) -> None:
     if known is not None and known.board is base.board:
         return  # its default group is still in use
     leaving.bases.remove(base)
+    if base.board.slots is not None:
+        base.board.slots.close()
+        base.board.slots = None
+    if not _all_received(base):
+        return
     for pair in base.pool.all():
-        if not pair.spoiled:
-            pair.lane.free()
-            pair.control.Free()
-            pair.data.Free()
+        pair.lane.free()
+        pair.control.Free()
+        pair.data.Free()
     for each in (base.board.comm, base.again, base.node):
         if each is not None:
             each.Free()
+
+
+def _all_received(base: Base) -> bool:
+    """Whether nothing is left on the communicators of a base; else they are kept for good, on all ranks alike.
+
+    MPICH 5.0 gives the context of a freed communicator to the next one, and messages that nobody received with it.
+    """
+    from mpi4py import MPI
+
+    from mpicoll import leaving
+
+    base.board.poll()
+    spoiled = any(pair.spoiled or pair.closing for pair in base.pool.all())
+    left = np.array([leaving.balance(base) + base.board.balance, spoiled], np.int64)
+    request = base.again.Iallreduce(MPI.IN_PLACE, left, MPI.SUM)
+    end = time.monotonic() + FREE_WITHIN
+    while not request.Test():
+        if time.monotonic() > end:
+            leaving.stuck()
+            return False
+        time.sleep(0)
+    return not left.any()
+
+
+FREE_WITHIN = 5.0
+"""Seconds that freeing a communicator waits for the other ranks to free it, too."""
 
 
 def _common_index(base: Base, index: int, wait: Callable[[MPI.Request], None]) -> int:
@@ -368,6 +441,7 @@ class _InitWait:
         if self.board is None:
             return None
         self.board.poll()
+        self.board.notice_dead()
         for failure in self.board.failed.values():
             return PeerFailedError(f"{failure}, while {self._text(waited)}")
         for rank in self.board.exited:
@@ -475,6 +549,8 @@ def _destroy(group: ProcessGroup, base: Base) -> None:
     base.remember(group)
     group.pair.sent, group.pair.received = group.by_peer(group.sent), group.by_peer(group.received)
     group.free_plans()
+    if group.level == "roll" and not group.pair.spoiled:
+        group.pair.closing = group.pair.lane.close()
     group.destroyed = True
     if not group.pair.spoiled:
         group.pair.idle = True

@@ -9,9 +9,13 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal, cast
 
-__all__ = ["SETTINGS", "Setting", "Settings", "read_settings", "to_seconds", "warn_caller"]
+__all__ = ["LEVELS", "SETTINGS", "Level", "Setting", "Settings", "read_settings", "to_seconds", "warn_caller"]
+
+Level = Literal["full", "roll", "off"]
+LEVELS: tuple[Level, ...] = ("full", "roll", "off")
+"""How much of what the ranks call is compared; see MPICOLL_CHECK."""
 
 
 def to_seconds(value: float | int | timedelta, name: str = "timeout") -> float:
@@ -34,6 +38,10 @@ def _seconds(text: str) -> float:
 def _flag(text: str) -> bool:
     known = {"0": False, "false": False, "no": False, "off": False, "1": True, "true": True, "yes": True, "on": True}
     return known[text.strip().lower()]
+
+
+def _level(text: str) -> Level:
+    return {level: level for level in LEVELS}[cast("Level", text.strip().lower())]
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,14 @@ SETTINGS: tuple[Setting, ...] = (
         "how long ranks that handle another rank's failure may go on before the job ends",
     ),
     Setting(
+        "MPICOLL_CHECK",
+        "check",
+        _level,
+        "full",
+        "full, roll or off",
+        "what is compared between the ranks: every call before data moves, a rolling fingerprint every 16 calls, or nothing",
+    ),
+    Setting(
         "MPICOLL_STRICT",
         "strict",
         _flag,
@@ -94,6 +110,7 @@ class Settings:
     timeout: float = 1800.0
     stall_warn: float = 60.0
     exit_grace: float = 30.0
+    check: Level = "full"
     strict: bool = False
 
 

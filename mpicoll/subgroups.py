@@ -9,14 +9,17 @@ from typing import Any
 
 from mpicoll import execution, waiting
 from mpicoll.checks.call import NOTHING, Call, Site, call_site, compress_ranks, name_ranks
+from mpicoll.checks.deadlock import Wait
+from mpicoll.checks.entries import entry_of
 from mpicoll.communicators import Pair, make_pair
-from mpicoll.errors import CollectiveTimeoutError, PeerExitedError, PeerFailedError
+from mpicoll.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerExitedError, PeerFailedError
 from mpicoll.groups import NON_MEMBER, ProcessGroup, State, state
-from mpicoll.patience import CallWait, local_wait
+from mpicoll.patience import CallWait, joined, local_wait, search
 from mpicoll.runtime import check_backend
 
 __all__ = ["new_group"]
 
+MOST_JOINED = 256
 _TAGS = 32000  # MPI guarantees tags up to 32767
 
 
@@ -49,7 +52,8 @@ def new_group(
         ``use_local_synchronization`` (as torch).
 
     Raises:
-        TypeError, ValueError: wrong arguments (ranks repeated, out of range), on all ranks alike.
+        TypeError, ValueError: wrong arguments (ranks repeated, out of range), on all ranks alike; with
+            ``use_local_synchronization`` wrong ``ranks`` raise on this rank alone, as they do not say who else is meant.
         CollectiveMismatchError: the ranks asked for different groups.
         CollectiveTimeoutError: a rank that has to call it did not, within the limit of the world.
         DistBackendError: MPI has no communicator left.
@@ -66,13 +70,26 @@ def new_group(
         _check(timeout, backend)
     except Exception as error:
         problem = error
+    with waiting.shield:
+        return _create(known, members, problem, site, timeout, use_local_synchronization, group_desc)
+
+
+def _create(
+    known: State,
+    members: tuple[int, ...],
+    problem: Exception | None,
+    site: Site,
+    timeout: timedelta | None,
+    use_local_synchronization: bool,
+    group_desc: str | None,
+) -> Any:
     me = known.world.rank()
     if use_local_synchronization:
-        if problem is not None:
-            raise problem
+        if problem is not None and me not in members:
+            raise problem  # nobody can know who else was meant
         if me not in members:
             return None
-        name, pair = _make_locally(known, members, site)
+        name, pair = _make_locally(known, members, site, problem)
     else:
         candidate = known.pool.candidate(members) if me in members else NOTHING
         call = Call(
@@ -93,7 +110,9 @@ def new_group(
         pair = _make(known, members, flags.detail, known.created % _TAGS, call)
     limit = known.world.timeout if timeout is None else timeout.total_seconds()
     display = group_desc or f"[{compress_ranks(members) if list(members) == sorted(members) else list(members)}]"
-    group = ProcessGroup(name, pair, members.index(me), limit, display=display, desc=group_desc)
+    group = ProcessGroup(
+        name, pair, members.index(me), limit, level=known.world.level, display=display, desc=group_desc
+    )
     known.groups[name] = group
     return group
 
@@ -143,34 +162,59 @@ def _make(known: State, members: tuple[int, ...], index: int, tag: int, call: Ca
 _local_count: dict[tuple[str, tuple[int, ...]], int] = {}
 
 
-def _make_locally(known: State, members: tuple[int, ...], site: Site) -> tuple[str, Pair]:
-    """Agree among the members alone: each tells the first of them, which tells all when everybody has come."""
+def _make_locally(known: State, members: tuple[int, ...], site: Site, problem: Exception | None) -> tuple[str, Pair]:
+    """Agree among the members alone: each tells the first of them, which tells all when everybody has come.
+
+    In two rounds: a member that gave up before it heard of the first never answers it, so nobody goes on into the blocking
+    calls that make a communicator.
+    """
     counted = (known.world.group_name, members)
     count = _local_count.get(counted, 0)
     digest = blake2b(repr((members, count)).encode(), digest_size=6)
     name = f"{known.world.group_name}.L{digest.hexdigest()}"
-    board, leader = known.board, members[0]
+    leader = members[0]
     candidate = known.pool.candidate(members)
     call = Call("new_group", (("ranks", members), "use_local_synchronization"), site)
-    patience = _JoinWait(known.world, call, known.world.timeout, members, name, leader)
-    others = [rank for rank in members if rank != board.rank]
+    words = (candidate, "" if problem is None else f"{type(problem).__name__}: {problem}")
     with waiting.guard:
-        if board.rank == leader:
-            local_wait(lambda: patience.poll() and patience.joined() >= set(others), patience)
-            told = set(board.joins.pop(name, {}).values()) | {candidate}
-            board.left.pop(name, None)
-            index = candidate if len(told) == 1 else -1
-            board.post("join", ((name, "go"), (index, max(told))), others)
-            most = max(told)
-        else:
-            board.post("join", (name, candidate), [leader])
-            local_wait(lambda: patience.poll() and (name, "go") in board.joins, patience)
-            index, most = board.joins.pop((name, "go"))[leader]
+        told = _gather_and_tell(_JoinWait(known.world, call, known.world.timeout, members, name, leader), words)
+        wrong = {rank: text for rank, (_, text) in told.items() if text}
+        if problem is None and not wrong:
+            _gather_and_tell(_JoinWait(known.world, call, known.world.timeout, members, f"{name}!", leader), words)
+    if problem is not None:
+        raise problem
+    if wrong:
+        rank, text = min(wrong.items())
+        raise CollectiveMismatchError(
+            f"new_group({name_ranks(members)}, use_local_synchronization) at {site}: arguments are wrong on rank {rank}, "
+            f"which raised {text}. Nothing was made"
+        )
+    most = max(index for index, _ in told.values())
+    index = most if len({index for index, _ in told.values()}) == 1 else -1
     if index < 0:
         known.pool.disagreed(members, most)
     _local_count[counted] = count + 1
     tag = _TAGS + int.from_bytes(digest.digest(), "little") % 700
     return name, _make(known, members, index, tag, call)
+
+
+def _gather_and_tell(patience: _JoinWait, words: tuple[int, str]) -> dict[int, tuple[int, str]]:
+    """Return what every member says, when all have said it; the first of them gathers and tells the others."""
+    board, name, leader = state().board, patience.name, patience.leader
+    while len(joined) >= MOST_JOINED:
+        del joined[next(iter(joined))]
+    joined[name] = 1
+    others = [rank for rank in patience.members if rank != board.rank]
+    if board.rank != leader:
+        board.post("join", (name, words), [leader])
+        local_wait(lambda: patience.poll() and (name, "all") in board.joins, patience)
+        told: dict[int, tuple[int, str]] = board.joins.pop((name, "all"))[leader]
+        return told
+    local_wait(lambda: patience.poll() and patience.joined() >= set(others), patience)
+    told = {**board.joins.pop(name, {}), leader: words}
+    board.left.pop(name, None)
+    board.post("join", ((name, "all"), told), others)
+    return told
 
 
 class _JoinWait(CallWait):
@@ -203,6 +247,9 @@ class _JoinWait(CallWait):
     def check(self, waited: float) -> BaseException | None:
         """Return an error when a listed rank failed or ended."""
         board = state().board
+        certain = search.verdict(board)
+        if certain is not None:
+            return certain
         for rank in self.members:
             if rank in board.failed:
                 return PeerFailedError(f"{board.failed[rank]}, while rank {board.rank} waited in {self.describe()}")
@@ -210,7 +257,12 @@ class _JoinWait(CallWait):
                 rank == self.leader or (board.rank == self.leader and rank not in self.joined())
             ):
                 return PeerExitedError(f"{self.describe()}: {name_ranks([rank])} ended the program without calling it")
-        return None
+        return search.look(waited)
+
+    def as_wait(self) -> Wait:
+        """Return this wait as a search for deadlocks sees it: a call that all listed ranks have to come to."""
+        entry = entry_of(self.call, state().world.rank(), state().world.display, state="waits")
+        return Wait(self.name, self.members, entry, seq=1, since=self.began)
 
     def timed_out(self, waited: float) -> BaseException:
         """Return the error, naming the members that did not come."""

@@ -11,14 +11,12 @@ sleep may only ever be a small part of the time already waited.
 from __future__ import annotations
 
 import os
-import signal
-import threading
 import time
 from collections.abc import Callable
-from types import FrameType
-from typing import Any, Protocol
+from typing import Protocol
 
 from mpicoll.errors import DistError
+from mpicoll.signals import Guard, Terminated, guard, shield, threads
 
 __all__ = [
     "GIVE_UP_AFTER",
@@ -34,6 +32,7 @@ __all__ = [
     "progress",
     "remove_service",
     "serve",
+    "shield",
     "threads",
     "wait",
     "wait_long",
@@ -52,6 +51,8 @@ CROWDED_SLEEP = 5e-5
 MOST_SLEEP = 0.01
 SLEEP_SHARE = 1 / 500
 SERVICE_EVERY = 0.005
+TERMINATED_LOOKS = 0.05
+"""Seconds that a rank that such a signal has reached in a wait looks for another that has died, before it ends."""
 SMALLEST_MOVING = 16 * 1024
 SLOWEST_MOVING = 2e7
 """Bytes a second below which a transfer that is under way may be slept through."""
@@ -101,65 +102,6 @@ class Pending(Protocol):
     def advance(self) -> bool:
         """Make progress; return True when there is nothing left to do."""
 
-
-class Guard:
-    """Ctrl-C inside a call of the library is answered at a point where it can be answered, never in between.
-
-    With the handler installed, a Ctrl-C in the program's own code raises KeyboardInterrupt as always; inside a call it is
-    noted, the waiting loop sees it within one poll, withdraws and raises it. An exception out of one of the program's own
-    signal handlers is treated alike as far as it strikes inside the waiting loop.
-    """
-
-    def __init__(self) -> None:
-        self.depth = 0
-        self.noted: BaseException | None = None
-        self.installed = False
-
-    def install(self) -> None:
-        """Take over SIGINT where Python's default handler stands; anybody else's handler is left alone."""
-        if threading.get_ident() == _main_ident and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, self._handle)
-            self.installed = True
-
-    def uninstall(self) -> None:
-        """Give SIGINT back, if it is still ours."""
-        if self.installed and threading.get_ident() == _main_ident:
-            if signal.getsignal(signal.SIGINT) == self._handle:
-                signal.signal(signal.SIGINT, signal.default_int_handler)
-            self.installed = False
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self.depth:
-            raise KeyboardInterrupt
-        self.noted = KeyboardInterrupt()
-
-    def __enter__(self) -> None:
-        ident = threading.get_ident()
-        if ident == _main_ident:
-            self.depth += 1
-        else:
-            threads.add(ident)
-
-    def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
-        if threading.get_ident() == _main_ident:
-            self.depth -= 1
-            if self.noted is not None and not self.depth:
-                noted, self.noted = self.noted, None
-                raise noted from value
-
-    def take(self) -> BaseException | None:
-        """Return what the main thread has to answer, once."""
-        if self.noted is None or threading.get_ident() != _main_ident:
-            return None
-        noted, self.noted = self.noted, None
-        return noted
-
-
-_main_ident = threading.main_thread().ident
-guard = Guard()
-
-threads: set[int] = set()
-"""Threads other than the main one that have called the library."""
 
 pending: list[Pending] = []
 """Every operation of this process that is not done yet; each wait moves all of them on."""
@@ -246,18 +188,37 @@ def wait_long(
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Wait past the first polls: back off, serve, and watch the limit. ``reason``: why this rank already wants to leave."""
+    try:
+        _wait_long(test, patience, reason, clock, sleep)
+    finally:
+        guard.disarm()
+
+
+def _wait_long(
+    test: Callable[[], bool],
+    patience: Patience,
+    reason: BaseException | None,
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+) -> None:
     start = clock()
     next_service = start
     polls = 0
-    warned = False
+    warned = armed = False
     while True:
         try:
             now = clock()
             waited = now - start
+            shield.deliver()
             reason = guard.take() or reason
             if reason is not None and waited >= GIVE_UP_AFTER:
-                patience.give_up(reason)
-                raise reason
+                if isinstance(reason, Terminated):
+                    reason = patience.check(waited) or reason  # a launcher ends the job when a rank has died
+                if not isinstance(reason, Terminated) or time.monotonic() > reason.at + TERMINATED_LOOKS:
+                    patience.give_up(reason)
+                    if isinstance(reason, Terminated):
+                        guard.end(reason)
+                    raise reason
             if test():
                 break
             polls += 1
@@ -265,6 +226,9 @@ def wait_long(
                 progress()
             if now >= next_service:
                 next_service = now + SERVICE_EVERY
+                if not armed and waited > YIELD_FOR:
+                    armed = True
+                    guard.arm()
                 if waited > SERVICE_EVERY:
                     serve()
                 if reason is None:

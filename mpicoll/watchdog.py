@@ -2,7 +2,11 @@
 
 A sleeping thread that never calls MPI. The waiting loop handles everything that is waited for by polling; a blocking
 native call is entered only after all members have agreed to it, but an agreement is a promise, not a fact: a peer may be
-stopped or die between the two.
+stopped or die between the two. Past the limit, or when a member on this node is known to be dead or to have given the
+group up, the process reports and ends.
+
+The same thread answers, through the shared memory of the node, when others ask where this rank is: also while the program
+computes, or sleeps in a call that is not ours.
 """
 
 from __future__ import annotations
@@ -12,17 +16,40 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
-__all__ = ["active", "start", "stop"]
+__all__ = ["Native", "active", "services", "start", "stop", "verdict"]
 
-active: dict[int, tuple[float, float, Callable[[], str]]] = {}
-"""Thread → (when it entered its native call, the limit in seconds, what the call is)."""
+
+@dataclass(frozen=True, slots=True)
+class Native:
+    """A blocking MPI call that a thread is in.
+
+    Attributes:
+        since: when it was entered (time.monotonic).
+        limit: seconds.
+        describe: says what the call is.
+        hopeless: says why it can never end, or "", given the seconds that it has taken.
+    """
+
+    since: float
+    limit: float
+    describe: Callable[[], str]
+    hopeless: Callable[[float], str]
+
+
+active: dict[int, Native] = {}
+"""Thread → the blocking MPI call that it is in."""
+
+services: list[Callable[[], None]] = []
+"""Called by the thread every quarter of a second; they never call MPI."""
 
 _EVERY = 0.25
+LOOK_AFTER = 1.0
+"""Seconds in one native call (which is cut to take half a second) after which its members are looked at."""
+HOPELESS_FOR = 2.0
+"""Seconds after which a call that can never end is ended: it may have been about to return when a member died."""
 EXIT_CODE = 70
-THREADS = 1
-"""Threads of this module's own that are alive while it runs."""
 
 _thread: threading.Thread | None = None
 _stop = threading.Event()
@@ -39,6 +66,16 @@ def start(*, deadly: bool) -> None:
         _thread.start()
 
 
+def watch(death: Callable[[], str]) -> None:
+    """Start a thread that prints what ``death`` returns: it blocks until a process of this node is gone; "": no more."""
+
+    def run() -> None:
+        while text := death():
+            os.write(2, f"mpicoll: {text}\n".encode(errors="replace"))
+
+    threading.Thread(target=run, name="mpicoll-watch", daemon=True).start()
+
+
 def stop() -> None:
     """Let the thread end."""
     _stop.set()
@@ -49,30 +86,39 @@ def forget() -> None:
     global _thread
     _thread = None
     active.clear()
+    services.clear()
 
 
-def overdue(now: float, calls: dict[int, tuple[float, float, Any]]) -> list[tuple[float, Any]]:
-    """Return (seconds, description) of every native call that is past its limit."""
-    return [(now - since, what) for since, limit, what in calls.values() if now - since > limit]
+def verdict(now: float, call: Native, hopeless_since: dict[Native, float]) -> str:
+    """Return why a native call has to be ended, or ""; pure but for ``hopeless_since``, its memory."""
+    inside = now - call.since
+    if inside > call.limit:
+        return f"it has been inside MPI for {inside:.1f} s, past its limit: another rank was stopped or died after it agreed"
+    why = call.hopeless(inside) if inside > LOOK_AFTER else ""
+    if not why:
+        hopeless_since.pop(call, None)
+        return ""
+    return why if now - hopeless_since.setdefault(call, now) >= HOPELESS_FOR else ""
 
 
 def _run() -> None:
-    told: set[int] = set()
+    told: set[Native] = set()
+    hopeless_since: dict[Native, float] = {}
     while not _stop.wait(_EVERY):
+        for service in tuple(services):
+            service()
         if not active:
             told.clear()
+            hopeless_since.clear()
             continue
-        late = overdue(time.monotonic(), dict(active))
-        if not late:
-            continue
-        seconds, what = late[0]
-        if id(what) not in told:
-            told.add(id(what))
-            sys.stderr.write(
-                f"mpicoll: {what()}: all ranks had agreed to this call, and it has been inside MPI for {seconds:.1f} s, "
-                "past its limit: another rank was stopped or died after it agreed.\n"
-            )
-            sys.stderr.flush()
-        if _deadly:
-            sys.stdout.flush()
-            os._exit(EXIT_CODE)
+        for call in tuple(active.values()):
+            why = verdict(time.monotonic(), call, hopeless_since)
+            if not why:
+                continue
+            if call not in told:
+                told.add(call)
+                sys.stderr.write(f"mpicoll: {call.describe()}: all ranks had agreed to this call, and {why}.\n")
+                sys.stderr.flush()
+            if _deadly:
+                sys.stdout.flush()
+                os._exit(EXIT_CODE)

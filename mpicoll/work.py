@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpicoll import waiting
 from mpicoll.checks.call import Call
+from mpicoll.checks.inflight import Flight, registry
 from mpicoll.engines.base import Request
 from mpicoll.errors import DistError
 
@@ -39,6 +40,7 @@ class Operation:
         "error",
         "future",
         "group",
+        "landing",
         "limit",
         "outputs",
         "peer",
@@ -69,6 +71,7 @@ class Operation:
         self.done = False
         self.error: BaseException | None = None
         self.future: Future[Any] | None = None
+        self.landing: Callable[[], None] | None = None  # run at its end, for those who only wait for the future
         self.source = -1
         self._steps = steps
         self._withdraw = withdraw
@@ -129,6 +132,8 @@ class Operation:
     def _end(self, error: BaseException | None) -> None:
         self.error = error
         self.done = True
+        if self.landing is not None:
+            self.landing()
         future = self.future
         if future is not None:
             _settle(future, self)
@@ -190,16 +195,38 @@ class Work:
     Each Work has to be waited for: one that is dropped without gives a ResourceWarning, and one that nobody ever waits
     for is an error when its group is destroyed or the program ends.
 
+    Memory that an operation under way writes must not be given to another one, nor memory that it reads to one that writes
+    it: that raises BufferInUseError at once. With ``MPICOLL_CHECK=full`` a write of the program to such memory is noticed by
+    ``wait``, in buffers of up to 64 KiB. It is an error even where the data had been copied away, as that of small messages
+    is: with larger ones the program would be wrong.
+
     Source: torch.distributed.Work.
     """
 
-    __slots__ = ("__weakref__", "_observed", "_operation", "_wait")
+    __slots__ = ("__weakref__", "_flight", "_observed", "_operation", "_wait")
 
     def __init__(self, operation: Operation, wait: Callable[[Operation, float | None], None]) -> None:
         self._operation = operation
         self._wait = wait
         self._observed = False
+        self._flight: Flight | None = None
         operation.group.unwaited[id(operation)] = operation
+
+    def fly(self, flight: Flight | None) -> Work:
+        """Keep the operation's memory from others until it has been waited for."""
+        if flight is not None:
+            operation = self._operation
+            flight.over = lambda: operation.done
+            self._flight = flight
+            registry.add(flight)
+        return self
+
+    def _land(self) -> None:
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            registry.remove(flight)
+            if self._operation.error is None:
+                self._operation.error = flight.verdict()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Return True when the call is complete on this rank.
@@ -210,12 +237,18 @@ class Work:
         Raises:
             TypeError: ``timeout`` is not a timedelta.
             CollectiveTimeoutError: the limit passed; the group is broken.
+            BufferInUseError: a buffer of the call was written before it was complete.
             DistError: what the call ended with: a mismatch, a failed peer, an error of MPI.
         """
         if not isinstance(timeout, timedelta):
             raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout!r}")
         self._observe()
-        self._wait(self._operation, timeout.total_seconds() or None)
+        try:
+            self._wait(self._operation, timeout.total_seconds() or None)
+        finally:
+            self._land()
+        if self._operation.error is not None:
+            raise self._operation.error
         return True
 
     def is_completed(self) -> bool:
@@ -224,6 +257,7 @@ class Work:
             done = self._poll()
         if done:
             self._observe()
+            self._land()
         return done
 
     def is_success(self) -> bool:
@@ -254,6 +288,10 @@ class Work:
         """
         operation = self._operation
         self._observe()
+        if operation.done:
+            self._land()
+        else:
+            operation.landing = self._land
         if operation.future is None:
             operation.future = _WorkFuture(lambda: self._wait(operation, None))
             operation.future.set_running_or_notify_cancel()
@@ -289,6 +327,9 @@ class Work:
         return f"<Work {operation.call.op} issued at {operation.call.site}: {state}>"
 
     def __del__(self) -> None:
+        flight = getattr(self, "_flight", None)
+        if flight is not None:
+            registry.drop(flight)
         if not getattr(self, "_observed", True):
             call = self._operation.call
             warnings.warn(

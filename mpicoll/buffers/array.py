@@ -1,7 +1,8 @@
 """Arrays that the user passed, as flat memory that can be moved.
 
 :func:`adapt` is the door: further layouts, dtypes and protocols come in there, and give the same :class:`Memory`. Where
-the array itself cannot be moved, ``flat`` is packed memory of our own and ``unpack`` writes it back.
+the array itself cannot be moved, ``flat`` is packed memory of our own: ``pack`` fills it when the transfer starts, and
+``unpack`` writes it back when the transfer is over.
 """
 
 from __future__ import annotations
@@ -29,18 +30,26 @@ class Memory:
         flat: its elements in C order, one-dimensional, contiguous.
         shape: the user's shape.
         kind: where it lives.
+        pack: fills ``flat`` from the user's array; None where ``flat`` is that array's own memory.
         unpack: writes ``flat`` back into the user's array; None where ``flat`` is that array's own memory.
     """
 
     flat: Array
     shape: tuple[int, ...]
     kind: MemoryKind = "host"
+    pack: Callable[[], None] | None = None
     unpack: Callable[[], None] | None = None
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype of the elements."""
         return self.flat.dtype
+
+    def filled(self) -> Array:
+        """Return ``flat`` holding what the user's array holds now."""
+        if self.pack is not None:
+            self.pack()
+        return self.flat
 
 
 def adapt(value: Any, name: str, *, writable: bool) -> Memory:

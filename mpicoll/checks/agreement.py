@@ -12,37 +12,38 @@ however early or late each of them sees a round end.
 
 from __future__ import annotations
 
-import pickle
 import struct
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll.checks.call import NOTHING, Call, fingerprint, name_ranks
+from mpicoll.checks.call import NOTHING, Call, Site
+from mpicoll.checks.entries import Table, entry_of, merge, runs_of, table_of
+from mpicoll.checks.levels import EVERY, Rolling
+from mpicoll.checks.report import MESSAGE_WIDTH, mismatch
 from mpicoll.engines.base import Request
 from mpicoll.engines.mpi import persistent_collectives
 from mpicoll.errors import CollectiveMismatchError
 from mpicoll.waiting import STALL
 
 __all__ = [
+    "Closing",
     "Flags",
     "Lane",
     "Ticket",
+    "When",
     "agree",
     "agree_or_raise",
     "explain",
-    "mismatch_text",
 ]
 
 _ROUND = struct.Struct("=11q")
-_NO_FLAGS = (0, 0, 0, NOTHING)
+_NO_FLAGS = (0, 0, 0, NOTHING, 0)
 _STALL_US = STALL * 1e6
 SLOTS = 8
-_DESCRIPTION_BYTES = 2048
 
 
 @dataclass(slots=True)
@@ -58,7 +59,8 @@ class Flags:
         stalled: the posting times spread so far that somebody may have withdrawn.
         detail: the common detail, or NOTHING.
         most: the largest detail.
-        refused: 0, or the number of the first engine, in the order of preference, that all members can use.
+        engine: the first engine of the group, in the order of preference, that all members can use for this call.
+        waited: seconds that this member had posted before the last one did.
     """
 
     same: bool
@@ -69,7 +71,8 @@ class Flags:
     stalled: bool
     detail: int
     most: int
-    refused: int
+    engine: int
+    waited: float
 
 
 class _Slot:
@@ -92,7 +95,7 @@ class _Slot:
         if (
             words[0] == print_
             and words[1] == -print_
-            and not (words[2] or words[3] or words[4])
+            and not (words[2] or words[3] or words[4] or words[10])
             and words[6] + words[7] <= _STALL_US
         ):
             self.busy = False
@@ -101,7 +104,7 @@ class _Slot:
 
     def flags(self) -> Flags:
         """End the round, and return what it says."""
-        high, low, error, nonblocking, uneven, block_bytes, last, first, most, least, refused = self.recv.tolist()
+        high, low, error, nonblocking, uneven, block_bytes, last, first, most, least, engine = self.recv.tolist()
         self.busy = False
         return Flags(
             same=high == -low and (bool(uneven) or most == NOTHING or most == -least),
@@ -112,7 +115,8 @@ class _Slot:
             stalled=last + first > _STALL_US,
             detail=most if most != NOTHING and most == -least else NOTHING,
             most=most,
-            refused=refused,
+            engine=engine,
+            waited=(last - int(self.send[6])) / 1e6,
         )
 
 
@@ -128,7 +132,11 @@ class Ticket:
     def may_post(self) -> bool:
         """Whether the control lane has come to this call and has a free slot."""
         lane = self.lane
-        return lane.posted == self.number and not lane.slot(self.number).busy
+        return lane.posted == self.number and not lane.next_slot().busy
+
+    def may_pass(self) -> bool:
+        """Whether the control lane has come to this call, for one that makes no round."""
+        return self.lane.posted == self.number
 
     def Test(self) -> bool:
         """Whether every earlier call of the group has posted its data."""
@@ -140,14 +148,13 @@ class Ticket:
             self.lane.turn += 1
 
 
-class _MayPost:
-    __slots__ = ("ticket",)
+class When:
+    """A condition as a Request."""
 
-    def __init__(self, ticket: Ticket) -> None:
-        self.ticket = ticket
+    __slots__ = ("Test",)
 
-    def Test(self) -> bool:
-        return self.ticket.may_post()
+    def __init__(self, test: Callable[[], bool]) -> None:
+        self.Test = test
 
 
 class Lane:
@@ -161,6 +168,8 @@ class Lane:
         self.issued = 0
         self.posted = 0
         self.turn = 0
+        self.rounds = 0
+        self.rolling = Rolling()
         self._slots: list[_Slot] = []
 
     def ticket(self) -> Ticket:
@@ -169,17 +178,22 @@ class Lane:
         self.issued += 1
         return Ticket(self, number)
 
-    def slot(self, number: int) -> _Slot:
-        """Return the slot of call ``number``; made in the order of calls, the same on all members."""
-        if number < SLOTS and len(self._slots) <= number:
+    def next_slot(self) -> _Slot:
+        """Return the slot of the next round; made in the order of rounds, the same on all members."""
+        if self.rounds < SLOTS and len(self._slots) <= self.rounds:
             self._slots.append(_Slot(self.control))
-        return self._slots[number % SLOTS]
+        return self._slots[self.rounds % SLOTS]
 
-    def post(self, number: int, print_: int, block_bytes: int, *words: int) -> tuple[_Slot, Request]:
-        """Post the round of call ``number``; ``words`` are flags and details, none for a call that has neither."""
-        slot = self._slots[number % SLOTS]
+    def pass_by(self) -> None:
+        """Let a call go without a round."""
+        self.posted += 1
+
+    def post(self, print_: int, block_bytes: int, *words: int) -> tuple[_Slot, Request]:
+        """Post the next round; ``words`` are flags and details, none for a call that has neither."""
+        slot = self._slots[self.rounds % SLOTS]
+        self.rounds += 1
         now = int((time.monotonic() - self.epoch) * 1e6)
-        error, asynchronous, uneven, detail = words or _NO_FLAGS
+        error, asynchronous, uneven, detail, engine = words or _NO_FLAGS
         _ROUND.pack_into(
             slot.words,
             0,
@@ -193,7 +207,7 @@ class Lane:
             -now,
             detail,
             detail if detail == NOTHING else -detail,
-            0,  # the native engine serves everybody; one that a member cannot use is refused here
+            engine,
         )
         slot.busy = True
         self.posted += 1
@@ -201,6 +215,16 @@ class Lane:
             return slot, self.control.Iallreduce(slot.send, slot.recv, MPI.MAX)
         slot.request.Start()
         return slot, slot.request
+
+    def close(self) -> Closing | None:
+        """Post the last comparison of a group that rolls; never waits. None: calls are under way, or all are compared."""
+        if self.posted != self.issued or self.turn != self.issued or self.next_slot().busy:
+            return None
+        print_ = self.rolling.value
+        self.rolling.cut()
+        self.issued += 1
+        self.turn += 1
+        return Closing(*self.post(print_, 0))
 
     def free(self) -> None:
         """Give the persistent requests back to MPI (before MPI is finalised); a round under way is left alone."""
@@ -210,23 +234,40 @@ class Lane:
         self._slots.clear()
 
 
+class Closing:
+    """The last comparison of a group, under way since the group was destroyed or the program ended."""
+
+    __slots__ = ("_request", "_slot", "same")
+
+    def __init__(self, slot: _Slot, request: Request) -> None:
+        self._slot = slot
+        self._request = request
+        self.same: bool | None = None
+
+    def Test(self) -> bool:
+        """Whether it is over; then ``same`` says how it ended."""
+        if self.same is None and self._request.Test():
+            self.same = self._slot.flags().same
+        return self.same is not None
+
+
 def agree(ticket: Ticket, call: Call) -> Generator[Request, None, Flags]:
     """Make the one round of ``call`` and return what all members now know.
 
     A generator: it yields what has to complete before it goes on, so that a call that is waited for and one that is not
-    take the same way. All members make a round for every call, in the same order, and it moves nothing but the words.
+    take the same way. All members make the same rounds, in the same order, and they move nothing but the words.
     """
     lane = ticket.lane
     if not ticket.may_post():
-        yield _MayPost(ticket)
+        yield When(ticket.may_post)
     slot, request = lane.post(
-        ticket.number,
-        fingerprint(call.op, call.key),
+        call.print,
         call.block_bytes,
         call.error is not None,
         call.asynchronous,
         call.uneven,
         call.detail,
+        call.engine,
     )
     if not request.Test():
         yield request
@@ -252,45 +293,113 @@ def agree_or_raise(
         return flags
     if not ticket.Test():
         yield ticket
-    yield from explain(ticket.lane, call, group_name, ranks, me)
+    yield from explain(ticket.lane, call, group_name, ranks, me, flags.waited)
     raise AssertionError("explain() always raises")
 
 
-def explain(lane: Lane, call: Call, group_name: str, ranks: tuple[int, ...], me: int) -> Generator[Request, None, None]:
-    """Exchange what every member called, and raise: ``call.error`` here, CollectiveMismatchError on the others."""
-    error = call.error
-    mine = {
-        "call": call.describe(),
-        "site": str(call.site),
-        "async": call.asynchronous,
-        "error": None if error is None else f"{type(error).__name__}: {error}",
-    }
-    encoded = pickle.dumps(mine)
-    while len(encoded) > _DESCRIPTION_BYTES - 8:
-        mine = {key: value[: len(value) // 2] if isinstance(value, str) else value for key, value in mine.items()}
-        encoded = pickle.dumps(mine)
-    send = np.zeros(_DESCRIPTION_BYTES, np.uint8)
-    send[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-    recv = np.empty((lane.size, _DESCRIPTION_BYTES), np.uint8)
-    yield lane.data.Iallgather(send, recv)
-    if error is not None:
-        raise error
-    told = [pickle.loads(row.tobytes()) for row in recv]
-    mismatch = CollectiveMismatchError(mismatch_text(call, group_name, ranks, told))
-    mismatch.reporter = min(rank for rank, entry in zip(ranks, told, strict=True) if not entry["error"])
-    raise mismatch
+def explain(
+    lane: Lane, call: Call, group_name: str, ranks: tuple[int, ...], me: int, waited: float = 0.0
+) -> Generator[Request, None, None]:
+    """Tell all members what every member called, and raise: ``call.error`` here, CollectiveMismatchError on the others.
+
+    Args:
+        waited: seconds that this member had posted its round before the last one did.
+    """
+    call.explaining = True
+    closing = ""
+    if call.made and call.error is None:
+        call = yield from _first_difference(lane, call)
+        closing = (
+            f"Compared every {EVERY} calls: what moved since call {call.seq} may be wrong. The group can still be used."
+        )
+    mine = entry_of(call, ranks[me], waited=waited)
+    table = yield from _tell(lane, me, table_of([mine]))
+    wanted = table.missing()
+    if wanted is not None:
+        again = yield from _tell(lane, me, table_of([mine] if mine.fingerprint() == wanted else []))
+        table = table.with_rows(again)
+    if call.error is not None:
+        if any(row.problem != mine.problem for row in table.rows) and hasattr(call.error, "add_note"):
+            told = mismatch(group_name, runs_of(ranks), call.seq, table, closing)
+            call.error.add_note(told.text(ranks[me], MESSAGE_WIDTH))
+        raise call.error
+    report = mismatch(group_name, runs_of(ranks), call.seq, table, closing)
+    error = CollectiveMismatchError(report.text(ranks[me], MESSAGE_WIDTH))
+    report.put_on(error)
+    right = [row.ranks[0][0] for row in table.rows if not row.problem] or [run[0] for run in table.more]
+    error.reporter = min(right, default=min(ranks))
+    raise error
 
 
-def mismatch_text(call: Call, group_name: str, ranks: tuple[int, ...], told: list[dict[str, Any]]) -> str:
-    """Return the report of a mismatch: one line for each different call, ranks grouped."""
-    wrong = any(entry["error"] for entry in told)
-    what = "arguments are wrong on one of its ranks" if wrong else "its ranks made different calls"
-    lines = [f"call {call.seq} on group {group_name} ({name_ranks(ranks)}): {what}"]
-    groups: dict[tuple[Any, ...], list[int]] = {}
-    for rank, entry in zip(ranks, told, strict=True):
-        groups.setdefault((entry["call"], entry["site"], entry["error"]), []).append(rank)
-    for (text, site, problem), members in sorted(groups.items(), key=lambda item: item[1][0]):
-        line = f"  {name_ranks(members)}: {text} at {site}"
-        lines.append(line + (f" raised {problem}" if problem else ""))
-    lines.append("Nothing was moved, and the group can still be used.")
-    return "\n".join(lines)
+def _first_difference(lane: Lane, call: Call) -> Generator[Request, None, Call]:
+    """Return this member's call at the first place where the members' calls since the last comparison differ."""
+    prints = np.zeros(2 * (EVERY + 1), np.int64)
+    for i, made in enumerate(call.made):
+        prints[2 * i : 2 * i + 2] = made.fingerprint, -made.fingerprint
+    yield lane.data.Iallreduce(MPI.IN_PLACE, prints, MPI.MAX)
+    differ = np.flatnonzero(prints[::2] != -prints[1::2])
+    if not differ.size or differ[0] >= len(call.made):
+        return call
+    made = call.made[int(differ[0])]
+    return Call(made.op, made.key, Site(made.code, made.instruction), seq=made.seq)
+
+
+def _tell(lane: Lane, me: int, table: Table) -> Generator[Request, None, Table]:
+    """Merge the tables of all members up a binomial tree, and tell all of them what came out.
+
+    Point to point on the control communicator, with tags that nobody else uses there. One member may be at the next call
+    while another still reads: the messages of a pair come in their order.
+    """
+    comm, size = lane.control, lane.size
+    last = comm.Get_attr(MPI.TAG_UB) or 32767  # what MPI gives at least
+    up, down = last - 1, last - 2
+    bit = 1
+    while bit < size and not me & bit:
+        if me + bit < size:
+            told = _Incoming(comm, me + bit, up)
+            yield told
+            table = merge(table, Table.unpack(told.message))
+        bit *= 2
+    if bit < size:
+        yield comm.Isend(np.frombuffer(table.pack(), np.uint8), me - bit, up)
+        told = _Incoming(comm, me - bit, down)
+        yield told
+        packed = told.message
+        table = Table.unpack(packed)
+    else:
+        packed = table.pack()
+    message = np.frombuffer(packed, np.uint8)
+    sends = []
+    while bit > 1:
+        bit //= 2
+        if me + bit < size:
+            sends.append(comm.Isend(message, me + bit, down))
+    yield from sends
+    return table
+
+
+class _Incoming:
+    """A message of unknown length from one member (a Request)."""
+
+    __slots__ = ("_buffer", "_comm", "_request", "_source", "_tag")
+
+    def __init__(self, comm: MPI.Intracomm, source: int, tag: int) -> None:
+        self._comm = comm
+        self._source = source
+        self._tag = tag
+        self._request: MPI.Request | None = None
+        self._buffer = np.empty(0, np.uint8)
+
+    @property
+    def message(self) -> bytes:
+        return self._buffer.tobytes()
+
+    def Test(self) -> bool:
+        if self._request is None:
+            status = MPI.Status()
+            found = self._comm.Improbe(self._source, self._tag, status)
+            if found is None:
+                return False
+            self._buffer = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+            self._request = found.Irecv(self._buffer)
+        return self._request.Test()

@@ -18,6 +18,9 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll.checks.deadlock import State
+from mpicoll.checks.entries import Entry
+from mpicoll.checks.report import Report
+from mpicoll.checks.slots import Slots
 
 __all__ = ["Board", "Exit", "Failure", "Where"]
 
@@ -42,20 +45,36 @@ class Failure:
 
 @dataclass(frozen=True)
 class Exit:
-    """A rank that reached the end of its program: calls made on each group, messages sent to this rank on each."""
+    """A rank that will make no call any more.
+
+    Attributes:
+        calls, sent: calls made on each group, and messages sent to this rank on each.
+        last: its last call on each group, with its place in the program.
+        reason: what it did, as the end of a sentence about it.
+    """
 
     rank: int
     calls: dict[str, int]
     sent: dict[str, int]
+    last: dict[str, str]
+    reason: str
+
+    def describe(self, group: str | None) -> str:
+        """Return what it did, and after which calls on ``group``; None: leave the calls out."""
+        if group is None:
+            return self.reason
+        calls = self.calls.get(group, 0)
+        text = f"{self.reason} after {calls} call{'s' if calls != 1 else ''} on this group"
+        return f"{text}, the last {self.last[group]}" if group in self.last else text
 
 
 @dataclass(frozen=True)
 class Where:
-    """Where a waiting rank is: calls it has issued on the group asked about and what it waits in."""
+    """Where a waiting rank is: calls it has issued on the group asked about and the call that it waits in, if any."""
 
     rank: int
     calls: int
-    waits: str
+    waits: Entry
 
 
 @dataclass
@@ -66,21 +85,28 @@ class Board:
         comm: a communicator that nobody else uses.
         where: answers a question: a group's name -> calls made on it, what this rank waits in.
         state: says of this rank what a search for deadlocks needs.
-        verdict: (epoch, text) of a certificate that another rank found and that names this one.
+        slots: the shared memory of this node's ranks, where it can be had.
+        sent: what ranks say at the end, when messages are lost: group's name -> tag -> (messages to this rank, place).
+        dead: ranks whose process is gone without a word; nothing is sent to them.
+        verdict: (epoch, report) of a certificate that another rank found and that names this one.
     """
 
     comm: MPI.Intracomm
-    where: Callable[[str], tuple[int, str]]
+    where: Callable[[str], tuple[int, Entry]]
     failed: dict[int, Failure] = field(default_factory=dict)
     exited: dict[int, Exit] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
     handling: set[int] = field(default_factory=set)
     withdrawn: dict[str, tuple[int, str]] = field(default_factory=dict)
+    leavers: dict[str, set[int]] = field(default_factory=dict)
     joins: dict[Any, dict[int, Any]] = field(default_factory=dict)
     left: dict[Any, set[int]] = field(default_factory=dict)
     announced: set[int] = field(default_factory=set)
     state: Callable[[], State] | None = None
-    verdict: tuple[int, str] | None = None
+    slots: Slots | None = None
+    dead: set[int] = field(default_factory=set)
+    sent: dict[int, dict[str, dict[int, tuple[int, str]]]] = field(default_factory=dict)
+    verdict: tuple[int, Report] | None = None
 
     def __post_init__(self) -> None:
         self.rank: int = self.comm.Get_rank()
@@ -91,6 +117,7 @@ class Board:
         self._answers: dict[str, dict[int, Where]] = {}
         self.states: dict[int, State] = {}
         self.search = 0
+        self.balance = 0  # messages posted here, less those read here
         self.searched_by: dict[int, float] = {}
 
     def post(self, kind: str, payload: Any, ranks: Iterable[int]) -> None:
@@ -99,8 +126,33 @@ class Board:
         with self._lock:
             self._sending = [item for item in self._sending if not item[0].Test()]
             for rank in ranks:
-                if rank != self.rank:
+                if rank != self.rank and rank not in self.dead:
                     self._sending.append((self.comm.Isend([message, MPI.BYTE], rank, _TAG), message))
+                    self.balance += 1
+
+    def notice_dead(self) -> bool:
+        """Look for ranks of this node whose process is gone, and say so on the other nodes; whether there are any."""
+        if self.slots is None:
+            return bool(self.dead)
+        new = [rank for rank in self.slots.dead() if rank not in self.dead and rank not in self.exited]
+        for rank in new:
+            self.dead.add(rank)
+            _, place = self.slots.place(rank)
+            self._bury(rank, "its process is gone without a word: killed by a signal, or os._exit", place)
+        local = set(self.slots.ranks)
+        if new and self.rank == min(local - self.dead):
+            for rank in new:
+                failure = self.failed[rank]
+                self.post("died", (rank, failure.what, failure.site), [r for r in range(self.size) if r not in local])
+        return bool(self.dead)
+
+    def _bury(self, rank: int, what: str, place: str) -> None:
+        self.dead.add(rank)
+        self.failed.setdefault(rank, Failure(rank, what, place, 1))
+
+    def origin(self, rank: int) -> int:
+        """Return who ends the job because ``rank`` failed: itself, or for one that is dead the lowest that lives."""
+        return rank if rank not in self.dead else min(set(range(self.size)) - self.dead)
 
     def flush(self, limit: float) -> None:
         """Wait until what was posted is on its way, at most ``limit`` seconds."""
@@ -123,6 +175,7 @@ class Board:
                     break
                 buffer = np.empty(status.Get_count(MPI.BYTE), np.uint8)
                 found.Recv([buffer, MPI.BYTE])
+                self.balance -= 1
                 kind, rank, payload = pickle.loads(buffer.tobytes())
                 answer = self._read(kind, rank, payload)
                 if answer is not None:
@@ -137,6 +190,10 @@ class Board:
             self.failed.setdefault(rank, Failure(rank, *payload))
         elif kind == "exited":
             self.exited[rank] = Exit(rank, *payload)
+        elif kind == "sent":
+            self.sent[rank] = payload
+        elif kind == "died":
+            self._bury(*payload)
         elif kind == "ended":
             self.ended.add(rank)
         elif kind == "handling":
@@ -144,6 +201,7 @@ class Board:
         elif kind == "withdrawn":
             group, why = payload
             self.withdrawn.setdefault(group, (rank, why))
+            self.leavers.setdefault(group, set()).add(rank)
         elif kind == "ask":
             return ("where", (payload, *self.where(payload)))
         elif kind == "where":
@@ -157,8 +215,8 @@ class Board:
             if number == self.search:
                 self.states[rank] = state
         elif kind == "deadlock":
-            epochs, text = payload
-            self.verdict = (epochs[self.rank], text)
+            epochs, report = payload
+            self.verdict = (epochs[self.rank], report)
         elif kind == "join":
             key, value = payload
             self.joins.setdefault(key, {})[rank] = value

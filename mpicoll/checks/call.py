@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+import sysconfig
+from dataclasses import dataclass, field
 from hashlib import blake2b
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
-__all__ = ["NOTHING", "Call", "Site", "call_site", "compress_ranks", "fingerprint", "name_ranks"]
+from mpicoll.checks.levels import Made
 
+__all__ = ["NOTHING", "Call", "Site", "call_site", "compress_ranks", "fingerprint", "name_ranks", "program_site"]
+
+_INSTALLED = tuple({os.path.join(path, "") for path in sysconfig.get_paths().values()})
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 NOTHING = -(2**63)
@@ -50,6 +54,20 @@ def call_site() -> Site:
     return Site(frame.f_code, frame.f_lasti)
 
 
+def program_site(frame: FrameType | None) -> str:
+    """Return the innermost place of a stack that is neither in this package nor in an installed one, or ""."""
+    innermost = ""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_PACKAGE):
+            text = f"{name}:{frame.f_lineno} in {frame.f_code.co_name}()"
+            if not name.startswith(_INSTALLED) and not name.startswith("<"):
+                return text
+            innermost = innermost or text
+        frame = frame.f_back
+    return innermost
+
+
 @dataclass(slots=True)
 class Call:
     """One call of one rank on one group.
@@ -64,6 +82,13 @@ class Call:
         uneven: this rank's blocks differ in size.
         block_bytes: the largest block that this rank moves to or from one peer.
         detail: a number that must agree where every member gives one.
+        engine: the first engine of the group, in its order of preference, that can serve this call on this rank; the
+            members take the last that one of them gives, which serves all.
+        print: what its round compares: the fingerprint of this call, of all since the last comparison, or nothing.
+        made: those calls, this one among them.
+        passes: it makes no round at all.
+        alias: another name of the public function, under which this rank called it.
+        explaining: the members differ, and tell each other what they called.
     """
 
     op: str
@@ -75,12 +100,23 @@ class Call:
     uneven: bool = False
     block_bytes: int = 0
     detail: int = NOTHING
+    engine: int = 0
+    print: int = 0
+    made: list[Made] = field(default_factory=list)
+    passes: bool = False
+    alias: str = ""
+    explaining: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name by which the program made the call."""
+        return self.alias or self.op
 
     def describe(self) -> str:
         """Return the call as a reader would write it: ``all_reduce(ReduceOp.SUM, float32, 1000 elements)``."""
         if self.error is not None and not self.key:
-            return f"{self.op}(…)"
-        return f"{self.op}({', '.join(_word(part) for part in self.key)})"
+            return f"{self.name}(…)"
+        return f"{self.name}({', '.join(_word(part) for part in self.key)})"
 
 
 def _word(part: Any) -> str:

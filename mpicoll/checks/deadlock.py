@@ -13,9 +13,10 @@ Source of the idea: Chandy, Misra, Haas, "Distributed deadlock detection" (1983)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from mpicoll.checks.call import name_ranks
+from mpicoll.checks.entries import Entry, name_runs, runs_of
+from mpicoll.checks.report import Report, deadlock
 
 __all__ = ["State", "Wait", "report", "stuck"]
 
@@ -27,20 +28,24 @@ class Wait:
     Attributes:
         group: name of the group.
         members: its ranks.
-        text: the call as a reader would write it, with its place in the program.
+        entry: the call and its place in the program, for the report.
         peer: the rank at the other end of a point-to-point call, -1 for any; None for a collective.
         seq: number of the collective on its group.
         sending: it waits for its message to be received.
         tag: of the message.
+        since: when it began, in seconds since the epoch.
+        call: fingerprint of a collective whose group does not compare every call; else 0.
     """
 
     group: str
     members: tuple[int, ...]
-    text: str
+    entry: Entry
     peer: int | None = None
     seq: int = 0
     sending: bool = False
     tag: int = 0
+    since: float = 0.0
+    call: int = 0
 
 
 @dataclass(frozen=True)
@@ -107,8 +112,23 @@ def _may_end(wait: Wait, state: State, states: Mapping[int, State], held: set[in
 
 
 def _missing(wait: Wait, rank: int, states: Mapping[int, State], held: set[int]) -> list[int]:
-    """Return the members in ``held`` that have not issued a collective yet (one is enough to keep it from ending)."""
-    return [m for m in wait.members if m in held and m != rank and states[m].calls.get(wait.group, 0) < wait.seq]
+    """Return the members in ``held`` that have not issued a collective yet (one is enough to keep it from ending).
+
+    Where calls are not compared, nor has one that waits in another call at the same place.
+    """
+    return [
+        m
+        for m in wait.members
+        if m in held and m != rank and (states[m].calls.get(wait.group, 0) < wait.seq or _differs(wait, states[m]))
+    ]
+
+
+def _differs(wait: Wait, peer: State) -> bool:
+    """Whether a peer waits in another collective at the place of this one in the order of their group."""
+    return any(
+        other.group == wait.group and other.peer is None and other.seq == wait.seq and other.call != wait.call
+        for other in peer.waits
+    )
 
 
 def _is_expected(wait: Wait, sender: int, peer: State) -> bool:
@@ -118,25 +138,54 @@ def _is_expected(wait: Wait, sender: int, peer: State) -> bool:
     )
 
 
-def report(states: Mapping[int, State], members: set[int]) -> str:
-    """Return the text of a certificate: who waits where for whom; ranks that wait alike share a line."""
-    lines = [f"deadlock: {name_ranks(members)} wait for each other, and nobody can release them"]
-    alike: dict[str, list[int]] = {}
+def report(states: Mapping[int, State], members: set[int], now: float = 0.0) -> Report:
+    """Return the report of a certificate: who waits where for whom, and which of the ranks they need have ended.
+
+    Args:
+        members: the ranks that are stuck.
+        now: seconds since the epoch, to say how long each has waited.
+    """
     held = members | {rank for rank, state in states.items() if state.gone}
+    waits = [wait for rank in members for wait in states[rank].waits]
+    named: dict[str, set[str]] = {}
+    for wait in waits:
+        named.setdefault(wait.entry.group, set()).add(wait.group)
+    entries: list[Entry] = []
+    needed: dict[int, list[int]] = {}
     for rank in sorted(members):
         for wait in states[rank].waits:
-            needs = _needs(wait, rank, states, held)
-            alike.setdefault(f"{wait.text}{needs}", []).append(rank)
-    for text, ranks in sorted(alike.items(), key=lambda item: item[1][0]):
-        lines.append(f"  {name_ranks(ranks)}: {text}")
-    return "\n".join(lines)
+            waited = (now - wait.since, now - wait.since) if now and wait.since else None
+            words, ranks = _needs(wait, rank, states, held)
+            group = wait.entry.group
+            if len(named[group]) > 1:
+                group = f"{group} ({wait.group})"  # two groups of the same ranks
+            entries.append(replace(wait.entry, ranks=((rank, rank),), group=group, needs=words, waited=waited))
+            needed.setdefault(rank, []).extend(ranks)
+    gone = {rank for ranks in needed.values() for rank in ranks if states[rank].gone}
+    entries += [Entry(((rank, rank),), state="exited") for rank in gone]
+    return deadlock(entries, needed)
 
 
-def _needs(wait: Wait, rank: int, states: Mapping[int, State], held: set[int]) -> str:
+def _other_tags(wait: Wait, state: State, peer: State) -> str:
+    """Return the tags of messages from a peer that wait to be received, in words."""
+    tags = sorted(
+        tag
+        for (group, rank, tag), count in peer.sent.items()
+        if group == wait.group and rank == state.rank and count > state.received.get((group, peer.rank, tag), 0)
+    )
+    return ("tag " if len(tags) == 1 else "tags ") + ", ".join(map(str, tags[:8])) if tags else ""
+
+
+def _needs(wait: Wait, rank: int, states: Mapping[int, State], held: set[int]) -> tuple[str, list[int]]:
+    """Return what a wait needs, in words, and the ranks of which it needs something, if it is not any of them."""
     if wait.peer is None:
         missing = _missing(wait, rank, states, held)
-        return f", needs {name_ranks(missing)}" if missing else ""
+        return (name_runs(runs_of(missing)) if missing else ""), missing
     if wait.peer < 0:
-        return ", needs a message from anybody"
+        return "a message from anybody", []
     ended = ", which has ended" if states[wait.peer].gone else ""
-    return f", needs rank {wait.peer} to {'receive' if wait.sending else 'send'}{ended}"
+    if not wait.sending:
+        other = _other_tags(wait, states[rank], states[wait.peer])
+        if other:
+            ended += f" (it has sent {other})"
+    return f"rank {wait.peer} to {'receive' if wait.sending else 'send'}{ended}", [wait.peer]

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from mpicoll.buffers.array import MemoryKind
 
-__all__ = ["Engine", "Kind", "Movement", "Request", "block_elements", "pieces"]
+__all__ = ["Engine", "Kind", "Movement", "Plan", "Request", "block_elements", "pieces"]
 
 Array = npt.NDArray[Any]
 
@@ -85,6 +85,28 @@ class Engine(Protocol):
 
     def nonblocking(self, move: Movement) -> Request:
         """Post the movement and return at once."""
+
+    def plan(self, move: Movement, persistent: bool = True) -> Plan:
+        """Return a reusable form of a small movement; not ``persistent``: one that fits nonblocking calls of others."""
+
+
+class Plan(Protocol):
+    """A small movement that is made again and again, through buffers that its engine owns."""
+
+    def start(self, move: Movement) -> Request:
+        """Copy this rank's part in and post it."""
+
+    def finish(self, move: Movement) -> None:
+        """Copy the result out."""
+
+    def start_in_place(self, flat: Any) -> Request:
+        """Copy a buffer that is input and output in, and post it."""
+
+    def finish_in_place(self, flat: Any) -> None:
+        """Copy the result out into that buffer."""
+
+    def free(self) -> None:
+        """Give back what it holds; nothing may be under way."""
 
 
 def block_elements(move: Movement, size: int) -> int:

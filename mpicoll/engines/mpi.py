@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from mpicoll.engines.base import Kind, Movement, Request, starts
 
-__all__ = ["MpiEngine", "Plan", "persistent_collectives"]
+__all__ = ["MpiEngine", "MpiPlan", "persistent_collectives"]
 
 
 @lru_cache(maxsize=1)
@@ -48,7 +48,7 @@ _UNEVEN = {
 }
 
 
-class Plan:
+class MpiPlan:
     """A small movement that is made again and again: owned buffers, and one persistent request where MPI-4 has them.
 
     A rank that gives up in the middle leaves MPI writing into these buffers, never into the user's.
@@ -56,7 +56,7 @@ class Plan:
 
     __slots__ = ("_again", "_recv", "_request", "_send", "_writes")
 
-    def __init__(self, engine: MpiEngine, comm: MPI.Intracomm, move: Movement) -> None:
+    def __init__(self, engine: MpiEngine, comm: MPI.Intracomm, move: Movement, persistent: bool = True) -> None:
         self._send = None if move.send is None else np.empty_like(move.send)
         self._recv = None if move.recv is None else np.empty_like(move.recv)
         # The source of a broadcast has its elements already, perhaps in an array that cannot be written.
@@ -64,7 +64,7 @@ class Plan:
         owned = replace(move, send=self._send, recv=self._recv)
         self._request: MPI.Prequest | None = None
         self._again: Callable[[], Request] = partial(engine.nonblocking, owned)
-        if persistent_collectives():
+        if persistent and persistent_collectives():
             if move.kind is Kind.BARRIER:
                 self._request = comm.Barrier_init()
             else:
@@ -158,9 +158,13 @@ class MpiEngine:
         request: MPI.Request = getattr(self._comm, "I" + name.lower())(*arguments)
         return request
 
-    def plan(self, move: Movement) -> Plan:
-        """Return a reusable form of a small movement, through buffers that the engine owns."""
-        return Plan(self, self._comm, move)
+    def plan(self, move: Movement, persistent: bool = True) -> MpiPlan:
+        """Return a reusable form of a small movement, through buffers that the engine owns.
+
+        Args:
+            persistent: use the persistent collectives of MPI-4, which do not match the nonblocking ones of others.
+        """
+        return MpiPlan(self, self._comm, move, persistent)
 
     def _type(self, array: Any) -> MPI.Datatype:
         char = array.dtype.char

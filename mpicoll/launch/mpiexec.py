@@ -235,6 +235,10 @@ def this_machine() -> Machine:
 # --- the command line -----------------------------------------------------------------------------------------------
 
 
+FIRST_YEAR = 2000
+"""Versions from here on are years: Intel's launcher, not MPICH's."""
+
+
 def launch_command(
     mpiexec: Mpiexec,
     nprocs: int,
@@ -282,6 +286,10 @@ def launch_command(
     else:
         # Inside an allocation hydra would start even the local ranks through the batch system.
         arguments = ["-launcher", "fork"] if local and host is not None else []
+        if local and not extra and _major(mpiexec) < FIRST_YEAR:
+            # Hydra kills every rank the moment one dies. Left alone for the second after which we end the job ourselves,
+            # the others say which one it was, and where they waited for it.
+            arguments.append("-disable-auto-cleanup")
         tag = ["-prepend-rank"]
         hosts = _pairs(("-hosts", host), ("-f", hostfile))
     env.update(ours)

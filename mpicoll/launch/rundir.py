@@ -18,12 +18,13 @@ _where: str | None = None  # the directory, once scrub() has taken it out of the
 
 # What every rank runs under. A plain shell costs about 1 ms; it is in the rank's process group, so the signals that
 # launchers send to the group reach the rank itself, and the shell survives them to write down how the rank ended.
+# SIGUSR1 is ignored unless the program handles it: MPICH's mpiexec sends it to all ranks when one has died.
 # Where the directory is missing (another host) the rank runs as if there was no wrapper.
 WRAPPER = """\
 r=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$PMIX_RANK}}
 d=$MPICOLL_RUN_DIR
 [ -n "$r" ] && [ -d "$d" ] || exec "$@"
-trap : HUP INT TERM USR1 USR2
+trap : HUP INT TERM USR2; trap '' USR1
 echo "start $r $$" >>"$d/records"
 if [ -e "$d/err.$r" ]; then
 i=/dev/null; [ -e "$d/in.$r" ] && i=$d/in.$r

@@ -1,0 +1,258 @@
+"""Memory of operations under way on this rank: who else is given it, and was it written meanwhile?
+
+Two operations may read the same memory at once; as soon as one of them writes it, what is in it depends on which is faster.
+So the memory of every operation that the program still has to wait for is kept here, and that of a new one compared with it.
+
+A write by the program itself is noticed by checksums: of what is read from the issue of the operation until it has been
+waited for, of what is written until its result comes and again from there on. Not noticed: writes to buffers of more than
+``SEALED_BYTES``, writes that put the same bytes there again, and reads of memory that an operation writes.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpicoll.checks.call import Site
+from mpicoll.errors import BufferInUseError
+
+__all__ = ["SEALED_BYTES", "Flight", "Registry", "Seal", "registry", "span", "written"]
+
+SEALED_BYTES = 64 * 1024
+"""Bytes of the largest buffer that is checked for writes of the program."""
+
+_MOST_WORK = 10_000
+_too_hard: type[Exception] = getattr(np, "exceptions", np).TooHardError
+
+Array = npt.NDArray[Any]
+
+
+def span(array: Array) -> tuple[int, int]:
+    """Return the addresses of the first byte of an array and of the one behind its last; equal when it has none."""
+    start = int(array.__array_interface__["data"][0])
+    if array.flags.c_contiguous or not array.size:
+        return start, start + array.nbytes
+    low = high = 0
+    for length, stride in zip(array.shape, array.strides, strict=True):
+        if stride < 0:
+            low += (length - 1) * stride
+        else:
+            high += (length - 1) * stride
+    return start + low, start + high + array.itemsize
+
+
+class _Range:
+    """The memory of one array of one operation."""
+
+    __slots__ = ("array", "end", "flight", "start", "writes")
+
+    def __init__(self, array: Array, flight: Flight, writes: bool) -> None:
+        self.start, self.end = span(array)
+        self.array = array
+        self.flight = flight
+        self.writes = writes
+
+    def __lt__(self, other: _Range) -> bool:
+        return self.start < other.start
+
+    def shares(self, other: _Range) -> bool:
+        """Whether they have a byte in common; where that is hard to tell, they have not."""
+        if self.start >= other.end or other.start >= self.end:
+            return False
+        if self.array.flags.c_contiguous and other.array.flags.c_contiguous:
+            return True
+        try:
+            return bool(np.shares_memory(self.array, other.array, max_work=_MOST_WORK))  # type: ignore[arg-type]
+        except _too_hard:
+            return False
+
+
+class Seal:
+    """What is in some arrays, to tell later whether they were written."""
+
+    __slots__ = ("_sums",)
+
+    def __init__(self, arrays: Iterable[Array]) -> None:
+        self._sums = [(array, _sum(array)) for array in arrays if array.nbytes <= SEALED_BYTES]
+
+    def broken(self) -> bool:
+        """Whether one of them no longer holds what it held."""
+        return any(_sum(array) != found for array, found in self._sums)
+
+
+def _sum(array: Array) -> int:
+    # As bytes: checksums do not take every dtype, such as longdouble, nor arrays of no dimension.
+    flat = array if array.flags.c_contiguous else np.ascontiguousarray(array)
+    return zlib.crc32(flat.reshape(-1).view(np.uint8).data)
+
+
+def written(op: str, site: Site) -> BufferInUseError:
+    """Return the error for an operation whose buffer was written before it had been waited for."""
+    return BufferInUseError(
+        f"rank {registry.rank}: the tensor of {op} at {site} was written before its wait() had returned: what was moved is not "
+        "certain. Write it after wait(), or hand over a copy"
+    )
+
+
+class Flight:
+    """One operation under way, and its memory.
+
+    Args:
+        op, site: the operation and its place.
+        reads, writes: the arrays that it reads and writes; one that does both is among the latter.
+        gone: whether its group can no longer be used, so that nobody will wait for it.
+
+    Attributes:
+        over: whether it is complete; set when it is issued.
+    """
+
+    __slots__ = ("_results", "_seal", "gone", "op", "over", "ranges", "site")
+
+    def __init__(
+        self,
+        op: str,
+        site: Site,
+        reads: Iterable[Array] = (),
+        writes: Iterable[Array] = (),
+        gone: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.op = op
+        self.site = site
+        self.gone = gone
+        self.over: Callable[[], bool] = lambda: True
+        self.ranges = [_Range(array, self, True) for array in writes if array.size]
+        self.ranges += [
+            mine
+            for mine in (_Range(array, self, False) for array in reads if array.size)
+            if not any(mine.shares(other) for other in self.ranges)
+        ]
+        self._seal: Seal | None = None
+        self._results: Seal | None = None
+
+    def seal(self) -> None:
+        """Note what is in the arrays that are only read."""
+        self._seal = Seal(each.array for each in self.ranges if not each.writes)
+
+    def seal_results(self) -> None:
+        """Note what is in the arrays that were written, now that the operation is complete."""
+        self._results = Seal(each.array for each in self.ranges if each.writes)
+
+    def verdict(self) -> BufferInUseError | None:
+        """Return an error when an array no longer holds what it held when it was sealed."""
+        if any(seal is not None and seal.broken() for seal in (self._seal, self._results)):
+            return written(self.op, self.site)
+        return None
+
+
+class _Ranges:
+    """Ranges sorted by their start, one list for each order of magnitude of their length.
+
+    A range of a list can only overlap a given one if it starts within that length before it; so of many that lie side by
+    side only those are looked at that are near.
+    """
+
+    def __init__(self) -> None:
+        self._lists: dict[int, list[_Range]] = {}
+        self._starts: dict[int, list[int]] = {}
+
+    def add(self, new: _Range) -> None:
+        size = (new.end - new.start).bit_length()
+        insort(self._lists.setdefault(size, []), new)
+        insort(self._starts.setdefault(size, []), new.start)
+
+    def remove(self, old: _Range) -> None:
+        size = (old.end - old.start).bit_length()
+        ranges, starts = self._lists[size], self._starts[size]
+        at = bisect_left(starts, old.start)
+        while ranges[at] is not old:
+            at += 1
+        del ranges[at], starts[at]
+        if not ranges:
+            del self._lists[size], self._starts[size]
+
+    def near(self, wanted: _Range) -> Iterator[_Range]:
+        """Yield every range that may overlap the one given."""
+        for size, starts in self._starts.items():
+            first = bisect_left(starts, wanted.start - (1 << size))
+            yield from self._lists[size][first : bisect_left(starts, wanted.end)]
+
+
+class Registry:
+    """The operations under way on this rank.
+
+    Attributes:
+        flights: those that the program has to wait for.
+    """
+
+    def __init__(self) -> None:
+        self.rank = 0  # for messages
+        self.flights: set[Flight] = set()
+        self._lock = threading.Lock()
+        self._read = _Ranges()
+        self._written = _Ranges()
+        self._dropped: deque[Flight] = deque()
+
+    def check(self, new: Flight) -> None:
+        """Raise when an operation would write memory that another one uses, or use memory that another one writes.
+
+        Raises:
+            BufferInUseError: it names both operations.
+        """
+        with self._lock:
+            self._sweep()
+            for mine in new.ranges:
+                for ranges in (self._written, self._read) if mine.writes else (self._written,):
+                    for other in ranges.near(mine):
+                        if other.shares(mine) and not other.flight.gone():
+                            raise BufferInUseError(f"rank {self.rank}: {_text(mine, other)}")
+
+    def add(self, new: Flight) -> None:
+        """Keep an operation until :meth:`remove`."""
+        with self._lock:
+            self.flights.add(new)
+            for each in new.ranges:
+                (self._written if each.writes else self._read).add(each)
+
+    def remove(self, old: Flight) -> None:
+        """Forget an operation."""
+        with self._lock:
+            self._remove(old)
+
+    def drop(self, old: Flight) -> None:
+        """Forget an operation whose handle nobody holds any more, once it is over; called by the garbage collector."""
+        self._dropped.append(old)  # and no lock: this thread may hold it
+
+    def _sweep(self) -> None:
+        for _ in range(len(self._dropped)):
+            old = self._dropped.popleft()
+            if old.over():
+                self._remove(old)
+            else:
+                self._dropped.append(old)
+
+    def _remove(self, old: Flight) -> None:
+        if old in self.flights:
+            self.flights.remove(old)
+            for each in old.ranges:
+                (self._written if each.writes else self._read).remove(each)
+
+
+def _text(mine: _Range, other: _Range) -> str:
+    common = min(mine.end, other.end) - max(mine.start, other.start)
+    does = {True: "writes", False: "reads"}
+    new, old = mine.flight, other.flight
+    return (
+        f"{new.op} at {new.site} {does[mine.writes]} memory that {old.op} at {old.site} still {does[other.writes]} ({common} "
+        f"bytes in common): call wait() on {old.op} first, or give each an array of its own"
+    )
+
+
+registry = Registry()
+"""The one of this process."""

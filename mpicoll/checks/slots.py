@@ -1,0 +1,206 @@
+"""The node's part of the call board: a slot of shared memory for each rank of a node, and a lock that says who is alive.
+
+A rank writes into its own slot alone: where it is, four times a second and from a thread; and when it waits for long, gives
+a group up, or leaves. The others read it whatever its owner does, also from a thread that must not call MPI. What is read
+is checked by its CRC, so that nothing depends on the order in which another core's stores are seen.
+
+Who is alive is told by a record lock on the file: the kernel drops it when the process is gone, whatever ended it, where
+asking for a process id fails on zombies, across containers and when ids are used again (fcntl(2), "record locks").
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+import struct
+import time
+import zlib
+from typing import Any
+
+from mpi4py import MPI
+
+__all__ = ["SLOT_BYTES", "Slots", "make_slots"]
+
+SLOT_BYTES = 16 * 1024
+SHARED_DIRECTORY = "/dev/shm"
+
+_STATUS, _CONFIRMED, _SEARCHED = 0, 8, 16
+_THERE, _LEFT = 1, 2
+_WORD = struct.Struct("=q")
+_HEAD = struct.Struct("=II")  # length, CRC
+_FLOCK = struct.Struct("hhqqi")  # struct flock of 64-bit Linux
+_AREAS = {"state": (64, 12 * 1024), "place": (12 * 1024 + 64, 1024), "withdrawn": (13 * 1024 + 64, 2048)}
+
+
+class Slots:
+    """The slots of the ranks of one node; ranks are those of the base communicator.
+
+    Attributes:
+        ranks: the ranks of this node, this one among them.
+        me: this rank.
+    """
+
+    def __init__(self, descriptor: int, me: int, ranks: tuple[int, ...]) -> None:
+        self.me = me
+        self.ranks = ranks
+        self._place = {rank: place for place, rank in enumerate(ranks)}
+        # Closing any descriptor of the file would drop the lock, so this one stays open as long as the slots are used.
+        self._file = descriptor
+        self._second = -1
+        self._memory = mmap.mmap(descriptor, len(ranks) * SLOT_BYTES)
+        self._mine = self._place[me] * SLOT_BYTES
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._place[me])
+        self._put(_STATUS, _THERE)
+
+    def wait_through(self, descriptor: int) -> None:
+        """Take the descriptor through which :meth:`await_death` waits; it is never closed while the lock is held."""
+        self._second = descriptor
+
+    def _put(self, at: int, value: int) -> None:
+        _WORD.pack_into(self._memory, self._mine + at, value)
+
+    def _word(self, rank: int, at: int) -> int:
+        value: int = _WORD.unpack_from(self._memory, self._place[rank] * SLOT_BYTES + at)[0]
+        return value
+
+    def write(self, area: str, data: bytes) -> bool:
+        """Put ``data`` into an area of this rank's slot (b"": nothing); return whether there was room."""
+        at, room = _AREAS[area]
+        at += self._mine
+        fits = len(data) + _HEAD.size <= room
+        if not fits:
+            data = b""
+        _HEAD.pack_into(self._memory, at, 0, 0)
+        self._memory[at + _HEAD.size : at + _HEAD.size + len(data)] = data
+        _HEAD.pack_into(self._memory, at, len(data), zlib.crc32(data))
+        return fits
+
+    def read(self, rank: int, area: str) -> bytes:
+        """Return what stands in an area of a rank's slot; b"" when there is nothing, or it is just being written."""
+        at, room = _AREAS[area]
+        at += self._place[rank] * SLOT_BYTES
+        length, crc = _HEAD.unpack_from(self._memory, at)
+        if not 0 < length <= room - _HEAD.size:
+            return b""
+        data = self._memory[at + _HEAD.size : at + _HEAD.size + length]
+        return data if zlib.crc32(data) == crc else b""
+
+    def confirm(self) -> None:
+        """Say that this rank's state is what stands there, at this moment."""
+        self._put(_CONFIRMED, time.monotonic_ns())
+
+    def confirmed(self, rank: int) -> int:
+        """Return when a rank last said so, on the clock of ``time.monotonic_ns`` (one for all processes of a node)."""
+        return self._word(rank, _CONFIRMED)
+
+    def searching(self) -> None:
+        """Say that this rank searches now."""
+        self._put(_SEARCHED, time.monotonic_ns())
+
+    def searched(self, rank: int) -> int:
+        """Return when a rank last searched (``time.monotonic_ns``)."""
+        return self._word(rank, _SEARCHED)
+
+    def tell_place(self, text: str) -> None:
+        """Write down where this rank is just now."""
+        self.write("place", _WORD.pack(time.monotonic_ns()) + text.encode()[:800])
+
+    def place(self, rank: int) -> tuple[float, str]:
+        """Return what a rank last wrote, and how many seconds ago; ("" when it has written nothing)."""
+        data = self.read(rank, "place")
+        if len(data) < _WORD.size:
+            return 0.0, ""
+        when: int = _WORD.unpack_from(data)[0]
+        return (time.monotonic_ns() - when) / 1e9, data[_WORD.size :].decode(errors="replace")
+
+    def leave(self) -> None:
+        """Say that this rank ends in an orderly way."""
+        self._put(_STATUS, _LEFT)
+
+    def dead(self) -> list[int]:
+        """Return the ranks of this node whose process is gone without having said so."""
+        return [rank for rank in self.ranks if rank != self.me and not self._lives(rank)]
+
+    def _lives(self, rank: int) -> bool:
+        if self._word(rank, _STATUS) != _THERE:
+            return True
+        question = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, self._place[rank], 1, 0)
+        kind: int = _FLOCK.unpack(fcntl.fcntl(self._file, fcntl.F_GETLK, question))[0]
+        return kind != fcntl.F_UNLCK or self._word(rank, _STATUS) != _THERE
+
+    def await_death(self) -> int:
+        """Return the rank after this one on the node when its process is gone without a word; -1 when nobody is left.
+
+        Blocks, for a thread of its own: the kernel wakes it the moment the process is gone, before a launcher can have
+        ended this one because of it. A rank that ends in an orderly way is followed by the next.
+        """
+        here = self.ranks.index(self.me)
+        for rank in (*self.ranks[here + 1 :], *self.ranks[:here]):
+            # Waiting by a lock of the open file, for which the kernel does not look for cycles; these would be one.
+            question = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, self._place[rank], 1, 0)
+            fcntl.fcntl(self._second, fcntl.F_OFD_SETLKW, question)
+            answer = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, self._place[rank], 1, 0)
+            fcntl.fcntl(self._second, fcntl.F_OFD_SETLK, answer)
+            if self._word(rank, _STATUS) == _THERE:
+                return rank
+        return -1
+
+    def close(self) -> None:
+        """Give the memory back; the lock goes with it."""
+        self.leave()
+        self._memory.close()
+        os.close(self._file)
+        if self._second >= 0:
+            os.close(self._second)
+
+
+def make_slots(node: MPI.Comm, me: int, ranks: tuple[int, ...]) -> Slots | None:
+    """Make the slots of a node; None, on all its ranks alike, where shared memory cannot be had.
+
+    Called by all ranks of ``node``, which are known to (it uses blocking MPI calls).
+
+    Args:
+        node: the ranks of one node.
+        me: this rank in the base communicator.
+        ranks: all ranks of the node in the base communicator, by rank in ``node``.
+    """
+    path = ""
+    if node.Get_rank() == 0:
+        path = _create(len(ranks) * SLOT_BYTES)
+    path = node.bcast(path, 0)
+    slots: Slots | None = None
+    if path:
+        try:
+            second = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # opened first: closing it would drop the lock
+            slots = Slots(os.open(path, os.O_RDWR | os.O_CLOEXEC), me, ranks)
+            slots.wait_through(second)
+        except (OSError, ValueError):
+            slots = None
+    everybody: Any = node.allreduce(slots is not None, MPI.LAND)
+    if path and node.Get_rank() == 0:
+        os.unlink(path)
+    if everybody:
+        return slots
+    if slots is not None:
+        slots.close()
+    return None
+
+
+def _create(size: int) -> str:
+    """Return the path of a new file of ``size`` bytes that are reserved, or ""."""
+    path = os.path.join(SHARED_DIRECTORY, f"mpicoll-slots-{secrets.token_hex(8)}")
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return ""
+    try:
+        # After ftruncate alone, a full tmpfs kills by SIGBUS whoever touches the memory first.
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError:
+        os.unlink(path)
+        return ""
+    finally:
+        os.close(descriptor)
+    return path

@@ -1,0 +1,81 @@
+"""Tests on several ranks that fail on all of them, with the failing rank's words, instead of hanging.
+
+Load it in the top ``conftest.py`` of a test suite, install ``pytest-mpi`` for its marks, and start several ranks::
+
+    # conftest.py
+    pytest_plugins = ["mpicoll.pytest_plugin"]
+
+    # test_sum.py
+    @pytest.mark.mpi(min_size=2)
+    @pytest.mark.mpi_timeout(10)
+    def test_sum():
+        x = np.ones(4)
+        dist.all_reduce(x)
+        assert (x == dist.get_world_size()).all()
+
+    $ mpicoll run -n 4 -m pytest --with-mpi
+
+Then
+
+- every rank tells the others how each phase of a test (setup, call, teardown) ended. A phase that failed on one rank
+  is a failure on all of them; rank 0, which alone prints, shows the assertion of the rank it failed on;
+- ranks that disagree (one skips, another passes) fail the test, and ranks that collected different tests end at once;
+- a test that is not over within its limit (``--mpi-timeout``, ini ``mpi_timeout``, the mark; 60 s; a third of it once
+  a rank has failed) ends the job with a nonzero exit code, the test's name, which ranks had finished it, the call of
+  mpicoll that each waits in and for how long, and every rank's stack;
+- ``collective_raises`` asserts that a block raises on every rank, where ``pytest.raises`` would let the rank on which
+  nothing is raised go on alone (see there)::
+
+      from mpicoll.pytest_plugin import collective_raises
+
+      with collective_raises(dist.CollectiveMismatchError, match="all_reduce"):
+          dist.all_reduce(np.ones(1 + dist.get_rank()))
+
+- only rank 0 writes the JUnit report.
+
+It is not a ``pytest11`` entry point. Such a plugin is loaded by every pytest of the environment: it would import numpy
+and this package before coverage measurement starts, and change the verdicts of other projects' suites. Loaded, it does
+nothing, and imports nothing of MPI, without pytest-mpi's ``--with-mpi`` or ``--only-mpi``.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import pytest
+
+from mpicoll.pytest_plugin.hooks import MultiRank
+from mpicoll.pytest_plugin.raises import CollectiveInfo, collective_raises
+
+__all__ = ["CollectiveInfo", "collective_raises"]
+
+DEFAULT_LIMIT = 60.0
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the limit of a test as an option and as an ini value."""
+    group = parser.getgroup("mpicoll")
+    text = f"seconds that one test may take on several ranks before the job is ended (default: {DEFAULT_LIMIT:g})"
+    group.addoption("--mpi-timeout", type=float, default=None, dest="mpi_timeout", metavar="SECONDS", help=text)
+    parser.addini("mpi_timeout", text, default=str(DEFAULT_LIMIT))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the exchange between the ranks when pytest-mpi's options ask for tests on several ranks."""
+    config.addinivalue_line("markers", "mpi_timeout(seconds): the limit of this test on several ranks")
+    if _installed("mpi-pytest") and _installed("pytest-mpi"):
+        raise pytest.UsageError(
+            "pytest-mpi and mpi-pytest are both installed, and both own the module pytest_mpi. "
+            "Keep pytest-mpi: pip uninstall -y mpi-pytest pytest-mpi && pip install pytest-mpi"
+        )
+    if config.getoption("--with-mpi", default=False) or config.getoption("--only-mpi", default=False):
+        config.pluginmanager.register(MultiRank(config), "mpicoll-multi-rank")

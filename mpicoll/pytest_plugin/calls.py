@@ -1,0 +1,68 @@
+"""What the library knows of the ranks of a test that hangs: the calls that they wait in."""
+
+from __future__ import annotations
+
+import base64
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mpicoll.checks.entries import Entry, Table, merge, runs_of, table_of
+from mpicoll.checks.report import calls_now
+
+__all__ = ["account_of", "lines_of"]
+
+
+def account_of(rank: int, size: int) -> dict[str, Any]:
+    """Return what this process knows of its own calls, as JSON takes it; never raises. Empty if it has no default group.
+
+    Args:
+        rank, size: in the world of the plugin, which is the job's.
+    """
+    # Importing waits for a thread that hangs in an import: where these are not there yet nothing has been called.
+    groups, patience = sys.modules.get("mpicoll.groups"), sys.modules.get("mpicoll.patience")
+    try:
+        if groups is None or patience is None or (known := groups.current()) is None:
+            return {}
+        same = (known.world.rank(), known.world.size()) == (rank, size)
+        return {"table": base64.b85encode(table_of(patience.calls_now(rank)).pack()).decode(), "same": same}
+    except Exception as error:
+        return {"trouble": f"{type(error).__name__}: {error}"}
+
+
+def lines_of(accounts: Mapping[int, Mapping[str, Any]], silent: Sequence[int]) -> list[str]:
+    """Return the report of the calls that the ranks are in, line by line; never raises. Empty if the library is not used.
+
+    Args:
+        accounts: of each rank that has given one (see :func:`account_of`).
+        silent: ranks that have not.
+    """
+    if not any(accounts.values()):
+        return []
+    try:
+        return _lines(accounts, silent)
+    except Exception as error:
+        return [f"what the ranks do in mpicoll cannot be told: {type(error).__name__}: {error}"]
+
+
+def _lines(accounts: Mapping[int, Mapping[str, Any]], silent: Sequence[int]) -> list[str]:
+    table = Table()
+    entries = []
+    for rank, account in accounts.items():
+        ranks = ((rank, rank),)
+        if "table" in account:
+            table = merge(table, Table.unpack(base64.b85decode(account["table"])))
+        elif "trouble" in account:
+            entries.append(Entry(ranks, state="silent", problem=f"it cannot be told: {account['trouble']}"))
+        else:
+            entries.append(Entry(ranks, state="late", problem="has no default group"))
+    same = all(account.get("same", True) for account in accounts.values())
+    for rank in silent:
+        # Ranks of this node write down where they are, for such as do not answer.
+        seen = sys.modules["mpicoll.patience"].last_seen(rank) if same and "mpicoll.patience" in sys.modules else ""
+        entries.append(
+            Entry(((rank, rank),), state="silent", problem="does not answer" + (f": {seen}" if seen else ""))
+        )
+    note = "" if same else "Ranks within calls are those of the communicator that the default group was made on."
+    members = runs_of([*accounts, *silent])
+    return calls_now(merge(table, table_of(entries)), members, note).text().splitlines()

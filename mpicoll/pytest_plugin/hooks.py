@@ -1,0 +1,190 @@
+"""The hooks of one rank: they make what happens on one rank happen on all."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import struct
+import tempfile
+import zlib
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpicoll.pytest_plugin import raises
+from mpicoll.pytest_plugin.ranks import Ranks
+from mpicoll.pytest_plugin.verdicts import (
+    OUTCOMES,
+    PeerRepr,
+    different_collections,
+    gist,
+    judge,
+    outcome_of,
+    prefixed,
+    summary,
+    words_of,
+)
+from mpicoll.pytest_plugin.watchdog import Watchdog
+
+__all__ = ["MultiRank"]
+
+
+class MultiRank:
+    """The hooks of one rank."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        # Capturing is suspended while plugins are configured: this is the real stderr.
+        self.err = os.dup(2)
+        self.ranks = Ranks()
+        self.dog = Watchdog(self.ranks, self.err)
+        self.ranks.where = lambda: self.dog.where
+        raises.watchdog = self.dog
+        self.in_step = True
+        self.sink: io.StringIO | None = None
+        self.default_limit = float(config.getoption("mpi_timeout") or config.getini("mpi_timeout"))
+        # The C timer is one for a process; pytest's own faulthandler_timeout has the first claim to it.
+        self.native = not float(config.getini("faulthandler_timeout") or 0.0)
+        if self.ranks.rank:
+            config.option.xmlpath = None
+            if config.option.basetemp is None:
+                # pytest's folder for a user is numbered and swept by all its sessions; ranks sweep at the same moment.
+                above = self.dog.folder if self.dog.meets else Path(tempfile.mkdtemp(prefix="mpicoll-pytest-"))
+                config.option.basetemp = str(above / f"tmp.{self.ranks.rank}")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+        if self.ranks.rank and reporter is not None:
+            # The reporter has no public way to send it elsewhere, and other plugins hold on to the object.
+            self.sink = io.StringIO()
+            reporter._tw._file = self.sink
+
+    def _exchange(self, step: str, outcome: str) -> list[str]:
+        """Return every rank's outcome of a step, or end the session when the ranks are not at the same one."""
+        own = struct.pack("qq", zlib.crc32(step.encode()), OUTCOMES.index(outcome))
+        self.dog.waits = True
+        records = [struct.unpack("qq", record) for record in self.ranks.gather(own)]
+        self.dog.waits = False
+        if len({step for step, _ in records}) > 1:
+            self.in_step = False
+            texts = self.ranks.gather_text(step)
+            at = "\n".join(f"  rank {rank} is at {text}" for rank, text in enumerate(texts))
+            pytest.exit(f"the ranks are not at the same step of the session:\n{at}", returncode=1)
+        return [OUTCOMES[code] for _, code in records]
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        names = [item.nodeid for item in session.items]
+        digest = zlib.crc32("\n".join([*names, f"{session.testsfailed} errors"]).encode())
+        self.dog.where = "collected its tests and waited"
+        self.dog.arm("the collection of tests", self.default_limit, self.native)
+        if len(set(self.ranks.gather(struct.pack("q", digest)))) > 1:
+            self.in_step = False
+            texts = self.ranks.gather_text("\n".join([*names, f"errors while collecting: {session.testsfailed}"]))
+            self.dog.disarm(self.native)
+            raise pytest.UsageError(different_collections([text.split("\n") for text in texts]))
+        self.dog.disarm(self.native)
+
+    @pytest.hookimpl(hookwrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, None]:
+        mark = item.get_closest_marker("mpi_timeout")
+        limit = float(mark.args[0]) if mark else self.default_limit
+        self.dog.where = "did not finish setup"
+        self.dog.arm(item.nodeid, limit, self.native)
+        yield
+        self.dog.disarm(self.native)
+
+    def pytest_runtest_call(self) -> None:
+        self.dog.where = "did not finish the test"
+
+    def pytest_runtest_teardown(self) -> None:
+        self.dog.where = "did not finish teardown"
+
+    @pytest.hookimpl(hookwrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, Any, None]:
+        result = yield
+        report = result.get_result()
+        if not self.in_step:
+            return
+        outcome = outcome_of(report)
+        before = self.dog.where
+        self.dog.where = f"{outcome} ({report.when}) and waited for the others"
+        if outcome == "failed":
+            self.dog.hurry(words_of(report))
+        outcomes = self._exchange(f"{report.when} of {item.nodeid}", outcome)
+        self.dog.words = ""
+        if set(outcomes) == {"passed"}:
+            self.dog.where = before
+            return
+        self._settle(report, outcomes)
+
+    def _settle(self, report: Any, outcomes: list[str]) -> None:
+        """Make the report what all ranks agree on."""
+        verdict = judge(outcomes)
+        own = outcomes[self.ranks.rank]
+        if verdict == "xfailed":
+            if own != "xfailed":
+                report.outcome, report.wasxfail, report.longrepr = "skipped", "reason: failed on another rank", None
+            return
+        if verdict == "agreed" and own != "failed":
+            return
+        texts = self.ranks.gather_text(words_of(report))
+        headline = summary(outcomes)
+        if verdict == "differ":
+            reasons = "\n".join(prefixed(rank, text) for rank, text in enumerate(texts) if text)
+            report.outcome = "failed"
+            report.longrepr = PeerRepr(f"the ranks disagree: {headline}", reasons)
+            return
+        failed = [rank for rank, outcome in enumerate(outcomes) if outcome in {"failed", "xpassed strictly"}]
+        if own not in {"failed", "xpassed strictly"}:
+            first = failed[0]
+            report.outcome = "failed"
+            report.longrepr = PeerRepr(headline, prefixed(first, texts[first]))
+            return
+        others = [rank for rank in failed if rank != self.ranks.rank]
+        if others:
+            # Ranks that fail in the same way are shown once.
+            seen = {gist(texts[self.ranks.rank])}
+            shown = [headline]
+            for rank in others:
+                if (words := gist(texts[rank])) not in seen and len(seen) < 4:
+                    seen.add(words)
+                    shown.append(prefixed(rank, texts[rank]))
+            report.sections.append(("on the ranks", "\n\n".join(shown)))
+        elif self.ranks.size > 1:
+            report.sections.append(("on the ranks", headline))
+
+    def pytest_internalerror(self, excrepr: Any) -> None:
+        if self.ranks.rank:
+            os.write(self.err, (prefixed(self.ranks.rank, str(excrepr)) + "\n").encode())
+
+    @pytest.hookimpl(hookwrapper=True, tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> Generator[None, Any, None]:
+        result = yield
+        if not self.in_step:
+            return
+        if result.excinfo is not None:
+            # Another plugin failed here; it is raised on this rank, and the others get to know.
+            exitstatus = pytest.ExitCode.INTERNAL_ERROR
+        self.dog.where = f"ended its session with exit status {int(exitstatus)}"
+        self.dog.arm("the end of the session", self.default_limit, self.native)
+        statuses: list[int] = []
+        with contextlib.suppress(pytest.exit.Exception):
+            self._exchange("the end of its session", "ended the session")
+            statuses = [
+                struct.unpack("q", record)[0] for record in self.ranks.gather(struct.pack("q", int(exitstatus)))
+            ]
+        self.dog.disarm(self.native)
+        if not statuses:
+            session.exitstatus = exitstatus or 1
+        elif not exitstatus and any(statuses):
+            session.exitstatus = next(status for status in statuses if status)
+        elif exitstatus and not statuses[0] and self.sink is not None:
+            os.write(self.err, (prefixed(self.ranks.rank, self.sink.getvalue()) + "\n").encode())
+
+    def pytest_unconfigure(self) -> None:
+        raises.watchdog = None
+        self.dog.close()
