@@ -1,0 +1,18 @@
+"""The receiver makes room for less than what is sent.
+
+ranks: 2
+raises: CollectiveMismatchError on 1; PeerFailedError on 0
+says: recv | 10 | 8
+"""
+
+import numpy as np
+
+import mpicoll as dist
+
+dist.init_process_group()
+rank = dist.get_rank()
+if rank == 0:
+    dist.send(np.ones(10), dst=1)  # rank 0
+else:
+    dist.recv(np.empty(8), src=0)  # rank 1
+dist.barrier()  # rank 0
