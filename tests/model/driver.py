@@ -1,0 +1,424 @@
+"""Run random programs on the ranks of one MPI job, and compare what becomes of each with what the model says.
+
+    mpiexec -n 3 python -m model.driver --correct 1000 --mutated 100
+
+Correct programs run one after the other on the same groups, with their results checked. A mutated one runs alone: when
+it has ended on this rank, well or not, the ranks meet on a communicator of the driver's own and tell each other how it went.
+
+No rank can exit within a job that goes on. So a rank at the end of its program, or with an error in it, says on the board
+what a process says there that ends or fails, and answers questions until all have met: those who wait for it raise
+PeerExitedError or PeerFailedError as they would. After that the board forgets it and the groups are made again, unless the
+model says that they are still in step: then the next program uses them, also after a mismatch.
+
+A program that goes wrong is printed as a script. The mutated program of number N of a job alone: ``--seed N-1 --mutated 1``,
+with the same ``--kinds``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+from model.programs import COLLECTIVES, MUTATIONS, Program, Step, as_script, correct, mutate
+from model.semantics import Checks, Verdict, verdicts
+from mpi4py import MPI
+
+import mpicoll as dist
+from mpicoll import execution, leaving, patience, waiting
+from mpicoll import groups as library_groups
+from mpicoll.checks import agreement
+from mpicoll.checks.deadlock import State, stuck
+
+NOT_YET = Checks(envelope=True, unreceived=False)
+"""What is compared with: take each False out when the library reports it."""
+
+LIMIT = 20.0
+BATCH = 50
+SAY_SO_AFTER = 0.03
+STUCK_AFTER = 1.0
+FOLLOWERS = ("PeerFailedError", "GroupBrokenError")
+TABLE = ("flagged", "harmless", "missed", "false")
+
+
+class WrongData(Exception):
+    """A correct call moved something else than it should."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a program ended on one rank: ``kind`` is "done" or the name of the exception."""
+
+    kind: str
+    step: int = -1
+    text: str = ""
+    unwaited: bool = False
+
+
+class Runner:
+    """One rank's part: the groups, and running a program on them."""
+
+    def __init__(self, limit: float) -> None:
+        self.books = MPI.COMM_WORLD.Dup()
+        self.rank, self.size = self.books.Get_rank(), self.books.Get_size()
+        self.limit = limit
+        self.works: dict[int, Any] = {}
+        self.comm = self.books.Dup()
+        self.made = 0
+        self.make()
+
+    def make(self) -> None:
+        """Make the default group, and the groups of the programs."""
+        self.made += 1
+        dist.init_process_group(comm=self.comm, timeout=timedelta(seconds=self.limit))
+        known = library_groups.state()
+        self.board = known.board
+        self.base = next(base for base in leaving.bases if base.board is known.board)
+        self.groups: list[Any] = [None]
+        shapes = correct(0, self.size).groups
+        self.groups += [dist.new_group(list(members), sort_ranks=False) for members in shapes[1:]]
+
+    def make_anew(self) -> None:
+        """Destroy what the last program has used, have the board forget it, and make the groups again."""
+        for work in self.works.values():
+            if work is not None:
+                work.get_future()  # whoever holds its future is taken to look after it: no complaint when it is destroyed
+        self.works.clear()
+        # Messages of one rank come in order: behind this one there is none that speaks of the last program.
+        self.board.post("ended", None, range(self.size))
+        start = time.monotonic()
+        while len(self.board.ended) < self.size - 1:
+            self.board.poll()
+            time.sleep(1e-4)
+            if time.monotonic() - start > LIMIT:
+                raise RuntimeError("the ranks do not meet on the board")
+        self.books.Barrier()
+        dist.destroy_process_group()
+        for known in (
+            "failed",
+            "exited",
+            "ended",
+            "handling",
+            "withdrawn",
+            "joins",
+            "left",
+            "announced",
+            "searched_by",
+        ):
+            getattr(self.board, known).clear()
+        self.board.verdict = None
+        self.make()
+
+    def run(self, program: Program, check: bool) -> Ending:
+        """Run this rank's steps; ``check``: the results too."""
+        shapes = program.groups
+        steps = program.steps[self.rank]
+        self.works.clear()
+        looks: dict[int, Callable[[], None]] = {}
+        at = -1
+        try:
+            for at, step in enumerate(steps):  # noqa: B007 (read where it raises)
+                if step.kind == "wait":
+                    work = self.works[step.handle]
+                    if work is not None:
+                        work.wait()
+                    look = looks.pop(step.handle, None)
+                elif step.kind == "pause":
+                    time.sleep(step.seconds)
+                    continue
+                else:
+                    work, look = self.call(step, shapes[step.group])
+                    if step.handle >= 0:
+                        self.works[step.handle] = work
+                        looks[step.handle] = look
+                        continue
+                if check and look is not None:
+                    look()
+        except Exception as error:
+            if not isinstance(error, (dist.DistError, ValueError, TypeError, WrongData)):
+                traceback.print_exc()
+            return Ending(type(error).__name__, at, str(error))
+        never = leaving._never_waited(library_groups.state())
+        return Ending("done", text=never, unwaited=bool(never))
+
+    def call(self, step: Step, members: tuple[int, ...]) -> tuple[Any, Callable[[], None]]:
+        """Make one call; return its Work and what looks at its result."""
+        n, group, value, root = len(members), self.groups[step.group], step.value, step.root
+        me = members.index(self.rank) if self.rank in members else 0
+        kind, count, dtype = step.kind, step.count, step.dtype
+        options: dict[str, Any] = {"group": group}
+        if kind in COLLECTIVES and step.handle >= 0:
+            options["async_op"] = True
+
+        def full(number: int, elements: int = count) -> Any:
+            return np.full(elements, number, dtype)
+
+        def blocks(*numbers: int) -> Any:
+            return np.concatenate([full(number) for number in numbers])
+
+        def reduced(first: int) -> Any:
+            """Return ``first``, ``first + 1`` and so on of all members, reduced."""
+            each = range(first, first + n)
+            return full(sum(each) if step.op == "SUM" else max(each) if step.op == "MAX" else min(each))
+
+        def same(*pairs: tuple[Any, Any]) -> Callable[[], None]:
+            def look() -> None:
+                for got, expected in pairs:
+                    if not np.array_equal(got, expected):
+                        raise WrongData(f"{step}: {got[:8]} instead of {expected[:8]}")
+
+            return look
+
+        if kind == "barrier":
+            return dist.barrier(**options), same()
+        if kind in ("send", "isend", "recv", "irecv"):
+            sends = kind.endswith("send")
+            x = full(value if sends else 0)
+            peer = (step.peer,) if step.peer >= 0 else ()
+            return getattr(dist, kind)(x, *peer, tag=step.tag, **options), same((x, full(value)))
+        op = getattr(dist.ReduceOp, step.op)
+        x = full(value + me)
+        if kind == "all_reduce":
+            return dist.all_reduce(x, op, **options), same((x, reduced(value)))
+        if kind == "reduce":
+            work = dist.reduce(x, root, op, **options)
+            return work, same((x, reduced(value) if self.rank == root else full(value + me)))
+        if kind == "broadcast":
+            x = full(value if self.rank == root else 0)
+            return dist.broadcast(x, root, **options), same((x, full(value)))
+        if kind == "all_gather":
+            several = [full(0) for _ in range(n)]
+            return dist.all_gather(several, x, **options), same(
+                *((got, full(value + i)) for i, got in enumerate(several))
+            )
+        if kind == "all_gather_single":
+            joined = full(0, n * count)
+            return dist.all_gather_single(joined, x, **options), same((joined, blocks(*range(value, value + n))))
+        if kind == "gather":
+            several = [full(0) for _ in range(n)] if self.rank == root else []
+            return dist.gather(x, several or None, root, **options), same(
+                *((got, full(value + i)) for i, got in enumerate(several))
+            )
+        if kind == "scatter":
+            several = [full(value + i) for i in range(n)] if self.rank == root else []
+            return dist.scatter(x, several or None, root, **options), same((x, full(value + me)))
+        if kind == "reduce_scatter_single":
+            joined = blocks(*(value + me + i for i in range(n)))
+            return dist.reduce_scatter_single(x, joined, op, **options), same((x, reduced(value + me)))
+        assert kind == "all_to_all_single"
+        source, joined = blocks(*(value + 10 * me + i for i in range(n))), full(0, n * count)
+        return dist.all_to_all_single(joined, source, **options), same(
+            (joined, blocks(*(value + 10 * i + me for i in range(n))))
+        )
+
+    def meet(self, mine: Ending, *, alone: bool) -> tuple[list[Ending], bool]:
+        """Meet after a program; return how it ended on every rank, and whether one of them has told the board so.
+
+        Args:
+            alone: other ranks may be waiting for this one.
+        """
+        bad = mine.kind != "done" or mine.unwaited
+        tell_after = (0.0 if bad else SAY_SO_AFTER) if alone else STUCK_AFTER
+        met = self.books.Ibarrier()
+        start = time.monotonic()
+        told = False
+        while not met.Test():
+            waited = time.monotonic() - start
+            self.board.poll()
+            if not bad:
+                waiting.progress()
+            if not told and waited >= tell_after:
+                told = True
+                self.tell(mine, bad)
+            time.sleep(2e-4)
+        everybody = self.books.allgather((mine, told))
+        return [ending for ending, _ in everybody], any(said for _, said in everybody)
+
+    def tell(self, mine: Ending, bad: bool) -> None:
+        """Say what a process says when it fails, or comes to its end."""
+        if bad:
+            self.board.post("failed", (f"{mine.kind}: {mine.text[:200]}", "", 1), range(self.size))
+            return
+        for rank in range(self.size):
+            self.board.post("exited", (*self.base.counters(rank), "ended the program"), [rank])
+
+
+def fits(verdict: Verdict, endings: Sequence[Ending]) -> str:
+    """Return why an outcome is not what the model says, or "" when it is."""
+    first = [rank for rank, end in enumerate(endings) if end.unwaited or end.kind not in ("done", *FOLLOWERS)]
+    for rank, (end, expected) in enumerate(zip(endings, verdict.ends, strict=True)):
+        if end.kind == "done":
+            if expected.state != "done" or end.unwaited != expected.unwaited:
+                return f"missed: rank {rank} should have ended with {expected}"
+        elif end.kind in FOLLOWERS:
+            if not any(other != rank for other in first):
+                return f"false: rank {rank} speaks of another rank's failure, and there is none"
+        elif end.kind == "CollectiveTimeoutError":
+            return f"missed: rank {rank} ran into the time limit"
+        else:
+            means = {
+                "CollectiveMismatchError": "mismatch",
+                "DeadlockError": "blocked",
+                "PeerExitedError": "blocked",
+                "ValueError": "argument",
+                "DistBackendError": "argument",
+            }.get(end.kind, "nothing that the model knows")
+            if (means, end.step) != (expected.state, expected.step):
+                return f"false: rank {rank} ended with {end.kind} in step {end.step}, not with {expected}"
+    return ""
+
+
+def judge(possible: frozenset[Verdict], endings: Sequence[Ending]) -> tuple[str, str]:
+    """Return the column of the table that a program belongs into, and why where that is bad."""
+    reasons = [fits(verdict, endings) for verdict in possible]
+    reported = any(end.kind != "done" or end.unwaited for end in endings)
+    if not all(reasons):
+        return "flagged" if reported else "harmless", ""
+    reason = min(reasons)
+    return reason.partition(":")[0], reason
+
+
+def shown(program: Program, reason: str, endings: Sequence[Ending]) -> str:
+    """Return what a reader needs of a program that did not end as it should."""
+    lines = [f"--- {program.name}: {reason}"]
+    lines += [f"rank {rank}: {end.kind} in step {end.step}: {end.text}" for rank, end in enumerate(endings)]
+    return "\n".join(lines) + "\n" + as_script(program)
+
+
+def run_correct(runner: Runner, seeds: Sequence[int], pauses: int, table: Counter[str]) -> list[str]:
+    """Run correct programs, many between two meetings; ``pauses`` of them have a straggler."""
+    problems = []
+    every = len(seeds) // pauses if pauses else 0
+    numbered = list(enumerate(seeds))
+    for at in range(0, len(seeds), BATCH):
+        mine = Ending("done")
+        batch = [
+            correct(seed, runner.size, (0.3, 1.3)[number // every % 2] if every and number % every == 0 else 0.0)
+            for number, seed in numbered[at : at + BATCH]
+        ]
+        ran = 0
+        for program in batch:
+            ran += 1
+            mine = runner.run(program, check=True)
+            if mine.kind != "done" or mine.unwaited:
+                break
+        endings, told = runner.meet(mine, alone=mine.kind != "done")
+        counts = runner.books.allgather(ran)
+        bad = [rank for rank, end in enumerate(endings) if end.kind != "done" or end.unwaited]
+        table["harmless"] += min(counts) - bool(bad)
+        if bad:
+            # The first program that failed by itself; ranks further on failed because of it.
+            rank = min(bad, key=lambda rank: (endings[rank].kind in FOLLOWERS, counts[rank]))
+            table["false"] += 1
+            problems.append(shown(batch[counts[rank] - 1], "false: it is correct", endings))
+        if told or bad:
+            runner.make_anew()
+    return problems
+
+
+def run_mutated(
+    runner: Runner, kinds: Sequence[str], number: int, seed: int, table: dict[str, Counter[str]], errors: Counter[str]
+) -> tuple[list[str], float]:
+    """Run ``number`` mutated programs; return what was wrong, and the seconds that the slowest took to end on this rank.
+
+    ``errors`` counts what the ranks ended with.
+    """
+    problems = []
+    slowest = 0.0
+    found = 0
+    while found < number:
+        seed += 1
+        kind = kinds[seed % len(kinds)]
+        program = mutate(correct(seed, runner.size), kind, seed)
+        possible = verdicts(program, NOT_YET) if program is not None else None
+        if program is None or possible is None:
+            continue
+        found += 1
+        simple = all(verdict.in_step for verdict in possible)
+        began = time.monotonic()
+        mine = runner.run(program, check=False)
+        slowest = max(slowest, time.monotonic() - began)
+        endings, told = runner.meet(mine, alone=not simple)
+        column, reason = judge(possible, endings)
+        table[kind][column] += 1
+        errors.update("never waited" if end.unwaited else end.kind for end in endings)
+        if reason:
+            problems.append(shown(program, reason, endings))
+        if told or not simple or reason:
+            runner.make_anew()
+    return problems, slowest
+
+
+def in_columns(table: Mapping[str, Mapping[str, int]]) -> str:
+    """Return the table for people, with its sums."""
+    rows = [(kind, [row[column] for column in TABLE]) for kind, row in table.items()]
+    rows.append(("all", [sum(numbers) for numbers in zip(*(numbers for _, numbers in rows), strict=True)]))
+    lines = [" " * 10 + "".join(f"{column:>10}" for column in TABLE)]
+    return "\n".join(lines + [f"{kind:10}" + "".join(f"{number:10}" for number in numbers) for kind, numbers in rows])
+
+
+def plant(fault: str) -> None:
+    """Break the checker, so that a run must end with something missed or false."""
+    module: Any
+    if fault == "dtype":  # integers and floating point numbers of the same size are taken for the same
+        for module in (agreement, execution):
+            known = module.fingerprint
+            module.fingerprint = lambda op, key, known=known: known(
+                op, tuple("float64" if part == "int64" else part for part in key)
+            )
+    elif fault == "busy":  # a rank that does not answer is taken for one that has ended
+
+        def wrong(states: Any) -> set[int]:
+            size = library_groups.state().board.size
+            return stuck({rank: State(rank, gone=True) for rank in range(size)} | dict(states))
+
+        vars(patience)["stuck"] = wrong
+    elif fault == "blind":  # no deadlock is ever found
+        vars(patience)["stuck"] = lambda states: set()
+    elif fault:
+        raise ValueError(fault)
+
+
+def main() -> None:
+    """Run what the arguments say; rank 0 prints the table and what went wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--correct", type=int, default=0, help="how many correct programs")
+    parser.add_argument("--pauses", type=int, default=0, help="how many of them with a straggler")
+    parser.add_argument("--mutated", type=int, default=0, help="how many mutated programs")
+    parser.add_argument("--kinds", default=",".join(MUTATIONS), help="which mutations")
+    parser.add_argument("--seed", type=int, default=0, help="of the first program")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds that a call may take")
+    parser.add_argument("--plant", default="", help="a fault in the checker: dtype, busy or blind")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")  # calls of ranks outside a group, Works that were not waited for: meant so here
+    plant(options.plant)
+    began = time.monotonic()
+    runner = Runner(options.limit)
+    table: dict[str, Counter[str]] = {"correct": Counter(), **{kind: Counter() for kind in options.kinds.split(",")}}
+    errors: Counter[str] = Counter()
+    seeds = range(options.seed, options.seed + options.correct)
+    problems = run_correct(runner, seeds, options.pauses, table["correct"])
+    middle = time.monotonic()
+    more, slowest = run_mutated(runner, options.kinds.split(","), options.mutated, options.seed, table, errors)
+    problems += more
+    end = time.monotonic()
+    dist.destroy_process_group()
+    if runner.rank == 0:
+        print(json.dumps({kind: {column: row[column] for column in TABLE} for kind, row in table.items()}))
+        print(in_columns(table))
+        print(f"correct {middle - began:.1f} s, mutated {end - middle:.1f} s, the slowest {slowest:.1f} s on rank 0")
+        print(f"groups made {runner.made} times")
+        print("ranks of mutated programs:", ", ".join(f"{kind} {count}" for kind, count in errors.most_common()))
+        print("\n".join(problems), flush=True)
+
+
+if __name__ == "__main__":
+    main()
