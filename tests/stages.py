@@ -167,7 +167,9 @@ def _run_once(stage: Stage, limit: float) -> Outcome:
     elif not is_pytest and process.returncode == 0:
         outcome.passed += 1
     outcome.notes += [
-        line for line in _log(stage).read_text(errors="replace").splitlines() if "the job ends here" in line
+        line
+        for line in _log(stage).read_text(errors="replace").splitlines()
+        if "the job ends here" in line or line.startswith("random programs on")
     ]
     # pytest's exit code 5: no test was selected.
     if process.returncode not in ((0, 5) if is_pytest else (0,)) and not outcome.failed:

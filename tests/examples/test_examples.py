@@ -59,7 +59,10 @@ def check_passed(result: JobResult) -> None:
     assert not result.left_running
 
 
-@pytest.mark.parametrize("path", [path for path in EXAMPLES if path.stem != "train_digits"], ids=lambda path: path.stem)
+PLAIN = [path for path in EXAMPLES if path.stem not in ("train_digits", "missing_barrier")]
+
+
+@pytest.mark.parametrize("path", PLAIN, ids=lambda path: path.stem)
 def test_example(path: Path, tmp_path: Path) -> None:
     """The exit code is 0 and no process is left."""
     said = re.search(r"-n (\d+)", path.read_text())
@@ -96,6 +99,23 @@ def test_digits(tmp_path: Path) -> None:
     assert not any(result.out[1:])
     assert [path.name for path in tmp_path.iterdir()] == ["digits.png"]
     assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_missing_barrier(size: int, tmp_path: Path) -> None:
+    """The ranks that wait are told, within seconds, which rank ended after which barrier; the job fails."""
+    result = run_example("missing_barrier", size, tmp_path)
+    assert not result.timed_out
+    assert not result.left_running
+    assert result.returncode == 1
+    assert result.seconds < 15
+    for rank in set(range(size)) - {1}:
+        assert "past the first" in result.out[rank]
+        assert "past the second" not in result.out[rank]
+    said = result.err[0]
+    assert "PeerExitedError: barrier #2 on group WORLD at missing_barrier.py:17" in said
+    assert "rank 1 ended the program after 1 call on this group" in said
+    assert re.search(r"last call barrier at\s+(\[rank 0\]\s+)*missing_barrier.py:14", said)
 
 
 def test_table() -> None:

@@ -17,24 +17,36 @@ right, left = (r + 1) % n, (r - 1) % n
 """
 
 STUCK = {
-    "a cycle of receives": ("dist.recv(x, right); dist.send(x, left)", "recv(from rank 1, tag 0"),
-    "head-to-head large sends": ("dist.send(big, right); dist.recv(big, left)", "send(to rank 1, tag 0"),
+    "a cycle of receives": (
+        "dist.recv(x, right); dist.send(x, left)",
+        "recv float64[4] from rank 1 tag 0 at job.py:",
+    ),
+    "head-to-head large sends": (
+        "dist.send(big, right); dist.recv(big, left)",
+        "send float64[400000] to rank 1 tag 0 at job.py:",
+    ),
     "a collective against a receive": ("dist.recv(x, 1) if r == 0 else dist.barrier()", "needs rank 1 to send"),
     "two groups in opposite order": (
         "a, b = dist.new_group(), dist.new_group()\n"
         "for group in (a, b) if r else (b, a): dist.all_reduce(x, group=group)",
-        "all_reduce(ReduceOp.SUM, float64, 4 elements)",
+        "all_reduce #1 float64[4] SUM on group",
     ),
     "overlapping groups in a cycle": (
         "groups = [dist.new_group([i, (i + 1) % n]) for i in range(n)]\n"
         "for group in (groups[r], groups[left]): dist.barrier(group)",
-        "barrier() on group",
+        "barrier #1 on group [",
     ),
     "a tag that nobody sends": (
         "if r == 0: dist.send(big, 1, tag=1); dist.barrier()\nelif r == 1: dist.recv(big, 0, tag=2)\nelse: dist.barrier()",
-        "recv(from rank 0, tag 2",
+        "recv float64[400000] from rank 0 tag 2",
     ),
     "receives from anybody on all ranks": ("dist.recv(x)", "needs a message from anybody"),
+    "a receive behind one that has its message": (
+        "if r == 0: works = [dist.irecv(np.ones(4), 1) for _ in range(2)]; works[1].wait()\n"
+        "elif r == 1: dist.send(x, 0); time.sleep(0.2)\n"
+        "dist.barrier()",
+        "irecv float64[4] from rank 1 tag 0 at job.py:",
+    ),
     "an asynchronous collective against a receive": (
         "dist.all_reduce(x, async_op=True).wait() if r == 0 else dist.recv(x, 0)",
         "needs rank",
@@ -52,6 +64,7 @@ def test_a_certain_deadlock(name: str) -> None:
         + "".join(f"    {line}\n" for line in source.splitlines())
         + """
 except dist.DeadlockError as error:
+    assert r in error.ranks and any(r in call["ranks"] for call in error.calls), (error.ranks, error.calls)
     print(f"{time.monotonic() - t:.2f} {error}", flush=True)
 time.sleep(1)
 sys.exit(7)
@@ -189,3 +202,29 @@ def test_what_only_looks_like_a_deadlock(size: int) -> None:
     assert all("done" in out for out in job.out), job
     assert "received" in job.out[0], job
     assert job.err == [""] * size, job
+
+
+@pytest.mark.parametrize("level", ["roll", "off"])
+def test_different_calls_that_nobody_compares(level: str) -> None:
+    """At the levels that do not compare every call, ranks that hang in different ones are found by their waiting."""
+    job = run_job(
+        HEAD.replace("init_process_group()", f"init_process_group(check={level!r})")
+        + """
+dist.all_reduce(x)
+try:
+    dist.all_reduce(x) if r else dist.barrier()
+except (dist.DeadlockError, dist.CollectiveMismatchError) as error:
+    print(error, flush=True)
+    time.sleep(1)
+    sys.exit(7)
+""",
+        3,
+        limit=30,
+        env={"MPICOLL_TIMEOUT": "20"},
+    )
+    assert not job.timed_out, job
+    assert job.returncode == 7, job
+    assert job.seconds < 15, job
+    for out in job.out:
+        assert "barrier #2 " in out, job
+        assert "all_reduce #2 float64[4] SUM" in out, job

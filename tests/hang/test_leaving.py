@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
-from jobs import RunningJob, run_job
+from jobs import RunningJob, family, run_job
 
 HEAD = """
 import atexit, os, sys, time
@@ -144,8 +144,9 @@ except dist.PeerExitedError as error:
     assert job.returncode == 1, job
     seconds, text = job.out[0].split(" ", 1)
     assert float(seconds) < 1.0, job
-    assert "call 2 at " in text, job
-    assert "rank 1 ended the program after 1 call" in text, job
+    assert "barrier #2 on group WORLD at job.py:" in text, job
+    assert "rank 1 ended the program after 1 call on this group, so this call can never complete" in text, job
+    assert "rank 1: ended the program after 1 call on this group, last call barrier at job.py:8" in text, job
 
 
 def test_a_handled_failure_gets_its_grace() -> None:
@@ -351,26 +352,152 @@ if r == 0:
     assert "rank 1 failed: ValueError in thread" in job.err[0], job
 
 
-def test_kill_nine_ends_the_job() -> None:
-    """kill -9 of a rank inside a large all_reduce ends the job; nobody hangs."""
-
-    def kill(job: RunningJob) -> None:
-        job.wait_for("go", 0, 1, 2)
-        job.signal(signal.SIGKILL, 1)
-
-    job = run_job(
-        HEAD
-        + """
+LARGE = (
+    HEAD
+    + """
 x = np.ones(4_000_000)
 dist.barrier()
 print("go", flush=True)
 while True:
     dist.all_reduce(x, dist.ReduceOp.MAX)
-""",
-        3,
-        limit=20,
-        meanwhile=kill,
-    )
+"""
+)
+
+
+@pytest.mark.parametrize("recover", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["launcher", "alone"])
+def test_kill_nine_inside_a_large_all_reduce(recover: bool) -> None:
+    """kill -9 of a rank ends the job, with the launcher's help and without; it is said who died."""
+
+    def kill(job: RunningJob) -> None:
+        job.wait_for("go", 0, 1, 2)
+        job.signal(signal.SIGKILL, 1)
+
+    job = run_job(LARGE, 3, limit=20, meanwhile=kill, recover=recover, settle=10)
     assert not job.timed_out, job
     assert job.returncode != 0, job
     assert not job.left_running, job
+    # MPICH's launcher kills at once, and a rank that is just then inside MPICH's all-reduce may crash there itself.
+    if family() == "openmpi":
+        assert "rank 1's process is gone without a word" in job.err[0], job
+        if recover:  # out of a wait, or by the watchdog out of MPI
+            for rank in (0, 2):
+                assert "all_reduce(ReduceOp.MAX, float64, 4000000 elements) on group WORLD" in job.err[rank], job
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "how", ["os._exit(0)", pytest.param("os._exit(3)", marks=SLOW), pytest.param("os.kill(os.getpid(), 9)", marks=SLOW)]
+)
+def test_a_rank_that_is_gone_without_a_word(how: str) -> None:
+    """Ranks that wait for one whose process is gone raise at once, naming it and where it was; handlers still run."""
+    job = run_job(
+        HEAD
+        + f"""
+atexit.register(lambda: print("handler", r, flush=True))
+dist.barrier()
+if r == 1:
+    time.sleep(0.5)
+    {how}
+try:
+    dist.all_reduce(np.ones(2))
+except dist.PeerFailedError as error:
+    print(error, flush=True)
+    time.sleep(0.5)
+    try:
+        dist.barrier()
+    except dist.GroupBrokenError:
+        print("broken", flush=True)
+    raise
+""",
+        3,
+        limit=20,
+        recover=True,
+    )
+    assert not job.timed_out, job
+    assert job.returncode != 0, job
+    assert job.seconds < 12, job
+    assert "rank 1's process is gone without a word" in job.err[0], job
+    if "kill" in how and family() == "mpich":
+        return  # its mpiexec kills the others all the same when it sees a signal; `mpicoll run` hides that from it
+    for rank in (0, 2):
+        assert "rank 1 failed: its process is gone without a word" in job.out[rank], job
+        assert "after its last call barrier at " in job.out[rank], job
+        assert f"while rank {rank} waited in all_reduce(ReduceOp.SUM, float64, 2 elements)" in job.out[rank], job
+        assert "broken" in job.out[rank], job
+        assert f"handler {rank}" in job.out[rank], job
+
+
+def test_a_rank_that_is_gone_while_nobody_waits() -> None:
+    """Ranks that come to their end find that one died without a word: the job has not ended well."""
+    job = run_job(HEAD + "if r == 1: os._exit(0)\ntime.sleep(1)\n", 3, limit=20, recover=True)
+    assert not job.timed_out, job
+    assert job.returncode != 0, job
+    assert "rank 1's process is gone without a word" in job.err[0], job
+
+
+def test_the_launchers_signal_is_answered_with_the_rank_that_died() -> None:
+    """SIGTERM in a wait, as a launcher sends it when a rank has died, raises what says so; alone it ends the process."""
+    job = run_job(
+        HEAD
+        + """
+import signal
+dist.barrier()
+if r == 1:
+    time.sleep(1)
+    os._exit(0)
+if r == 0:
+    import threading
+    threading.Timer(1.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+try:
+    dist.barrier()
+except dist.PeerFailedError as error:
+    print(error, flush=True)
+    raise
+""",
+        2,
+        limit=20,
+        recover=True,
+    )
+    assert not job.timed_out, job
+    assert "rank 1 failed: its process is gone" in job.out[0], job
+
+    def terminate(running: RunningJob) -> None:
+        running.wait_for("waiting", 0)
+        running.signal(signal.SIGTERM, 0)
+
+    job = run_job(
+        HEAD + "if r: time.sleep(30)\nprint('waiting', flush=True); dist.barrier()\n", 2, limit=20, meanwhile=terminate
+    )
+    assert not job.timed_out, job
+    assert job.returncode in (143, 15), job
+    assert not job.out[0].replace("waiting", "").strip(), job
+
+
+def test_a_failure_outside_the_group_breaks_it_too() -> None:
+    """A rank that leaves a call because a rank outside the group failed breaks the group: the call stays half made."""
+    job = run_job(
+        HEAD
+        + """
+group, x = dist.new_group([0, 2]), np.ones(2)
+if r == 1:
+    raise ValueError("no member of the group")
+time.sleep(0.5 * r)
+said = []
+for _ in range(2):
+    try:
+        dist.all_reduce(x, group=group)
+    except dist.DistError as error:
+        said.append(type(error).__name__)
+print(*said, flush=True)
+""",
+        3,
+        limit=30,
+        env={"MPICOLL_TIMEOUT": "20"},
+    )
+    assert not job.timed_out, job
+    assert job.seconds < 15, job
+    for rank in (0, 2):
+        assert job.out[rank].split()[-1:] == ["GroupBrokenError"], job
+        assert "CollectiveTimeoutError" not in job.out[rank], job

@@ -13,6 +13,7 @@ from jobs import JobResult, run_job
 
 HEADER = """
     import time
+    import numpy as np
     import pytest
     from mpi4py import MPI
 
@@ -219,6 +220,272 @@ def test_trouble_at_the_end_of_one_session(suite: Suite, tmp_path: Path) -> None
     assert "late trouble" in result.err[1]
 
 
+def test_a_block_that_raises_on_all_ranks_passes(suite: Suite) -> None:
+    """collective_raises passes where every rank, or every member, raises what it should, and shows the others' words."""
+    result = suite(
+        """
+        import mpicoll as dist
+        from mpicoll.pytest_plugin import collective_raises
+
+        def test_everybody():
+            for turn in range(50):
+                with collective_raises((KeyError, ValueError), match=rf"{turn} on rank {rank}") as caught:
+                    raise ValueError(f"turn {turn} on rank {rank}")
+                assert str(caught.value) == f"turn {turn} on rank {rank}"
+                assert caught.type is ValueError
+                assert caught.tb is not None
+                assert caught.match("turn")
+                assert caught.per_rank == {r: f"ValueError: turn {turn} on rank {r}" for r in range(size)}
+
+        def test_each_its_own():
+            with collective_raises(LookupError if rank == 1 else TypeError) as caught:
+                with pytest.raises(AttributeError):
+                    caught.value
+                raise KeyError("a subclass") if rank == 1 else TypeError("no")
+            assert caught.type is (KeyError if rank == 1 else TypeError)
+            assert caught.per_rank[1] == "KeyError: 'a subclass'"
+
+        def test_some_ranks():
+            half = comm.Split(rank % 2, -rank)
+            for _ in range(20 + 5 * (rank % 2)):
+                with collective_raises(ValueError, group=half) as caught:
+                    raise ValueError("long " * 100_000)
+                assert list(caught.per_rank) == list(range(rank % 2, size, 2))
+            half.Free()
+
+        def test_the_members_of_a_group():
+            dist.init_process_group()
+            group = dist.new_group([2, 0])
+            if rank == 1:
+                with pytest.raises(ValueError, match="no process group"):
+                    collective_raises(dist.CollectiveMismatchError, group=group)
+            else:
+                with collective_raises(dist.CollectiveMismatchError, group=group) as caught:
+                    dist.all_reduce(np.ones(1 + rank), group=group)
+                assert list(caught.per_rank) == [0, 2]
+                assert len({text.replace(" <- this rank", "") for text in caught.per_rank.values()}) == 1
+            dist.destroy_process_group()
+        """,
+        3,
+    )
+    assert result.returncode == 0
+    assert counts(result) == "4 passed"
+
+
+def test_a_block_that_does_not_raise_on_all_ranks_fails_on_all(suite: Suite) -> None:
+    """No rank goes on alone: each fails with a line for every group of ranks that ended the block alike."""
+    result = suite(
+        """
+        from mpicoll.pytest_plugin import collective_raises
+
+        def test_nothing_on_one():
+            with collective_raises(ValueError):
+                if rank != 1:
+                    raise ValueError("right")
+            comm.barrier()  # nobody comes here
+
+        def test_another_type():
+            with collective_raises((ValueError, KeyError)):
+                raise TypeError("odd") if rank == 0 else ValueError("right")
+
+        def test_another_message():
+            with collective_raises(ValueError, match="rank [02]"):
+                raise ValueError(f"of rank {rank}")
+
+        def test_failed_before():
+            assert rank != 2, "never came"
+            with collective_raises(ValueError):
+                raise ValueError("right")
+
+        def test_skips_within():
+            with collective_raises(ValueError):
+                if rank == 1:
+                    pytest.skip("not here")
+                raise ValueError("right")
+
+        def test_still_in_step():
+            with collective_raises(ValueError):
+                raise ValueError("right")
+            assert comm.allreduce(1) == size
+        """,
+        3,
+    )
+    assert not result.timed_out
+    assert result.seconds < 30
+    assert result.returncode != 0
+    assert counts(result) == "5 failed, 1 passed"
+    shown = re.findall(r"(?m)^E +Failed: collective_raises: .*\n((?:E   +ranks? .*\n)+)", result.out[0])
+    lines = [[line.strip(" E") for line in text.splitlines()] for text in shown]
+    assert lines == [
+        ["ranks 0, 2: ValueError: right", "rank 1: nothing raised (ValueError expected)"],
+        ["rank 0: TypeError: odd (ValueError or KeyError expected)", "ranks 1-2: ValueError: right"],
+        [
+            "rank 0: ValueError: of rank 0",
+            "rank 1: ValueError: of rank 1 (no match of 'rank [02]')",
+            "rank 2: ValueError: of rank 2",
+        ],
+        [
+            "ranks 0-1: ValueError: right",
+            "rank 2: did not end this block: failed (call) and waited for the others",
+        ],
+        [
+            "ranks 0, 2: ValueError: right",
+            "rank 1: did not end this block: skipped (call) and waited for the others",
+        ],
+    ]
+    assert result.out[0].count("failed on ranks 0-2") == 4
+    assert "failed on ranks 0, 2; skipped on rank 1" in result.out[0]
+    assert re.search(r"\[rank 2\] E +AssertionError: never came", result.out[0])
+
+
+def test_ranks_in_different_blocks_fail(suite: Suite) -> None:
+    """Ranks that are in blocks of other members fail, naming both places, and the next test goes on."""
+    result = suite(
+        """
+        from mpicoll.pytest_plugin import collective_raises
+
+        def test_different():
+            two = comm.Split(rank == 2)
+            if rank == 0:
+                with collective_raises(ValueError, group=two):
+                    raise ValueError("right")
+            with collective_raises(ValueError):
+                raise ValueError("right")
+
+        def test_still_in_step():
+            with collective_raises(ValueError):
+                raise ValueError("right")
+        """,
+        3,
+    )
+    assert not result.timed_out
+    assert counts(result) == "1 failed, 1 passed"
+    assert re.search(r"(?m)^E +rank 1: is in another block, at test_it.py:18$", result.out[0])
+    assert re.search(r"(?m)^\[rank 1\] E +rank 0: is in another block, at test_it.py:16$", result.out[0])
+
+
+def test_a_rank_that_stays_in_the_block_is_ended_by_the_limit(suite: Suite) -> None:
+    """The others tell how they ended the block; one that was wrong about it shortens the limit."""
+    result = suite(
+        """
+        import mpicoll as dist
+        from mpicoll.pytest_plugin import collective_raises
+
+        @pytest.mark.mpi_timeout(6)
+        def test_stays():
+            dist.init_process_group()
+            with collective_raises(ValueError):
+                if rank == 0:
+                    raise ValueError("right")
+                if rank == 1:
+                    dist.recv(np.zeros(2), 0)
+        """,
+        3,
+    )
+    assert not result.timed_out
+    assert result.returncode != 0
+    text = result.stderr
+    assert "test_stays was not over on all ranks within a third of its limit of 6 s after a rank had failed" in text
+    block = "ended the block of collective_raises at test_it.py:17"
+    assert f"  rank 0: {block} (ValueError: right) and waited for the others" in text
+    assert f"  rank 2: {block} (nothing raised (ValueError expected)) and waited for the others" in text
+    assert "[rank 2] test_it.py:17: nothing raised (ValueError expected)" in text
+    assert re.search(r"rank 1: recv float64\[2\] from rank 0 tag 0 at test_it.py:21, waited [\d.]+ s", text)
+    assert re.search(r"ranks 0, 2: in no call of mpicoll", text)
+
+
+def test_a_deadlock_in_a_test_is_certain_at_once(suite: Suite) -> None:
+    """The plugin's own thread is none that could release the ranks, so the library does not wait for it."""
+    result = suite(
+        """
+        import mpicoll as dist
+        from mpicoll.pytest_plugin import collective_raises
+
+        def test_all_receive():
+            dist.init_process_group()
+            with collective_raises(dist.DeadlockError, match="wait for each other") as caught:
+                dist.recv(np.ones(1), (rank + 1) % size)
+            assert "threads are alive" not in str(caught.value)
+        """,
+        2,
+    )
+    assert counts(result) == "1 passed"
+
+
+def test_a_hanging_test_shows_the_calls_of_the_library(suite: Suite) -> None:
+    """Below where the ranks are stands the call that each waits in, for how long, or its last one."""
+    result = suite(
+        """
+        import mpicoll as dist
+
+        @pytest.mark.mpi_timeout(3)
+        def test_waits():
+            dist.init_process_group()
+            group = dist.new_group([1, 3])
+            dist.barrier()
+            if rank == 1:
+                comm.recv(source=0)  # never sent
+            if rank == 3:
+                dist.all_reduce(np.ones(2), group=group, async_op=True).wait()
+            dist.all_reduce(np.ones(3, "f"))
+        """,
+        4,
+    )
+    assert not result.timed_out
+    assert result.returncode != 0
+    text = result.stderr
+    assert text.count("the ranks are in these calls of mpicoll:") == 1
+    assert re.search(r"rank 1: in no call of mpicoll, last call barrier at test_it.py:17$", text, re.M)
+    waited = r"waited [\d.]+(?: to [\d.]+)? s$"
+    assert re.search(rf"ranks 0, 2: all_reduce #\d+ float32\[3\] SUM at test_it.py:22, {waited}", text, re.M)
+    assert re.search(
+        rf"rank 3: all_reduce #1 float64\[2\] SUM on group .+ at test_it.py:21, async, {waited}", text, re.M
+    )
+
+
+def test_a_hanging_test_shows_where_a_silent_rank_was(suite: Suite) -> None:
+    """A rank that holds the interpreter is shown where it last wrote down that it is."""
+    result = suite(
+        """
+        import ctypes
+        import mpicoll as dist
+
+        @pytest.mark.mpi_timeout(3)
+        def test_stuck():
+            dist.init_process_group()
+            dist.barrier()
+            if rank == 1:
+                time.sleep(1)
+                ctypes.PyDLL(None).sleep(60)
+            dist.barrier()
+        """,
+        2,
+    )
+    assert not result.timed_out
+    assert result.returncode != 0
+    text = " ".join(result.err[0].split())
+    assert re.search(r"rank 0: barrier #\d+ at test_it.py:21, waited", text)
+    silent = r"rank 1: does not answer: it was last seen \d+ s ago at \S*test_it.py:19 in test_stuck\(\), after its"
+    assert re.search(silent, text)
+
+
+def test_a_hanging_test_without_the_library_says_nothing_of_it(suite: Suite) -> None:
+    """Where nobody has made a default group there is no report of calls, also where the library is imported."""
+    result = suite(
+        """
+        import mpicoll as dist
+
+        @pytest.mark.mpi_timeout(1)
+        def test_waits():
+            dist.is_available()
+            time.sleep(60 * rank)
+        """,
+        2,
+    )
+    assert "was not over on all ranks within its limit of 1 s" in result.stderr
+    assert "calls of mpicoll" not in result.stderr
+
+
 def test_rank_zero_alone_writes_the_report(suite: Suite, tmp_path: Path) -> None:
     """The JUnit report is rank 0's, and holds the failure of another rank."""
     result = suite("def test_it(): assert rank == 0", 2, f"--junitxml={tmp_path / 'report.xml'}")
@@ -240,6 +507,52 @@ def test_does_nothing_without_with_mpi(tmp_path: Path) -> None:
     program = ["-m", "pytest", "-p", "mpicoll.pytest_plugin", "-p", "no:cacheprovider"]
     result = run_job(program, 1, limit=60, cwd=tmp_path)
     assert result.returncode == 0
+
+
+def test_a_block_on_one_rank_is_pytest_raises(tmp_path: Path) -> None:
+    """Without ``--with-mpi``, and on one rank, a block raises what pytest.raises would."""
+    (tmp_path / "test_it.py").write_text(
+        textwrap.dedent(
+            """
+            import pytest
+            from mpicoll.pytest_plugin import collective_raises
+
+            pytestmark = pytest.mark.mpi if WITH else []
+
+            def test_passes():
+                with collective_raises(LookupError, match="here") as caught:
+                    raise KeyError("here")
+                assert caught.type is KeyError
+                assert str(caught.value) == "'here'"
+                assert caught.per_rank == {0: "KeyError: 'here'"}
+
+            def test_nothing():
+                with collective_raises(ValueError):
+                    pass
+
+            def test_another():
+                with collective_raises(ValueError):
+                    raise TypeError("as it is")
+
+            def test_message():
+                with collective_raises(ValueError, match="this"):
+                    raise ValueError("that")
+
+            def test_arguments():
+                with pytest.raises(TypeError):
+                    collective_raises("ValueError")
+            """
+        )
+    )
+    for options in ([], ["--with-mpi"]):
+        text = (tmp_path / "test_it.py").read_text()
+        (tmp_path / "test_it.py").write_text(re.sub("if .* else", f"if {bool(options)} else", text))
+        program = ["-m", "pytest", "-p", "mpicoll.pytest_plugin", "-p", "no:cacheprovider", "--color=no", *options]
+        result = run_job(program, 1, limit=60, cwd=tmp_path)
+        assert result.returncode == 1
+        assert counts(result) == "3 failed, 2 passed"
+        for words in ("Failed: DID NOT RAISE", "TypeError: as it is", "Regex"):
+            assert re.search(rf"(?m)^E +(AssertionError: )?{words}", result.out[0]), words
 
 
 def test_both_mark_packages_are_one_clear_error(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 import mpicoll as dist
 from mpicoll import ReduceOp
+from mpicoll.pytest_plugin import collective_raises
 
 pytestmark = pytest.mark.mpi
 
@@ -300,7 +301,7 @@ def test_missing_and_forbidden_lists_say_so_in_torchs_words() -> None:
     x, many = np.ones(2), [np.ones(2) for _ in range(size)]
     for function, word, role in ((dist.gather, "gather_list", "destination"), (dist.scatter, "scatter_list", "source")):
         text = f"must be specified on {role}" if rank == 0 else f"must NOT be specified on non-{role} ranks"
-        with pytest.raises(ValueError, match=rf"Argument ``{word}`` {text}"):
+        with collective_raises(ValueError, match=rf"Argument ``{word}`` {text}"):
             function(x, None if rank == 0 else many)
         function(x, many if rank == 0 else [])
 
@@ -341,8 +342,8 @@ def test_calls_that_do_not_fit_together() -> None:
         ("a barrier", "all_reduce", "barrier", lambda **k: dist.all_reduce(x, **k), lambda **k: dist.barrier(**k)),
         (
             "another op",
-            r"ReduceOp\.SUM",
-            r"ReduceOp\.MAX",
+            "float64[4] SUM",
+            "float64[4] MAX",
             lambda **k: dist.all_reduce(x, **k),
             lambda **k: dist.all_reduce(x, ReduceOp.MAX, **k),
         ),
@@ -363,15 +364,15 @@ def test_calls_that_do_not_fit_together() -> None:
         ("another dtype", "float64", "int64", lambda **k: dist.all_reduce(x, **k), lambda **k: dist.all_reduce(i, **k)),
         (
             "another size",
-            "4 elements",
-            "3 elements",
+            "float64[4]",
+            "float64[3]",
             lambda **k: dist.all_reduce(x, **k),
             lambda **k: dist.all_reduce(np.ones(3), **k),
         ),
         (
             "a large and a small one",
-            "4 elements",
-            "40000 elements",
+            "float64[4]",
+            "float64[40000]",
             lambda **k: dist.all_reduce(x, **k),
             lambda **k: dist.all_reduce(np.ones(40000), **k),
         ),
@@ -387,9 +388,10 @@ def test_calls_that_do_not_fit_together() -> None:
         odd = turn % size
         for async_op in (False, True):
             where = f"{what} on rank {odd}, async_op={async_op}"
-            with pytest.raises(dist.CollectiveMismatchError) as caught:
+            with collective_raises(dist.CollectiveMismatchError) as caught:
                 wait_for((unusual if rank == odd else usual)(async_op=async_op))
-            text = str(caught.value)
+            assert ">" in str(caught.value), f"{where}: nothing is marked in {caught.value}"
+            text = str(caught.value).replace(">", "").replace("<", "")
             lines = {
                 text_of: line
                 for line in text.splitlines()
@@ -399,9 +401,31 @@ def test_calls_that_do_not_fit_together() -> None:
             assert lines, f"{where} says {text}"
             others = [r for r in range(size) if r != odd]
             names = [f"rank {odd}: ", f"rank{'s' if len(others) > 1 else ''} {others[0]}"]
-            for part in (*names, "test_bad_input.py:", here.replace("\\", ""), there.replace("\\", ""), "WORLD"):
+            for part in (*names, "test_bad_input.py:", here, there, "WORLD"):
                 assert part in text, f"{where}: no {part!r} in {text}"
+            error = caught.value
+            assert error.group == "WORLD", where
+            assert error.ranks == ([odd] if size > 2 else [0, 1]), f"{where}: {error.ranks}"
+            assert sorted(r for call in error.calls for r in call["ranks"]) == list(range(size)), (
+                f"{where}: {error.calls}"
+            )
+            assert all("test_bad_input.py:" in call["site"] for call in error.calls), f"{where}: {error.calls}"
             still_works(where)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_every_member_calls_something_else() -> None:
+    """All members hear of all calls in one report that is the same on all of them, but for the mark of this rank."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    with collective_raises(dist.CollectiveMismatchError) as caught:
+        dist.all_reduce(np.ones(1 + rank))
+    text = str(caught.value)
+    assert "compared with what rank 0 called: all_reduce" in text, text
+    assert text.count("<- this rank") == 1, text
+    for r in range(1, size):
+        assert f"float64[>{1 + r}<]" in text, text
+    texts = {said.replace(" <- this rank", "") for said in caught.per_rank.values()}
+    assert len(texts) == 1, texts
 
 
 @pytest.mark.mpi(min_size=2)
@@ -410,7 +434,7 @@ def test_the_report_names_the_lines_of_the_calls() -> None:
     frame = inspect.currentframe()
     assert frame is not None
     rank = dist.get_rank()
-    with pytest.raises(dist.CollectiveMismatchError) as caught:
+    with collective_raises(dist.CollectiveMismatchError) as caught:
         if rank == 0:
             dist.barrier()
         else:
@@ -420,7 +444,11 @@ def test_the_report_names_the_lines_of_the_calls() -> None:
     source = inspect.getsource(test_the_report_names_the_lines_of_the_calls).splitlines()
     for words in ("barrier()", "all_reduce("):
         number = next(n for n, text in enumerate(source) if f"dist.{words}" in text)
-        assert any(line.endswith(f":{base + number}") for line in lines[1:]), (words, base + number, lines)
+        assert any(line.removesuffix(" <- this rank").endswith(f":{base + number}") for line in lines[1:]), (
+            words,
+            base + number,
+            lines,
+        )
 
 
 @pytest.mark.mpi(min_size=2)
@@ -433,12 +461,12 @@ def test_all_to_all_notices_sizes_that_nobody_expects() -> None:
             if rank == 0:
                 received[size - 1] += scale
             out, x = np.zeros(sum(received)), np.zeros(scale * size)
-            with pytest.raises(
+            with collective_raises(
                 (ValueError, dist.CollectiveMismatchError), match=rf"rank {size - 1} sends {scale} elements"
             ):
                 wait_for(dist.all_to_all_single(out, x, received, [scale] * size, async_op=async_op))
             lists = [np.zeros(n) for n in received]
-            with pytest.raises((ValueError, dist.CollectiveMismatchError), match="which expects"):
+            with collective_raises((ValueError, dist.CollectiveMismatchError), match="which expects"):
                 wait_for(dist.all_to_all(lists, [np.zeros(scale) for _ in range(size)], async_op=async_op))
             still_works(f"async_op={async_op}, {scale}")
 
@@ -454,7 +482,7 @@ def test_many_mismatches_in_a_row_with_calls_under_way() -> None:
         works.append((dist.all_reduce(x, async_op=True), x, odd))
     for turn, (work, x, odd) in reversed(list(enumerate(works))):
         if odd:
-            with pytest.raises(dist.CollectiveMismatchError, match="3 elements"):
+            with collective_raises(dist.CollectiveMismatchError, match=r"\[>?3<?\]"):
                 work.wait()
         else:
             work.wait()

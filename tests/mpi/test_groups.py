@@ -13,6 +13,7 @@ import pytest
 from mpi4py import MPI
 
 import mpicoll as dist
+from mpicoll.pytest_plugin import collective_raises
 
 pytestmark = pytest.mark.mpi
 
@@ -245,7 +246,7 @@ def test_new_group_refuses_wrong_arguments_on_all_ranks() -> None:
     ]
     for ranks, kind in wrong:
         for local in (False, True):
-            with pytest.raises(kind):
+            with collective_raises(kind):
                 dist.new_group(ranks, use_local_synchronization=local)
     for more, kind in (
         ({"timeout": 5}, TypeError),
@@ -254,7 +255,7 @@ def test_new_group_refuses_wrong_arguments_on_all_ranks() -> None:
         ({"backend": "smoke signals"}, ValueError),
         ({"backend": 3}, ValueError),
     ):
-        with pytest.raises(kind):
+        with collective_raises(kind):
             dist.new_group(**more)
     group = dist.new_group(backend="mpi", pg_options=None, group_desc="a name")
     assert "a name" in repr(group)
@@ -267,11 +268,11 @@ def test_new_group_refuses_wrong_arguments_on_all_ranks() -> None:
 def test_new_group_notices_that_ranks_ask_for_different_groups() -> None:
     """Ranks that ask for different groups, and one alone with wrong ranks, raise on all; then groups are made again."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    with pytest.raises(dist.CollectiveMismatchError, match="new_group"):
+    with collective_raises(dist.CollectiveMismatchError, match="new_group"):
         dist.new_group([0] if rank == 0 else [0, 1])
-    with pytest.raises(ValueError if rank == 0 else dist.CollectiveMismatchError, match="repeated"):
+    with collective_raises(ValueError if rank == 0 else dist.CollectiveMismatchError, match="repeated"):
         dist.new_group([0, 0] if rank == 0 else [0, 1])
-    with pytest.raises(dist.CollectiveMismatchError, match=r"new_group[\s\S]*barrier|barrier[\s\S]*new_group"):
+    with collective_raises(dist.CollectiveMismatchError, match=r"new_group[\s\S]*barrier|barrier[\s\S]*new_group"):
         if rank == 0:
             dist.barrier()
         else:
@@ -344,7 +345,7 @@ def test_use_before_init_and_after_destroy() -> None:
 
 def test_init_twice_is_refused() -> None:
     """A second init_process_group raises torch's ValueError, and changes nothing."""
-    with pytest.raises(ValueError, match="trying to initialize the default process group twice!"):
+    with collective_raises(ValueError, match="trying to initialize the default process group twice!"):
         dist.init_process_group()
     assert total() > 0
 
@@ -392,11 +393,11 @@ def test_rank_and_world_size_are_checked_on_all_ranks() -> None:
     size, rank = MPI.COMM_WORLD.Get_size(), MPI.COMM_WORLD.Get_rank()
     with restarted():
         for arguments in ({"world_size": size + 1}, {"rank": rank + 1}, {"rank": 100}):
-            with pytest.raises(ValueError):
+            with collective_raises(ValueError):
                 dist.init_process_group(**arguments)
             assert not dist.is_initialized()
             kind = ValueError if rank == size - 1 else dist.CollectiveMismatchError
-            with pytest.raises(kind):
+            with collective_raises(kind):
                 dist.init_process_group(**(arguments if rank == size - 1 else {}))
             assert not dist.is_initialized()
         for arguments in ({"rank": rank, "world_size": size}, {"rank": rank}, {"world_size": size}, {"rank": -1}):
@@ -423,15 +424,15 @@ def test_init_refuses_wrong_arguments_on_all_ranks(monkeypatch: pytest.MonkeyPat
     ]
     with restarted():
         for arguments, kind in wrong:
-            with pytest.raises(kind):
+            with collective_raises(kind):
                 dist.init_process_group(**arguments)
-            with pytest.raises(kind if rank == 0 else dist.CollectiveMismatchError):
+            with collective_raises(kind if rank == 0 else dist.CollectiveMismatchError):
                 dist.init_process_group(**(arguments if rank == 0 else {}))
         for comm in ("world", MPI.COMM_NULL, 3):
-            with pytest.raises(TypeError, match="intracommunicator"):
+            with collective_raises(TypeError, match="intracommunicator"):
                 dist.init_process_group(comm=comm)
         monkeypatch.setenv("MPICOLL_TIMEOUT", "soon")
-        with pytest.raises(ValueError, match="MPICOLL_TIMEOUT"):
+        with collective_raises(ValueError, match="MPICOLL_TIMEOUT"):
             dist.init_process_group()
         monkeypatch.setenv("MPICOLL_TIMEOUT", "17")
         dist.init_process_group()
@@ -452,3 +453,40 @@ def test_names_of_other_backends_are_taken_with_one_warning(monkeypatch: pytest.
             for backend in ("cpu:gloo,cuda:nccl", "mpi", "MPI", None):
                 dist.init_process_group(backend, timeout=timedelta(seconds=30))
                 dist.destroy_process_group()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_wrong_arguments_reach_the_members_of_a_local_group() -> None:
+    """With use_local_synchronization a wrong argument on one rank raises on all listed ranks, which can go on."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    ranks = list(range(1, size)) or [0]
+    for wrong in {size - 1, 1}:
+        if me not in ranks:
+            continue
+        expected = ValueError if me == wrong else dist.CollectiveMismatchError
+        with pytest.raises(expected, match="timeout must be positive"):
+            dist.new_group(ranks, timeout=timedelta(seconds=-1 if me == wrong else 5), use_local_synchronization=True)
+        group = dist.new_group(ranks, use_local_synchronization=True)
+        x = np.ones(1)
+        dist.all_reduce(x, group=group)
+        assert x[0] == len(ranks)
+        dist.destroy_process_group(group)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_messages_do_not_outlive_their_communicator() -> None:
+    """What nobody received before a guest's communicator was freed does not come out of the next one."""
+    me = dist.get_rank()
+    dist.destroy_process_group()
+    for turn in range(3):
+        comm = MPI.COMM_WORLD.Dup()
+        dist.init_process_group(comm=comm)
+        if me == 0:
+            dist.send(np.full(2, turn), 1, tag=turn % 2)
+        if turn == 2 and me == 1:
+            x = np.zeros(2, int)
+            dist.recv(x, 0)
+            assert x[0] == 2, x
+        dist.barrier()
+        dist.destroy_process_group()
+        comm.Free()

@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 
 import mpicoll as dist
-from mpicoll import execution
+from mpicoll import collectives, execution
+from mpicoll.buffers import array
+from mpicoll.buffers.array import Memory
+from mpicoll.checks.call import Call, call_site
+from mpicoll.engines.base import Kind, Movement
 
 pytestmark = pytest.mark.mpi
 
@@ -191,3 +195,69 @@ def test_per_call_options_of_the_factor() -> None:
         y = np.full(3, 2.0)
         dist.reduce(y, 0, dist.ReduceOp.PREMUL_SUM(factor))
         assert (y == (2.0 if rank else total)).all(), f"{factor!r}: {y}"
+
+
+def test_members_use_an_engine_that_serves_all_of_them() -> None:
+    """The choice of the engine is part of the agreement: one that a single member cannot use is used by nobody."""
+    group = dist.new_group()
+    native = group.pair.engines[0]
+    used: list[str] = []
+
+    class Named:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getattr__(self, method: str) -> Any:
+            used.append(self.name)
+            return getattr(native, method)
+
+    group.pair.engines = (Named("preferred"), Named("every member's"))
+    me, size = dist.get_rank(), dist.get_world_size()
+    flat = np.empty(0)
+    try:
+        for elements in (3, 30_000):  # through a plan, and by the blocking call
+            for able, expected in ((True, "preferred"), (me > 0, "every member's")):
+                used.clear()
+                flat = np.full(elements, me + 1.0)
+                call = Call("all_reduce", ("engine test", elements), call_site(), engine=0 if able else 1)
+                execution.run(group, call, Movement(Kind.ALL_REDUCE, recv=flat, op="SUM"), outputs=[flat])
+                assert set(used) == {expected}, (elements, able, used)
+                assert (flat == size * (size + 1) / 2).all()
+    finally:
+        group.pair.engines = (native,)
+        dist.destroy_process_group(group)
+
+
+def test_memory_that_is_packed_and_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every collective gives the same through memory of the library's own that is packed when its transfer starts."""
+    packs = unpacks = 0
+
+    def owned(value: Any, name: str, *, writable: bool) -> Memory:
+        nonlocal packs, unpacks
+        direct = array.adapt(value, name, writable=writable).flat
+        flat = np.full(direct.size, 85, direct.dtype)  # whoever reads it unpacked gets wrong results
+
+        def pack() -> None:
+            nonlocal packs
+            packs += 1
+            flat[...] = direct
+
+        def unpack() -> None:
+            nonlocal unpacks
+            unpacks += 1
+            direct[...] = flat
+
+        return Memory(flat, value.shape, pack=pack, unpack=unpack if writable else None)
+
+    def owned_list(values: Any, name: str, *, writable: bool, length: int | None = None) -> list[Memory]:
+        array.adapt_list(values, name, writable=writable, length=length)
+        return [owned(value, name, writable=writable) for value in values]
+
+    monkeypatch.setattr(collectives, "adapt", owned)
+    monkeypatch.setattr(collectives, "adapt_list", owned_list)
+    monkeypatch.setattr(collectives, "_remember", lambda *_: None)  # what is remembered takes the array's own memory
+    group = dist.new_group()
+    cases.every_collective(group, dtype="d")
+    assert packs > 10
+    assert unpacks > 10
+    dist.destroy_process_group(group)

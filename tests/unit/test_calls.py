@@ -1,4 +1,4 @@
-"""What a rank says it calls: fingerprints, places, names of ranks, and the report of a mismatch."""
+"""What a rank says it calls: fingerprints, places, and names of ranks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
-import mpi4py
-
-mpi4py.rc.initialize = False  # checks.agreement loads MPI; nothing here starts it
-
-from mpicoll.checks.agreement import mismatch_text  # noqa: E402
-from mpicoll.checks.call import Call, Site, call_site, compress_ranks, fingerprint, name_ranks  # noqa: E402
+from mpicoll.checks.call import Call, Site, call_site, compress_ranks, fingerprint, name_ranks
 
 KEY = ("ReduceOp.SUM", "float64", ("elements", 1000), ("blocks", (1, 2, 3)))
 
@@ -91,28 +86,3 @@ def test_calls_are_described_as_one_writes_them() -> None:
     blocks = Call("all_gather", (("blocks", tuple(range(20))),), site).describe()
     assert blocks == "all_gather(blocks [0, 1, 2, 3, 4, 5, 6, 7, …])"
     assert Call("gather", (), site, error=ValueError("x")).describe() == "gather(…)"
-
-
-def told(call: str, site: str = "a.py:1", error: str | None = None) -> dict[str, Any]:
-    return {"call": call, "site": site, "async": False, "error": error}
-
-
-def test_the_report_groups_ranks_that_called_the_same() -> None:
-    """A mismatch is one line for each different call, in the order of its lowest rank, by global ranks."""
-    call = Call("all_reduce", (), place(), seq=7)
-    entries = [told("barrier()"), told("all_reduce(x)", "b.py:2"), told("barrier()"), told("barrier()", "c.py:3")]
-    assert mismatch_text(call, "WORLD", (10, 11, 12, 13), entries).splitlines() == [
-        "call 7 on group WORLD (ranks 10-13): its ranks made different calls",
-        "  ranks 10, 12: barrier() at a.py:1",
-        "  rank 11: all_reduce(x) at b.py:2",
-        "  rank 13: barrier() at c.py:3",
-        "Nothing was moved, and the group can still be used.",
-    ]
-
-
-def test_the_report_holds_the_error_of_the_rank_at_fault() -> None:
-    """Where a rank's arguments are wrong the report says what it raised."""
-    entries = [told("all_reduce(x)"), told("all_reduce(…)", "b.py:2", "TypeError: not an array")]
-    text = mismatch_text(Call("all_reduce", (), place(), seq=1), "[0-1]", (0, 1), entries)
-    assert "arguments are wrong on one of its ranks" in text
-    assert "  rank 1: all_reduce(…) at b.py:2 raised TypeError: not an array" in text

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from mpicoll.checks.deadlock import State, Wait, report, stuck
+from mpicoll.checks.entries import Entry
+
+
+def _entry(op: str, group: str, peer: str = "", seq: int = 0) -> Entry:
+    return Entry((), op, (("peer", peer),) if peer else (), seq, "job.py:1", group, state="waits")
 
 
 def _recv(source: int, tag: int = 0, members: tuple[int, ...] = (0, 1, 2)) -> Wait:
-    return Wait("w", members, f"recv from {source}", peer=source, tag=tag)
+    return Wait("w", members, _entry("recv", "w", f"from rank {source}"), peer=source, tag=tag)
 
 
 def _send(peer: int, tag: int = 0) -> Wait:
-    return Wait("w", (0, 1, 2), f"send to {peer}", peer=peer, sending=True, tag=tag)
+    return Wait("w", (0, 1, 2), _entry("send", "w", f"to rank {peer}"), peer=peer, sending=True, tag=tag)
 
 
 def _collective(group: str, seq: int, members: tuple[int, ...] = (0, 1, 2)) -> Wait:
-    return Wait(group, members, f"barrier {seq} on {group}", seq=seq)
+    return Wait(group, members, _entry("barrier", group, seq=seq), seq=seq, since=990.0)
 
 
 def _states(*states: State) -> dict[int, State]:
@@ -25,9 +30,10 @@ def test_a_cycle_of_receives_is_stuck() -> None:
     """Ranks that each wait for a message of the next one are stuck, and the report names all of them."""
     states = _states(*(State(r, waits=(_recv((r + 1) % 3),)) for r in range(3)))
     assert stuck(states) == {0, 1, 2}
-    text = report(states, {0, 1, 2})
-    assert text.splitlines()[0] == "deadlock: ranks 0-2 wait for each other, and nobody can release them"
-    assert "  rank 2: recv from 0, needs rank 0 to send" in text
+    text = report(states, {0, 1, 2}).text()
+    assert text.splitlines()[0] == "deadlock: ranks 0-2 wait for each other, and nobody can release them (group w)"
+    assert "  rank 2: recv from rank 0 at job.py:1, needs rank 0 to send" in text
+    assert "  cycle: rank 0 waits for 1 -> 2 -> 0" in text
 
 
 def test_a_chain_to_a_free_rank_is_not_stuck() -> None:
@@ -67,7 +73,9 @@ def test_collectives_in_opposite_order_on_two_groups() -> None:
         State(2, waits=(_recv(0),)),
     )
     assert stuck(states) == {0, 1, 2}
-    assert "rank 0: barrier 1 on a, needs rank 1" in report(states, {0, 1})
+    told = report(states, {0, 1}, 1000.0)
+    assert "rank 0: barrier #1 on group a at job.py:1, needs rank 1, waited 10 s" in told.text()
+    assert told.ranks == [0, 1]
 
 
 def test_a_collective_that_all_have_issued_is_not_stuck() -> None:
@@ -99,6 +107,10 @@ def test_ranks_that_are_gone() -> None:
     """A rank that has ended holds those that need it, and is not itself reported."""
     states = _states(State(0, waits=(_collective("w", 2),), calls={"w": 2}), State(1, gone=True, calls={"w": 1}))
     assert stuck(states) == {0}
+    told = report(states, {0})
+    assert "rank 0: barrier #2 at job.py:1, needs rank 1" in told.text()
+    assert "rank 1: ended the program" in told.text()
+    assert told.ranks == [0]
     done = _states(State(0, waits=(_collective("w", 2),), calls={"w": 2}), State(1, gone=True, calls={"w": 2}))
     assert stuck(done) == set()
 

@@ -25,6 +25,7 @@ ROOMS = (
     {"collectives", "objects", "p2p", "subgroups"},
     {"mesh", "stores"},
     {"runtime"},
+    {"persistent"},
     {"execution"},
     {"patience"},
     {"leaving"},
@@ -36,6 +37,7 @@ ROOMS = (
     {"groups"},
     {"checks"},
     {"waiting"},
+    {"signals"},
     {"engines"},
     {"buffers"},
     {"launch"},
@@ -56,6 +58,7 @@ SPEAKS_MPI = {
     "matching",
     "objects",
     "p2p",
+    "persistent",
     "runtime",
     "topology",
 }

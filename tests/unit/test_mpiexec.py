@@ -202,7 +202,10 @@ def test_hosts_and_tags() -> None:
     assert plan(OMPI4, tag_output=True, hostfile="h").argv[1:4] == ["--hostfile", "h", "--tag-output"]
     assert plan(MPICH, tag_output=True, hostfile="h").argv[1:4] == ["-f", "h", "-prepend-rank"]
     near = plan(MPICH, tag_output=True)
-    assert near.argv[:3] == [MPICH.path, "-n", "4"]
+    assert near.argv[:4] == [MPICH.path, "-disable-auto-cleanup", "-n", "4"]
+    assert plan(MPICH, extra=("-verbose",)).argv[:4] == [MPICH.path, "-verbose", "-n", "4"]
+    intel = Mpiexec("/opt/intel/mpiexec", "mpich", "2021.13")
+    assert plan(intel).argv[:3] == [intel.path, "-n", "4"]
     assert near.streams
     assert not plan(MPICH, nprocs=2000).streams
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpicoll.pytest_plugin import different_collections, judge, prefixed, summary
+from mpicoll.pytest_plugin.verdicts import different_collections, judge, prefixed, summary
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 
 import pytest
 
 from mpicoll import waiting, watchdog
 from mpicoll.errors import CollectiveTimeoutError, DistBackendError, PeerFailedError
+from mpicoll.signals import Shield
 
 
 class Clock:
@@ -289,9 +291,63 @@ def test_ctrl_c_is_noted_inside_and_raised_outside() -> None:
 
 
 def test_overdue_calls() -> None:
-    """A native call is overdue when it has been inside MPI for longer than its own limit."""
-    calls = {1: (100.0, 5.0, "one"), 2: (104.0, 5.0, "two"), 3: (90.0, 60.0, "three")}
-    assert watchdog.overdue(104.9, calls) == []
-    assert watchdog.overdue(106.0, calls) == [(6.0, "one")]
-    assert [what for _, what in watchdog.overdue(1000.0, calls)] == ["one", "two", "three"]
-    assert watchdog.overdue(1e9, {}) == []
+    """A native call is ended when it has been inside MPI for longer than its own limit."""
+    call = watchdog.Native(100.0, 5.0, lambda: "a call", lambda inside: "")
+    assert watchdog.verdict(104.9, call, {}) == ""
+    assert "inside MPI for 6.0 s, past its limit" in watchdog.verdict(106.0, call, {})
+
+
+def test_hopeless_calls() -> None:
+    """One that can never end is ended when that has been so for a while; not looked at while it is as quick as it should be."""
+    asked: list[float] = []
+    words = ["rank 1 is gone"]
+
+    def hopeless(inside: float) -> str:
+        asked.append(inside)
+        return words[0]
+
+    call = watchdog.Native(100.0, 1800.0, lambda: "a call", hopeless)
+    since: dict[watchdog.Native, float] = {}
+    assert watchdog.verdict(100.9, call, since) == ""
+    assert not asked
+    assert watchdog.verdict(101.5, call, since) == ""
+    assert watchdog.verdict(103.4, call, since) == ""
+    assert watchdog.verdict(103.5, call, since) == "rank 1 is gone"
+    words[0] = ""  # it was about to return
+    assert watchdog.verdict(103.6, call, since) == ""
+    words[0] = "rank 1 is gone"
+    assert watchdog.verdict(103.7, call, since) == ""
+    assert asked == [1.5, 3.4000000000000057, 3.5, 3.5999999999999943, 3.700000000000003]
+
+
+def test_handlers_of_the_program_run_where_they_may_raise() -> None:
+    """Under the shield a handler runs when it is delivered, or at the end, after the program's handlers are back."""
+    seen: list[int] = []
+
+    def handler(number: int, frame: object) -> None:
+        seen.append(number)
+        if len(seen) > 1:
+            raise ValueError("second")
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        shield = Shield()
+        with shield:
+            with shield:
+                signal.raise_signal(signal.SIGUSR1)
+            assert not seen
+            shield.deliver()
+            assert seen == [signal.SIGUSR1]
+        assert signal.getsignal(signal.SIGUSR1) is handler
+
+        def struck() -> None:
+            with shield:
+                signal.raise_signal(signal.SIGUSR1)
+                seen.append(0)
+
+        with pytest.raises(ValueError, match="second"):
+            struck()
+        assert seen == [signal.SIGUSR1, 0, signal.SIGUSR1]
+        assert signal.getsignal(signal.SIGUSR1) is handler
+    finally:
+        signal.signal(signal.SIGUSR1, before)

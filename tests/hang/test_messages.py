@@ -1,0 +1,228 @@
+"""Messages that do not fit, and senders that are gone: what must end on every rank, and what must simply work."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+from jobs import RunningJob, run_job
+
+HEAD = """
+import sys, time
+import numpy as np
+import mpicoll as dist
+dist.init_process_group()
+r, n = dist.get_rank(), dist.get_world_size()
+"""
+
+
+@pytest.mark.parametrize("count", [4, 50_000])
+def test_a_wrong_dtype_that_nobody_handles(count: int) -> None:
+    """The receiver's error names both sides and their lines; the sender, wherever it waits, learns that it failed."""
+    job = run_job(
+        HEAD
+        + f"""
+if r == 0:
+    dist.send(np.zeros({count}, "f"), 1)
+elif r == 1:
+    dist.recv(np.zeros({count}), 0)
+dist.barrier()
+""",
+        3,
+        limit=20,
+        env={"MPICOLL_TIMEOUT": "15"},
+    )
+    assert not job.timed_out, job
+    assert job.returncode == 1, job
+    assert job.seconds < 10, job
+    mismatch = f"rank 0 sent float32, {count} elements (tag 0, send at "
+    assert f"CollectiveMismatchError: recv on group WORLD: {mismatch}" in job.err[1], job
+    assert f"of float64, {count} elements at " in job.err[1], job
+    assert job.err[1].count("job.py:9)") == 1, job
+    for rank in (0, 2):
+        assert "PeerFailedError: rank 1 failed: CollectiveMismatchError" in job.err[rank], job
+        assert mismatch in job.err[rank], job
+
+
+def test_a_refused_large_message_that_nobody_takes_is_a_deadlock() -> None:
+    """The sender of a large message waits until it is taken: with its receiver waiting for something else it never is."""
+    job = run_job(
+        HEAD
+        + """
+try:
+    if r == 0:
+        dist.send(np.zeros(50_000), 1)
+    elif r == 1:
+        try:
+            dist.recv(np.zeros(3), 0)
+        except dist.CollectiveMismatchError:
+            print("refused", flush=True)
+    dist.barrier()
+except dist.DeadlockError as error:
+    print(error, flush=True)
+time.sleep(1)
+sys.exit(7)
+""",
+        2,
+        limit=20,
+        env={"MPICOLL_TIMEOUT": "15"},
+    )
+    assert job.returncode == 7, job
+    assert "refused" in job.out[1], job
+    for out in job.out:
+        assert "send float64[50000] to rank 1 tag 0 at job.py:10" in out, job
+        assert "needs rank 1 to receive" in out, job
+
+
+def test_a_sender_that_has_ended() -> None:
+    """Small messages of a rank that is gone are received, in order, also after one was refused; then nothing comes."""
+    job = run_job(
+        HEAD
+        + """
+if r == 1:
+    for count in (1, 100, 2000):
+        work = dist.isend(np.full(count, float(count)), 0, tag=3)
+        if count < 2000:
+            work.wait()
+    work.wait()
+    sys.exit(0)
+time.sleep(0.5)
+try:
+    dist.recv(np.zeros(7), 1, tag=3)
+except dist.CollectiveMismatchError as error:
+    assert "rank 1 sent float64, 1 element (tag 3, isend at " in str(error), error
+for count in (1, 100, 2000):
+    x = np.zeros(count)
+    dist.recv(x, 1, tag=3)
+    assert (x == count).all()
+try:
+    dist.recv(x, 1, tag=3)
+except (dist.PeerExitedError, dist.DeadlockError):
+    print("told", flush=True)
+""",
+        2,
+        limit=30,
+        env={"MPICOLL_TIMEOUT": "20"},
+    )
+    assert not job.timed_out, job
+    assert "told" in job.out[0], job
+    assert job.returncode == 0, job
+
+
+def test_groups_of_the_same_ranks_one_after_the_other() -> None:
+    """What one group sent and did not receive, taken and refused messages among it, never reaches the next group."""
+    job = run_job(
+        HEAD
+        + """
+for turn in range(3):
+    group = dist.new_group()
+    if r == 0:
+        for count in (1, 2, 1, 400):
+            dist.send(np.full(count, 10.0 + turn), 1, group=group, tag=count)
+        dist.send(np.full(5, float(turn)), 1, group=group)
+    if r == 1:
+        x = np.zeros(1)
+        dist.recv(np.zeros(5), 0, group=group)
+        for source in (0, None):
+            try:
+                dist.recv(x, source, group=group, tag=2)
+            except dist.CollectiveMismatchError:
+                pass
+        dist.recv(x, 0, group=group, tag=1)
+        assert x[0] == 10 + turn, (turn, x)
+    dist.barrier(group)
+    dist.destroy_process_group(group)
+print("done", flush=True)
+""",
+        3,
+        limit=30,
+        env={"MPICOLL_TIMEOUT": "20"},
+    )
+    assert all("done" in out for out in job.out), job
+    assert job.returncode == 1, job
+    for tag in (2, 400):
+        lost = f"1 message from rank 0 to rank 1 with tag {tag} on group [0-2] had not been received"
+        assert job.err[1].count(lost) == 3, job
+
+
+@pytest.mark.parametrize("count", [4, 50_000])
+def test_ctrl_c_in_a_receive_that_was_made_before(count: int) -> None:
+    """Ctrl-C in a receive that is made again is answered while it waits, and the peer is told."""
+
+    def interrupt(job: RunningJob) -> None:
+        job.wait_for("ready", 0, 1)
+        time.sleep(0.3)
+        job.signal(signal.SIGINT, 1)
+
+    job = run_job(
+        HEAD
+        + f"""
+x = np.zeros({count})
+for turn in range(5):
+    dist.send(x, 1) if r == 0 else dist.recv(x, 0)
+print("ready", flush=True)
+try:
+    if r == 0:
+        time.sleep(1.5)  # with both of them waiting it would be a deadlock
+        dist.recv(x, 1)
+    dist.recv(x, 0)
+except dist.GroupBrokenError as error:
+    assert "rank 1 gave" in str(error), error
+    print("told", flush=True)
+except KeyboardInterrupt:
+    try:
+        dist.recv(x, 0)
+    except dist.GroupBrokenError:
+        print("interrupted", flush=True)
+    time.sleep(3)
+time.sleep(0.5)
+sys.exit(7)
+""",
+        2,
+        limit=30,
+        env={"MPICOLL_TIMEOUT": "20"},
+        meanwhile=interrupt,
+    )
+    assert not job.timed_out, job
+    assert "told" in job.out[0], job
+    assert "interrupted" in job.out[1], job
+
+
+def test_limits_and_deadlocks_of_calls_that_were_made_before() -> None:
+    """A receive that is made again runs into the limit where its peer is late, and into a certificate where nobody can come."""
+    job = run_job(
+        HEAD
+        + """
+from datetime import timedelta
+x = np.zeros(3)
+group = dist.new_group()
+for turn in range(5):
+    for g in (None, group):
+        dist.send(x, 1, g) if r == 0 else dist.recv(x, 0, g)
+if r == 0:
+    time.sleep(2)
+else:
+    group.set_timeout(timedelta(seconds=0.5))
+    try:
+        dist.recv(x, 0, group)
+    except dist.CollectiveTimeoutError as error:
+        assert "recv float64[3] from rank 0 tag 0" in str(error), error
+        print("late", flush=True)
+for turn in range(3):
+    dist.send(x, 1) if r == 0 else dist.recv(x, 0)
+try:
+    dist.recv(x, 1 - r)
+except dist.DeadlockError as error:
+    assert "recv float64[3] from rank 0 tag 0" in str(error), error
+    print("deadlock", flush=True)
+time.sleep(0.5)
+sys.exit(7)
+""",
+        2,
+        limit=30,
+        env={"MPICOLL_TIMEOUT": "20"},
+    )
+    assert not job.timed_out, job
+    assert "late" in job.out[1], job
+    assert all("deadlock" in out for out in job.out), job

@@ -1,0 +1,238 @@
+"""Buffers of operations under way: given away twice, or written by the program."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpicoll as dist
+from mpicoll.checks.inflight import registry
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Any:
+    """Every operation has left the registry in the end."""
+    yield
+    registry.check(registry_flight())
+    assert not registry.flights
+    dist.barrier()
+
+
+def registry_flight() -> Any:
+    from mpicoll.checks.call import call_site
+    from mpicoll.checks.inflight import Flight
+
+    return Flight("check", call_site())
+
+
+def neighbours() -> tuple[int, int]:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    return (rank - 1) % size, (rank + 1) % size
+
+
+def test_an_overlap_raises_at_once_and_names_both_calls() -> None:
+    """A message into, or out of, memory that a receive under way writes raises before anything is posted."""
+    before, after = neighbours()
+    for count in (4, 4000):
+        x = np.zeros(2 * count)
+        work = dist.irecv(x[:count], before)
+        part = x[count - 1 : 2 * count - 1]
+        for call in (
+            lambda part=part: dist.irecv(part, before),
+            lambda part=part: dist.recv(part, before),
+            lambda part=part: dist.isend(part, after),
+            lambda part=part: dist.send(part, after),
+        ):
+            with pytest.raises(
+                dist.BufferInUseError, match=r"test_inflight.py:\d+ .* memory that irecv at .*test_inf"
+            ) as error:
+                call()
+            assert "(8 bytes in common)" in str(error.value)
+        other = dist.irecv(x[count:], before, tag=1)
+        works = [dist.isend(np.full(count, float(tag)), after, tag=tag) for tag in (0, 1)]
+        for each in (work, other, *works):
+            each.wait()
+        assert (x[:count] == 0).all()
+        assert (x[count:] == 1).all()
+        # Now it is free again.
+        work = dist.irecv(part, before)
+        dist.isend(np.ones(count), after).wait()
+        work.wait()
+
+
+def test_reading_twice_is_right() -> None:
+    """One array may be sent to several ranks at once, and be summed and broadcast from meanwhile on its own rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = np.full(3000, float(rank))
+    works = [dist.isend(x, peer, tag=1) for peer in range(size)]
+    y = np.zeros((size, 3000))
+    works += [dist.irecv(y[peer], peer, tag=1) for peer in range(size)]
+    gathered = [np.zeros(3000) for _ in range(size)]
+    works.append(dist.all_gather(gathered, x, async_op=True))
+    root = dist.broadcast(x.copy() if rank else x, 0, async_op=True)
+    for work in (*works, root):
+        work.wait()
+    for peer in range(size):
+        assert (y[peer] == peer).all()
+        assert (gathered[peer] == peer).all()
+
+
+def test_a_collective_on_memory_in_flight_raises_on_all_members() -> None:
+    """One rank's overlap takes part in the agreement: every member raises, and the group is still good."""
+    rank = dist.get_rank()
+    x = np.zeros(5)
+    work = dist.irecv(x, 0, tag=3) if rank == 1 else None
+    for call in (
+        lambda: dist.all_reduce(x),
+        lambda: dist.all_reduce(x, async_op=True).wait(),
+        lambda: dist.broadcast(x, 0),
+        lambda: dist.all_gather([np.zeros(5) for _ in range(dist.get_world_size())], x),
+    ):
+        for _ in range(2):
+            with pytest.raises(dist.BufferInUseError if rank == 1 else dist.CollectiveMismatchError) as caught:
+                call()
+            assert "still writes (40 bytes in common)" in str(caught.value).replace("\n", " ") or rank != 1
+    if rank == 0:
+        dist.send(np.ones(5), 1, tag=3)
+    if work is not None:
+        work.wait()
+        assert (x == 1).all()
+    first = dist.all_reduce(x, async_op=True)
+    with pytest.raises(
+        dist.BufferInUseError, match=r"all_reduce at .* writes memory that all_reduce at .* still writes"
+    ):
+        dist.all_reduce(x, async_op=True)
+    first.wait()
+
+
+def test_a_write_to_what_is_sent_is_noticed() -> None:
+    """wait raises and names the issuing line, whether the data had been copied away or not; what arrives may be either."""
+    before, after = neighbours()
+    for count in (1, 500, 501, 8000):
+        x, y = np.zeros(count), np.zeros(count)
+        work = dist.isend(x, after)
+        x[-1] = 7
+        dist.irecv(y, before).wait()
+        for _ in range(2):
+            with pytest.raises(
+                dist.BufferInUseError, match=r"the tensor of isend at .*test_inflight.py:\d+ was written"
+            ):
+                work.wait()
+        assert isinstance(work.exception(), dist.BufferInUseError)
+        assert not work.is_success()
+    x, y = np.zeros(20_000), np.zeros(20_000)
+    work = dist.isend(x, after)
+    dist.irecv(y, before).wait()
+    work.wait()
+    work = dist.isend(x, after)
+    dist.irecv(y, before).wait()
+    while not work.is_completed():
+        pass
+    x[0] = 1  # seen complete: its own again
+    work.wait()
+
+
+def test_a_write_to_what_is_received_into_is_noticed() -> None:
+    """wait of an irecv raises when its array was written before the message came."""
+    before, after = neighbours()
+    for count in (1, 500, 501, 8000):
+        y = np.zeros(count)
+        work = dist.irecv(y, before)
+        y[0] = 3
+        dist.barrier()
+        dist.isend(np.ones(count), after).wait()
+        with pytest.raises(dist.BufferInUseError, match=r"irecv at .*test_inflight.py:\d+ was written"):
+            work.wait()
+
+
+def test_a_write_to_what_has_been_received_is_noticed() -> None:
+    """The result of an irecv belongs to the program once it has waited, even if the message came long before."""
+    before, after = neighbours()
+    for count in (1, 500):
+        y = np.zeros(count)
+        work = dist.irecv(y, before)
+        dist.isend(np.ones(count), after).wait()
+        dist.barrier()
+        other = dist.irecv(np.zeros(1), before, tag=1)
+        dist.isend(np.ones(1), after, tag=1).wait()
+        other.wait()
+        assert (y == 1).all()
+        y[0] = 2
+        with pytest.raises(dist.BufferInUseError, match="irecv"):
+            work.wait()
+
+
+@pytest.mark.parametrize("count", [1, 1500])
+def test_a_write_to_a_collective_s_buffers_is_noticed(count: int) -> None:
+    """Inputs and results of asynchronous collectives, written by one rank while they are under way, raise on that rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for write in (False, True):
+        x, into, each = np.ones(count), np.zeros(count * size), [np.zeros(count) for _ in range(size)]
+        sums, part = np.ones(count), np.zeros(count)
+        premul = np.ones(count)
+        cases = [
+            (dist.all_reduce(sums, async_op=True), sums, sums),
+            (dist.all_reduce(premul, dist.ReduceOp.PREMUL_SUM(2.0), async_op=True), premul, premul),
+            (dist.broadcast(x, 0, async_op=True), x, x),
+            (dist.all_gather(each, x.copy(), async_op=True), each[-1], each[-1]),
+            (dist.all_gather_single(into, y := np.ones(count), async_op=True), y, into),
+            (dist.reduce_scatter_single(part, z := np.ones(count * size), async_op=True), z, part),
+            (dist.reduce(w := np.ones(count), 1, async_op=True), w, w),
+        ]
+        for number, (work, buffer, result) in enumerate(cases):
+            if write and rank == 1:
+                buffer[0] += 5
+                with pytest.raises(dist.BufferInUseError, match=r"of \w+ at .*test_inflight.py:\d+ was written"):
+                    work.wait()
+            else:
+                work.wait()
+                if not write:
+                    expected = {0: size, 1: 2 * size, 5: size, 6: size if rank == 1 else 1}.get(number, 1)
+                    assert (result == expected).all(), (number, result)
+
+
+def test_those_that_are_dropped_or_have_a_future() -> None:
+    """A future's end frees the memory and tells of writes; so does the end of a Work that nobody holds any more."""
+    before, after = neighbours()
+    x, y = np.zeros(3), np.zeros(3)
+    work = dist.irecv(y, before)
+    future = work.get_future()
+    dist.isend(x, after).wait()
+    future.result()
+    dist.isend(y, before, tag=1).wait()
+    dist.recv(y, after, tag=1)
+    work = dist.isend(x, after)
+    future = work.get_future()
+    del work
+    future.result()
+    dist.recv(x, before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        kept = dist.group.WORLD.unwaited
+        found = set(kept)
+        dist.isend(x, after, tag=2)
+        gc.collect()
+        for key in set(kept) - found:
+            kept.pop(key)
+    dist.recv(y, before, tag=2)
+    dist.barrier()
+    work = dist.irecv(x, before, tag=3)
+    dist.isend(y, after, tag=3).wait()
+    work.wait()
+
+
+def test_many_under_way() -> None:
+    """A thousand messages into the parts of one array."""
+    before, after = neighbours()
+    x, y = np.arange(1000.0), np.zeros(1000)
+    works = [dist.irecv(y[i : i + 1], before, tag=i % 7) for i in range(1000)]
+    works += [dist.isend(x[i : i + 1], after, tag=i % 7) for i in range(1000)]
+    for work in works:
+        work.wait()
+    assert (x == y).all()

@@ -1,0 +1,139 @@
+"""Check levels: what is compared, when, and that everything still moves right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import collective_cases as cases
+import numpy as np
+import pytest
+
+import mpicoll as dist
+from mpicoll.checks.levels import EVERY
+from mpicoll.pytest_plugin import collective_raises
+
+pytestmark = pytest.mark.mpi
+LEVELS = ("full", "roll", "off")
+
+
+@contextmanager
+def group_of_level(level: str) -> Iterator[Any]:
+    """Make a group as an init_process_group(check=level) would lead to."""
+    world = dist.group.WORLD
+    assert world is not None
+    before, world.level = world.level, level  # type: ignore[assignment]
+    try:
+        group = dist.new_group()
+    finally:
+        world.level = before
+    yield group
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_collective_at_every_level(level: str) -> None:
+    """Sizes, roots and dtypes as ever, waited for or not, the same call again and again."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    with group_of_level(level) as group:
+        assert group.level == level
+        for dtype in "id":
+            cases.every_collective(group, dtype=dtype)
+        x = np.empty(3)
+        for i in range(3 * EVERY):
+            x[:] = me + i
+            dist.all_reduce(x, group=group)
+            assert (x == size * i + size * (size - 1) / 2).all(), i
+            works = [dist.all_reduce(np.full(2, j + 1.0), group=group, async_op=True) for j in range(i % 5)]
+            y = np.full(5, float(me))
+            if me == i % size:  # asynchronous here, not there
+                work = dist.broadcast(y, i % size, group=group, async_op=True)
+                assert work is not None
+                work.wait()
+            else:
+                dist.broadcast(y, i % size, group=group)
+            assert (y == i % size).all()
+            for j, work in reversed(list(enumerate(works))):
+                assert work is not None
+                work.wait()
+                assert (work.result()[0] == size * (j + 1)).all()
+
+
+def differ(group: Any, at: int, calls: int, **names: str) -> None:
+    for i in range(calls):
+        op = dist.ReduceOp.MAX if i == at and dist.get_rank(group) == 1 else dist.ReduceOp.SUM
+        dist.all_reduce(np.ones(2), op, group=group)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("at", [0, 3, EVERY - 1, EVERY, EVERY + 5])
+def test_the_rolling_fingerprint_finds_the_first_difference(at: int) -> None:
+    """A call that differs is found after sixteen calls at most, at a barrier at the latest, and named by its number."""
+    with group_of_level("roll") as group:
+        calls = 0
+        with collective_raises(dist.CollectiveMismatchError) as caught:
+            for calls in range(1, 3 * EVERY):
+                differ(group, 0 if calls == at + 1 else -1, 1)
+        assert at + 1 <= calls <= at + EVERY
+        assert f"call {at + 1} on group" in str(caught.value)
+        assert "may be wrong" in str(caught.value)
+        dist.all_reduce(np.ones(1), group=group)  # it goes on
+        dist.barrier(group)
+        differ(group, 1, 3)
+        with collective_raises(dist.CollectiveMismatchError, match="MAX"):
+            dist.barrier(group)
+        dist.barrier(group)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_large_call_compares_what_came_before() -> None:
+    """The rendezvous before a large transfer carries the rolling fingerprint, too."""
+    with group_of_level("roll") as group:
+        differ(group, 2, 4)
+        with collective_raises(dist.CollectiveMismatchError, match=r"call 3 on group"):
+            dist.all_reduce(np.ones(100_000), group=group)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_destroyed_group_is_compared_when_its_communicators_are_used_again() -> None:
+    """Destroying waits for nobody; the next group of the same ranks finds what the last one's calls came to."""
+    with group_of_level("roll") as group:
+        differ(group, 1, 2)
+    with collective_raises(dist.CollectiveMismatchError, match="a group of these ranks that was destroyed"):
+        dist.new_group()
+    dist.destroy_process_group(dist.new_group())
+
+
+@pytest.mark.mpi(min_size=2)
+def test_nothing_is_compared_when_off() -> None:
+    """At level off calls that differ only in what MPI does not see go through; those that make a group are compared."""
+    with group_of_level("off") as group:
+        for i in range(2 * EVERY):
+            dist.all_reduce(np.ones(2), group=group, name=f"{dist.get_rank()} {i}")
+        dist.barrier(group, name=str(dist.get_rank()))
+
+
+@pytest.mark.parametrize(
+    "call", ["barrier", "all_reduce", "all_gather_object", "broadcast_object_list", "all_to_all_single"]
+)
+def test_named_calls(call: str) -> None:
+    """The same name on all ranks is right; another name, or one on some ranks only, is a mismatch."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    arguments: dict[str, tuple[Any, ...]] = {
+        "barrier": (),
+        "all_reduce": (np.ones(2),),
+        "all_gather_object": ([None] * size, me),
+        "broadcast_object_list": ([me], 0),
+        "all_to_all_single": (np.ones(size), np.ones(size)),
+    }
+    function = getattr(dist, call)
+    function(*arguments[call], name="epoch 1")
+    for name in ("epoch 1" if me else "epoch 2", "epoch 1" if me else None):
+        if size == 1:
+            function(*arguments[call], name=name)
+            continue
+        with collective_raises(dist.CollectiveMismatchError, match="epoch 1"):
+            function(*arguments[call], name=name)
+    with collective_raises(TypeError, match="name must be a string"):
+        function(*arguments[call], name=1)

@@ -1,0 +1,76 @@
+"""What a message says of itself comes out at the other end as it went in."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpicoll.buffers.dtypes import MOVABLE
+from mpicoll.checks.call import Site, call_site
+from mpicoll.checks.envelope import ROOM, SMALL_BYTES, WORDS, Told, first_word, open_message, write
+
+
+@pytest.mark.parametrize("char", sorted(MOVABLE))
+def test_a_message_opens_as_it_was_written(char: str) -> None:
+    """dtype, count and elements come back, for every dtype that moves, with and without the words of its place."""
+    dtype = np.dtype(char)
+    most = SMALL_BYTES // dtype.itemsize
+    for count in (0, 1, 3, most, most + 1, 5 * most):
+        flat = np.arange(count).astype(dtype)
+        for place in (b"", "send at tr\N{LATIN SMALL LETTER A WITH DIAERESIS}in.py:12".encode()):
+            message = write(flat, 7, place)
+            envelope, elements, words = open_message(message)
+            assert (envelope.dtype, envelope.count, envelope.place) == (dtype, count, 7)
+            assert envelope.nbytes == flat.nbytes
+            assert words.encode() == place
+            assert envelope.apart == (count > most)
+            if not envelope.apart:
+                assert (elements.view(dtype) == flat).all()
+            assert message.nbytes == WORDS.size + (0 if envelope.apart else flat.nbytes) + len(place)
+            assert message.nbytes <= ROOM
+            known, _ = WORDS.unpack_from(message.data)
+            assert (known == first_word(dtype, count)) == (not place)
+
+
+def test_dtypes_that_differ_have_words_that_differ() -> None:
+    """The first word is equal where NumPy calls the dtypes equal, and only there: int64 is "l" and "q"."""
+    for a in MOVABLE:
+        for b in MOVABLE:
+            same = np.dtype(a) == np.dtype(b)
+            assert (first_word(np.dtype(a), 3) == first_word(np.dtype(b), 3)) == same, a + b
+    assert first_word(np.dtype("d"), 3) != first_word(np.dtype("d"), 4)
+    envelope, _, _ = open_message(write(np.zeros(1, "q"), 0, b""))
+    assert envelope.describe() == "int64, 1 element"
+
+
+def test_a_place_is_told_once_for_each_tag_and_receiver() -> None:
+    """Words go with the first message of a place to a receiver under a tag; places that differ have numbers that differ."""
+    told = Told()
+    here, there = call_site(), call_site()
+    number, words = told.place(1, 0, "send", here)
+    assert words == f"send at {here}".encode()
+    assert told.place(1, 0, "send", here) == (number, b"")
+    for peer, tag in ((2, 0), (1, 1)):
+        assert told.place(peer, tag, "send", here) == (number, words)
+    assert told.place(1, 0, "send", there)[0] != number
+    other, words = told.place(1, 0, "isend", here)
+    assert other != number
+    assert words.startswith(b"isend at ")
+
+
+def test_a_long_path_is_cut_from_the_left() -> None:
+    """A place of any length fits into a message, and keeps its file and line."""
+    code = compile("pass", "/" + "d" * 400 + "/train.py", "exec")
+    _, words = Told().place(0, 0, "isend", Site(code, 0))
+    assert words.decode().startswith("isend at \N{HORIZONTAL ELLIPSIS}d")
+    assert "/train.py:" in words.decode()
+    assert WORDS.size + SMALL_BYTES + len(words) <= ROOM
+
+
+def test_told_forgets_and_tells_again() -> None:
+    """A program with ever new tags does not grow it without bound."""
+    told = Told()
+    site = call_site()
+    for tag in range(10_000):
+        assert told.place(0, tag, "send", site)[1]
+    assert len(told._told) <= 4096

@@ -1,0 +1,175 @@
+"""Memory of operations under way: what may be used at once, and what was written meanwhile."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import numpy as np
+import pytest
+
+from mpicoll.checks.call import call_site
+from mpicoll.checks.inflight import SEALED_BYTES, Flight, Registry, Seal, span
+from mpicoll.errors import BufferInUseError
+
+
+def _flight(op: str, *, reads: tuple = (), writes: tuple = (), gone: bool = False) -> Flight:
+    return Flight(op, call_site(), reads, writes, lambda: gone)
+
+
+def _issue(registry: Registry, *args: object, **kwargs: object) -> Flight:
+    flight = _flight(*args, **kwargs)
+    registry.check(flight)
+    registry.add(flight)
+    return flight
+
+
+def test_reading_twice_is_right_and_writing_what_is_used_is_not() -> None:
+    """Of two operations on common memory, both must read; the error names both, their places and the bytes."""
+    x = np.zeros(10)
+    for first, second, right in (
+        ("reads", "reads", True),
+        ("reads", "writes", False),
+        ("writes", "reads", False),
+        ("writes", "writes", False),
+    ):
+        registry = Registry()
+        old = _issue(registry, "isend", **{first: (x[:6],)})
+        new = _flight("irecv", **{second: (x[4:],)})
+        if right:
+            registry.check(new)
+        else:
+            with pytest.raises(BufferInUseError) as caught:
+                registry.check(new)
+            text = str(caught.value)
+            assert text.count("test_inflight.py:") == 2, text
+            assert (
+                f"irecv at {new.site} {second} memory that isend at {old.site} still {first} (16 bytes in common)"
+                in text
+            )
+        registry.remove(old)
+        registry.check(new)
+        assert not registry.flights
+
+
+def test_memory_side_by_side_and_interleaved() -> None:
+    """Neighbours, every second element, empty arrays and 0-d arrays share nothing; reversed and transposed ones do."""
+    x = np.zeros((8, 8))
+    registry = Registry()
+    _issue(registry, "irecv", writes=(x[::2],))
+    _issue(registry, "irecv", writes=(x[1::4],))
+    _issue(registry, "irecv", writes=(x[3:4, :4],))
+    _issue(registry, "irecv", writes=(x[3:4, 4:],))
+    _issue(registry, "irecv", writes=(x[:0],))
+    _issue(registry, "isend", reads=(x[7, 7:8].reshape(()), x[7, :3]))
+    for wrong in (x[::-1], x.T, x[2, 3:4], x[7, 2], x[3:5, 3:5]):
+        with pytest.raises(BufferInUseError):
+            registry.check(_flight("irecv", writes=(np.asarray(wrong) if wrong.shape else x[7, 2:3],)))
+    registry.check(_flight("isend", reads=(x[7, 2:5],)))
+    assert span(x[::-1]) == span(x)
+    assert span(x[::-1, ::2])[1] - span(x[::-1, ::2])[0] == x.nbytes - 8
+
+
+def test_an_operation_may_use_its_own_memory_twice() -> None:
+    """What one operation reads and writes in place is its own business, and its result is no write of the program."""
+    x = np.zeros(4)
+    flight = _flight("all_reduce", reads=(x,), writes=(x,))
+    Registry().check(flight)
+    flight.seal()
+    x += 1
+    assert flight.verdict() is None
+
+
+def test_those_whose_group_is_gone_are_passed_over() -> None:
+    """Operations that nobody can wait for any more do not keep their memory."""
+    x = np.zeros(4)
+    registry = Registry()
+    _issue(registry, "irecv", writes=(x,), gone=True)
+    registry.check(_flight("isend", reads=(x,)))
+
+
+def test_a_dropped_handle_keeps_its_memory_until_the_end() -> None:
+    """When nobody holds the handle any more the operation is forgotten, but not before it is over."""
+    x = np.zeros(4)
+    registry = Registry()
+    old = _issue(registry, "irecv", writes=(x,))
+    over = False
+    old.over = lambda: over
+    registry.drop(old)
+    for _ in range(2):
+        with pytest.raises(BufferInUseError):
+            registry.check(_flight("irecv", writes=(x,)))
+    over = True
+    registry.check(_flight("irecv", writes=(x,)))
+    assert not registry.flights
+
+
+def test_random_ranges_as_a_byte_map_has_them() -> None:
+    """Thousands of operations that come and go are judged as a map of every byte judges them."""
+    chosen = random.Random(5)
+    memory = np.zeros(3000, np.uint8)
+    registry = Registry()
+    reading, writing = np.zeros(3000, int), np.zeros(3000, int)
+    under_way: list[tuple[Flight, slice, bool]] = []
+    refused = 0
+    for _ in range(4000):
+        if under_way and chosen.random() < 0.45:
+            flight, where, writes = under_way.pop(chosen.randrange(len(under_way)))
+            registry.remove(flight)
+            (writing if writes else reading)[where] -= 1
+            continue
+        start = chosen.randrange(3000)
+        where = slice(start, min(3000, start + chosen.choice((1, 7, 64, 600))))
+        writes = chosen.random() < 0.4
+        wrong = bool(writing[where].any() or (writes and reading[where].any()))
+        flight = _flight("op", **{"writes" if writes else "reads": (memory[where],)})
+        if wrong:
+            refused += 1
+            with pytest.raises(BufferInUseError):
+                registry.check(flight)
+            continue
+        registry.check(flight)
+        registry.add(flight)
+        under_way.append((flight, where, writes))
+        (writing if writes else reading)[where] += 1
+    assert 200 < refused < 3500
+
+
+def test_ten_thousand_at_once() -> None:
+    """The time for one more does not grow with the number under way."""
+    memory = np.zeros(20_000)
+    registry = Registry()
+    start = time.process_time()
+    flights = [_issue(registry, "irecv", writes=(memory[i : i + 1],)) for i in range(10_000)]
+    flights += [_issue(registry, "isend", reads=(memory[10_000:],)) for _ in range(1000)]
+    for flight in flights:
+        registry.remove(flight)
+    assert time.process_time() - start < 5  # about 0.1 s; comparing each with all took a minute
+
+
+@pytest.mark.parametrize("dtype", ["?", "b", "i", "d", "g", "D", "G"])
+def test_a_seal_shows_a_write(dtype: str) -> None:
+    """A changed element breaks the seal, whatever the dtype, shape and strides; equal bytes do not."""
+    for shape in ((), (3,), (2, 0), (4, 5)):
+        for array in (np.ones(shape, dtype), np.ones(shape, dtype).T, np.ones((*shape, 2), dtype)[..., 0]):
+            seal = Seal([array])
+            assert not seal.broken()
+            if array.size:
+                if dtype not in "gG":  # they have bytes that belong to no element
+                    array[...] = 1
+                    assert not seal.broken()
+                array[(-1,) * array.ndim] = 0
+                assert seal.broken()
+
+
+def test_large_buffers_are_not_sealed() -> None:
+    """Above the limit nothing is read, so that sealing costs little."""
+    large = np.zeros(SEALED_BYTES + 1, np.uint8)
+    flight = _flight("isend", reads=(large, large[:10]))
+    flight.seal()
+    large[-1] = 1
+    assert flight.verdict() is None
+    large[0] = 1
+    error = flight.verdict()
+    assert isinstance(error, BufferInUseError)
+    assert f"isend at {flight.site} was written before its wait() had returned" in str(error)

@@ -1,0 +1,134 @@
+"""The shared memory of a node's ranks, with processes of the test's own for ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from mpicoll.checks.slots import SLOT_BYTES, Slots, _create
+
+RANKS = (4, 7, 9)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "slots"
+    file.write_bytes(bytes(SLOT_BYTES * len(RANKS)))
+    return file
+
+
+def slots_of(path: Path, rank: int) -> Slots:
+    second = os.open(path, os.O_RDONLY)
+    slots = Slots(os.open(path, os.O_RDWR), rank, RANKS)
+    slots.wait_through(second)
+    return slots
+
+
+def other(path: Path, rank: int, end: str) -> int:
+    """Start a process that is a rank; return its id once it is there. ``end``: how it ends when told by SIGUSR1."""
+    ready, told = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        slots = slots_of(path, rank)
+        slots.write("state", b"state of " + str(rank).encode())
+        slots.tell_place("somewhere.py:3")
+        slots.confirm()
+        os.write(told, b"x")
+        signal.sigwait({signal.SIGUSR1})
+        if end == "orderly":
+            slots.leave()
+        os._exit(0)
+    os.read(ready, 1)
+    os.close(ready)
+    os.close(told)
+    return pid
+
+
+def finish(pid: int) -> None:
+    os.kill(pid, signal.SIGUSR1)
+    os.waitpid(pid, 0)
+
+
+def test_what_a_rank_writes_is_read_by_the_others(path: Path) -> None:
+    """State, place and the moment of its confirmation; what is too large is not there at all."""
+    before = time.monotonic_ns()
+    pid = other(path, 7, "orderly")
+    mine = slots_of(path, 4)
+    assert mine.read(7, "state") == b"state of 7"
+    assert mine.read(9, "state") == b""
+    ago, text = mine.place(7)
+    assert text == "somewhere.py:3"
+    assert 0 <= ago < 60
+    assert mine.place(9) == (0.0, "")
+    assert before < mine.confirmed(7) < time.monotonic_ns()
+    assert mine.confirmed(9) == 0
+    assert not mine.write("state", bytes(SLOT_BYTES))
+    assert mine.read(4, "state") == b""
+    assert mine.write("state", b"small")
+    assert mine.read(4, "state") == b"small"
+    assert mine.write("state", b"")
+    assert mine.read(4, "state") == b""
+    finish(pid)
+    mine.close()
+
+
+def test_half_written_memory_is_not_read(path: Path) -> None:
+    """A text that does not fit its checksum, or a length that cannot be, reads as nothing."""
+    mine = slots_of(path, 4)
+    mine.write("state", b"abcdef")
+    at = mine._memory.find(b"abcdef")
+    mine._memory[at : at + 1] = b"x"
+    assert mine.read(4, "state") == b""
+    mine._memory[at - 8 : at - 4] = b"\xff\xff\xff\x7f"
+    assert mine.read(4, "state") == b""
+    mine.close()
+
+
+def test_a_process_that_is_gone_is_noticed(path: Path) -> None:
+    """One that ends without a word is dead, also as a zombie; one that has never been there, or has left, is not."""
+    mine = slots_of(path, 4)
+    assert mine.dead() == []
+    first, second = other(path, 7, "sudden"), other(path, 9, "orderly")
+    assert mine.dead() == []
+    os.kill(second, signal.SIGUSR1)
+    os.kill(first, signal.SIGUSR1)  # not waited for yet: a zombie
+    assert mine.await_death() == 7
+    assert mine.dead() == [7]
+    for pid in (first, second):
+        os.waitpid(pid, 0)
+    assert mine.dead() == [7]
+    mine.close()
+
+
+def test_waiting_follows_ranks_that_leave(path: Path) -> None:
+    """A rank that ends in an orderly way is followed by the next; when all have left there is nobody to wait for."""
+    mine = slots_of(path, 9)
+    first, second = other(path, 4, "orderly"), other(path, 7, "sudden")
+    finish(first)
+    finish(second)
+    assert mine.await_death() == 7
+    mine.close()
+    again = slots_of(path, 9)
+    finish(other(path, 7, "orderly"))
+    assert again.await_death() == -1
+    again.close()
+
+
+def test_no_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where the memory cannot be had, nothing is left behind."""
+    monkeypatch.setattr("mpicoll.checks.slots.SHARED_DIRECTORY", str(tmp_path))
+    assert Path(_create(4096)).stat().st_size == 4096
+
+    def full(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert _create(4096) == ""
+    assert len(list(tmp_path.iterdir())) == 1
+    monkeypatch.setattr("mpicoll.checks.slots.SHARED_DIRECTORY", str(tmp_path / "missing"))
+    assert _create(4096) == ""
