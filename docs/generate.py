@@ -161,7 +161,11 @@ def settings_table() -> str:
     """Return the table of settings."""
     lines = ["| variable | values | default | meaning |", "|---|---|---|---|"]
     for setting in SETTINGS:
-        default = f"{setting.default:g}" if isinstance(setting.default, float) else str(int(setting.default))
+        default = (
+            f"{setting.default:g}"
+            if isinstance(setting.default, float)
+            else (setting.default if isinstance(setting.default, str) else str(int(setting.default)))
+        )
         lines.append(f"| `{setting.variable}` | {setting.values} | {default} | {setting.meaning} |")
     return "\n".join(lines)
 
