@@ -31,7 +31,7 @@ from mpicoll import groups, waiting, watchdog
 from mpicoll.checks.call import Site
 from mpicoll.communicators import CLOSED_APART
 from mpicoll.errors import ARGUMENT, DistError, GroupBrokenError, PeerFailedError, in_one_line
-from mpicoll.launch.rundir import record_failure
+from mpicoll.launch.rundir import append_record, record_failure
 from mpicoll.topology import node_communicator
 
 if TYPE_CHECKING:
@@ -433,12 +433,14 @@ def _leave_base(base: Base, reason: str, grace: float) -> None:
         if board.rank in origins:  # one that is dead left it to us
             _await_peers(board, grace)
             _ending.code, _ending.stuck = _ending.code or 1, True
+            append_record("blame", board.rank, _ending.code)
             return
         end = time.monotonic() + grace + NOBODY_HANDLES + 2
         while time.monotonic() < end:
             board.poll()
             time.sleep(0.01)
         _ending.code, _ending.stuck = _ending.code or 1, True
+        append_record("blame", board.rank, _ending.code)
 
 
 def _spoiled(base: Base) -> bool:

@@ -65,7 +65,8 @@ def decide(records: Sequence[Record], mpiexec_code: int, family: Family, *, loca
     """Return the exit code of the rank that failed first; pure.
 
     The first failure on record is it, with one exception: after ``MPI_Abort(7)`` every rank is killed by the
-    launcher, the one that called it too, and only the launcher knows the 7.
+    launcher, the one that called it too, and only the launcher knows the 7. Not so where the job was ended by a rank
+    that failed later, with its own code, as one does that lost the killed one.
     """
     code = 128 - mpiexec_code if mpiexec_code < 0 else mpiexec_code
     first = next((record for record in records if record.kind in ("exit", "fail") and record.value != 0), None)
@@ -74,7 +75,8 @@ def decide(records: Sequence[Record], mpiexec_code: int, family: Family, *, loca
     killed = first.kind == "exit" and first.value in (129, 130, 131, 137, 143)
     # MPICH's mpiexec joins the codes of all ranks by OR; of signals only that gives one of _SIGNALS again.
     signals = _SIGNALS if family == "mpich" else {first.value}
-    if killed and code != 0 and code not in signals:
+    later = {record.value for record in records if record.kind in ("fail", "blame")}
+    if killed and code != 0 and code not in signals | later:
         return Outcome(code)
     return Outcome(first.value, first.rank)
 

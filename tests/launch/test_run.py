@@ -96,6 +96,7 @@ FIRST_FAILURES = {
     "exit": ("sys.exit(3)", 3),
     "quick exit": ("os._exit(4)", 4),
     "signal": ("os.kill(os.getpid(), 9)", 137),
+    "signal while others wait": ("os.kill(os.getpid(), 9)", 137),
     "abort": ("MPI.COMM_WORLD.Abort(7)", 7),
     "exception": ("raise ValueError('boo')", 1),
 }
@@ -114,7 +115,7 @@ def test_exit_code_of_the_first_failure(how: str, tmp_path: Path) -> None:
         from mpi4py import MPI
         if dist.get_rank() == 1:
             {statement}
-        if {how!r} in ("exit", "exception"):
+        if {how!r} in ("exit", "exception", "signal while others wait"):
             dist.barrier()
         time.sleep(30)
         """,

@@ -256,6 +256,9 @@ EXIT, FAIL, START = "exit", "fail", "start"
         ([(EXIT, 2, 139), (EXIT, 0, 143)], 143, "mpich", (139, 2)),
         ([(EXIT, 0, 143), (EXIT, 1, 143)], 7, "openmpi", (7, None)),  # MPI_Abort(7): the launcher kills its caller too
         ([(EXIT, 0, 137)], 7, "mpich", (7, None)),
+        ([(EXIT, 1, 137), (FAIL, 0, 1), (EXIT, 0, 137)], 1, "mpich", (137, 1)),  # rank 0 lost rank 1, ended the job
+        ([(EXIT, 1, 137), ("blame", 0, 1), (EXIT, 0, 1)], 1, "mpich", (137, 1)),
+        ([(EXIT, 1, 137), (FAIL, 0, 1), (EXIT, 0, 137)], 7, "mpich", (7, None)),  # rank 1 called MPI_Abort(7)
         ([(FAIL, 2, 5), (EXIT, 0, 1), (EXIT, 2, 5)], 1, "openmpi", (5, 2)),  # failed first, ended second
         ([(EXIT, 3, 4)], 0, "openmpi", (4, 3)),
     ],
