@@ -193,7 +193,8 @@ if r == 0:
 )
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
 def test_what_only_looks_like_a_deadlock(size: int) -> None:
     """Correct programs that wait long and in many ways end well, and nothing is said about them."""
     job = run_job(RIGHT, size, limit=60, env={"MPICOLL_TIMEOUT": "30"})

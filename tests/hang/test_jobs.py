@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+import pytest
 from jobs import RunningJob, run_job
 
 START = """\
@@ -24,6 +25,7 @@ def test_lines_belong_to_ranks() -> None:
     assert "[rank 1] 1 hello there\n" in result.stdout
 
 
+@pytest.mark.slow
 def test_hang_is_killed_at_the_limit() -> None:
     """Ranks that ignore SIGTERM and wait for ever are gone soon after the limit."""
     source = START + "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('here', flush=True); MPI.COMM_WORLD.recv()"

@@ -149,6 +149,7 @@ except dist.PeerExitedError as error:
     assert "rank 1: ended the program after 1 call on this group, last call barrier at job.py:8" in text, job
 
 
+@pytest.mark.slow
 def test_a_handled_failure_gets_its_grace() -> None:
     """A rank that handles a peer's failure has time for a checkpoint; the job then ends with the origin's code."""
     job = run_job(
@@ -198,6 +199,7 @@ except dist.PeerFailedError:
     assert 4.5 < job.seconds < 15, job
 
 
+@pytest.mark.slow
 def test_nobody_handles_it() -> None:
     """When the others compute and nobody handles the failure, the job is over within 5 s (and the start)."""
     job = run_job(HEAD + "if r == 1: raise ValueError('bad')\ntime.sleep(60)\n", 2, limit=30)

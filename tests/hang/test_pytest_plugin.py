@@ -154,6 +154,7 @@ def test_failure_while_others_wait_is_shown(suite: Suite) -> None:
     assert "ranks 0-1: did not finish the test" in result.stderr
 
 
+@pytest.mark.slow
 def test_limit_reaches_a_rank_that_never_releases_the_interpreter(suite: Suite) -> None:
     """A rank stuck in native code that no other thread can get past does not keep the job alive."""
     result = suite(
@@ -364,6 +365,7 @@ def test_ranks_in_different_blocks_fail(suite: Suite) -> None:
     assert re.search(r"(?m)^\[rank 1\] E +rank 0: is in another block, at test_it.py:16$", result.out[0])
 
 
+@pytest.mark.slow
 def test_a_rank_that_stays_in_the_block_is_ended_by_the_limit(suite: Suite) -> None:
     """The others tell how they ended the block; one that was wrong about it shortens the limit."""
     result = suite(
@@ -469,6 +471,7 @@ def test_a_hanging_test_shows_where_a_silent_rank_was(suite: Suite) -> None:
     assert re.search(silent, text)
 
 
+@pytest.mark.slow
 def test_a_hanging_test_without_the_library_says_nothing_of_it(suite: Suite) -> None:
     """Where nobody has made a default group there is no report of calls, also where the library is imported."""
     result = suite(

@@ -57,6 +57,7 @@ sys.exit(4)
     assert all("later: barrier on group WORLD: it cannot be used any more" in out for out in job.out), job
 
 
+@pytest.mark.slow
 def test_the_late_rank_is_found_where_it_waits() -> None:
     """A rank that waits in another call is named with that call and its line."""
     job = run_job(
@@ -113,6 +114,7 @@ sys.exit(0)
     assert float(job.out[0].split()[-2]) < 4, job
 
 
+@pytest.mark.slow
 def test_stopped_after_it_agreed() -> None:
     """A rank stopped by SIGSTOP inside a large all_reduce: the others end past the limit, and say why."""
 
@@ -180,6 +182,7 @@ else:
     assert "job.py" in job.err[0], job
 
 
+@pytest.mark.slow
 def test_a_listed_rank_never_makes_the_group() -> None:
     """new_group(use_local_synchronization=True) names the listed rank that does not come, and the world stays good."""
     job = run_job(
@@ -295,6 +298,7 @@ print("caught", caught, flush=True)
     assert all("caught 60" in out for out in job.out), job
 
 
+@pytest.mark.slow
 def test_an_exception_out_of_a_signal_handler() -> None:
     """What a signal handler of the program raises ends a wait, after the rank has withdrawn."""
     job = run_job(
@@ -331,7 +335,8 @@ sys.exit(6)
     assert "broken" in job.out[1], job
 
 
-@pytest.mark.parametrize("seconds", [6, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [6, 60])
 def test_a_long_wait_is_cheap_and_speaks_once(seconds: int) -> None:
     """A rank that waits uses less than a tenth of a core, and says once who is missing."""
     job = run_job(
