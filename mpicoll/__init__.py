@@ -67,6 +67,18 @@ if TYPE_CHECKING:
         is_mpi_available,
     )
     from mpicoll.subgroups import new_group
+    from mpicoll.turns import (
+        Turn,
+        first,
+        local_zero_first,
+        main_process_first,
+        ordered,
+        rank_zero_only,
+        run_first,
+        torch_distributed_zero_first,
+        wait_for_the_master,
+        zero_first,
+    )
     from mpicoll.work import Work
 
 # Where each public name comes from: it is imported when it is first asked for.
@@ -127,6 +139,18 @@ _HOME = {
         "is_mpi_available",
     ),
     "subgroups": ("new_group",),
+    "turns": (
+        "Turn",
+        "first",
+        "local_zero_first",
+        "main_process_first",
+        "ordered",
+        "rank_zero_only",
+        "run_first",
+        "torch_distributed_zero_first",
+        "wait_for_the_master",
+        "zero_first",
+    ),
     "work": ("Work",),
 }
 _home_of = {name: f"mpicoll.{module}" for module, names in _HOME.items() for name in names}
@@ -151,6 +175,7 @@ __all__ = [
     "ProcessGroup",
     "ProcessRaisedException",
     "ReduceOp",
+    "Turn",
     "Work",
     "__version__",
     "all_gather",
@@ -166,6 +191,7 @@ __all__ = [
     "broadcast_object_list",
     "default_pg_timeout",
     "destroy_process_group",
+    "first",
     "gather",
     "get_backend",
     "get_global_rank",
@@ -181,15 +207,23 @@ __all__ = [
     "is_initialized",
     "is_mpi_available",
     "isend",
+    "local_zero_first",
+    "main_process_first",
     "new_group",
+    "ordered",
+    "rank_zero_only",
     "recv",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
+    "run_first",
     "scatter",
     "send",
     "spawn",
+    "torch_distributed_zero_first",
+    "wait_for_the_master",
+    "zero_first",
 ]
 
 

@@ -229,6 +229,8 @@ def run(
     The caller has asked :func:`enter` whether the group can be used.
     """
     limit = group.timeout if limit is None else limit
+    if group.turn is not None:
+        raise group.turn.refuse(call.describe(), call.site)
     if call.error is not None and group.level != "full":
         raise call.error  # the others do not compare, so nobody asks what was wrong here
     with waiting.guard, group.lock:
@@ -254,7 +256,7 @@ def _passes(group: ProcessGroup, call: Call, move: Movement | Callable[[Flags], 
         and move.kind in UNCOMPARED
         and not (call.uneven or move.vector)
         and call.block_bytes <= SMALL_BYTES
-        and not (group.level == "roll" and group.calls % EVERY == 0)
+        and not (group.level == "roll" and (call.compared or group.calls % EVERY == 0))
     )
 
 
@@ -365,6 +367,9 @@ def repeat(group: ProcessGroup, known: Repeated, flat: Any, frame: FrameType) ->
         frame: the frame of the program's call.
     """
     enter(group, known.op)
+    if group.turn is not None:
+        site = Site(frame.f_code, frame.f_lasti)
+        raise group.turn.refuse(Call(known.op, known.key, site).describe(), site)
     with waiting.guard, group.lock:
         group.calls += 1
         group.last = known.op, frame.f_code, frame.f_lasti
@@ -506,6 +511,8 @@ def agree(group: ProcessGroup, call: Call, limit: float) -> Flags:
         Exception: ``call.error`` here, CollectiveMismatchError on the other members.
     """
     enter(group, call.op)
+    if group.turn is not None:
+        raise group.turn.refuse(call.describe(), call.site)
     with waiting.guard, group.lock:
         group.calls += 1
         call.seq = group.calls
@@ -539,7 +546,7 @@ def lost(operation: Operation, reason: BaseException) -> None:
 
 def drive(group: ProcessGroup, call: Call, steps: Generator[Request, None, Any], limit: float) -> Any:
     """Run ``steps`` to their end, waiting for each; one limit for the whole call."""
-    patience = CallWait(group, call, limit)
+    patience = (call.patience or CallWait)(group, call, limit)
     while True:
         try:
             request = next(steps)
@@ -599,12 +606,11 @@ def finish_waiting(operation: Operation, limit: float | None) -> None:
     """Wait for an operation and raise its error."""
     if not operation.done:
         with waiting.guard:
-            patience = CallWait(
-                operation.group,
-                operation.call,
-                operation.limit if limit is None else limit,
-                operation.peer,
-                operation.tag,
+            group, call = operation.group, operation.call
+            limit = operation.limit if limit is None else limit
+            special = call.patience
+            patience = (
+                special(group, call, limit) if special else CallWait(group, call, limit, operation.peer, operation.tag)
             )
             try:
                 local_wait(operation.advance, patience)

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import CodeType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from mpicoll.checks.call import Site
 from mpicoll.checks.envelope import Told
@@ -57,6 +57,13 @@ NOT_INITIALIZED = "Default process group has not been initialized, please make s
 MOST_PLANS = 128
 
 
+class Turn(Protocol):
+    """A block that is open in this process, whose other ranks wait for its end or are about to meet there."""
+
+    def refuse(self, op: str, site: Site) -> Exception:
+        """Return the error of a collective inside it."""
+
+
 class ProcessGroup:
     """An ordered set of ranks with communicators of its own.
 
@@ -86,6 +93,7 @@ class ProcessGroup:
         self.last: tuple[str, CodeType, int] | PersistentSend | PersistentReceive | None = None
         self.broken: str | None = None
         self.destroyed = False
+        self.turn: Turn | None = None  # what keeps its collectives out: a block that one rank runs first
         self.lock = threading.RLock()  # held through a collective: one at a time on a group
         self.posting = threading.Lock()  # held while a message is posted: other threads may send during a collective
         self.unwaited: dict[int, Operation] = {}
@@ -245,6 +253,7 @@ class State:
     thread: int
     groups: dict[str, ProcessGroup] = field(default_factory=dict)
     created: int = 0
+    node: ProcessGroup | None = None
 
 
 class _Default:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Protocol
 
 from mpicoll import execution, waiting
 from mpicoll.checks.call import NOTHING, Call, Site, call_site, compress_ranks, name_ranks
@@ -17,7 +17,7 @@ from mpicoll.groups import NON_MEMBER, ProcessGroup, State, state
 from mpicoll.patience import CallWait, joined, local_wait, search
 from mpicoll.runtime import check_backend
 
-__all__ = ["new_group"]
+__all__ = ["Watch", "new_group", "node_group"]
 
 MOST_JOINED = 256
 _TAGS = 32000  # MPI guarantees tags up to 32767
@@ -117,6 +117,33 @@ def _create(
     return group
 
 
+class Watch(Protocol):
+    """A wait for members that are known to come late."""
+
+    limit: float
+
+    def look(self) -> bool:
+        """Say now and then for whom this rank waits; whether there has been no sign of life for too long."""
+
+
+def node_group(known: State, site: Site, watch: Watch | None = None) -> ProcessGroup:
+    """Return the group of the ranks of this node; made once, when all of them have come, and by them alone.
+
+    Args:
+        site: where the program needs it.
+        watch: how to wait for the others; None: within the limit of the world.
+    """
+    if known.node is None:
+        members = known.topology.local_ranks
+        with waiting.shield:
+            name, pair = _make_locally(known, members, site, None, watch)
+        world, host = known.world, known.topology.hosts[known.topology.node]
+        known.node = known.groups[name] = ProcessGroup(
+            name, pair, members.index(world.rank()), world.timeout, level=world.level, display=f"node {host}"
+        )
+    return known.node
+
+
 def _members(ranks: Any, size: int, sort_ranks: bool) -> tuple[int, ...]:
     if ranks is None:
         return tuple(range(size))
@@ -162,7 +189,9 @@ def _make(known: State, members: tuple[int, ...], index: int, tag: int, call: Ca
 _local_count: dict[tuple[str, tuple[int, ...]], int] = {}
 
 
-def _make_locally(known: State, members: tuple[int, ...], site: Site, problem: Exception | None) -> tuple[str, Pair]:
+def _make_locally(
+    known: State, members: tuple[int, ...], site: Site, problem: Exception | None, watch: Watch | None = None
+) -> tuple[str, Pair]:
     """Agree among the members alone: each tells the first of them, which tells all when everybody has come.
 
     In two rounds: a member that gave up before it heard of the first never answers it, so nobody goes on into the blocking
@@ -176,11 +205,13 @@ def _make_locally(known: State, members: tuple[int, ...], site: Site, problem: E
     candidate = known.pool.candidate(members)
     call = Call("new_group", (("ranks", members), "use_local_synchronization"), site)
     words = (candidate, "" if problem is None else f"{type(problem).__name__}: {problem}")
+    limit = known.world.timeout
     with waiting.guard:
-        told = _gather_and_tell(_JoinWait(known.world, call, known.world.timeout, members, name, leader), words)
+        first_wait = _JoinWait(known.world, call, limit if watch is None else watch.limit, members, name, leader, watch)
+        told = _gather_and_tell(first_wait, words)
         wrong = {rank: text for rank, (_, text) in told.items() if text}
         if problem is None and not wrong:
-            _gather_and_tell(_JoinWait(known.world, call, known.world.timeout, members, f"{name}!", leader), words)
+            _gather_and_tell(_JoinWait(known.world, call, limit, members, f"{name}!", leader), words)
     if problem is not None:
         raise problem
     if wrong:
@@ -220,16 +251,24 @@ def _gather_and_tell(patience: _JoinWait, words: tuple[int, str]) -> dict[int, t
 class _JoinWait(CallWait):
     """The wait of one member for the others that were listed."""
 
-    __slots__ = ("leader", "members", "name", "next_poll")
+    __slots__ = ("leader", "members", "name", "next_poll", "watch")
 
     def __init__(
-        self, world: ProcessGroup, call: Call, limit: float, members: tuple[int, ...], name: str, leader: int
+        self,
+        world: ProcessGroup,
+        call: Call,
+        limit: float,
+        members: tuple[int, ...],
+        name: str,
+        leader: int,
+        watch: Watch | None = None,
     ) -> None:
         super().__init__(world, call, limit)
         self.members = members
         self.name = name
         self.leader = leader
         self.next_poll = 0.0
+        self.watch = watch
 
     def poll(self) -> bool:
         """Read messages, at most every tenth of a millisecond; always True, so that it can stand in a condition."""
@@ -257,7 +296,14 @@ class _JoinWait(CallWait):
                 rank == self.leader or (board.rank == self.leader and rank not in self.joined())
             ):
                 return PeerExitedError(f"{self.describe()}: {name_ranks([rank])} ended the program without calling it")
+        if self.watch is not None and self.watch.look():
+            return self.timed_out(waited)
         return search.look(waited)
+
+    def stalled(self, waited: float) -> None:
+        """Say who is missing, where the watch does not."""
+        if self.watch is None:
+            super().stalled(waited)
 
     def as_wait(self) -> Wait:
         """Return this wait as a search for deadlocks sees it: a call that all listed ranks have to come to."""

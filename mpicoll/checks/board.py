@@ -89,6 +89,7 @@ class Board:
         sent: what ranks say at the end, when messages are lost: group's name -> tag -> (messages to this rank, place).
         dead: ranks whose process is gone without a word; nothing is sent to them.
         verdict: (epoch, report) of a certificate that another rank found and that names this one.
+        alive: when (time.monotonic) a rank in a long block last gave a sign of life.
     """
 
     comm: MPI.Intracomm
@@ -107,6 +108,7 @@ class Board:
     dead: set[int] = field(default_factory=set)
     sent: dict[int, dict[str, dict[int, tuple[int, str]]]] = field(default_factory=dict)
     verdict: tuple[int, Report] | None = None
+    alive: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rank: int = self.comm.Get_rank()
@@ -194,6 +196,8 @@ class Board:
             self.sent[rank] = payload
         elif kind == "died":
             self._bury(*payload)
+        elif kind == "alive":
+            self.alive[rank] = time.monotonic()
         elif kind == "ended":
             self.ended.add(rank)
         elif kind == "handling":

@@ -89,6 +89,8 @@ class Call:
         passes: it makes no round at all.
         alias: another name of the public function, under which this rank called it.
         explaining: the members differ, and tell each other what they called.
+        compared: it is compared at level ``roll`` however small it is.
+        patience: makes the wait for it where that is a special one (see ``patience.CallWait``).
     """
 
     op: str
@@ -106,6 +108,8 @@ class Call:
     passes: bool = False
     alias: str = ""
     explaining: bool = False
+    compared: bool = False
+    patience: Any = None
 
     @property
     def name(self) -> str:
