@@ -140,10 +140,10 @@ def _agreed(
             yield engine.nonblocking(move)
         else:
             key = (call.op, call.key, flags.detail, flags.engine)
-            plan = group.plan(key)
+            plan = group.plan(group.plans, key)
             if plan is None:
                 plan = engine.plan(move)
-                group.keep_plan(key, plan)
+                group.keep_plan(group.plans, key, plan)
             yield plan.start(move)
             plan.finish(move)
     else:
@@ -294,11 +294,11 @@ def _uncompared(
         ticket.pass_on()
         yield request
     else:
-        key = (call.op, call.key, "uncompared")
-        plan = group.plan(key)
+        key = (call.op, call.key)
+        plan = group.plan(group.own_plans, key)
         if plan is None:
             plan = engine.plan(move, persistent=False)
-            group.keep_plan(key, plan)
+            group.keep_plan(group.own_plans, key, plan)
         yield plan.start(move)
         plan.finish(move)
     _finish(call, after)
@@ -351,7 +351,7 @@ class Repeated:
         self.op = op
         self.key = key
         self.plan_key = (op, key, NOTHING, 0)
-        self.uncompared_key = (op, key, "uncompared")
+        self.uncompared_key = (op, key)
         self.fingerprint = fingerprint(op, key)
         self.kind = kind
         self.mpi_op = mpi_op
@@ -462,14 +462,14 @@ def _repeat_round(group: ProcessGroup, known: Repeated, flat: Any, frame: FrameT
 
 def _repeat_uncompared(group: ProcessGroup, known: Repeated, flat: Any, frame: FrameType, ticket: Ticket) -> None:
     """Make a call again that makes no round."""
-    plan = group.plans.get(known.uncompared_key)
+    plan = group.own_plans.get(known.uncompared_key)
     if plan is None or waiting.pending or not ticket.may_pass() or not ticket.Test():
         call = Call(known.op, known.key, Site(frame.f_code, frame.f_lasti), seq=group.calls, block_bytes=flat.nbytes)
         call.passes = True
         move = Movement(known.kind, recv=flat, op=known.mpi_op, root=known.root)
         _issue(group, call, move, ticket, [flat], False, group.timeout, None, None)
         return
-    group.plans.move_to_end(known.uncompared_key)
+    group.own_plans.move_to_end(known.uncompared_key)
     ticket.lane.posted += 1
     started = plan.start_in_place(flat)
     for _ in range(2 if waiting.crowded else waiting.SPIN_POLLS):
@@ -500,7 +500,7 @@ def _finish_request(group: ProcessGroup, known: Repeated, frame: FrameType, requ
     try:
         local_wait(guarded(request.Test, group, call), CallWait(group, call, group.timeout))
     except BaseException:
-        _kept.append((request, group.plans))
+        _kept.append((request, group.plans, group.own_plans))
         raise
 
 

@@ -105,7 +105,8 @@ class ProcessGroup:
         self._counting = threading.Lock()
         self._sent: dict[tuple[int, int], int] = {}
         self._received: dict[tuple[int, int], int] = {}
-        self.plans: OrderedDict[Any, Plan] = OrderedDict()
+        self.plans: OrderedDict[Any, Plan] = OrderedDict()  # made and freed by all members at the same calls
+        self.own_plans: OrderedDict[Any, Plan] = OrderedDict()  # of calls that make no round: this rank's own affair
         self.repeated: dict[Any, Repeated] = {}
         self._rank = rank
         self._size = len(pair.ranks)
@@ -162,18 +163,20 @@ class ProcessGroup:
         self.pair.spoiled = True
         self.sends, self.receives = {}, {}
 
-    def plan(self, key: Any) -> Plan | None:
-        """Return the plan of an agreed call; the same calls come in the same order on all members, so all keep alike."""
-        plan = self.plans.get(key)
+    @staticmethod
+    def plan(plans: OrderedDict[Any, Plan], key: Any) -> Plan | None:
+        """Return a plan that is kept; of agreed calls, which come in the same order on all members, all keep alike."""
+        plan = plans.get(key)
         if plan is not None:
-            self.plans.move_to_end(key)
+            plans.move_to_end(key)
         return plan
 
-    def keep_plan(self, key: Any, plan: Plan) -> None:
+    @staticmethod
+    def keep_plan(plans: OrderedDict[Any, Plan], key: Any, plan: Plan) -> None:
         """Cache a plan, and free the one that was used longest ago when there are too many."""
-        self.plans[key] = plan
-        if len(self.plans) > MOST_PLANS:
-            self.plans.popitem(last=False)[1].free()
+        plans[key] = plan
+        if len(plans) > MOST_PLANS:
+            plans.popitem(last=False)[1].free()
 
     def by_rank(self, counts: dict[tuple[int, int], T]) -> dict[tuple[int, int], T]:
         """Return what is known of messages by (global rank, tag) from the same by (rank in the group, tag)."""
@@ -228,10 +231,11 @@ class ProcessGroup:
         if not self.pair.spoiled:
             while self.persistent:
                 self.retire(self.persistent[-1])
-        while self.plans:
-            plan = self.plans.popitem()[1]
-            if not self.pair.spoiled:
-                plan.free()
+        for plans in (self.plans, self.own_plans):
+            while plans:
+                plan = plans.popitem()[1]
+                if not self.pair.spoiled:
+                    plan.free()
 
 
 def _count(counts: dict[tuple[int, int], int], peer: int, tag: int, messages: int) -> None:
@@ -254,6 +258,15 @@ class State:
     groups: dict[str, ProcessGroup] = field(default_factory=dict)
     created: int = 0
     node: ProcessGroup | None = None
+    base: Counters | None = None
+
+
+class Counters(Protocol):
+    """What is kept of groups that were destroyed, by their names, the last one last."""
+
+    calls: dict[str, int]
+    sent: dict[str, dict[tuple[int, int], int]]
+    received: dict[str, dict[tuple[int, int], int]]
 
 
 class _Default:

@@ -73,7 +73,7 @@ def send(
             again = known.sends[dst, tag, tensor.shape, tensor.dtype]
         except (KeyError, AttributeError):  # not made before; no group, or not a member
             again = None
-        if again is not None and not (waiting.pending or _flights):
+        if again is not None and tensor.flags.c_contiguous and not (waiting.pending or _flights):
             # Made before. All here, and not in functions: a call of a function takes as long as posting the message.
             frame = _frame(1)
             taken = False

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from mpicoll import groups, waiting, watchdog
@@ -46,6 +47,8 @@ _waits: dict[int, CallWait] = {}
 joined: dict[str, int] = {}
 """Meetings of the listed ranks of a new group that this rank has come to: as if each was a group with one call."""
 
+DESTROYED = 32
+"""Destroyed groups that a rank still speaks of; with one that it does not name nothing is certain."""
 MOST_PLACES = 8
 EXPLAINED_WITHIN = 3.0
 GIVEN_UP_AFTER = 10.0
@@ -54,7 +57,7 @@ GIVEN_UP_AFTER = 10.0
 class CallWait:
     """What one wait on a group is for: its limit, who can never come, and what to say when it is over."""
 
-    __slots__ = ("_wait", "began", "call", "group", "limit", "peer", "stall_warn", "tag")
+    __slots__ = ("_wait", "began", "call", "group", "limit", "looks", "peer", "stall_warn", "tag")
 
     def __init__(self, group: ProcessGroup, call: Call, limit: float, peer: int | None = None, tag: int = 0) -> None:
         self.group = group
@@ -64,6 +67,7 @@ class CallWait:
         self.tag = tag
         self.stall_warn = groups.state().settings.stall_warn
         self.began = time.time()
+        self.looks = 0  # times that it was found not to be over
         self._wait: Wait | None = None
 
     def describe(self) -> str:
@@ -73,6 +77,7 @@ class CallWait:
 
     def check(self, waited: float) -> BaseException | None:
         """Return an error when this wait can never end."""
+        self.looks += 1
         known = groups.current()
         if known is None:
             return None
@@ -135,6 +140,7 @@ class CallWait:
                 self.tag,
                 self.began,
                 fingerprint(self.call.op, self.call.key) if self.peer is None and self.group.level != "full" else 0,
+                needs=_needs(self.call, me) if self.peer is None and self.group.level != "full" else None,
             )
         return self._wait
 
@@ -220,6 +226,17 @@ class CallWait:
             mine, self.group.display, runs_of(self.group.ranks), table_of(entries), self.limit if over else waited, over
         )
         return arrived, told
+
+
+def _needs(call: Call, me: int) -> tuple[int, ...] | None:
+    """Return whom a call that makes no round needs; None: all members. A root that sends to all waits for nobody."""
+    named = dict(part for part in call.key if isinstance(part, tuple) and len(part) == 2)
+    root = named.get("root")
+    if root is None:
+        return None
+    if call.op in ("reduce", "gather"):
+        return None if me == root else ()
+    return () if me == root else (root,)
 
 
 def _place(board: Board, rank: int) -> str:
@@ -347,7 +364,9 @@ def describe_state() -> State:
     known = groups.current()
     rank = known.world.rank() if known is not None else -1
     waits = dict(_waits)
-    alive = {thread.ident for thread in threading.enumerate() if not thread.name.startswith("mpicoll-")}
+    # Of all threads that run Python, also those that the threading module has not started.
+    alive = set(sys._current_frames())
+    alive -= {thread.ident for thread in threading.enumerate() if thread.name.startswith("mpicoll-")}
     users = (waiting.threads & alive) | {threading.main_thread().ident}
     ours = list(known.groups.values()) if known is not None else []
     for group in ours:
@@ -357,16 +376,29 @@ def describe_state() -> State:
         search.epoch,
         tuple(wait.as_wait() for wait in waits.values()),
         free=any(ident not in waits for ident in users),
-        calls={**joined, **{group.group_name: group.calls for group in ours}},
-        sent=_messages(ours, "sent"),
-        received=_messages(ours, "received"),
+        calls={**joined, **_of_destroyed("calls"), **{group.group_name: group.calls for group in ours}},
+        sent={**_of_destroyed("sent"), **_messages(ours, "sent")},
+        received={**_of_destroyed("received"), **_messages(ours, "received")},
         receives=tuple(
             (group.group_name, group.ranks[source] if source >= 0 else -1, tag)
             for group in ours
             for source, tag in group.pair.receiver.outstanding()
         ),
         doubtful=bool(alive - users),
+        looks=tuple(wait.looks for wait in waits.values()),
     )
+
+
+def _of_destroyed(what: str) -> dict[Any, int]:
+    """Return the same of the groups that were destroyed last: others may still be in their last calls."""
+    known = groups.current()
+    if known is None or known.base is None:
+        return {}
+    counts = getattr(known.base, what)
+    recent = tuple(islice(reversed(counts), DESTROYED))
+    if what == "calls":
+        return {name: counts[name] for name in recent}
+    return {(name, peer, tag): count for name in recent for (peer, tag), count in counts[name].items()}
 
 
 def _catch_up(group: ProcessGroup) -> None:
@@ -413,6 +445,7 @@ class Search:
         self._before: tuple[float, dict[int, State]] | None = None
         self._next_publish = 0.0
         self._next_dead = 0.0
+        self._stated: tuple[tuple[int, ...], int] = (), 0
 
     def verdict(self, board: Board) -> DeadlockError | None:
         """Return the error of a certificate that another rank found, if this rank still waits as it did then."""
@@ -475,9 +508,12 @@ class Search:
         self._next_publish = now + self.PUBLISH_EVERY
         state = describe_state()
         if state != self.published:
-            self.published = state
             board.slots.write("state", pickle.dumps(state))  # one without room is as one that does not answer
-        board.slots.confirm()
+            self.published, self._stated = state, (state.looks, time.monotonic_ns())
+        elif state.looked_since(self._stated[0]):
+            # No wait was over when it was looked at since then, so all held then.
+            board.slots.confirm(self._stated[1])
+            self._stated = state.looks, time.monotonic_ns()
 
     def unpublish(self) -> None:
         """Take this rank's state back: it does not wait any more."""
@@ -515,7 +551,7 @@ class Search:
             self._next = now + self._pause
             self._before = None
             return None
-        if before is None or any(states[rank] != before[1].get(rank) for rank in held):
+        if before is None or any(not _goes_on(board, before[1].get(rank), states[rank]) for rank in held):
             self._next = now + 0.02
             return None
         doubtful = any(states[rank].doubtful for rank in held)
@@ -540,6 +576,13 @@ class Search:
         return all(board.slots.confirmed(rank) > first * 1e9 for rank in mine)
 
 
+def _goes_on(board: Board, before: State | None, now: State) -> bool:
+    """Whether a rank still says the same, and one of another node has looked at its waits since it said so first."""
+    if before is None or before != now:
+        return False
+    return now.gone or _is_local(board, now.rank) or now.looked_since(before.looks)
+
+
 def _is_local(board: Board, rank: int) -> bool:
     return board.slots is not None and rank in board.slots.ranks
 
@@ -557,9 +600,9 @@ def local_wait(test: Callable[[], bool], patience: CallWait) -> None:
         waiting.wait(test, patience)
     finally:
         search.epoch += 1
-        if search.published is not None:
-            search.unpublish()
         if outer is None:
             del _waits[ident]
         else:
             _waits[ident] = outer
+        if search.published is not None:
+            search.unpublish()

@@ -170,6 +170,7 @@ def init_process_group(
         pid=os.getpid(),
         thread_multiple=MPI.Query_thread() >= MPI.THREAD_MULTIPLE,
         thread=threading.get_ident(),
+        base=base,
     )
     state.groups[state.world.group_name] = state.world
     groups.set_state(state)

@@ -285,7 +285,9 @@ class _JoinWait(CallWait):
 
     def check(self, waited: float) -> BaseException | None:
         """Return an error when a listed rank failed or ended."""
+        self.looks += 1
         board = state().board
+        search.look_for_dead(board, waited)
         certain = search.verdict(board)
         if certain is not None:
             return certain
@@ -308,7 +310,7 @@ class _JoinWait(CallWait):
     def as_wait(self) -> Wait:
         """Return this wait as a search for deadlocks sees it: a call that all listed ranks have to come to."""
         entry = entry_of(self.call, state().world.rank(), state().world.display, state="waits")
-        return Wait(self.name, self.members, entry, seq=1, since=self.began)
+        return Wait(self.name, self.members, entry, seq=1, since=self.began, meeting=True)
 
     def timed_out(self, waited: float) -> BaseException:
         """Return the error, naming the members that did not come."""

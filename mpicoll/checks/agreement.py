@@ -210,11 +210,14 @@ class Lane:
             engine,
         )
         slot.busy = True
-        self.posted += 1
+        request: Request
         if slot.request is None:
-            return slot, self.control.Iallreduce(slot.send, slot.recv, MPI.MAX)
-        slot.request.Start()
-        return slot, slot.request
+            request = self.control.Iallreduce(slot.send, slot.recv, MPI.MAX)
+        else:
+            slot.request.Start()
+            request = slot.request
+        self.posted += 1  # only now: another thread may post the next round at once
+        return slot, request
 
     def close(self) -> Closing | None:
         """Post the last comparison of a group that rolls; never waits. None: calls are under way, or all are compared."""
@@ -307,11 +310,15 @@ def explain(
     """
     call.explaining = True
     closing = ""
-    if call.made and call.error is None:
-        call = yield from _first_difference(lane, call)
-        closing = (
-            f"Compared every {EVERY} calls: what moved since call {call.seq} may be wrong. The group can still be used."
-        )
+    if call.made:  # on all members, also on those whose arguments are wrong
+        found = yield from _first_difference(lane, call)
+        if found is not call:
+            closing = (
+                f"Compared every {EVERY} calls: what moved since call {found.seq} may be wrong. "
+                "The group can still be used."
+            )
+        if call.error is None:
+            call = found
     mine = entry_of(call, ranks[me], waited=waited)
     table = yield from _tell(lane, me, table_of([mine]))
     wanted = table.missing()

@@ -12,6 +12,7 @@ Source of the idea: Chandy, Misra, Haas, "Distributed deadlock detection" (1983)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -35,6 +36,8 @@ class Wait:
         tag: of the message.
         since: when it began, in seconds since the epoch.
         call: fingerprint of a collective whose group does not compare every call; else 0.
+        meeting: the ranks meet to make a group: who does not know it has not come.
+        needs: the members of which a collective needs something, where it need not be all of them.
     """
 
     group: str
@@ -46,6 +49,8 @@ class Wait:
     tag: int = 0
     since: float = 0.0
     call: int = 0
+    meeting: bool = False
+    needs: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -57,11 +62,12 @@ class State:
         epoch: grows with every wait that begins or ends.
         waits: of all its threads that wait.
         free: a thread that uses the library does not wait, so it may release others.
-        calls: collectives issued on each group.
+        calls: collectives issued on each group; one that is not named was destroyed some time ago.
         sent, received: messages to and from each (group, rank, tag).
         receives: (group, source, tag) of receives that are started and not complete; source -1: any.
         gone: the rank has ended, and will never do anything again.
         doubtful: other threads of the program are alive that have not used the library so far.
+        looks: how often each wait has been found not to be over; it grows while the same state goes on.
     """
 
     rank: int
@@ -74,6 +80,15 @@ class State:
     receives: tuple[tuple[str, int, int], ...] = ()
     gone: bool = False
     doubtful: bool = False
+    looks: tuple[int, ...] = field(default=(), compare=False)
+
+    def issued(self, wait: Wait) -> float:
+        """Return how many collectives this rank has issued on the group of a wait, or has come to of its meetings."""
+        return self.calls.get(wait.group, 0 if wait.meeting or self.gone else math.inf)
+
+    def looked_since(self, before: tuple[int, ...]) -> bool:
+        """Whether each wait has been found not to be over since ``before``, the ``looks`` of the same state."""
+        return all(now > then for now, then in zip(self.looks, before, strict=True))
 
 
 def stuck(states: Mapping[int, State]) -> set[int]:
@@ -103,7 +118,7 @@ def _may_end(wait: Wait, state: State, states: Mapping[int, State], held: set[in
         return wait.peer not in held or _is_expected(wait, state.rank, states[wait.peer])
     sources = [rank for rank in wait.members if rank != state.rank] if wait.peer < 0 else [wait.peer]
     for source in sources:
-        if source not in held:
+        if source not in held or not (states[source].gone or wait.group in states[source].calls):
             return True
         sent = states[source].sent.get((wait.group, state.rank, wait.tag), 0)
         if sent > state.received.get((wait.group, source, wait.tag), 0):
@@ -118,8 +133,8 @@ def _missing(wait: Wait, rank: int, states: Mapping[int, State], held: set[int])
     """
     return [
         m
-        for m in wait.members
-        if m in held and m != rank and (states[m].calls.get(wait.group, 0) < wait.seq or _differs(wait, states[m]))
+        for m in (wait.members if wait.needs is None else wait.needs)
+        if m in held and m != rank and (states[m].issued(wait) < wait.seq or _differs(wait, states[m]))
     ]
 
 

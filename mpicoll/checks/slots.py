@@ -87,9 +87,9 @@ class Slots:
         data = self._memory[at + _HEAD.size : at + _HEAD.size + length]
         return data if zlib.crc32(data) == crc else b""
 
-    def confirm(self) -> None:
-        """Say that this rank's state is what stands there, at this moment."""
-        self._put(_CONFIRMED, time.monotonic_ns())
+    def confirm(self, when: int) -> None:
+        """Say that this rank's state was what stands there at a moment (``time.monotonic_ns``)."""
+        self._put(_CONFIRMED, when)
 
     def confirmed(self, rank: int) -> int:
         """Return when a rank last said so, on the clock of ``time.monotonic_ns`` (one for all processes of a node)."""

@@ -6,7 +6,7 @@ import pytest
 from jobs import run_job
 
 HEAD = """
-import sys, threading, time
+import _thread, sys, threading, time
 from datetime import timedelta
 import numpy as np
 import mpicoll as dist
@@ -179,6 +179,36 @@ threads = [threading.Thread(target=work_in, args=(g, 0.15 * ((i + r) % 3))) for 
 # A busy peer that holds the interpreter lock.
 if r == 1:
     sum(i * i for i in range(6_000_000))
+dist.barrier()
+# A group that some have destroyed already, while one is still on its way out of its last call.
+for busy in range(n):
+    group = dist.new_group()
+    if r == busy:
+        work = dist.reduce(x, 0, group=group, async_op=True)
+        time.sleep(0.4)
+        work.wait()
+    else:
+        dist.reduce(x, 0, group=group)
+    dist.destroy_process_group(group)
+    dist.barrier()
+# A thread that the threading module does not know, and that has not used the library so far.
+if r == 0:
+    _thread.start_new_thread(lambda: (time.sleep(0.5), dist.send(x, 1, tag=1)), ())
+    dist.recv(big, 1, tag=2)
+elif r == 1:
+    dist.recv(x, 0, tag=1)
+    dist.send(big, 0, tag=2)
+dist.barrier()
+# A callback that computes, while its rank waits in a send that has been received by now.
+if r == 0:
+    dist.all_reduce(x, async_op=True).get_future().add_done_callback(lambda future: time.sleep(0.5))
+    dist.send(big, 1)
+else:
+    if r == 1:
+        time.sleep(0.4)
+    dist.all_reduce(x)
+    if r == 1:
+        dist.recv(big, 0)
 dist.barrier()
 print("done", flush=True)
 # A rank that leaves early and is not needed; a sender that is gone before its message is received.

@@ -220,7 +220,7 @@ def test_a_rank_never_makes_the_group() -> None:
     job = run_job(INIT + "if r != 1: dist.new_group([0])\nelse: time.sleep(30)\n", 2, limit=25)
     assert not job.timed_out, job
     assert job.returncode == 1, job
-    assert "Timed out waiting 2 s in new_group(ranks [0]) on group WORLD" in job.err[0], job
+    assert "Timed out waiting 2 s in new_group #1 ranks [0] on group WORLD" in job.err[0], job
 
 
 def test_control_c_while_waiting() -> None:

@@ -245,10 +245,11 @@ class _Path:
         if not self.checks.envelope and message.step.nbytes > receive.step.nbytes:
             receive.error = "argument"  # refused, and the message stays
             return
-        self.messages[group, target].remove(message)
         alike = (message.step.dtype, message.step.count) == (receive.step.dtype, receive.step.count)
+        if not self.checks.envelope or alike:
+            self.messages[group, target].remove(message)
         if self.checks.envelope and not alike:
-            receive.error = "mismatch"
+            receive.error = "mismatch"  # refused, and the message stays for the next receive
             if not message.done:
                 message.done = self.choose(2) == 0
         else:

@@ -137,3 +137,53 @@ def test_named_calls(call: str) -> None:
             function(*arguments[call], name=name)
     with collective_raises(TypeError, match="name must be a string"):
         function(*arguments[call], name=1)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("level", ["roll", "off"])
+def test_plans_of_calls_that_are_not_compared(level: str) -> None:
+    """More different calls than plans are kept, asynchronous on one rank alone: calls that are compared keep in step."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    with group_of_level(level) as group:
+        mine, others = np.full(size, float(me)), np.empty(size)
+        for _ in range(2):
+            dist.all_to_all_single(others, mine, group=group)  # always agreed, with a plan that all make
+            assert (others == np.arange(size)).all()
+            for n in range(1, 140):
+                x = np.ones(n)
+                if me:
+                    work = dist.all_reduce(x, group=group, async_op=True)
+                    assert work is not None
+                    work.wait()
+                else:
+                    dist.all_reduce(x, group=group)
+                assert (x == size).all()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_wrong_arguments_while_rolling() -> None:
+    """Calls that are always agreed raise on all ranks, with calls before them that nobody has compared yet."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    world = dist.group.WORLD
+    assert world is not None
+    x = np.ones(2)
+    with group_of_level("roll") as group:
+        dist.all_reduce(x, group=group)
+        splits = [1] * size
+        more = [1] * (size - 1) + [2]
+        with collective_raises((ValueError, dist.CollectiveMismatchError), match="splits? sizes|arguments are wrong"):
+            dist.all_to_all_single(
+                np.zeros(size), np.ones(size + (me == 0)), splits, more if me == 0 else splits, group=group
+            )
+        for _ in range(2 * EVERY):
+            dist.all_reduce(x, group=group)
+    before, world.level = world.level, "roll"
+    try:
+        dist.all_reduce(x)
+        with collective_raises((ValueError, dist.CollectiveMismatchError)):
+            dist.new_group([0, 1 if me else size + 7])
+        for _ in range(2 * EVERY):
+            dist.all_reduce(x)
+    finally:
+        world.level = before
+    dist.barrier()

@@ -570,3 +570,19 @@ def _exchange(number: int, count: int, got: list[float], failures: list[BaseExce
                 got.append(x[0])
     except BaseException as error:
         failures.append(error)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_send_made_again_with_another_layout() -> None:
+    """An array that is not C-contiguous is refused, however often one of its shape and dtype was sent from here."""
+    me = dist.get_rank()
+    for side in (4, 64):
+        a, b = np.arange(float(side * side)).reshape(side, side), np.empty((side, side))
+        for _ in range(4):
+            if me == 0:
+                dist.send(a, 1)
+                with pytest.raises(TypeError, match="not C-contiguous"):
+                    dist.send(a.T, 1)
+            elif me == 1:
+                dist.recv(b, 0)
+                assert (b == a).all()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mpicoll.checks.deadlock import State, Wait, report, stuck
 from mpicoll.checks.entries import Entry
 
@@ -23,7 +25,11 @@ def _collective(group: str, seq: int, members: tuple[int, ...] = (0, 1, 2)) -> W
 
 
 def _states(*states: State) -> dict[int, State]:
-    return {state.rank: state for state in states}
+    """Return the states by rank; all know the groups."""
+    return {
+        state.rank: state if state.gone else replace(state, calls={"a": 0, "b": 0, "w": 0, **state.calls})
+        for state in states
+    }
 
 
 def test_a_cycle_of_receives_is_stuck() -> None:
@@ -120,3 +126,33 @@ def test_every_wait_of_a_rank_must_be_stuck() -> None:
     two = State(0, waits=(_recv(1), _recv(2)))
     assert stuck(_states(two, State(1, waits=(_recv(0),)))) == set()
     assert stuck(_states(two, State(1, waits=(_recv(0),)), State(2, waits=(_recv(0),)))) == {0, 1, 2}
+
+
+def test_a_group_that_a_rank_has_destroyed() -> None:
+    """Nothing is certain about a rank that does not speak of the group any more; a meeting that it does not know it missed."""
+    waits = State(0, waits=(_collective("w", 1, (0, 1)),), calls={"w": 1})
+    assert stuck({0: waits, 1: State(1, waits=(_collective("a", 1, (0, 1)),), calls={"a": 1})}) == set()
+    meets = State(0, waits=(replace(_collective("w", 1, (0, 1)), meeting=True),), calls={"w": 1})
+    other = State(1, waits=(_collective("a", 1, (0, 1)),), calls={"a": 1})
+    assert stuck({0: replace(meets, calls={"w": 1, "a": 0}), 1: other}) == {0, 1}
+    receives = State(0, waits=(_recv(1),), calls={"w": 0, "a": 0})
+    assert stuck({0: receives, 1: other}) == set()
+    assert stuck({0: receives, 1: replace(other, calls={"a": 1, "w": 0})}) == {0, 1}
+
+
+def test_a_call_that_needs_its_root_alone() -> None:
+    """Where nothing is compared, one who waits for a root that computes is not stuck, however stuck the others are."""
+    first = State(1, waits=(replace(_collective("w", 1), needs=(0,)),), calls={"w": 1})
+    second = State(2, waits=(_recv(1),))
+    assert stuck(_states(first, second)) == set()
+    assert stuck(_states(State(0, waits=(_recv(1),)), first, second)) == {0, 1, 2}
+    root = State(0, waits=(replace(_collective("w", 1), needs=()),), calls={"w": 1})
+    assert stuck(_states(root, first, second)) == set()
+
+
+def test_looked_since() -> None:
+    """Each wait of a state must have been found not to be over again."""
+    state = State(0, looks=(3, 7))
+    assert state.looked_since((2, 6))
+    assert not state.looked_since((3, 6))
+    assert not state.looked_since((2, 7))

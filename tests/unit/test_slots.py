@@ -37,7 +37,7 @@ def other(path: Path, rank: int, end: str) -> int:
         slots = slots_of(path, rank)
         slots.write("state", b"state of " + str(rank).encode())
         slots.tell_place("somewhere.py:3")
-        slots.confirm()
+        slots.confirm(time.monotonic_ns())
         os.write(told, b"x")
         signal.sigwait({signal.SIGUSR1})
         if end == "orderly":
