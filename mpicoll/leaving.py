@@ -29,6 +29,7 @@ from mpi4py import MPI
 
 from mpicoll import groups, waiting, watchdog
 from mpicoll.checks.call import Site
+from mpicoll.checks.report import painted
 from mpicoll.communicators import CLOSED_APART
 from mpicoll.errors import ARGUMENT, DistError, GroupBrokenError, PeerFailedError, in_one_line
 from mpicoll.launch.rundir import append_record, record_failure
@@ -233,16 +234,21 @@ def _prefix() -> str:
 
 
 @contextlib.contextmanager
-def _prefixed(prefix: str) -> Iterator[None]:
-    """Put ``prefix`` before every line that is written to stderr, in one piece."""
+def _prefixed(prefix: str, error: BaseException | None = None) -> Iterator[None]:
+    """Put ``prefix`` before every line that is written to stderr, in one piece; the report of ``error`` in colour there."""
     text = io.StringIO()
     found, sys.stderr = sys.stderr, text
     try:
         yield
     finally:
         sys.stderr = found
-        lines = text.getvalue().splitlines()
+        whole = text.getvalue()
         with contextlib.suppress(OSError, ValueError):
+            if isinstance(error, DistError) and error.report is not None:
+                said = str(error)
+                before, _, after = whole.rpartition(said)
+                whole = f"{before}{painted(said, found)}{after}" if said in whole else whole
+            lines = whole.splitlines()
             found.write("".join(f"{prefix}{line}\n" for line in lines))
             found.flush()
 
@@ -274,7 +280,7 @@ def _excepthook(kind: type[BaseException], value: BaseException, trace: Tracebac
     else:
         if isinstance(value, DistError) or getattr(value, ARGUMENT, False):
             trace = value.__traceback__ = _without_ours(trace)  # Python's own hook reads it from the exception
-        with _prefixed(_prefix()):
+        with _prefixed(_prefix(), value):
             _found_hook(kind, value, trace)
     _failed(f"{kind.__name__}: {value}" if str(value) else kind.__name__, _place(trace))
 

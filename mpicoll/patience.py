@@ -16,7 +16,7 @@ from mpicoll.checks.board import Board, Exit
 from mpicoll.checks.call import Call, fingerprint, program_site
 from mpicoll.checks.deadlock import State, Wait, report, stuck
 from mpicoll.checks.entries import Entry, Runs, Table, entry_of, runs_of, table_of
-from mpicoll.checks.report import MESSAGE_WIDTH, Report, peer_exited, peer_failed, time_limit
+from mpicoll.checks.report import MESSAGE_WIDTH, Report, peer_exited, peer_failed, show, time_limit
 from mpicoll.errors import (
     CollectiveTimeoutError,
     DeadlockError,
@@ -167,8 +167,7 @@ class CallWait:
         """Say who is missing: once a job, by the lowest rank that waits."""
         arrived, told = self._told(waited)
         if all(rank > groups.state().world.rank() for rank in arrived):
-            sys.stderr.write(f"mpicoll: {told.text(width=MESSAGE_WIDTH)}\n")
-            sys.stderr.flush()
+            show(told, width=MESSAGE_WIDTH, before="mpicoll: ")
 
     def timed_out(self, waited: float) -> BaseException:
         """Return the error for a wait that passed its limit, naming who is late and where."""

@@ -7,6 +7,7 @@ text has at most ``most`` lines of ``width`` columns: rows that do not fit are c
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ __all__ = [
     "calls_now",
     "deadlock",
     "mismatch",
+    "painted",
     "peer_exited",
     "peer_failed",
     "show",
@@ -524,29 +526,39 @@ def peer_failed(waiting: Entry, group: str, members: Runs, table: Table) -> Repo
     )
 
 
-def show(report: Report, me: int | None = None, file: TextIO | None = None) -> None:
-    """Print a report to stderr: in colour on a terminal where rich can be imported and NO_COLOR is not set."""
+def show(
+    report: Report, me: int | None = None, file: TextIO | None = None, *, width: int = 120, before: str = ""
+) -> None:
+    """Print a report to stderr, in colour on a terminal (see :func:`painted`); ``before`` stands in front of its first line."""
     out = sys.stderr if file is None else file
-    text = report.text(me)
-    if not os.environ.get("NO_COLOR") and out.isatty():
-        try:
-            from rich.console import Console
-            from rich.text import Text
-        except ImportError:
-            pass
-        else:
-            coloured = Text(text)
-            coloured.stylize("bold red", 0, text.find("\n") if "\n" in text else len(text))
-            for pattern, style in _COLOURS:
-                coloured.highlight_regex(pattern, style)
-            Console(file=out, soft_wrap=True, highlight=False).print(coloured)
-            return
-    out.write(text + "\n")
+    out.write(f"{before}{painted(report.text(me, width), out)}\n")
     out.flush()
 
 
+def painted(text: str, out: TextIO) -> str:
+    """Return a report's text in colour where ``out`` is a terminal, rich can be imported and NO_COLOR is not set."""
+    terminal = getattr(out, "isatty", None)  # a program may have put anything there
+    if os.environ.get("NO_COLOR") or terminal is None or not terminal():
+        return text
+    try:
+        from rich.console import Console
+        from rich.text import Text
+    except ImportError:
+        return text
+    coloured = Text(text)
+    coloured.stylize("bold red", 0, min(found.start() for found in _BODY.finditer(f"{text}\n")))
+    for pattern, style in _COLOURS:
+        coloured.highlight_regex(pattern, style)
+    console = Console(file=out, soft_wrap=True, highlight=False)
+    with console.capture() as written:
+        console.print(coloured, end="")
+    return written.get()
+
+
+_ROW = r"^ +ranks? \d[^:\n]*(?=: )"
+_BODY = re.compile(rf"(?m){_ROW}|^ +(?:expected|compared with|cycle|next)\b|\n\Z")
 _COLOURS = (
-    (r"(?m)^ +ranks? [^:]*(?=:)", "cyan"),
+    (rf"(?m){_ROW}", "cyan"),
     (r">[^<>\n]+<", "bold yellow"),
     (r"(?<= at )[^ ,]+:\d+", "magenta"),
     (r"(?m)^  (next|expected|cycle|compared with)\b", "green"),

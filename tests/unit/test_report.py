@@ -10,6 +10,7 @@ import io
 import os
 import pickle
 import random
+import re
 import sys
 from collections.abc import Callable, Iterable
 from itertools import pairwise
@@ -521,11 +522,18 @@ def test_colours_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     report = a_dtype(1000)
-    plain, terminal = io.StringIO(), Terminal()
+    plain = io.StringIO()
     show(report, 1, plain)
     assert plain.getvalue() == report.text(1) + "\n"
-    show(report, 1, terminal)
-    assert "\x1b[" in terminal.getvalue()
+    for name, make in CASES.items():
+        terminal = Terminal()
+        show(make(64), 1, terminal, width=100, before="mpicoll: ")
+        lines = terminal.getvalue().splitlines()
+        heads = [line for line in lines if "\x1b[1;31m" in line]
+        assert heads and heads == lines[: len(heads)], f"{name}: the headline, all of it and nothing else, is red"  # noqa: PT018
+        assert sum("\x1b[36m" in line for line in lines) >= 2, f"{name}: no rows"
+        uncoloured = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())
+        assert uncoloured == f"mpicoll: {make(64).text(1, 100)}\n", name
     monkeypatch.setenv("NO_COLOR", "1")
     without_colour = Terminal()
     show(report, 1, without_colour)
