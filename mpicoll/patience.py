@@ -242,12 +242,12 @@ def _place(board: Board, rank: int) -> str:
     """Return where a rank of this node is that does not answer, as the end of a sentence, or ""."""
     if board.slots is None or rank not in board.slots.ranks:
         return ""
-    ago, text = board.slots.place(rank)
-    if not text:
+    place = board.slots.place(rank)
+    if not place.site:
         return ""
-    return (
-        f"it is at {text}" if ago < 1.0 else f"it was last seen {ago:.0f} s ago at {text} (stopped, or in native code)"
-    )
+    if place.ago < 1.0:
+        return f"it is at {place}"
+    return f"it was last seen {place.ago:.0f} s ago at {place} (stopped, or in native code)"
 
 
 def tell_place() -> None:
@@ -257,8 +257,8 @@ def tell_place() -> None:
         return
     frame = sys._current_frames().get(known.thread)
     last = max(known.groups.values(), key=lambda group: group.calls, default=None)
-    after = last.last_call() if last is not None else ""
-    known.board.slots.tell_place(program_site(frame) + (f", after its last call {after}" if after else ""))
+    op, _, site = (last.last_call() if last is not None else "").partition(" at ")
+    known.board.slots.tell_place(program_site(frame), op, site)
 
 
 def await_death(board: Board) -> str:
@@ -272,14 +272,14 @@ def await_death(board: Board) -> str:
         if rank < 0 or slots is None or rank in told_dead or rank in board.dead:
             return ""
         told_dead.add(rank)
-        _, place = slots.place(rank)
+        place = slots.place(rank)
     except (OSError, ValueError):
         return ""  # the communicator was freed
     waits = [wait.describe() for wait in tuple(_waits.values())]
     waits += [call.describe() for call in tuple(watchdog.active.values())]
     return (
         f"rank {rank}'s process is gone without a word: killed by a signal, or os._exit"
-        + (f" (at {place})" if place else "")
+        + (f" (at {place})" if place.site else "")
         + (f"; rank {board.rank} waits in {waits[0]}" if waits else "")
     )
 

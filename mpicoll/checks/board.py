@@ -20,7 +20,7 @@ from mpi4py import MPI
 from mpicoll.checks.deadlock import State
 from mpicoll.checks.entries import Entry
 from mpicoll.checks.report import Report
-from mpicoll.checks.slots import Slots
+from mpicoll.checks.slots import Place, Slots
 
 __all__ = ["Board", "Exit", "Failure", "Where"]
 
@@ -32,15 +32,23 @@ ANSWER_WITHIN = 0.3
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that ended with an uncaught exception or a nonzero exit code."""
+    """A rank that ended with an uncaught exception or a nonzero exit code, or whose process is gone.
+
+    Attributes:
+        what, site: what ended it, and file:line.
+        op, last: its last call and where the program made it, of one that could not say what ended it.
+    """
 
     rank: int
     what: str
     site: str
     code: int
+    op: str = ""
+    last: str = ""
 
     def __str__(self) -> str:
-        return f"rank {self.rank} failed: {self.what}" + (f" (at {self.site})" if self.site else "")
+        after = f", after its last call {self.op} at {self.last}" if self.op else ""
+        return f"rank {self.rank} failed: {self.what}" + (f" (at {self.site}{after})" if self.site else "")
 
 
 @dataclass(frozen=True)
@@ -139,18 +147,18 @@ class Board:
         new = [rank for rank in self.slots.dead() if rank not in self.dead and rank not in self.exited]
         for rank in new:
             self.dead.add(rank)
-            _, place = self.slots.place(rank)
-            self._bury(rank, "its process is gone without a word: killed by a signal, or os._exit", place)
+            self._bury(rank, self.slots.place(rank))
         local = set(self.slots.ranks)
         if new and self.rank == min(local - self.dead):
             for rank in new:
-                failure = self.failed[rank]
-                self.post("died", (rank, failure.what, failure.site), [r for r in range(self.size) if r not in local])
+                place = self.slots.place(rank)
+                self.post("died", (rank, place), [r for r in range(self.size) if r not in local])
         return bool(self.dead)
 
-    def _bury(self, rank: int, what: str, place: str) -> None:
+    def _bury(self, rank: int, place: Place) -> None:
         self.dead.add(rank)
-        self.failed.setdefault(rank, Failure(rank, what, place, 1))
+        what = "its process is gone without a word: killed by a signal, or os._exit"
+        self.failed.setdefault(rank, Failure(rank, what, place.site, 1, place.op, place.last))
 
     def origin(self, rank: int) -> int:
         """Return who ends the job because ``rank`` failed: itself, or for one that is dead the lowest that lives."""

@@ -17,11 +17,12 @@ import secrets
 import struct
 import time
 import zlib
+from dataclasses import dataclass
 from typing import Any
 
 from mpi4py import MPI
 
-__all__ = ["SLOT_BYTES", "Slots", "make_slots"]
+__all__ = ["SLOT_BYTES", "Place", "Slots", "make_slots"]
 
 SLOT_BYTES = 16 * 1024
 SHARED_DIRECTORY = "/dev/shm"
@@ -32,6 +33,25 @@ _WORD = struct.Struct("=q")
 _HEAD = struct.Struct("=II")  # length, CRC
 _FLOCK = struct.Struct("hhqqi")  # struct flock of 64-bit Linux
 _AREAS = {"state": (64, 12 * 1024), "place": (12 * 1024 + 64, 1024), "withdrawn": (13 * 1024 + 64, 2048)}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank was when it last wrote it down.
+
+    Attributes:
+        ago: seconds since then.
+        site: file:line and function; empty where it has written nothing.
+        op, last: its last call and where in the program it was made; empty where there was none.
+    """
+
+    ago: float = 0.0
+    site: str = ""
+    op: str = ""
+    last: str = ""
+
+    def __str__(self) -> str:
+        return self.site + (f", after its last call {self.op} at {self.last}" if self.op else "")
 
 
 class Slots:
@@ -103,17 +123,19 @@ class Slots:
         """Return when a rank last searched (``time.monotonic_ns``)."""
         return self._word(rank, _SEARCHED)
 
-    def tell_place(self, text: str) -> None:
-        """Write down where this rank is just now."""
-        self.write("place", _WORD.pack(time.monotonic_ns()) + text.encode()[:800])
+    def tell_place(self, site: str, op: str = "", last: str = "") -> None:
+        """Write down where this rank is just now, and its last call (see :class:`Place`)."""
+        words = (site.encode()[-420:], op.encode()[:60], last.encode()[-420:])
+        self.write("place", _WORD.pack(time.monotonic_ns()) + b"\0".join(words))
 
-    def place(self, rank: int) -> tuple[float, str]:
-        """Return what a rank last wrote, and how many seconds ago; ("" when it has written nothing)."""
+    def place(self, rank: int) -> Place:
+        """Return what a rank last wrote down."""
         data = self.read(rank, "place")
         if len(data) < _WORD.size:
-            return 0.0, ""
+            return Place()
         when: int = _WORD.unpack_from(data)[0]
-        return (time.monotonic_ns() - when) / 1e9, data[_WORD.size :].decode(errors="replace")
+        site, op, last = (word.decode(errors="replace") for word in data[_WORD.size :].split(b"\0"))
+        return Place((time.monotonic_ns() - when) / 1e9, site, op, last)
 
     def leave(self) -> None:
         """Say that this rank ends in an orderly way."""

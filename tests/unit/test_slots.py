@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mpicoll.checks.slots import SLOT_BYTES, Slots, _create
+from mpicoll.checks.slots import SLOT_BYTES, Place, Slots, _create
 
 RANKS = (4, 7, 9)
 
@@ -36,7 +36,7 @@ def other(path: Path, rank: int, end: str) -> int:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         slots = slots_of(path, rank)
         slots.write("state", b"state of " + str(rank).encode())
-        slots.tell_place("somewhere.py:3")
+        slots.tell_place("somewhere.py:3 in f()", "barrier", "/a/somewhere.py:2")
         slots.confirm(time.monotonic_ns())
         os.write(told, b"x")
         signal.sigwait({signal.SIGUSR1})
@@ -61,10 +61,15 @@ def test_what_a_rank_writes_is_read_by_the_others(path: Path) -> None:
     mine = slots_of(path, 4)
     assert mine.read(7, "state") == b"state of 7"
     assert mine.read(9, "state") == b""
-    ago, text = mine.place(7)
-    assert text == "somewhere.py:3"
-    assert 0 <= ago < 60
-    assert mine.place(9) == (0.0, "")
+    place = mine.place(7)
+    assert (place.site, place.op, place.last) == ("somewhere.py:3 in f()", "barrier", "/a/somewhere.py:2")
+    assert str(place) == "somewhere.py:3 in f(), after its last call barrier at /a/somewhere.py:2"
+    assert 0 <= place.ago < 60
+    assert mine.place(9) == Place()
+    assert not mine.place(9).site
+    mine.tell_place(f"/{'d' * 4000}.py:17 in f()", "barrier", f"/{'e' * 4000}.py:18")
+    assert mine.place(4).site.endswith("d.py:17 in f()")
+    assert mine.place(4).last.endswith("e.py:18")
     assert before < mine.confirmed(7) < time.monotonic_ns()
     assert mine.confirmed(9) == 0
     assert not mine.write("state", bytes(SLOT_BYTES))
