@@ -282,7 +282,8 @@ def _excepthook(kind: type[BaseException], value: BaseException, trace: Tracebac
             trace = value.__traceback__ = _without_ours(trace)  # Python's own hook reads it from the exception
         with _prefixed(_prefix(), value):
             _found_hook(kind, value, trace)
-    _failed(f"{kind.__name__}: {value}" if str(value) else kind.__name__, _place(trace))
+    said = in_one_line(value) if isinstance(value, DistError) and value.report is not None else str(value)
+    _failed(f"{kind.__name__}: {said}" if said else kind.__name__, _place(trace))
 
 
 ORIGIN_ENDS_WITHIN = 0.5

@@ -12,10 +12,11 @@ from itertools import islice
 from typing import Any
 
 from mpicoll import groups, waiting, watchdog
-from mpicoll.checks.board import Board, Exit
+from mpicoll.checks.board import Board, Exit, Failure
 from mpicoll.checks.call import Call, fingerprint, program_site
 from mpicoll.checks.deadlock import State, Wait, report, stuck
-from mpicoll.checks.entries import Entry, Runs, Table, entry_of, runs_of, table_of
+from mpicoll.checks.entries import Entry, Runs, Table, entry_of, holds, join, runs_of, table_of
+from mpicoll.checks.layout import short_paths
 from mpicoll.checks.report import MESSAGE_WIDTH, Report, peer_exited, peer_failed, show, time_limit
 from mpicoll.errors import (
     CollectiveTimeoutError,
@@ -37,6 +38,7 @@ __all__ = [
     "joined",
     "last_seen",
     "local_wait",
+    "note_waits",
     "search",
     "tell_place",
     "waits_now",
@@ -57,7 +59,7 @@ GIVEN_UP_AFTER = 10.0
 class CallWait:
     """What one wait on a group is for: its limit, who can never come, and what to say when it is over."""
 
-    __slots__ = ("_wait", "began", "call", "group", "limit", "looks", "peer", "stall_warn", "tag")
+    __slots__ = ("_wait", "began", "call", "group", "limit", "looks", "noted", "peer", "stall_warn", "tag")
 
     def __init__(self, group: ProcessGroup, call: Call, limit: float, peer: int | None = None, tag: int = 0) -> None:
         self.group = group
@@ -68,6 +70,7 @@ class CallWait:
         self.stall_warn = groups.state().settings.stall_warn
         self.began = time.time()
         self.looks = 0  # times that it was found not to be over
+        self.noted = False  # the ranks of this node can read that this one waits
         self._wait: Wait | None = None
 
     def describe(self) -> str:
@@ -82,6 +85,7 @@ class CallWait:
         if known is None:
             return None
         board = known.board
+        self.note()
         search.look_for_dead(board, waited)
         if self.call.explaining and waited < EXPLAINED_WITHIN:
             return None  # members that have told everything raise, and end, before others have read it
@@ -92,9 +96,9 @@ class CallWait:
             if failure.rank in self.group.ranks or failure.rank not in board.announced:
                 board.announced.add(failure.rank)
                 board.post("handling", None, [board.origin(failure.rank)])
-                error = PeerFailedError(f"{failure}, while rank {board.rank} waited in {self.describe()}")
-                said = Entry(((failure.rank, failure.rank),), state="failed", problem=failure.what, site=failure.site)
-                self._report(peer_failed, [said], waited).put_on(error)
+                told = self._report(peer_failed, [_failed(failure)], waited)
+                error = PeerFailedError(told.text(board.rank, MESSAGE_WIDTH))
+                told.put_on(error)
                 return error
         gone = [exit_.rank for exit_ in tuple(board.exited.values()) if self._needs(exit_)]
         if gone:
@@ -121,8 +125,33 @@ class CallWait:
     def _report(self, kind: Callable[[Entry, str, Runs, Table], Report], said: list[Entry], waited: float) -> Report:
         """Return the report of a call that cannot complete, because of what ``said`` tells."""
         mine = entry_of(self.call, groups.state().world.rank())
-        waits = Entry(mine.ranks, state="waits", waited=(waited, waited))
-        return kind(mine, self.group.display, runs_of(self.group.ranks), table_of([*said, waits]))
+        gone = join(run for entry in said for run in entry.ranks)
+        waits = [Entry(mine.ranks, state="waits", waited=(waited, waited)), *self._beside(gone)]
+        return kind(mine, self.group.display, runs_of(self.group.ranks), table_of([*said, *waits]))
+
+    def meets(self) -> tuple[str, tuple[int, ...], int]:
+        """Return the group whose ranks all have to come to this call, these ranks, and its number there."""
+        return self.group.group_name, self.group.ranks, self.call.seq
+
+    def note(self) -> None:
+        """Write down for the ranks of this node which collectives this one waits in, once; it costs some microseconds."""
+        if not self.noted:
+            self.noted = True
+            note_waits()
+
+    def _beside(self, gone: Runs) -> list[Entry]:
+        """Return those ranks of this node, but ``gone``, that wait in this collective, or left it for the same reason."""
+        slots, (name, ranks, seq) = groups.state().board.slots, self.meets()
+        if slots is None or self.peer is not None:
+            return []
+        found = []
+        now = time.time()
+        for rank in set(slots.ranks).intersection(ranks) - {slots.me}:
+            data = b"" if holds(gone, rank) else slots.read(rank, "waits")
+            for group, number, began in pickle.loads(data) if data else ():
+                if (group, number) == (name, seq):
+                    found.append(Entry(((rank, rank),), state="waits", waited=(now - began, now - began)))
+        return found
 
     def as_wait(self) -> Wait:
         """Return this wait as a search for deadlocks sees it."""
@@ -236,6 +265,24 @@ def _needs(call: Call, me: int) -> tuple[int, ...] | None:
     if call.op in ("reduce", "gather"):
         return None if me == root else ()
     return () if me == root else (root,)
+
+
+def _failed(failure: Failure) -> Entry:
+    """Return how a rank failed, as a report has it."""
+    ranks = ((failure.rank, failure.rank),)
+    if not failure.op:
+        return Entry(ranks, state="failed", problem=failure.what, site=failure.site)
+    where = f" (at {short_paths([failure.site])[failure.site]})" if failure.site else ""
+    return Entry(ranks, failure.op, site=failure.last, state="failed", problem=failure.what + where)
+
+
+def note_waits() -> None:
+    """Write down for the ranks of this node in which collectives the threads of this one wait."""
+    known = groups.current()
+    if known is not None and known.board.slots is not None:
+        waits = [wait for wait in tuple(_waits.values()) if wait.peer is None]
+        said = [(name, seq, wait.began) for wait in waits[:6] for name, _, seq in (wait.meets(),)]
+        known.board.slots.write("waits", pickle.dumps(said) if said else b"")
 
 
 def _place(board: Board, rank: int) -> str:
@@ -595,8 +642,10 @@ def local_wait(test: Callable[[], bool], patience: CallWait) -> None:
     outer = _waits.get(ident)
     _waits[ident] = patience
     search.epoch += 1
+    over = False
     try:
         waiting.wait(test, patience)
+        over = True
     finally:
         search.epoch += 1
         if outer is None:
@@ -605,3 +654,5 @@ def local_wait(test: Callable[[], bool], patience: CallWait) -> None:
             _waits[ident] = outer
         if search.published is not None:
             search.unpublish()
+        if over and patience.noted:  # else it stays for those who leave the call after this rank
+            note_waits()

@@ -302,6 +302,10 @@ class _JoinWait(CallWait):
             return self.timed_out(waited)
         return search.look(waited)
 
+    def meets(self) -> tuple[str, tuple[int, ...], int]:
+        """Return the meeting, as if it was a group with one call, and who has to come."""
+        return self.name, self.members, 1
+
     def stalled(self, waited: float) -> None:
         """Say who is missing, where the watch does not."""
         if self.watch is None:

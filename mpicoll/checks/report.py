@@ -49,6 +49,7 @@ MESSAGE_WIDTH = 107
 Kind = Literal["mismatch", "deadlock", "time limit", "peer failed", "peer exited", "calls"]
 
 _THIS_RANK = " <- this rank"
+_WHILE = ", while "
 _LABEL = 44
 _FOLD = 6
 _CYCLE = 8
@@ -85,7 +86,7 @@ class Report:
     around: int = 0
     site: str = ""
 
-    def one_line(self, width: int = 240) -> str:
+    def one_line(self, width: int = 400) -> str:
         """Return the headline in one line."""
         return clip(self.headline, width, tail=width // 3)
 
@@ -116,11 +117,13 @@ class Report:
         return listed(self.odd or self.members)
 
     def _head(self, width: int) -> list[str]:
-        what, colon, who = self.headline.rpartition(": ")
+        parted = {"time limit": ": ", "peer exited": ": ", "peer failed": _WHILE}.get(self.kind, "")
+        before, mark, after = self.headline.rpartition(parted) if parted else ("", "", "")
         whole = clip(self.headline, len(self.headline) * 2)
-        if columns(whole) <= width or not (colon and self.kind in ("time limit", "peer exited")):
+        if columns(whole) <= width or not mark:
             return wrap(self.headline, width, most=3)
-        return [*wrap(f"{what}:", width, most=2), *wrap(who, width, first=4, most=2)]
+        first, _, rest = mark.partition(" ")
+        return [*wrap(before + first, width, most=2), *wrap(rest + after, width, first=4, most=2)]
 
     def put_on(self, error: DistError) -> None:
         """Put the report on the exception whose message it is, also as data."""
@@ -510,14 +513,15 @@ def peer_failed(waiting: Entry, group: str, members: Runs, table: Table) -> Repo
     rows = [row for row in table.rows if row.state in ("failed", "killed")]
     gone = join(run for row in rows for run in row.ranks)
     first = min(rows, key=lambda row: row.ranks)
-    what = f"{'was killed' if first.state == 'killed' else 'failed'}: {clip(first.problem, 160, tail=50)}"
-    site = f" (at {first.site})" if first.site else ""
+    what = f"{'was killed' if first.state == 'killed' else 'failed'}: {clip(first.problem, 200, tail=60)}"
+    place = short_paths([waiting.site, *(row.site for row in table.rows)]).get(first.site, "")
+    site = f", after its last call {first.op} at {place}" if first.op else f" (at {place})" if place else ""
     return Report(
         "peer failed",
         group,
         members,
         waiting.seq,
-        f"{name_runs(gone, 40)} {what}{site}, while {name_runs(waiting.ranks, 40)} waited in "
+        f"{name_runs(gone, 40)} {what}{site}{_WHILE}{name_runs(waiting.ranks, 40)} waited in "
         f"{_called(waiting, group, table)}",
         table,
         odd=gone,

@@ -32,7 +32,12 @@ _THERE, _LEFT = 1, 2
 _WORD = struct.Struct("=q")
 _HEAD = struct.Struct("=II")  # length, CRC
 _FLOCK = struct.Struct("hhqqi")  # struct flock of 64-bit Linux
-_AREAS = {"state": (64, 12 * 1024), "place": (12 * 1024 + 64, 1024), "withdrawn": (13 * 1024 + 64, 2048)}
+_AREAS = {
+    "state": (64, 12 * 1024),
+    "place": (12 * 1024 + 64, 1024),
+    "withdrawn": (13 * 1024 + 64, 2048),
+    "waits": (15 * 1024 + 64, 512),
+}
 
 
 @dataclass(frozen=True)

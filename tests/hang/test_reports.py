@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from jobs import run_job
 
 HEAD = """
@@ -62,3 +63,44 @@ def test_colours_on_a_terminal_alone() -> None:
         told[where] = re.sub(r"/\S*/|[0-9.]+ (to [0-9.]+ )?s\b", "", re.sub(r"\x1b\[[0-9;]*m", "", text))
     assert told["terminal"] == told["log"]
     assert "Traceback" in told["log"]
+
+
+WAITING = (
+    HEAD
+    + """
+dist.barrier()
+if r == 1:
+    time.sleep(1)
+    LEAVE
+try:
+    dist.all_reduce(np.ones(2))
+except dist.DistError as error:
+    print(type(error).__name__, error, flush=True)
+    assert error.ranks == [1], error.ranks
+    assert [call["ranks"] for call in error.calls] == [[1], [0, 2, 3]], error.calls
+    raise
+"""
+)
+
+
+@pytest.mark.parametrize("leave", ["raise ValueError(f'bad{chr(10)}sample 17')", "sys.exit(0)"])
+def test_who_waits_for_a_rank_that_has_left(leave: str) -> None:
+    """Ranks of a node that wait for one that failed or ended tell the same, in a report: all who wait, and how it left."""
+    job = run_job(WAITING.replace("LEAVE", leave), 4, limit=20)
+    assert not job.timed_out, job
+    assert job.returncode == 1, job
+    for rank in (0, 2, 3):
+        lines = job.out[rank].splitlines()
+        if "raise" in leave:
+            assert lines[0] == "PeerFailedError rank 1 failed: ValueError: bad sample 17 (at job.py:11),", job
+            call = f"    while rank {rank} waited in all_reduce #2 float64[2] SUM on group WORLD at job.py:13"
+            assert lines[1] == call, job
+            assert "rank 1: failed: ValueError: bad sample 17 (at job.py:11)" in map(str.strip, lines), job
+            headline = f"[rank {rank}] PeerFailedError: {lines[0].partition(' ')[2]} {call.strip()}"
+            assert headline in job.err[rank].splitlines(), job
+        else:
+            assert lines[0] == "PeerExitedError all_reduce #2 float64[2] SUM on group WORLD at job.py:13:", job
+            assert "rank 1 ended the program after 1 call on this group" in lines[1], job
+        assert any(re.match(r"  ranks 0, 2-3: wait in it, waited [0-9.]+ .*s <- this rank$", line) for line in lines), (
+            job
+        )
