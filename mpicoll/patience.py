@@ -227,20 +227,17 @@ class CallWait:
 
     def _told(self, waited: float, over: bool = False) -> tuple[list[int], Report]:
         """Ask the others where they are; return who has come to the call, too, and the report."""
-        board = groups.state().board
-        asked = self.group.ranks if self.peer is None else [self.peer] if self.peer >= 0 else self.group.ranks
-        answers = board.ask(self.group.group_name, asked)
+        board, (name, members, seq) = groups.state().board, self.meets()
+        wanted = members if self.peer is None or self.peer < 0 else (self.peer,)
+        answers = board.ask(name, wanted)
         arrived, silent, entries = [], [], []
-        for rank in asked:
-            if rank == board.rank:
-                continue
-            where = answers.get(rank)
+        for rank, where in answers.items():
             if where is None:
                 silent.append(rank)
-            elif self.peer is None and where.calls >= self.call.seq:
+            elif self.peer is None and where.calls >= seq:
                 arrived.append(rank)
             else:
-                entries.append(where.waits)
+                entries.append(replace(where.waits, ranks=((rank, rank),)))
         for rank in tuple(silent)[:MOST_PLACES]:
             place = _place(board, rank)
             if place:
@@ -251,7 +248,13 @@ class CallWait:
         entries.append(Entry(runs_of([*arrived, board.rank]), state="waits", waited=(waited, waited)))
         mine = entry_of(self.call, board.rank)
         told = time_limit(
-            mine, self.group.display, runs_of(self.group.ranks), table_of(entries), self.limit if over else waited, over
+            mine,
+            self.group.display,
+            runs_of(members),
+            table_of(entries),
+            self.limit if over else waited,
+            over,
+            unasked=len({*wanted} - {board.rank}) - len(answers),
         )
         return arrived, told
 
@@ -364,7 +367,7 @@ def waits_now(group_name: str) -> tuple[int, Entry]:
     entry = Entry(((rank, rank),), state="late")
     for wait in tuple(_waits.values())[:1]:
         entry = entry_of(wait.call, rank, wait.group.display, state="late")
-    return found.calls if found is not None else 0, entry
+    return found.calls if found is not None else joined.get(group_name, 0), entry
 
 
 def calls_now(rank: int) -> list[Entry]:

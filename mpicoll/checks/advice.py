@@ -81,8 +81,10 @@ def after_deadlock(waits: Sequence[Entry], gone: Runs) -> str:
     return "a send and its receive must name each other's rank and the same tag: compare the rows"
 
 
-def after_time_limit(rows: Iterable[Entry], late: Runs) -> str:
-    """Return what to do about ranks that are late."""
+def after_time_limit(rows: Iterable[Entry], late: Runs, unasked: int = 0) -> str:
+    """Return what to do about ranks that are late, where ``unasked`` others may be late as well."""
+    if unasked and not late:
+        return "see what ranks far from this one print: they ask others who is late"
     if not late:
         return "the transfer itself does not end: is a rank stopped, or the network down?"
     elsewhere = join(run for row in rows if row.state == "late" for run in row.ranks)

@@ -237,8 +237,12 @@ class Board:
             self.left.setdefault(payload, set()).add(rank)
         return None
 
-    def ask(self, group: str, ranks: Iterable[int]) -> dict[int, Where]:
-        """Ask ``ranks`` where they are, and return who answered within 0.3 s (those that wait in the library do)."""
+    def ask(self, group: str, ranks: Iterable[int]) -> dict[int, Where | None]:
+        """Ask ``ranks`` where they are, or the nearest of them where they are many.
+
+        Returns:
+            For each that was asked what it answered within 0.3 s (those that wait in the library do), else None.
+        """
         others = [rank for rank in ranks if rank != self.rank]
         others.sort(key=lambda rank: abs(rank - self.rank))
         others = others[:MOST_ASKED]
@@ -249,4 +253,5 @@ class Board:
             while time.monotonic() < end and len(self._answers[group]) < len(others):
                 self.poll()
                 time.sleep(0.001)
-            return self._answers.pop(group)
+            answers = self._answers.pop(group)
+        return {rank: answers.get(rank) for rank in others}

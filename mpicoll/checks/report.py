@@ -448,17 +448,33 @@ def _called(waiting: Entry, group: str, table: Table) -> str:
     return f"{call_text(waiting)} on group {group}{f' at {place}' if place else ''}"
 
 
-def time_limit(waiting: Entry, group: str, members: Runs, table: Table, seconds: float, over: bool = True) -> Report:
+def time_limit(
+    waiting: Entry,
+    group: str,
+    members: Runs,
+    table: Table,
+    seconds: float,
+    over: bool = True,
+    *,
+    unasked: int = 0,
+) -> Report:
     """Return the report of a wait past its limit, or (``over`` false) of one that has taken long so far.
 
     Args:
         waiting: the call that is waited in.
         table: what the members, or the peer, say: state ``waits``, ``late`` or ``silent``, or how they left.
         seconds: the limit, or for how long it has been waited.
+        unasked: how many members have not been asked, and are not in the table.
     """
     late = join(run for row in table.rows if row.state != "waits" for run in row.ranks)
     late = join((*late, *table.more))
-    who = f"{name_runs(late, 40)} did not come to it" if late else "all ranks have come to it, and it does not end"
+    if late:
+        who = f"{name_runs(late, 40)} did not come to it"
+    elif unasked:
+        who = f"the {table.ranks} ranks that are known of have come to it"
+    else:
+        who = "all ranks have come to it, and it does not end"
+    limits = [f"{unasked} of its {count(members)} ranks were not asked."] if unasked else []
     start = f"Timed out waiting {seconds:g} s" if over else f"{name_runs(waiting.ranks)} has waited {seconds:.0f} s"
     return Report(
         "time limit",
@@ -468,8 +484,8 @@ def time_limit(waiting: Entry, group: str, members: Runs, table: Table, seconds:
         f"{start} in {_called(waiting, group, table)}: {who}",
         table,
         odd=late,
-        next_step=advice.after_time_limit(table.rows, late),
-        closing="The group is broken now." if over else "",
+        next_step=advice.after_time_limit(table.rows, late, unasked),
+        closing=" ".join([*limits, *(["The group is broken now."] if over else [])]),
         site=waiting.site,
     )
 
