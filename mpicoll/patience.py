@@ -18,6 +18,7 @@ from mpicoll.checks.deadlock import State, Wait, report, stuck
 from mpicoll.checks.entries import Entry, Runs, Table, entry_of, holds, join, runs_of, table_of
 from mpicoll.checks.layout import short_paths
 from mpicoll.checks.report import MESSAGE_WIDTH, Report, peer_exited, peer_failed, show, time_limit
+from mpicoll.checks.slots import Place
 from mpicoll.errors import (
     CollectiveTimeoutError,
     DeadlockError,
@@ -51,7 +52,8 @@ joined: dict[str, int] = {}
 
 DESTROYED = 32
 """Destroyed groups that a rank still speaks of; with one that it does not name nothing is certain."""
-MOST_PLACES = 8
+MOST_PLACES = 6  # rows of a report for each way to be missing: so they all fit into its table
+BETWEEN = "between two calls, or at the end"
 EXPLAINED_WITHIN = 3.0
 GIVEN_UP_AFTER = 10.0
 
@@ -230,22 +232,27 @@ class CallWait:
         board, (name, members, seq) = groups.state().board, self.meets()
         wanted = members if self.peer is None or self.peer < 0 else (self.peer,)
         answers = board.ask(name, wanted)
-        arrived, silent, entries = [], [], []
+        arrived = [board.rank]
+        late, silent, left = [], [], []
         for rank, where in answers.items():
-            if where is None:
-                silent.append(rank)
-            elif self.peer is None and where.calls >= seq:
+            ranks = ((rank, rank),)
+            if where is not None and self.peer is None and where.calls >= seq:
                 arrived.append(rank)
+            elif rank in board.exited:
+                left.append(self._end(board.exited[rank]))
+            elif where is not None:
+                late.append(replace(where.waits, ranks=ranks))
+            elif (place := _place(board, rank)).site:
+                seen = _seen(place.ago, place.site)
+                silent.append(Entry(ranks, place.op, site=place.last, state="silent", problem=seen))
             else:
-                entries.append(replace(where.waits, ranks=((rank, rank),)))
-        for rank in tuple(silent)[:MOST_PLACES]:
-            place = _place(board, rank)
-            if place:
-                silent.remove(rank)
-                entries.append(Entry(((rank, rank),), state="silent", problem=place))
-        if silent:
-            entries.append(Entry(runs_of(silent), state="silent"))
-        entries.append(Entry(runs_of([*arrived, board.rank]), state="waits", waited=(waited, waited)))
+                silent.append(Entry(ranks, state="silent"))
+        entries = [
+            *_largest(late, Entry((), state="late")),
+            *_largest(silent, Entry((), state="silent")),
+            *_largest(left, Entry((), state="exited")),
+            Entry(runs_of(arrived), state="waits", waited=(waited, waited)),
+        ]
         mine = entry_of(self.call, board.rank)
         told = time_limit(
             mine,
@@ -256,7 +263,18 @@ class CallWait:
             over,
             unasked=len({*wanted} - {board.rank}) - len(answers),
         )
-        return arrived, told
+        return arrived[1:], told
+
+
+def _largest(entries: list[Entry], rest: Entry) -> list[Entry]:
+    """Return what most of the ranks say, in at most ``MOST_PLACES`` entries, and who says something else as ``rest``."""
+    rows: dict[tuple[Any, ...], list[Entry]] = {}
+    for entry in entries:
+        rows.setdefault(entry.said(), []).append(entry)
+    alike = sorted(rows.values(), key=len, reverse=True)
+    others = [run for row in alike[MOST_PLACES:] for entry in row for run in entry.ranks]
+    kept = [entry for row in alike[:MOST_PLACES] for entry in row]
+    return [*kept, replace(rest, ranks=join(others))] if others else kept
 
 
 def _needs(call: Call, me: int) -> tuple[int, ...] | None:
@@ -288,16 +306,24 @@ def note_waits() -> None:
         known.board.slots.write("waits", pickle.dumps(said) if said else b"")
 
 
-def _place(board: Board, rank: int) -> str:
-    """Return where a rank of this node is that does not answer, as the end of a sentence, or ""."""
-    if board.slots is None or rank not in board.slots.ranks:
-        return ""
-    place = board.slots.place(rank)
-    if not place.site:
-        return ""
-    if place.ago < 1.0:
-        return f"it is at {place}"
-    return f"it was last seen {place.ago:.0f} s ago at {place} (stopped, or in native code)"
+def _place(board: Board, rank: int) -> Place:
+    """Return where a rank is that does not answer; without a site if it is not of this node."""
+    return board.slots.place(rank) if board.slots is not None and rank in board.slots.ranks else Place()
+
+
+def _seen(ago: float, where: str) -> str:
+    """Return where a rank is, or was some seconds ago, as the end of a sentence."""
+    if ago < 1.0:
+        return f"it is at {where}"
+    return f"it was last seen {ago:.0f} s ago at {where} (stopped, or in native code)"
+
+
+def _last_call(known: groups.State, group: ProcessGroup | None = None) -> tuple[str, str, str]:
+    """Return the last call on a group, or where there is none that on the group with most: op, site, group; or empty."""
+    if group is None or group.last is None:
+        group = max(tuple(known.groups.values()), key=lambda group: group.calls, default=None)
+    op, _, site = (group.last_call() if group is not None else "").partition(" at ")
+    return op, site, group.display if group is not None and op else ""
 
 
 def tell_place() -> None:
@@ -306,9 +332,7 @@ def tell_place() -> None:
     if known is None or known.board.slots is None:
         return
     frame = sys._current_frames().get(known.thread)
-    last = max(known.groups.values(), key=lambda group: group.calls, default=None)
-    op, _, site = (last.last_call() if last is not None else "").partition(" at ")
-    known.board.slots.tell_place(program_site(frame), op, site)
+    known.board.slots.tell_place(program_site(frame), *_last_call(known)[:2])
 
 
 def await_death(board: Board) -> str:
@@ -364,9 +388,12 @@ def waits_now(group_name: str) -> tuple[int, Entry]:
     known = groups.current()
     found = known.groups.get(group_name) if known is not None else None
     rank = known.world.rank() if known is not None else -1
-    entry = Entry(((rank, rank),), state="late")
     for wait in tuple(_waits.values())[:1]:
         entry = entry_of(wait.call, rank, wait.group.display, state="late")
+        break
+    else:
+        op, site, display = _last_call(known, found) if known is not None else ("", "", "")
+        entry = Entry(((rank, rank),), op, site=site, group=display, state="late", problem=BETWEEN)
     return found.calls if found is not None else joined.get(group_name, 0), entry
 
 
@@ -393,19 +420,17 @@ def calls_now(rank: int) -> list[Entry]:
     ]
     if entries:
         return entries
-    ours = tuple(known.groups.values())
-    last = max(ours, key=lambda group: group.calls, default=None)
-    op, _, site = (last.last_call() if last is not None else "").rpartition(" at ")
-    waited_for = sum(len(group.unwaited) for group in ours)
+    op, site, display = _last_call(known)
+    waited_for = sum(len(group.unwaited) for group in tuple(known.groups.values()))
     more = f" ({waited_for} under way that it has not waited for)" if waited_for else ""
-    display = last.display if last is not None and op else ""
     return [Entry(ranks, op, site=site, group=display, state="late", problem=f"in no call of mpicoll{more}")]
 
 
 def last_seen(rank: int) -> str:
     """Return where a rank of this node was when it last wrote it down, as the end of a sentence, or ""."""
     known = groups.current()
-    return _place(known.board, rank) if known is not None else ""
+    place = _place(known.board, rank) if known is not None else Place()
+    return _seen(place.ago, str(place)) if place.site else ""
 
 
 def describe_state() -> State:

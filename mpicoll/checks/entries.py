@@ -55,8 +55,8 @@ Runs = tuple[tuple[int, int], ...]
 """Ranks as runs (first, last), in order and apart from each other: all ranks of any job are one run."""
 
 Standing = Literal["called", "waits", "late", "exited", "failed", "killed", "withdrawn", "silent"]
-"""``called`` it made this call; ``waits`` in it; ``late`` has not come, it waits elsewhere or is between two calls;
-``silent`` has not come and does not answer; the others say how it left."""
+"""``called`` it made this call; ``waits`` in it; ``late`` has not come, it waits in the call of its entry, or, where there is a
+problem, has made that call last; ``silent`` has not come and does not answer; the others say how it left."""
 
 
 def runs_of(ranks: Iterable[int]) -> Runs:

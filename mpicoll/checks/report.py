@@ -206,8 +206,12 @@ def row_text(report: Report, row: Entry, expected: Entry | None, places: Mapping
     elif report.kind == "calls":
         text = (row.problem or "in no call of mpicoll") + (f", last call {call}" if row.op else "")
     elif row.state == "late":
-        where = f"{'they wait' if many else 'it waits'} in {call}" if row.op else "between two calls, or at the end"
+        where = row.problem or (
+            f"wait{'' if many else 's'} in {call}" if row.op else f"{'are' if many else 'is'} elsewhere"
+        )
+        where = where if row.problem else f"{'they' if many else 'it'} {where}"
         text = f"{'have' if many else 'has'} not come to it, {where}"
+        text += f", last known call {call}" if row.op and row.problem else ""
     elif row.state == "silent":
         silent = f"{'do' if many else 'does'} not answer (computing, stopped or dead)"
         text = f"did not come to it, {row.problem or silent}"

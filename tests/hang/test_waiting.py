@@ -22,6 +22,7 @@ def test_a_late_rank_is_named() -> None:
     job = run_job(
         INIT
         + """
+dist.barrier()
 t = time.monotonic()
 try:
     if r == 1:
@@ -47,11 +48,14 @@ sys.exit(4)
     told = [
         out
         for out in (job.out[0], job.out[2])
-        if "Timed out waiting 2 s in all_reduce #1 float64[1] SUM on group WORLD at job.py:" in out
+        if "Timed out waiting 2 s in all_reduce #2 float64[1] SUM on group WORLD at job.py:" in out
     ]
     assert told, job
     for out in told:
         assert "rank 1 did not come to it" in out, job
+        said = " ".join(out.split())
+        assert "rank 1: did not come to it, it is at " in said, job
+        assert "job.py:13 in <module>(), last known call barrier at job.py:9 " in said, job
         assert 1.9 < float(out.split()[0]) < 4, job
     assert "broken" in job.out[1] or "later" in job.out[1], job
     assert all("later: barrier on group WORLD: it cannot be used any more" in out for out in job.out), job

@@ -13,7 +13,8 @@ from mpicoll.checks import board as boards
 from mpicoll.checks.board import Board
 from mpicoll.checks.call import Call, call_site
 from mpicoll.checks.entries import Entry
-from mpicoll.patience import CallWait
+from mpicoll.checks.slots import Place
+from mpicoll.patience import CallWait, waits_now
 
 RANKS, ME = 1_000, 500
 
@@ -43,7 +44,7 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[SyntheticBoard]:
     made = SyntheticBoard(comm, lambda name: (0, Entry(((ME, ME),))))
     made.answers = {}
     state: Any = SimpleNamespace(
-        world=SimpleNamespace(rank=lambda: ME), board=made, settings=SimpleNamespace(stall_warn=60.0)
+        world=SimpleNamespace(rank=lambda: ME), board=made, settings=SimpleNamespace(stall_warn=60.0), groups={}
     )
     groups.set_state(state)
     yield made
@@ -88,3 +89,48 @@ def test_one_rank_that_is_waited_for_is_asked(board: SyntheticBoard) -> None:
     assert board.asked == [3]
     assert error.ranks == [3]
     assert "not asked" not in str(error)
+
+
+def test_the_last_call_of_those_that_are_late(board: SyntheticBoard) -> None:
+    """A rank that is between two calls answers with its last one; one that does not answer has written its own down."""
+    called: Any = SimpleNamespace(calls=40, last="…", display="WORLD", last_call=lambda: "barrier at /a b/train.py:17")
+    other: Any = SimpleNamespace(calls=50, last="…", display="rows", last_call=lambda: "all_reduce at /a b/train.py:18")
+    unused: Any = SimpleNamespace(calls=0, last=None, display="columns", last_call=lambda: "")
+    groups.state().groups.update({"1": called, "1.1": other, "1.2": unused})
+    calls, entry = waits_now("1")
+    assert (calls, entry.state, entry.op, entry.site, entry.group) == (
+        40,
+        "late",
+        "barrier",
+        "/a b/train.py:17",
+        "WORLD",
+    )
+    assert waits_now("1.2")[1].op == "all_reduce"
+    slots: Any = SimpleNamespace(
+        me=ME,
+        ranks=(499, ME, 501),
+        place=lambda rank: Place(0.1, "/a b/train.py:30 in f()", "barrier", "/a b/train.py:17"),
+    )
+    board.slots = slots
+    board.answers = {498: (40, entry), 499: None, 501: None}
+    error: Any = wait().timed_out(3.0)
+    text = " ".join(str(error).split())
+    assert (
+        "rank 498: has not come to it, between two calls, or at the end, last known call barrier at train.py:17" in text
+    )
+    silent = (
+        "ranks 499, 501: did not come to it, it is at /a b/train.py:30 in f(), last known call barrier at train.py:17"
+    )
+    assert silent in text
+    assert [(call["op"], call["site"]) for call in error.calls[:2]] == [("barrier", "/a b/train.py:17")] * 2
+    assert error.ranks == [498, 499, 501]
+
+
+def test_ranks_that_are_late_in_many_ways(board: SyntheticBoard) -> None:
+    """However many places the late ranks are in, those who wait keep their row and are not late."""
+    late = range(400, 600, 3)
+    board.answers = {rank: (40, Entry((), "recv", site=f"/train.py:{rank}", state="late")) for rank in late}
+    error: Any = wait().timed_out(3.0)
+    assert error.ranks == list(late)
+    assert [call["ranks"] for call in error.calls if call["state"] == "waits"] == [sorted({*board.asked, ME} - {*late})]
+    assert len(str(error).splitlines()) <= 20
