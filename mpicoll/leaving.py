@@ -28,7 +28,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll import groups, waiting, watchdog
-from mpicoll.checks.call import Site
+from mpicoll.checks.call import Site, program_site
 from mpicoll.checks.report import painted
 from mpicoll.communicators import CLOSED_APART
 from mpicoll.errors import ARGUMENT, DistError, GroupBrokenError, PeerFailedError, in_one_line
@@ -140,26 +140,34 @@ class _Exit(SystemExit):
 
     Python tells nobody the exit code. But it drops the exception right before the exit handlers run, when no frame is
     left on the stack; one that was caught is dropped from within a frame.
+
+    Attributes:
+        site: file:line of the program that called sys.exit.
     """
+
+    def __init__(self, code: Any = None, site: str = "") -> None:
+        super().__init__(code)
+        self.site = site
 
     def __del__(self) -> None:
         try:
             sys._getframe(1)
         except ValueError:
             if os.getpid() == _owner or _ending.code == 0:
-                _note_exit(self.code)
+                _note_exit(self.code, self.site)
 
 
-def _note_exit(code: Any) -> None:
+def _note_exit(code: Any, site: str) -> None:
     _ending.code = 0 if code is None else code & 0xFF if isinstance(code, int) else 1
     if _ending.code and not _ending.what:
-        _ending.what = f"sys.exit({code!r})"
+        _ending.what, _ending.site = f"sys.exit({code!r})", site
 
 
 def _exit(status: Any = None, /) -> None:
     """Exit the interpreter by raising SystemExit(status)."""
     if threading.current_thread() is threading.main_thread():
-        raise _Exit(status)
+        # Not kept by a name: this frame is in its traceback, and it has to go when nobody else holds it.
+        raise _Exit(status, program_site(sys._getframe()).rpartition(" in ")[0])
     raise SystemExit(status)
 
 

@@ -79,11 +79,29 @@ finally:
 
 
 def test_sys_exit_gives_its_code() -> None:
-    """sys.exit(3) on one rank ends the job with 3, whoever waits for it."""
+    """sys.exit(3) on one rank ends the job with 3, whoever waits for it, and they say in which line it was."""
     job = run_job(HEAD + "if r == 1: sys.exit(3)\ndist.barrier()\n", 3, limit=20)
     assert not job.timed_out, job
     assert job.returncode == 3, job
-    assert "rank 1 failed: sys.exit(3)" in job.err[0], job
+    for rank in (0, 2):
+        assert "rank 1 failed: sys.exit(3) (at job.py:7), while" in job.err[rank], job
+
+
+def test_an_exit_inside_a_library_is_the_programs_line() -> None:
+    """Where a package calls sys.exit, as argparse does, the others read where the program called that package."""
+    source = """
+import argparse
+def options():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int)
+    return parser.parse_args(["--steps", "ten"] if r == 1 else [])
+
+options()
+dist.barrier()
+"""
+    job = run_job(HEAD + source, 2, limit=20)
+    assert job.returncode == 2, job
+    assert "rank 1 failed: sys.exit(2) (at job.py:12), while" in job.err[0], job
 
 
 def test_sys_exit_zero_is_silent() -> None:

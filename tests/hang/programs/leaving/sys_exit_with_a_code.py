@@ -2,7 +2,7 @@
 
 ranks: 3
 raises: PeerFailedError on 1, 2
-says: broadcast | sys.exit(3)
+says: broadcast | failed: sys.exit(3) (at sys_exit_with_a_code.py:20)
 names: 0
 code: 3
 """
@@ -17,6 +17,6 @@ dist.init_process_group()
 rank = dist.get_rank()
 if rank == 0:
     print("no configuration")
-    sys.exit(3)
+    sys.exit(3)  # rank 0
 config = np.empty(4)
 dist.broadcast(config, src=0)  # ranks 1-2
