@@ -63,13 +63,14 @@ PLANTED = {
     "dtype": (2, {"mutated": 60, "kinds": "dtype"}, "missed"),
     "busy": (3, {"correct": 8, "pauses": 4}, "false"),
     "blind": (3, {"mutated": 4, "kinds": "drop", "limit": 2}, "missed"),
+    "uncounted": (2, {"mutated": 40, "kinds": "drop,duplicate"}, "missed"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_fault_in_the_checker_is_found(fault: str) -> None:
-    """A checker that ignores a dtype, takes busy ranks for ended ones, or finds no deadlock, does not pass this test."""
+    """A checker that ignores a dtype, takes busy ranks for ended ones, finds no deadlock or no message left does not pass."""
     size, options, column = PLANTED[fault]
     found, job = run_driver(size, 120, plant=fault, **options)
     assert total(found, column) > 0, job.out[0]

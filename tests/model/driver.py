@@ -10,6 +10,9 @@ what a process says there that ends or fails, and answers questions until all ha
 PeerExitedError or PeerFailedError as they would. After that the board forgets it and the groups are made again, unless the
 model says that they are still in step: then the next program uses them, also after a mismatch.
 
+Nor can a job be at its end after each program, where the library says which messages nobody has received. What it says it
+from are its counters, and those the ranks compare with each other after each program.
+
 A program that goes wrong is printed as a script. The mutated program of number N of a job alone: ``--seed N-1 --mutated 1``,
 with the same ``--kinds``.
 """
@@ -37,9 +40,6 @@ from mpicoll import execution, leaving, patience, waiting
 from mpicoll import groups as library_groups
 from mpicoll.checks.deadlock import State, stuck
 
-NOT_YET = Checks(envelope=True, unreceived=False)
-"""What is compared with: take each False out when the library reports it."""
-
 LIMIT = 20.0
 BATCH = 50
 SAY_SO_AFTER = 0.03
@@ -52,6 +52,10 @@ class WrongData(Exception):
     """A correct call moved something else than it should."""
 
 
+Messages = tuple[tuple[int, int, int, int], ...]
+"""(group, source, target, tag) of each, sorted."""
+
+
 @dataclass(frozen=True)
 class Ending:
     """How a program ended on one rank: ``kind`` is "done" or the name of the exception."""
@@ -60,6 +64,31 @@ class Ending:
     step: int = -1
     text: str = ""
     unwaited: bool = False
+
+    @property
+    def bad(self) -> bool:
+        """Whether the rank said that something is wrong."""
+        return self.kind != "done" or self.unwaited
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a program ended on all ranks.
+
+    Attributes:
+        endings: of each rank.
+        told: a rank has told the board how it ended.
+        lost: the messages that nobody has received, as the library would name them at the end of the job.
+    """
+
+    endings: tuple[Ending, ...]
+    told: bool
+    lost: Messages
+
+    @property
+    def bad(self) -> bool:
+        """Whether the library would say that something is wrong."""
+        return bool(self.lost) or any(end.bad for end in self.endings)
 
 
 class Runner:
@@ -84,6 +113,7 @@ class Runner:
         self.groups: list[Any] = [None]
         shapes = correct(0, self.size).groups
         self.groups += [dist.new_group(list(members), sort_ranks=False) for members in shapes[1:]]
+        self.settled = leaving.balance(self.base)  # of earlier groups, whose messages were received or dropped
 
     def make_anew(self) -> None:
         """Destroy what the last program has used, have the board forget it, and make the groups again."""
@@ -218,40 +248,66 @@ class Runner:
             (joined, blocks(*(value + 10 * i + me for i in range(n))))
         )
 
-    def meet(self, mine: Ending, *, alone: bool) -> tuple[list[Ending], bool]:
-        """Meet after a program; return how it ended on every rank, and whether one of them has told the board so.
+    def meet(self, mine: Ending, *, alone: bool) -> Outcome:
+        """Meet after a program; return how it ended on every rank.
 
         Args:
             alone: other ranks may be waiting for this one.
         """
-        bad = mine.kind != "done" or mine.unwaited
-        tell_after = (0.0 if bad else SAY_SO_AFTER) if alone else STUCK_AFTER
+        tell_after = (0.0 if mine.bad else SAY_SO_AFTER) if alone else STUCK_AFTER
         met = self.books.Ibarrier()
         start = time.monotonic()
         told = False
         while not met.Test():
             waited = time.monotonic() - start
             self.board.poll()
-            if not bad:
+            if not mine.bad:
                 waiting.progress()
             if not told and waited >= tell_after:
                 told = True
-                self.tell(mine, bad)
+                self.tell(mine)
             time.sleep(2e-4)
-        everybody = self.books.allgather((mine, told))
-        return [ending for ending, _ in everybody], any(said for _, said in everybody)
+        everybody = self.books.allgather((mine, told, leaving.balance(self.base) - self.settled, self.counted()))
+        endings, said, balances, counted = zip(*everybody, strict=True)
+        # As at the end of a job: the sum says whether a message is lost, and only then the ranks look for which.
+        return Outcome(endings, any(said), named(counted) if sum(balances) else ())
 
-    def tell(self, mine: Ending, bad: bool) -> None:
+    def counted(self) -> tuple[dict[tuple[int, int, int], int], dict[tuple[int, int, int], int]]:
+        """Return the messages sent and received on the groups that are there, by (group, other rank, tag)."""
+        known = [library_groups.state().world, *self.groups[1:]]
+        index = {group.group_name: at for at, group in enumerate(known) if group != dist.GroupMember.NON_GROUP_MEMBER}
+        sent, received = (
+            {
+                (index[name], rank, tag): count
+                for name, there in by_group.items()
+                if name in index
+                for (rank, tag), count in there.items()
+            }
+            for by_group in (leaving._sent(self.base), leaving._received(self.base))
+        )
+        return sent, received
+
+    def tell(self, mine: Ending) -> None:
         """Say what a process says when it fails, or comes to its end."""
-        if bad:
+        if mine.bad:
             self.board.post("failed", (f"{mine.kind}: {mine.text[:200]}", "", 1), range(self.size))
             return
         for rank in range(self.size):
             self.board.post("exited", (*self.base.counters(rank), "ended the program"), [rank])
 
 
-def fits(verdict: Verdict, endings: Sequence[Ending]) -> str:
+def named(counted: Sequence[tuple[Mapping[tuple[int, int, int], int], Mapping[tuple[int, int, int], int]]]) -> Messages:
+    """Return the messages that were sent and not received, from what each rank has counted."""
+    lost = []
+    for source, (sent, _) in enumerate(counted):
+        for (group, target, tag), count in sent.items():
+            lost += [(group, source, target, tag)] * (count - counted[target][1].get((group, source, tag), 0))
+    return tuple(sorted(lost))
+
+
+def fits(verdict: Verdict, outcome: Outcome) -> str:
     """Return why an outcome is not what the model says, or "" when it is."""
+    endings = outcome.endings
     first = [rank for rank, end in enumerate(endings) if end.unwaited or end.kind not in ("done", *FOLLOWERS)]
     for rank, (end, expected) in enumerate(zip(endings, verdict.ends, strict=True)):
         if end.kind == "done":
@@ -272,23 +328,26 @@ def fits(verdict: Verdict, endings: Sequence[Ending]) -> str:
             }.get(end.kind, "nothing that the model knows")
             if (means, end.step) != (expected.state, expected.step):
                 return f"false: rank {rank} ended with {end.kind} in step {end.step}, not with {expected}"
+    # A job that ends by an error says nothing of messages: the ranks had more to do.
+    if outcome.lost != verdict.unreceived and not any(end.bad for end in endings):
+        missed = set(verdict.unreceived) - set(outcome.lost)
+        return f"{'missed' if missed else 'false'}: left are {verdict.unreceived}, counted as left {outcome.lost}"
     return ""
 
 
-def judge(possible: frozenset[Verdict], endings: Sequence[Ending]) -> tuple[str, str]:
+def judge(possible: frozenset[Verdict], outcome: Outcome) -> tuple[str, str]:
     """Return the column of the table that a program belongs into, and why where that is bad."""
-    reasons = [fits(verdict, endings) for verdict in possible]
-    reported = any(end.kind != "done" or end.unwaited for end in endings)
+    reasons = [fits(verdict, outcome) for verdict in possible]
     if not all(reasons):
-        return "flagged" if reported else "harmless", ""
+        return "flagged" if outcome.bad else "harmless", ""
     reason = min(reasons)
     return reason.partition(":")[0], reason
 
 
-def shown(program: Program, reason: str, endings: Sequence[Ending]) -> str:
+def shown(program: Program, reason: str, outcome: Outcome) -> str:
     """Return what a reader needs of a program that did not end as it should."""
     lines = [f"--- {program.name}: {reason}"]
-    lines += [f"rank {rank}: {end.kind} in step {end.step}: {end.text}" for rank, end in enumerate(endings)]
+    lines += [f"rank {rank}: {end.kind} in step {end.step}: {end.text}" for rank, end in enumerate(outcome.endings)]
     return "\n".join(lines) + "\n" + as_script(program)
 
 
@@ -307,18 +366,21 @@ def run_correct(runner: Runner, seeds: Sequence[int], pauses: int, table: Counte
         for program in batch:
             ran += 1
             mine = runner.run(program, check=True)
-            if mine.kind != "done" or mine.unwaited:
+            if mine.bad:
                 break
-        endings, told = runner.meet(mine, alone=mine.kind != "done")
+        outcome = runner.meet(mine, alone=mine.kind != "done")
         counts = runner.books.allgather(ran)
-        bad = [rank for rank, end in enumerate(endings) if end.kind != "done" or end.unwaited]
-        table["harmless"] += min(counts) - bool(bad)
+        bad = [rank for rank, end in enumerate(outcome.endings) if end.bad]
+        table["harmless"] += min(counts) - outcome.bad
+        table["false"] += outcome.bad
         if bad:
             # The first program that failed by itself; ranks further on failed because of it.
-            rank = min(bad, key=lambda rank: (endings[rank].kind in FOLLOWERS, counts[rank]))
-            table["false"] += 1
-            problems.append(shown(batch[counts[rank] - 1], "false: it is correct", endings))
-        if told or bad:
+            rank = min(bad, key=lambda rank: (outcome.endings[rank].kind in FOLLOWERS, counts[rank]))
+            problems.append(shown(batch[counts[rank] - 1], "false: it is correct", outcome))
+        elif outcome.bad:
+            names = f"{batch[0].name} or one of the {len(batch) - 1} after it"
+            problems.append(f"--- {names}: false: counted as left {outcome.lost}")
+        if outcome.told or outcome.bad:
             runner.make_anew()
     return problems
 
@@ -328,7 +390,7 @@ def run_mutated(
 ) -> tuple[list[str], float]:
     """Run ``number`` mutated programs; return what was wrong, and the seconds that the slowest took to end on this rank.
 
-    ``errors`` counts what the ranks ended with.
+    ``errors`` counts what the ranks ended with, and the messages that were left.
     """
     problems = []
     slowest = 0.0
@@ -337,7 +399,7 @@ def run_mutated(
         seed += 1
         kind = kinds[seed % len(kinds)]
         program = mutate(correct(seed, runner.size), kind, seed)
-        possible = verdicts(program, NOT_YET) if program is not None else None
+        possible = verdicts(program, Checks()) if program is not None else None
         if program is None or possible is None:
             continue
         found += 1
@@ -345,13 +407,14 @@ def run_mutated(
         began = time.monotonic()
         mine = runner.run(program, check=False)
         slowest = max(slowest, time.monotonic() - began)
-        endings, told = runner.meet(mine, alone=not simple)
-        column, reason = judge(possible, endings)
+        outcome = runner.meet(mine, alone=not simple)
+        column, reason = judge(possible, outcome)
         table[kind][column] += 1
-        errors.update("never waited" if end.unwaited else end.kind for end in endings)
+        errors.update("never waited" if end.unwaited else end.kind for end in outcome.endings)
+        errors["message never received"] += len(outcome.lost)
         if reason:
-            problems.append(shown(program, reason, endings))
-        if told or not simple or reason:
+            problems.append(shown(program, reason, outcome))
+        if outcome.told or not simple or reason:
             runner.make_anew()
     return problems, slowest
 
@@ -380,6 +443,12 @@ def plant(fault: str) -> None:
         vars(patience)["stuck"] = wrong
     elif fault == "blind":  # no deadlock is ever found
         vars(patience)["stuck"] = lambda states: set()
+    elif fault == "uncounted":  # messages are not counted, but for those that are sent or received again
+
+        def forget(self: object, peer: int, tag: int) -> None: ...
+
+        vars(library_groups)["ProcessGroup"].count_sent = forget
+        vars(library_groups)["ProcessGroup"].count_received = forget
     elif fault:
         raise ValueError(fault)
 
@@ -393,7 +462,7 @@ def main() -> None:
     parser.add_argument("--kinds", default=",".join(MUTATIONS), help="which mutations")
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds that a call may take")
-    parser.add_argument("--plant", default="", help="a fault in the checker: dtype, busy or blind")
+    parser.add_argument("--plant", default="", help="a fault in the checker: dtype, busy, blind or uncounted")
     options = parser.parse_args()
     warnings.simplefilter("ignore")  # calls of ranks outside a group, Works that were not waited for: meant so here
     plant(options.plant)

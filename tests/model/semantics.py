@@ -58,13 +58,13 @@ class Verdict:
 
     Attributes:
         ends: of each rank.
-        unreceived: messages are left that nobody has received.
+        unreceived: the messages that are left, and nobody has received: (group, source, target, tag) of each, sorted.
         in_step: no rank waits for another, nothing is under way and all members of every group have made as many calls on
             it, so the groups can be used by another program.
     """
 
     ends: tuple[End, ...]
-    unreceived: bool
+    unreceived: tuple[tuple[int, int, int, int], ...]
     in_step: bool
 
     def harmless(self, checks: Checks) -> bool:
@@ -130,7 +130,12 @@ class _Path:
             if not moved and not self.take_from_anybody():
                 break
         ends = tuple(end or End("blocked", self.at[rank]) for rank, end in enumerate(self.ends))
-        left = any(message.done for messages in self.messages.values() for message in messages)
+        left = sorted(
+            (group, message.source, target, message.step.tag)
+            for (group, target), messages in self.messages.items()
+            for message in messages
+            if message.done
+        )
         idle = all(end.state != "blocked" for end in ends) and all(
             work.waited for works in self.works for work in works.values()
         )
@@ -138,7 +143,7 @@ class _Path:
             len({len(self.issued[group, rank]) for rank in members}) == 1
             for group, members in enumerate(self.program.groups)
         )
-        return Verdict(ends, left, idle and level and not left)
+        return Verdict(ends, tuple(left), idle and level and not left)
 
     def go_on(self, rank: int) -> bool:
         """Let a rank do one thing; False when it cannot."""

@@ -88,6 +88,14 @@ def test_known_outcomes(name: str) -> None:
     assert _words((first, second)) == expected
 
 
+def test_what_is_left_is_named() -> None:
+    """Messages that nobody receives are named by their group, ranks and tag; one that is not sent yet is none."""
+    sends = [SEND, _message("send", 1, tag=3), SEND, SEND, BIG]
+    found = verdicts(Program(2, "by hand", (tuple(sends), (RECV,))), ALL)
+    assert found is not None
+    assert [verdict.unreceived for verdict in found] == [((0, 0, 1, 0), (0, 0, 1, 0), (0, 0, 1, 3))]
+
+
 def test_receives_from_anybody_in_every_order() -> None:
     """A receive from any rank may take either message: a program that is right for one order only has both outcomes."""
     two = _message("recv", -1, tag=20), _message("recv", -1, tag=20, count=2)
