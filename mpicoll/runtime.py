@@ -149,8 +149,11 @@ def init_process_group(
         )
     except ValueError as error:
         problem = problem or error
-    level: Level = check if check in LEVELS else settings.check
-    how = on_failure if on_failure in ("job", "raise") else ("job" if comm is None else "raise")
+    # What is no string may compare like an array, without a truth of its own.
+    level: Level = check if isinstance(check, str) and check in LEVELS else settings.check
+    how: str = "job" if comm is None else "raise"
+    if isinstance(on_failure, str) and on_failure in ("job", "raise"):
+        how = on_failure
     leaving.register()
     if how == "job":
         leaving.install()
@@ -229,9 +232,9 @@ def _check_arguments(
         raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout!r}")
     if timeout is not None and timeout <= timedelta(0):
         raise ValueError(f"timeout must be positive, got {timeout}")
-    if on_failure not in (None, "job", "raise"):
+    if on_failure is not None and not (isinstance(on_failure, str) and on_failure in ("job", "raise")):
         raise ValueError(f'on_failure must be "job", "raise" or None, got {on_failure!r}')
-    if check is not None and check not in LEVELS:
+    if check is not None and not (isinstance(check, str) and check in LEVELS):
         raise ValueError(f"check must be one of {', '.join(map(repr, LEVELS))} or None, got {check!r}")
     for value, name in ((world_size, "world_size"), (rank, "rank")):
         if value is not None and (not hasattr(value, "__index__") or isinstance(value, bool)):

@@ -60,6 +60,43 @@ def test_every_collective_at_every_level(level: str) -> None:
                 assert (work.result()[0] == size * (j + 1)).all()
 
 
+@pytest.mark.mpi(min_size=2)
+def test_levels_that_differ_raise_at_init(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that ask for different levels, by argument or by variable, raise at init on all ranks, and may try again."""
+    odd = dist.get_world_size() - 1
+    me = dist.get_rank()
+    dist.destroy_process_group()
+    for here, elsewhere in (("roll", None), ("off", "full"), ("off", "roll")):
+        for by_variable in (False, True):
+            level = here if me == odd else elsewhere
+            if by_variable and level is not None:
+                monkeypatch.setenv("MPICOLL_CHECK", level)
+            with collective_raises(dist.CollectiveMismatchError, match=rf"rank {odd}: init_process_group.*{here}"):
+                dist.init_process_group(check=None if by_variable else level)  # type: ignore[arg-type]
+            assert not dist.is_initialized(), (here, elsewhere, by_variable)
+            monkeypatch.delenv("MPICOLL_CHECK", raising=False)
+    # The argument is what counts, and groups inherit it.
+    monkeypatch.setenv("MPICOLL_CHECK", "off" if me == odd else "full")
+    dist.init_process_group(check="roll")
+    group = dist.new_group()
+    assert (dist.group.WORLD.level, group.level) == ("roll", "roll")  # type: ignore[union-attr]
+    dist.barrier(group)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrong", ["most", "FULL", 1, True, ["full"], np.array(["full", "roll"])], ids=str)
+def test_a_level_that_there_is_not(wrong: Any) -> None:
+    """A level that there is not raises on all ranks, also when one rank alone asks for it."""
+    odd = dist.get_world_size() - 1
+    me = dist.get_rank()
+    dist.destroy_process_group()
+    with collective_raises(ValueError, match="check must be one of 'full', 'roll', 'off' or None, got "):
+        dist.init_process_group(check=wrong)
+    with collective_raises(ValueError if me == odd else dist.CollectiveMismatchError, match="check must be one of"):
+        dist.init_process_group(check=wrong if me == odd else None)
+    assert not dist.is_initialized()
+
+
 def differ(group: Any, at: int, calls: int, **names: str) -> None:
     for i in range(calls):
         op = dist.ReduceOp.MAX if i == at and dist.get_rank(group) == 1 else dist.ReduceOp.SUM

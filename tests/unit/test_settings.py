@@ -24,6 +24,8 @@ def test_values_are_read() -> None:
     assert (settings.timeout, settings.stall_warn, settings.exit_grace) == (12.5, 3.0, 100.0)
     for text, value in (("1", True), ("ON", True), (" yes ", True), ("0", False), ("false", False)):
         assert read_settings({"MPICOLL_STRICT": text}).strict is value, text
+    for text, level in (("full", "full"), ("roll", "roll"), ("off", "off"), (" ROLL ", "roll"), ("Off", "off")):
+        assert read_settings({"MPICOLL_CHECK": text}).check == level, text
 
 
 def test_unknown_values_name_the_variable_and_what_it_takes() -> None:
@@ -35,6 +37,9 @@ def test_unknown_values_name_the_variable_and_what_it_takes() -> None:
     for text in ("", "2", "maybe"):
         with pytest.raises(ValueError, match="0 or 1"):
             read_settings({"MPICOLL_STRICT": text})
+    for text in ("", "0", "on", "none", "full,roll"):
+        with pytest.raises(ValueError, match=rf"MPICOLL_CHECK={text!r} is not a value it takes \(full, roll or off\)"):
+            read_settings({"MPICOLL_CHECK": text})
 
 
 def test_unknown_names_warn_once_with_the_nearest() -> None:
