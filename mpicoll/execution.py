@@ -100,6 +100,8 @@ def collective(
         raise wrap(error, group, call) from error
     finally:
         ticket.pass_on()
+        if call.apart:
+            group.give_up("its ranks made unequal numbers of calls")
 
 
 def _agreed(
@@ -493,6 +495,8 @@ def _unusual(
         raise wrap(error, group, call) from error
     finally:
         ticket.pass_on()
+        if call.apart:
+            group.give_up("its ranks made unequal numbers of calls")
 
 
 def _finish_request(group: ProcessGroup, known: Repeated, frame: FrameType, request: Request) -> None:
@@ -537,6 +541,8 @@ def _agreement(group: ProcessGroup, call: Call, ticket: Ticket) -> Generator[Req
         raise wrap(error, group, call) from error
     finally:
         ticket.pass_on()
+        if call.apart:
+            group.give_up("its ranks made unequal numbers of calls")
 
 
 def lost(operation: Operation, reason: BaseException) -> None:

@@ -16,6 +16,7 @@ import struct
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from mpi4py import MPI
@@ -44,6 +45,8 @@ _ROUND = struct.Struct("=11q")
 _NO_FLAGS = (0, 0, 0, NOTHING, 0)
 _STALL_US = STALL * 1e6
 SLOTS = 8
+
+_T = TypeVar("_T")
 
 
 @dataclass(slots=True)
@@ -309,28 +312,21 @@ def explain(
         waited: seconds that this member had posted its round before the last one did.
     """
     call.explaining = True
-    closing = ""
-    if call.made:  # on all members, also on those whose arguments are wrong
-        found = yield from _first_difference(lane, call)
-        if found is not call:
-            closing = (
-                f"Compared every {EVERY} calls: what moved since call {found.seq} may be wrong. "
-                "The group can still be used."
-            )
-        if call.error is None:
-            call = found
-    mine = entry_of(call, ranks[me], waited=waited)
-    table = yield from _tell(lane, me, table_of([mine]))
+    said, closing = call, ""
+    if call.made:
+        said, closing = yield from _first_difference(lane, call, me)
+    mine = entry_of(said, ranks[me], waited=waited)
+    table = yield from _tell_table(lane, me, table_of([mine]))
     wanted = table.missing()
     if wanted is not None:
-        again = yield from _tell(lane, me, table_of([mine] if mine.fingerprint() == wanted else []))
+        again = yield from _tell_table(lane, me, table_of([mine] if mine.fingerprint() == wanted else []))
         table = table.with_rows(again)
     if call.error is not None:
         if any(row.problem != mine.problem for row in table.rows) and hasattr(call.error, "add_note"):
-            told = mismatch(group_name, runs_of(ranks), call.seq, table, closing)
+            told = mismatch(group_name, runs_of(ranks), said.seq, table, closing)
             call.error.add_note(told.text(ranks[me], MESSAGE_WIDTH))
         raise call.error
-    report = mismatch(group_name, runs_of(ranks), call.seq, table, closing)
+    report = mismatch(group_name, runs_of(ranks), said.seq, table, closing)
     error = CollectiveMismatchError(report.text(ranks[me], MESSAGE_WIDTH))
     report.put_on(error)
     right = [row.ranks[0][0] for row in table.rows if not row.problem] or [run[0] for run in table.more]
@@ -338,21 +334,51 @@ def explain(
     raise error
 
 
-def _first_difference(lane: Lane, call: Call) -> Generator[Request, None, Call]:
-    """Return this member's call at the first place where the members' calls since the last comparison differ."""
-    prints = np.zeros(2 * (EVERY + 1), np.int64)
-    for i, made in enumerate(call.made):
-        prints[2 * i : 2 * i + 2] = made.fingerprint, -made.fingerprint
-    yield lane.data.Iallreduce(MPI.IN_PLACE, prints, MPI.MAX)
-    differ = np.flatnonzero(prints[::2] != -prints[1::2])
-    if not differ.size or differ[0] >= len(call.made):
-        return call
-    made = call.made[int(differ[0])]
-    return Call(made.op, made.key, Site(made.code, made.instruction), seq=made.seq)
+def _first_difference(lane: Lane, call: Call, me: int) -> Generator[Request, None, tuple[Call, str]]:
+    """Find the first place where the members' calls since the last comparison differ.
+
+    Not by a collective of MPI: where one member has made a call more than another, their next ones would not fit.
+
+    Returns:
+        This member's call there, and what has to be said of the calls that have moved data already; "" if none has.
+    """
+    mine = np.zeros(2 * (EVERY + 2), np.int64)
+    mine[:2] = len(call.made), -len(call.made)
+    for i, made in enumerate(call.made, 1):
+        mine[2 * i : 2 * i + 2] = made.fingerprint, -made.fingerprint
+    highest = yield from _tell(
+        lane, me, mine, np.maximum, np.ndarray.tobytes, lambda told: np.frombuffer(told, np.int64)
+    )
+    most, least = int(highest[0]), -int(highest[1])
+    differ = np.flatnonzero(highest[2::2] != -highest[3::2])
+    if not differ.size:
+        return call, ""
+    at = int(differ[0])
+    if most == least == at + 1:
+        return call, ""  # the members differ in the call that compares, and nothing has moved
+    said = call
+    if at < len(call.made) - 1:
+        made = call.made[at]
+        said = Call(made.op, made.key, Site(made.code, made.instruction), seq=made.seq)
+    call.apart = most != least
+    closing = f"Compared every {EVERY} calls: what moved since call {said.seq} may be wrong."
+    closing += " The ranks are out of step: the group is broken now." if call.apart else " The group can still be used."
+    return said, closing
 
 
-def _tell(lane: Lane, me: int, table: Table) -> Generator[Request, None, Table]:
-    """Merge the tables of all members up a binomial tree, and tell all of them what came out.
+def _tell_table(lane: Lane, me: int, table: Table) -> Generator[Request, None, Table]:
+    return _tell(lane, me, table, merge, Table.pack, Table.unpack)
+
+
+def _tell(
+    lane: Lane,
+    me: int,
+    mine: _T,
+    merge: Callable[[_T, _T], _T],
+    pack: Callable[[_T], bytes],
+    unpack: Callable[[bytes], _T],
+) -> Generator[Request, None, _T]:
+    """Merge what all members say up a binomial tree, and tell all of them what came out.
 
     Point to point on the control communicator, with tags that nobody else uses there. One member may be at the next call
     while another still reads: the messages of a pair come in their order.
@@ -360,21 +386,22 @@ def _tell(lane: Lane, me: int, table: Table) -> Generator[Request, None, Table]:
     comm, size = lane.control, lane.size
     last = comm.Get_attr(MPI.TAG_UB) or 32767  # what MPI gives at least
     up, down = last - 1, last - 2
+    said = mine
     bit = 1
     while bit < size and not me & bit:
         if me + bit < size:
             told = _Incoming(comm, me + bit, up)
             yield told
-            table = merge(table, Table.unpack(told.message))
+            said = merge(said, unpack(told.message))
         bit *= 2
     if bit < size:
-        yield comm.Isend(np.frombuffer(table.pack(), np.uint8), me - bit, up)
+        yield comm.Isend(np.frombuffer(pack(said), np.uint8), me - bit, up)
         told = _Incoming(comm, me - bit, down)
         yield told
         packed = told.message
-        table = Table.unpack(packed)
+        said = unpack(packed)
     else:
-        packed = table.pack()
+        packed = pack(said)
     message = np.frombuffer(packed, np.uint8)
     sends = []
     while bit > 1:
@@ -382,7 +409,7 @@ def _tell(lane: Lane, me: int, table: Table) -> Generator[Request, None, Table]:
         if me + bit < size:
             sends.append(comm.Isend(message, me + bit, down))
     yield from sends
-    return table
+    return said
 
 
 class _Incoming:

@@ -86,6 +86,7 @@ class Call:
             members take the last that one of them gives, which serves all.
         print: what its round compares: the fingerprint of this call, of all since the last comparison, or nothing.
         made: those calls, this one among them.
+        apart: the members have made unequal numbers of calls since the last comparison, and cannot get in step again.
         passes: it makes no round at all.
         alias: another name of the public function, under which this rank called it.
         explaining: the members differ, and tell each other what they called.
@@ -105,6 +106,7 @@ class Call:
     engine: int = 0
     print: int = 0
     made: list[Made] = field(default_factory=list)
+    apart: bool = False
     passes: bool = False
     alias: str = ""
     explaining: bool = False

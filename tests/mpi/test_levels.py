@@ -114,7 +114,9 @@ def test_the_rolling_fingerprint_finds_the_first_difference(at: int) -> None:
                 differ(group, 0 if calls == at + 1 else -1, 1)
         assert at + 1 <= calls <= at + EVERY
         assert f"call {at + 1} on group" in str(caught.value)
-        assert "may be wrong" in str(caught.value)
+        moved = "Nothing was moved" if calls == at + 1 else f"what moved since call {at + 1} may be wrong"
+        assert moved in str(caught.value), str(caught.value)
+        assert "The group can still be used" in str(caught.value).replace("and the", "The"), str(caught.value)
         dist.all_reduce(np.ones(1), group=group)  # it goes on
         dist.barrier(group)
         differ(group, 1, 3)
@@ -140,6 +142,47 @@ def test_a_destroyed_group_is_compared_when_its_communicators_are_used_again() -
     with collective_raises(dist.CollectiveMismatchError, match="a group of these ranks that was destroyed"):
         dist.new_group()
     dist.destroy_process_group(dist.new_group())
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_call_more_before_the_next_comparison() -> None:
+    """Ranks that have made unequal numbers of calls never get in step again: the group is broken."""
+    with group_of_level("roll") as group:
+        x = np.full(3, float(dist.get_rank()))
+        if dist.get_rank() == 0:
+            dist.broadcast(x, 0, group=group)
+        with collective_raises(dist.CollectiveMismatchError, match="call 1 on group") as caught:
+            dist.barrier(group)
+        assert "broadcast" in str(caught.value), str(caught.value)
+        assert "out of step: the group is broken now" in " ".join(str(caught.value).split()), str(caught.value)
+        with collective_raises(dist.GroupBrokenError, match="unequal numbers of calls"):
+            dist.broadcast(x, 0, group=group)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_wrong_argument_where_calls_roll() -> None:
+    """What makes a group is compared at every level: a wrong argument on one rank raises on all, and nothing hangs."""
+    me, odd = dist.get_rank(), dist.get_world_size() - 1
+    world = dist.group.WORLD
+    assert world is not None
+    before = world.level
+    for level in ("roll", "off"):
+        world.level = level  # type: ignore[assignment]
+        try:
+            dist.all_reduce(np.ones(2))
+            with collective_raises(ValueError if me == odd else dist.CollectiveMismatchError, match="world_size"):
+                dist.new_group([99] if me == odd else None)
+            differ(None, 0, 1)
+            with collective_raises(ValueError if me == odd else dist.CollectiveMismatchError) as caught:
+                dist.new_group([99] if me == odd else None)
+            if level == "roll" and me != odd:
+                assert "MAX" in str(caught.value), str(caught.value)
+            x = np.ones(2)
+            dist.all_reduce(x)
+            assert (x == dist.get_world_size()).all(), level
+            dist.barrier()
+        finally:
+            world.level = before
 
 
 @pytest.mark.mpi(min_size=2)
