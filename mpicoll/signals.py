@@ -14,10 +14,63 @@ import time
 from types import CodeType, FrameType
 from typing import Any
 
+try:
+    import ctypes
+
+    # Called by main threads alone, and for less than the interpreter lock costs to give away.
+    _sigaction: Any = ctypes.PyDLL(None).sigaction
+except (ImportError, OSError, AttributeError):
+    _sigaction = None
+
 __all__ = ["Guard", "Shield", "Terminated", "guard", "shield", "threads"]
 
 ENDING = (signal.SIGTERM, signal.SIGUSR1)
 """What launchers send to the ranks that are left when one has died: Open MPI the first, MPICH without cleanup the second."""
+
+
+# Without what the signal module puts around them, which turns numbers into enums: 0.05 us instead of 1 us, a dozen times a call.
+_plain: Any = importlib.import_module("_signal")
+_handler = _plain.getsignal
+_set_handler = _plain.signal
+
+_ROOM = 512
+"""Bytes, more than any C library's ``struct sigaction``."""
+
+
+def disposition(number: int) -> bytes | None:
+    """Return what the process does on a signal, as sigaction(2) tells it, opaque; None where that cannot be asked.
+
+    It may be another thing than what ``signal.getsignal`` says: faulthandler.register, profilers, virtual machines and
+    numerical libraries put a handler of their own in the place of Python's default, or before Python's handler.
+    """
+    if _sigaction is None:
+        return None
+    room = ctypes.create_string_buffer(_ROOM)
+    return None if _sigaction(number, None, room) else room.raw
+
+
+def c_handler(number: int) -> int | None:
+    """Return the address of the C function that a signal calls, 0 for its default effect; None where that is not known."""
+    found = disposition(number)
+    # The structure begins with it; behind it are bytes that nobody sets.
+    return None if found is None else ctypes.c_void_p.from_buffer_copy(found).value or 0
+
+
+def unhandled(number: int) -> bool:
+    """Whether a signal has its default effect: no handler of Python's stands for it, and none of anybody else's."""
+    return signal.getsignal(number) is signal.SIG_DFL and not c_handler(number)
+
+
+def exchange(number: int, handler: Any) -> None:
+    """Give a signal another handler in the table of Python, and leave what the process does on it as it is.
+
+    signal.signal puts Python's C function in place, too: that would drop a C handler that calls it in the end
+    (faulthandler.register(chain=True)), and what signal.siginterrupt has set.
+    """
+    found = disposition(number)
+    _set_handler(number, handler)
+    if found is not None:
+        _sigaction(number, found, None)
 
 
 class Terminated(BaseException):
@@ -46,21 +99,22 @@ class Guard:
         self.depth = 0
         self.noted: BaseException | None = None
         self.installed = False
-        self.armed: list[signal.Signals] = []
+        self.armed: dict[signal.Signals, int | None] = {}
+        """The signals of ``ENDING`` that are noted just now, each with the C handler that notes it."""
         self.inside: set[CodeType] = set()
         """Functions that count as entered: they are looked for on the stack, since entering takes time."""
 
     def install(self) -> None:
         """Take over SIGINT where Python's default handler stands; anybody else's handler is left alone."""
         if threading.get_ident() == _main_ident and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, self._handle)
+            exchange(signal.SIGINT, self._handle)
             self.installed = True
 
     def uninstall(self) -> None:
         """Give SIGINT back, if it is still ours."""
         if self.installed and threading.get_ident() == _main_ident:
             if signal.getsignal(signal.SIGINT) == self._handle:
-                signal.signal(signal.SIGINT, signal.default_int_handler)
+                exchange(signal.SIGINT, signal.default_int_handler)
             self.installed = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -72,29 +126,37 @@ class Guard:
         self.noted = KeyboardInterrupt()
 
     def arm(self) -> None:
-        """Note the signals of ``ENDING`` instead of ending by them, where their default stands, until :meth:`disarm`.
+        """Note the signals of ``ENDING`` instead of ending by them, where nobody handles them, until :meth:`disarm`.
 
         Only while this rank waits, where it is answered: in the program's own code and in MPI it ends the process at once.
         """
         if self.installed and threading.get_ident() == _main_ident:
             for number in ENDING:
-                if signal.getsignal(number) is signal.SIG_DFL:
+                if number not in self.armed and unhandled(number):
+                    self.armed[number] = None
                     signal.signal(number, self._terminate)
-                    self.armed.append(number)
+                    self.armed[number] = c_handler(number)
 
     def disarm(self) -> None:
         """Give the signals their default back."""
         if self.armed and threading.get_ident() == _main_ident:
-            while self.armed:
-                number = self.armed.pop()
-                if signal.getsignal(number) == self._terminate:
-                    signal.signal(number, signal.SIG_DFL)
+            for number in tuple(self.armed):
+                self._give_back(number, signal.SIG_DFL)
+                self.armed.pop(number, None)
+
+    def _give_back(self, number: signal.Signals, handler: signal.Handlers) -> None:
+        """Set ``handler`` for a signal that is armed, unless somebody has taken it since."""
+        if signal.getsignal(number) == self._terminate:
+            ours = self.armed[number] in (None, c_handler(number))
+            (signal.signal if ours else exchange)(number, handler.value)
 
     def ignore_news(self) -> None:
         """Leave MPICH's signal for a rank that has died without effect from now on: this rank knows."""
-        ours = (signal.SIG_DFL, self._terminate)
-        if self.installed and threading.get_ident() == _main_ident and signal.getsignal(signal.SIGUSR1) in ours:
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        if self.installed and threading.get_ident() == _main_ident:
+            if signal.SIGUSR1 in self.armed:
+                self._give_back(signal.SIGUSR1, signal.SIG_IGN)
+            elif unhandled(signal.SIGUSR1):
+                signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
         self.noted = Terminated(number)
@@ -136,10 +198,6 @@ class Guard:
         return noted
 
 
-# Without what the signal module puts around it, which turns numbers into enums: 0.05 us instead of 1 us, a dozen times a call.
-_handler: Any = importlib.import_module("_signal").getsignal
-
-
 class Shield:
     """Between the agreement on a call and its native transfer no handler of the program's own may raise.
 
@@ -170,7 +228,7 @@ class Shield:
             handler = _handler(number)
             if callable(handler) and handler not in ours:
                 self._found[number] = handler
-                signal.signal(number, self._note)
+                exchange(number, self._note)
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
         if threading.get_ident() != _main_ident:
@@ -178,8 +236,8 @@ class Shield:
         self._depth -= 1
         if not self._depth and self._found:
             for number, handler in self._found.items():
-                if signal.getsignal(number) == self._note:
-                    signal.signal(number, handler)
+                if _handler(number) == self._note:
+                    exchange(number, handler)
             try:
                 self.deliver()
             finally:

@@ -98,3 +98,33 @@ def test_handlers_that_raise_at_random_moments(size: int) -> None:
     assert job.returncode == 0, job
     assert "right" in job.stdout, job
     assert "stopped" in job.stdout, job
+
+
+def test_handlers_in_c_outlive_a_wait() -> None:
+    """faulthandler.register, which Python's table of handlers knows nothing of, still dumps after a long wait and a call."""
+    job = run_job(
+        """
+import faulthandler, os, signal, time
+import numpy as np
+import mpicoll as dist
+dist.init_process_group()
+signal.signal(signal.SIGUSR2, lambda *_: print("in Python", flush=True))
+faulthandler.register(signal.SIGUSR1)
+faulthandler.register(signal.SIGUSR2, chain=True)
+if dist.get_rank() == 1:
+    time.sleep(0.3)
+dist.all_reduce(np.ones(100_000))  # the wait takes SIGTERM and SIGUSR1, the transfer what Python handles
+if dist.get_rank() == 0:
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        os.kill(os.getpid(), number)
+dist.barrier()
+print("alive", flush=True)
+""",
+        2,
+        limit=20,
+    )
+    assert not job.timed_out, job
+    assert job.returncode == 0, job
+    assert job.err[0].count("Current thread") == 2, job
+    assert job.out[0].split("\n")[:2] == ["in Python", "alive"], job
+    assert job.err[1] == "", job

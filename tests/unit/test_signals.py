@@ -1,0 +1,133 @@
+"""What the library does with signals: handlers of the program's, in Python and in C, come through it unharmed."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from mpicoll.signals import Guard, Shield, c_handler, unhandled
+
+USED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@pytest.fixture(autouse=True)
+def _handlers_back() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in USED}
+    yield
+    for number, handler in before.items():
+        faulthandler.unregister(number)
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def guard() -> Iterator[Guard]:
+    """A guard that has been installed, but for SIGINT, which is pytest's."""
+    guard = Guard()
+    guard.installed = True
+    yield guard
+    guard.disarm()
+
+
+def test_signals_that_nobody_handles_are_noted_while_armed(guard: Guard) -> None:
+    """Armed, SIGTERM and SIGUSR1 are noted; after it they have their default back, in Python and in C."""
+    before = c_handler(signal.SIGTERM)
+    assert unhandled(signal.SIGTERM)
+    guard.arm()
+    guard.arm()
+    signal.raise_signal(signal.SIGTERM)
+    noted = guard.take()
+    assert getattr(noted, "number", None) == signal.SIGTERM
+    guard.disarm()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert c_handler(signal.SIGTERM) == before
+    guard.arm()
+    guard.ignore_news()
+    guard.disarm()
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    signal.raise_signal(signal.SIGUSR1)
+
+
+def test_a_handler_in_c_is_left_alone(guard: Guard) -> None:
+    """Where C handles a signal that Python calls default, arming, disarming and ignoring change nothing."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.register(signal.SIGUSR1, file=file)
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+        assert not unhandled(signal.SIGUSR1)
+        before = c_handler(signal.SIGUSR1)
+        for change in (guard.arm, guard.ignore_news, guard.disarm):
+            change()
+            assert c_handler(signal.SIGUSR1) == before, change
+        signal.raise_signal(signal.SIGUSR1)
+        assert os.fstat(file.fileno()).st_size
+
+
+def test_a_handler_in_c_that_comes_while_armed_stays(guard: Guard) -> None:
+    """What C installs between arming and disarming, as out of a callback, is not taken away."""
+    guard.arm()
+    with tempfile.TemporaryFile() as file:
+        faulthandler.register(signal.SIGUSR1, file=file)
+        before = c_handler(signal.SIGUSR1)
+        guard.disarm()
+        assert c_handler(signal.SIGUSR1) == before
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_the_shield_keeps_what_c_does_before_a_handler() -> None:
+    """Under the shield and after it the C handler acts at once, and the Python handler that it calls when it may."""
+    seen: list[int] = []
+    signal.signal(signal.SIGUSR2, lambda number, frame: seen.append(number))
+    with tempfile.TemporaryFile() as file:
+        faulthandler.register(signal.SIGUSR2, file=file, chain=True)
+        shield = Shield()
+        with shield:
+            signal.raise_signal(signal.SIGUSR2)
+            first = os.fstat(file.fileno()).st_size
+            assert first
+            assert not seen
+        assert seen == [signal.SIGUSR2]
+        signal.raise_signal(signal.SIGUSR2)
+        assert seen == [signal.SIGUSR2] * 2
+        assert os.fstat(file.fileno()).st_size > first
+
+
+def test_system_calls_go_on_where_the_program_asked_for_it() -> None:
+    """signal.siginterrupt(number, False) holds after a call of the library: a read is not interrupted."""
+    ran: list[float] = []
+    signal.signal(signal.SIGUSR2, lambda number, frame: ran.append(time.monotonic()))
+    signal.siginterrupt(signal.SIGUSR2, False)
+    with Shield():
+        pass
+    reading, writing = os.pipe()
+    start = time.monotonic()
+    threads = [
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR2)),
+        threading.Timer(0.25, os.write, (writing, b"x")),
+    ]
+    for thread in threads:
+        thread.start()
+    os.read(reading, 1)
+    for thread in threads:
+        thread.join()
+    os.close(reading)
+    os.close(writing)
+    assert ran
+    assert ran[0] - start > 0.2
+
+
+def test_what_it_costs() -> None:
+    """The shield takes microseconds, with a handler of the program's as well: it is put up in every call."""
+    signal.signal(signal.SIGUSR2, lambda number, frame: None)
+    shield, times = Shield(), []
+    for _ in range(200):
+        start = time.perf_counter()
+        with shield:
+            pass
+        times.append(time.perf_counter() - start)
+    assert sorted(times)[100] < 100e-6
