@@ -59,8 +59,8 @@ KNOWN = {
         [_message("recv", 0, tag=2), _message("recv", 0, tag=1)],
         {"done done"},
     ),
-    "another dtype": ([SEND], [_message("recv", 0, dtype="int64")], {"done mismatch"}),
-    "a large one refused": ([BIG], [RECV], {"done mismatch", "blocked mismatch"}),
+    "another dtype": ([SEND], [_message("recv", 0, dtype="int64")], {"unreceived done mismatch"}),
+    "a large one refused": ([BIG], [RECV], {"unreceived done mismatch", "blocked mismatch"}),
     "nobody receives": ([SEND, REDUCE], [REDUCE], {"unreceived done done"}),
     "a collective against a receive": ([REDUCE], [RECV], {"blocked blocked"}),
     "the receive that was started first": (
