@@ -465,9 +465,10 @@ def _receive_unusual(group: ProcessGroup, again: PersistentReceive, tensor: Arra
 
 
 def _sending(group: ProcessGroup, call: Call, request: Request) -> Generator[Request, None, int | None]:
+    mpi_error = MPI.Exception  # at the end of the interpreter the module's names are gone before kept generators
     try:
         yield request
-    except MPI.Exception as error:
+    except mpi_error as error:
         raise execution.wrap(error, group, call) from error
     return None
 
@@ -475,9 +476,10 @@ def _sending(group: ProcessGroup, call: Call, request: Request) -> Generator[Req
 def _receiving(
     group: ProcessGroup, call: Call, memory: Memory, receive: Receive
 ) -> Generator[Request, None, int | None]:
+    mpi_error = MPI.Exception  # as above
     try:
         yield receive
-    except MPI.Exception as error:
+    except mpi_error as error:
         raise execution.wrap(error, group, call) from error
     source = receive.sender
     if receive.refused is not None:

@@ -171,7 +171,7 @@ class CallWait:
                 self.tag,
                 self.began,
                 fingerprint(self.call.op, self.call.key) if self.peer is None and self.group.level != "full" else 0,
-                needs=_needs(self.call, me) if self.peer is None and self.group.level != "full" else None,
+                needs=_needs(self.call, me, self.group.level) if self.peer is None else None,
             )
         return self._wait
 
@@ -277,8 +277,10 @@ def _largest(entries: list[Entry], rest: Entry) -> list[Entry]:
     return [*kept, replace(rest, ranks=join(others))] if others else kept
 
 
-def _needs(call: Call, me: int) -> tuple[int, ...] | None:
+def _needs(call: Call, me: int, level: str) -> tuple[int, ...] | None:
     """Return whom a call that makes no round needs; None: all members. A root that sends to all waits for nobody."""
+    if level == "full" or (call.compared and level == "roll"):
+        return None
     named = dict(part for part in call.key if isinstance(part, tuple) and len(part) == 2)
     root = named.get("root")
     if root is None:

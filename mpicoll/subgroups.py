@@ -126,17 +126,17 @@ class Watch(Protocol):
         """Say now and then for whom this rank waits; whether there has been no sign of life for too long."""
 
 
-def node_group(known: State, site: Site, watch: Watch | None = None) -> ProcessGroup:
+def node_group(known: State, op: str, site: Site, watch: Watch | None = None) -> ProcessGroup:
     """Return the group of the ranks of this node; made once, when all of them have come, and by them alone.
 
     Args:
-        site: where the program needs it.
+        op, site: what the program needs it for, and where.
         watch: how to wait for the others; None: within the limit of the world.
     """
     if known.node is None:
         members = known.topology.local_ranks
         with waiting.shield:
-            name, pair = _make_locally(known, members, site, None, watch)
+            name, pair = _make_locally(known, members, site, None, op, watch)
         world, host = known.world, known.topology.hosts[known.topology.node]
         known.node = known.groups[name] = ProcessGroup(
             name, pair, members.index(world.rank()), world.timeout, level=world.level, display=f"node {host}"
@@ -190,7 +190,12 @@ _local_count: dict[tuple[str, tuple[int, ...]], int] = {}
 
 
 def _make_locally(
-    known: State, members: tuple[int, ...], site: Site, problem: Exception | None, watch: Watch | None = None
+    known: State,
+    members: tuple[int, ...],
+    site: Site,
+    problem: Exception | None,
+    op: str = "new_group",
+    watch: Watch | None = None,
 ) -> tuple[str, Pair]:
     """Agree among the members alone: each tells the first of them, which tells all when everybody has come.
 
@@ -203,7 +208,8 @@ def _make_locally(
     name = f"{known.world.group_name}.L{digest.hexdigest()}"
     leader = members[0]
     candidate = known.pool.candidate(members)
-    call = Call("new_group", (("ranks", members), "use_local_synchronization"), site)
+    how = ("use_local_synchronization",) if op == "new_group" else ()
+    call = Call(op, (("ranks", members), *how), site)
     words = (candidate, "" if problem is None else f"{type(problem).__name__}: {problem}")
     limit = known.world.timeout
     with waiting.guard:

@@ -147,7 +147,8 @@ def _failure_of(error: BaseException) -> _Failure:
         said = in_one_line(error)
     except Exception:
         said = "(its text cannot be made)"
-    return _Failure(type(error).__name__, said[:1000], text[-20_000:], place)
+    kind = "SystemExit" if isinstance(error, SystemExit) else type(error).__name__
+    return _Failure(kind, said[:1000], text[-20_000:], place)
 
 
 def _seconds(value: Any, name: str) -> float:
@@ -204,10 +205,10 @@ class _Members:
         """The group, if it has been made."""
         return self._group
 
-    def group(self, site: Site, watch: _Watch | None = None) -> ProcessGroup:
+    def group(self, op: str, site: Site, watch: _Watch | None = None) -> ProcessGroup:
         """Return the group; of a node all ranks call it, unless it has been made."""
         if self._group is None:
-            self._group = node_group(self.known, site, watch)
+            self._group = node_group(self.known, op, site, watch)
         return self._group
 
     def enter(self, op: str) -> None:
@@ -553,7 +554,7 @@ class _Block:
                 said = False, pickle.dumps(_failure_of(problem))
             else:
                 said = True, b"" if turn.told.nothing() and not published else pickle.dumps((turn.told, published))
-            _tell(members.group(self.site), self._call, 0, said)
+            _tell(members.group(self.op, self.site), self._call, 0, said)
         except BaseException:
             if error is None:
                 raise
@@ -572,7 +573,7 @@ class _Block:
         """Raise for wrong arguments, on all ranks where calls are compared."""
         setattr(problem, ARGUMENT, True)
         call = Call(self.op, (), self.site, error=problem)
-        execution.run(members.group(self.site), call, None, outputs=[])
+        execution.run(members.group(self.op, self.site), call, None, outputs=[])
         raise AssertionError("a call with wrong arguments always raises") from problem
 
     def _pass_through(self, outer: _Open) -> Turn:
@@ -602,7 +603,7 @@ class _Block:
         members, turn, leader = opened.members, opened.turn, opened.leader
         assert turn is not None
         watch = _Watch(members, leader, self._what(), self._limit)
-        well, more = _tell(members.group(self.site, watch), self._call, 0, watch=watch)
+        well, more = _tell(members.group(self.op, self.site, watch), self._call, 0, watch=watch)
         known = members.known
         host = known.topology.hosts[known.topology.node_of[leader]]
         if not well:
@@ -625,7 +626,7 @@ class _Block:
         """
         if not self._rejoin:
             return
-        group = members.group(self.site)
+        group = members.group(self.op, self.site)
         size, me = group.size(), group.rank()
         failed = np.array([size - me if error is not None else 0], np.int64)
         try:
@@ -804,6 +805,8 @@ def rank_zero_only(fn: Callable[P, R]) -> Callable[P, R | None]:
 class _Ordered:
     """``with ordered():``."""
 
+    op = "ordered"
+
     def __init__(self, scope: Any) -> None:
         self.site = call_site()
         self._scope = scope
@@ -851,7 +854,7 @@ class _Ordered:
         place = members.ranks.index(members.me)
         said = (True, b"") if error is None else (False, pickle.dumps(_failure_of(error)))
         try:
-            group = members.group(self.site)
+            group = members.group(self.op, self.site)
             _tell(group, self._call, place, said)
         except BaseException:
             if error is None:
@@ -864,7 +867,7 @@ class _Ordered:
     def _await(self, members: _Members, turn: int, *, before: bool) -> None:
         rank = members.ranks[turn]
         watch = _Watch(members, rank, self.describe(), None)
-        well, more = _tell(members.group(self.site, watch), self._call, turn, watch=watch)
+        well, more = _tell(members.group(self.op, self.site, watch), self._call, turn, watch=watch)
         if not well:
             host = members.known.topology.hosts[members.known.topology.node_of[rank]]
             how = pickle.loads(more)

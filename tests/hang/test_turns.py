@@ -1,0 +1,302 @@
+"""Blocks that one rank runs first, when ranks die, leave, are late or far away: never a hang, and right exit codes."""
+
+from __future__ import annotations
+
+import re
+import signal
+
+import pytest
+from jobs import JobResult, RunningJob, family, run_job
+
+HEAD = """
+import os, signal, sys, time
+import numpy as np
+import mpicoll as dist
+dist.init_process_group()
+r, n = dist.get_rank(), dist.get_world_size()
+scope = sys.argv[1] if len(sys.argv) > 1 else "world"
+"""
+
+SCOPES = ["world", pytest.param("node", marks=pytest.mark.slow)]
+
+
+def fine(job: JobResult, code: int = 0) -> None:
+    assert not job.timed_out, job
+    assert job.returncode == code, job
+    assert not job.left_running, job
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize(
+    ("how", "code", "words"),
+    [
+        ("raise OSError('no route')", 1, "OSError: no route"),
+        ("sys.exit(3)", 3, "SystemExit: 3"),
+        pytest.param("raise KeyboardInterrupt", 130, "KeyboardInterrupt", marks=pytest.mark.slow),
+    ],
+)
+def test_the_leader_ends_in_its_block(how: str, code: int, words: str, scope: str) -> None:
+    """The job ends with its code, its traceback stands there once, and the others say in a line whom they waited for."""
+    job = run_job(
+        HEAD + f"with dist.zero_first('get', scope=scope):\n    if r == 0: {how}\n", 3, limit=30, args=[scope]
+    )
+    fine(job, code)
+    assert job.seconds < 15, job
+    assert sum(err.count("Traceback") for err in job.err) == (0 if "exit" in how else 1), job
+    for rank in (1, 2):
+        assert re.search(
+            rf"\[rank {rank}\] FirstFailedError: rank 0 \(.*\), which goes first in zero_first\('get'\)", job.err[rank]
+        ), job
+        assert words in job.err[rank], job
+        assert "ran" not in job.out[rank], job
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_the_leader_is_killed(scope: str) -> None:
+    """The others end within seconds, and say who died; the launcher's own reaction left aside."""
+    job = run_job(
+        HEAD
+        + """
+try:
+    with dist.zero_first("download", scope=scope):
+        if r == 0:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+except dist.PeerFailedError as error:
+    print(type(error).__name__, error, flush=True)
+    os._exit(0)
+""",
+        3,
+        limit=30,
+        args=[scope],
+        recover=True,
+    )
+    assert not job.timed_out, job
+    assert job.seconds < 15, job
+    for rank in (1, 2):
+        assert "rank 0" in job.out[rank], job
+        assert "process is gone" in job.out[rank], job
+        assert "zero_first" in job.out[rank], job
+
+
+@pytest.mark.parametrize("level", ["full", "roll"])
+def test_a_rank_skips_the_block_and_ends(level: str) -> None:
+    """Those who wait for it, in the block or at its end, are told that it has ended, and after which call."""
+    job = run_job(
+        HEAD
+        + """
+dist.barrier()
+if r == n - 1:
+    sys.exit(0)
+with dist.zero_first("work"):
+    pass
+print("through", flush=True)
+""",
+        3,
+        limit=30,
+        env={"MPICOLL_CHECK": level},
+    )
+    fine(job, 1)
+    assert "through" not in job.stdout, job
+    assert "zero_first" in job.stderr, job
+    assert re.search(r"rank 2: .*(ended|has left|exit)", job.stderr), job
+
+
+def test_a_rank_skips_the_block_for_another_call_while_rolling() -> None:
+    """Where small calls are not compared, ranks that hang in different calls are found, and both calls are named."""
+    job = run_job(
+        HEAD
+        + """
+try:
+    if r == n - 1:
+        dist.all_reduce(np.ones(1))  # skipped
+    else:
+        with dist.zero_first("work"):
+            pass
+except (dist.DeadlockError, dist.CollectiveMismatchError) as error:
+    print(error, flush=True)
+    time.sleep(2)
+    os._exit(0)
+""",
+        3,
+        limit=30,
+        env={"MPICOLL_CHECK": "roll"},
+    )
+    assert not job.timed_out, job
+    assert job.seconds < 10, job
+    for out in job.out:
+        assert "zero_first" in out, job
+        assert "all_reduce" in out, job
+        assert out.count("job.py:") >= 2, job
+
+
+def test_a_limit() -> None:
+    """A rank that waits no longer than it was told to says for whom; the group is broken then."""
+    job = run_job(
+        HEAD
+        + """
+began = time.monotonic()
+try:
+    with dist.zero_first("slow", timeout=1.5):
+        if r == 0:
+            time.sleep(4)
+except dist.DistError as error:
+    print(f"{time.monotonic() - began:.1f}", type(error).__name__, error, flush=True)
+time.sleep(max(0, began + 6 - time.monotonic()))
+try:
+    dist.barrier()
+except dist.GroupBrokenError:
+    print("broken", flush=True)
+""",
+        2,
+        limit=30,
+    )
+    assert not job.timed_out, job
+    assert job.out[1].startswith(("1.5", "1.6", "1.7", "1.8", "1.9", "2.")), job
+    assert "CollectiveTimeoutError" in job.out[1], job
+    assert "zero_first" in job.out[1], job
+    assert "rank 0" in job.out[1], job
+    assert "broken" in job.out[1], job
+    assert "broken" in job.out[0], job
+
+
+def test_waiting_is_cheap_has_no_limit_and_is_not_silent() -> None:
+    """Past the limit of the group the others still wait, asleep; one rank of a node says so, at doubling intervals."""
+    job = run_job(
+        HEAD
+        + """
+cpu = time.process_time()
+with dist.zero_first("download"):
+    if r == 0:
+        time.sleep(7.5)
+    else:
+        print(f"cpu {time.process_time() - cpu:.2f}", flush=True)
+with dist.zero_first():  # without a name
+    if r == 0:
+        time.sleep(1.5)
+""",
+        3,
+        limit=40,
+        env={"MPICOLL_TIMEOUT": "2", "MPICOLL_STALL_WARN": "1"},
+    )
+    fine(job)
+    for rank in (1, 2):
+        assert float(job.out[rank].split()[1]) < 1.5, job  # a fifth of a core, on a machine that may be busy
+    said = re.findall(r"mpicoll: waiting (\d+) s for rank 0 \(.+?\) in '(\w+)'; it is at", job.err[1])
+    assert [name for _, name in said] == ["download"] * 3, job
+    assert [int(seconds) for seconds, _ in said] == [1, 2, 4], job
+    assert re.search(r"waiting 1 s for rank 0 \(.+\) in zero_first at .*job.py:\d+", job.err[1]), job
+    assert "waiting" not in job.err[0] + job.err[2], job
+
+
+@pytest.mark.skipif(family() != "mpich", reason="MPICH alone imitates several nodes on one host")
+@pytest.mark.parametrize("first", ["zero_first", "ordered"])
+def test_a_slow_node_holds_up_no_other(first: str) -> None:
+    """Ranks of node 0 are through while the first rank of node 1 still works; nothing passes between the nodes."""
+    job = run_job(
+        HEAD
+        + f"""
+from mpicoll.groups import state
+node = state().topology.node
+dist.barrier()
+began = time.monotonic()
+for _ in range(2):
+    with dist.{first}({"" if first == "ordered" else "scope="}"node"):
+        if node == 1 and r == 1:
+            time.sleep(1.5)
+print(node, f"{{time.monotonic() - began:.2f}}", flush=True)
+dist.barrier()
+""",
+        4,
+        limit=30,
+        env={"MPIR_CVAR_NUM_CLIQUES": "2"},
+    )
+    fine(job)
+    for out in job.out:
+        node, seconds = out.split()
+        assert (float(seconds) >= 3.0) == (node == "1"), job
+
+
+@pytest.mark.skipif(family() != "mpich", reason="MPICH alone imitates several nodes on one host")
+def test_a_leader_on_another_node() -> None:
+    """One that works longer than the limit of the group gives signs of life; one that is stopped is lost at the limit."""
+    program = (
+        HEAD
+        + """
+from datetime import timedelta
+began = time.monotonic()
+try:
+    with dist.zero_first("far"):
+        if r == 0:
+            print("working", flush=True)
+            time.sleep(5)
+except dist.DistError as error:
+    print(f"{time.monotonic() - began:.1f} {type(error).__name__} {error}", flush=True)
+    os._exit(0)
+print("through", flush=True)
+"""
+    )
+    env = {"MPIR_CVAR_NOLOCAL": "1", "MPICOLL_TIMEOUT": "2"}
+    job = run_job(program, 2, limit=40, env=env)
+    fine(job)
+    assert job.stdout.count("through") == 2, job
+
+    def stop(job: RunningJob) -> None:
+        job.wait_for("working", 0)
+        job.signal(signal.SIGSTOP, 0)
+
+    job = run_job(program, 2, limit=40, env=env, meanwhile=stop)
+    assert "CollectiveTimeoutError" in job.out[1], job
+    assert 2 <= float(job.out[1].split()[0]) < 10, job
+    assert "zero_first" in job.out[1], job
+
+
+@pytest.mark.skipif(family() != "mpich", reason="MPICH alone imitates several nodes on one host")
+def test_blocks_of_other_scopes_inside_across_nodes() -> None:
+    """A block of the node inside one of the world, and the other way round, is an error on the ranks that are first."""
+    job = run_job(
+        HEAD
+        + """
+for outer, inner in (("world", "node"), ("node", "world")):
+    try:
+        with dist.zero_first("outer", scope=outer), dist.zero_first("inner", scope=inner):
+            pass
+    except dist.DistError as error:
+        print(outer, type(error).__name__, str(error).splitlines()[0], flush=True)
+    dist.barrier()
+""",
+        4,
+        limit=30,
+        env={"MPIR_CVAR_NUM_CLIQUES": "2"},
+    )
+    fine(job)
+    for rank, out in enumerate(job.out):
+        world, node = out.splitlines()
+        assert world.startswith("world CollectiveMismatchError" if rank == 0 else "world FirstFailedError"), job
+        assert node.startswith("node CollectiveMismatchError" if rank < 2 else "node FirstFailedError"), job
+        assert "for the outer block to end, and cannot come to the inner one" in out, job
+
+
+def test_a_program_goes_on_after_failures() -> None:
+    """It catches what it gets, a hundred times, and the group is as good as before."""
+    job = run_job(
+        HEAD
+        + """
+for i in range(100):
+    try:
+        with dist.zero_first("try", scope=scope) as turn:
+            if r == i % n:
+                raise ValueError(i)
+    except (ValueError, dist.PeerFailedError) as error:
+        assert isinstance(error, ValueError) == (r == i % n), error
+    else:
+        raise AssertionError("nobody was told")
+x = np.ones(1)
+dist.all_reduce(x)
+assert x[0] == n
+""",
+        3,
+        limit=60,
+    )
+    fine(job)
+    assert not job.stderr.strip(), job
