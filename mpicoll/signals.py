@@ -99,6 +99,7 @@ class Guard:
         self.depth = 0
         self.noted: BaseException | None = None
         self.installed = False
+        self._ignores = False
         self.armed: dict[signal.Signals, int | None] = {}
         """The signals of ``ENDING`` that are noted just now, each with the C handler that notes it."""
         self.inside: set[CodeType] = set()
@@ -155,8 +156,10 @@ class Guard:
         if self.installed and threading.get_ident() == _main_ident:
             if signal.SIGUSR1 in self.armed:
                 self._give_back(signal.SIGUSR1, signal.SIG_IGN)
+                self._ignores = True
             elif unhandled(signal.SIGUSR1):
                 signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+                self._ignores = True
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
         self.noted = Terminated(number)
@@ -167,6 +170,15 @@ class Guard:
         sys.stdout.flush()
         sys.stderr.flush()
         os.kill(os.getpid(), by.number)
+
+    def forget(self) -> None:
+        """Give every signal back in a forked child, where nobody waits in a call of the library."""
+        self.depth, self.noted = 0, None
+        self.disarm()
+        if self._ignores and signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN:
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        self._ignores = False
+        self.uninstall()
 
     def __enter__(self) -> None:
         ident = threading.get_ident()
@@ -217,6 +229,11 @@ class Shield:
         self._found: dict[int, Any] = {}
         self._noted: list[tuple[int, FrameType | None]] = []
 
+    @property
+    def up(self) -> bool:
+        """Whether the main thread is under it."""
+        return self._depth > 0
+
     def __enter__(self) -> None:
         if threading.get_ident() != _main_ident:
             return
@@ -243,6 +260,15 @@ class Shield:
             finally:
                 self._found.clear()
 
+    def forget(self) -> None:
+        """Give every signal back in a forked child."""
+        for number, handler in self._found.items():
+            if _handler(number) == self._note:
+                exchange(number, handler)
+        self._found.clear()
+        self._noted.clear()
+        self._depth = 0
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._noted.append((number, frame))
 
@@ -261,3 +287,38 @@ shield = Shield()
 
 threads: set[int] = set()
 """Threads other than the main one that have called the library."""
+
+
+class _Blocked(threading.local):
+    """The signals that a thread had blocked before it forks."""
+
+    before: set[int] | None = None
+
+
+_blocked = _Blocked()
+
+
+def _before_fork() -> None:
+    """Hold signals back in the thread that forks: Python drops those that it gets in a child that is not set up yet."""
+    if guard.installed or shield.up:
+        _blocked.before = signal.pthread_sigmask(signal.SIG_BLOCK, ())  # apart: blocking may run a handler that raises
+        signal.pthread_sigmask(signal.SIG_BLOCK, Shield.SIGNALS)
+
+
+def _unblock() -> None:
+    before, _blocked.before = _blocked.before, None
+    if before is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _in_child() -> None:
+    """Start anew in a forked child, whose main thread is the one that forked; no other thread is there."""
+    global _main_ident
+    _main_ident = threading.get_ident()
+    threads.clear()
+    guard.forget()
+    shield.forget()
+    _unblock()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_unblock, after_in_child=_in_child)

@@ -128,3 +128,56 @@ print("alive", flush=True)
     assert job.err[0].count("Current thread") == 2, job
     assert job.out[0].split("\n")[:2] == ["in Python", "alive"], job
     assert job.err[1] == "", job
+
+
+def test_a_child_that_another_thread_forks_during_a_wait() -> None:
+    """SIGTERM ends it and Ctrl-C and the program's handlers reach it, though the rank's main thread waits."""
+    job = run_job(
+        """
+import os, signal, threading, time
+import numpy as np
+import mpicoll as dist
+from mpicoll import signals
+dist.init_process_group()
+signal.signal(signal.SIGUSR2, lambda *_: print("handler", flush=True))
+
+def child(number):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            if number == signal.SIGUSR2:
+                os.kill(os.getpid(), number)
+                print("depth", signals.guard.depth, flush=True)
+                os._exit(7)
+            print("ready", flush=True)
+            time.sleep(30)
+        except KeyboardInterrupt:
+            os._exit(8)
+        os._exit(9)
+    if number == signal.SIGINT:
+        time.sleep(0.5)
+    if number != signal.SIGUSR2:
+        os.kill(pid, number)  # SIGTERM as soon as the child is there
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+def fork():
+    time.sleep(0.3)
+    print([child(number) for number in (*[signal.SIGTERM] * 20, signal.SIGINT, signal.SIGUSR2)][-4:], flush=True)
+
+if dist.get_rank() == 0:
+    thread = threading.Thread(target=fork)
+    thread.start()
+else:
+    time.sleep(1.5)
+dist.all_reduce(np.ones(2))
+if dist.get_rank() == 0:
+    thread.join()
+dist.barrier()
+""",
+        2,
+        limit=20,
+    )
+    assert not job.timed_out, job
+    assert job.returncode == 0, job
+    assert "[-15, -15, 8, 7]" in job.out[0], job
+    assert "handler\ndepth 0" in job.out[0], job
