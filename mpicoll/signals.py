@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
@@ -68,9 +69,11 @@ def exchange(number: int, handler: Any) -> None:
     (faulthandler.register(chain=True)), and what signal.siginterrupt has set.
     """
     found = disposition(number)
-    _set_handler(number, handler)
-    if found is not None:
-        _sigaction(number, found, None)
+    try:
+        _set_handler(number, handler)
+    finally:  # that handler may have raised already
+        if found is not None:
+            _sigaction(number, found, None)
 
 
 class Terminated(BaseException):
@@ -141,9 +144,14 @@ class Guard:
     def disarm(self) -> None:
         """Give the signals their default back."""
         if self.armed and threading.get_ident() == _main_ident:
-            for number in tuple(self.armed):
-                self._give_back(number, signal.SIG_DFL)
-                self.armed.pop(number, None)
+            try:
+                while self.armed:
+                    number = next(iter(self.armed))
+                    self._give_back(number, signal.SIG_DFL)
+                    self.armed.pop(number, None)
+            except BaseException:  # out of a handler of the program's
+                self.disarm()
+                raise
 
     def _give_back(self, number: signal.Signals, handler: signal.Handlers) -> None:
         """Set ``handler`` for a signal that is armed, unless somebody has taken it since."""
@@ -227,7 +235,7 @@ class Shield:
     def __init__(self) -> None:
         self._depth = 0
         self._found: dict[int, Any] = {}
-        self._noted: list[tuple[int, FrameType | None]] = []
+        self._noted: list[tuple[Callable[[int, FrameType | None], Any], int, FrameType | None]] = []
 
     @property
     def up(self) -> bool:
@@ -240,45 +248,55 @@ class Shield:
         self._depth += 1
         if self._depth > 1:
             return
-        ours = (guard._handle, guard._terminate)
-        for number in self.SIGNALS:
-            handler = _handler(number)
-            if callable(handler) and handler not in ours:
-                self._found[number] = handler
-                exchange(number, self._note)
+        ours = (guard._handle, guard._terminate, self._note)
+        try:
+            for number in self.SIGNALS:
+                handler = _handler(number)
+                if callable(handler) and handler not in ours:
+                    self._found[number] = handler
+                    exchange(number, self._note)
+        except BaseException:  # out of a handler that was still in its place
+            self._depth -= 1
+            self._give_back()
+            raise
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
         if threading.get_ident() != _main_ident:
             return
         self._depth -= 1
         if not self._depth and self._found:
-            for number, handler in self._found.items():
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """Put the program's handlers back and run those whose signals have come: all, whatever one of them raises."""
+        try:
+            while self._found:
+                number, handler = next(iter(self._found.items()))
                 if _handler(number) == self._note:
                     exchange(number, handler)
-            try:
-                self.deliver()
-            finally:
-                self._found.clear()
+                self._found.pop(number, None)
+            self.deliver()
+        except BaseException:
+            if self._found or self._noted:
+                self._give_back()
+            raise
 
     def forget(self) -> None:
         """Give every signal back in a forked child."""
-        for number, handler in self._found.items():
-            if _handler(number) == self._note:
-                exchange(number, handler)
-        self._found.clear()
-        self._noted.clear()
         self._depth = 0
+        self._noted.clear()
+        self._give_back()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._noted.append((number, frame))
+        handler = self._found.get(number)
+        if handler is not None:
+            self._noted.append((handler, number, frame))
 
     def deliver(self) -> None:
         """Run the handlers of the signals that have come; what they raise is raised here."""
         while self._noted and threading.get_ident() == _main_ident:
-            number, frame = self._noted.pop(0)
-            handler = self._found.get(number)
-            if callable(handler):
-                handler(number, frame)
+            handler, number, frame = self._noted.pop(0)
+            handler(number, frame)
 
 
 _main_ident = threading.main_thread().ident

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from mpicoll import signals
 from mpicoll.signals import Guard, Shield, c_handler, unhandled
 
 USED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -119,6 +120,73 @@ def test_system_calls_go_on_where_the_program_asked_for_it() -> None:
     os.close(writing)
     assert ran
     assert ran[0] - start > 0.2
+
+
+class Stop(Exception):
+    """What a handler of the program raises."""
+
+
+@pytest.mark.parametrize("strike", [1, 2, 3, 4])
+def test_a_handler_that_raises_while_handlers_change(strike: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it strikes, going under the shield or coming out, all handlers are the program's again."""
+
+    def stop(number: int, frame: object) -> None:
+        raise Stop
+
+    changed = 0
+    real = signals.exchange
+
+    def exchange(number: int, handler: object) -> None:
+        nonlocal changed
+        real(number, handler)
+        if number not in (signal.SIGUSR1, signal.SIGUSR2):
+            return
+        changed += 1
+        if changed == strike:  # taken are USR1, USR2, and given back in the same order
+            signal.raise_signal(signal.SIGUSR1 if strike > 2 else signal.SIGUSR2)
+
+    monkeypatch.setattr(signals, "exchange", exchange)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, stop)
+    shield = Shield()
+    inside = 0
+
+    def call() -> None:
+        nonlocal inside
+        with shield:
+            inside += 1
+
+    with pytest.raises(Stop):
+        call()
+    assert inside == (strike > 1)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        assert signal.getsignal(number) is stop
+    assert not shield.up
+    with shield:
+        assert signal.getsignal(signal.SIGUSR1) is not stop
+        assert signal.getsignal(signal.SIGUSR2) is not stop
+    assert signal.getsignal(signal.SIGUSR1) is stop
+
+
+def test_every_handler_runs() -> None:
+    """When signals have come, each one's handler runs, also behind one that raises."""
+    seen: list[int] = []
+
+    def stop(number: int, frame: object) -> None:
+        seen.append(number)
+        raise Stop
+
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, stop)
+
+    def call() -> None:
+        with Shield():
+            signal.raise_signal(signal.SIGUSR2)
+            signal.raise_signal(signal.SIGUSR1)
+
+    with pytest.raises(Stop):
+        call()
+    assert seen == [signal.SIGUSR2, signal.SIGUSR1]
 
 
 def test_what_it_costs() -> None:
