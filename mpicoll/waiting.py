@@ -204,7 +204,7 @@ def _wait_long(
     start = clock()
     next_service = start
     polls = 0
-    warned = armed = False
+    warned = False
     while True:
         try:
             now = clock()
@@ -226,9 +226,8 @@ def _wait_long(
                 progress()
             if now >= next_service:
                 next_service = now + SERVICE_EVERY
-                if not armed and waited > YIELD_FOR:
-                    armed = True
-                    guard.arm()
+                if waited > YIELD_FOR:
+                    guard.arm()  # again, too: a wait inside this one, out of a callback, has disarmed it
                 if waited > SERVICE_EVERY:
                     serve()
                 if reason is None:

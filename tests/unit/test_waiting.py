@@ -261,6 +261,30 @@ def test_a_call_that_completes_meanwhile_is_finished_first() -> None:
     assert waiting.guard.noted is None
 
 
+def test_a_wait_inside_another_leaves_it_its_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A callback that communicates ends with a wait of its own; the outer one answers SIGTERM again soon after."""
+    monkeypatch.setattr(waiting.guard, "installed", True)
+    clock, inner = Clock(), Clock()
+    armed: list[tuple[float, bool]] = []
+    nested = False
+
+    def test() -> bool:
+        nonlocal nested
+        waited = clock.now - 1000.0
+        armed.append((waited, signal.getsignal(signal.SIGTERM) == waiting.guard._terminate))
+        if waited > 0.1 and not nested:
+            nested = True
+            waiting.wait_long(after(inner, 0.1), Patience(), clock=inner, sleep=inner.sleep)
+            armed.append((waited, signal.getsignal(signal.SIGTERM) == waiting.guard._terminate))
+        return waited > 0.2
+
+    waiting.wait_long(test, Patience(), clock=clock, sleep=clock.sleep)
+    assert {noted for waited, noted in armed if waited < waiting.YIELD_FOR} == {False}
+    assert {noted for waited, noted in armed if 0.03 < waited <= 0.1} == {True}
+    assert {noted for waited, noted in armed if waited > 0.12} == {True}
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
 def test_ctrl_c_is_noted_inside_and_raised_outside() -> None:
     """The guard's handler raises between calls, and notes inside one what the wait then answers."""
     guard = waiting.Guard()
