@@ -211,6 +211,8 @@ def _wait_long(
             waited = now - start
             shield.deliver()
             reason = guard.take() or reason
+            if test():
+                break  # also for a rank that wants to leave: others go on into the transfer once a round is complete
             if reason is not None and waited >= GIVE_UP_AFTER:
                 if isinstance(reason, Terminated):
                     reason = patience.check(waited) or reason  # a launcher ends the job when a rank has died
@@ -219,8 +221,6 @@ def _wait_long(
                     if isinstance(reason, Terminated):
                         guard.end(reason)
                     raise reason
-            if test():
-                break
             polls += 1
             if pending:
                 progress()

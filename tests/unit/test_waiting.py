@@ -261,6 +261,32 @@ def test_a_call_that_completes_meanwhile_is_finished_first() -> None:
     assert waiting.guard.noted is None
 
 
+@pytest.mark.parametrize("how", ["handler", "Ctrl-C"])
+def test_a_call_that_completes_just_before_it_is_left_is_complete(how: str) -> None:
+    """Also one that a signal wants left, since the others do not know: it is raised when the call returns."""
+    clock, patience = Clock(), Patience()
+    looks = 0
+
+    def test() -> bool:
+        nonlocal looks
+        looks += 1
+        if looks == 1 and how == "handler":
+            raise Alarm
+        return looks > 1
+
+    def call() -> None:
+        with waiting.guard:
+            if how == "Ctrl-C":
+                waiting.guard.noted = KeyboardInterrupt()
+            waiting.wait_long(test, patience, clock=clock, sleep=clock.sleep)
+            assert clock.now - 1000.0 > waiting.GIVE_UP_AFTER
+
+    clock.step = 0.8 * waiting.GIVE_UP_AFTER  # nothing in between: the first look afterwards is the last before leaving
+    with pytest.raises(Alarm if how == "handler" else KeyboardInterrupt):
+        call()
+    assert patience.given_up == []
+
+
 def test_a_wait_inside_another_leaves_it_its_signals(monkeypatch: pytest.MonkeyPatch) -> None:
     """A callback that communicates ends with a wait of its own; the outer one answers SIGTERM again soon after."""
     monkeypatch.setattr(waiting.guard, "installed", True)
