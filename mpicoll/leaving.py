@@ -96,7 +96,7 @@ class Base:
         sent = {name: sum(n for (to, _), n in there.items() if to == rank) for name, there in self.sent.items()}
         known = groups.current()
         if known is not None and known.board is self.board:
-            for group in known.groups.values():
+            for group in tuple(known.groups.values()):
                 calls[group.group_name] = group.calls
                 last[group.group_name] = group.last_call()
                 if rank in group.ranks:
@@ -323,7 +323,7 @@ def _reporter(error: DistError, board: Board | None) -> int | None:
     while time.monotonic() < end:
         board.poll()
         time.sleep(0.001)
-    names = [group.group_name for group in known.groups.values() if group.display == error.group]
+    names = [group.group_name for group in tuple(known.groups.values()) if group.display == error.group]
     lower = [rank for name in names for rank in board.leavers.get(name, ()) if rank < board.rank]
     return min(lower, default=None)
 
@@ -425,12 +425,12 @@ def leave(reason: str) -> None:
             for pair in base.pool.all():
                 pair.lane.free()
         if known is not None:
-            for group in known.groups.values():
+            for group in tuple(known.groups.values()):
                 group.free_plans()
 
 
 def _never_waited(known: groups.State) -> str:
-    calls = [op.call for group in known.groups.values() for op in group.unwaited.values()]
+    calls = [op.call for group in tuple(known.groups.values()) for op in tuple(group.unwaited.values())]
     if not calls:
         return ""
     return "the program ended with operations that nobody waited for: " + "; ".join(
@@ -576,7 +576,7 @@ def _close(base: Base) -> list[tuple[str, Closing]]:
     """Post the last comparison on every group that rolls; return those under way, with the names of their groups."""
     known = groups.current()
     found = [("a group that was destroyed", pair.closing) for pair in base.pool.all()]
-    for group in known.groups.values() if known is not None and known.board is base.board else ():
+    for group in tuple(known.groups.values()) if known is not None and known.board is base.board else ():
         if group.level == "roll" and group.broken is None:
             found.append((f"group {group.display}", group.pair.lane.close()))
     return [(name, closing) for name, closing in found if closing is not None]

@@ -11,12 +11,13 @@ computes, or sleeps in a call that is not ours.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = ["Native", "active", "services", "start", "stop", "verdict"]
 
@@ -104,21 +105,61 @@ def verdict(now: float, call: Native, hopeless_since: dict[Native, float]) -> st
 def _run() -> None:
     told: set[Native] = set()
     hopeless_since: dict[Native, float] = {}
+    failures: dict[Callable[[], None], int] = {}
     while not _stop.wait(_EVERY):
-        for service in tuple(services):
-            service()
+        _serve(failures)
         if not active:
             told.clear()
             hopeless_since.clear()
             continue
         for call in tuple(active.values()):
-            why = verdict(time.monotonic(), call, hopeless_since)
+            why = _why(call, hopeless_since)
             if not why:
                 continue
             if call not in told:
                 told.add(call)
-                sys.stderr.write(f"mpicoll: {call.describe()}: all ranks had agreed to this call, and {why}.\n")
-                sys.stderr.flush()
+                _write(f"{_name(call)}: all ranks had agreed to this call, and {why}.")
             if _deadly:
-                sys.stdout.flush()
+                with contextlib.suppress(OSError, ValueError):
+                    sys.stdout.flush()
                 os._exit(EXIT_CODE)
+
+
+def _serve(failures: dict[Callable[[], None], int]) -> None:
+    """Run every service; one that fails ends neither the others nor the last resort, and is told of when it fails again.
+
+    Args:
+        failures: of each service, in a row.
+    """
+    for service in tuple(services):
+        try:
+            service()
+            failures.pop(service, None)
+        except Exception as error:  # the program's threads change what it reads
+            failures[service] = failures.get(service, 0) + 1
+            if failures[service] == 2:
+                _write(
+                    f"{getattr(service, '__name__', service)} fails in the watchdog: {type(error).__name__}: {error}"
+                )
+
+
+def _why(call: Native, hopeless_since: dict[Native, float]) -> str:
+    """Return the verdict on a call; by its limit alone where what it depends on cannot be read."""
+    now = time.monotonic()
+    try:
+        return verdict(now, call, hopeless_since)
+    except Exception:
+        return verdict(now, replace(call, hopeless=lambda inside: ""), hopeless_since)
+
+
+def _name(call: Native) -> str:
+    try:
+        return call.describe()
+    except Exception:
+        return "a blocking MPI call"
+
+
+def _write(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # closed
+        sys.stderr.write(f"mpicoll: {text}\n")
+        sys.stderr.flush()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
+import mpi4py
 import pytest
 
 from mpicoll import waiting, watchdog
@@ -368,6 +372,66 @@ def test_hopeless_calls() -> None:
     words[0] = "rank 1 is gone"
     assert watchdog.verdict(103.7, call, since) == ""
     assert asked == [1.5, 3.4000000000000057, 3.5, 3.5999999999999943, 3.700000000000003]
+
+
+def test_the_watchdog_outlives_what_fails_in_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A service that fails is told of when it fails again, once; the others and the last resort go on."""
+    ran = 0
+
+    def broken() -> None:
+        raise RuntimeError("dictionary changed size during iteration")
+
+    def now_and_then() -> None:
+        nonlocal ran
+        ran += 1
+        if ran % 2:
+            raise RuntimeError("a race")
+
+    def unreadable(inside: float) -> str:
+        raise ValueError("unmapped")
+
+    monkeypatch.setattr(watchdog, "_EVERY", 0.002)
+    monkeypatch.setattr(watchdog, "services", [broken, now_and_then])
+    monkeypatch.setattr(
+        watchdog, "active", {1: watchdog.Native(time.monotonic() - 2, 2.05, lambda: "a call", unreadable)}
+    )
+    watchdog.start(deadly=False)
+    until = time.monotonic() + 10
+    try:
+        err = ""
+        while (ran < 20 or "past its limit" not in err) and time.monotonic() < until:
+            time.sleep(0.01)
+            err += capsys.readouterr().err
+    finally:
+        watchdog.stop()
+    assert ran >= 20
+    assert err.count("mpicoll: broken fails in the watchdog: RuntimeError: dictionary changed size") == 1
+    assert err.count("mpicoll: a call: all ranks had agreed to this call, and it has been inside MPI for 2.") == 1
+    assert "a race" not in err
+
+
+def test_a_place_is_told_while_groups_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog reads the groups while other threads of the program make and destroy some."""
+    monkeypatch.setattr(mpi4py.rc, "initialize", False)
+    patience = importlib.import_module("mpicoll.patience")
+    told: list[str] = []
+    known = SimpleNamespace(groups={}, thread=0, board=SimpleNamespace(slots=SimpleNamespace(tell_place=told.append)))
+
+    class Group:
+        @property
+        def calls(self) -> int:
+            known.groups[object()] = Group()  # as another thread does in between
+            return 1
+
+        def last_call(self) -> str:
+            return "barrier at here.py:1"
+
+    known.groups["1"] = Group()
+    monkeypatch.setattr(patience.groups, "current", lambda: known)
+    patience.tell_place()
+    assert told == [", after its last call barrier at here.py:1"]
 
 
 def test_handlers_of_the_program_run_where_they_may_raise() -> None:
