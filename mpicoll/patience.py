@@ -334,9 +334,7 @@ def tell_place() -> None:
     if known is None or known.board.slots is None:
         return
     frame = sys._current_frames().get(known.thread)
-    last = max(tuple(known.groups.values()), key=lambda group: group.calls, default=None)
-    after = last.last_call() if last is not None else ""
-    known.board.slots.tell_place(program_site(frame) + (f", after its last call {after}" if after else ""))
+    known.board.slots.tell_place(program_site(frame), *_last_call(known)[:2])
 
 
 def await_death(board: Board) -> str:

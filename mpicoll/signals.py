@@ -57,9 +57,35 @@ def c_handler(number: int) -> int | None:
     return None if found is None else ctypes.c_void_p.from_buffer_copy(found).value or 0
 
 
+class _Symbol(ctypes.Structure if _sigaction is not None else object):  # type: ignore[misc]
+    """``Dl_info``: what dladdr(3) tells of an address."""
+
+    if _sigaction is not None:
+        _fields_ = [
+            (name, ctypes.c_void_p if "base" in name or "saddr" in name else ctypes.c_char_p)
+            for name in ("fname", "fbase", "sname", "saddr")
+        ]
+
+
+def library_of(address: int) -> str:
+    """Return the file name of the library that a C function belongs to, or "" where that is not known."""
+    found = _Symbol()
+    try:
+        known = ctypes.PyDLL(None).dladdr(ctypes.c_void_p(address), ctypes.byref(found))
+    except (OSError, AttributeError):
+        return ""
+    return os.path.basename(os.fsdecode(found.fname)) if known and found.fname else ""
+
+
 def unhandled(number: int) -> bool:
-    """Whether a signal has its default effect: no handler of Python's stands for it, and none of anybody else's."""
-    return signal.getsignal(number) is signal.SIG_DFL and not c_handler(number)
+    """Whether a signal has its default effect: no handler of Python's stands for it, and none of anybody else's.
+
+    MPICH has one of its own for SIGUSR1, by which its launcher tells of a rank that has died: it ends the others.
+    """
+    if signal.getsignal(number) is not signal.SIG_DFL:
+        return False
+    address = c_handler(number)
+    return not address or library_of(address).startswith(("libmpi", "libpmpi"))
 
 
 def exchange(number: int, handler: Any) -> None:
