@@ -18,7 +18,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -28,7 +27,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll import groups, waiting, watchdog
-from mpicoll.checks.call import Site, program_site
+from mpicoll.checks.call import Site, program_site, traceback_site
 from mpicoll.checks.report import painted
 from mpicoll.communicators import CLOSED_APART
 from mpicoll.errors import ARGUMENT, DistError, GroupBrokenError, PeerFailedError, in_one_line
@@ -283,7 +282,7 @@ def _excepthook(kind: type[BaseException], value: BaseException, trace: Tracebac
     reporter = _reporter(value, board) if isinstance(value, DistError) else None
     if known is not None and reporter not in (None, known.world.rank()):
         first = in_one_line(value)
-        sys.stderr.write(f"{_prefix()}{kind.__name__}: {first} ({_place(trace)}; rank {reporter} tells more)\n")
+        sys.stderr.write(f"{_prefix()}{kind.__name__}: {first} ({traceback_site(trace)}; rank {reporter} tells more)\n")
         sys.stderr.flush()
     else:
         if isinstance(value, DistError) or getattr(value, ARGUMENT, False):
@@ -291,7 +290,7 @@ def _excepthook(kind: type[BaseException], value: BaseException, trace: Tracebac
         with _prefixed(_prefix(), value):
             _found_hook(kind, value, trace)
     said = in_one_line(value) if isinstance(value, DistError) and value.report is not None else str(value)
-    _failed(f"{kind.__name__}: {said}" if said else kind.__name__, _place(trace))
+    _failed(f"{kind.__name__}: {said}" if said else kind.__name__, traceback_site(trace))
 
 
 ORIGIN_ENDS_WITHIN = 0.5
@@ -338,7 +337,10 @@ def _thread_hook(arguments: threading.ExceptHookArgs) -> None:
         _found_thread_hook(arguments)
     _ending.code, _ending.in_thread = 1, True
     name = arguments.thread.name if arguments.thread is not None else "?"
-    _failed(f"{arguments.exc_type.__name__} in thread {name}: {arguments.exc_value}", _place(arguments.exc_traceback))
+    _failed(
+        f"{arguments.exc_type.__name__} in thread {name}: {arguments.exc_value}",
+        traceback_site(arguments.exc_traceback),
+    )
 
 
 def _without_ours(trace: TracebackType | None) -> TracebackType | None:
@@ -353,15 +355,6 @@ def _without_ours(trace: TracebackType | None) -> TracebackType | None:
     for frame in reversed(frames):
         shorter = TracebackType(shorter, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     return shorter
-
-
-def _place(trace: TracebackType | None) -> str:
-    """Return file:line of the innermost frame of the program in a traceback."""
-    place = ""
-    for frame, line in traceback.walk_tb(trace):
-        if not Site.inside(frame.f_code):
-            place = f"{frame.f_code.co_filename}:{line}"
-    return place
 
 
 def _failed(what: str, site: str) -> None:

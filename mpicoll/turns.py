@@ -24,7 +24,7 @@ from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, overload
 import numpy as np
 
 from mpicoll import execution, groups
-from mpicoll.checks.call import Call, Site, call_site, name_ranks
+from mpicoll.checks.call import Call, Site, call_site, name_ranks, traceback_site
 from mpicoll.engines.base import Kind, Movement
 from mpicoll.errors import (
     ARGUMENT,
@@ -138,10 +138,7 @@ class _Failure:
 
 
 def _failure_of(error: BaseException) -> _Failure:
-    place = ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        if not Site.inside(frame.f_code):
-            place = f"{frame.f_code.co_filename}:{line}"
+    place = traceback_site(error.__traceback__)
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     try:
         said = in_one_line(error)

@@ -7,12 +7,22 @@ import sys
 import sysconfig
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 from mpicoll.checks.levels import Made
 
-__all__ = ["NOTHING", "Call", "Site", "call_site", "compress_ranks", "fingerprint", "name_ranks", "program_site"]
+__all__ = [
+    "NOTHING",
+    "Call",
+    "Site",
+    "call_site",
+    "compress_ranks",
+    "fingerprint",
+    "name_ranks",
+    "program_site",
+    "traceback_site",
+]
 
 _INSTALLED = tuple({os.path.join(path, "") for path in sysconfig.get_paths().values()})
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -66,6 +76,19 @@ def program_site(frame: FrameType | None) -> str:
             innermost = innermost or text
         frame = frame.f_back
     return innermost
+
+
+def traceback_site(trace: TracebackType | None) -> str:
+    """Return file:line of the innermost place of a traceback that is neither in this package nor in an installed one, or ""."""
+    innermost = own = ""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not Site.inside(code):
+            innermost = f"{code.co_filename}:{trace.tb_lineno}"
+            if not code.co_filename.startswith((*_INSTALLED, "<")):
+                own = innermost
+        trace = trace.tb_next
+    return own or innermost
 
 
 @dataclass(slots=True)

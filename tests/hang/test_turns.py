@@ -64,6 +64,7 @@ try:
             os.kill(os.getpid(), signal.SIGKILL)
 except dist.PeerFailedError as error:
     print(type(error).__name__, error, flush=True)
+    time.sleep(2)
     os._exit(0)
 """,
         3,

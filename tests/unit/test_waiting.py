@@ -416,10 +416,13 @@ def test_a_place_is_told_while_groups_come_and_go(monkeypatch: pytest.MonkeyPatc
     """The watchdog reads the groups while other threads of the program make and destroy some."""
     monkeypatch.setattr(mpi4py.rc, "initialize", False)
     patience = importlib.import_module("mpicoll.patience")
-    told: list[str] = []
-    known = SimpleNamespace(groups={}, thread=0, board=SimpleNamespace(slots=SimpleNamespace(tell_place=told.append)))
+    told: list[tuple[str, ...]] = []
+    slots = SimpleNamespace(tell_place=lambda *words: told.append(words))
+    known = SimpleNamespace(groups={}, thread=0, board=SimpleNamespace(slots=slots))
 
     class Group:
+        display = "WORLD"
+
         @property
         def calls(self) -> int:
             known.groups[object()] = Group()  # as another thread does in between
@@ -431,7 +434,7 @@ def test_a_place_is_told_while_groups_come_and_go(monkeypatch: pytest.MonkeyPatc
     known.groups["1"] = Group()
     monkeypatch.setattr(patience.groups, "current", lambda: known)
     patience.tell_place()
-    assert told == [", after its last call barrier at here.py:1"]
+    assert told == [("", "barrier", "here.py:1")]
 
 
 def test_handlers_of_the_program_run_where_they_may_raise() -> None:
