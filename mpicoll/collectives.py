@@ -126,6 +126,7 @@ def _flight(group: ProcessGroup, op: str, site: Site, ready: _Prepared, async_op
         reads=[memory.flat for memory in ready.inputs if memory.pack is None],
         writes=[array for array in writes if isinstance(array, np.ndarray)],
         gone=lambda: group.broken is not None or group.destroyed,
+        group=group.display,
     )
     registry.check(flight)
     if not async_op:
@@ -155,7 +156,7 @@ def _watch_results(flight: Flight, ready: _Prepared, arrays: list[Array]) -> Non
 
     def after() -> None:
         if dirty or seal.broken():
-            raise written(flight.op, flight.site)
+            raise written(flight.op, flight.site, flight.group)
         if own is not result:
             result[...] = own
         if found_after is not None:

@@ -59,8 +59,10 @@ class DistError(RuntimeError):
         group: the group that it concerns, as it is displayed.
         ranks: the global ranks at fault as far as can be told (they differ from the others, are late, or have left), else
             all that it concerns.
-        calls: what the ranks said: a dict for each different call, with the keys ranks, op, arguments, seq, site, group,
-            async, state, problem, needs, waited, text.
+        calls: what the ranks said: a dict for each different call. Its keys are ranks (list of int), op, arguments (dict of
+            strings), seq (int, 0: not numbered), site (file:line), group, async (bool), state (see
+            ``mpicoll.checks.entries.Standing``), problem, needs, waited (the least and the most seconds of one of the ranks,
+            or None) and text; all others are strings, empty where nothing is known.
     """
 
     reporter: int | None = None

@@ -15,8 +15,10 @@ from mpicoll import execution, groups, persistent, waiting
 from mpicoll.buffers.array import Array, Memory, adapt
 from mpicoll.buffers.dtypes import dtype_name
 from mpicoll.checks.call import Call, call_site
+from mpicoll.checks.entries import Entry, entry_of
 from mpicoll.checks.envelope import SMALL_BYTES, Envelope, describe, write
 from mpicoll.checks.inflight import Flight, registry, written
+from mpicoll.checks.report import with_calls
 from mpicoll.engines.base import Request
 from mpicoll.errors import CollectiveMismatchError
 from mpicoll.groups import ProcessGroup, member_or_warn, no_global_peer, peer_rank
@@ -431,6 +433,7 @@ def _flight(group: ProcessGroup, call: Call, memory: Memory, tensor: Array) -> F
         reads=arrays if sends else (),
         writes=() if sends else arrays,
         gone=lambda: group.broken is not None or group.destroyed,
+        group=group.display,
     )
     registry.check(flight)
     return flight
@@ -486,7 +489,7 @@ def _receiving(
         raise _misfit(group, call, memory, receive, receive.refused)
     group.count_received(source, receive.tag)
     if receive.dirty:
-        raise written(call.op, call.site)
+        raise written(call.op, call.site, group.display)
     if memory.unpack is not None:
         memory.unpack()
     return source
@@ -504,19 +507,13 @@ def _misfit(
         f"{sent.describe()} takes it"
     )
     op, _, site = receive.place.partition(" at ")
-    error.group, error.ranks = group.display, [sender, me]
-    error.calls = [
-        {
-            "ranks": [rank],
-            "op": what,
-            "arguments": {"tag": receive.tag, "dtype": dtype_name(dtype), "elements": count},
-            "site": place,
-            "group": group.display,
-            "text": f"{what} of {describe(dtype, count)}",
-        }
-        for rank, what, dtype, count, place in (
-            (sender, op or "send", sent.dtype, sent.count, site),
-            (me, call.op, memory.dtype, memory.flat.size, str(call.site)),
-        )
-    ]
-    return error
+    key = (
+        ("peer", f"to rank {me}"),
+        ("tag", str(receive.tag)),
+        ("dtype", dtype_name(sent.dtype)),
+        ("elements", str(sent.count)),
+    )
+    taken = entry_of(call, me, peer=sender)
+    return with_calls(
+        error, group.display, [sender, me], [Entry(((sender, sender),), op or "send", key, site=site, peer=me), taken]
+    )

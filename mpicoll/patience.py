@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import sys
 import threading
@@ -17,7 +18,7 @@ from mpicoll.checks.call import Call, fingerprint, program_site
 from mpicoll.checks.deadlock import State, Wait, report, stuck
 from mpicoll.checks.entries import Entry, Runs, Table, entry_of, holds, join, runs_of, table_of
 from mpicoll.checks.layout import short_paths
-from mpicoll.checks.report import MESSAGE_WIDTH, Report, peer_exited, peer_failed, show, time_limit
+from mpicoll.checks.report import BROKEN, MESSAGE_WIDTH, Report, peer_exited, peer_failed, show, time_limit
 from mpicoll.checks.slots import Place
 from mpicoll.errors import (
     CollectiveTimeoutError,
@@ -35,6 +36,7 @@ __all__ = [
     "await_death",
     "calls_now",
     "describe_state",
+    "failed_entry",
     "hopeless",
     "joined",
     "last_seen",
@@ -62,6 +64,9 @@ class CallWait:
     """What one wait on a group is for: its limit, who can never come, and what to say when it is over."""
 
     __slots__ = ("_wait", "began", "call", "group", "limit", "looks", "noted", "peer", "stall_warn", "tag")
+
+    AFTERWARDS = BROKEN
+    """What holds when it has ended without success."""
 
     def __init__(self, group: ProcessGroup, call: Call, limit: float, peer: int | None = None, tag: int = 0) -> None:
         self.group = group
@@ -98,17 +103,10 @@ class CallWait:
             if failure.rank in self.group.ranks or failure.rank not in board.announced:
                 board.announced.add(failure.rank)
                 board.post("handling", None, [board.origin(failure.rank)])
-                told = self._report(peer_failed, [_failed(failure)], waited)
-                error = PeerFailedError(told.text(board.rank, MESSAGE_WIDTH))
-                told.put_on(error)
-                return error
+                return self.because_failed(failure, waited)
         gone = [exit_.rank for exit_ in tuple(board.exited.values()) if self._needs(exit_)]
         if gone:
-            ends = [self._end(board.exited[rank]) for rank in gone]
-            told = self._report(peer_exited, ends, waited)
-            left = PeerExitedError(told.text(board.rank, MESSAGE_WIDTH))
-            told.put_on(left)
-            return left
+            return self.because_exited([board.exited[rank] for rank in gone], waited)
         withdrawn = board.withdrawn.get(self.group.group_name)
         if withdrawn is not None:
             rank, why = withdrawn
@@ -117,23 +115,45 @@ class CallWait:
             return broken
         return search.look(waited)
 
+    def because_failed(self, failure: Failure, waited: float) -> PeerFailedError:
+        """Return the error of a wait that cannot end because a rank has failed."""
+        told = self._report(peer_failed, [failed_entry(failure)], waited)
+        error = PeerFailedError(told.text(groups.state().world.rank(), MESSAGE_WIDTH))
+        told.put_on(error)
+        return error
+
+    def because_exited(self, exits: list[Exit], waited: float) -> PeerExitedError:
+        """Return the error of a wait that cannot end because ranks have ended."""
+        told = self._report(peer_exited, [self._end(exit_) for exit_ in exits], waited)
+        error = PeerExitedError(told.text(groups.state().world.rank(), MESSAGE_WIDTH))
+        told.put_on(error)
+        return error
+
     def _end(self, exit_: Exit) -> Entry:
         """Return what a rank did that has left, with its last call on the group."""
-        what = exit_.describe(self.group.group_name if self.peer is None else None)
+        name = self.meets()[0]
+        what = exit_.describe(name if self.peer is None and name == self.group.group_name else None)
         op, _, site = exit_.last.get(self.group.group_name, "").rpartition(" at ")
         ranks = ((exit_.rank, exit_.rank),)
         return Entry(ranks, op, site=site, state="exited", problem=what.partition(", the last ")[0])
 
-    def _report(self, kind: Callable[[Entry, str, Runs, Table], Report], said: list[Entry], waited: float) -> Report:
+    def _report(
+        self, kind: Callable[[Entry, str, Runs, Table, str], Report], said: list[Entry], waited: float
+    ) -> Report:
         """Return the report of a call that cannot complete, because of what ``said`` tells."""
         mine = entry_of(self.call, groups.state().world.rank())
         gone = join(run for entry in said for run in entry.ranks)
-        waits = [Entry(mine.ranks, state="waits", waited=(waited, waited)), *self._beside(gone)]
-        return kind(mine, self.group.display, runs_of(self.group.ranks), table_of([*said, *waits]))
+        waits = [Entry(mine.ranks, state="waits", waited=(waited, waited)), *self._beside(mine, gone)]
+        members = runs_of(self.meets()[1])
+        return kind(mine, self.group.display, members, table_of([*said, *waits]), self.AFTERWARDS)
 
     def meets(self) -> tuple[str, tuple[int, ...], int]:
         """Return the group whose ranks all have to come to this call, these ranks, and its number there."""
         return self.group.group_name, self.group.ranks, self.call.seq
+
+    def came(self) -> set[int]:
+        """Return ranks that are known to have come to it, whatever they do now."""
+        return set()
 
     def note(self) -> None:
         """Write down for the ranks of this node which collectives this one waits in, once; it costs some microseconds."""
@@ -141,7 +161,7 @@ class CallWait:
             self.noted = True
             note_waits()
 
-    def _beside(self, gone: Runs) -> list[Entry]:
+    def _beside(self, mine: Entry, gone: Runs) -> list[Entry]:
         """Return those ranks of this node, but ``gone``, that wait in this collective, or left it for the same reason."""
         slots, (name, ranks, seq) = groups.state().board.slots, self.meets()
         if slots is None or self.peer is not None:
@@ -150,9 +170,14 @@ class CallWait:
         now = time.time()
         for rank in set(slots.ranks).intersection(ranks) - {slots.me}:
             data = b"" if holds(gone, rank) else slots.read(rank, "waits")
-            for group, number, began in pickle.loads(data) if data else ():
+            for group, number, began, site in pickle.loads(data) if data else ():
                 if (group, number) == (name, seq):
-                    found.append(Entry(((rank, rank),), state="waits", waited=(now - began, now - began)))
+                    call = (
+                        Entry((), state="waits")
+                        if mine.site.endswith(site)
+                        else replace(mine, site=site, state="waits")
+                    )
+                    found.append(replace(call, ranks=((rank, rank),), waited=(now - began, now - began)))
         return found
 
     def as_wait(self) -> Wait:
@@ -231,12 +256,12 @@ class CallWait:
         """Ask the others where they are; return who has come to the call, too, and the report."""
         board, (name, members, seq) = groups.state().board, self.meets()
         wanted = members if self.peer is None or self.peer < 0 else (self.peer,)
-        answers = board.ask(name, wanted)
+        answers, came = board.ask(name, wanted), self.came()
         arrived = [board.rank]
         late, silent, left = [], [], []
         for rank, where in answers.items():
             ranks = ((rank, rank),)
-            if where is not None and self.peer is None and where.calls >= seq:
+            if rank in came or (where is not None and self.peer is None and where.calls >= seq):
                 arrived.append(rank)
             elif rank in board.exited:
                 left.append(self._end(board.exited[rank]))
@@ -259,9 +284,10 @@ class CallWait:
             self.group.display,
             runs_of(members),
             table_of(entries),
-            self.limit if over else waited,
+            self.limit if over and self.limit < math.inf else round(waited, 1),
             over,
             unasked=len({*wanted} - {board.rank}) - len(answers),
+            closing=self.AFTERWARDS,
         )
         return arrived[1:], told
 
@@ -290,7 +316,7 @@ def _needs(call: Call, me: int, level: str) -> tuple[int, ...] | None:
     return () if me == root else (root,)
 
 
-def _failed(failure: Failure) -> Entry:
+def failed_entry(failure: Failure) -> Entry:
     """Return how a rank failed, as a report has it."""
     ranks = ((failure.rank, failure.rank),)
     if not failure.op:
@@ -304,7 +330,10 @@ def note_waits() -> None:
     known = groups.current()
     if known is not None and known.board.slots is not None:
         waits = [wait for wait in tuple(_waits.values()) if wait.peer is None]
-        said = [(name, seq, wait.began) for wait in waits[:6] for name, _, seq in (wait.meets(),)]
+        said = []
+        for wait in waits[:3]:
+            name, _, seq = wait.meets()
+            said.append((name, seq, wait.began, str(wait.call.site)[-200:]))
         known.board.slots.write("waits", pickle.dumps(said) if said else b"")
 
 

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpicoll.checks.board import Board
+    from mpicoll.checks.entries import Entry
     from mpicoll.checks.slots import Slots
     from mpicoll.communicators import Pair
     from mpicoll.groups import ProcessGroup
@@ -338,7 +339,7 @@ def _base(comm: MPI.Intracomm, limit: float, site: str) -> tuple[Base, Pair]:
     ranks = tuple(range(comm.Get_size()))
     found = comm.Get_attr(_base_keyval)
     base = found if isinstance(found, leaving.Base) else None
-    wait = _init_wait(limit, site, comm.Get_size(), base.board if base is not None else None)
+    wait = _init_wait(limit, site, comm.Get_rank(), comm.Get_size(), base.board if base is not None else None)
     if base is not None:
         index = _common_index(base, base.pool.candidate(ranks), wait)
         if index >= 0:
@@ -434,9 +435,10 @@ class _InitWait:
 
     stall_warn = 60.0
 
-    def __init__(self, limit: float, site: str, size: int, board: Board | None) -> None:
+    def __init__(self, limit: float, site: str, rank: int, size: int, board: Board | None) -> None:
         self.limit = limit
         self.site = site
+        self.rank = rank
         self.size = size
         self.board = board
 
@@ -444,13 +446,28 @@ class _InitWait:
         """Return an error when a rank has ended; known only where there has been a default group before."""
         if self.board is None:
             return None
+        from mpicoll.checks.entries import Entry
+        from mpicoll.patience import failed_entry
+
         self.board.poll()
         self.board.notice_dead()
         for failure in self.board.failed.values():
-            return PeerFailedError(f"{failure}, while {self._text(waited)}")
+            failed = PeerFailedError(f"{failure}, while {self._text(waited)}")
+            return self._with_calls(failed, waited, [failure.rank], [failed_entry(failure)])
         for rank in self.board.exited:
-            return PeerExitedError(f"rank {rank} ended the program without calling it: {self._text(waited)}")
+            gone = Entry(((rank, rank),), state="exited", problem="ended the program without calling it")
+            exited = PeerExitedError(f"rank {rank} {gone.problem}: {self._text(waited)}")
+            return self._with_calls(exited, waited, [rank], [gone])
         return None
+
+    def _with_calls(self, error: DistError, waited: float, ranks: Iterable[int], others: Iterable[Entry]) -> DistError:
+        """Return an error with what is known as data: this rank's call, and what others did."""
+        from mpicoll.checks.entries import Entry
+        from mpicoll.checks.report import with_calls
+
+        mine = ((self.rank, self.rank),)
+        waits = Entry(mine, "init_process_group", site=self.site, state="waits", waited=(waited, waited))
+        return with_calls(error, "WORLD", ranks, [*others, waits])
 
     def stalled(self, waited: float) -> None:
         """Say that ranks are missing."""
@@ -458,7 +475,8 @@ class _InitWait:
 
     def timed_out(self, waited: float) -> BaseException:
         """Return the error for ranks that never came."""
-        return CollectiveTimeoutError(f"Timed out: {self._text(waited)}")
+        error = CollectiveTimeoutError(f"Timed out: {self._text(waited)}")
+        return self._with_calls(error, waited, range(self.size), [])
 
     def give_up(self, reason: BaseException) -> None:
         """What was posted may never complete."""
@@ -473,12 +491,12 @@ class _InitWait:
         )
 
 
-def _init_wait(limit: float, site: str, size: int, board: Board | None) -> Callable[[MPI.Request], None]:
+def _init_wait(limit: float, site: str, rank: int, size: int, board: Board | None) -> Callable[[MPI.Request], None]:
     from mpicoll import waiting
 
     def wait(request: MPI.Request) -> None:
         with waiting.guard:
-            waiting.wait(request.Test, _InitWait(limit, site, size, board))
+            waiting.wait(request.Test, _InitWait(limit, site, rank, size, board))
 
     return wait
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from datetime import timedelta
 from hashlib import blake2b
 from typing import Any, Protocol
@@ -10,9 +11,10 @@ from typing import Any, Protocol
 from mpicoll import execution, waiting
 from mpicoll.checks.call import NOTHING, Call, Site, call_site, compress_ranks, name_ranks
 from mpicoll.checks.deadlock import Wait
-from mpicoll.checks.entries import entry_of
+from mpicoll.checks.entries import Entry, entry_of
+from mpicoll.checks.report import with_calls
 from mpicoll.communicators import Pair, make_pair
-from mpicoll.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerExitedError, PeerFailedError
+from mpicoll.errors import CollectiveMismatchError
 from mpicoll.groups import NON_MEMBER, ProcessGroup, State, state
 from mpicoll.patience import CallWait, joined, local_wait, search
 from mpicoll.runtime import check_backend
@@ -210,24 +212,27 @@ def _make_locally(
     candidate = known.pool.candidate(members)
     how = ("use_local_synchronization",) if op == "new_group" else ()
     call = Call(op, (("ranks", members), *how), site)
-    words = (candidate, "" if problem is None else f"{type(problem).__name__}: {problem}")
+    words = (candidate, "" if problem is None else f"{type(problem).__name__}: {problem}", str(site))
     limit = known.world.timeout
     with waiting.guard:
         first_wait = _JoinWait(known.world, call, limit if watch is None else watch.limit, members, name, leader, watch)
         told = _gather_and_tell(first_wait, words)
-        wrong = {rank: text for rank, (_, text) in told.items() if text}
+        wrong = {rank: (text, where) for rank, (_, text, where) in told.items() if text}
         if problem is None and not wrong:
             _gather_and_tell(_JoinWait(known.world, call, limit, members, f"{name}!", leader), words)
     if problem is not None:
         raise problem
     if wrong:
-        rank, text = min(wrong.items())
-        raise CollectiveMismatchError(
-            f"new_group({name_ranks(members)}, use_local_synchronization) at {site}: arguments are wrong on rank {rank}, "
-            f"which raised {text}. Nothing was made"
+        rank, (text, where) = min(wrong.items())
+        error = CollectiveMismatchError(
+            f"new_group({name_ranks(members)}, use_local_synchronization) at {site}: arguments are wrong on rank {rank} "
+            f"(at {where}), which raised {text}. Nothing was made"
         )
-    most = max(index for index, _ in told.values())
-    index = most if len({index for index, _ in told.values()}) == 1 else -1
+        calls = [Entry(((r, r),), call.op, site=its, problem=said) for r, (said, its) in sorted(wrong.items())]
+        raise with_calls(error, known.world.display, sorted(wrong), [entry_of(call, known.world.rank()), *calls])
+    found = {index for index, _, _ in told.values()}
+    most = max(found)
+    index = most if len(found) == 1 else -1
     if index < 0:
         known.pool.disagreed(members, most)
     _local_count[counted] = count + 1
@@ -235,7 +240,11 @@ def _make_locally(
     return name, _make(known, members, index, tag, call)
 
 
-def _gather_and_tell(patience: _JoinWait, words: tuple[int, str]) -> dict[int, tuple[int, str]]:
+_Words = tuple[int, str, str]
+"""What a member says: the idle pair it knows, what is wrong with its arguments or "", and where it called."""
+
+
+def _gather_and_tell(patience: _JoinWait, words: _Words) -> dict[int, _Words]:
     """Return what every member says, when all have said it; the first of them gathers and tells the others."""
     board, name, leader = state().board, patience.name, patience.leader
     while len(joined) >= MOST_JOINED:
@@ -245,7 +254,7 @@ def _gather_and_tell(patience: _JoinWait, words: tuple[int, str]) -> dict[int, t
     if board.rank != leader:
         board.post("join", (name, words), [leader])
         local_wait(lambda: patience.poll() and (name, "all") in board.joins, patience)
-        told: dict[int, tuple[int, str]] = board.joins.pop((name, "all"))[leader]
+        told: dict[int, _Words] = board.joins.pop((name, "all"))[leader]
         return told
     local_wait(lambda: patience.poll() and patience.joined() >= set(others), patience)
     told = {**board.joins.pop(name, {}), leader: words}
@@ -258,6 +267,7 @@ class _JoinWait(CallWait):
     """The wait of one member for the others that were listed."""
 
     __slots__ = ("leader", "members", "name", "next_poll", "watch")
+    AFTERWARDS = "No group was made."
 
     def __init__(
         self,
@@ -293,20 +303,28 @@ class _JoinWait(CallWait):
         """Return an error when a listed rank failed or ended."""
         self.looks += 1
         board = state().board
+        self.note()
         search.look_for_dead(board, waited)
         certain = search.verdict(board)
         if certain is not None:
             return certain
         for rank in self.members:
             if rank in board.failed:
-                return PeerFailedError(f"{board.failed[rank]}, while rank {board.rank} waited in {self.describe()}")
-            if rank in board.exited and (
-                rank == self.leader or (board.rank == self.leader and rank not in self.joined())
-            ):
-                return PeerExitedError(f"{self.describe()}: {name_ranks([rank])} ended the program without calling it")
+                return self.because_failed(board.failed[rank], waited)
+        leads = board.rank == self.leader
+        ended = [board.exited[rank] for rank in self.members if rank in board.exited]
+        missing = [exit_ for exit_ in ended if exit_.rank == self.leader or (leads and exit_.rank not in self.joined())]
+        if missing:
+            return self.because_exited(
+                [replace(exit_, reason=f"{exit_.reason} without this call") for exit_ in missing], waited
+            )
         if self.watch is not None and self.watch.look():
             return self.timed_out(waited)
         return search.look(waited)
+
+    def came(self) -> set[int]:
+        """Return the members that have told this rank that they are here, also if they have left since."""
+        return set(state().board.joins.get(self.name, {}))
 
     def meets(self) -> tuple[str, tuple[int, ...], int]:
         """Return the meeting, as if it was a group with one call, and who has to come."""
@@ -321,16 +339,6 @@ class _JoinWait(CallWait):
         """Return this wait as a search for deadlocks sees it: a call that all listed ranks have to come to."""
         entry = entry_of(self.call, state().world.rank(), state().world.display, state="waits")
         return Wait(self.name, self.members, entry, seq=1, since=self.began, meeting=True)
-
-    def timed_out(self, waited: float) -> BaseException:
-        """Return the error, naming the members that did not come."""
-        board = state().board
-        if board.rank == self.leader:
-            missing = set(self.members) - set(board.joins.get(self.name, {})) - {board.rank}
-            who = f"{name_ranks(missing)} did not call it"
-        else:
-            who = f"not all of {name_ranks(self.members)} called it"
-        return CollectiveTimeoutError(f"Timed out waiting {self.limit:g} s in {self.describe()}: {who}")
 
     def give_up(self, reason: BaseException) -> None:
         """Take this rank's word back; nothing was posted to MPI, so the world is still good."""

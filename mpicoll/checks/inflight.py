@@ -21,6 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicoll.checks.call import Site
+from mpicoll.checks.entries import Entry
+from mpicoll.checks.report import with_calls
 from mpicoll.errors import BufferInUseError
 
 __all__ = ["SEALED_BYTES", "Flight", "Registry", "Seal", "registry", "span", "written"]
@@ -93,12 +95,19 @@ def _sum(array: Array) -> int:
     return zlib.crc32(flat.reshape(-1).view(np.uint8).data)
 
 
-def written(op: str, site: Site) -> BufferInUseError:
+def written(op: str, site: Site, group: str = "") -> BufferInUseError:
     """Return the error for an operation whose buffer was written before it had been waited for."""
-    return BufferInUseError(
+    error = BufferInUseError(
         f"rank {registry.rank}: the tensor of {op} at {site} was written before its wait() had returned: what was moved is not "
         "certain. Write it after wait(), or hand over a copy"
     )
+    call = Entry(
+        ((registry.rank, registry.rank),),
+        op,
+        site=str(site),
+        problem="its tensor was written before wait() had returned",
+    )
+    return with_calls(error, group, [registry.rank], [call])
 
 
 class Flight:
@@ -108,12 +117,13 @@ class Flight:
         op, site: the operation and its place.
         reads, writes: the arrays that it reads and writes; one that does both is among the latter.
         gone: whether its group can no longer be used, so that nobody will wait for it.
+        group: the group, as it is displayed.
 
     Attributes:
         over: whether it is complete; set when it is issued.
     """
 
-    __slots__ = ("_results", "_seal", "gone", "op", "over", "ranges", "site")
+    __slots__ = ("_results", "_seal", "gone", "group", "op", "over", "ranges", "site")
 
     def __init__(
         self,
@@ -122,7 +132,9 @@ class Flight:
         reads: Iterable[Array] = (),
         writes: Iterable[Array] = (),
         gone: Callable[[], bool] = lambda: False,
+        group: str = "",
     ) -> None:
+        self.group = group
         self.op = op
         self.site = site
         self.gone = gone
@@ -147,7 +159,7 @@ class Flight:
     def verdict(self) -> BufferInUseError | None:
         """Return an error when an array no longer holds what it held when it was sealed."""
         if any(seal is not None and seal.broken() for seal in (self._seal, self._results)):
-            return written(self.op, self.site)
+            return written(self.op, self.site, self.group)
         return None
 
 
@@ -211,7 +223,8 @@ class Registry:
                 for ranges in (self._written, self._read) if mine.writes else (self._written,):
                     for other in ranges.near(mine):
                         if other.shares(mine) and not other.flight.gone():
-                            raise BufferInUseError(f"rank {self.rank}: {_text(mine, other)}")
+                            error = BufferInUseError(f"rank {self.rank}: {_text(mine, other)}")
+                            raise with_calls(error, new.group, [self.rank], [_entry(mine), _entry(other)])
 
     def add(self, new: Flight) -> None:
         """Keep an operation until :meth:`remove`."""
@@ -252,6 +265,12 @@ def _text(mine: _Range, other: _Range) -> str:
         f"{new.op} at {new.site} {does[mine.writes]} memory that {old.op} at {old.site} still {does[other.writes]} ({common} "
         f"bytes in common): call wait() on {old.op} first, or give each an array of its own"
     )
+
+
+def _entry(memory: _Range) -> Entry:
+    flight = memory.flight
+    uses = (("memory", "writes" if memory.writes else "reads"),)
+    return Entry(((registry.rank, registry.rank),), flight.op, uses, site=str(flight.site), group=flight.group)
 
 
 registry = Registry()

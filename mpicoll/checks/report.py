@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, TextIO, TypeVar
 
 from mpicoll.checks import advice
 from mpicoll.checks.entries import (
@@ -30,6 +30,7 @@ from mpicoll.checks.layout import clip, clip_line, columns, short_paths, wrap
 from mpicoll.errors import DistError
 
 __all__ = [
+    "BROKEN",
     "MESSAGE_WIDTH",
     "Report",
     "call_text",
@@ -41,10 +42,13 @@ __all__ = [
     "peer_failed",
     "show",
     "time_limit",
+    "with_calls",
 ]
 
 MESSAGE_WIDTH = 107
 """Columns of a report in an exception's message: with ``[rank 12345] `` before each line it has 120."""
+
+BROKEN = "The group is broken now."
 
 Kind = Literal["mismatch", "deadlock", "time limit", "peer failed", "peer exited", "calls"]
 
@@ -70,7 +74,7 @@ class Report:
         next_step: what the reader can do now.
         closing: what holds afterwards.
         cycle: the first ranks of a cycle of ``around`` in which each waits for the next, and the last for the first.
-        site: file:line of the call that the headline names.
+        waiting: the call that the headline names; rows that wait and name none wait in it.
     """
 
     kind: Kind
@@ -84,7 +88,7 @@ class Report:
     closing: str = ""
     cycle: tuple[int, ...] = ()
     around: int = 0
-    site: str = ""
+    waiting: Entry | None = None
 
     def one_line(self, width: int = 400) -> str:
         """Return the headline in one line."""
@@ -92,24 +96,14 @@ class Report:
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """What the ranks say as data: a dict for each row of the table, the ranks as lists."""
-        return [
-            {
-                "ranks": listed(row.ranks),
-                "op": row.op,
-                "arguments": dict(row.key),
-                "seq": row.seq,
-                "site": row.site,
-                "group": row.group or self.group,
-                "async": row.asynchronous,
-                "state": row.state,
-                "problem": row.problem,
-                "needs": row.needs,
-                "waited": row.waited,
-                "text": call_text(row) if row.op else "",
-            }
+        """What the ranks say as data: a dict for each row of the table; those who wait "in it" with that call."""
+        rows = [
+            replace(self.waiting, ranks=row.ranks, state=row.state, waited=row.waited)
+            if self.waiting is not None and row.state == "waits" and not row.op
+            else row
             for row in _ordered(self)
         ]
+        return _as_data(rows, self.group)
 
     @property
     def ranks(self) -> list[int]:
@@ -123,7 +117,7 @@ class Report:
         if columns(whole) <= width or not mark:
             return wrap(self.headline, width, most=3)
         first, _, rest = mark.partition(" ")
-        return [*wrap(before + first, width, most=2), *wrap(rest + after, width, first=4, most=2)]
+        return [*wrap(before + first, width, most=3), *wrap(rest + after, width, first=4, most=2)]
 
     def put_on(self, error: DistError) -> None:
         """Put the report on the exception whose message it is, also as data."""
@@ -150,7 +144,8 @@ class Report:
             head.append(_expected_line(self, expected, width))
         room = most - len(head) - len(foot)
         rows = _ordered(self)
-        places = short_paths([self.site, *(row.site for row in rows)])
+        site = self.waiting.site if self.waiting is not None else ""
+        places = short_paths([site, *(row.site for row in rows)])
         shown: list[list[str]] = []
         for lines_a_row in (4, 2, 1):
             shown = _rows(self, rows, expected, places, me, width, lines_a_row)
@@ -162,6 +157,35 @@ class Report:
             hidden.insert(0, rows[len(shown)])
         lines = [*head, *(line for row in shown for line in row), *_more_line(self.table, hidden, width), *foot]
         return "\n".join(clip_line(line, width) for line in lines[:most])
+
+
+def _as_data(rows: Iterable[Entry], group: str) -> list[dict[str, Any]]:
+    return [
+        {
+            "ranks": listed(row.ranks),
+            "op": row.op,
+            "arguments": dict(row.key),
+            "seq": row.seq,
+            "site": row.site,
+            "group": row.group or group,
+            "async": row.asynchronous,
+            "state": row.state,
+            "problem": row.problem,
+            "needs": row.needs,
+            "waited": row.waited,
+            "text": call_text(row) if row.op else "",
+        }
+        for row in rows
+    ]
+
+
+E = TypeVar("E", bound=DistError)
+
+
+def with_calls(error: E, group: str, ranks: Iterable[int], entries: Iterable[Entry]) -> E:
+    """Return an error whose message is no report, with what it knows as data (see ``DistError``)."""
+    error.group, error.ranks, error.calls = group, list(ranks), _as_data(entries, group)
+    return error
 
 
 def _rows(
@@ -461,6 +485,7 @@ def time_limit(
     over: bool = True,
     *,
     unasked: int = 0,
+    closing: str = BROKEN,
 ) -> Report:
     """Return the report of a wait past its limit, or (``over`` false) of one that has taken long so far.
 
@@ -469,6 +494,7 @@ def time_limit(
         table: what the members, or the peer, say: state ``waits``, ``late`` or ``silent``, or how they left.
         seconds: the limit, or for how long it has been waited.
         unasked: how many members have not been asked, and are not in the table.
+        closing: what holds when it is over.
     """
     late = join(run for row in table.rows if row.state != "waits" for run in row.ranks)
     late = join((*late, *table.more))
@@ -489,8 +515,8 @@ def time_limit(
         table,
         odd=late,
         next_step=advice.after_time_limit(table.rows, late, unasked),
-        closing=" ".join([*limits, *(["The group is broken now."] if over else [])]),
-        site=waiting.site,
+        closing=" ".join([*limits, *([closing] if over else [])]),
+        waiting=waiting,
     )
 
 
@@ -505,7 +531,7 @@ def calls_now(table: Table, members: Runs, note: str = "") -> Report:
     return Report("calls", "WORLD", members, 0, "the ranks are in these calls of mpicoll:", table, closing=note)
 
 
-def peer_exited(waiting: Entry, group: str, members: Runs, table: Table) -> Report:
+def peer_exited(waiting: Entry, group: str, members: Runs, table: Table, closing: str = BROKEN) -> Report:
     """Return the report of a call that ranks have ended without making; they are in the table as ``exited``.
 
     The problem of their entries is what they did, as the end of a sentence: "ended the program after 2 calls".
@@ -523,17 +549,17 @@ def peer_exited(waiting: Entry, group: str, members: Runs, table: Table) -> Repo
         table,
         odd=gone,
         next_step=advice.after_exit(gone),
-        closing="The group is broken now.",
-        site=waiting.site,
+        closing=closing,
+        waiting=waiting,
     )
 
 
-def peer_failed(waiting: Entry, group: str, members: Runs, table: Table) -> Report:
+def peer_failed(waiting: Entry, group: str, members: Runs, table: Table, closing: str = BROKEN) -> Report:
     """Return the report of ranks that failed, ``failed`` or ``killed`` in the table, while others waited for them."""
     rows = [row for row in table.rows if row.state in ("failed", "killed")]
     gone = join(run for row in rows for run in row.ranks)
     first = min(rows, key=lambda row: row.ranks)
-    what = f"{'was killed' if first.state == 'killed' else 'failed'}: {clip(first.problem, 200, tail=60)}"
+    what = f"{'was killed' if first.state == 'killed' else 'failed'}: {clip(first.problem, 180, tail=60)}"
     place = short_paths([waiting.site, *(row.site for row in table.rows)]).get(first.site, "")
     site = f", after its last call {first.op} at {place}" if first.op else f" (at {place})" if place else ""
     return Report(
@@ -546,7 +572,8 @@ def peer_failed(waiting: Entry, group: str, members: Runs, table: Table) -> Repo
         table,
         odd=gone,
         next_step=advice.after_failure(gone),
-        site=waiting.site,
+        closing=closing,
+        waiting=waiting,
     )
 
 

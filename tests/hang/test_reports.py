@@ -29,7 +29,7 @@ if r == 0 and sys.argv[1] == "terminal":
 
     atexit.register(tell)
 if r == 1:
-    time.sleep(1)
+    time.sleep(2)
 dist.barrier()
 dist.recv(np.empty(4), 1 - r)
 """
@@ -45,12 +45,12 @@ def test_colours_on_a_terminal_alone() -> None:
             2,
             limit=20,
             args=[where],
-            env={"MPICOLL_STALL_WARN": "0.3", "TERM": "xterm-256color", "NO_COLOR": None},
+            env={"MPICOLL_STALL_WARN": "1", "TERM": "xterm-256color", "NO_COLOR": None},
         )
         assert not job.timed_out, job
         assert job.returncode == 1, job
         text = job.out[0].replace("\r\n", "\n") if where == "terminal" else job.err[0]
-        lines = text.splitlines()
+        lines = [line for line in text.splitlines() if not line.startswith("Abort(")]  # MPICH's own last words
         assert all(line.startswith("[rank 0] ") for line in lines if "deadlock:" in line or "cycle:" in line), job
         coloured = [re.sub(r"^\[rank 0\] ", "", line) for line in lines if "\x1b[" in line]
         if where == "terminal":
@@ -60,7 +60,8 @@ def test_colours_on_a_terminal_alone() -> None:
         else:
             assert not coloured, job
             assert "\x1b[" not in job.err[1], job
-        told[where] = re.sub(r"/\S*/|[0-9.]+ (to [0-9.]+ )?s\b", "", re.sub(r"\x1b\[[0-9;]*m", "", text))
+        uncoloured = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(lines))
+        told[where] = re.sub(r"/\S*/|[0-9.]+ (to [0-9.]+ )?s\b", "", uncoloured)
     assert told["terminal"] == told["log"]
     assert "Traceback" in told["log"]
 
@@ -73,11 +74,16 @@ if r == 1:
     time.sleep(1)
     LEAVE
 try:
-    dist.all_reduce(np.ones(2))
+    if r < 4:
+        dist.all_reduce(np.ones(2))
+    else:
+        dist.all_reduce(np.ones(2))
 except dist.DistError as error:
     print(type(error).__name__, error, flush=True)
     assert error.ranks == [1], error.ranks
-    assert [call["ranks"] for call in error.calls] == [[1], [0, 2, 3]], error.calls
+    assert [call["ranks"] for call in error.calls] == [[1], [0, 2, 3], [4]], error.calls
+    places = {(call["text"], call["site"].rpartition("/")[2]) for call in error.calls[1:]}
+    assert places == {("all_reduce #2 float64[2] SUM", f"job.py:{line}") for line in (14, 16)}, error.calls
     raise
 """
 )
@@ -86,21 +92,150 @@ except dist.DistError as error:
 @pytest.mark.parametrize("leave", ["raise ValueError(f'bad{chr(10)}sample 17')", "sys.exit(0)"])
 def test_who_waits_for_a_rank_that_has_left(leave: str) -> None:
     """Ranks of a node that wait for one that failed or ended tell the same, in a report: all who wait, and how it left."""
-    job = run_job(WAITING.replace("LEAVE", leave), 4, limit=20)
+    job = run_job(WAITING.replace("LEAVE", leave), 5, limit=20)
     assert not job.timed_out, job
     assert job.returncode == 1, job
-    for rank in (0, 2, 3):
+    for rank in (0, 2, 3, 4):
+        here, there = (14, 16) if rank < 4 else (16, 14)
         lines = job.out[rank].splitlines()
         if "raise" in leave:
             assert lines[0] == "PeerFailedError rank 1 failed: ValueError: bad sample 17 (at job.py:11),", job
-            call = f"    while rank {rank} waited in all_reduce #2 float64[2] SUM on group WORLD at job.py:13"
+            call = f"    while rank {rank} waited in all_reduce #2 float64[2] SUM on group WORLD at job.py:{here}"
             assert lines[1] == call, job
             assert "rank 1: failed: ValueError: bad sample 17 (at job.py:11)" in map(str.strip, lines), job
             headline = f"[rank {rank}] PeerFailedError: {lines[0].partition(' ')[2]} {call.strip()}"
             assert headline in job.err[rank].splitlines(), job
         else:
-            assert lines[0] == "PeerExitedError all_reduce #2 float64[2] SUM on group WORLD at job.py:13:", job
+            assert lines[0] == f"PeerExitedError all_reduce #2 float64[2] SUM on group WORLD at job.py:{here}:", job
             assert "rank 1 ended the program after 1 call on this group" in lines[1], job
-        assert any(re.match(r"  ranks 0, 2-3: wait in it, waited [0-9.]+ .*s <- this rank$", line) for line in lines), (
-            job
-        )
+        same, others = ("ranks 0, 2-3: wait", "rank 4: waits") if rank < 4 else ("rank 4: waits", "ranks 0, 2-3: wait")
+        waited = r"waited [0-9.]+ .*s"
+        elsewhere = rf"in all_reduce #2 float64\[2\] SUM at job.py:{there}"
+        assert any(re.match(rf" *{same} in it, {waited} <- this rank$", line) for line in lines), job
+        assert any(re.match(rf" *{others} {elsewhere}, {waited}$", line) for line in lines), job
+
+
+CHECK = (
+    HEAD
+    + """
+from datetime import timedelta
+
+KEYS = {
+    "ranks": list, "op": str, "arguments": dict, "seq": int, "site": str, "group": str, "async": bool, "state": str,
+    "problem": str, "needs": str, "waited": (tuple, type(None)), "text": str,
+}
+
+def expect(kind, call, *states, op, ranks, place=True):
+    try:
+        call()
+    except dist.DistError as error:
+        assert type(error) is kind, error
+        assert list(error.ranks) == ranks, error.ranks
+        assert error.group, error
+        assert sorted(each["state"] for each in error.calls) == sorted(states), error.calls
+        assert op in [each["op"] for each in error.calls], error.calls
+        for each in error.calls:
+            assert list(each) == list(KEYS), each
+            assert all(isinstance(each[key], type_) for key, type_ in KEYS.items()), each
+            assert all(isinstance(x, str) for part in each["arguments"].items() for x in part), each
+            assert each["ranks"] and all(type(rank) is int for rank in each["ranks"]), each
+            assert each["site"].rpartition(":")[0].endswith("job.py") or each["state"] in ("silent", "exited"), each
+            assert bool(each["text"]) == bool(each["op"]), each
+        print(kind.__name__, [each["text"] or each["problem"] for each in error.calls], flush=True)
+    else:
+        raise AssertionError(f"no {kind.__name__}")
+
+x = np.ones(4)
+seconds = lambda n: timedelta(seconds=n)
+"""
+)
+
+IN_ONE_JOB = """
+expect(
+    dist.CollectiveMismatchError, lambda: dist.all_reduce(x.astype("f") if r == 1 else x), "called", "called",
+    op="all_reduce", ranks=[1],
+)
+if r == 0:
+    dist.send(x, 1, tag=7)
+elif r == 1:
+    wrong = lambda: dist.recv(np.ones(4, "f"), 0, tag=7)
+    expect(dist.CollectiveMismatchError, wrong, "called", "called", op="send", ranks=[0, 1])
+    dist.recv(x, 0, tag=7)
+work = dist.all_reduce(x, async_op=True)
+expect(dist.BufferInUseError, lambda: dist.all_reduce(x), "called", "called", op="all_reduce", ranks=[r])
+work.wait()
+if r == 0:
+    work = dist.isend(x, 1)
+    x += 1
+    expect(dist.BufferInUseError, work.wait, "called", op="isend", ranks=[0])
+elif r == 1:
+    dist.recv(x, 0)
+group = dist.new_group()
+expect(
+    dist.DeadlockError, lambda: dist.recv(x, (r + 1) % n, group=group), "waits", "waits", "waits", op="recv",
+    ranks=[0, 1, 2],
+)
+group = dist.new_group()
+if r == 2:
+    time.sleep(1.5)
+else:
+    late = lambda: dist.barrier(group, timeout=seconds(0.5))
+    expect(dist.CollectiveTimeoutError, late, "silent", "waits", op="new_group", ranks=[2])
+if r == 1:
+    try:
+        dist.new_group([0, 1, 2], timeout="soon", use_local_synchronization=True)
+    except TypeError:
+        pass
+else:
+    wrong = lambda: dist.new_group([0, 1, 2], use_local_synchronization=True)
+    expect(dist.CollectiveMismatchError, wrong, "called", "called", op="new_group", ranks=[1])
+dist.group.WORLD.set_timeout(seconds(1))
+if r == 2:
+    time.sleep(2)
+else:
+    late = lambda: dist.new_group([0, 1, 2], use_local_synchronization=True)
+    expect(dist.CollectiveTimeoutError, late, "silent", "waits", op="new_group", ranks=[2])
+print("done", flush=True)
+"""
+
+FROM_ONE_THAT_LEAVES = """
+dist.barrier()
+if r == 2:
+    sys.exit(CODE)
+kind, state = (dist.PeerFailedError, "failed") if CODE else (dist.PeerExitedError, "exited")
+if r == 0:
+    new = lambda: dist.new_group([0, 2], use_local_synchronization=True)
+    expect(kind, new, state, "waits", op="" if CODE else "barrier", ranks=[2])
+expect(kind, dist.barrier, state, "waits", op="" if CODE else "barrier", ranks=[2])
+dist.destroy_process_group()
+expect(kind, dist.init_process_group, state, "waits", op="init_process_group", ranks=[2])
+print("done", flush=True)
+"""
+
+ONE_NEVER_COMES = """
+dist.destroy_process_group()
+if r == 2:
+    time.sleep(2)
+else:
+    late = lambda: dist.init_process_group(timeout=seconds(0.7))
+    expect(dist.CollectiveTimeoutError, late, "waits", op="init_process_group", ranks=[0, 1, 2])
+print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        IN_ONE_JOB,
+        FROM_ONE_THAT_LEAVES.replace("CODE", "0"),
+        FROM_ONE_THAT_LEAVES.replace("CODE", "3"),
+        ONE_NEVER_COMES,
+    ],
+    ids=["calls", "ended", "failed", "init"],
+)
+def test_every_error_says_the_calls_as_data(source: str) -> None:
+    """Each class of error that carries calls has all of the documented keys, with the types that are documented."""
+    job = run_job(CHECK + source, 3, limit=30, env={"MPICOLL_TIMEOUT": "20"})
+    assert not job.timed_out, job
+    ranks = (0, 1) if "sys.exit" in source else (0, 1, 2)
+    assert all("done" in job.out[rank] for rank in ranks), job
