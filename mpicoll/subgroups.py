@@ -111,7 +111,8 @@ def _create(
             known.pool.disagreed(members, flags.most)
         pair = _make(known, members, flags.detail, known.created % _TAGS, call)
     limit = known.world.timeout if timeout is None else timeout.total_seconds()
-    display = group_desc or f"[{compress_ranks(members) if list(members) == sorted(members) else list(members)}]"
+    in_order = list(members) == sorted(members)
+    display = group_desc or (f"[{compress_ranks(members)}]" if in_order else str(list(members)))
     group = ProcessGroup(
         name, pair, members.index(me), limit, level=known.world.level, display=display, desc=group_desc
     )

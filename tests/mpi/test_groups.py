@@ -62,6 +62,8 @@ def test_members_are_numbered_by_global_rank_unless_told_otherwise() -> None:
         assert [dist.get_global_rank(group, r) for r in range(size)] == order
         assert [dist.get_group_rank(group, r) for r in order] == list(range(size))
         assert total(group) == size * (size + 1) / 2
+        displayed = f"[0-{size - 1}]" if size > 1 else "[0]"
+        assert f"<ProcessGroup {displayed if order == sorted(order) else order}: " in repr(group), repr(group)
         dist.destroy_process_group(group)
     group = dist.new_group(np.arange(size))
     assert dist.get_process_group_ranks(group) == list(range(size))
