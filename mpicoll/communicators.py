@@ -16,10 +16,10 @@ from mpi4py import MPI
 from mpicoll.checks.agreement import Closing, Lane
 from mpicoll.engines.base import Engine
 from mpicoll.engines.mpi import MpiEngine
-from mpicoll.errors import CollectiveMismatchError, DistBackendError
+from mpicoll.errors import DistBackendError
 from mpicoll.matching import Receiver
 
-__all__ = ["CLOSED_APART", "Pair", "Pool", "duplicate", "make_pair", "mpi_text"]
+__all__ = ["Pair", "Pool", "duplicate", "make_pair", "mpi_text"]
 
 
 def mpi_text(error: MPI.Exception) -> str:
@@ -69,8 +69,9 @@ class Pair:
             closing, self.closing = self.closing, None
             while not closing.Test():
                 time.sleep(0)
-            if not closing.same:
-                raise CollectiveMismatchError(CLOSED_APART.format("a group of these ranks that was destroyed"))
+            if closing.error is not None:
+                self.spoiled = True  # what the members have made unequal numbers of does not fit together any more
+                raise closing.error
         sends = np.zeros(len(self.ranks), np.int64)
         for peer, count in self.sent.items():
             sends[peer] = count
@@ -78,12 +79,6 @@ class Pair:
         self.data.Alltoall(sends, told)
         self.receiver.drop([count - self.received.get(peer, 0) for peer, count in enumerate(told.tolist())])
         self.sent, self.received = {}, {}
-
-
-CLOSED_APART = (
-    'on {} the ranks made different calls after the last comparison (check level "roll"): what those calls moved may be wrong. '
-    "Run with MPICOLL_CHECK=full to see which"
-)
 
 
 class Pool:

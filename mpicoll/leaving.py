@@ -27,9 +27,8 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll import groups, waiting, watchdog
-from mpicoll.checks.call import Site, program_site, traceback_site
+from mpicoll.checks.call import NOWHERE, Site, program_site, traceback_site
 from mpicoll.checks.report import painted
-from mpicoll.communicators import CLOSED_APART
 from mpicoll.errors import ARGUMENT, DistError, GroupBrokenError, PeerFailedError, in_one_line
 from mpicoll.launch.rundir import append_record, record_failure
 from mpicoll.topology import node_communicator
@@ -482,10 +481,25 @@ def _await_peers(board: Board, grace: float) -> None:
 
 
 def _linger(base: Base, reason: str) -> None:
-    board = base.board
     closings = _close(base)
-    lost = np.array([balance(base)], np.int64)
-    everybody = board.comm.Iallreduce(MPI.IN_PLACE, lost, MPI.SUM)
+    totals = np.array([balance(base), len(closings)], np.int64)
+    try:
+        if not _await_all(base, reason, totals, closings):
+            return
+        if totals[1]:
+            _compare_last(closings)
+    finally:
+        _say_apart(base, closings)
+    if totals[1]:
+        _await_words(base)
+    if totals[0]:
+        _name_lost(base)
+
+
+def _await_all(base: Base, reason: str, totals: Any, closings: list[Closing]) -> bool:
+    """Wait until all ranks have come to their end, and add up ``totals``; False when that cannot be, as one has failed."""
+    board = base.board
+    everybody = board.comm.Iallreduce(MPI.IN_PLACE, totals, MPI.SUM)
     start = time.monotonic()
     limit = max(base_limit, 60.0)
     told = False
@@ -493,20 +507,20 @@ def _linger(base: Base, reason: str) -> None:
         waited = time.monotonic() - start
         waiting.progress()
         board.poll()
+        for closing in closings:
+            closing.Test()  # another rank may be at its next comparison, and wait for this one to tell what it called
         if waited > SAY_SO_AFTER:
             board.notice_dead()
         if board.failed:
-            return
+            return False
         if not told and waited > SAY_SO_AFTER:
             told = True
             for rank in range(board.size):
                 board.post("exited", (*base.counters(rank), reason), [rank])
         if waited > limit:
-            return
+            return False
         time.sleep(waiting.pause(waited, 1_000_000, True) or 0.0)
-    _compare_last(closings)
-    if lost[0]:
-        _name_lost(base)
+    return True
 
 
 def balance(base: Base) -> int:
@@ -565,25 +579,54 @@ def _name_lost(base: Base) -> None:
     sys.stderr.flush()
 
 
-def _close(base: Base) -> list[tuple[str, Closing]]:
-    """Post the last comparison on every group that rolls; return those under way, with the names of their groups."""
+def _close(base: Base) -> list[Closing]:
+    """Post the last comparison on every group that rolls; return those under way, also of groups that were destroyed."""
     known = groups.current()
-    found = [("a group that was destroyed", pair.closing) for pair in base.pool.all()]
+    found = [pair.closing for pair in base.pool.all()]
     for group in tuple(known.groups.values()) if known is not None and known.board is base.board else ():
         if group.level == "roll" and group.broken is None:
-            found.append((f"group {group.display}", group.pair.lane.close()))
-    return [(name, closing) for name, closing in found if closing is not None]
+            lane, op = group.pair.lane, "end of the program"
+            found.append(lane.close(op, NOWHERE, group.calls + 1, group.display, group.ranks))
+    return [closing for closing in found if closing is not None]
 
 
-def _compare_last(closings: list[tuple[str, Closing]]) -> None:
-    """Say where the ranks' last calls differed, and end with an error then; all have posted their comparisons."""
-    end = time.monotonic() + 1.0
-    while not all(closing.Test() for _, closing in closings) and time.monotonic() < end:
+COMPARED_WITHIN = 1.0
+"""Seconds for which ranks that have all come to their end compare their last calls."""
+
+
+def _compare_last(closings: list[Closing]) -> None:
+    """End the last comparisons; all ranks have posted theirs."""
+    end = time.monotonic() + COMPARED_WITHIN
+    while [closing for closing in closings if not closing.Test()] and time.monotonic() < end:
         time.sleep(0.001)
-    for name, closing in closings:
-        if closing.same is False:
-            _ending.code, _ending.stuck = 1, True
-            sys.stderr.write(f"{_prefix()}CollectiveMismatchError: {CLOSED_APART.format(name)}\n")
+
+
+def _await_words(base: Base) -> None:
+    """Wait until all ranks have said what they have to say of their last calls: one that differed ends the job."""
+    everybody = base.board.comm.Ibarrier()
+    end = time.monotonic() + 2 * COMPARED_WITHIN
+    while not everybody.Test() and time.monotonic() < end:
+        time.sleep(0.001)
+
+
+def _say_apart(base: Base, closings: list[Closing]) -> None:
+    """Say where the ranks' last calls differed, and end with an error then."""
+    for closing in closings:
+        if closing.same is not False:
+            continue
+        _ending.code, _ending.stuck = _ending.code or 1, True
+        error = closing.error
+        if error is None:
+            text = (
+                f"on group {closing.display} the ranks made different calls after the last comparison, and could not tell "
+                "each other which: run with MPICOLL_CHECK=full"
+            )
+        elif error.reporter in (None, base.board.rank):
+            text = str(error)
+        else:
+            text = f"{in_one_line(error)} (rank {error.reporter} tells more)"
+        with _prefixed(_prefix()):
+            sys.stderr.write(f"CollectiveMismatchError: {text}\n")
 
 
 base_limit = 1800.0

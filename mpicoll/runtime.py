@@ -560,6 +560,7 @@ def _base_of(board: Board) -> Base:
 
 def _destroy(group: ProcessGroup, base: Base) -> None:
     from mpicoll import waiting
+    from mpicoll.checks.call import call_site
 
     busy = [item for item in waiting.pending if getattr(item, "group", None) is group]
     for item in busy:
@@ -572,7 +573,8 @@ def _destroy(group: ProcessGroup, base: Base) -> None:
     group.pair.sent, group.pair.received = group.by_peer(group.sent), group.by_peer(group.received)
     group.free_plans()
     if group.level == "roll" and not group.pair.spoiled:
-        group.pair.closing = group.pair.lane.close()
+        op = "destroy_process_group"
+        group.pair.closing = group.pair.lane.close(op, call_site(), group.calls + 1, group.display, group.ranks)
     group.destroyed = True
     if not group.pair.spoiled:
         group.pair.idle = True

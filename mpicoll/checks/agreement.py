@@ -222,15 +222,22 @@ class Lane:
         self.posted += 1  # only now: another thread may post the next round at once
         return slot, request
 
-    def close(self) -> Closing | None:
-        """Post the last comparison of a group that rolls; never waits. None: calls are under way, or all are compared."""
+    def close(self, op: str, site: Site, seq: int, display: str, ranks: tuple[int, ...]) -> Closing | None:
+        """Post the last comparison of a group that rolls; never waits. None: calls are under way.
+
+        Args:
+            op, site, seq: what ends the group on this rank, where, and what number its next call would have had.
+            display: the group, for the message.
+            ranks: global ranks of the members, by rank in the group.
+        """
         if self.posted != self.issued or self.turn != self.issued or self.next_slot().busy:
             return None
-        print_ = self.rolling.value
-        self.rolling.cut()
+        call = Call(op, (), site, seq=seq, print=self.rolling.value, made=self.rolling.cut(), closes=True)
         self.issued += 1
         self.turn += 1
-        return Closing(*self.post(print_, 0))
+        slot, request = self.post(call.print, 0)
+        told = explain(self, call, display, ranks, self.control.Get_rank())
+        return Closing(slot, request, display, told)
 
     def free(self) -> None:
         """Give the persistent requests back to MPI (before MPI is finalised); a round under way is left alone."""
@@ -241,20 +248,34 @@ class Lane:
 
 
 class Closing:
-    """The last comparison of a group, under way since the group was destroyed or the program ended."""
+    """The last comparison of a group, under way since the group was destroyed or the program ended (a Request).
 
-    __slots__ = ("_request", "_slot", "same")
+    Attributes:
+        display: the group, for messages.
+        same: what the members called since the comparison before is the same; None until that is known.
+        error: what all members find where it is not.
+    """
 
-    def __init__(self, slot: _Slot, request: Request) -> None:
+    __slots__ = ("_request", "_slot", "_told", "display", "error", "same")
+
+    def __init__(self, slot: _Slot, request: Request, display: str, told: Generator[Request, None, None]) -> None:
         self._slot = slot
-        self._request = request
+        self._request: Request | None = request
+        self._told = told
+        self.display = display
         self.same: bool | None = None
+        self.error: CollectiveMismatchError | None = None
 
     def Test(self) -> bool:
-        """Whether it is over; then ``same`` says how it ended."""
-        if self.same is None and self._request.Test():
-            self.same = self._slot.flags().same
-        return self.same is not None
+        """Go on with it; whether it is over."""
+        while self._request is not None and self._request.Test():
+            if self.same is None:
+                self.same = self._slot.flags().same
+            try:
+                self._request = None if self.same else next(self._told)
+            except CollectiveMismatchError as error:
+                self._request, self.error = None, error
+        return self._request is None
 
 
 def agree(ticket: Ticket, call: Call) -> Generator[Request, None, Flags]:
@@ -313,7 +334,7 @@ def explain(
     """
     call.explaining = True
     said, closing = call, ""
-    if call.made:
+    if call.made or call.closes:
         said, closing = yield from _first_difference(lane, call, me)
     mine = entry_of(said, ranks[me], waited=waited)
     table = yield from _tell_table(lane, me, table_of([mine]))
@@ -343,7 +364,8 @@ def _first_difference(lane: Lane, call: Call, me: int) -> Generator[Request, Non
         This member's call there, and what has to be said of the calls that have moved data already; "" if none has.
     """
     mine = np.zeros(2 * (EVERY + 2), np.int64)
-    mine[:2] = len(call.made), -len(call.made)
+    here = len(call.made) + call.closes
+    mine[:2] = here, -here
     for i, made in enumerate(call.made, 1):
         mine[2 * i : 2 * i + 2] = made.fingerprint, -made.fingerprint
     highest = yield from _tell(
@@ -354,15 +376,18 @@ def _first_difference(lane: Lane, call: Call, me: int) -> Generator[Request, Non
     if not differ.size:
         return call, ""
     at = int(differ[0])
-    if most == least == at + 1:
+    if most == least == at + 1 and not call.closes:
         return call, ""  # the members differ in the call that compares, and nothing has moved
     said = call
-    if at < len(call.made) - 1:
+    if at < len(call.made) - (not call.closes):
         made = call.made[at]
         said = Call(made.op, made.key, Site(made.code, made.instruction), seq=made.seq)
     call.apart = most != least
     closing = f"Compared every {EVERY} calls: what moved since call {said.seq} may be wrong."
-    closing += " The ranks are out of step: the group is broken now." if call.apart else " The group can still be used."
+    if not call.closes:
+        closing += (
+            " The ranks are out of step: the group is broken now." if call.apart else " The group can still be used."
+        )
     return said, closing
 
 

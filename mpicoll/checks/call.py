@@ -14,6 +14,7 @@ from mpicoll.checks.levels import Made
 
 __all__ = [
     "NOTHING",
+    "NOWHERE",
     "Call",
     "Site",
     "call_site",
@@ -50,6 +51,16 @@ class Site:
                 line = number
                 break
         return f"{self.code.co_filename}:{line}"
+
+
+class _Nowhere(Site):
+    """No line of the program: where it ends by itself."""
+
+    def __str__(self) -> str:
+        return ""
+
+
+NOWHERE = _Nowhere(_Nowhere.__str__.__code__, 0)
 
 
 def _lines(code: CodeType) -> list[tuple[int, int, int]]:
@@ -109,6 +120,7 @@ class Call:
             members take the last that one of them gives, which serves all.
         print: what its round compares: the fingerprint of this call, of all since the last comparison, or nothing.
         made: those calls, this one among them.
+        closes: it is no call: here the group was destroyed, or the program has ended.
         apart: the members have made unequal numbers of calls since the last comparison, and cannot get in step again.
         passes: it makes no round at all.
         alias: another name of the public function, under which this rank called it.
@@ -129,6 +141,7 @@ class Call:
     engine: int = 0
     print: int = 0
     made: list[Made] = field(default_factory=list)
+    closes: bool = False
     apart: bool = False
     passes: bool = False
     alias: str = ""

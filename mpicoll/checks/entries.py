@@ -192,7 +192,7 @@ def entry_of(
         ((rank, rank),),
         op=call.name,
         key=tuple(parts),
-        seq=call.seq,
+        seq=0 if call.closes else call.seq,
         site=str(call.site),
         group=group,
         asynchronous=call.asynchronous,

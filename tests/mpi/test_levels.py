@@ -137,11 +137,36 @@ def test_a_large_call_compares_what_came_before() -> None:
 @pytest.mark.mpi(min_size=2)
 def test_a_destroyed_group_is_compared_when_its_communicators_are_used_again() -> None:
     """Destroying waits for nobody; the next group of the same ranks finds what the last one's calls came to."""
-    with group_of_level("roll") as group:
-        differ(group, 1, 2)
-    with collective_raises(dist.CollectiveMismatchError, match="a group of these ranks that was destroyed"):
-        dist.new_group()
+    for _ in range(2):
+        with group_of_level("roll") as group:
+            differ(group, 1, 2)
+        with collective_raises(dist.CollectiveMismatchError, match=r"call 2 on group \[0.*its ranks made") as caught:
+            dist.new_group()
+        text = str(caught.value)
+        assert "all_reduce #2 float64[2] >MAX<" in text, text
+        assert text.count("test_levels.py:") == 2, text
+        assert "what moved since call 2 may be wrong." in text, text
     dist.destroy_process_group(dist.new_group())
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_call_more_before_a_group_is_destroyed() -> None:
+    """A call that one rank alone has made, and that ends by itself, is set against where the others destroyed the group."""
+    with group_of_level("roll") as group:
+        dist.all_reduce(np.ones(2), group=group)
+        if dist.get_rank() == 0:
+            dist.broadcast(np.ones(3), 0, group=group)
+    with collective_raises(dist.CollectiveMismatchError, match="call 2 on group") as caught:
+        dist.new_group()
+    text = str(caught.value).replace(">", "").replace("<", "")
+    for words in (
+        "rank 0: broadcast #2 float64[3] root 0 at test_levels.py:",
+        ": destroy_process_group at test_levels.py:",
+    ):
+        assert words in text, text
+    still = dist.new_group()
+    dist.all_reduce(np.ones(2), group=still)
+    dist.destroy_process_group(still)
 
 
 @pytest.mark.mpi(min_size=2)
