@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import signal
+import time
 
 import pytest
-from jobs import JobResult, run_job
+from jobs import JobResult, RunningJob, family, run_job
 
 HEAD = """
 import os, sys, time
@@ -108,3 +110,111 @@ def test_a_rank_at_its_end_tells_those_who_compare_later() -> None:
     for err in job.err[:2]:
         assert "CollectiveMismatchError: call 16 on group WORLD" in err, job
     assert re.search("rank 2: >?end of the program", job.err[0]), job
+
+
+LEVELS = pytest.mark.parametrize("level", ["off", pytest.param("roll", marks=SLOW), pytest.param("full", marks=SLOW)])
+
+
+@LEVELS
+def test_waits_end_at_every_level(level: str) -> None:
+    """A cycle of receives, a limit that passes, and a rank that leaves early end as they should, whatever is compared."""
+    job = run_job(
+        HEAD
+        + """
+right, left = (r + 1) % n, (r - 1) % n
+groups = [dist.new_group() for _ in range(3)]
+assert all(group.level == os.environ["MPICOLL_CHECK"] for group in groups)
+dist.all_reduce(x)
+began = time.monotonic()
+def said(error):
+    global began
+    print(type(error).__name__, f"{time.monotonic() - began:.2f}", " ".join(str(error).split()), flush=True)
+    began = time.monotonic()
+try:
+    dist.recv(x, left, group=groups[0])
+except dist.DeadlockError as error:
+    assert error.ranks == [0, 1, 2], error.ranks
+    said(error)
+try:
+    if r == 1:
+        time.sleep(1.2)  # it computes, so nothing is certain
+        began = time.monotonic()
+    dist.barrier(groups[1], timeout=timedelta(seconds=0.5))
+except (dist.CollectiveTimeoutError, dist.GroupBrokenError) as error:
+    said(error)
+dist.barrier(groups[2])
+if r == 2:
+    sys.exit(0)
+try:
+    dist.all_reduce(x, group=groups[2])
+except dist.PeerExitedError as error:
+    assert error.ranks == [2], error.ranks
+    said(error)
+    time.sleep(1)  # the other one says so itself
+    sys.exit(7)
+""",
+        3,
+        limit=30,
+        env={"MPICOLL_TIMEOUT": "20", "MPICOLL_CHECK": level},
+    )
+    assert not job.timed_out, job
+    assert job.returncode == 7, job
+    for rank, out in enumerate(job.out):
+        told = out.splitlines()
+        kind, seconds, text = told[0].split(" ", 2)
+        assert kind == "DeadlockError", job
+        assert float(seconds) < 5, job
+        assert "deadlock: ranks 0-2 wait for each other" in text, job
+        kind, seconds, text = told[1].split(" ", 2)
+        if rank == 1:
+            assert kind == "GroupBrokenError", job
+        elif kind == "CollectiveTimeoutError":
+            assert float(seconds) > 0.4, job
+            assert "rank 1 did not come to it" in text, job
+    assert any("CollectiveTimeoutError" in out for out in (job.out[0], job.out[2])), job
+    for rank in (0, 1):
+        kind, seconds, text = job.out[rank].splitlines()[2].split(" ", 2)
+        assert kind == "PeerExitedError", job
+        assert float(seconds) < 10, job
+        assert "rank 2 ended the program after 1 call on this group" in text, job
+        assert "job.py:" in text, job
+
+
+@LEVELS
+def test_a_killed_rank_is_noticed_at_every_level(level: str) -> None:
+    """Ranks that wait for one that was killed raise PeerFailedError that says so, whatever is compared."""
+
+    def kill(job: RunningJob) -> None:
+        job.wait_for("go", 0, 1, 2)
+        time.sleep(0.5)  # the others wait
+        job.signal(signal.SIGKILL, 1)
+
+    job = run_job(
+        HEAD
+        + """
+dist.barrier()
+print("go", flush=True)
+if r == 1:
+    time.sleep(30)
+try:
+    dist.all_reduce(x)
+except dist.PeerFailedError as error:
+    print(error, flush=True)
+    raise
+""",
+        3,
+        limit=20,
+        env={"MPICOLL_TIMEOUT": "20", "MPICOLL_CHECK": level},
+        meanwhile=kill,
+        recover=True,
+        settle=10,
+    )
+    assert not job.timed_out, job
+    assert job.returncode != 0, job
+    assert not job.left_running, job
+    assert "rank 1's process is gone without a word" in job.err[0], job
+    if family() == "mpich":
+        return  # its mpiexec kills the others all the same when it sees a signal
+    for rank in (0, 2):
+        assert "rank 1 failed: its process is gone without a word" in job.out[rank], job
+        assert f"while rank {rank} waited in all_reduce" in job.out[rank], job
