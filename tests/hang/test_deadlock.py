@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from jobs import run_job
 
@@ -80,6 +82,41 @@ sys.exit(7)
         assert "job.py:" in out, job
         assert words in out, job
         assert float(out.split()[0]) < 2, job
+
+
+def test_a_progress_bar_does_not_hide_a_deadlock() -> None:
+    """With a thread that only sleeps and prints, a deadlock is certain once nothing has changed for two seconds."""
+    job = run_job(
+        HEAD
+        + """
+def bar():
+    while True:
+        print(".", end="", file=sys.stderr, flush=True)
+        time.sleep(0.1)
+
+threading.Thread(target=bar, daemon=True).start()
+dist.barrier()
+t = time.monotonic()
+try:
+    dist.recv(x, right)
+    dist.send(x, left)
+except dist.DeadlockError as error:
+    assert error.ranks == list(range(n)), error.ranks
+    print(f"{time.monotonic() - t:.2f} {error}", flush=True)
+time.sleep(1)
+sys.exit(7)
+""",
+        3,
+        limit=30,
+        env={"MPICOLL_TIMEOUT": "20"},
+    )
+    assert not job.timed_out, job
+    assert job.returncode == 7, job
+    for out in job.out:
+        assert "deadlock: ranks 0-2 wait for each other" in out, job
+        assert "recv float64[4] from rank 1 tag 0 at job.py:" in out, job
+        assert re.fullmatch(r"Other threads are alive; nothing has changed for 2\.\d s\.", out.splitlines()[-1]), job
+        assert 2 <= float(out.split()[0]) < 8, job
 
 
 RIGHT = (
