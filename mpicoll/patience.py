@@ -534,6 +534,7 @@ class Search:
     LEAVE_IT = 1.0
     AGAIN_WITHIN = 5.0
     DOUBTFUL_FOR = 2.0
+    AWAKE_WITHIN = 0.5
     PUBLISH_EVERY = 0.005
     DEAD_EVERY = 0.02
 
@@ -551,6 +552,7 @@ class Search:
         self._next_publish = 0.0
         self._next_dead = 0.0
         self._stated: tuple[tuple[int, ...], int] = (), 0
+        self._read_at = 0.0
 
     def verdict(self, board: Board) -> DeadlockError | None:
         """Return the error of a certificate that another rank found, if this rank still waits as it did then."""
@@ -651,6 +653,7 @@ class Search:
             states[exit_.rank] = State(exit_.rank, gone=True, calls=exit_.calls)
         held = stuck(states)
         before, self._before = self._before, (now, states)
+        read_before, self._read_at = self._read_at, now
         if not held:
             self._pause = min(2 * self._pause, self.AGAIN_WITHIN)
             self._next = now + self._pause
@@ -660,6 +663,10 @@ class Search:
             self._next = now + 0.02
             return None
         doubtful = any(states[rank].doubtful for rank in held)
+        if doubtful and min(read_before, self._awake(board, held)) < now - self.AWAKE_WITHIN:
+            # One is, or this rank was, stopped, with its other threads: the time in which they do nothing begins anew.
+            self._next = now + 0.02
+            return None
         if (doubtful and now - before[0] < self.DOUBTFUL_FOR) or not self._held_since(board, held, before[0]):
             self._before, self._next = before, now + 0.02
             return None
@@ -679,6 +686,14 @@ class Search:
             return True
         mine = [rank for rank in held if rank != board.rank and _is_local(board, rank)]
         return all(board.slots.confirmed(rank) > first * 1e9 for rank in mine)
+
+    @staticmethod
+    def _awake(board: Board, held: set[int]) -> float:
+        """Return when the last of these ranks of this node was awake (ranks of others have just answered)."""
+        if board.slots is None:
+            return math.inf
+        times = [board.slots.confirmed(rank) for rank in held if rank != board.rank and _is_local(board, rank)]
+        return min(times, default=math.inf) / 1e9
 
 
 def _goes_on(board: Board, before: State | None, now: State) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import signal
+import time
 
 import pytest
-from jobs import run_job
+from jobs import RunningJob, run_job
 
 HEAD = """
 import _thread, sys, threading, time
@@ -270,6 +272,86 @@ def test_what_only_looks_like_a_deadlock(size: int) -> None:
     assert all("done" in out for out in job.out), job
     assert "received" in job.out[0], job
     assert job.err == [""] * size, job
+
+
+STOPPED = {
+    "what it waits for comes meanwhile": (
+        1,
+        """
+if r == 1:
+    print("waits", flush=True)
+    dist.recv(x, 0, tag=1)
+    dist.send(x, 0, tag=2)
+elif r == 0:
+    time.sleep(1.5)
+    dist.send(x, 1, tag=1)
+    dist.recv(x, 1, tag=2)
+dist.barrier()
+""",
+    ),
+    "the others are through with its collective": (
+        1,
+        """
+group = dist.new_group()
+if r == 1:
+    print("waits", flush=True)
+else:
+    time.sleep(1.5)
+dist.all_reduce(x, group=group)
+dist.recv(x, left, tag=1) if r else dist.send(x, right, tag=1)
+dist.send(x, right, tag=1) if r else dist.recv(x, left, tag=1)
+""",
+    ),
+    "a thread of its own would release it": (
+        1,
+        """
+if r == 1:
+    threading.Thread(target=lambda: (time.sleep(1.5), dist.send(x, 0, tag=2))).start()
+    print("waits", flush=True)
+    dist.recv(np.empty(4), 0, tag=1)
+elif r == 0:
+    dist.recv(x, 1, tag=2)
+    dist.send(x, 1, tag=1)
+dist.barrier()
+""",
+    ),
+    "a thread of its own would release it, and it searches itself": (
+        0,
+        """
+if r == 0:
+    threading.Thread(target=lambda: (time.sleep(1.5), dist.send(x, 1, tag=2))).start()
+    print("waits", flush=True)
+    dist.recv(np.empty(4), 1, tag=1)
+elif r == 1:
+    dist.recv(x, 0, tag=2)
+    dist.send(x, 0, tag=1)
+dist.barrier()
+""",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STOPPED)
+def test_a_debugger(name: str) -> None:
+    """A rank that is stopped while it waits, for longer than a search takes, is no deadlock; all ends well when it goes on."""
+    rank, source = STOPPED[name]
+
+    def debug(job: RunningJob) -> None:
+        job.wait_for("waits", rank)
+        time.sleep(0.5)
+        job.signal(signal.SIGSTOP, rank)
+        time.sleep(4)
+        assert job.process.poll() is None, "the job has ended"
+        job.signal(signal.SIGCONT, rank)
+
+    job = run_job(
+        HEAD + source + 'print("done", flush=True)\n', 3, limit=30, env={"MPICOLL_TIMEOUT": "20"}, meanwhile=debug
+    )
+    assert not job.timed_out, job
+    assert job.returncode == 0, job
+    assert all("done" in out for out in job.out), job
+    assert job.err == ["", "", ""], job
 
 
 @pytest.mark.parametrize("level", ["roll", "off"])
