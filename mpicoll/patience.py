@@ -527,6 +527,10 @@ class Search:
     they began to wait. The state of each rank of this node is read from shared memory, where ranks that wait keep it up to
     date; those of other nodes are asked. All that twice, and each state is said to hold again after the first reading, so
     that all held at one moment. The ranks that the certificate names are told.
+
+    A search that finds nothing is made again later and later. Meanwhile the lowest rank of each node that waits looks at the
+    time of its neighbours' last change, which costs some microseconds, and searches among them when there is a new one: what
+    a rank that blocks after all others completes is found at once. Searches for news take a twentieth of the time at most.
     """
 
     FIRST_AFTER = 0.1
@@ -537,6 +541,9 @@ class Search:
     AWAKE_WITHIN = 0.5
     PUBLISH_EVERY = 0.005
     DEAD_EVERY = 0.02
+    NEWS_EVERY = 0.02
+    NEAR_SHARE = 1 / 20
+    STANDS_FOR = 0.25
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -553,6 +560,11 @@ class Search:
         self._next_dead = 0.0
         self._stated: tuple[tuple[int, ...], int] = (), 0
         self._read_at = 0.0
+        self._near = False  # the search that is under way is among the ranks of this node alone
+        self._near_at = math.inf
+        self._rest_until = 0.0
+        self._news = (0, 0)
+        self._next_news = 0.0
 
     def verdict(self, board: Board) -> DeadlockError | None:
         """Return the error of a certificate that another rank found, if this rank still waits as it did then."""
@@ -590,23 +602,61 @@ class Search:
 
     def _look(self, known: groups.State, waited: float, now: float) -> BaseException | None:
         board = known.board
-        if self._mine != self.epoch:
+        slots = board.slots
+        new = self._mine != self.epoch
+        if new:
             self._mine, self._since, self._pause = self.epoch, now, self.FIRST_AFTER
-            self._next = now + min(board.rank, 50) * self.STAGGER
+            turn = board.rank if slots is None else slots.waiting_below() + known.topology.node
+            self._next = now + min(turn, 50) * self.STAGGER
+            self._near_at = math.inf
             self._asked, self._before = None, None
         self._publish(board, now)
+        if new and slots is not None:
+            self._news = slots.changed(), len(board.exited)
         if self._asked is not None:
             return self._read(known, now)
-        if now < self._next or self._left_to_another(board, now):
-            return None
+        if now >= self._near_at:
+            return self._start(known, now, near=True)
+        if now >= self._next and not self._left_to_another(board, now):
+            return self._start(known, now, near=False)
+        self._watch(board, now)
+        return None
+
+    def _watch(self, board: Board, now: float) -> None:
+        """Arrange for a search among the ranks of this node when there is news of them, where no lower one of them does."""
+        slots = board.slots
+        if slots is None or now < self._next_news:
+            return
+        self._next_news = now + self.NEWS_EVERY
+        news = slots.changed(), len(board.exited)
+        if news != self._news:
+            self._news = news
+            if not slots.waiting_below(int((now - self.STANDS_FOR) * 1e9)):
+                self._near_at = max(now, self._rest_until)
+
+    def _start(self, known: groups.State, now: float, *, near: bool) -> BaseException | None:
+        board = known.board
         remote = [r for r in range(board.size) if not _is_local(board, r) and r not in board.exited]
         board.search += 1
         board.states = {}
-        board.post("search", board.search, remote)
-        if board.slots is not None:
+        if board.slots is not None and not (near and remote):
             board.slots.searching()
+        if near:
+            remote = []
+        board.post("search", board.search, remote)
         self._asked, self._until = remote, now + 0.3
-        return self._read(known, now)
+        self._near, self._near_at = near, math.inf
+        error = self._read(known, now)
+        if near:
+            over = time.monotonic()
+            self._rest_until = over + (over - now) / self.NEAR_SHARE
+        return error
+
+    def _again(self, now: float) -> None:
+        if self._near:
+            self._near_at = now + self.STAGGER
+        else:
+            self._next = now + self.STAGGER
 
     def _publish(self, board: Board, now: float) -> None:
         """Keep this rank's state in shared memory up to date."""
@@ -615,7 +665,7 @@ class Search:
         self._next_publish = now + self.PUBLISH_EVERY
         state = describe_state()
         if state != self.published:
-            board.slots.write("state", pickle.dumps(state))  # one without room is as one that does not answer
+            board.slots.write_state(pickle.dumps(state))
             self.published, self._stated = state, (state.looks, time.monotonic_ns())
         elif state.looked_since(self._stated[0]):
             # No wait was over when it was looked at since then, so all held then.
@@ -655,27 +705,30 @@ class Search:
         before, self._before = self._before, (now, states)
         read_before, self._read_at = self._read_at, now
         if not held:
-            self._pause = min(2 * self._pause, self.AGAIN_WITHIN)
-            self._next = now + self._pause
             self._before = None
+            if not self._near:
+                self._pause = min(2 * self._pause, self.AGAIN_WITHIN)
+                self._next = now + self._pause
             return None
         if before is None or any(not _goes_on(board, before[1].get(rank), states[rank]) for rank in held):
-            self._next = now + 0.02
+            self._again(now)
             return None
         doubtful = any(states[rank].doubtful for rank in held)
         if doubtful and min(read_before, self._awake(board, held)) < now - self.AWAKE_WITHIN:
             # One is, or this rank was, stopped, with its other threads: the time in which they do nothing begins anew.
-            self._next = now + 0.02
+            self._again(now)
             return None
         if (doubtful and now - before[0] < self.DOUBTFUL_FOR) or not self._held_since(board, held, before[0]):
-            self._before, self._next = before, now + 0.02
+            self._before = before
+            self._again(now)
             return None
         told = report(states, held, time.time())
         if doubtful:
             told = replace(told, closing=f"Other threads are alive; nothing has changed for {now - before[0]:.1f} s.")
         board.post("deadlock", ({rank: states[rank].epoch for rank in held}, told), held)
         if board.rank not in held:
-            self._next = now + self.AGAIN_WITHIN
+            if not self._near:
+                self._next = now + self.AGAIN_WITHIN
             return None
         return self._error(told, board.rank)
 

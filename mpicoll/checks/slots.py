@@ -27,7 +27,7 @@ __all__ = ["SLOT_BYTES", "Place", "Slots", "make_slots"]
 SLOT_BYTES = 16 * 1024
 SHARED_DIRECTORY = "/dev/shm"
 
-_STATUS, _CONFIRMED, _SEARCHED = 0, 8, 16
+_STATUS, _CONFIRMED, _SEARCHED, _CHANGED = 0, 8, 16, 24
 _THERE, _LEFT = 1, 2
 _WORD = struct.Struct("=q")
 _HEAD = struct.Struct("=II")  # length, CRC
@@ -111,6 +111,23 @@ class Slots:
             return b""
         data = self._memory[at + _HEAD.size : at + _HEAD.size + length]
         return data if zlib.crc32(data) == crc else b""
+
+    def write_state(self, data: bytes) -> None:
+        """Put another state of this rank into its slot: what it waits in, for those who search for deadlocks."""
+        self.write("state", data)  # one without room is as one that does not answer
+        self._put(_CHANGED, time.monotonic_ns())
+
+    def changed(self) -> int:
+        """Return when a rank of this node last wrote another state (``time.monotonic_ns``)."""
+        return max(self._word(rank, _CHANGED) for rank in self.ranks)
+
+    def waiting_below(self, since: int = 0) -> int:
+        """Return how many lower ranks of this node have a state there, confirmed since then (``time.monotonic_ns``)."""
+        return sum(rank < self.me and self._has_state(rank) and self.confirmed(rank) >= since for rank in self.ranks)
+
+    def _has_state(self, rank: int) -> bool:
+        length: int = _HEAD.unpack_from(self._memory, self._place[rank] * SLOT_BYTES + _AREAS["state"][0])[0]
+        return length > 0
 
     def confirm(self, when: int) -> None:
         """Say that this rank's state was what stands there at a moment (``time.monotonic_ns``)."""

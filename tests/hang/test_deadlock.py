@@ -121,6 +121,36 @@ sys.exit(7)
         assert 2 <= float(out.split()[0]) < 8, job
 
 
+LATE = (
+    HEAD
+    + """
+dist.barrier()
+if r == n - 1:
+    time.sleep(float(sys.argv[1]))
+began = time.time()
+try:
+    dist.recv(x, right)
+except dist.DeadlockError:
+    print("found", time.time(), "began", began, flush=True)
+time.sleep(2)
+sys.exit(7)
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [5, 24])
+def test_the_last_rank_to_block_is_found_at_once(size: int) -> None:
+    """However long the others have waited, a deadlock is certain soon after its last rank has blocked."""
+    job = run_job(LATE, size, limit=60, args=["5"], env={"MPICOLL_TIMEOUT": "50"})
+    assert not job.timed_out, job
+    assert job.returncode == 7, job
+    began = float(job.out[-1].split()[3])
+    found = [float(out.split()[1]) - began for out in job.out]
+    print(f"{size} ranks: {min(found):.2f} to {max(found):.2f} s after the last one blocked")
+    assert max(found) < 2, job
+
+
 RIGHT = (
     HEAD
     + """

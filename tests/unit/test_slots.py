@@ -35,7 +35,7 @@ def other(path: Path, rank: int, end: str) -> int:
     if pid == 0:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         slots = slots_of(path, rank)
-        slots.write("state", b"state of " + str(rank).encode())
+        slots.write_state(b"state of " + str(rank).encode())
         slots.tell_place("somewhere.py:3 in f()", "barrier", "/a/somewhere.py:2")
         slots.confirm(time.monotonic_ns())
         os.write(told, b"x")
@@ -137,3 +137,28 @@ def test_no_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
     monkeypatch.setattr("mpicoll.checks.slots.SHARED_DIRECTORY", str(tmp_path / "missing"))
     assert _create(4096) == ""
+
+
+def test_news_of_the_ranks_that_wait(path: Path) -> None:
+    """The last change on the node is seen by all, and each rank knows how many lower ones have a state that still holds."""
+    first, mine, last = (slots_of(path, rank) for rank in RANKS)
+    assert mine.changed() == 0
+    assert [slots.waiting_below() for slots in (first, mine, last)] == [0, 0, 0]
+    before = time.monotonic_ns()
+    last.write_state(b"waits")
+    last.confirm()
+    changed = mine.changed()
+    assert before <= changed <= time.monotonic_ns()
+    first.write_state(b"waits, too")
+    first.confirm()
+    confirmed = mine.confirmed(4)
+    assert mine.changed() > changed
+    assert [slots.waiting_below() for slots in (first, mine, last)] == [0, 1, 1]
+    assert [slots.waiting_below(confirmed) for slots in (first, mine, last)] == [0, 1, 1]
+    assert mine.waiting_below(confirmed + 1) == 0
+    changed = mine.changed()
+    first.write("state", b"")
+    assert mine.changed() == changed  # nobody can be stuck because a rank goes on
+    assert last.waiting_below() == 0
+    for slots in (first, mine, last):
+        slots.close()
