@@ -57,13 +57,26 @@ DESTROYED = 32
 MOST_PLACES = 6  # rows of a report for each way to be missing: so they all fit into its table
 BETWEEN = "between two calls, or at the end"
 EXPLAINED_WITHIN = 3.0
+VERDICT_WITHIN = 2.0
 GIVEN_UP_AFTER = 10.0
 
 
 class CallWait:
     """What one wait on a group is for: its limit, who can never come, and what to say when it is over."""
 
-    __slots__ = ("_wait", "began", "call", "group", "limit", "looks", "noted", "peer", "stall_warn", "tag")
+    __slots__ = (
+        "_wait",
+        "began",
+        "call",
+        "group",
+        "limit",
+        "looks",
+        "noted",
+        "peer",
+        "stall_warn",
+        "tag",
+        "verdict_until",
+    )
 
     AFTERWARDS = BROKEN
     """What holds when it has ended without success."""
@@ -78,6 +91,7 @@ class CallWait:
         self.began = time.time()
         self.looks = 0  # times that it was found not to be over
         self.noted = False  # the ranks of this node can read that this one waits
+        self.verdict_until = 0.0
         self._wait: Wait | None = None
 
     def describe(self) -> str:
@@ -108,12 +122,20 @@ class CallWait:
         if gone:
             return self.because_exited([board.exited[rank] for rank in gone], waited)
         withdrawn = board.withdrawn.get(self.group.group_name)
-        if withdrawn is not None:
+        if withdrawn is not None and not self._verdict_comes(board):
             rank, why = withdrawn
             broken = GroupBrokenError(f"{self.describe()}: rank {rank} gave the group up: {why}")
             broken.reporter = rank
             return broken
         return search.look(waited)
+
+    def _verdict_comes(self, board: Board) -> bool:
+        """Whether the group was given up for a certificate that names this rank, too: it comes from another one."""
+        if not holds(board.certain.get(self.group.group_name, ()), board.rank):
+            return False
+        now = time.monotonic()
+        self.verdict_until = self.verdict_until or now + VERDICT_WITHIN
+        return now < self.verdict_until
 
     def because_failed(self, failure: Failure, waited: float) -> PeerFailedError:
         """Return the error of a wait that cannot end because a rank has failed."""
@@ -250,7 +272,8 @@ class CallWait:
         if known.board.slots is not None:
             mine = [name for name, (rank, _) in known.board.withdrawn.items() if rank == known.board.rank]
             known.board.slots.write("withdrawn", "\n".join(mine[-40:]).encode())
-        known.board.post("withdrawn", (self.group.group_name, text), self.group.ranks)
+        certain = reason.report.members if isinstance(reason, DeadlockError) and reason.report is not None else ()
+        known.board.post("withdrawn", (self.group.group_name, text, certain), self.group.ranks)
 
     def _told(self, waited: float, over: bool = False) -> tuple[list[int], Report]:
         """Ask the others where they are; return who has come to the call, too, and the report."""

@@ -18,7 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll.checks.deadlock import State
-from mpicoll.checks.entries import Entry
+from mpicoll.checks.entries import Entry, Runs
 from mpicoll.checks.report import Report
 from mpicoll.checks.slots import Place, Slots
 
@@ -97,6 +97,7 @@ class Board:
         sent: what ranks say at the end, when messages are lost: group's name -> tag -> (messages to this rank, place).
         dead: ranks whose process is gone without a word; nothing is sent to them.
         verdict: (epoch, report) of a certificate that another rank found and that names this one.
+        certain: the ranks of the certificate for which a group was given up, by its name.
         alive: when (time.monotonic) a rank in a long block last gave a sign of life.
     """
 
@@ -108,6 +109,7 @@ class Board:
     handling: set[int] = field(default_factory=set)
     withdrawn: dict[str, tuple[int, str]] = field(default_factory=dict)
     leavers: dict[str, set[int]] = field(default_factory=dict)
+    certain: dict[str, Runs] = field(default_factory=dict)
     joins: dict[Any, dict[int, Any]] = field(default_factory=dict)
     left: dict[Any, set[int]] = field(default_factory=dict)
     announced: set[int] = field(default_factory=set)
@@ -211,8 +213,9 @@ class Board:
         elif kind == "handling":
             self.handling.add(rank)
         elif kind == "withdrawn":
-            group, why = payload
+            group, why, certain = payload
             self.withdrawn.setdefault(group, (rank, why))
+            self.certain[group] = certain
             self.leavers.setdefault(group, set()).add(rank)
         elif kind == "ask":
             return ("where", (payload, *self.where(payload)))

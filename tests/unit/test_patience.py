@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
-from mpicoll import groups
+from mpicoll import groups, patience
 from mpicoll.checks import board as boards
 from mpicoll.checks.board import Board
 from mpicoll.checks.call import Call, call_site
 from mpicoll.checks.entries import Entry
+from mpicoll.checks.report import deadlock
 from mpicoll.checks.slots import Place
-from mpicoll.patience import CallWait, waits_now
+from mpicoll.errors import DeadlockError, GroupBrokenError
+from mpicoll.patience import CallWait, search, waits_now
 
 RANKS, ME = 1_000, 500
 
@@ -44,7 +46,10 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[SyntheticBoard]:
     made = SyntheticBoard(comm, lambda name: (0, Entry(((ME, ME),))))
     made.answers = {}
     state: Any = SimpleNamespace(
-        world=SimpleNamespace(rank=lambda: ME), board=made, settings=SimpleNamespace(stall_warn=60.0), groups={}
+        world=SimpleNamespace(rank=lambda: ME, size=lambda: RANKS),
+        board=made,
+        settings=SimpleNamespace(stall_warn=60.0),
+        groups={},
     )
     groups.set_state(state)
     yield made
@@ -134,3 +139,24 @@ def test_ranks_that_are_late_in_many_ways(board: SyntheticBoard) -> None:
     assert error.ranks == list(late)
     assert [call["ranks"] for call in error.calls if call["state"] == "waits"] == [sorted({*board.asked, ME} - {*late})]
     assert len(str(error).splitlines()) <= 20
+
+
+def test_a_certificate_is_waited_for(board: SyntheticBoard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that hears that another gave its group up for a certificate with both waits for its own copy, if not for long."""
+    told = deadlock([Entry(((rank, rank),), "recv", state="waits") for rank in (ME, 501)], {ME: [501], 501: [ME]})
+    withdrawn = ("1", "it is a deadlock", told.members)
+    board._read("withdrawn", 501, withdrawn)
+    waiting = wait()
+    assert waiting.check(0.01) is None
+    board._read("deadlock", 499, ({ME: search.epoch}, told))
+    certain = waiting.check(0.01)
+    assert isinstance(certain, DeadlockError)
+    assert certain.ranks == [ME, 501]
+    late = wait()
+    monkeypatch.setattr(patience, "VERDICT_WITHIN", 0.0)
+    broken = late.check(0.01)
+    assert isinstance(broken, GroupBrokenError)
+    assert "rank 501 gave the group up: it is a deadlock" in str(broken)
+    board.withdrawn.clear()
+    board._read("withdrawn", 501, ("1", "it is a deadlock", ((501, 502),)))
+    assert isinstance(wait().check(0.01), GroupBrokenError)
