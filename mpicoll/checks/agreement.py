@@ -344,8 +344,8 @@ def explain(
         table = table.with_rows(again)
     if call.error is not None:
         if any(row.problem != mine.problem for row in table.rows) and hasattr(call.error, "add_note"):
-            told = mismatch(group_name, runs_of(ranks), said.seq, table, closing)
-            call.error.add_note(told.text(ranks[me], MESSAGE_WIDTH))
+            # In one line: the others print what all have called, and here the error says what is wrong.
+            call.error.add_note(mismatch(group_name, runs_of(ranks), said.seq, table, closing).one_line())
         raise call.error
     report = mismatch(group_name, runs_of(ranks), said.seq, table, closing)
     error = CollectiveMismatchError(report.text(ranks[me], MESSAGE_WIDTH))

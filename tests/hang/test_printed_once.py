@@ -1,0 +1,89 @@
+"""A job that goes wrong says so once: one rank prints the report, each other one line. Each job has a hard limit."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from jobs import family, run_job
+
+HEAD = """
+import sys, time
+from datetime import timedelta
+import numpy as np
+import mpicoll as dist
+dist.init_process_group()
+r, n = dist.get_rank(), dist.get_world_size()
+x = np.ones(4)
+dist.barrier()
+"""
+
+# What the program does, the error of each rank, the rank that prints the report, and words of the others' lines.
+WRONG = {
+    "mismatch": (
+        "dist.all_reduce(x, dist.ReduceOp.MAX if r == 1 else dist.ReduceOp.SUM)",
+        ["CollectiveMismatchError"] * 4,
+        0,
+        "rank 0 tells more",
+    ),
+    "mismatch in a group": (
+        "group = dist.new_group([1, 2, 3])\nif r: dist.all_reduce(np.ones(r), group=group)\nelse: time.sleep(1)",
+        ["", *["CollectiveMismatchError"] * 3],
+        1,
+        "rank 1 tells more",
+    ),
+    "wrong argument": (
+        "dist.all_reduce([1.0] if r == 2 else x)",
+        ["CollectiveMismatchError", "CollectiveMismatchError", "TypeError", "CollectiveMismatchError"],
+        0,
+        "rank 0 tells more",
+    ),
+    "deadlock": ("dist.recv(x, (r + 1) % n)", ["DeadlockError"] * 4, 0, "rank 0 tells more"),
+    "time limit": (
+        "if r == 2: time.sleep(4)\ndist.barrier(timeout=timedelta(seconds=1))",
+        ["CollectiveTimeoutError", "CollectiveTimeoutError", "GroupBrokenError", "CollectiveTimeoutError"],
+        0,
+        "rank 0 tells more",
+    ),
+    "early exit": (
+        "if r == 2: sys.exit(0)\ndist.all_reduce(x)",
+        ["PeerExitedError", "PeerExitedError", "", "PeerExitedError"],
+        0,
+        "rank 0 tells more",
+    ),
+}
+
+
+SLOW = {"mismatch in a group", "wrong argument", "time limit"}
+
+
+@pytest.mark.parametrize("what", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in WRONG])
+def test_printed_once(what: str) -> None:
+    """An error that several ranks raise is told by one of them, in a report with the next step; each other has one line."""
+    source, raised, reporter, words = WRONG[what]
+    job = run_job(HEAD + source + "\n", 4, limit=30, env={"MPICOLL_TIMEOUT": "20"})
+    assert not job.timed_out, job
+    assert job.returncode == 1, job
+    assert not job.left_running, job
+    assert len(re.findall(r"^\[rank \d+\]   next: ", "".join(job.err), re.MULTILINE)) == 1, job
+    assert job.err[reporter].count("  next: ") == 1, job
+    for rank, (err, error) in enumerate(zip(job.err, raised, strict=True)):
+        lines = [line for line in err.splitlines() if line.startswith(f"[rank {rank}] ")]
+        rest = [line for line in err.splitlines() if line not in lines]
+        # MPICH says that a rank has ended the job, and its launcher then kills the ranks that are left one by one.
+        assert (
+            all("Abort(" in line or "process is gone" in line for line in rest) if family() == "mpich" else not rest
+        ), job
+        if rank == reporter:
+            assert err.count(f"{error}: ") == 1, job
+        elif not error:
+            assert not lines, job
+        elif error == "TypeError":  # its own arguments: its own line of the program
+            assert err.count("Traceback") == 1, job
+            assert "TypeError: " in err, job
+            assert len(lines) <= 6, job
+        else:
+            assert len(lines) == 1, job
+            assert re.match(rf"\[rank {rank}\] ({error}|PeerFailedError|GroupBrokenError): ", lines[0]), job
+            if error in lines[0] and error != "GroupBrokenError":  # which names who gave the group up
+                assert words in lines[0], job
