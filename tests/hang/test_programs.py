@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import corpus
 import pytest
+from jobs import family
 
 FAST = {
     "arguments/a_list_instead_of_an_array",
@@ -34,14 +35,14 @@ SOMETIMES = {
     "leaving/hard_exit": LAUNCHER,
     "leaving/hard_exit_zero": LAUNCHER,
 }
-"""The same, of programs where it is a matter of luck."""
+"""The same, of programs where it is a matter of luck, on MPICH."""
 
 
 def _parameter(program: corpus.Program) -> object:
     marks = [] if program.name in FAST else [pytest.mark.slow]
     if program.name in NOT_YET:
         marks.append(pytest.mark.xfail(reason=NOT_YET[program.name], strict=True))
-    if program.name in SOMETIMES:
+    if program.name in SOMETIMES and family() == "mpich":
         marks.append(pytest.mark.xfail(reason=SOMETIMES[program.name], strict=False))
     return pytest.param(program, id=program.name, marks=marks)
 

@@ -1,7 +1,7 @@
 """Two buckets of gradients share elements, and both are reduced at once.
 
 ranks: 2
-raises: any on all
+raises: BufferInUseError on all
 names: 0
 says: all_reduce
 """

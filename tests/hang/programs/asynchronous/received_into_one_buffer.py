@@ -1,7 +1,7 @@
 """Two receives into one buffer: what is there in the end is anybody's guess.
 
 ranks: 3
-raises: any on 0
+raises: BufferInUseError on 0
 says: irecv
 names: 0
 """

@@ -1,7 +1,7 @@
 """The next sample is written over one that is still being sent.
 
 ranks: 2
-raises: any on 0
+raises: BufferInUseError on 0
 says: isend | tensor
 """
 

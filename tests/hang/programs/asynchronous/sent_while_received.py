@@ -1,7 +1,7 @@
 """A halo is received into what is being sent.
 
 ranks: 2
-raises: any on all
+raises: BufferInUseError on all
 names: 0
 says: isend | irecv
 """

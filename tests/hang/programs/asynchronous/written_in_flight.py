@@ -1,7 +1,7 @@
 """Gradients are scaled while they are still being reduced.
 
 ranks: 2
-raises: any on 1
+raises: BufferInUseError on 1
 says: all_reduce | tensor
 """
 
