@@ -300,6 +300,28 @@ def test_never_waited_for_at_the_end() -> None:
     assert "job.py:7\n" in job.err[0], job
 
 
+def test_what_was_given_up_goes_in_silence() -> None:
+    """A program that handles its errors and ends prints nothing of the operations that were given up with them."""
+    job = run_job(
+        HEAD
+        + """
+other, x = 1 - r, np.ones(4)
+works = [dist.irecv(np.ones(4), other, tag=1), dist.isend(np.ones(400_000), other, tag=2)]
+for wait in (lambda: dist.recv(x, other), *(work.wait for work in works)):
+    try:
+        wait()
+    except dist.DistError as error:
+        print(type(error).__name__, flush=True)
+""",
+        2,
+        limit=20,
+    )
+    assert not job.timed_out, job
+    assert all(out.split() == ["DeadlockError", "GroupBrokenError", "GroupBrokenError"] for out in job.out), job
+    said = [line for err in job.err for line in err.splitlines() if line and "had not been received" not in line]
+    assert not [line for line in said if "Abort(" not in line], job
+
+
 def test_a_guest_touches_nothing() -> None:
     """With comm= no hook is installed, and an exception on one rank is the program's own business."""
     job = run_job(
