@@ -236,14 +236,28 @@ def run(
     if call.error is not None and group.level != "full":
         raise call.error  # the others do not compare, so nobody asks what was wrong here
     with waiting.guard, group.lock:
-        group.calls += 1
-        call.seq = group.calls
-        group.last = call.op, call.site.code, call.site.instruction
-        if isinstance(move, Movement):
-            call.block_bytes = block_elements(move, group.size()) * _itemsize(move)
-        _print(group, call, compares=not _passes(group, call, move))
-        ticket = group.pair.lane.ticket()
-        return _issue(group, call, move, ticket, outputs, async_op, limit, before, after)
+        try:
+            group.calls += 1
+            call.seq = group.calls
+            group.last = call.op, call.site.code, call.site.instruction
+            if isinstance(move, Movement):
+                call.block_bytes = block_elements(move, group.size()) * _itemsize(move)
+            _print(group, call, compares=not _passes(group, call, move))
+            ticket = group.pair.lane.ticket()
+            return _issue(group, call, move, ticket, outputs, async_op, limit, before, after)
+        except BaseException as error:
+            _leave_begun(group, call, limit, error)
+            raise
+
+
+def _leave_begun(group: ProcessGroup, call: Call, limit: float, error: BaseException) -> None:
+    """Give the group up when a call that this rank has begun ends by an error that is no outcome of it.
+
+    A signal handler of the program's may raise between any two lines: with the call counted and nothing posted, or with its
+    place in the order taken and nobody there to pass it on. The other members make the call, so there is no way back.
+    """
+    if group.broken is None and error is not call.error and not isinstance(error, CollectiveMismatchError):
+        (call.patience or CallWait)(group, call, limit).give_up(error)
 
 
 UNCOMPARED = frozenset(Kind) - {Kind.BARRIER, Kind.ALL_TO_ALL}
@@ -319,13 +333,18 @@ def _issue(
 ) -> Work | None:
     call.asynchronous = async_op or _collectives_pending()
     steps = collective(group, call, move, ticket, before=before, after=after, limit=limit)
-    if not call.asynchronous:
-        with waiting.shield:
-            drive(group, call, steps, limit)
-        return None
-    operation = Operation(group, call, steps, outputs, limit, give_up=lost)
-    if not operation.done:
-        waiting.pending.append(operation)
+    try:
+        if not call.asynchronous:
+            with waiting.shield:
+                drive(group, call, steps, limit)
+            return None
+        operation = Operation(group, call, steps, outputs, limit, give_up=lost)
+        if not operation.done:
+            waiting.pending.append(operation)
+    except BaseException:
+        if getattr(steps, "gi_frame", None) is not None:  # not at its end: MPI may still write there
+            _kept.append(steps)
+        raise
     if async_op:
         return Work(operation, finish_waiting)
     finish_waiting(operation, limit)
@@ -373,10 +392,11 @@ def repeat(group: ProcessGroup, known: Repeated, flat: Any, frame: FrameType) ->
         site = Site(frame.f_code, frame.f_lasti)
         raise group.turn.refuse(Call(known.op, known.key, site).describe(), site)
     with waiting.guard, group.lock:
-        group.calls += 1
-        group.last = known.op, frame.f_code, frame.f_lasti
-        ticket = group.pair.lane.ticket()
-        try:
+        ticket = None
+        try:  # from the first on, as a signal handler may raise between any two lines
+            group.calls += 1
+            group.last = known.op, frame.f_code, frame.f_lasti
+            ticket = group.pair.lane.ticket()
             _repeat(group, known, flat, frame, ticket)
         except CollectiveMismatchError:
             raise
@@ -389,7 +409,8 @@ def repeat(group: ProcessGroup, known: Repeated, flat: Any, frame: FrameType) ->
                 _patience(group, known, frame).give_up(error)
             raise
         finally:
-            ticket.pass_on()
+            if ticket is not None:
+                ticket.pass_on()
         if known.average:
             np.divide(flat, group.size(), out=flat)
 
@@ -518,14 +539,19 @@ def agree(group: ProcessGroup, call: Call, limit: float) -> Flags:
     if group.turn is not None:
         raise group.turn.refuse(call.describe(), call.site)
     with waiting.guard, group.lock:
-        group.calls += 1
-        call.seq = group.calls
-        group.last = call.op, call.site.code, call.site.instruction
-        _print(group, call, compares=True)
-        call.print = call.print or fingerprint(call.op, call.key)  # what makes a group or the world is always compared
-        ticket = group.pair.lane.ticket()
-        flags: Flags = drive(group, call, _agreement(group, call, ticket), limit)
-        return flags
+        try:
+            group.calls += 1
+            call.seq = group.calls
+            group.last = call.op, call.site.code, call.site.instruction
+            _print(group, call, compares=True)
+            # What makes a group or the world is always compared.
+            call.print = call.print or fingerprint(call.op, call.key)
+            ticket = group.pair.lane.ticket()
+            flags: Flags = drive(group, call, _agreement(group, call, ticket), limit)
+            return flags
+        except BaseException as error:
+            _leave_begun(group, call, limit, error)
+            raise
 
 
 def _agreement(group: ProcessGroup, call: Call, ticket: Ticket) -> Generator[Request, None, Flags]:
@@ -566,13 +592,13 @@ def drive(group: ProcessGroup, call: Call, steps: Generator[Request, None, Any],
                 _kept.append((steps, call))
                 patience.give_up(error)
             raise
-        test = guarded(request.Test, group, call)
-        if not test():
-            try:
+        try:
+            test = guarded(request.Test, group, call)
+            if not test():
                 local_wait(test, patience)
-            except BaseException:
-                _kept.append((steps, request))
-                raise
+        except BaseException:
+            _kept.append((steps, request))
+            raise
 
 
 _kept: list[Any] = []

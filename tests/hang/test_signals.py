@@ -181,3 +181,83 @@ dist.barrier()
     assert job.returncode == 0, job
     assert "[-15, -15, 8, 7]" in job.out[0], job
     assert "handler\ndepth 0" in job.out[0], job
+
+
+STRUCK = """
+import time
+from datetime import timedelta
+import numpy as np
+from mpi4py import MPI
+import mpicoll as dist
+from mpicoll import execution
+from mpicoll.checks import agreement
+
+class Stop(Exception):
+    pass
+
+own = MPI.COMM_WORLD.Dup()
+x = np.ones(1)
+
+def made_again():
+    return dist.all_reduce(x)
+
+CALLS = {
+    "first": lambda: dist.all_reduce(x),
+    "again": made_again,
+    "async": lambda: dist.all_reduce(x, async_op=True).wait(),
+    "group": lambda: dist.new_group([0, 1]),
+}
+PLACES = {
+    "counted": (execution, "_print"),
+    "ticket": (agreement.Lane, "ticket"),
+    "issued": (execution, "_collectives_pending"),
+    "posted": (execution.Operation, "advance"),
+}
+
+def strike(place):
+    # As a handler that raises just when this function has done what it does.
+    home, name = PLACES[place]
+    found = getattr(home, name)
+
+    def struck(*args, **options):
+        setattr(home, name, found)
+        found(*args, **options)
+        raise Stop
+
+    if own.rank == 0:
+        setattr(home, name, struck)
+
+for call, place in [("first", "counted"), ("first", "ticket"), ("first", "issued"), ("again", "ticket"),
+                    ("async", "ticket"), ("async", "posted"), ("group", "counted"), ("group", "ticket")]:
+    dist.init_process_group(timeout=timedelta(seconds=10), comm=MPI.COMM_WORLD, on_failure="raise")
+    if call == "again":
+        for _ in range(3):
+            made_again()
+    said, start = [], time.monotonic()
+    own.Barrier()
+    strike(place)
+    for each in (CALLS[call], dist.barrier):
+        try:
+            each()
+            said.append("right")
+        except (Stop, dist.DistError) as error:
+            said.append(type(error).__name__)
+    said.append(time.monotonic() - start < 5)
+    struck, other = own.allgather(said)
+    assert struck == ["Stop", "GroupBrokenError", True], (call, place, struck, other)
+    # Of what has been posted the other may see the end.
+    assert other[0] == "GroupBrokenError" or place == "posted", (call, place, struck, other)
+    assert other[1:] == ["GroupBrokenError", True], (call, place, struck, other)
+    for group in list(execution.groups.state().groups.values()):
+        group.unwaited.clear()
+    dist.destroy_process_group()
+print("through", flush=True)
+"""
+
+
+def test_a_call_that_is_struck_before_it_is_waited_for() -> None:
+    """A handler that raises once this rank has begun a call, before it waits: its group is broken, on all ranks at once."""
+    job = run_job(STRUCK, 2, limit=60)
+    assert not job.timed_out, job
+    assert job.returncode == 0, job
+    assert all("through" in out for out in job.out), job
