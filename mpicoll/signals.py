@@ -94,12 +94,16 @@ def exchange(number: int, handler: Any) -> None:
     signal.signal puts Python's C function in place, too: that would drop a C handler that calls it in the end
     (faulthandler.register(chain=True)), and what signal.siginterrupt has set.
     """
-    found = disposition(number)
+    put(number, handler, disposition(number))
+
+
+def put(number: int, handler: Any, does: bytes | None) -> None:
+    """Give a signal a handler in the table of Python, and a disposition; None: the one that comes with the handler."""
     try:
         _set_handler(number, handler)
     finally:  # that handler may have raised already
-        if found is not None:
-            _sigaction(number, found, None)
+        if does is not None:
+            _sigaction(number, does, None)
 
 
 class Terminated(BaseException):
@@ -129,8 +133,8 @@ class Guard:
         self.noted: BaseException | None = None
         self.installed = False
         self._ignores = False
-        self.armed: dict[signal.Signals, int | None] = {}
-        """The signals of ``ENDING`` that are noted just now, each with the C handler that notes it."""
+        self.armed: dict[signal.Signals, tuple[bytes | None, int | None]] = {}
+        """The signals of ``ENDING`` that are noted just now: the disposition before, and the C handler that notes them."""
         self.inside: set[CodeType] = set()
         """Functions that count as entered: they are looked for on the stack, since entering takes time."""
 
@@ -163,12 +167,13 @@ class Guard:
         if self.installed and threading.get_ident() == _main_ident:
             for number in ENDING:
                 if number not in self.armed and unhandled(number):
-                    self.armed[number] = None
+                    before = disposition(number)
+                    self.armed[number] = before, None
                     signal.signal(number, self._terminate)
-                    self.armed[number] = c_handler(number)
+                    self.armed[number] = before, c_handler(number)
 
     def disarm(self) -> None:
-        """Give the signals their default back."""
+        """Give the signals their default back, or MPI its handler."""
         if self.armed and threading.get_ident() == _main_ident:
             try:
                 while self.armed:
@@ -182,8 +187,13 @@ class Guard:
     def _give_back(self, number: signal.Signals, handler: signal.Handlers) -> None:
         """Set ``handler`` for a signal that is armed, unless somebody has taken it since."""
         if signal.getsignal(number) == self._terminate:
-            ours = self.armed[number] in (None, c_handler(number))
-            (signal.signal if ours else exchange)(number, handler.value)
+            before, ours = self.armed[number]
+            if ours not in (None, c_handler(number)):
+                exchange(number, handler.value)
+            elif handler is signal.SIG_DFL and before is not None:
+                put(number, handler.value, before)
+            else:
+                signal.signal(number, handler)
 
     def ignore_news(self) -> None:
         """Leave MPICH's signal for a rank that has died without effect from now on: this rank knows."""
@@ -201,6 +211,7 @@ class Guard:
     def end(self, by: Terminated) -> None:
         """End by a signal, as a process that does not handle it."""
         self.disarm()
+        signal.signal(by.number, signal.SIG_DFL)  # MPI's own handler would not
         sys.stdout.flush()
         sys.stderr.flush()
         os.kill(os.getpid(), by.number)

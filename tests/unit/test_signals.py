@@ -69,6 +69,23 @@ def test_a_handler_in_c_is_left_alone(guard: Guard) -> None:
         assert os.fstat(file.fileno()).st_size
 
 
+def test_the_handler_of_mpi_comes_back(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What MPI does on a signal is noted instead while armed, and done again afterwards."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.register(signal.SIGUSR1, file=file)
+        before = c_handler(signal.SIGUSR1)
+        monkeypatch.setattr(signals, "library_of", lambda address: "libmpi.so.12")
+        guard.arm()
+        signal.raise_signal(signal.SIGUSR1)
+        assert getattr(guard.take(), "number", None) == signal.SIGUSR1
+        assert not os.fstat(file.fileno()).st_size
+        guard.disarm()
+        assert c_handler(signal.SIGUSR1) == before
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+        signal.raise_signal(signal.SIGUSR1)
+        assert os.fstat(file.fileno()).st_size
+
+
 def test_a_handler_in_c_that_comes_while_armed_stays(guard: Guard) -> None:
     """What C installs between arming and disarming, as out of a callback, is not taken away."""
     guard.arm()
