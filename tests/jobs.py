@@ -177,6 +177,7 @@ def run_job(
     cwd: Path | None = None,
     meanwhile: Callable[[RunningJob], None] | None = None,
     recover: bool = False,
+    launcher: Sequence[str] | None = None,
 ) -> JobResult:
     """Run ``n`` ranks of a program and return how it ended, after at most about ``limit`` seconds.
 
@@ -189,12 +190,13 @@ def run_job(
         settle: Seconds that the job's processes have to be gone after the launcher ended.
         meanwhile: Called with the running job, to send signals at the right moment; the limit counts from its return.
         recover: Tell the launcher to leave the other ranks alone when one dies.
+        launcher: What starts jobs instead of this machine's mpiexec: a command up to its ``-n``.
     """
-    result = _run_once(program, n, limit, env, args, settle, cwd, meanwhile, recover)
+    result = _run_once(program, n, limit, env, args, settle, cwd, meanwhile, recover, launcher)
     if result.returncode != 0 and LISTENER in result.launcher and not any(result.out):
         # Open MPI 5.0 wheels: about 2 of 90 starts fail in PMIx before any rank runs.
         print(f"started again, Open MPI said: {LISTENER}", file=sys.stderr)
-        result = _run_once(program, n, limit, env, args, settle, cwd, meanwhile, recover)
+        result = _run_once(program, n, limit, env, args, settle, cwd, meanwhile, recover, launcher)
     return result
 
 
@@ -220,6 +222,7 @@ def _run_once(
     cwd: Path | None,
     meanwhile: Callable[[RunningJob], None] | None,
     recover: bool,
+    launcher: Sequence[str] | None,
 ) -> JobResult:
     with tempfile.TemporaryDirectory(prefix="job-") as name:
         folder = Path(name)
@@ -233,7 +236,8 @@ def _run_once(
         mark = "/".join([*filter(None, [os.environ.get(MARK)]), uuid.uuid4().hex])
         environment = job_environment(family(), env)
         environment.update({MARK: mark, "TEST_JOB_FOLDER": name})
-        command = mpiexec_command(n, ["/bin/sh", "-c", _SPLIT, "rank", sys.executable, *script, *args])
+        words = ["/bin/sh", "-c", _SPLIT, "rank", sys.executable, *script, *args]
+        command = mpiexec_command(n, words) if launcher is None else [*launcher, "-n", str(n), *words]
         if recover:
             command.insert(1, "--enable-recovery" if family() == "openmpi" else "-disable-auto-cleanup")
         started = time.monotonic()
