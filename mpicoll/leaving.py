@@ -46,6 +46,10 @@ SAY_SO_AFTER = 0.1
 """Seconds that a rank waits at its end for the others to end too, before it tells them that it has."""
 
 
+MOST_REMEMBERED = 1000
+"""Destroyed groups of which the number of calls is kept, the last ones: others may still wait in a call of theirs."""
+
+
 @dataclass(eq=False)
 class Base:
     """What lives as long as the communicator that a default group was made on, over any number of initialisations.
@@ -80,6 +84,9 @@ class Base:
 
     def remember(self, group: groups.ProcessGroup) -> None:
         """Keep the counters of a group that is destroyed."""
+        for kept in (self.calls, self.last):
+            while len(kept) >= MOST_REMEMBERED:
+                del kept[next(iter(kept))]
         self.calls[group.group_name] = group.calls
         self.last[group.group_name] = group.last_call()
         if group.sent or group.received:

@@ -126,6 +126,7 @@ class Board:
         self._lock = threading.Lock()
         self._asking = threading.Lock()
         self._sending: list[tuple[MPI.Request, Any]] = []
+        self._coming: list[tuple[MPI.Request, Any]] = []
         self._answers: dict[str, dict[int, Where]] = {}
         self.states: dict[int, State] = {}
         self.search = 0
@@ -186,7 +187,13 @@ class Board:
                 if found is None:
                     break
                 buffer = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-                found.Recv([buffer, MPI.BYTE])
+                # Not waited for: a large message comes when its sender is in MPI again.
+                self._coming.append((found.Irecv([buffer, MPI.BYTE]), buffer))
+            for item in tuple(self._coming):
+                request, buffer = item
+                if not request.Test():
+                    continue
+                self._coming.remove(item)
                 self.balance -= 1
                 kind, rank, payload = pickle.loads(buffer.tobytes())
                 answer = self._read(kind, rank, payload)
