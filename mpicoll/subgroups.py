@@ -256,6 +256,7 @@ def _gather_and_tell(patience: _JoinWait, words: _Words) -> dict[int, _Words]:
         board.post("join", (name, words), [leader])
         local_wait(lambda: patience.poll() and (name, "all") in board.joins, patience)
         told: dict[int, _Words] = board.joins.pop((name, "all"))[leader]
+        board.left.pop((name, "all"), None)
         return told
     local_wait(lambda: patience.poll() and patience.joined() >= set(others), patience)
     told = {**board.joins.pop(name, {}), leader: words}
