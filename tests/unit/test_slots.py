@@ -146,11 +146,11 @@ def test_news_of_the_ranks_that_wait(path: Path) -> None:
     assert [slots.waiting_below() for slots in (first, mine, last)] == [0, 0, 0]
     before = time.monotonic_ns()
     last.write_state(b"waits")
-    last.confirm()
+    last.confirm(time.monotonic_ns())
     changed = mine.changed()
     assert before <= changed <= time.monotonic_ns()
     first.write_state(b"waits, too")
-    first.confirm()
+    first.confirm(time.monotonic_ns())
     confirmed = mine.confirmed(4)
     assert mine.changed() > changed
     assert [slots.waiting_below() for slots in (first, mine, last)] == [0, 1, 1]
