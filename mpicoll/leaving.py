@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll import groups, waiting, watchdog
-from mpicoll.checks.call import NOWHERE, Site, program_site, traceback_site
+from mpicoll import exits, groups, waiting, watchdog
+from mpicoll.checks.call import NOWHERE, Site, traceback_site
 from mpicoll.checks.report import painted
 from mpicoll.errors import ARGUMENT, DistError, GroupBrokenError, PeerFailedError, in_one_line
 from mpicoll.launch.rundir import append_record, record_failure
@@ -122,6 +122,7 @@ class _Ending:
     because_of_others: bool = False
     in_thread: bool = False
     stuck: bool = False
+    interrupted: bool = False
 
 
 _ending = _Ending()
@@ -131,7 +132,6 @@ _at_exit_registered = False
 _done = False
 _found_hook: Any = None
 _found_thread_hook: Any = None
-_found_exit: Any = None
 _keyval: int | None = None
 
 
@@ -140,40 +140,10 @@ def stuck() -> None:
     _ending.stuck = True
 
 
-class _Exit(SystemExit):
-    """SystemExit that notes its code when it is what ends the program.
-
-    Python tells nobody the exit code. But it drops the exception right before the exit handlers run, when no frame is
-    left on the stack; one that was caught is dropped from within a frame.
-
-    Attributes:
-        site: file:line of the program that called sys.exit.
-    """
-
-    def __init__(self, code: Any = None, site: str = "") -> None:
-        super().__init__(code)
-        self.site = site
-
-    def __del__(self) -> None:
-        try:
-            sys._getframe(1)
-        except ValueError:
-            if os.getpid() == _owner or _ending.code == 0:
-                _note_exit(self.code, self.site)
-
-
 def _note_exit(code: Any, site: str) -> None:
     _ending.code = 0 if code is None else code & 0xFF if isinstance(code, int) else 1
     if _ending.code and not _ending.what:
         _ending.what, _ending.site = f"sys.exit({code!r})", site
-
-
-def _exit(status: Any = None, /) -> None:
-    """Exit the interpreter by raising SystemExit(status)."""
-    if threading.current_thread() is threading.main_thread():
-        # Not kept by a name: this frame is in its traceback, and it has to go when nobody else holds it.
-        raise _Exit(status, program_site(sys._getframe()).rpartition(" in ")[0])
-    raise SystemExit(status)
 
 
 def install() -> None:
@@ -183,14 +153,13 @@ def install() -> None:
 
 
 def _install_hooks() -> None:
-    global _installed, _found_hook, _found_thread_hook, _found_exit
+    global _installed, _found_hook, _found_thread_hook
     if _installed:
         return
     _installed = True
     _found_hook, sys.excepthook = sys.excepthook, _excepthook
     _found_thread_hook, threading.excepthook = threading.excepthook, _thread_hook
-    if sys.exit is not _exit:
-        _found_exit, sys.exit = sys.exit, _exit  # type: ignore[assignment]
+    exits.watch(_note_exit)
 
 
 def uninstall() -> None:
@@ -220,9 +189,11 @@ def register() -> None:
 def _in_child() -> None:
     watchdog.forget()
     waiting.pending.clear()
-    _ending.code, _ending.what = 0, ""
-    _install_hooks()
-    sys._mpicoll_last_word = _LastWord()  # type: ignore[attr-defined]
+    _ending.code, _ending.what, _ending.site, _ending.interrupted = 0, "", "", False
+    exits.forget()
+    exits.watch(_note_exit)
+    if not hasattr(sys, "_mpicoll_last_word"):  # a child of a child has it
+        sys._mpicoll_last_word = _LastWord()  # type: ignore[attr-defined]
 
 
 class _LastWord:
@@ -233,9 +204,11 @@ class _LastWord:
 
     def __init__(self) -> None:
         self.ending = _ending
-        self.exit = os._exit
+        self.exit, self.kill, self.getpid = os._exit, os.kill, os.getpid
 
     def __del__(self) -> None:
+        if self.ending.interrupted:
+            self.kill(self.getpid(), 2)
         self.exit(self.ending.code)
 
 
@@ -268,19 +241,10 @@ def _prefixed(prefix: str, error: BaseException | None = None) -> Iterator[None]
 
 def _excepthook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
     if os.getpid() != _owner:
-        _ending.code = 1
         _found_hook(kind, value, trace)
         return
-    _ending.code = 128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1
     known = groups.current()
-    board = known.board if known is not None else bases[-1].board if bases else None
-    if board is not None and not MPI.Is_finalized():
-        board.poll()
-        if isinstance(value, PeerFailedError):
-            _hear_of_origin(value, board)
-    _ending.because_of_others = bool(board is not None and board.failed) and isinstance(
-        value, (PeerFailedError, GroupBrokenError)
-    )
+    board = _end_by(value)
     if _ending.because_of_others:
         sys.stderr.write(f"{_prefix()}{kind.__name__}: {in_one_line(value)}\n")
         sys.stderr.flush()
@@ -295,8 +259,28 @@ def _excepthook(kind: type[BaseException], value: BaseException, trace: Tracebac
             trace = value.__traceback__ = _without_ours(trace)  # Python's own hook reads it from the exception
         with _prefixed(_prefix(), value):
             _found_hook(kind, value, trace)
-    said = in_one_line(value) if isinstance(value, DistError) and value.report is not None else str(value)
-    _failed(f"{kind.__name__}: {said}" if said else kind.__name__, traceback_site(trace))
+    _tell_uncaught(value, trace)
+
+
+def _end_by(error: BaseException) -> Board | None:
+    """Take note of what ends the program, and by whose fault; return the board on which the others are told."""
+    _ending.code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    known = groups.current()
+    board = known.board if known is not None else bases[-1].board if bases else None
+    if board is not None and not MPI.Is_finalized():
+        board.poll()
+        if isinstance(error, PeerFailedError):
+            _hear_of_origin(error, board)
+    _ending.because_of_others = bool(board is not None and board.failed) and isinstance(
+        error, (PeerFailedError, GroupBrokenError)
+    )
+    return board
+
+
+def _tell_uncaught(error: BaseException, trace: TracebackType | None) -> None:
+    said = in_one_line(error) if isinstance(error, DistError) and error.report is not None else str(error)
+    kind = type(error).__name__
+    _failed(f"{kind}: {said}" if said else kind, traceback_site(trace))
 
 
 ORIGIN_ENDS_WITHIN = 0.5
@@ -380,10 +364,27 @@ def _before_finalize(comm: Any, keyval: int, value: Any) -> None:
 
 
 def _at_exit() -> None:
-    if os.getpid() == _owner and MPI.Is_initialized() and not MPI.Is_finalized():
+    error = exits.uncaught() if not _ending.code else None
+    if os.getpid() != _owner:
+        exits.stop()
+        if isinstance(error, KeyboardInterrupt):  # as Python does it: the process ends by the signal
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            _ending.interrupted = True
+        if error is not None:
+            _ending.code = 1
+    elif MPI.Is_initialized() and not MPI.Is_finalized():
+        if error is not None and _answers():  # the program has put another excepthook in the place of ours
+            _end_by(error)
+            if not _ending.because_of_others:
+                _tell_uncaught(error, sys.last_traceback)
         leave("ended the program")
         if _keyval is not None and not MPI.Is_finalized():
             MPI.COMM_SELF.Delete_attr(_keyval)
+
+
+def _answers() -> bool:
+    """Whether this rank answers for its end to others: some default group had ``on_failure="job"``."""
+    return any(base.job for base in bases)
 
 
 def leave(reason: str) -> None:

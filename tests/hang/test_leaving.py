@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import sys
 
 import pytest
 from jobs import RunningJob, family, run_job
@@ -291,6 +292,105 @@ else:
         assert job.out[rank].count("handler") == 4, job
 
 
+ALL_EXITS = sys.version_info >= (3, 12)
+"""Whether ``raise SystemExit(5)`` is seen: Python says what its outermost frame ends with."""
+
+
+def test_a_forked_child_ends_with_its_code() -> None:
+    """However a child ends, its exit code is what Python would give it, also behind another excepthook; so a grandchild's."""
+    job = run_job(
+        "from sys import exit as early\n"
+        + HEAD
+        + """
+def raises(): raise SystemExit(5)
+def imported(): early(5)
+def quits(): quit(5)
+def text(): exit("a reason")
+def hooked(): sys.excepthook = lambda *_: print("hook", flush=True); raise ValueError
+def interrupted(): raise KeyboardInterrupt
+def stored():
+    try:
+        1 / 0
+    except ZeroDivisionError as error:
+        sys.last_value, sys.last_traceback = error, error.__traceback__
+def kept():
+    global error
+    try:
+        sys.exit(5)
+    except SystemExit as found:
+        error = found
+def again():
+    grandchild = os.fork()
+    if not grandchild:
+        print("grandchild", flush=True)
+        sys.exit(6)
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]) + 1)
+
+codes = {}
+for end in (raises, imported, quits, text, hooked, interrupted, stored, kept, again):
+    pid = os.fork()
+    if pid == 0:
+        end()
+        break
+    codes[end.__name__] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+else:
+    print(codes, flush=True)
+    dist.barrier()
+""",
+        2,
+        limit=30,
+    )
+    assert not job.timed_out, job
+    assert job.returncode == 0, job
+    seen = 5 if ALL_EXITS else 0
+    codes = {"raises": seen, "imported": seen, "quits": 5, "text": 1, "hooked": 1, "interrupted": -2}
+    codes.update(stored=0, kept=0, again=7)
+    for out in job.out:
+        assert str(codes) in out, job
+        assert "hook" in out, job
+        assert "grandchild" in out, job
+
+
+def test_a_failure_behind_another_excepthook() -> None:
+    """A rank whose program puts an excepthook in the place of the library's has failed all the same, as its peers hear."""
+    job = run_job(
+        HEAD
+        + """
+sys.excepthook = lambda kind, value, trace: print("pretty:", value, file=sys.stderr, flush=True)
+if r == 1:
+    raise ValueError("boom")
+try:
+    dist.barrier()
+except dist.PeerFailedError as error:
+    print(error, flush=True)
+    raise
+""",
+        2,
+        limit=20,
+    )
+    assert not job.timed_out, job
+    assert job.returncode == 1, job
+    assert job.err[1].startswith("pretty: boom\n"), job
+    assert "rank 1 failed: ValueError: boom" in job.out[0], job
+    assert "job.py:10" in job.out[0], job
+
+
+def test_system_exit_that_is_raised() -> None:
+    """``raise SystemExit(main())`` is an exit as sys.exit is, where Python tells of it."""
+    source = """
+def main():
+    return 3 if r == 1 else dist.barrier()
+raise SystemExit(main())
+"""
+    job = run_job(HEAD + source, 2, limit=20)
+    assert not job.timed_out, job
+    assert job.returncode == (3 if ALL_EXITS else 1), job
+    said = "rank 1 failed: sys.exit(3)" if ALL_EXITS else "rank 1 ended the program"
+    assert said in job.err[0], job
+    job = run_job(HEAD + source.replace("3 if", "0 if") + "\n", 1, limit=20)
+    assert job.returncode == 0, job
+
+
 def test_never_waited_for_at_the_end() -> None:
     """An operation that nobody ever waits for makes the job fail, and its line is named."""
     job = run_job(HEAD + "work = dist.all_reduce(np.ones(1), async_op=True)\ndist.barrier()\n", 2, limit=20)
@@ -328,11 +428,11 @@ def test_a_guest_touches_nothing() -> None:
         """
 import signal, sys, threading
 from mpi4py import MPI
-before = sys.excepthook, threading.excepthook, sys.exit, signal.getsignal(signal.SIGINT)
+before = sys.excepthook, threading.excepthook, sys.exit, exit, signal.getsignal(signal.SIGINT)
 import numpy as np
 import mpicoll as dist
 dist.init_process_group(comm=MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2))
-assert before == (sys.excepthook, threading.excepthook, sys.exit, signal.getsignal(signal.SIGINT))
+assert before == (sys.excepthook, threading.excepthook, sys.exit, exit, signal.getsignal(signal.SIGINT))
 x = np.ones(1)
 dist.all_reduce(x)
 print(x[0], dist.get_world_size(), flush=True)

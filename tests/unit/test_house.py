@@ -35,6 +35,7 @@ ROOMS = (
     {"topology"},
     {"work"},
     {"groups"},
+    {"exits"},
     {"checks"},
     {"waiting"},
     {"signals"},
