@@ -100,7 +100,7 @@ print("through", flush=True)
     fine(job, 1)
     assert "through" not in job.stdout, job
     assert "zero_first" in job.stderr, job
-    assert re.search(r"rank 2: .*(ended|has left|exit)", job.stderr), job
+    assert re.search(r"rank 2: .*(ended|has left|exit|end of the program)", job.stderr), job
 
 
 def test_a_rank_skips_the_block_for_another_call_while_rolling() -> None:
