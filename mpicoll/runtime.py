@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import importlib
 import importlib.util
 import os
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from mpicoll.deadline import within
 from mpicoll.errors import (
     ARGUMENT,
     CollectiveTimeoutError,
@@ -122,7 +122,9 @@ def init_process_group(
     except Exception as error:
         setattr(error, ARGUMENT, True)
         problem = error
-    limit = timeout.total_seconds() if isinstance(timeout, timedelta) else settings.timeout
+    limit = settings.timeout
+    if isinstance(timeout, timedelta) and timeout > timedelta(0):
+        limit = timeout.total_seconds()
     _start_mpi(limit)
 
     from mpi4py import MPI
@@ -301,14 +303,17 @@ def _start_mpi(limit: float) -> None:
         raise DistError("MPI has been finalised, and cannot be started again in this process")
     if not MPI.Is_initialized():
         check_before_mpi(os.environ, os.getpid(), MPI.Get_library_version())
-        # MPI_Init waits inside MPI for every rank of the job, and holds the interpreter: this timer needs neither.
-        faulthandler.dump_traceback_later(limit, exit=True, file=2)
-        try:
-            MPI.Init_thread(MPI.THREAD_MULTIPLE)
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+        _wait_in_mpi_init_for_every_rank_of_the_job(limit)
     mark_rank(os.environ, os.getpid())
     scrub(os.environ)
+
+
+def _wait_in_mpi_init_for_every_rank_of_the_job(limit: float) -> None:
+    """Initialise MPI. The name is what users read in the stacks when another rank never starts MPI."""
+    from mpi4py import MPI
+
+    with within(limit):  # mpi4py 4.1 keeps the interpreter lock here
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
 
 
 def _no_mpi(error: BaseException) -> Exception:

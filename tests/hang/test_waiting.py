@@ -182,7 +182,50 @@ else:
     assert not job.timed_out, job
     assert job.returncode != 0, job
     assert job.seconds < 12, job
-    assert "Timeout" in job.err[0], job
+    assert "in _wait_in_mpi_init_for_every_rank_of_the_job" in job.err[0], job
+    assert "job.py" in job.err[0], job
+
+
+def test_a_wrong_timeout_on_one_rank() -> None:
+    """A limit that is none takes part in the start of the others, as every wrong argument does."""
+    job = run_job(
+        """
+import os
+from datetime import timedelta
+import mpicoll as dist
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "-1")))
+try:
+    dist.init_process_group(timeout=timedelta(seconds=-rank) if rank else None)
+except (ValueError, dist.CollectiveMismatchError) as error:
+    print(type(error).__name__, error, flush=True)
+""",
+        2,
+        limit=20,
+    )
+    assert not job.timed_out, job
+    assert job.out[1].startswith("ValueError timeout must be positive"), job
+    assert job.out[0].startswith("CollectiveMismatchError"), job
+    assert "timeout must be positive" in job.out[0], job
+
+
+def test_a_traceback_that_the_program_asked_for() -> None:
+    """faulthandler.dump_traceback_later is the program's: starting MPI leaves it alone."""
+    job = run_job(
+        """
+import faulthandler, sys, time
+import mpicoll as dist
+faulthandler.dump_traceback_later(1.5, file=sys.stderr)
+dist.init_process_group()
+until = time.monotonic() + 1.8
+while time.monotonic() < until:
+    time.sleep(0.01)  # the program waits here
+faulthandler.cancel_dump_traceback_later()
+""",
+        1,
+        limit=20,
+    )
+    assert job.returncode == 0, job
+    assert "Timeout (0:00:01.5" in job.err[0], job
     assert "job.py" in job.err[0], job
 
 

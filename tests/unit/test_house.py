@@ -38,6 +38,7 @@ ROOMS = (
     {"exits"},
     {"checks"},
     {"waiting"},
+    {"deadline"},
     {"signals"},
     {"engines"},
     {"buffers"},
