@@ -135,6 +135,21 @@ _found_thread_hook: Any = None
 _keyval: int | None = None
 
 
+_never_joined: tuple[BaseException, float] | None = None
+
+
+def never_joined(error: BaseException, grace: float) -> None:
+    """Note that this rank could neither take part in ``init_process_group`` nor tell the others.
+
+    Args:
+        error: what it raises there. When that ends the program the others may wait for it up to their limits, and this rank
+            for them in MPI_Finalize.
+        grace: seconds that they have for other things, before this rank ends the job.
+    """
+    global _never_joined
+    _never_joined = error, grace
+
+
 def stuck() -> None:
     """Note that something was posted to MPI that may never complete, so that MPI_Finalize could hang."""
     _ending.stuck = True
@@ -377,9 +392,23 @@ def _at_exit() -> None:
             _end_by(error)
             if not _ending.because_of_others:
                 _tell_uncaught(error, sys.last_traceback)
+        if _never_joined is not None and error is _never_joined[0]:
+            _end_alone(_never_joined[1])
         leave("ended the program")
         if _keyval is not None and not MPI.Is_finalized():
             MPI.COMM_SELF.Delete_attr(_keyval)
+
+
+def _end_alone(grace: float) -> None:
+    """Have the job end some time after a failure that no other rank knows of."""
+    sys.stderr.write(
+        f"{_prefix()}mpicoll: the others could not be told of this error, and may wait for this rank: it ends the job in "
+        f"{grace:g} s (MPICOLL_EXIT_GRACE)\n"
+    )
+    sys.stderr.flush()
+    with contextlib.suppress(KeyboardInterrupt):
+        time.sleep(grace)
+    _ending.code, _ending.stuck = 1, True
 
 
 def _answers() -> bool:

@@ -102,7 +102,8 @@ def init_process_group(
     Raises:
         ValueError: called twice; an unknown backend; ``rank`` or ``world_size`` contradict MPI; a setting has a value
             that it does not take.
-        TypeError: ``timeout`` is not a timedelta, ``comm`` not an intracommunicator.
+        TypeError: ``timeout`` is not a timedelta, ``comm`` not an intracommunicator. The others raise, too, where they use
+            COMM_WORLD; else they cannot be told, and an uncaught TypeError ends the job.
         LaunchError: the job was started in a way that cannot work.
         CollectiveTimeoutError: not all ranks called it within the limit.
         CollectiveMismatchError: another rank's arguments are wrong.
@@ -137,8 +138,15 @@ def init_process_group(
     from mpicoll.topology import cores, discover
 
     base_comm = MPI.COMM_WORLD if comm is None else comm
+    wrong: TypeError | None = None
     if not isinstance(base_comm, MPI.Intracomm) or base_comm == MPI.COMM_NULL:
-        raise TypeError(f"comm must be an mpi4py intracommunicator, not {type(comm).__name__}")
+        wrong = TypeError(f"comm must be an mpi4py intracommunicator, not {_name_comm(comm)}")
+        if isinstance(base_comm, MPI.Comm) and base_comm == MPI.COMM_NULL:
+            raise wrong  # this rank is no member of what the others may pass: nobody waits for it
+        # Those who wait for it do so on another communicator, most likely this one: there they are told.
+        setattr(wrong, ARGUMENT, True)
+        problem = problem or wrong
+        base_comm, limit = MPI.COMM_WORLD, min(limit, TOLD_WITHIN)
     size, me = base_comm.Get_size(), base_comm.Get_rank()
     try:
         check_world(
@@ -161,7 +169,13 @@ def init_process_group(
     if how == "job":
         leaving.install()
     site = call_site()
-    base, pair = _base(base_comm, limit, str(site))
+    try:
+        base, pair = _base(base_comm, limit, str(site))
+    except CollectiveTimeoutError:
+        if wrong is None:
+            raise
+        leaving.never_joined(wrong, settings.exit_grace)
+        raise wrong from None
     base.job = base.job or how == "job"
     _initialisations += 1
     state = groups.State(
@@ -219,6 +233,16 @@ def init_process_group(
     # Loaded here, where all ranks are, and not in the first call of each: it takes milliseconds.
     for module in ("collectives", "p2p", "objects"):
         importlib.import_module(f"mpicoll.{module}")
+
+
+TOLD_WITHIN = 10.0
+"""Seconds for which a rank with a wrong ``comm`` waits for the others on COMM_WORLD, to tell them."""
+
+
+def _name_comm(comm: Any) -> str:
+    from mpi4py import MPI
+
+    return "COMM_NULL" if isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL else type(comm).__name__
 
 
 def _check_arguments(

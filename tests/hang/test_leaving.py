@@ -449,6 +449,73 @@ dist.destroy_process_group()
     assert all("2.0 2" in out for out in job.out), job
 
 
+@pytest.mark.parametrize("theirs", [pytest.param("None", marks=pytest.mark.slow), "MPI.COMM_WORLD"])
+def test_a_wrong_communicator_on_one_rank(theirs: str) -> None:
+    """Where the others start on COMM_WORLD they are told at once what is wrong on that rank, and the job ends."""
+    job = run_job(
+        f"""
+from mpi4py import MPI
+import mpicoll as dist
+dist.init_process_group(comm=5 if MPI.COMM_WORLD.rank == 1 else {theirs})
+""",
+        2,
+        limit=20,
+    )
+    assert not job.timed_out, job
+    assert job.returncode == 1, job
+    assert job.seconds < 12, job
+    assert "TypeError: comm must be an mpi4py intracommunicator, not int" in job.err[1], job
+    assert "CollectiveMismatchError" in job.err[0], job
+    assert "comm must be an mpi4py intracommunicator, not int" in job.err[0], job
+
+
+@pytest.mark.slow
+def test_a_wrong_communicator_that_nobody_hears_of() -> None:
+    """Where the others start elsewhere, the rank raises soon all the same, and ends the job instead of hanging at its end."""
+    job = run_job(
+        """
+from mpi4py import MPI
+import mpicoll as dist
+from mpicoll import runtime
+runtime.TOLD_WITHIN = 1.0
+comm = MPI.COMM_WORLD.Dup()
+dist.init_process_group(comm="world" if comm.rank == 1 else comm)
+""",
+        2,
+        limit=30,
+        env={"MPICOLL_EXIT_GRACE": "1.5"},
+    )
+    assert not job.timed_out, job
+    assert job.returncode == 1, job
+    assert 2.5 < job.seconds < 15, job
+    assert "TypeError: comm must be an mpi4py intracommunicator, not str" in job.err[1], job
+    assert "it ends the job in 1.5 s" in job.err[1], job
+
+
+def test_a_rank_outside_of_the_communicator() -> None:
+    """COMM_NULL raises at once, and concerns nobody else."""
+    job = run_job(
+        """
+from mpi4py import MPI
+import numpy as np
+import mpicoll as dist
+comm = MPI.COMM_WORLD.Split(MPI.UNDEFINED if MPI.COMM_WORLD.rank == 2 else 0)
+try:
+    dist.init_process_group(comm=comm)
+    x = np.ones(1)
+    dist.all_reduce(x)
+    print(x[0], flush=True)
+except TypeError as error:
+    print(error, flush=True)
+""",
+        3,
+        limit=20,
+    )
+    assert job.returncode == 0, job
+    assert job.out[0] == job.out[1] == "2.0\n", job
+    assert "not COMM_NULL" in job.out[2], job
+
+
 def test_hooks_call_those_they_found() -> None:
     """The excepthook calls the one it found, and destroying puts that one back."""
     job = run_job(
