@@ -161,6 +161,7 @@ except dist.GroupBrokenError:
     assert "broken" in job.out[0], job
 
 
+@pytest.mark.slow
 def test_waiting_is_cheap_has_no_limit_and_is_not_silent() -> None:
     """Past the limit of the group the others still wait, asleep; one rank of a node says so, at doubling intervals."""
     job = run_job(
@@ -218,6 +219,7 @@ dist.barrier()
         assert (float(seconds) >= 3.0) == (node == "1"), job
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(family() != "mpich", reason="MPICH alone imitates several nodes on one host")
 def test_a_leader_on_another_node() -> None:
     """One that works longer than the limit of the group gives signs of life; one that is stopped is lost at the limit."""
@@ -252,6 +254,7 @@ print("through", flush=True)
     assert "zero_first" in job.out[1], job
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(family() != "mpich", reason="MPICH alone imitates several nodes on one host")
 def test_blocks_of_other_scopes_inside_across_nodes() -> None:
     """A block of the node inside one of the world, and the other way round, is an error on the ranks that are first."""
