@@ -16,7 +16,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 pytest_plugins = ["mpicoll.pytest_plugin"]
 
 
-ONE_MPI = ("test_pytest_plugin", "test_programs", "test_model")
+ONE_MPI = {
+    f"test_{name}" for name in ("deadlock", "levels", "model", "printed_once", "programs", "pytest_plugin", "reports")
+}
 """Tests of whole jobs that say little about the MPI below: `make test` runs them on Open MPI, `make test-all` on both."""
 
 

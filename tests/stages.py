@@ -28,6 +28,7 @@ from jobs import LISTENER, MARK, ROOT, end_job, job_environment, mpiexec_command
 
 LOGS = ROOT / ".ci-logs"
 SIZES = (1, 2, 3, 4, 5)
+FAST_SIZES = {"openmpi": (1, 2, 3, 5), "mpich": (1, 2, 4)}  # in `make test`; the others in `make test-all`
 # Hard limits of one stage in seconds; a stage that needs more is broken or does not belong into `make test`.
 LIMITS = {"fast": 300.0, "slow": 1500.0}
 TAIL = 120  # lines of the log of a stage that failed
@@ -91,7 +92,13 @@ def plan(
         venv = f".venv-{mpi}"
         pytest = ("-m", "pytest", "-q", "--color=no", *marks, *extra)
         multi = (*pytest, "--with-mpi", "tests/mpi")
-        ranks = [Stage(f"{mpi} mpi n={size}", multi, venv, size) for size in sizes]
+        fast = FAST_SIZES[mpi] if tuple(sizes) == SIZES else tuple(sizes)
+        everything = ("-m", "pytest", "-q", "--color=no", *extra, "--with-mpi", "tests/mpi")
+        ranks = [
+            Stage(f"{mpi} mpi n={size}", multi if size in fast else everything, venv, size)
+            for size in sizes
+            if part == "slow" or size in fast
+        ]
         if part == "slow" and mpi == "mpich":
             # The tests of `make test` once more, on what MPICH takes for two nodes.
             two = ("-m", "pytest", "-q", "--color=no", "-m", "not slow", *extra, "--with-mpi", "tests/mpi")
