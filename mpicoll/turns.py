@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import pickle
 import struct
 import sys
@@ -23,7 +24,7 @@ from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, overload
 
 import numpy as np
 
-from mpicoll import execution, groups
+from mpicoll import execution, groups, waiting
 from mpicoll.checks.call import Call, Site, call_site, name_ranks, traceback_site
 from mpicoll.engines.base import Kind, Movement
 from mpicoll.errors import (
@@ -37,6 +38,7 @@ from mpicoll.errors import (
 from mpicoll.groups import ProcessGroup, State
 from mpicoll.patience import CallWait, last_seen
 from mpicoll.publishing import Published, announce, await_visible, path_list
+from mpicoll.signals import Terminated
 from mpicoll.subgroups import node_group
 
 __all__ = [
@@ -72,8 +74,9 @@ class Turn:
         self.leader = leader
         self.is_leader = is_leader
         self._alone = alone
-        self.told = _Told()
+        self._told = _Told()
         self._value: Any = None
+        self._over = False
 
     @property
     def value(self) -> Any:
@@ -84,13 +87,15 @@ class Turn:
         """Give ``value`` to the other ranks as their ``turn.value``; for the leader. It is pickled on the spot.
 
         Raises:
-            RuntimeError: this rank is not the leader.
+            RuntimeError: this rank is not the leader, or the block is over.
             PicklingError, TypeError: what pickle raises for a value that cannot be pickled.
         """
         if not self.is_leader:
             raise RuntimeError(f"turn.share: rank {self.leader} shares a value; this rank reads turn.value")
+        if self._over:
+            raise RuntimeError("turn.share: the block is over, and the other ranks have read what was shared in it")
         if not self._alone:
-            self.told.value = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+            self._told.value = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
         self._value = value
 
     def publish(self, *paths: Any) -> None:
@@ -98,30 +103,58 @@ class Turn:
 
         Raises:
             TypeError: not paths.
+            RuntimeError: the block is over.
         """
-        self.told.paths += path_list(paths)
+        if self._over:
+            raise RuntimeError("turn.publish: the block is over")
+        self._told.paths += path_list(paths)
 
-    def take(self, told: _Told) -> None:
+    def _take(self, told: _Told, block: str) -> None:
         """Become what the leader has told of its own turn."""
         if told.value is not None:
-            self._value = pickle.loads(told.value)
+            try:
+                self._value = pickle.loads(told.value)
+            except Exception as error:
+                error.args = (f"what rank {self.leader} shared in {block} cannot be loaded here: {error}",)
+                raise
 
 
 @dataclass
 class _Told:
-    """What the leader tells of its turn: a pickled value, paths, and the turns of blocks inside it, in their order."""
+    """What the leader tells of its turn.
+
+    Attributes:
+        value: pickled.
+        paths: to be published.
+        label: of a block inside another: its kind, with its name or else its place in the program.
+        failure: how a block inside another failed.
+        inner: the blocks inside it, in the order in which the leader entered them.
+        taken: how many of them this rank has come past.
+    """
 
     value: bytes | None = None
     paths: list[str] = field(default_factory=list)
+    label: tuple[str, ...] = ()
+    failure: _Failure | None = None
     inner: list[_Told] = field(default_factory=list)
+    taken: int = 0
 
     def nothing(self) -> bool:
         return self.value is None and not self.inner
 
     def all_paths(self) -> Iterator[str]:
-        yield from self.paths
-        for told in self.inner:
-            yield from told.all_paths()
+        if self.failure is None:
+            yield from self.paths
+            for told in self.inner:
+                yield from told.all_paths()
+
+    def next(self, label: tuple[str, ...]) -> _Told | None:
+        """Return the next block inside this one that the leader entered under a label; past those that it alone entered."""
+        for at in range(self.taken, len(self.inner)):
+            if self.inner[at].label == label:
+                self.taken = at + 1
+                return self.inner[at]
+        return None
 
 
 @dataclass(frozen=True)
@@ -230,7 +263,7 @@ class _Watch:
         self.limit = math.inf if limit is None else limit
         self.silence = math.inf
         board = known.board
-        if limit is None and not (board.slots is not None and leader in board.slots.ranks):
+        if not (board.slots is not None and leader in board.slots.ranks):
             group = members.known_group
             self.silence = (group or known.world).timeout
         here = known.topology.local_ranks
@@ -337,6 +370,7 @@ def _tell(
         _HEAD.pack_into(head.data, 0, well, len(more))
         head[_HEAD.size : _HEAD.size + len(more)] = np.frombuffer(more[:_INLINE], np.uint8)
     this = call("")
+    execution.enter(group, this.op)
     this.key = (*this.key, ("root", group.ranks[root]))
     limit = group.timeout
     if watch is not None and said is None:
@@ -366,10 +400,13 @@ class _Open:
         self.meets = meets
         """All members meet at its end, so no collective of theirs can be made inside."""
         self.thread = threading.get_ident()
-        self.taken = 0  # turns of nested blocks that a follower has taken from what its leader told
+        self.life: _SignsOfLife | None = None
         self.turn: Turn | None = None
+        self.inside: list[_Told] = []  # this block and those inside it that are passed through, the innermost last
 
     def begin(self) -> None:
+        if self.turn is not None:
+            self.inside.append(self.turn._told)
         _open.append(self)
         group = self.members.known_group
         if group is not None and (self.meets or self.members.me == self.leader):
@@ -390,8 +427,8 @@ class _Open:
         else:
             why = "all ranks meet at the end of the block, some may be there already"
         error = CollectiveMismatchError(
-            f"{op} on group {self.members.display} at {site} inside {self.block.describe()}: {why}. "
-            f"Move it out of the block, or use turn.share() to hand on what rank {self.leader} has"
+            f"{op} on group {self.members.display} at {site} inside {self.block.describe()}: {why}. Move it out of the block"
+            + (f", or use turn.share() to hand on what rank {self.leader} has" if self.turn is not None else "")
         )
         error.group, error.ranks = self.members.display, (me,)
         return error
@@ -411,7 +448,14 @@ def _outer(members: _Members, kind: str, block: _Block | _Ordered) -> _Open | No
         CollectiveMismatchError: ranks of this scope wait outside an open block for its end, so they can never come.
     """
     thread = threading.get_ident()
-    mine = [each for each in _open if each.thread == thread and each.members.known is members.known]
+    there = [each for each in tuple(_open) if each.members.known is members.known]
+    mine = [each for each in there if each.thread == thread]
+    other = next((each for each in there if each.thread != thread and each.members.key == members.key), None)
+    if other is not None:
+        raise CollectiveMismatchError(
+            f"{block.describe()} while another thread of this rank is in {other.block.describe()}: one at a time for each "
+            "group. Give each thread a group of its own"
+        )
     same = next((each for each in reversed(mine) if each.members.key == members.key), None)
     if same is not None and isinstance(same.block, _Block) and kind == "zero_first":
         return same
@@ -453,6 +497,8 @@ class _Block:
     ) -> None:
         self.op = op
         self.site = call_site()
+        if isinstance(publish, Iterator):
+            publish = list(publish)  # the block may be entered again
         self._given = name, timeout, publish, visibility_timeout
         self._scope = scope
         self._rejoin = bool(rejoin)
@@ -462,8 +508,7 @@ class _Block:
         self._limit: float | None = None
         self._paths: list[str] = []
         self._visible = 0.0
-        self._entered: list[_Open | None] = []
-        self._life: _SignsOfLife | None = None
+        self._entered: list[_Open | _Passed | None] = []
 
     def describe(self) -> str:
         """Return the block as messages name it."""
@@ -515,8 +560,8 @@ class _Block:
         opened = _Open(self, members, leader, meets=self._rejoin)
         opened.turn = turn = Turn(leader, members.me == leader)
         if turn.is_leader:
-            turn.told.paths += self._paths
-            self._life = _SignsOfLife(members)
+            turn._told.paths += self._paths
+            opened.life = _SignsOfLife(members)
         else:
             self._await_leader(opened)
         opened.begin()
@@ -527,40 +572,54 @@ class _Block:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         opened = self._entered.pop()
-        if opened is None:
-            return
-        opened.end()
         if isinstance(error, GeneratorExit):
             error = None  # a generator that its user has not read to the end: the block ended well
+        if isinstance(opened, _Passed):
+            opened.end(error)
+        if not isinstance(opened, _Open):
+            return
+        opened.end()
         members, turn = opened.members, opened.turn
         assert turn is not None
+        turn._over = True
+        if os.getpid() != members.known.pid:
+            return  # a forked child, which is none of the ranks
         if not turn.is_leader:
-            self._meet(members, error)
+            self._meet(members, error, 0.0)
             return
-        assert self._life is not None
-        self._life.stop()
+        with waiting.guard:
+            self._end_turn(opened, turn, error)
+
+    def _end_turn(self, opened: _Open, turn: Turn, error: BaseException | None) -> None:
+        """Tell the others how the leader's turn has ended, and meet them."""
+        members = opened.members
         published: list[Published] = []
         problem = error
-        if problem is None:
-            try:
-                published = announce(turn.told.all_paths())
-            except OSError as found:
-                problem = found
+        assert opened.life is not None
+        try:
+            if problem is None:
+                published = announce(turn._told.all_paths())
+        except BaseException as found:  # whatever it is, the others are waiting
+            problem = found
+        finally:
+            opened.life.stop()
         try:
             if problem is not None:
                 said = False, pickle.dumps(_failure_of(problem))
             else:
-                said = True, b"" if turn.told.nothing() and not published else pickle.dumps((turn.told, published))
+                said = True, b"" if turn._told.nothing() and not published else pickle.dumps((turn._told, published))
             _tell(members.group(self.op, self.site), self._call, 0, said)
         except BaseException:
             if error is None:
                 raise
             return  # what this rank raises is what went wrong first
-        if problem is not None:
-            if error is None:
-                raise problem
-            return
-        self._meet(members, None)
+        if problem is None:
+            struck = _struck()
+            self._meet(members, struck, self._visible if published else 0.0)
+            if struck is not None:
+                raise struck
+        elif error is None:
+            raise problem
 
     def _alone(self, leader: int) -> Turn:
         self._entered.append(None)
@@ -577,17 +636,26 @@ class _Block:
         """Return the turn of a block inside another of the same scope: what it shares travels with the outer one."""
         assert outer.turn is not None
         turn = Turn(outer.leader, outer.turn.is_leader)
+        around = outer.inside[-1]
+        label = (self.op, f"name {self._name}" if self._name is not None else str(self.site))
         if turn.is_leader:
-            turn.told.paths += self._paths
-            outer.turn.told.inner.append(turn.told)
+            turn._told.label = label
+            turn._told.paths += self._paths
+            around.inner.append(turn._told)
         else:
-            told = outer.turn.told.inner
-            if outer.taken < len(told):
-                turn.told = told[outer.taken]
-                turn.take(turn.told)
-            outer.taken += 1
-        # A block inside this one counts its turns with the outer block: all are in the order in which they are entered.
-        self._entered.append(None)
+            told = around.next(label)
+            if told is None:
+                raise CollectiveMismatchError(
+                    f"{self.describe()} inside {outer.block.describe()}: rank {outer.leader} has not entered it there, so "
+                    "nothing is known of its turn. All ranks enter the same blocks inside a block"
+                )
+            if told.failure is not None:
+                host = _host(outer.members, outer.leader)
+                raise _first_failed(outer.members, outer.leader, host, self.describe(), told.failure)
+            turn._told = told
+            turn._take(told, self.describe())
+        outer.inside.append(turn._told)
+        self._entered.append(_Passed(outer, turn))
         return turn
 
     def _await_leader(self, opened: _Open) -> None:
@@ -599,24 +667,39 @@ class _Block:
         """
         members, turn, leader = opened.members, opened.turn, opened.leader
         assert turn is not None
-        watch = _Watch(members, leader, self._what(), self._limit)
-        well, more = _tell(members.group(self.op, self.site, watch), self._call, 0, watch=watch)
-        known = members.known
-        host = known.topology.hosts[known.topology.node_of[leader]]
-        if not well:
-            raise _first_failed(members, leader, host, self.describe(), pickle.loads(more))
-        try:
-            if more:
-                turn.told, published = pickle.loads(more)
-                turn.take(turn.told)
-                here = known.topology.hosts[known.topology.node]
-                await_visible(published, self._visible, writer=f"rank {leader} ({host})", host=here)
-        except BaseException as error:
-            self._meet(members, error)
-            raise
+        with waiting.guard:
+            watch = _Watch(members, leader, self._what(), self._limit)
+            well, more = _tell(members.group(self.op, self.site, watch), self._call, 0, watch=watch)
+            struck = _struck()
+            if not well:
+                if struck is not None:
+                    raise struck
+                raise _first_failed(members, leader, _host(members, leader), self.describe(), pickle.loads(more))
+            published: list[Published] = []
+            try:
+                if struck is not None:
+                    raise struck
+                if more:
+                    turn._told, published = pickle.loads(more)
+                    turn._take(turn._told, self.describe())
+            except BaseException as error:
+                self._meet(members, error, self._visible if published else 0.0)
+                raise
+        if published:
+            known = members.known
+            here = known.topology.hosts[known.topology.node]
+            try:
+                await_visible(published, self._visible, writer=f"rank {leader} ({_host(members, leader)})", host=here)
+            except BaseException as error:
+                self._meet(members, error, self._visible)
+                raise
 
-    def _meet(self, members: _Members, error: BaseException | None) -> None:
+    def _meet(self, members: _Members, error: BaseException | None, longer: float) -> None:
         """Meet the others at the end of the block.
+
+        Args:
+            error: what this rank is about to raise.
+            longer: seconds beyond the limit of the group that others may need.
 
         Raises:
             PeerFailedError: the block of another rank failed, and this one's did not.
@@ -626,26 +709,69 @@ class _Block:
         group = members.group(self.op, self.site)
         size, me = group.size(), group.rank()
         failed = np.array([size - me if error is not None else 0], np.int64)
+        struck: BaseException | None = None
         try:
-            call = self._call(_END)
-            move = Movement(Kind.ALL_REDUCE, recv=failed, op="MAX")
-            execution.run(group, call, move, outputs=[failed])
-            if not failed[0]:
-                return
-            first = size - int(failed[0])
-            said = (False, pickle.dumps(_failure_of(error))) if first == me and error is not None else None
-            _, more = _tell(group, lambda where: self._call(f"{where}{_FAILURE}"), first, said)
+            with waiting.guard:
+                execution.enter(group, self.op)
+                move = Movement(Kind.ALL_REDUCE, recv=failed, op="MAX")
+                execution.run(group, self._call(_END), move, outputs=[failed], limit=group.timeout + longer)
+                struck = _struck()
+                if not failed[0]:
+                    if struck is not None:
+                        raise struck
+                    return
+                first = size - int(failed[0])
+                said = (False, pickle.dumps(_failure_of(error))) if first == me and error is not None else None
+                _, more = _tell(group, lambda where: self._call(f"{where}{_FAILURE}"), first, said)
         except BaseException:
             if error is None:
                 raise
             return  # what this rank raises is what went wrong first
         if error is None:
+            if struck is not None:
+                raise struck
             raise _peer_failed(members, members.ranks[first], self.describe(), pickle.loads(more))
 
 
-def _first_failed(members: _Members, leader: int, host: str, block: str, how: _Failure) -> FirstFailedError:
+class _Passed:
+    """A block inside another of the same scope."""
+
+    def __init__(self, outer: _Open, turn: Turn) -> None:
+        self.outer = outer
+        self.turn = turn
+
+    def end(self, error: BaseException | None) -> None:
+        """Leave it; a failure on the leader is told to the others, which have not come to it yet."""
+        self.turn._over = True
+        inside, told = self.outer.inside, self.turn._told
+        if any(each is told for each in inside):
+            while inside[-1] is not told:
+                inside.pop()
+            inside.pop()
+        if error is not None and self.turn.is_leader:
+            told.failure = _failure_of(error)
+
+
+def _struck() -> BaseException | None:
+    """Return what has struck this rank in a call that was complete all the same, to be raised when all have been told."""
+    noted = waiting.guard.take()
+    if isinstance(noted, Terminated):
+        waiting.guard.noted = noted  # it ends the process when the call returns
+        return None
+    return noted
+
+
+def _host(members: _Members, rank: int) -> str:
+    topology = members.known.topology
+    return topology.hosts[topology.node_of[rank]]
+
+
+def _first_failed(
+    members: _Members, leader: int, host: str, block: str, how: _Failure, turn: bool = True
+) -> FirstFailedError:
     error = FirstFailedError(
-        f"rank {leader} ({host}), which goes first in {block}, failed: {how}; rank {members.me} did not run the block\n"
+        f"rank {leader} ({host}), which goes {'first in' if turn else 'before this one in'} {block}, failed: {how}; "
+        f"rank {members.me} did not run the block\n"
         f"The traceback of rank {leader}:\n{how.trace}"
     )
     return _about(error, members, leader)
@@ -777,6 +903,8 @@ def first(fn: Any = None, /, *, scope: Scope = "world", share: bool = True) -> A
 
         return wrapper
 
+    if fn is not None and not callable(fn):
+        raise TypeError(f'first: {fn!r} is no function; options are named: @first(scope="node")')
     return decorate if fn is None else decorate(fn)
 
 
@@ -808,7 +936,6 @@ class _Ordered:
         self.site = call_site()
         self._scope = scope
         self._entered: list[_Open | None] = []
-        self._life: _SignsOfLife | None = None
 
     def describe(self) -> str:
         """Return the block as messages name it."""
@@ -829,10 +956,15 @@ class _Ordered:
         members.enter("ordered")
         _outer(members, "ordered", self)
         place = members.ranks.index(members.me)
-        for turn in range(place):
-            self._await(members, turn, before=True)
-        self._life = _SignsOfLife(members)
+        with waiting.guard:
+            struck: BaseException | None = None
+            for turn in range(place):
+                struck = self._await(members, turn, struck, before=True)
+            if struck is not None:
+                self._tell_others(members, place, struck)
+                raise struck
         opened = _Open(self, members, members.me, meets=True)
+        opened.life = _SignsOfLife(members)
         opened.begin()
         self._entered.append(opened)
 
@@ -843,34 +975,48 @@ class _Ordered:
         if opened is None:
             return
         opened.end()
-        assert self._life is not None
-        self._life.stop()
+        members = opened.members
+        if os.getpid() != members.known.pid:
+            return  # a forked child, which is none of the ranks
+        assert opened.life is not None
+        opened.life.stop()
         if isinstance(error, GeneratorExit):
             error = None
-        members = opened.members
         place = members.ranks.index(members.me)
-        said = (True, b"") if error is None else (False, pickle.dumps(_failure_of(error)))
-        try:
-            group = members.group(self.op, self.site)
-            _tell(group, self._call, place, said)
-        except BaseException:
-            if error is None:
-                raise
-        if error is not None:
-            return
-        for turn in range(place + 1, len(members.ranks)):
-            self._await(members, turn, before=False)
+        with waiting.guard:
+            try:
+                self._tell_others(members, place, error)
+            except BaseException:
+                if error is None:
+                    raise
+            if error is not None:
+                return
+            struck = _struck()
+            for turn in range(place + 1, len(members.ranks)):
+                struck = self._await(members, turn, struck, before=False)
+            if struck is not None:
+                raise struck
 
-    def _await(self, members: _Members, turn: int, *, before: bool) -> None:
+    def _tell_others(self, members: _Members, place: int, error: BaseException | None) -> None:
+        said = (True, b"") if error is None else (False, pickle.dumps(_failure_of(error)))
+        _tell(members.group(self.op, self.site), self._call, place, said)
+
+    def _await(
+        self, members: _Members, turn: int, struck: BaseException | None, *, before: bool
+    ) -> BaseException | None:
+        """Wait for the end of another rank's turn; return what has struck this rank so far."""
         rank = members.ranks[turn]
         watch = _Watch(members, rank, self.describe(), None)
         well, more = _tell(members.group(self.op, self.site, watch), self._call, turn, watch=watch)
+        struck = struck or _struck()
         if not well:
-            host = members.known.topology.hosts[members.known.topology.node_of[rank]]
+            if struck is not None:
+                raise struck
             how = pickle.loads(more)
             if before:
-                raise _first_failed(members, rank, host, self.describe(), how)
+                raise _first_failed(members, rank, _host(members, rank), self.describe(), how, turn=False)
             raise _peer_failed(members, rank, self.describe(), how)
+        return struck
 
 
 def ordered(group: Any = None) -> _Ordered:
@@ -918,10 +1064,11 @@ def wait_for_the_master(local_rank: int | None = None) -> _Block:
 
 
 def main_process_first(local: bool = True, desc: str | None = None) -> _Block:
-    """Return :func:`zero_first`, under the name that it has in transformers and accelerate.
+    """Return :func:`zero_first`, under the name that it has in transformers (and, for the world alone, in accelerate).
 
     Args:
-        local: the first rank of each node goes first there (transformers' default); False: rank 0 of the world.
+        local: the first rank of each node goes first there (transformers' default); False: rank 0 of the world, as in
+            accelerate, whose local_main_process_first is :func:`local_zero_first`.
         desc: what the block does, for messages.
     """
     return _Block(desc, "node" if local else "world", None, True, (), 60.0, op="main_process_first")
@@ -939,5 +1086,5 @@ def _familiar(op: str, local_rank: Any) -> _Block:
                 "node: pass LOCAL_RANK. Where rank 0 of the world is to go first, use zero_first()"
             )
 
-    applies = not (isinstance(local_rank, int) and local_rank == -1)
+    applies = not (hasattr(local_rank, "__index__") and int(local_rank) == -1)
     return _Block(None, "node", None, True, (), 60.0, op=op, applies=applies, check=check)
