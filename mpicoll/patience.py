@@ -397,7 +397,7 @@ def await_death(board: Board) -> str:
     slots = board.slots
     try:
         rank = slots.await_death() if slots is not None else -1
-        if rank < 0 or slots is None or rank in told_dead or rank in board.dead:
+        if rank < 0 or slots is None or rank in told_dead:
             return ""
         told_dead.add(rank)
         place = slots.place(rank)

@@ -16,7 +16,7 @@ from mpicoll.checks.entries import Entry
 from mpicoll.checks.report import deadlock
 from mpicoll.checks.slots import Place
 from mpicoll.errors import DeadlockError, GroupBrokenError
-from mpicoll.patience import CallWait, search, waits_now
+from mpicoll.patience import CallWait, await_death, search, told_dead, waits_now
 
 RANKS, ME = 1_000, 500
 
@@ -54,6 +54,18 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[SyntheticBoard]:
     groups.set_state(state)
     yield made
     groups.set_state(None)
+
+
+def test_a_death_is_told_whoever_notices_it_first(board: SyntheticBoard) -> None:
+    """The thread that waits for it says so, once, also where the main thread has seen it: that one may be at its end."""
+    slots: Any = SimpleNamespace(await_death=lambda: 7, place=lambda rank: Place(0.0, "job.py:3", ""))
+    board.slots = slots
+    board.dead.add(7)
+    try:
+        assert "rank 7's process is gone without a word" in await_death(board)
+        assert await_death(board) == ""
+    finally:
+        told_dead.discard(7)
 
 
 def wait(seq: int = 41, peer: int | None = None) -> CallWait:
