@@ -210,8 +210,13 @@ def _check_splits(group: ProcessGroup, call: Call, move: Movement, ticket: Ticke
 def wrap(error: MPI.Exception, group: ProcessGroup, call: Call) -> DistBackendError:
     """Return MPI's error as ours: operation, group, this rank, MPI's own text."""
     group.give_up(f"MPI reported an error in {call.op}")
+    hint = (
+        ""
+        if group.level == "full"
+        else (f". At check level {group.level!r} different calls may end so: run with MPICOLL_CHECK=full to see which")
+    )
     return DistBackendError(
-        f"{call.describe()} on group {group.display}, rank {group.ranks[group.rank()]}, at {call.site}: {mpi_text(error)}"
+        f"{call.describe()} on group {group.display}, rank {group.ranks[group.rank()]}, at {call.site}: {mpi_text(error)}{hint}"
     )
 
 
@@ -499,7 +504,7 @@ def _repeat_uncompared(group: ProcessGroup, known: Repeated, flat: Any, frame: F
         if started.Test():
             break
     else:
-        _finish_request(group, known, frame, started)
+        _finish_request(group, known, frame, started, passes=True)
     plan.finish_in_place(flat)
 
 
@@ -520,8 +525,10 @@ def _unusual(
             group.give_up("its ranks made unequal numbers of calls")
 
 
-def _finish_request(group: ProcessGroup, known: Repeated, frame: FrameType, request: Request) -> None:
-    call = Call(known.op, known.key, Site(frame.f_code, frame.f_lasti), seq=group.calls)
+def _finish_request(
+    group: ProcessGroup, known: Repeated, frame: FrameType, request: Request, *, passes: bool = False
+) -> None:
+    call = Call(known.op, known.key, Site(frame.f_code, frame.f_lasti), seq=group.calls, passes=passes)
     try:
         local_wait(guarded(request.Test, group, call), CallWait(group, call, group.timeout))
     except BaseException:

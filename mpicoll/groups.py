@@ -63,6 +63,9 @@ class Turn(Protocol):
     def refuse(self, op: str, site: Site) -> Exception:
         """Return the error of a collective inside it."""
 
+    def group(self) -> ProcessGroup | None:
+        """Return its group, if that has been made."""
+
 
 class ProcessGroup:
     """An ordered set of ranks with communicators of its own.
@@ -259,6 +262,7 @@ class State:
     created: int = 0
     node: ProcessGroup | None = None
     base: Counters | None = None
+    blocks: list[Turn] = field(default_factory=list)
 
 
 class Counters(Protocol):

@@ -328,7 +328,7 @@ def _largest(entries: list[Entry], rest: Entry) -> list[Entry]:
 
 def _needs(call: Call, me: int, level: str) -> tuple[int, ...] | None:
     """Return whom a call that makes no round needs; None: all members. A root that sends to all waits for nobody."""
-    if level == "full" or (call.compared and level == "roll"):
+    if level == "full" or not call.passes:
         return None
     named = dict(part for part in call.key if isinstance(part, tuple) and len(part) == 2)
     root = named.get("root")

@@ -20,8 +20,21 @@ MOST_LISTED = 10_000
 """Files of one folder that are looked at one by one; of a larger folder their number and their bytes are compared."""
 
 _SECOND = 1_000_000_000
+_GRAINS = (1, 100, 1000, 1_000_000, _SECOND, 2 * _SECOND)
+"""Nanoseconds to which file systems cut times."""
+_SKEW = 2 * _SECOND
+"""Nanoseconds by which the clocks of hosts and file servers may differ."""
 _FIRST_NAP, _LONGEST_NAP = 0.001, 0.5
-_NOT_FOR_THIS = {errno.EINVAL, errno.ENOTSUP, errno.EROFS, errno.EACCES, errno.EPERM, errno.EISDIR, errno.EBADF}
+_NOT_FOR_THIS = {
+    errno.ENXIO,
+    errno.EINVAL,
+    errno.ENOTSUP,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EISDIR,
+    errno.EBADF,
+}
 
 
 @dataclass(frozen=True)
@@ -32,12 +45,14 @@ class Published:
         path: absolute.
         files: (path below it, "" the path itself; bytes; time of the last change in ns) of each file.
         count, size: of a folder with too many files to list, how many there are and their bytes; else 0.
+        at: when it was announced, in ns since the epoch.
     """
 
     path: str
     files: tuple[tuple[str, int, int], ...]
     count: int = 0
     size: int = 0
+    at: int = 0
 
 
 def path_list(paths: object) -> list[str]:
@@ -76,7 +91,7 @@ def _announce_one(path: str) -> Published:
     if not is_folder:
         _flush(path)
         _flush(os.path.dirname(path))
-        return Published(path, (("", *_look(path)),))
+        return Published(path, (("", *_look(path)),), at=time.time_ns())
     files: list[tuple[str, int, int]] = []
     count = size = 0
     for full in _files(path, flush=True):
@@ -86,7 +101,8 @@ def _announce_one(path: str) -> Published:
             files.append((os.path.relpath(full, path), *found))
     _flush(path)
     _flush(os.path.dirname(path))
-    return Published(path, tuple(files), 0, 0) if count <= MOST_LISTED else Published(path, (), count, size)
+    now = time.time_ns()
+    return Published(path, tuple(files), at=now) if count <= MOST_LISTED else Published(path, (), count, size, now)
 
 
 def _files(folder: str, flush: bool = False) -> Iterator[str]:
@@ -175,10 +191,9 @@ def _missing(item: Published) -> str:
             return f"{full} is not there"
         except OSError as error:
             return f"{full} cannot be read ({error.strerror})"
-        if when > changed:
+        if when > changed and when > item.at - _SKEW:
             continue  # written again since
-        same_time = when == changed or (when % _SECOND == 0 and when // _SECOND == changed // _SECOND)
-        if not same_time or seen != size:
+        if not any(when == changed // grain * grain for grain in _GRAINS) or seen != size:
             return f"{full} is still as it was before: {seen} bytes instead of {size}, {(changed - when) / _SECOND:.3f} s older"
     return ""
 
@@ -194,5 +209,6 @@ def _open_once(path: str) -> None:
     if not os.path.islink(path):
         try:
             os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
-        except PermissionError:
-            pass  # it is there, and readable or not is the program's business
+        except OSError as error:
+            if error.errno not in _NOT_FOR_THIS:  # it is there, and readable or not is the program's business
+                raise

@@ -540,10 +540,12 @@ def destroy_process_group(group: Any = None) -> None:
         AssertionError: there is no default group (as torch).
         ValueError: the group is destroyed already, or is not of this process.
         DistError: operations were issued on it that nobody waited for; the group is kept.
+        CollectiveMismatchError: inside a block that one rank runs first, whose end the others wait for.
 
     Source: torch.distributed.destroy_process_group.
     """
     from mpicoll import groups
+    from mpicoll.checks.call import call_site
 
     if not groups.is_initialized():
         raise AssertionError("Process group cannot be None")
@@ -553,6 +555,9 @@ def destroy_process_group(group: Any = None) -> None:
     known = groups.state()
     doomed = list(known.groups.values()) if found is known.world else [found]
     if os.getpid() == known.pid:
+        for block in tuple(known.blocks):
+            if found is known.world or block.group() is found:
+                raise block.refuse("destroy_process_group", call_site())
         _refuse_unwaited(doomed)
         known.board.poll()
         for each in doomed:

@@ -14,7 +14,7 @@ from mpicoll.checks.deadlock import Wait
 from mpicoll.checks.entries import Entry, entry_of
 from mpicoll.checks.report import with_calls
 from mpicoll.communicators import Pair, make_pair
-from mpicoll.errors import CollectiveMismatchError
+from mpicoll.errors import CollectiveMismatchError, GroupBrokenError, PeerFailedError, in_one_line
 from mpicoll.groups import NON_MEMBER, ProcessGroup, State, state
 from mpicoll.patience import CallWait, joined, local_wait, search
 from mpicoll.runtime import check_backend
@@ -207,7 +207,7 @@ def _make_locally(
     """
     counted = (known.world.group_name, members)
     count = _local_count.get(counted, 0)
-    digest = blake2b(repr((members, count)).encode(), digest_size=6)
+    digest = blake2b(repr((members, count, op == "new_group")).encode(), digest_size=6)
     name = f"{known.world.group_name}.L{digest.hexdigest()}"
     leader = members[0]
     candidate = known.pool.candidate(members)
@@ -248,6 +248,10 @@ _Words = tuple[int, str, str]
 def _gather_and_tell(patience: _JoinWait, words: _Words) -> dict[int, _Words]:
     """Return what every member says, when all have said it; the first of them gathers and tells the others."""
     board, name, leader = state().board, patience.name, patience.leader
+    board.poll()
+    gone = patience.given_up()
+    if gone is not None:
+        raise gone
     while len(joined) >= MOST_JOINED:
         del joined[next(iter(joined))]
     joined[name] = 1
@@ -268,7 +272,7 @@ def _gather_and_tell(patience: _JoinWait, words: _Words) -> dict[int, _Words]:
 class _JoinWait(CallWait):
     """The wait of one member for the others that were listed."""
 
-    __slots__ = ("leader", "members", "name", "next_poll", "watch")
+    __slots__ = ("for_good", "leader", "members", "name", "next_poll", "watch")
     AFTERWARDS = "No group was made."
 
     def __init__(
@@ -287,6 +291,7 @@ class _JoinWait(CallWait):
         self.leader = leader
         self.next_poll = 0.0
         self.watch = watch
+        self.for_good = call.op != "new_group"  # the one group of a node: who gives it up does not come again
 
     def poll(self) -> bool:
         """Read messages, at most every tenth of a millisecond; always True, so that it can stand in a condition."""
@@ -320,9 +325,17 @@ class _JoinWait(CallWait):
             return self.because_exited(
                 [replace(exit_, reason=f"{exit_.reason} without this call") for exit_ in missing], waited
             )
+        gone = self.given_up()
+        if gone is not None:
+            return gone
         if self.watch is not None and self.watch.look():
             return self.timed_out(waited)
         return search.look(waited)
+
+    def given_up(self) -> GroupBrokenError | None:
+        """Return an error when a member has given the meeting up for good."""
+        gone = state().board.withdrawn.get(self.name)
+        return None if gone is None else GroupBrokenError(f"{self.describe()}: rank {gone[0]} gave it up: {gone[1]}")
 
     def came(self) -> set[int]:
         """Return the members that have told this rank that they are here, also if they have left since."""
@@ -345,5 +358,10 @@ class _JoinWait(CallWait):
     def give_up(self, reason: BaseException) -> None:
         """Take this rank's word back; nothing was posted to MPI, so the world is still good."""
         board = state().board
+        if self.for_good and isinstance(reason, (PeerFailedError, GroupBrokenError)):
+            pass  # the others know, or will
+        elif self.for_good:
+            board.withdrawn.setdefault(self.name, (board.rank, in_one_line(reason) or type(reason).__name__))
+            board.post("withdrawn", (self.name, board.withdrawn[self.name][1], False), self.members)
         if board.rank != self.leader:
             board.post("unjoin", self.name, [self.leader])

@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -407,16 +408,21 @@ class _Open:
     def begin(self) -> None:
         if self.turn is not None:
             self.inside.append(self.turn._told)
-        _open.append(self)
+        self.members.known.blocks.append(self)
         group = self.members.known_group
         if group is not None and (self.meets or self.members.me == self.leader):
             group.turn = self
 
     def end(self) -> None:
-        _open.remove(self)
+        with suppress(ValueError):
+            self.members.known.blocks.remove(self)
         group = self.members.known_group
         if group is not None and group.turn is self:
             group.turn = None
+
+    def group(self) -> ProcessGroup | None:
+        """Return the group, if it has been made."""
+        return self.members.known_group
 
     def refuse(self, op: str, site: Site) -> CollectiveMismatchError:
         """Return the error of a collective of this group inside the block."""
@@ -438,9 +444,6 @@ def _verb(ranks: list[int]) -> str:
     return "wait" if len(ranks) != 1 else "waits"
 
 
-_open: list[_Open] = []
-
-
 def _outer(members: _Members, kind: str, block: _Block | _Ordered) -> _Open | None:
     """Return the open block of the same scope around this one, if any.
 
@@ -448,7 +451,7 @@ def _outer(members: _Members, kind: str, block: _Block | _Ordered) -> _Open | No
         CollectiveMismatchError: ranks of this scope wait outside an open block for its end, so they can never come.
     """
     thread = threading.get_ident()
-    there = [each for each in tuple(_open) if each.members.known is members.known]
+    there = [each for each in tuple(members.known.blocks) if isinstance(each, _Open)]
     mine = [each for each in there if each.thread == thread]
     other = next((each for each in there if each.thread != thread and each.members.key == members.key), None)
     if other is not None:

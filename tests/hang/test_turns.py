@@ -75,9 +75,11 @@ except dist.PeerFailedError as error:
     assert not job.timed_out, job
     assert job.seconds < 15, job
     for rank in (1, 2):
-        assert "rank 0" in job.out[rank], job
-        assert "process is gone" in job.out[rank], job
-        assert "zero_first" in job.out[rank], job
+        # MPICH's launcher kills them too, in about two of ten such jobs, when rank 0 has died: one has said so by then.
+        said = job.out[rank] or (job.stderr if family() == "mpich" else "")
+        assert "rank 0" in said, job
+        assert "process is gone" in said, job
+        assert "zero_first" in said, job
 
 
 @pytest.mark.parametrize("level", ["full", "roll"])
@@ -304,3 +306,123 @@ assert x[0] == n
     )
     fine(job)
     assert not job.stderr.strip(), job
+
+
+@pytest.mark.parametrize("level", ["full", pytest.param("off", marks=pytest.mark.slow)])
+def test_control_c_just_before_the_leader_is_through(level: str) -> None:
+    """The rank that is struck leaves with KeyboardInterrupt, the others are told, and all are in step."""
+    job = run_job(
+        HEAD
+        + """
+from mpicoll import waiting
+
+def strike():
+    waiting.remove_service(strike)
+    signal.raise_signal(signal.SIGINT)
+
+struck = 0
+for i in range(20):
+    dist.barrier()
+    if r == 1:
+        waiting.add_service(strike)  # called a few milliseconds after a wait has begun
+    said = "nothing"
+    try:
+        with dist.zero_first("step"):
+            if r == 0:
+                time.sleep(0.03 + 0.002 * (i % 10))
+    except KeyboardInterrupt:
+        assert r == 1
+        said = "interrupted"
+    except dist.PeerFailedError as error:
+        assert "rank 1 failed" in str(error) and "KeyboardInterrupt" in str(error), error
+        said = "told"
+    finally:
+        waiting.remove_service(strike)
+    x = np.array([float(r == 1 and said == "interrupted"), float(r == 0 and said == "told")])
+    dist.all_reduce(x)
+    assert x[0] == x[1], (i, x)
+    struck += int(x[0])
+assert struck > 5, struck
+print("through", flush=True)
+""",
+        3,
+        limit=40,
+        env={"MPICOLL_CHECK": level, "MPICOLL_TIMEOUT": "5"},
+    )
+    fine(job)
+    assert job.stdout.count("through") == 3, job
+
+
+def test_a_forked_child_leaves_the_block() -> None:
+    """What ends in a child is none of the ranks' business: the block goes on."""
+    job = run_job(
+        HEAD
+        + """
+with dist.zero_first("fork") as turn:
+    if turn.is_leader:
+        pid = os.fork()
+        if pid == 0:
+            sys.exit(3)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+        turn.share("from the parent")
+assert turn.value == "from the parent"
+dist.barrier()
+print("through", flush=True)
+""",
+        2,
+        limit=20,
+    )
+    fine(job)
+    assert job.stdout.count("through") == 2, job
+
+
+@pytest.mark.slow
+def test_a_follower_that_is_killed_in_its_block() -> None:
+    """The others, at the end of the block, end within seconds and say who died."""
+    job = run_job(
+        HEAD
+        + """
+try:
+    with dist.zero_first("read") as turn:
+        if r == n - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+except dist.PeerFailedError as error:
+    print(error, flush=True)
+    time.sleep(2)
+    os._exit(0)
+""",
+        3,
+        limit=30,
+        recover=True,
+    )
+    assert not job.timed_out, job
+    assert job.seconds < 15, job
+    for rank in (0, 1):
+        said = job.out[rank] or (job.stderr if family() == "mpich" else "")  # as above
+        assert "rank 2" in said, job
+        assert "end of zero_first" in said, job
+
+
+@pytest.mark.slow
+def test_the_first_block_of_a_node_after_a_limit() -> None:
+    """A rank that waited no longer than it was told to cannot come back into another block: the group of the node is given up."""
+    job = run_job(
+        HEAD
+        + """
+for turn in range(2):
+    try:
+        with dist.zero_first("node", scope="node", timeout=1):
+            if r == 0 and turn == 0:
+                time.sleep(2.5)
+    except dist.DistError as error:
+        print(type(error).__name__, flush=True)
+dist.barrier()
+""",
+        2,
+        limit=30,
+        env={"MPICOLL_TIMEOUT": "10"},
+    )
+    fine(job)
+    assert job.out[1].split() == ["CollectiveTimeoutError", "GroupBrokenError"], job
+    assert job.out[0].split() == ["GroupBrokenError", "GroupBrokenError"], job
+    assert job.seconds < 10, job

@@ -1,11 +1,12 @@
 """Blocks that one rank runs first, on groups that are still good afterwards: who runs when, who raises what."""
 
-# ruff: noqa: SIM117 (which statement is inside which is what is tested)
+# ruff: noqa: SIM117, PT017 (which statement is inside which is what is tested)
 
 from __future__ import annotations
 
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -608,4 +609,152 @@ def test_beside_other_calls(shared: Path) -> None:
         elif me == 1:
             dist.recv(y, 0)
             assert (y == 7).all()
+    good()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_nested_blocks_are_paired_by_what_they_are(shared: Path) -> None:
+    """Also where the leader enters blocks that the others do not: in the function that it runs, or since it works alone."""
+
+    def deep() -> str:
+        return "deep"
+
+    def outer() -> str:
+        return "outer+" + str(dist.run_first(deep))
+
+    def other() -> str:
+        return "other"
+
+    with dist.zero_first():
+        assert dist.run_first(outer) == "outer+deep"
+        assert dist.run_first(other) == "other"
+        path = shared / "prepared"
+        if not path.exists():
+            dist.run_first(path.touch)
+        assert dist.run_first(other) == "other"
+        with dist.zero_first("named") as named:
+            if named.is_leader:
+                named.share("in it")
+            assert dist.run_first(deep) == "deep"
+        assert named.value == "in it"
+    with pytest.raises(
+        (dist.CollectiveMismatchError, dist.PeerFailedError), match=r"has not entered it there|failed in"
+    ):
+        with dist.zero_first("outer") as turn:
+            if not turn.is_leader:
+                dist.run_first(other)
+    good()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_nested_block_that_fails_on_the_leader_alone() -> None:
+    """Where the leader handles it inside the outer block, the others are told at the same place, and can handle it too."""
+    tries: list[int] = []
+
+    def flaky() -> str:
+        tries.append(1)
+        if len(tries) < 3:
+            raise OSError("not yet")
+        return "third"
+
+    failures = 0
+    value = None
+    with dist.zero_first() as turn:
+        while value is None:
+            try:
+                value = dist.run_first(flaky)
+            except OSError:
+                failures += 1
+            except dist.FirstFailedError as error:
+                assert "OSError: not yet" in str(error)
+                failures += 1
+        ran = False
+        try:
+            with dist.zero_first("inner", publish="/nowhere/at/all"):
+                ran = True
+                if turn.is_leader:
+                    raise KeyError("inner")
+        except (KeyError, dist.FirstFailedError) as error:
+            assert isinstance(error, KeyError) == turn.is_leader
+    assert (value, failures, ran) == ("third", 2, turn.is_leader)
+    good()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_whatever_strikes_the_leader_at_the_end_of_its_block() -> None:
+    """What cannot be published is told, of whatever class the error is."""
+    with collective_raises((ValueError, dist.FirstFailedError), match=r"null|embedded"):
+        with dist.zero_first() as turn:
+            turn.publish("/tmp/a\0b")
+    good()
+
+
+class Unloadable:
+    """Can be pickled, but not loaded."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("no number",)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_value_that_cannot_be_loaded() -> None:
+    """It fails on those who load it, and the leader hears of it; inside another block it is not taken for the next one."""
+    with pytest.raises((ValueError, dist.PeerFailedError), match=r"what rank 0 shared in zero_first"):
+        with dist.zero_first() as turn:
+            if turn.is_leader:
+                turn.share(Unloadable())
+    with dist.zero_first():
+        try:
+            dist.run_first(Unloadable)
+        except ValueError as error:
+            assert "cannot be loaded here" in str(error)
+        assert dist.run_first(os.getppid) == dist.run_first(os.getppid)
+    good()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("kind", ["world", "group"])
+def test_a_group_is_not_destroyed_in_its_block(kind: str) -> None:
+    """It raises on the leader, and the others are told."""
+    with scope_of(kind) as (scope, leader):
+        with collective_raises((dist.CollectiveMismatchError, dist.FirstFailedError), match="destroy_process_group"):
+            with dist.zero_first(scope=scope) as turn:
+                if turn.is_leader:
+                    dist.destroy_process_group(scope if kind == "group" else None)
+        good(scope)
+    assert leader in (0, dist.get_world_size() - 1)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_threads_in_the_same_scope() -> None:
+    """A second thread of a rank that enters a block of the same group is refused."""
+    refused: list[BaseException] = []
+
+    def enter() -> None:
+        try:
+            with dist.zero_first("second"):
+                pass
+        except dist.DistError as error:
+            refused.append(error)
+
+    with dist.zero_first("first") as turn:
+        if turn.is_leader:
+            thread = threading.Thread(target=enter)
+            thread.start()
+            thread.join()
+            assert "while another thread of this rank is in zero_first('first')" in str(refused[0])
+    good()
+
+
+def test_what_comes_too_late_or_is_misspelt() -> None:
+    """Sharing after the block, and options of a decorator without their names, raise."""
+    with dist.zero_first() as turn:
+        pass
+    if turn.is_leader and dist.get_world_size() > 1:
+        with pytest.raises(RuntimeError, match="the block is over"):
+            turn.share(1)
+        with pytest.raises(RuntimeError, match="the block is over"):
+            turn.publish("x")
+    with pytest.raises(TypeError, match='@first\\(scope="node"\\)'):
+        dist.first("node")  # type: ignore[call-overload]
     good()

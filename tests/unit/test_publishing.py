@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -140,3 +141,38 @@ def test_a_folder_with_very_many_files(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "4").unlink()
     with pytest.raises(TimeoutError, match="has 4 files with 6 bytes instead of 5 with 10"):
         look(published, Clock())
+
+
+@pytest.mark.parametrize("grain", [100, 1000, 1_000_000, 1_000_000_000, 2_000_000_000])
+def test_times_that_are_cut(grain: int, tmp_path: Path) -> None:
+    """A file system that keeps times less finely shows the same file; one of another size is another one."""
+    path = tmp_path / "x"
+    path.write_text("abcd")
+    changed = 1_700_000_001_123_456_789
+    os.utime(path, ns=(0, changed))
+    published = announce([str(path)])
+    os.utime(path, ns=(0, changed // grain * grain))
+    look(published, Clock())
+    path.write_text("abc")
+    os.utime(path, ns=(0, changed // grain * grain))
+    with pytest.raises(TimeoutError):
+        look(published, Clock())
+
+
+def test_an_old_version_with_a_later_time(tmp_path: Path) -> None:
+    """A new version that keeps the time of its source may be older than the one before: that one is not taken for it."""
+    path = tmp_path / "x"
+    path.write_text("new version")
+    os.utime(path, ns=(0, 1_600_000_000_000_000_000))
+    published = announce([str(path)])
+    path.write_text("old")
+    os.utime(path, ns=(0, 1_650_000_000_000_000_000))
+    with pytest.raises(TimeoutError, match="still as it was before"):
+        look(published, Clock())
+
+
+def test_a_folder_with_a_socket(tmp_path: Path) -> None:
+    """What cannot be opened is left alone."""
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "socket"))
+        look(announce([str(tmp_path)]), Clock())
