@@ -46,7 +46,7 @@ NOTES = {
     "all_gather": "blocks may differ in size",
     "destroy_process_group": "never waits; refuses while works were never waited for",
     "get_node_local_rank": "from MPI once initialised",
-    "init_process_group": "also `comm=`, `on_failure=`; foreign backends taken with one warning",
+    "init_process_group": "also `comm=`, `on_failure=`, `check=`; foreign backends taken with one warning",
     "new_group": "inherits the world's limit; `use_local_synchronization` works",
     "irecv": "a message that is too long is not lost",
     "recv": "a message that is too long is not lost",

@@ -238,10 +238,18 @@ def broadcast(
         name: a name for this call, which must be the same on all members (or given by none).
 
     Raises:
-        TypeError, ValueError: wrong arguments, raised on all members before anything moves.
-        CollectiveMismatchError: the members made different calls.
+        TypeError, ValueError: wrong arguments, before anything moves. At check level ``full`` the other members raise
+            CollectiveMismatchError; at the others this rank alone raises.
+        CollectiveMismatchError: the members made different calls, or the arguments of one are wrong; the group is still good.
+        BufferInUseError: an operation under way uses the same memory, and one of the two writes it (of this the other members
+            raise CollectiveMismatchError); or it was written before the Work's ``wait``. At ``full`` alone.
         CollectiveTimeoutError: a member did not come within the limit.
         PeerFailedError, PeerExitedError: a member failed, or ended without making this call.
+        DeadlockError: it is certain that ranks, this one among them, wait for each other and nobody can release them.
+        GroupBrokenError: a member gave the group up, while this one waited or before.
+        DistBackendError: MPI reported an error.
+
+    After the last five the group is broken. With ``async_op`` what the others do shows in the Work's ``wait``.
 
     Source: torch.distributed.broadcast; MPI-4.1 section 6.4.
     """
@@ -358,6 +366,8 @@ def reduce(
         op: as in :func:`all_reduce`.
         group, async_op, timeout, name: as in :func:`broadcast`.
 
+    Raises: as :func:`all_reduce`.
+
     Source: torch.distributed.reduce; MPI-4.1 section 6.9.1.
     """
     found = member_or_warn(group, "reduce")
@@ -408,6 +418,8 @@ def all_gather(
         tensor: this rank's input.
         group, async_op, timeout, name: as in :func:`broadcast`.
 
+    Raises: as :func:`broadcast`.
+
     Source: torch.distributed.all_gather; MPI-4.1 section 6.7.
     """
     found = member_or_warn(group, "all_gather")
@@ -454,6 +466,8 @@ def all_gather_single(
         input_tensor: this rank's input.
         group, async_op, timeout, name: as in :func:`broadcast`.
 
+    Raises: as :func:`broadcast`.
+
     Source: torch.distributed.all_gather_single (formerly all_gather_into_tensor); MPI-4.1 section 6.7.
     """
     return _all_gather_single("all_gather_single", output_tensor, input_tensor, group, async_op, timeout, name)
@@ -468,7 +482,7 @@ def all_gather_into_tensor(
     timeout: timedelta | None = None,
     name: str | None = None,
 ) -> Work | None:
-    """Gather into one array: the older name of :func:`all_gather_single`, with the same arguments.
+    """Gather into one array: the older name of :func:`all_gather_single`, with the same arguments and errors.
 
     Source: torch.distributed.all_gather_into_tensor.
     """
@@ -526,6 +540,8 @@ def gather(
         dst: global rank of the destination (default 0); or ``group_dst``, its rank in the group.
         group, async_op, timeout, name: as in :func:`broadcast`.
 
+    Raises: as :func:`broadcast`.
+
     Source: torch.distributed.gather; MPI-4.1 section 6.5.
     """
     found = member_or_warn(group, "gather")
@@ -572,6 +588,8 @@ def scatter(
         scatter_list: on the source one input array for each member, of the output's size; elsewhere None or [].
         src: global rank of the source (default 0); or ``group_src``, its rank in the group.
         group, async_op, timeout, name: as in :func:`broadcast`.
+
+    Raises: as :func:`broadcast`.
 
     Source: torch.distributed.scatter; MPI-4.1 section 6.6.
     """
@@ -621,6 +639,8 @@ def reduce_scatter(
         op: as in :func:`all_reduce`.
         group, async_op, timeout, name: as in :func:`broadcast`.
 
+    Raises: as :func:`all_reduce`.
+
     Source: torch.distributed.reduce_scatter; MPI-4.1 section 6.10.
     """
     found = member_or_warn(group, "reduce_scatter")
@@ -663,6 +683,8 @@ def reduce_scatter_single(
         op: as in :func:`all_reduce`.
         group, async_op, timeout, name: as in :func:`broadcast`.
 
+    Raises: as :func:`all_reduce`.
+
     Source: torch.distributed.reduce_scatter_single (formerly reduce_scatter_tensor); MPI-4.1 section 6.10.1.
     """
     return _reduce_scatter_single("reduce_scatter_single", output, input, op, group, async_op, timeout, name)
@@ -678,7 +700,7 @@ def reduce_scatter_tensor(
     timeout: timedelta | None = None,
     name: str | None = None,
 ) -> Work | None:
-    """Reduce and scatter one array: the older name of :func:`reduce_scatter_single`, with the same arguments.
+    """Reduce and scatter one array: the older name of :func:`reduce_scatter_single`, with the same arguments and errors.
 
     Source: torch.distributed.reduce_scatter_tensor.
     """
@@ -804,6 +826,8 @@ def all_to_all(
         input_tensor_list: one input array for each member.
         group, async_op, timeout, name: as in :func:`broadcast`.
 
+    Raises: as :func:`broadcast`.
+
     Source: torch.distributed.all_to_all; MPI-4.1 section 6.8.
     """
     found = member_or_warn(group, "all_to_all")
@@ -874,12 +898,16 @@ def barrier(
 ) -> Work | None:
     """Return when all members have called it.
 
+    Called by all members.
+
     Args:
         group: the group; default the world.
         async_op: return a :class:`Work` at once.
         device_ids: taken and ignored, as on torch's CPU backends (a list of integers).
         timeout: the limit of this call; default the group's.
         name: a name for this barrier, which must be the same on all members (or given by none).
+
+    Raises: as :func:`broadcast`, but for memory. It compares at check level ``roll``, too.
 
     Source: torch.distributed.barrier; MPI-4.1 section 6.3.
     """

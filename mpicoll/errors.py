@@ -95,7 +95,8 @@ class CollectiveMismatchError(DistError):
 class BufferInUseError(DistError):
     """A buffer of an operation that has not been waited for was given to another one that writes it, or was written.
 
-    Of a collective it is raised on all members, as other wrong arguments are; the group is still good.
+    Raised at check level ``full``, by the call that is given the buffer or by the ``wait`` that finds it written. A collective
+    that is given one is not made on any member: the others raise CollectiveMismatchError, and the group is still good.
     """
 
 

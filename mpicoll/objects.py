@@ -34,7 +34,7 @@ def broadcast_object_list(
 ) -> None:
     """Copy the objects of one rank's list into the list of all members.
 
-    Called by all members with lists of the same length.
+    Called by all members with the same source and lists of the same length.
 
     Args:
         object_list: on the source what is sent, on the others a list whose elements are replaced.
@@ -45,8 +45,8 @@ def broadcast_object_list(
 
     Raises:
         TypeError: not a list; and what pickle raises for an object that cannot be pickled, on the source, while the
-            other members raise CollectiveMismatchError.
-        Others as :func:`mpicoll.broadcast`.
+            other members raise CollectiveMismatchError (at check level ``full``).
+        Others as :func:`mpicoll.broadcast`, but for memory.
 
     Source: torch.distributed.broadcast_object_list.
     """
@@ -80,6 +80,8 @@ def broadcast_object_list(
 def all_gather_object(object_list: list[Any], obj: Any, group: Any = None, *, name: str | None = None) -> None:
     """Gather one object of every member into ``object_list`` on all of them.
 
+    Called by all members, with lists of one place for each of them; the objects may be of any kind and size.
+
     Args:
         object_list: a list with one place for each member, by rank in the group; its elements are replaced.
         obj: this rank's object.
@@ -88,8 +90,8 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None, *, na
 
     Raises:
         TypeError, ValueError: not a list, or of another length; and what pickle raises for an object that cannot be
-            pickled, on that rank, while the other members raise CollectiveMismatchError.
-        Others as :func:`mpicoll.broadcast`.
+            pickled, on that rank, while the other members raise CollectiveMismatchError (at check level ``full``).
+        Others as :func:`mpicoll.broadcast`, but for memory.
 
     Source: torch.distributed.all_gather_object.
     """

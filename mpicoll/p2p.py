@@ -62,10 +62,15 @@ def send(
 
     Raises:
         ValueError: the destination is this rank itself, or not in the group; the tag is out of range.
-        BufferInUseError: ``tensor`` is memory that an operation under way writes.
         TypeError: wrong arguments.
+        BufferInUseError: ``tensor`` is memory that an operation under way writes (at check level ``full``).
         CollectiveTimeoutError: nobody received it within the limit.
-        PeerFailedError, PeerExitedError: the destination failed, or ended without receiving.
+        PeerFailedError, PeerExitedError: the destination failed, or ended without receiving; another member failed.
+        DeadlockError: it is certain that ranks, this one among them, wait for each other and nobody can release them.
+        GroupBrokenError: a member gave the group up, while this rank waited or before.
+        DistBackendError: MPI reported an error.
+
+    Wrong arguments and BufferInUseError are of this rank alone and leave the group as it was; after the others it is broken.
 
     Source: torch.distributed.send; MPI-4.1 section 3.2.1.
     """
@@ -134,6 +139,8 @@ def recv(
 ) -> int:
     """Receive into ``tensor``; return the global rank of the sender (-1 when this rank is not in the group).
 
+    Called by this rank alone; the source calls :func:`send` or :func:`isend` with the same dtype, number of elements and tag.
+
     Args:
         tensor: where to receive; C-contiguous, of the message's dtype and number of elements (its shape may differ).
         src: global rank of the source; or ``group_src``, its rank in the group; neither: any member.
@@ -141,11 +148,14 @@ def recv(
 
     Raises:
         ValueError: the source is this rank itself, or not in the group; the tag is out of range.
-        BufferInUseError: ``tensor`` is memory that an operation under way reads or writes.
-        CollectiveMismatchError: the message has another dtype or number of elements; the error names both sides. The
-            message stays where it is, for another ``recv``, and the group is still good.
+        TypeError: wrong arguments.
+        BufferInUseError: ``tensor`` is memory that an operation under way reads or writes (at check level ``full``).
+        CollectiveMismatchError: the message has another dtype or number of elements (at ``roll`` and ``off``: more bytes than
+            there is room for); the error names both sides. The message stays where it is, for another ``recv``, and the group
+            is still good.
         CollectiveTimeoutError: nothing came within the limit.
-        PeerFailedError, PeerExitedError: the source failed, or ended without sending.
+        PeerFailedError, PeerExitedError: the source failed, or ended without sending; another member failed.
+        Others as :func:`send`.
 
     Source: torch.distributed.recv; MPI-4.1 section 3.2.4.
     """
@@ -221,10 +231,13 @@ def isend(
     tag: int = 0,
     group_dst: int | None = None,
 ) -> Work | None:
-    """Start sending ``tensor`` to one rank (this rank itself is allowed) and return a :class:`Work`.
+    """Start sending ``tensor`` to one rank (this rank itself is allowed) and return a :class:`Work`, to be waited for.
 
-    ``tensor`` must not be written before its ``wait`` has returned, which notices it in up to 64 KiB (BufferInUseError).
-    Arguments and errors as in :func:`send`.
+    Called by this rank alone; the destination calls :func:`recv` or :func:`irecv` with the same dtype, number of elements
+    and tag. ``tensor`` must not be written before the Work's ``wait`` has returned, which notices it in up to 64 KiB
+    (BufferInUseError). Arguments as in :func:`send`.
+
+    Raises: as :func:`send`; here what is wrong on this rank, in the Work's ``wait`` what the others do.
 
     Source: torch.distributed.isend; MPI-4.1 section 3.7.2.
     """
@@ -244,10 +257,14 @@ def irecv(
     tag: int = 0,
     group_src: int | None = None,
 ) -> Work | None:
-    """Start receiving into ``tensor`` and return a :class:`Work`.
+    """Start receiving into ``tensor`` and return a :class:`Work`, to be waited for.
 
-    ``tensor`` must not be read or written before its ``wait`` has returned. Arguments and errors as in :func:`recv`;
-    after ``wait`` the Work's ``source_rank()`` is the sender's rank in the group.
+    Called by this rank alone; the source calls :func:`send` or :func:`isend` with the same dtype, number of elements and tag.
+    ``tensor`` must not be read or written before the Work's ``wait`` has returned; ``wait`` notices writes to up to 64 KiB
+    (BufferInUseError), not reads. Afterwards the Work's ``source_rank()`` is the sender's rank in the group. Arguments as in
+    :func:`recv`.
+
+    Raises: as :func:`recv`; here what is wrong on this rank, in the Work's ``wait`` what the others do.
 
     Source: torch.distributed.irecv; MPI-4.1 section 3.7.2.
     """
@@ -309,9 +326,12 @@ class P2POp:
 def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     """Start every operation of a list, and return their Works in the same order.
 
+    Called by this rank alone; each of the others starts its own side of the messages.
+
     Raises:
         ValueError: not a list of P2POp, or they are of different groups.
         IndexError: the list is empty (as torch).
+        Others as :func:`isend` and :func:`irecv`; those before it in the list are under way then.
 
     Source: torch.distributed.batch_isend_irecv.
     """

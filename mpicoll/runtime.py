@@ -96,8 +96,9 @@ def init_process_group(
         on_failure: "job": an uncaught exception on one rank ends the job (default on COMM_WORLD); "raise": nothing
             outside this group is touched (default with ``comm``).
         check: how much is compared between the ranks, on this group and those made from it: "full" every call before
-            data moves, "roll" a rolling fingerprint every 16 calls, "off" nothing; the same on all ranks. Default
-            ``MPICOLL_CHECK`` or "full".
+            data moves, "roll" a rolling fingerprint every 16 calls, "off" nothing. Default ``MPICOLL_CHECK`` or "full".
+
+    ``on_failure`` and ``check`` must be the same on all ranks.
 
     Raises:
         ValueError: called twice; an unknown backend; ``rank`` or ``world_size`` contradict MPI; a setting has a value
@@ -105,8 +106,13 @@ def init_process_group(
         TypeError: ``timeout`` is not a timedelta, ``comm`` not an intracommunicator. The others raise, too, where they use
             COMM_WORLD; else they cannot be told, and an uncaught TypeError ends the job.
         LaunchError: the job was started in a way that cannot work.
+        CollectiveMismatchError: another rank's arguments are wrong, or the ranks asked for different ``check`` or
+            ``on_failure``: then there is no default group, on any rank.
         CollectiveTimeoutError: not all ranks called it within the limit.
-        CollectiveMismatchError: another rank's arguments are wrong.
+        PeerFailedError, PeerExitedError: a rank failed, or ended without calling it (known where the ranks have had a default
+            group before).
+        DistBackendError: MPI reported an error, or has no communicator left.
+        DistError: MPI has been finalised.
 
     Source: torch.distributed.init_process_group; MPI-4.1 section 11.2.
     """
@@ -533,6 +539,8 @@ def _init_wait(limit: float, site: str, rank: int, size: int, board: Board | Non
 def destroy_process_group(group: Any = None) -> None:
     """Destroy a group, or all of them; never waits for other ranks.
 
+    Called by each member for itself, at any time after its last call on the group, on one that is broken, too.
+
     Args:
         group: the group; None or the world: every group, after which ``init_process_group`` may be called again.
 
@@ -541,6 +549,9 @@ def destroy_process_group(group: Any = None) -> None:
         ValueError: the group is destroyed already, or is not of this process.
         DistError: operations were issued on it that nobody waited for; the group is kept.
         CollectiveMismatchError: inside a block that one rank runs first, whose end the others wait for.
+
+    Nothing that other ranks do is raised here. Messages that nobody received, and at check level ``roll`` calls that differed
+    after the last comparison, are reported when the program ends (``on_failure="job"``).
 
     Source: torch.distributed.destroy_process_group.
     """

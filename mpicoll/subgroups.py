@@ -56,8 +56,10 @@ def new_group(
     Raises:
         TypeError, ValueError: wrong arguments (ranks repeated, out of range), on all ranks alike; with
             ``use_local_synchronization`` wrong ``ranks`` raise on this rank alone, as they do not say who else is meant.
-        CollectiveMismatchError: the ranks asked for different groups.
+        CollectiveMismatchError: the ranks asked for different groups; at check level ``roll`` also where their calls on a
+            destroyed group of the same ranks had differed.
         CollectiveTimeoutError: a rank that has to call it did not, within the limit of the world.
+        PeerFailedError, PeerExitedError, DeadlockError, GroupBrokenError: as :func:`mpicoll.broadcast`, on the world.
         DistBackendError: MPI has no communicator left.
 
     Source: torch.distributed.new_group; MPI_Comm_create_group (MPI-4.1 section 7.4.2).

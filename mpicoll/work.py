@@ -238,7 +238,8 @@ class Work:
             TypeError: ``timeout`` is not a timedelta.
             CollectiveTimeoutError: the limit passed; the group is broken.
             BufferInUseError: a buffer of the call was written before it was complete.
-            DistError: what the call ended with: a mismatch, a failed peer, an error of MPI.
+            PeerFailedError, PeerExitedError, DeadlockError, GroupBrokenError: as :func:`mpicoll.broadcast`.
+            DistError: what the call ended with: a mismatch, an error of MPI.
         """
         if not isinstance(timeout, timedelta):
             raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout!r}")

@@ -1,0 +1,66 @@
+"""Time the round in which the members of a group agree, alone: the constants of the cost model in docs/order-checks.md.
+
+    mpicoll run -n 1 benchmarks/round.py
+    mpicoll run -n 2 benchmarks/round.py
+
+On one rank nothing travels, so what a round takes there is the constant of the model: Python and the calls into MPI. On two
+ranks the difference to that is one step. Prints the medians of alternating rounds, with the quartiles in brackets, and beside
+them MPI's own all-reduce of the same eleven words, polled from Python.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+from quiet import middle, rounds
+
+import mpicoll as dist
+from mpicoll import groups
+
+ROUNDS = 15
+REPEATS = 20_000
+
+
+def main() -> None:
+    """Measure and print."""
+    dist.init_process_group()
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD.Dup()
+    lane = groups.state().world.pair.lane
+    words, told = np.zeros(11, np.int64), np.zeros(11, np.int64)
+
+    def agree() -> None:
+        """What a call that is made again does for its round (``execution.repeat``)."""
+        ticket = lane.ticket()
+        if not (ticket.may_post() and ticket.Test()):
+            raise RuntimeError("a call is under way")
+        slot, request = ticket.lane.post(12345, 8)
+        while not request.Test():
+            pass
+        slot.plain(12345)  # says, on a busy machine, that somebody came late: such a round is left out anyway
+        ticket.pass_on()
+
+    def polled() -> None:
+        request = comm.Iallreduce(words, told, MPI.MAX)
+        while not request.Test():
+            pass
+
+    def time_of(call: Callable[[], None]) -> float:
+        comm.Barrier()
+        start = time.perf_counter()
+        for _ in range(REPEATS):
+            call()
+        return (time.perf_counter() - start) / REPEATS * 1e6
+
+    found = rounds(comm, lambda: (time_of(agree), time_of(polled)), ROUNDS)
+    ours, bare = (middle(column) for column in zip(*found, strict=True))
+    if dist.get_rank() == 0:
+        print(f"{dist.get_world_size()} ranks: a round {ours}, MPI's polled all-reduce {bare} us", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""The programs in ``docs/order-checks.md``, and the reports that they print.
+
+A program is a Python block behind a comment that says how it is run::
+
+    <!-- report: late.py, 4 ranks, rank 0, MPICOLL_CHECK=roll -->
+
+It begins with the lines of the block behind ``<!-- head -->``, which all of them share, and an empty one. The next block
+that is set in by four spaces is what the rank that the comment names printed: its error without the traceback above it, or
+what the library said; where it said nothing, what the program did.
+
+``python tests/pasted.py [words]`` runs those whose names hold one of the words (all without any) on the MPI of its
+interpreter, and says which print something else by now, but for the seconds; ``--write`` pastes what they print.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jobs import ROOT, run_job
+
+PAGE = ROOT / "docs" / "order-checks.md"
+LIMIT = 40.0
+
+_HEAD = re.compile(r"<!-- head -->\n```python\n(.*?)```\n", re.DOTALL)
+_REPORT = re.compile(
+    r"<!-- report: (?P<name>\w+\.py), (?P<ranks>\d+) ranks?, rank (?P<shown>\d+)(?P<settings>(?:, MPICOLL_\w+=\w+)*) -->\n"
+    r"```python\n(?P<source>[\s\S]*?)```\n"
+    r"(?P<between>(?:(?!<!-- )(?!    ).*\n)*)"
+    r"(?P<text>(?:    .*\n)+)",
+)
+_ERROR = re.compile(r"^(?:mpicoll\.errors\.)?(?=\w*(?:Error|Exception): )")
+_RANK = re.compile(r"\[rank \d+\] ")
+_SECONDS = re.compile(r"\b\d+(?:\.\d+)? s\b")
+
+
+@dataclass(frozen=True)
+class Pasted:
+    """One program of the page, and what it is said to print.
+
+    Attributes:
+        shown: the rank whose words they are.
+        span: where the pasted text stands in the page.
+    """
+
+    name: str
+    source: str
+    ranks: int
+    shown: int
+    settings: dict[str, str]
+    text: str
+    span: tuple[int, int]
+
+
+def read(page: str) -> list[Pasted]:
+    """Return the programs of a page.
+
+    Raises:
+        ValueError: a comment is not followed by a program and a text.
+    """
+    head = _HEAD.search(page)
+    if head is None:
+        raise ValueError("no <!-- head -->")
+    found = [
+        Pasted(
+            match["name"],
+            head[1] + "\n" + match["source"],
+            int(match["ranks"]),
+            int(match["shown"]),
+            dict(setting.split("=") for setting in match["settings"].split(", ")[1:]),
+            "".join(line[4:] for line in match["text"].splitlines(keepends=True)),
+            match.span("text"),
+        )
+        for match in _REPORT.finditer(page)
+    ]
+    meant = re.findall(r"<!-- report: (\w+\.py)", page)
+    if [each.name for each in found] != meant:
+        raise ValueError(f"{set(meant) - {each.name for each in found}}: no program or no text follows")
+    return found
+
+
+def printed(pasted: Pasted) -> str:
+    """Run a program, and return what the rank printed that is shown."""
+    with tempfile.TemporaryDirectory(prefix="pasted-") as name:
+        (Path(name) / pasted.name).write_text(pasted.source)
+        job = run_job([pasted.name], pasted.ranks, limit=LIMIT, env=pasted.settings, cwd=Path(name))
+        if job.timed_out:
+            raise RuntimeError(f"{pasted.name} did not end: {job}")
+        err, out = (text[pasted.shown].replace(f"{name}/", "/home/ann/") for text in (job.err, job.out))
+    # What MPI says by itself does not begin with the rank.
+    lines = [line[len(begin[0]) :].rstrip() for line in err.splitlines() if (begin := _RANK.match(line))]
+    error = next((at for at, line in enumerate(lines) if _ERROR.match(line)), 0)
+    return "".join(f"{_ERROR.sub('', line)}\n" for line in lines[error:]) or out
+
+
+def same(one: str, other: str) -> bool:
+    """Whether two texts are equal but for the seconds in them, and where these make the lines end."""
+    return _SECONDS.sub("0 s", one).split() == _SECONDS.sub("0 s", other).split()
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the programs whose names hold one of ``words``; say which differ, or paste what they print."""
+    write = "--write" in words
+    words = [word for word in words if not word.startswith("--")]
+    page = PAGE.read_text()
+    differ = 0
+    for pasted in reversed(read(page)):
+        if words and not any(word in pasted.name for word in words):
+            continue
+        text = printed(pasted)
+        if same(text, pasted.text):
+            print(f"same     {pasted.name}", flush=True)
+            continue
+        differ += 1
+        print(f"{'written' if write else 'differs':<8} {pasted.name}\n{text}", flush=True)
+        indented = "".join(f"    {line}" if line.strip() else line for line in text.splitlines(keepends=True))
+        page = page[: pasted.span[0]] + indented + page[pasted.span[1] :]
+    if write:
+        PAGE.write_text(page)
+    return 1 if differ and not write else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
