@@ -5,6 +5,12 @@ Load it in the top ``conftest.py`` of a test suite, install ``pytest-mpi`` for i
     # conftest.py
     pytest_plugins = ["mpicoll.pytest_plugin"]
 
+    @pytest.fixture(autouse=True, scope="session")
+    def ranks():
+        dist.init_process_group()
+        yield
+        dist.destroy_process_group()
+
     # test_sum.py
     @pytest.mark.mpi(min_size=2)
     @pytest.mark.mpi_timeout(10)
