@@ -345,7 +345,8 @@ def explain(
     if call.error is not None:
         if any(row.problem != mine.problem for row in table.rows) and hasattr(call.error, "add_note"):
             # In one line: the others print what all have called, and here the error says what is wrong.
-            call.error.add_note(mismatch(group_name, runs_of(ranks), said.seq, table, closing).one_line())
+            told = mismatch(group_name, runs_of(ranks), said.seq, table, closing)
+            call.error.add_note(f"{call.name}: {told.one_line()}")
         raise call.error
     report = mismatch(group_name, runs_of(ranks), said.seq, table, closing)
     error = CollectiveMismatchError(report.text(ranks[me], MESSAGE_WIDTH))
