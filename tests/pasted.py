@@ -35,7 +35,7 @@ _REPORT = re.compile(
 )
 _ERROR = re.compile(r"^(?:mpicoll\.errors\.)?(?=\w*(?:Error|Exception): )")
 _RANK = re.compile(r"\[rank \d+\] ")
-_SECONDS = re.compile(r"\b\d+(?:\.\d+)? s\b")
+_SECONDS = re.compile(r"\b\d+(?:\.\d+)?(?: to \d+(?:\.\d+)?)? s\b")
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,13 @@ def test_there_are_reports() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("pasted", REPORTS, ids=lambda pasted: pasted.name)
 def test_what_is_pasted_is_what_is_printed(pasted: Pasted) -> None:
-    """But for the seconds; ``python tests/pasted.py --write`` pastes it anew."""
-    text = printed(pasted)
-    assert same(text, pasted.text), text
+    """But for the seconds, and once in three times: who has just begun to wait may be missing from a table.
+
+    ``python tests/pasted.py --write`` pastes it anew.
+    """
+    texts = []
+    for _ in range(3):
+        texts.append(printed(pasted))
+        if same(texts[-1], pasted.text):
+            return
+    pytest.fail("\n".join(texts))
