@@ -6,15 +6,14 @@ Nothing is freed from garbage collection.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
 import numpy as np
 from mpi4py import MPI
 
 from mpicoll.checks.agreement import Closing, Lane
-from mpicoll.engines.base import Engine
+from mpicoll.engines.base import Engine, Request
 from mpicoll.engines.mpi import MpiEngine
 from mpicoll.errors import DistBackendError
 from mpicoll.matching import Receiver
@@ -59,16 +58,17 @@ class Pair:
         self.engines = (MpiEngine(self.data),)
         self.receiver = Receiver(self.control, self.data)
 
-    def sweep(self) -> None:
-        """Receive and drop what the last group sent and did not receive; all members call it, and are known to.
+    def sweep(self) -> Generator[Request, None, None]:
+        """Receive and drop what the last group sent and did not receive; all members do it, and are known to.
+
+        A generator: it yields what has to complete before it goes on.
 
         Raises:
             CollectiveMismatchError: the members' calls on the last group differed (check level "roll").
         """
         if self.closing is not None:
             closing, self.closing = self.closing, None
-            while not closing.Test():
-                time.sleep(0)
+            yield closing
             if closing.error is not None:
                 self.spoiled = True  # what the members have made unequal numbers of does not fit together any more
                 raise closing.error
@@ -76,8 +76,8 @@ class Pair:
         for peer, count in self.sent.items():
             sends[peer] = count
         told = np.empty_like(sends)
-        self.data.Alltoall(sends, told)
-        self.receiver.drop([count - self.received.get(peer, 0) for peer, count in enumerate(told.tolist())])
+        yield self.data.Ialltoall(sends, told)
+        yield from self.receiver.drop([count - self.received.get(peer, 0) for peer, count in enumerate(told.tolist())])
         self.sent, self.received = {}, {}
 
 

@@ -31,6 +31,7 @@ from mpicoll.work import Operation, Work
 
 __all__ = [
     "agree",
+    "begun",
     "call_limit",
     "check_name",
     "collective",
@@ -265,6 +266,34 @@ def _leave_begun(group: ProcessGroup, call: Call, limit: float, error: BaseExcep
         (call.patience or CallWait)(group, call, limit).give_up(error)
 
 
+class begun:
+    """Where a message is posted: an exception of anybody else's in between gives the group up (a context manager).
+
+    A signal handler of the program's may raise between any two lines: with the message posted and not counted, or counted and
+    nobody there to wait for it.
+
+    Args:
+        held: the memory that MPI may use then, kept for good.
+    """
+
+    __slots__ = ("_call", "_group", "_held", "_limit", "_peer", "_tag")
+
+    def __init__(self, group: ProcessGroup, call: Call, limit: float, held: Any, *, peer: int, tag: int) -> None:
+        self._group, self._call, self._limit, self._held, self._peer, self._tag = group, call, limit, held, peer, tag
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            return
+        _kept.append(self._held)
+        if isinstance(error, MPI.Exception):
+            raise wrap(error, self._group, self._call) from error
+        if self._group.broken is None:
+            CallWait(self._group, self._call, self._limit, self._peer, self._tag).give_up(error)
+
+
 UNCOMPARED = frozenset(Kind) - {Kind.BARRIER, Kind.ALL_TO_ALL}
 """What may move without a comparison: where every member knows from its own arguments how large the blocks are."""
 
@@ -343,7 +372,7 @@ def _issue(
             with waiting.shield:
                 drive(group, call, steps, limit)
             return None
-        operation = Operation(group, call, steps, outputs, limit, give_up=lost)
+        operation = Operation(group, call, steps, outputs, limit, give_up=lost, held=move)
         if not operation.done:
             waiting.pending.append(operation)
     except BaseException:

@@ -111,6 +111,7 @@ class ProcessGroup:
         self.plans: OrderedDict[Any, Plan] = OrderedDict()  # made and freed by all members at the same calls
         self.own_plans: OrderedDict[Any, Plan] = OrderedDict()  # of calls that make no round: this rank's own affair
         self.repeated: dict[Any, Repeated] = {}
+        pair.receiver.torn = lambda error: self.give_up(f"{type(error).__name__} struck while its messages were taken")
         self._rank = rank
         self._size = len(pair.ranks)
 
@@ -229,16 +230,20 @@ class ProcessGroup:
         return totals
 
     def free_plans(self) -> None:
-        """Free every plan and persistent message (none may be under way)."""
+        """Free every plan and persistent message (none may be under way); of a group that was given up none, for good."""
         self.sends, self.receives = {}, {}
-        if not self.pair.spoiled:
-            while self.persistent:
-                self.retire(self.persistent[-1])
+        if self.pair.spoiled:
+            _under_way.append((self.persistent, self.plans, self.own_plans))
+            return
+        while self.persistent:
+            self.retire(self.persistent[-1])
         for plans in (self.plans, self.own_plans):
             while plans:
-                plan = plans.popitem()[1]
-                if not self.pair.spoiled:
-                    plan.free()
+                plans.popitem()[1].free()
+
+
+_under_way: list[Any] = []
+"""What calls that were given up may have left with MPI, which goes on to write into the memory that it holds."""
 
 
 def _count(counts: dict[tuple[int, int], int], peer: int, tag: int, messages: int) -> None:

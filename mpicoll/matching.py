@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,8 +23,10 @@ from mpi4py import MPI
 
 from mpicoll import waiting
 from mpicoll.buffers.array import Memory
+from mpicoll.checks.agreement import When
 from mpicoll.checks.envelope import Envelope, open_message
 from mpicoll.checks.inflight import Flight, Seal
+from mpicoll.engines.base import Request
 
 __all__ = ["Message", "Receive", "Receiver"]
 
@@ -150,12 +154,14 @@ class Receiver:
 
     Attributes:
         waiting: receives that have no message yet.
+        torn: called when an exception that is not ours strikes while messages are taken, so that one may be lost.
         queues: messages that were taken from MPI, and no receive has got yet, by (source, tag), in the order of sending.
         posted: (source, tag) of receives that a caller has posted to MPI itself, with nothing waiting and nothing in the
             queues: they were started before all that wait.
     """
 
     def __init__(self, control: MPI.Intracomm, data: MPI.Intracomm) -> None:
+        self.torn: Callable[[BaseException], None] = lambda error: None
         self._control = control
         self._data = data
         self.lock = threading.Lock()
@@ -194,6 +200,14 @@ class Receiver:
             self.lock.release()
 
     def _match(self) -> None:
+        try:
+            self._match_all()
+        except BaseException as error:
+            # Out of a signal handler, or the memory ran out: between MPI and the queues a message may be lost.
+            self.torn(error)
+            raise
+
+    def _match_all(self) -> None:
         at = 0
         while at < len(self.waiting):
             message = self._first_for(self.waiting[at])
@@ -214,17 +228,23 @@ class Receiver:
                     return queue[0]
                 if wanted.source != MPI.ANY_SOURCE:
                     return None  # what was sent later must not overtake it
+        message = self._take(wanted.source, wanted.tag)
+        if message is None:
+            return None
+        key = (message.source, message.tag)
+        queue = self.queues.setdefault(key, deque())
+        queue.append(message)
+        return queue[0] if self._may_give(key, queue[0]) else None
+
+    def _take(self, source: int, tag: int) -> Message | None:
+        """Take the next message of a source and tag from MPI, if one has come."""
         status = MPI.Status()
-        found = self._data.Improbe(wanted.source, wanted.tag, status)
+        found = self._data.Improbe(source, tag, status)
         if found is None:
             return None
-        source = status.Get_source()
         buffer = np.empty(status.Get_count(MPI.BYTE), np.uint8)
         # The message may still be on its way: MPI_Mrecv would wait for a sender that computes.
-        message = Message(source, wanted.tag, buffer, found.Irecv([buffer, MPI.BYTE]))
-        queue = self.queues.setdefault((source, wanted.tag), deque())
-        queue.append(message)
-        return queue[0] if self._may_give((source, wanted.tag), queue[0]) else None
+        return Message(status.Get_source(), status.Get_tag(), buffer, found.Irecv([buffer, MPI.BYTE]))
 
     def _may_give(self, key: tuple[int, int], message: Message) -> bool:
         if not message.here():
@@ -288,21 +308,23 @@ class Receiver:
         if self.waiting and self not in waiting.pending:
             waiting.pending.append(self)
 
-    def drop(self, left: list[int]) -> None:
-        """Receive and drop what nobody received: ``left`` messages of each source, those that are kept here among them."""
+    def drop(self, left: list[int]) -> Generator[Request, None, None]:
+        """Receive and drop what nobody received: ``left`` messages of each source, those that are kept here among them.
+
+        A generator: it yields what has to complete before it goes on.
+        """
         for source, count in enumerate(left):
             kept = [message for (sender, _), queue in self.queues.items() if sender == source for message in queue]
-            status = MPI.Status()
-            for _ in range(count - len(kept)):
-                self._data.Probe(source, MPI.ANY_TAG, status)
-                buffer = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-                self._data.Recv([buffer, MPI.BYTE], source, status.Get_tag())
-                kept.append(Message(source, status.Get_tag(), buffer))
+            while len(kept) < count:
+                message = self._take(source, MPI.ANY_TAG)
+                if message is None:
+                    yield When(partial(self._data.Iprobe, source, MPI.ANY_TAG))
+                else:
+                    kept.append(message)
             for message in kept:
-                while not message.here():
-                    pass
+                yield When(message.here)
                 assert message.envelope is not None
                 if message.envelope.apart:
                     rest = np.empty(message.envelope.count, message.envelope.dtype)
-                    self._control.Recv(rest, source, message.tag)
+                    yield self._control.Irecv(rest, source, message.tag)
         self.queues.clear()

@@ -403,19 +403,17 @@ def _start_send(
             flight.seal()
         flat = memory.filled()
         message = write(flat, *group.told.place(peer, tag, name, call.site))
-        try:
+        with execution.begun(group, call, limit, (message, flat), peer=group.ranks[peer], tag=tag):
             requests = [group.pair.data.Isend([message, MPI.BYTE], peer, tag)]
             if flat.nbytes > SMALL_BYTES:
                 requests.append(persistent.post_apart(group, flat, peer, tag))
-        except MPI.Exception as error:
-            raise execution.wrap(error, group, call) from error
-        group.count_sent(peer, tag)
-        waiting.moving(flat.nbytes)
-        steps = _sending(group, call, _Sending(requests, (message, flat)))
-        operation = Operation(
-            group, call, steps, [tensor], limit, peer=group.ranks[peer], tag=tag, give_up=execution.lost
-        )
-        return operation, flight
+            group.count_sent(peer, tag)
+            waiting.moving(flat.nbytes)
+            steps = _sending(group, call, _Sending(requests, (message, flat)))
+            operation = Operation(
+                group, call, steps, [tensor], limit, peer=group.ranks[peer], tag=tag, give_up=execution.lost
+            )
+            return operation, flight
 
 
 def _start_recv(
@@ -428,13 +426,12 @@ def _start_recv(
     flight = _flight(group, call, memory, tensor)
     with waiting.guard, group.posting:
         receiver = group.pair.receiver
-        try:
+        source = group.ranks[peer] if peer >= 0 else -1
+        with execution.begun(group, call, limit, memory, peer=source, tag=tag):
             receive = receiver.start(memory, peer, tag, exact=group.compares)
-        except MPI.Exception as error:
-            raise execution.wrap(error, group, call) from error
-        if flight is not None and name == "irecv":
-            receive.watch(flight)
-        return _receive_operation(group, call, memory, receive, tensor, limit), flight
+            if flight is not None and name == "irecv":
+                receive.watch(flight)
+            return _receive_operation(group, call, memory, receive, tensor, limit), flight
 
 
 def _flight(group: ProcessGroup, call: Call, memory: Memory, tensor: Array) -> Flight | None:

@@ -255,6 +255,7 @@ def call(group: ProcessGroup, again: _Persistent, tensor: Array) -> Call:
 def give_up(group: ProcessGroup, again: _Persistent, tensor: Array, error: BaseException) -> None:
     """Leave a call that something struck: the group is broken; the request is never used again, and never freed."""
     this = call(group, again, tensor)
+    _given_up.append((again, tensor))
     if group.broken is None:
         CallWait(group, this, group.timeout, group.ranks[again.peer], again.tag).give_up(error)
     if isinstance(again, PersistentReceive):
@@ -268,6 +269,10 @@ def give_up(group: ProcessGroup, again: _Persistent, tensor: Array, error: BaseE
             pass  # what MPI said first is told
     if isinstance(error, MPI.Exception):
         raise wrap(error, group, this) from error
+
+
+_given_up: list[Any] = []
+"""What MPI may still write into."""
 
 
 def _forget_in_child() -> None:

@@ -217,7 +217,7 @@ def init_process_group(
                 base.board.slots = _node_slots(pair.data, base.topology)
                 if base.board.slots is not None and how == "job" and len(base.topology.local_ranks) > 1:
                     watchdog.watch(partial(await_death, base.board))
-            pair.sweep()
+        execution.drive(state.world, call, pair.sweep(), limit)
     except BaseException as error:
         groups.set_state(None)
         pair.idle = True

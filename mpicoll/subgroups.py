@@ -181,8 +181,8 @@ def _make(known: State, members: tuple[int, ...], index: int, tag: int, call: Ca
     """Take the pair that all members agreed is idle, or make a new one; all members are known to be here."""
     if index != NOTHING and index >= 0:
         pair = known.pool.take(members, index)
-        with waiting.guard, execution.native(known.world, call, known.world.timeout):
-            pair.sweep()
+        with waiting.guard:
+            execution.drive(known.world, call, pair.sweep(), known.world.timeout)
         return pair
     with waiting.guard, execution.native(known.world, call, known.world.timeout):
         pair = make_pair(known.world.pair.control, members, tag)
@@ -190,6 +190,9 @@ def _make(known: State, members: tuple[int, ...], index: int, tag: int, call: Ca
     known.pool.add(pair)
     return pair
 
+
+SECOND = "!"
+"""What the name of the second round of a meeting ends with."""
 
 _local_count: dict[tuple[str, tuple[int, ...]], int] = {}
 
@@ -222,7 +225,7 @@ def _make_locally(
         told = _gather_and_tell(first_wait, words)
         wrong = {rank: (text, where) for rank, (_, text, where) in told.items() if text}
         if problem is None and not wrong:
-            _gather_and_tell(_JoinWait(known.world, call, limit, members, f"{name}!", leader), words)
+            _gather_and_tell(_JoinWait(known.world, call, limit, members, name + SECOND, leader), words)
     if problem is not None:
         raise problem
     if wrong:
@@ -334,9 +337,14 @@ class _JoinWait(CallWait):
             return self.timed_out(waited)
         return search.look(waited)
 
+    @property
+    def meeting(self) -> str:
+        """The name of the meeting that this round is of: who gives one round up comes to no other."""
+        return self.name.removesuffix(SECOND)
+
     def given_up(self) -> GroupBrokenError | None:
         """Return an error when a member has given the meeting up for good."""
-        gone = state().board.withdrawn.get(self.name)
+        gone = state().board.withdrawn.get(self.meeting)
         return None if gone is None else GroupBrokenError(f"{self.describe()}: rank {gone[0]} gave it up: {gone[1]}")
 
     def came(self) -> set[int]:
@@ -363,7 +371,7 @@ class _JoinWait(CallWait):
         if self.for_good and isinstance(reason, (PeerFailedError, GroupBrokenError)):
             pass  # the others know, or will
         elif self.for_good:
-            board.withdrawn.setdefault(self.name, (board.rank, in_one_line(reason) or type(reason).__name__))
-            board.post("withdrawn", (self.name, board.withdrawn[self.name][1], False), self.members)
+            board.withdrawn.setdefault(self.meeting, (board.rank, in_one_line(reason) or type(reason).__name__))
+            board.post("withdrawn", (self.meeting, board.withdrawn[self.meeting][1], ()), self.members)
         if board.rank != self.leader:
             board.post("unjoin", self.name, [self.leader])

@@ -40,6 +40,7 @@ class Operation:
         "error",
         "future",
         "group",
+        "held",
         "landing",
         "limit",
         "outputs",
@@ -60,10 +61,12 @@ class Operation:
         tag: int = 0,
         withdraw: Callable[[], None] | None = None,
         give_up: Callable[[Operation, BaseException], None],
+        held: Any = None,
     ) -> None:
         self.group = group
         self.call = call
         self.outputs = outputs
+        self.held = held  # what has the memory that MPI uses
         self.limit = limit
         self.peer = peer
         self.tag = tag
@@ -119,7 +122,7 @@ class Operation:
         return True
 
     def _keep(self) -> None:
-        _abandoned.extend((self._current, self.outputs, self._steps))
+        _abandoned.append((self._current, self.outputs, self.held, self._steps))
 
     def abandon(self, error: BaseException) -> None:
         """End it with ``error``; what was posted to MPI stays posted, so the buffers are kept for good."""

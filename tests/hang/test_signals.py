@@ -100,6 +100,39 @@ def test_handlers_that_raise_at_random_moments(size: int) -> None:
     assert "stopped" in job.stdout, job
 
 
+@pytest.mark.slow
+def test_a_message_that_never_comes_is_no_hang() -> None:
+    """Messages that nobody received are dropped when a group is made of the same ranks again: within the limit."""
+    job = run_job(
+        """
+from datetime import timedelta
+from mpi4py import MPI
+import mpicoll as dist
+from mpicoll import groups
+start = dict(timeout=timedelta(seconds=2), comm=MPI.COMM_WORLD, on_failure="raise")
+dist.init_process_group(**start)
+if dist.get_rank() == 0:
+    groups.state().world.count_sent(1, 0)
+dist.destroy_process_group()
+try:
+    dist.init_process_group(**start)
+    dist.barrier()
+except dist.DistError as error:
+    print(type(error).__name__, flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+dist.init_process_group(**start)
+dist.barrier()
+print("good", flush=True)
+""",
+        2,
+        limit=30,
+    )
+    assert job.returncode == 0, job
+    assert job.out[1].split() == ["CollectiveTimeoutError", "good"], job
+    assert job.out[0].split() == ["GroupBrokenError", "good"], job
+
+
 def test_handlers_in_c_outlive_a_wait() -> None:
     """faulthandler.register, which Python's table of handlers knows nothing of, still dumps after a long wait and a call."""
     job = run_job(
