@@ -129,7 +129,7 @@ class Guard:
     """
 
     def __init__(self) -> None:
-        self.depth = 0
+        self._holders: list[FrameType] = []  # those that are inside it, on the stack of the main thread
         self.noted: BaseException | None = None
         self.installed = False
         self._ignores = False
@@ -151,7 +151,27 @@ class Guard:
                 exchange(signal.SIGINT, signal.default_int_handler)
             self.installed = False
 
+    @property
+    def depth(self) -> int:
+        """How many functions of the main thread are inside it."""
+        return len(self._holders)
+
+    def _prune(self, frame: FrameType) -> None:
+        """Drop holders that are not on the stack any more: an exception out of a handler may strike as one leaves.
+
+        Between the end of a block and the first line of ``__exit__`` Python runs handlers, too.
+        """
+        while self._holders:
+            each: FrameType | None = frame
+            while each is not None and each is not self._holders[-1]:
+                each = each.f_back
+            if each is not None:
+                return
+            self._holders.pop()
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if frame is not None:
+            self._prune(frame)
         if not self.depth:
             while frame is not None and frame.f_code not in self.inside:
                 frame = frame.f_back
@@ -218,7 +238,8 @@ class Guard:
 
     def forget(self) -> None:
         """Give every signal back in a forked child, where nobody waits in a call of the library."""
-        self.depth, self.noted = 0, None
+        self._holders.clear()
+        self.noted = None
         self.disarm()
         if self._ignores and signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN:
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)
@@ -228,13 +249,18 @@ class Guard:
     def __enter__(self) -> None:
         ident = threading.get_ident()
         if ident == _main_ident:
-            self.depth += 1
+            holder = sys._getframe(1)
+            if self._holders:
+                self._prune(holder)
+            self._holders.append(holder)
         else:
             threads.add(ident)
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
         if threading.get_ident() == _main_ident:
-            self.depth -= 1
+            holder = sys._getframe(1)
+            while self._holders and self._holders.pop() is not holder:
+                pass
             if self.noted is not None:
                 self.answer(value)
 

@@ -229,9 +229,22 @@ class Registry:
     def add(self, new: Flight) -> None:
         """Keep an operation until :meth:`remove`."""
         with self._lock:
-            self.flights.add(new)
-            for each in new.ranges:
-                (self._written if each.writes else self._read).add(each)
+            try:
+                self.flights.add(new)
+                self._add_ranges(new)
+            except BaseException:
+                self._rebuild()
+                raise
+
+    def _add_ranges(self, new: Flight) -> None:
+        for each in new.ranges:
+            (self._written if each.writes else self._read).add(each)
+
+    def _rebuild(self) -> None:
+        """Make the ranges anew: out of a signal handler an exception may strike between any two lines."""
+        self._read, self._written = _Ranges(), _Ranges()
+        for flight in self.flights:
+            self._add_ranges(flight)
 
     def remove(self, old: Flight) -> None:
         """Forget an operation."""
@@ -252,9 +265,13 @@ class Registry:
 
     def _remove(self, old: Flight) -> None:
         if old in self.flights:
-            self.flights.remove(old)
-            for each in old.ranges:
-                (self._written if each.writes else self._read).remove(each)
+            try:
+                self.flights.remove(old)
+                for each in old.ranges:
+                    (self._written if each.writes else self._read).remove(each)
+            except BaseException:
+                self._rebuild()
+                raise
 
 
 def _text(mine: _Range, other: _Range) -> str:

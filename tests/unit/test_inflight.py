@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any
 
 import numpy as np
 import pytest
 
+from mpicoll.checks import inflight
 from mpicoll.checks.call import call_site
 from mpicoll.checks.inflight import SEALED_BYTES, Flight, Registry, Seal, span
 from mpicoll.errors import BufferInUseError
@@ -173,3 +175,31 @@ def test_large_buffers_are_not_sealed() -> None:
     error = flight.verdict()
     assert isinstance(error, BufferInUseError)
     assert f"isend at {flight.site} was written before its wait() had returned" in str(error)
+
+
+def test_an_exception_out_of_a_signal_handler_leaves_the_ranges_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever has been added or removed of an operation then, the next ones are compared with those that there are."""
+    memory = np.zeros(64)
+    registry = Registry()
+    first = _issue(registry, "irecv", writes=(memory[:8], memory[16:24]))
+    for method in ("add", "remove"):
+        found = getattr(inflight._Ranges, method)
+        calls = []
+
+        def striking(self: Any, each: Any, found: Any = found, calls: list[int] = calls) -> None:
+            found(self, each)
+            calls.append(1)
+            if len(calls) == 1:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(inflight._Ranges, method, striking)
+        with pytest.raises(KeyboardInterrupt):
+            if method == "add":
+                _issue(registry, "irecv", writes=(memory[32:40], memory[48:56]))
+            else:
+                registry.remove(first)
+        monkeypatch.setattr(inflight._Ranges, method, found)
+        if method == "add":
+            registry.remove(next(each for each in registry.flights if each is not first))
+    assert not registry.flights
+    _issue(registry, "irecv", writes=(memory,))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -216,3 +217,22 @@ def test_what_it_costs() -> None:
             pass
         times.append(time.perf_counter() - start)
     assert sorted(times)[100] < 100e-6
+
+
+def test_an_exception_that_strikes_as_a_call_ends_leaves_nobody_inside(guard: Guard) -> None:
+    """Python runs handlers before the first line of ``__exit__``: what the guard holds then is dropped by the next to look."""
+
+    def struck() -> None:
+        guard.__enter__()
+
+    struck()
+    assert guard.depth == 1
+    with guard:
+        assert guard.depth == 1
+        with guard:
+            assert guard.depth == 2
+        assert guard.depth == 1
+    assert guard.depth == 0
+    struck()
+    with pytest.raises(KeyboardInterrupt):
+        guard._handle(signal.SIGINT, sys._getframe())
