@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from datetime import timedelta
 from types import FrameType
@@ -17,8 +16,8 @@ from mpi4py import MPI
 
 from mpicoll import groups, waiting, watchdog
 from mpicoll.checks.agreement import Flags, Ticket, When, agree_or_raise, explain
-from mpicoll.checks.call import NOTHING, Call, Site, fingerprint
-from mpicoll.checks.levels import EVERY, Made
+from mpicoll.checks.call import NOTHING, NOWHERE, Call, Site, fingerprint
+from mpicoll.checks.levels import EVERY, Kept
 from mpicoll.communicators import mpi_text
 from mpicoll.engines.base import Kind, Movement, Request, block_elements, pieces
 from mpicoll.errors import (
@@ -26,6 +25,7 @@ from mpicoll.errors import (
     DistBackendError,
 )
 from mpicoll.groups import ProcessGroup
+from mpicoll.kept import keep, keep_of
 from mpicoll.patience import CallWait, hopeless, local_wait
 from mpicoll.work import Operation, Work
 
@@ -167,20 +167,52 @@ def _finish(call: Call, after: Callable[[], None] | None) -> None:
             raise
 
 
-@contextlib.contextmanager
-def native(group: ProcessGroup, call: Call, limit: float) -> Iterator[None]:
-    """Have the watchdog look at a blocking MPI call."""
-    ident = threading.get_ident()
-    watchdog.active[ident] = watchdog.Native(
-        time.monotonic(),
-        limit,
-        lambda: f"{call.describe()} on group {group.display} at {call.site}",
-        lambda inside: hopeless(group, inside),
-    )
-    try:
-        yield
-    finally:
-        del watchdog.active[ident]
+class native:
+    """Have the watchdog look at a blocking MPI call (a context manager)."""
+
+    __slots__ = ("_call", "group", "limit", "since")
+
+    def __init__(self, group: ProcessGroup, call: Call, limit: float) -> None:
+        self.group = group
+        self.limit = limit
+        self.since = 0.0
+        self._call = call
+
+    def describe(self) -> str:
+        """Return what the call is."""
+        return f"{self._call.describe()} on group {self.group.display} at {self._call.site}"
+
+    def hopeless(self, inside: float) -> str:
+        """Return why it can never end, or "", given the seconds that it has taken."""
+        return hopeless(self.group, inside)
+
+    def __enter__(self) -> None:
+        self.since = time.monotonic()
+        watchdog.active[threading.get_ident()] = self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        del watchdog.active[threading.get_ident()]
+
+
+class _Inside:
+    """The transfer of a call that is made again: made once, and shown to the watchdog in each."""
+
+    __slots__ = ("_known", "group", "limit", "since")
+
+    def __init__(self, group: ProcessGroup, known: Repeated) -> None:
+        self.group = group
+        self.limit = 0.0
+        self.since = 0.0
+        self._known = known
+
+    def describe(self) -> str:
+        """Return what the call is."""
+        call = Call(self._known.op, self._known.key, NOWHERE, seq=self.group.calls)
+        return f"{call.describe()} on group {self.group.display} at {self.group.last_call().rpartition(' at ')[2]}"
+
+    def hopeless(self, inside: float) -> str:
+        """Return why it can never end, or "", given the seconds that it has taken."""
+        return hopeless(self.group, inside)
 
 
 def _check_splits(group: ProcessGroup, call: Call, move: Movement, ticket: Ticket) -> Generator[Request, None, None]:
@@ -287,7 +319,8 @@ class begun:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None:
             return
-        _kept.append(self._held)
+        keep(self._held)
+        keep_of(error)
         if isinstance(error, MPI.Exception):
             raise wrap(error, self._group, self._call) from error
         if self._group.broken is None:
@@ -316,9 +349,9 @@ def _print(group: ProcessGroup, call: Call, compares: bool) -> None:
         call.print = fingerprint(call.op, call.key)
     elif group.level == "roll":
         rolling, print_ = group.pair.lane.rolling, fingerprint(call.op, call.key)
-        call.print = rolling.add(Made(call.seq, print_, call.op, call.key, call.site.code, call.site.instruction))
+        rolling.made.append((call.seq, print_, call.op, call.key, call.site.code, call.site.instruction))
         if compares:
-            call.made = rolling.cut()
+            call.print, call.made = rolling.cut()
     call.passes = not compares
 
 
@@ -377,7 +410,7 @@ def _issue(
             waiting.pending.append(operation)
     except BaseException:
         if getattr(steps, "gi_frame", None) is not None:  # not at its end: MPI may still write there
-            _kept.append(steps)
+            keep(steps)
         raise
     if async_op:
         return Work(operation, finish_waiting)
@@ -396,9 +429,23 @@ class Repeated:
         op, key: of the call; ``plan_key`` of its plan.
         kind, mpi_op, root: of the movement.
         average: divide the result by the number of members.
+        transfer, inside: of a large one on the group that it was prepared for: the call of its engine, and what the watchdog
+            sees of it.
     """
 
-    __slots__ = ("average", "fingerprint", "key", "kind", "mpi_op", "op", "plan_key", "root", "uncompared_key")
+    __slots__ = (
+        "average",
+        "fingerprint",
+        "inside",
+        "key",
+        "kind",
+        "mpi_op",
+        "op",
+        "plan_key",
+        "root",
+        "transfer",
+        "uncompared_key",
+    )
 
     def __init__(
         self, op: str, key: tuple[Any, ...], kind: Kind, *, mpi_op: str = "", root: int = -1, average: bool = False
@@ -412,6 +459,8 @@ class Repeated:
         self.mpi_op = mpi_op
         self.root = root
         self.average = average
+        self.transfer: tuple[Callable[[Any], object], Callable[[Any], Any]] | None = None
+        self.inside: _Inside | None = None
 
 
 def repeat(group: ProcessGroup, known: Repeated, flat: Any, frame: FrameType) -> None:
@@ -430,8 +479,11 @@ def repeat(group: ProcessGroup, known: Repeated, flat: Any, frame: FrameType) ->
         try:  # from the first on, as a signal handler may raise between any two lines
             group.calls += 1
             group.last = known.op, frame.f_code, frame.f_lasti
-            ticket = group.pair.lane.ticket()
-            _repeat(group, known, flat, frame, ticket)
+            lane = group.pair.lane
+            slot = lane.slot_at_rest() if flat.nbytes > SMALL_BYTES and not waiting.pending else None
+            ticket = lane.ticket()
+            if slot is None or not _repeat_large(group, known, flat, frame, ticket, slot):
+                _repeat(group, known, flat, frame, ticket)
         except CollectiveMismatchError:
             raise
         except MPI.Exception as error:
@@ -439,6 +491,7 @@ def repeat(group: ProcessGroup, known: Repeated, flat: Any, frame: FrameType) ->
             patience.give_up(error)
             raise wrap(error, group, patience.call) from error
         except BaseException as error:
+            keep_of(error)
             if group.broken is None:
                 _patience(group, known, frame).give_up(error)
             raise
@@ -454,6 +507,99 @@ def _patience(group: ProcessGroup, known: Repeated, frame: FrameType) -> CallWai
     return CallWait(group, call, group.timeout)
 
 
+_MOST_POLLS = 4096
+_START: Any = MPI.Prequest.Start
+
+
+def _repeat_large(group: ProcessGroup, known: Repeated, flat: Any, frame: FrameType, ticket: Ticket, slot: Any) -> bool:
+    """Make a large call again where nothing else is under way; False, and nothing done, where it has no short form.
+
+    A rank that does not enter a transfer that the others have been promised leaves them inside MPI. So what has been posted is
+    known exactly, whenever a handler of the program's raises: each of the two calls of MPI is made, and noted, within one
+    instruction of the interpreter, after which a handler may run but not in it.
+    """
+    transfer = known.transfer
+    if transfer is None:
+        move = Movement(known.kind, recv=flat, op=known.mpi_op, root=known.root)
+        transfer = known.transfer = group.pair.engines[0].transfer(move)
+        if transfer is None:
+            return False
+        known.inside = _Inside(group, known)
+    inside = known.inside
+    assert inside is not None
+    print_ = known.fingerprint
+    made: list[Kept] = []
+    if group.level != "full":
+        print_ = 0
+        if group.level == "roll":
+            rolling = group.pair.lane.rolling
+            rolling.made.append((group.calls, known.fingerprint, known.op, known.key, frame.f_code, frame.f_lasti))
+            print_, made = rolling.cut()
+    call, argument = transfer
+    this = (argument(flat),)
+    posted: list[object] = []
+    try:
+        ticket.lane.fill(slot, print_, flat.nbytes)
+        request = slot.request
+        posted.extend(map(_START, (request,)))
+        ticket.lane.posted += 1
+        # The others may come out of a transfer before as much later as that takes.
+        for _ in range(2 if waiting.crowded else waiting.SPIN_POLLS + min(flat.nbytes >> 9, _MOST_POLLS)):
+            if request.Test():
+                break
+        else:
+            _finish_request(group, known, frame, request)
+        flags = slot.plain(print_)
+        if flags is None:
+            ident = threading.get_ident()
+            inside.limit = group.timeout
+            inside.since = time.monotonic()
+            watchdog.active[ident] = inside
+            try:
+                posted.extend(map(call, this))
+            finally:
+                watchdog.active.pop(ident, None)
+            return True
+    except MPI.Exception:
+        raise
+    except BaseException as error:
+        if not posted or group.broken is not None:
+            raise
+        waiting.guard.noted = error  # out of a handler of the program's: raised when the call is over
+        watchdog.active.pop(threading.get_ident(), None)
+        if len(posted) == 2:
+            return True
+    with waiting.shield:
+        _end_large(group, known, flat, frame, ticket, slot, print_, made)
+    return True
+
+
+def _end_large(
+    group: ProcessGroup,
+    known: Repeated,
+    flat: Any,
+    frame: FrameType,
+    ticket: Ticket,
+    slot: Any,
+    print_: int,
+    made: list[Kept],
+) -> None:
+    """Go on with a large call whose round is posted."""
+    if ticket.lane.posted == ticket.number:
+        ticket.lane.posted += 1
+    if not slot.request.Test():
+        _finish_request(group, known, frame, slot.request)
+    flags = slot.plain(print_)
+    call = Call(known.op, known.key, Site(frame.f_code, frame.f_lasti), seq=group.calls, block_bytes=flat.nbytes)
+    call.print, call.made = print_, made
+    move = Movement(known.kind, recv=flat, op=known.mpi_op, root=known.root)
+    if flags is not None:
+        drive(group, call, _unusual(group, call, move, ticket, flags), group.timeout)
+        return
+    with native(group, call, group.timeout):
+        group.pair.engines[0].blocking(move)
+
+
 def _repeat(group: ProcessGroup, known: Repeated, flat: Any, frame: FrameType, ticket: Ticket) -> None:
     if flat.nbytes > SMALL_BYTES:
         with waiting.shield:
@@ -466,17 +612,16 @@ def _repeat_round(group: ProcessGroup, known: Repeated, flat: Any, frame: FrameT
     moves = known.kind is not Kind.BARRIER
     large = flat.nbytes > SMALL_BYTES
     print_ = known.fingerprint
-    made: list[Made] = []
+    made: list[Kept] = []
     if group.level != "full":
         compares = large or not moves
         print_ = 0
         if group.level == "roll":
             rolling = group.pair.lane.rolling
-            place = frame.f_code, frame.f_lasti
-            print_ = rolling.add(Made(group.calls, known.fingerprint, known.op, known.key, *place))
-            compares = compares or group.calls % EVERY == 0
-            if compares:
-                made = rolling.cut()
+            rolling.made.append((group.calls, known.fingerprint, known.op, known.key, frame.f_code, frame.f_lasti))
+            if compares or group.calls % EVERY == 0:
+                compares = True
+                print_, made = rolling.cut()
         if not compares:
             _repeat_uncompared(group, known, flat, frame, ticket)
             return
@@ -561,7 +706,7 @@ def _finish_request(
     try:
         local_wait(guarded(request.Test, group, call), CallWait(group, call, group.timeout))
     except BaseException:
-        _kept.append((request, group.plans, group.own_plans))
+        keep(request)
         raise
 
 
@@ -625,7 +770,8 @@ def drive(group: ProcessGroup, call: Call, steps: Generator[Request, None, Any],
         except BaseException as error:
             if error is not call.error:
                 # From here on the members are no longer in step: a signal handler raised, MPI or memory failed.
-                _kept.append((steps, call))
+                keep(steps, call)
+                keep_of(error)
                 patience.give_up(error)
             raise
         try:
@@ -633,12 +779,8 @@ def drive(group: ProcessGroup, call: Call, steps: Generator[Request, None, Any],
             if not test():
                 local_wait(test, patience)
         except BaseException:
-            _kept.append((steps, request))
+            keep(steps, request)
             raise
-
-
-_kept: list[Any] = []
-"""What a given-up call left posted: MPI may still write there, so it is never freed."""
 
 
 def guarded(test: Callable[[], bool], group: ProcessGroup, call: Call) -> Callable[[], bool]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from mpicoll.checks.call import Site
 from mpicoll.checks.envelope import Told
 from mpicoll.errors import GroupBrokenError
+from mpicoll.kept import keep
 
 if TYPE_CHECKING:
     from mpicoll.checks.board import Board
@@ -233,17 +234,13 @@ class ProcessGroup:
         """Free every plan and persistent message (none may be under way); of a group that was given up none, for good."""
         self.sends, self.receives = {}, {}
         if self.pair.spoiled:
-            _under_way.append((self.persistent, self.plans, self.own_plans))
+            keep(self.persistent, self.plans, self.own_plans)
             return
         while self.persistent:
             self.retire(self.persistent[-1])
         for plans in (self.plans, self.own_plans):
             while plans:
                 plans.popitem()[1].free()
-
-
-_under_way: list[Any] = []
-"""What calls that were given up may have left with MPI, which goes on to write into the memory that it holds."""
 
 
 def _count(counts: dict[tuple[int, int], int], peer: int, tag: int, messages: int) -> None:

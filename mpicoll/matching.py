@@ -27,6 +27,7 @@ from mpicoll.checks.agreement import When
 from mpicoll.checks.envelope import Envelope, open_message
 from mpicoll.checks.inflight import Flight, Seal
 from mpicoll.engines.base import Request
+from mpicoll.kept import keep_of
 
 __all__ = ["Message", "Receive", "Receiver"]
 
@@ -204,6 +205,7 @@ class Receiver:
             self._match_all()
         except BaseException as error:
             # Out of a signal handler, or the memory ran out: between MPI and the queues a message may be lost.
+            keep_of(error)
             self.torn(error)
             raise
 

@@ -28,6 +28,7 @@ from mpicoll.checks.call import Call, Site
 from mpicoll.checks.envelope import EARLY_BYTES, ROOM, SMALL_BYTES, WORDS, first_word
 from mpicoll.execution import guarded, wrap
 from mpicoll.groups import ProcessGroup
+from mpicoll.kept import keep, keep_of
 from mpicoll.patience import CallWait, local_wait
 
 __all__ = [
@@ -255,7 +256,8 @@ def call(group: ProcessGroup, again: _Persistent, tensor: Array) -> Call:
 def give_up(group: ProcessGroup, again: _Persistent, tensor: Array, error: BaseException) -> None:
     """Leave a call that something struck: the group is broken; the request is never used again, and never freed."""
     this = call(group, again, tensor)
-    _given_up.append((again, tensor))
+    keep(again, tensor)
+    keep_of(error)
     if group.broken is None:
         CallWait(group, this, group.timeout, group.ranks[again.peer], again.tag).give_up(error)
     if isinstance(again, PersistentReceive):
@@ -269,10 +271,6 @@ def give_up(group: ProcessGroup, again: _Persistent, tensor: Array, error: BaseE
             pass  # what MPI said first is told
     if isinstance(error, MPI.Exception):
         raise wrap(error, group, this) from error
-
-
-_given_up: list[Any] = []
-"""What MPI may still write into."""
 
 
 def _forget_in_child() -> None:

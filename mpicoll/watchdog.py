@@ -17,26 +17,27 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from typing import Protocol
 
 __all__ = ["Native", "active", "services", "start", "stop", "verdict"]
 
 
-@dataclass(frozen=True, slots=True)
-class Native:
+class Native(Protocol):
     """A blocking MPI call that a thread is in.
 
     Attributes:
         since: when it was entered (time.monotonic).
         limit: seconds.
-        describe: says what the call is.
-        hopeless: says why it can never end, or "", given the seconds that it has taken.
     """
 
     since: float
     limit: float
-    describe: Callable[[], str]
-    hopeless: Callable[[float], str]
+
+    def describe(self) -> str:
+        """Return what the call is."""
+
+    def hopeless(self, inside: float) -> str:
+        """Return why it can never end, or "", given the seconds that it has taken."""
 
 
 active: dict[int, Native] = {}
@@ -90,21 +91,29 @@ def forget() -> None:
     services.clear()
 
 
-def verdict(now: float, call: Native, hopeless_since: dict[Native, float]) -> str:
-    """Return why a native call has to be ended, or ""; pure but for ``hopeless_since``, its memory."""
-    inside = now - call.since
+def verdict(now: float, call: Native, hopeless_since: dict[float, float], *, readable: bool = True) -> str:
+    """Return why a native call has to be ended, or "".
+
+    Args:
+        now: time.monotonic.
+        call: the call.
+        hopeless_since: the memory of this function: when the call that was entered at some time was found hopeless.
+        readable: what it depends on can be read; else its limit alone counts.
+    """
+    since = call.since
+    inside = now - since
     if inside > call.limit:
         return f"it has been inside MPI for {inside:.1f} s, past its limit: another rank was stopped or died after it agreed"
-    why = call.hopeless(inside) if inside > LOOK_AFTER else ""
+    why = call.hopeless(inside) if inside > LOOK_AFTER and readable else ""
     if not why:
-        hopeless_since.pop(call, None)
+        hopeless_since.pop(since, None)
         return ""
-    return why if now - hopeless_since.setdefault(call, now) >= HOPELESS_FOR else ""
+    return why if now - hopeless_since.setdefault(since, now) >= HOPELESS_FOR else ""
 
 
 def _run() -> None:
-    told: set[Native] = set()
-    hopeless_since: dict[Native, float] = {}
+    told: set[float] = set()
+    hopeless_since: dict[float, float] = {}
     failures: dict[Callable[[], None], int] = {}
     while not _stop.wait(_EVERY):
         _serve(failures)
@@ -116,8 +125,8 @@ def _run() -> None:
             why = _why(call, hopeless_since)
             if not why:
                 continue
-            if call not in told:
-                told.add(call)
+            if call.since not in told:
+                told.add(call.since)
                 _write(f"{_name(call)}: all ranks had agreed to this call, and {why}.")
             if _deadly:
                 with contextlib.suppress(OSError, ValueError):
@@ -143,13 +152,13 @@ def _serve(failures: dict[Callable[[], None], int]) -> None:
                 )
 
 
-def _why(call: Native, hopeless_since: dict[Native, float]) -> str:
+def _why(call: Native, hopeless_since: dict[float, float]) -> str:
     """Return the verdict on a call; by its limit alone where what it depends on cannot be read."""
     now = time.monotonic()
     try:
         return verdict(now, call, hopeless_since)
     except Exception:
-        return verdict(now, replace(call, hopeless=lambda inside: ""), hopeless_since)
+        return verdict(now, call, hopeless_since, readable=False)
 
 
 def _name(call: Native) -> str:

@@ -15,6 +15,7 @@ from mpicoll.checks.call import Call
 from mpicoll.checks.inflight import Flight, registry
 from mpicoll.engines.base import Request
 from mpicoll.errors import DistError
+from mpicoll.kept import keep, keep_of
 
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
@@ -112,6 +113,7 @@ class Operation:
                 return True
             # Out of a signal handler, or the memory ran out: the call is lost, and MPI may still write into its buffers.
             self._keep()
+            keep_of(error)
             self._end(
                 DistError(f"{self.call.op} issued at {self.call.site} was interrupted: {type(error).__name__}: {error}")
             )
@@ -122,7 +124,7 @@ class Operation:
         return True
 
     def _keep(self) -> None:
-        _abandoned.append((self._current, self.outputs, self.held, self._steps))
+        keep(self._current, self.outputs, self.held, self._steps)
 
     def abandon(self, error: BaseException) -> None:
         """End it with ``error``; what was posted to MPI stays posted, so the buffers are kept for good."""
@@ -140,9 +142,6 @@ class Operation:
         future = self.future
         if future is not None:
             _settle(future, self)
-
-
-_abandoned: list[Any] = []
 
 
 def _settle(future: Future[Any], operation: Operation) -> None:

@@ -23,7 +23,7 @@ from mpi4py import MPI
 
 from mpicoll.checks.call import NOTHING, Call, Site
 from mpicoll.checks.entries import Table, entry_of, merge, runs_of, table_of
-from mpicoll.checks.levels import EVERY, Rolling
+from mpicoll.checks.levels import EVERY, Made, Rolling
 from mpicoll.checks.report import MESSAGE_WIDTH, mismatch
 from mpicoll.engines.base import Request
 from mpicoll.engines.mpi import persistent_collectives
@@ -187,6 +187,17 @@ class Lane:
             self._slots.append(_Slot(self.control))
         return self._slots[self.rounds % SLOTS]
 
+    def slot_at_rest(self) -> _Slot | None:
+        """Return the slot of the next round, with a request to start, where no call is under way; else None.
+
+        Nobody else can post then: collectives of a group are issued one at a time.
+        """
+        if self.issued == self.posted == self.turn:
+            slot = self.next_slot()
+            if slot.request is not None and not slot.busy:
+                return slot
+        return None
+
     def pass_by(self) -> None:
         """Let a call go without a round."""
         self.posted += 1
@@ -194,6 +205,18 @@ class Lane:
     def post(self, print_: int, block_bytes: int, *words: int) -> tuple[_Slot, Request]:
         """Post the next round; ``words`` are flags and details, none for a call that has neither."""
         slot = self._slots[self.rounds % SLOTS]
+        self.fill(slot, print_, block_bytes, *words)
+        request: Request
+        if slot.request is None:
+            request = self.control.Iallreduce(slot.send, slot.recv, MPI.MAX)
+        else:
+            slot.request.Start()
+            request = slot.request
+        self.posted += 1  # only now: another thread may post the next round at once
+        return slot, request
+
+    def fill(self, slot: _Slot, print_: int, block_bytes: int, *words: int) -> None:
+        """Write what the next round says into its slot."""
         self.rounds += 1
         now = int((time.monotonic() - self.epoch) * 1e6)
         error, asynchronous, uneven, detail, engine = words or _NO_FLAGS
@@ -213,14 +236,6 @@ class Lane:
             engine,
         )
         slot.busy = True
-        request: Request
-        if slot.request is None:
-            request = self.control.Iallreduce(slot.send, slot.recv, MPI.MAX)
-        else:
-            slot.request.Start()
-            request = slot.request
-        self.posted += 1  # only now: another thread may post the next round at once
-        return slot, request
 
     def close(self, op: str, site: Site, seq: int, display: str, ranks: tuple[int, ...]) -> Closing | None:
         """Post the last comparison of a group that rolls; never waits. None: calls are under way.
@@ -232,7 +247,8 @@ class Lane:
         """
         if self.posted != self.issued or self.turn != self.issued or self.next_slot().busy:
             return None
-        call = Call(op, (), site, seq=seq, print=self.rolling.value, made=self.rolling.cut(), closes=True)
+        print_, made = self.rolling.cut()
+        call = Call(op, (), site, seq=seq, print=print_, made=made, closes=True)
         self.issued += 1
         self.turn += 1
         slot, request = self.post(call.print, 0)
@@ -367,8 +383,8 @@ def _first_difference(lane: Lane, call: Call, me: int) -> Generator[Request, Non
     mine = np.zeros(2 * (EVERY + 2), np.int64)
     here = len(call.made) + call.closes
     mine[:2] = here, -here
-    for i, made in enumerate(call.made, 1):
-        mine[2 * i : 2 * i + 2] = made.fingerprint, -made.fingerprint
+    for i, (_, print_, *_) in enumerate(call.made, 1):
+        mine[2 * i : 2 * i + 2] = print_, -print_
     highest = yield from _tell(
         lane, me, mine, np.maximum, np.ndarray.tobytes, lambda told: np.frombuffer(told, np.int64)
     )
@@ -381,7 +397,7 @@ def _first_difference(lane: Lane, call: Call, me: int) -> Generator[Request, Non
         return call, ""  # the members differ in the call that compares, and nothing has moved
     said = call
     if at < len(call.made) - (not call.closes):
-        made = call.made[at]
+        made = Made(*call.made[at])
         said = Call(made.op, made.key, Site(made.code, made.instruction), seq=made.seq)
     call.apart = most != least
     closing = f"Compared every {EVERY} calls: what moved since call {said.seq} may be wrong."

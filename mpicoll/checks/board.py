@@ -21,6 +21,7 @@ from mpicoll.checks.deadlock import State
 from mpicoll.checks.entries import Entry, Runs
 from mpicoll.checks.report import Report
 from mpicoll.checks.slots import Place, Slots
+from mpicoll.kept import keep_of
 
 __all__ = ["Board", "Exit", "Failure", "Where"]
 
@@ -136,12 +137,16 @@ class Board:
     def post(self, kind: str, payload: Any, ranks: Iterable[int]) -> None:
         """Send ``(kind, payload)`` to every rank of ``ranks`` but this one; never waits."""
         message = np.frombuffer(pickle.dumps((kind, self.rank, payload)), np.uint8)
-        with self._lock:
-            self._sending = [item for item in self._sending if not item[0].Test()]
-            for rank in ranks:
-                if rank != self.rank and rank not in self.dead:
-                    self._sending.append((self.comm.Isend([message, MPI.BYTE], rank, _TAG), message))
-                    self.balance += 1
+        try:
+            with self._lock:
+                self._sending = [item for item in self._sending if not item[0].Test()]
+                for rank in ranks:
+                    if rank != self.rank and rank not in self.dead:
+                        self._sending.append((self.comm.Isend([message, MPI.BYTE], rank, _TAG), message))
+                        self.balance += 1
+        except BaseException as error:
+            keep_of(error)  # out of a signal handler
+            raise
 
     def notice_dead(self) -> bool:
         """Look for ranks of this node whose process is gone, and say so on the other nodes; whether there are any."""
@@ -177,6 +182,13 @@ class Board:
 
     def poll(self) -> None:
         """Read every message that has come, and answer questions."""
+        try:
+            self._poll()
+        except BaseException as error:
+            keep_of(error)  # out of a signal handler
+            raise
+
+    def _poll(self) -> None:
         if not self._lock.acquire(blocking=False):
             return  # another thread is reading
         answers: list[tuple[int, Any]] = []

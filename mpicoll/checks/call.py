@@ -10,7 +10,7 @@ from hashlib import blake2b
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
-from mpicoll.checks.levels import Made
+from mpicoll.checks.levels import Kept
 
 __all__ = [
     "NOTHING",
@@ -140,7 +140,7 @@ class Call:
     detail: int = NOTHING
     engine: int = 0
     print: int = 0
-    made: list[Made] = field(default_factory=list)
+    made: list[Kept] = field(default_factory=list)
     closes: bool = False
     apart: bool = False
     passes: bool = False

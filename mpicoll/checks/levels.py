@@ -9,12 +9,11 @@ from __future__ import annotations
 from types import CodeType
 from typing import NamedTuple
 
-__all__ = ["EVERY", "Made", "Rolling"]
+__all__ = ["EVERY", "Kept", "Made", "Rolling"]
 
 EVERY = 16
 """Calls between two comparisons of the rolling fingerprint, at most."""
 
-_FACTOR = 6364136223846793005  # Knuth, MMIX: a full period in a linear congruence modulo a power of two
 _MASK = (1 << 62) - 1
 
 
@@ -29,27 +28,24 @@ class Made(NamedTuple):
     instruction: int
 
 
-class Rolling:
-    """The fingerprint of all calls since the last comparison, in their order."""
+Kept = tuple[int, int, str, tuple[object, ...], CodeType, int]
+"""The fields of a :class:`Made`, which is made of them when somebody asks."""
 
-    __slots__ = ("_made", "_value")
+
+class Rolling:
+    """All calls since the last comparison, in their order.
+
+    Attributes:
+        made: each is one appended tuple, and nothing else, since that is all that a call costs which does not compare.
+    """
+
+    __slots__ = ("made",)
 
     def __init__(self) -> None:
-        self._value = 0
-        self._made: list[Made] = []
+        self.made: list[Kept] = []
 
-    def add(self, made: Made) -> int:
-        """Take in a call, and return the fingerprint of all so far."""
-        self._value = value = (self._value * _FACTOR + made.fingerprint) & _MASK
-        self._made.append(made)
-        return value
-
-    @property
-    def value(self) -> int:
-        """The fingerprint of all calls so far."""
-        return self._value
-
-    def cut(self) -> list[Made]:
-        """Start anew, at a call that compares; return the calls that it compares."""
-        made, self._made, self._value = self._made, [], 0
-        return made
+    def cut(self) -> tuple[int, list[Kept]]:
+        """Start anew, at a call that compares; return the fingerprint of the calls that it compares, and these calls."""
+        made, self.made = self.made, []
+        # Of a tuple of integers: the same in every process, whatever PYTHONHASHSEED is, and made in C.
+        return hash(tuple([each[1] for each in made])) & _MASK, made

@@ -7,7 +7,7 @@ the kind of memory. What the user passed, and who agreed to it, is not its busin
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -85,6 +85,13 @@ class Engine(Protocol):
 
     def nonblocking(self, move: Movement) -> Request:
         """Post the movement and return at once."""
+
+    def transfer(self, move: Movement) -> tuple[Callable[[Any], object], Callable[[Any], Any]] | None:
+        """Return the blocking call of a movement in one buffer, and what its argument is made of: such a buffer; or None.
+
+        For a movement that is made again with other memory of the same dtype and size. The call is no Python function, so no
+        signal handler runs in it.
+        """
 
     def plan(self, move: Movement, persistent: bool = True) -> Plan:
         """Return a reusable form of a small movement; not ``persistent``: one that fits nonblocking calls of others."""

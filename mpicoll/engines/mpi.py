@@ -150,6 +150,20 @@ class MpiEngine:
         name, arguments = self.call(move)
         getattr(self._comm, name)(*arguments)
 
+    def transfer(self, move: Movement) -> tuple[Callable[[Any], object], Callable[[Any], Any]] | None:
+        """Return the blocking call of a movement in one buffer, to be made again, and what makes its argument; or None."""
+        if move.send is not None or move.recv is None or _without_long_complex(move) is not move:
+            return None
+        kind = self._type(move.recv)
+        call: Callable[[Any], object]
+        if move.kind is Kind.ALL_REDUCE:
+            call = partial(self._comm.Allreduce, MPI.IN_PLACE, op=self._op(move))
+        elif move.kind is Kind.BROADCAST:
+            call = partial(self._comm.Bcast, root=move.root)
+        else:
+            return None
+        return call, lambda flat: (flat, kind)
+
     def nonblocking(self, move: Movement) -> Request:
         """Post the nonblocking call."""
         if move.kind is Kind.BARRIER:

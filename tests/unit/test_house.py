@@ -40,6 +40,7 @@ ROOMS = (
     {"waiting"},
     {"deadline"},
     {"signals"},
+    {"kept"},
     {"engines"},
     {"buffers"},
     {"publishing"},

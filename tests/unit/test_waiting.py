@@ -6,6 +6,7 @@ import importlib
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import mpi4py
@@ -344,9 +345,19 @@ def test_ctrl_c_is_noted_inside_and_raised_outside() -> None:
     assert isinstance(caught.value.__cause__, ValueError)
 
 
+@dataclass
+class _Inside:
+    """A native call that nobody has made."""
+
+    since: float
+    limit: float
+    describe: Callable[[], str]
+    hopeless: Callable[[float], str]
+
+
 def test_overdue_calls() -> None:
     """A native call is ended when it has been inside MPI for longer than its own limit."""
-    call = watchdog.Native(100.0, 5.0, lambda: "a call", lambda inside: "")
+    call = _Inside(100.0, 5.0, lambda: "a call", lambda inside: "")
     assert watchdog.verdict(104.9, call, {}) == ""
     assert "inside MPI for 6.0 s, past its limit" in watchdog.verdict(106.0, call, {})
 
@@ -360,8 +371,8 @@ def test_hopeless_calls() -> None:
         asked.append(inside)
         return words[0]
 
-    call = watchdog.Native(100.0, 1800.0, lambda: "a call", hopeless)
-    since: dict[watchdog.Native, float] = {}
+    call = _Inside(100.0, 1800.0, lambda: "a call", hopeless)
+    since: dict[float, float] = {}
     assert watchdog.verdict(100.9, call, since) == ""
     assert not asked
     assert watchdog.verdict(101.5, call, since) == ""
@@ -394,9 +405,7 @@ def test_the_watchdog_outlives_what_fails_in_it(
 
     monkeypatch.setattr(watchdog, "_EVERY", 0.002)
     monkeypatch.setattr(watchdog, "services", [broken, now_and_then])
-    monkeypatch.setattr(
-        watchdog, "active", {1: watchdog.Native(time.monotonic() - 2, 2.05, lambda: "a call", unreadable)}
-    )
+    monkeypatch.setattr(watchdog, "active", {1: _Inside(time.monotonic() - 2, 2.05, lambda: "a call", unreadable)})
     watchdog.start(deadly=False)
     until = time.monotonic() + 10
     try:
