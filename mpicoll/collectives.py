@@ -12,7 +12,8 @@ import numpy as np
 
 from mpicoll import execution
 from mpicoll.buffers.array import Array, Memory, adapt, adapt_list, same_dtype
-from mpicoll.buffers.dtypes import Reduction, dtype_name, resolve_reduction
+from mpicoll.buffers.dtypes import Reduction, resolve_reduction
+from mpicoll.buffers.half import wide
 from mpicoll.buffers.reduce_op import RedOpType, ReduceOp
 from mpicoll.checks.call import NOTHING, Call, Site, call_site
 from mpicoll.checks.inflight import SEALED_BYTES, Flight, Seal, registry, written
@@ -123,7 +124,7 @@ def _flight(group: ProcessGroup, op: str, site: Site, ready: _Prepared, async_op
     flight = Flight(
         op,
         site,
-        reads=[memory.flat for memory in ready.inputs if memory.pack is None],
+        reads=[memory.own for memory in ready.inputs if memory.pack is None or memory.origin is not None],
         writes=[array for array in writes if isinstance(array, np.ndarray)],
         gone=lambda: group.broken is not None or group.destroyed,
         group=group.display,
@@ -196,8 +197,10 @@ def _scaling(reduction: Reduction, memory: Memory) -> Callable[[], None] | None:
     return scale
 
 
-def _remember(group: ProcessGroup, key: Any, call: Repeated) -> None:
-    """Keep a call, so that it costs less when it is made again."""
+def _remember(group: ProcessGroup, key: Any, call: Repeated, memory: Memory) -> None:
+    """Keep a call, so that it costs less when it is made again with an array whose own memory moves as it is."""
+    if memory.named:
+        return  # its elements are not what travels
     if len(group.repeated) >= MOST_REPEATED:
         group.repeated.clear()
     group.repeated[key] = call
@@ -230,7 +233,8 @@ def broadcast(
     Called by all members with the same source, dtype and number of elements.
 
     Args:
-        tensor: on the source what is sent, on the others where it is received; C-contiguous.
+        tensor: on the source what is sent, on the others where it is received; an array of any layout, whose elements move
+            in C order (docs/arrays.md).
         src: global rank of the source; or ``group_src``, its rank in the group.
         group: the group; default the world.
         async_op: return a :class:`Work` at once.
@@ -273,11 +277,11 @@ def broadcast(
     def prepare(g: ProcessGroup) -> _Prepared:
         root = peer_rank(g, src, group_src, "src")
         memory = adapt(tensor, "tensor", writable=g.rank() != root)
-        key = (("root", g.ranks[root]), dtype_name(memory.dtype), ("elements", memory.flat.size))
+        key = (("root", g.ranks[root]), memory.name, ("elements", memory.flat.size))
         after = None if g.rank() == root else _unpacker([memory])
         if type(src) is int and memory.flat.nbytes <= execution.REPEATED_BYTES:
             again = Repeated("broadcast", key, Kind.BROADCAST, root=root)
-            _remember(g, (src, memory.dtype, memory.flat.size, "broadcast"), again)
+            _remember(g, (src, memory.dtype, memory.flat.size, "broadcast"), again, memory)
         inputs = (memory,) if g.rank() == root else ()
         return _Prepared(
             key, Movement(Kind.BROADCAST, recv=memory.flat, root=root), [tensor], inputs=inputs, after=after
@@ -300,7 +304,7 @@ def all_reduce(
     Called by all members with the same op, dtype and number of elements.
 
     Args:
-        tensor: input and output; C-contiguous.
+        tensor: input and output. float16 and bfloat16 are reduced as float32, and rounded once.
         op: SUM, AVG (floating point and complex), PRODUCT, MIN, MAX, BAND, BOR, BXOR (integers and bool) or
             ``PREMUL_SUM(factor)``. On bool SUM and MAX are logical or, PRODUCT and MIN logical and.
         group, async_op, timeout, name: as in :func:`broadcast`.
@@ -321,10 +325,10 @@ def all_reduce(
             return None
 
     def prepare(g: ProcessGroup) -> _Prepared:
-        memory = adapt(tensor, "tensor", writable=True)
-        reduction = resolve_reduction("all_reduce", op, memory.dtype)
+        memory = wide(adapt(tensor, "tensor", writable=True))
+        reduction = resolve_reduction("all_reduce", op, memory.dtype, memory.named)
         flat = memory.flat
-        key = (str(reduction.op), dtype_name(memory.dtype), ("elements", flat.size))
+        key = (str(reduction.op), memory.name, ("elements", flat.size))
         before = _scaling(reduction, memory)
         average = (lambda: reduction.after(flat, g.size())) if reduction.average else None
         if before is None and flat.nbytes <= execution.REPEATED_BYTES:
@@ -332,6 +336,7 @@ def all_reduce(
                 g,
                 (op, memory.dtype, flat.size),
                 Repeated("all_reduce", key, Kind.ALL_REDUCE, mpi_op=reduction.mpi_op, average=reduction.average),
+                memory,
             )
         return _Prepared(
             key,
@@ -377,10 +382,10 @@ def reduce(
     def prepare(g: ProcessGroup) -> _Prepared:
         root = peer_rank(g, dst, group_dst, "dst")
         at_root = g.rank() == root
-        memory = adapt(tensor, "tensor", writable=at_root)
-        reduction = resolve_reduction("reduce", op, memory.dtype)
+        memory = wide(adapt(tensor, "tensor", writable=at_root))
+        reduction = resolve_reduction("reduce", op, memory.dtype, memory.named)
         flat = memory.flat
-        key = (str(reduction.op), ("root", g.ranks[root]), dtype_name(memory.dtype), ("elements", flat.size))
+        key = (str(reduction.op), ("root", g.ranks[root]), memory.name, ("elements", flat.size))
         if not at_root:
             send = flat if reduction.factor is None else reduction.before(memory.filled())
             move = Movement(Kind.REDUCE, send=send, root=root, op=reduction.mpi_op)
@@ -438,7 +443,7 @@ def all_gather(
             )
         uneven = len(set(counts)) > 1
         packed = np.empty(sum(counts), memory.dtype)
-        key = (dtype_name(memory.dtype), ("blocks", counts) if uneven else ("elements", counts[0]))
+        key = (memory.name, ("blocks", counts) if uneven else ("elements", counts[0]))
         move = Movement(
             Kind.ALL_GATHER, send=memory.flat, recv=packed, recvcounts=counts if uneven else None, vector=uneven
         )
@@ -512,7 +517,7 @@ def _all_gather_single(
             )
         # The input may be this rank's part of the output, as torch allows: MPI forbids that its buffers overlap.
         send = memory.filled().copy() if np.may_share_memory(output.flat, memory.flat) else memory.flat
-        key = (dtype_name(memory.dtype), ("elements", memory.flat.size))
+        key = (memory.name, ("elements", memory.flat.size))
         move = Movement(Kind.ALL_GATHER, send=send, recv=output.flat)
         return _Prepared(key, move, [output_tensor], inputs=(memory,), after=_unpacker([output]))
 
@@ -551,7 +556,7 @@ def gather(
     def prepare(g: ProcessGroup) -> _Prepared:
         root = peer_rank(g, dst, group_dst, "dst", default=0)
         memory = adapt(tensor, "tensor", writable=False)
-        key = (("root", g.ranks[root]), dtype_name(memory.dtype), ("elements", memory.flat.size))
+        key = (("root", g.ranks[root]), memory.name, ("elements", memory.flat.size))
         if g.rank() != root:
             _forbidden(gather_list, "gather_list", "destination")
             return _Prepared(key, Movement(Kind.GATHER, send=memory.flat, root=root), [], inputs=(memory,))
@@ -601,7 +606,7 @@ def scatter(
     def prepare(g: ProcessGroup) -> _Prepared:
         root = peer_rank(g, src, group_src, "src", default=0)
         memory = adapt(tensor, "tensor", writable=True)
-        key = (("root", g.ranks[root]), dtype_name(memory.dtype), ("elements", memory.flat.size))
+        key = (("root", g.ranks[root]), memory.name, ("elements", memory.flat.size))
         after = _unpacker([memory])
         if g.rank() != root:
             _forbidden(scatter_list, "scatter_list", "source")
@@ -648,8 +653,8 @@ def reduce_scatter(
         return None
 
     def prepare(g: ProcessGroup) -> _Prepared:
-        memory = adapt(output, "output", writable=True)
-        inputs = adapt_list(input_list, "input_list", writable=False, length=g.size())
+        memory = wide(adapt(output, "output", writable=True))
+        inputs = [wide(item) for item in adapt_list(input_list, "input_list", writable=False, length=g.size())]
         same_dtype(memory, *inputs)
         counts = tuple(item.flat.size for item in inputs)
         if counts[g.rank()] != memory.flat.size:
@@ -722,8 +727,8 @@ def _reduce_scatter_single(
         return None
 
     def prepare(g: ProcessGroup) -> _Prepared:
-        memory = adapt(output, "output", writable=True)
-        sending = adapt(source, "input", writable=False)
+        memory = wide(adapt(output, "output", writable=True))
+        sending = wide(adapt(source, "input", writable=False))
         same_dtype(memory, sending)
         if sending.flat.size != g.size() * memory.flat.size:
             raise ValueError(
@@ -747,12 +752,12 @@ def _scatter_reduced(
     output: Array,
     inputs: tuple[Memory, ...] = (),
 ) -> _Prepared:
-    reduction = resolve_reduction(name, op, memory.dtype)
+    reduction = resolve_reduction(name, op, memory.dtype, memory.named)
     if reduction.factor is not None:
         for each in inputs:
             each.filled()
     uneven = len(set(counts)) > 1
-    key = (str(reduction.op), dtype_name(memory.dtype), ("blocks", counts) if uneven else ("elements", counts[0]))
+    key = (str(reduction.op), memory.name, ("blocks", counts) if uneven else ("elements", counts[0]))
     move = Movement(
         Kind.REDUCE_SCATTER,
         send=reduction.before(packed),
@@ -803,7 +808,7 @@ def all_to_all_single(
         received = _splits(out, output_split_sizes, g.size(), "output")
         sent = _splits(source, input_split_sizes, g.size(), "input")
         send = source.filled().copy() if np.may_share_memory(out.flat, source.flat) else source.flat
-        return _exchange(send, out.flat, sent, received, [output], _unpacker([out]), (source,))
+        return _exchange(out.name, send, out.flat, sent, received, [output], _unpacker([out]), (source,))
 
     return _run("all_to_all_single", found, async_op, timeout, prepare, name)
 
@@ -841,12 +846,14 @@ def all_to_all(
         received, sent = [o.flat.size for o in outputs], [i.flat.size for i in inputs]
         packed = np.empty(sum(received), outputs[0].dtype)
         send = np.concatenate([item.filled() for item in inputs])
-        return _exchange(send, packed, sent, received, list(output_tensor_list), _unpacker(outputs, packed))
+        after = _unpacker(outputs, packed)
+        return _exchange(outputs[0].name, send, packed, sent, received, list(output_tensor_list), after)
 
     return _run("all_to_all", found, async_op, timeout, prepare, name)
 
 
 def _exchange(
+    dtype: str,
     send: Array,
     recv: Array,
     sent: list[int],
@@ -858,7 +865,7 @@ def _exchange(
     uneven = len({*sent, *received}) > 1
     move = Movement(Kind.ALL_TO_ALL, send=send, recv=recv, sendcounts=sent, recvcounts=received)
     detail = NOTHING if uneven else sent[0]
-    return _Prepared((dtype_name(send.dtype),), move, outputs, inputs=inputs, after=after, uneven=uneven, detail=detail)
+    return _Prepared((dtype,), move, outputs, inputs=inputs, after=after, uneven=uneven, detail=detail)
 
 
 def _splits(memory: Memory, splits: list[int] | None, size: int, name: str) -> list[int]:

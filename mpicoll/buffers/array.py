@@ -14,7 +14,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from mpicoll.buffers.dtypes import movable
+from mpicoll.buffers import layouts
+from mpicoll.buffers.dtypes import dtype_name, element, is_native
 
 __all__ = ["Array", "Memory", "MemoryKind", "adapt", "adapt_list", "same_dtype"]
 
@@ -32,6 +33,8 @@ class Memory:
         kind: where it lives.
         pack: fills ``flat`` from the user's array; None where ``flat`` is that array's own memory.
         unpack: writes ``flat`` back into the user's array; None where ``flat`` is that array's own memory.
+        named: the name of the user's dtype where it is not that of ``flat``, else "".
+        origin: the user's memory as an array, where ``flat`` is not a part of it.
     """
 
     flat: Array
@@ -39,11 +42,23 @@ class Memory:
     kind: MemoryKind = "host"
     pack: Callable[[], None] | None = None
     unpack: Callable[[], None] | None = None
+    named: str = ""
+    origin: Array | None = None
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The dtype of the elements."""
+        """The dtype as which the elements travel."""
         return self.flat.dtype
+
+    @property
+    def name(self) -> str:
+        """The name of the user's dtype, which has to be the same on all ranks."""
+        return self.named or dtype_name(self.flat.dtype)
+
+    @property
+    def own(self) -> Array:
+        """The user's memory."""
+        return self.flat if self.origin is None else self.origin
 
     def filled(self) -> Array:
         """Return ``flat`` holding what the user's array holds now."""
@@ -56,13 +71,13 @@ def adapt(value: Any, name: str, *, writable: bool) -> Memory:
     """Return the memory of ``value``.
 
     Args:
-        value: a C-contiguous NumPy array of any shape (0-d and empty ones too).
+        value: a NumPy array of any shape (0-d and empty ones too) and layout.
         name: the parameter's name, for messages.
         writable: the call writes into it.
 
     Raises:
-        TypeError: not a NumPy array, not C-contiguous, or of a dtype that does not move.
-        ValueError: read-only, and the call writes into it.
+        TypeError: not a NumPy array, or of a dtype that does not move.
+        ValueError: read-only, or with elements that share memory, and the call writes into it.
     """
     if not isinstance(value, np.ndarray) or isinstance(value, np.ma.MaskedArray):
         raise TypeError(
@@ -70,17 +85,24 @@ def adapt(value: Any, name: str, *, writable: bool) -> Memory:
             "instead: pass an array, such as numpy.asarray(x), and keep it if it holds a result"
         )
     flags = value.flags
-    if not flags.c_contiguous:
-        raise TypeError(
-            f"parameter `{name}` is not C-contiguous (shape {value.shape}, strides {value.strides}): "
-            "pass numpy.ascontiguousarray(x) and, for a result, copy it back"
-        )
-    why = movable(value.dtype)
-    if why is not None:
-        raise TypeError(f"parameter `{name}`: {why}")
+    if is_native(value.dtype) and flags.c_contiguous and flags.aligned and (flags.writeable or not writable):
+        return Memory(value.view(np.ndarray).reshape(-1), value.shape)
+    try:
+        each = element(value.dtype)
+    except TypeError as error:
+        raise TypeError(f"parameter `{name}`: {error}") from None
     if writable and not flags.writeable:
         raise ValueError(f"parameter `{name}` is read-only, and this call writes its result into it")
-    return Memory(value.view(np.ndarray).reshape(-1), value.shape)
+    if writable and layouts.overlaps(value):
+        raise ValueError(
+            f"parameter `{name}` has elements that share memory (shape {value.shape}, strides {value.strides}), and this call "
+            "writes its result into it: pass a copy"
+        )
+    plain = value.view(np.ndarray)
+    if flags.c_contiguous and flags.aligned and not each.swapped and not (each.gaps and writable):
+        return Memory(plain.view(each.wire).reshape(-1), value.shape, named=each.name)
+    flat, pack, unpack = layouts.packed(plain, each)
+    return Memory(flat, value.shape, pack=pack, unpack=unpack if writable else None, named=each.name, origin=plain)
 
 
 def adapt_list(values: Any, name: str, *, writable: bool, length: int | None = None) -> list[Memory]:
@@ -108,9 +130,9 @@ def adapt_list(values: Any, name: str, *, writable: bool, length: int | None = N
 def same_dtype(*memories: Memory) -> None:
     """Raise ValueError when the memories are not all of one dtype."""
     for memory in memories[1:]:
-        if memory.dtype != memories[0].dtype:
+        if memory.name != memories[0].name:
             raise ValueError(
-                f"Invalid usage of tensors with different dtypes: found {memories[0].dtype} and {memory.dtype}"
+                f"Invalid usage of tensors with different dtypes: found {memories[0].name} and {memory.name}"
             )
 
 

@@ -8,34 +8,135 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mpicoll.buffers.half import HALVES
 from mpicoll.buffers.reduce_op import RedOpType, ReduceOp
 
-__all__ = ["Reduction", "dtype_name", "movable", "resolve_reduction"]
+__all__ = ["Element", "Reduction", "dtype_name", "element", "movable", "resolve_reduction"]
 
 Array = npt.NDArray[Any]
 
 MOVABLE = frozenset("?bBhHiIlLqQfdgFDG")
-"""Type characters of the dtypes that move: bool, every integer, float32, float64, longdouble and their complex kin."""
+"""Type characters of the dtypes that MPI knows: bool, every integer, float32, float64, longdouble and their complex kin."""
+
+# Not by their type characters: ml_dtypes gives its types characters that NumPy's have, such as "G" (clongdouble) to
+# float8_e4m3fnuz.
+_NATIVE = frozenset(np.dtype(char).num for char in MOVABLE)
+_FLOAT16, _DATES, _TEXTS, _VOID = np.dtype("e").num, frozenset((21, 22)), frozenset((18, 19)), 20
+
+FOREIGN = {
+    "bfloat16": 2,
+    **dict.fromkeys(("float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz"), 1),
+    **dict.fromkeys(("float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
+    **dict.fromkeys(("float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn"), 1),
+    **dict.fromkeys(("int1", "int2", "int4", "uint1", "uint2", "uint4"), 1),
+    **dict.fromkeys(("bcomplex32", "complex32"), 4),
+}
+"""Names and bytes of the dtypes of ml_dtypes, which are known without importing it."""
+
+_WIRES: dict[int, np.dtype[Any]] = {
+    1: np.dtype(np.uint8),
+    2: np.dtype(np.uint16),
+    4: np.dtype(np.uint32),
+    8: np.dtype(np.uint64),
+}
 
 
-_names: dict[str, str] = {}
+@dataclass(frozen=True, slots=True)
+class Element:
+    """What one element of an array is.
+
+    Attributes:
+        wire: the dtype as which its bytes travel, in this machine's byte order.
+        name: its dtype's name where that is not the one of ``wire``, else "". Arrays of one name may meet in a call.
+        swapped: its bytes stand in the other order.
+        gaps: some of its bytes belong to no field, and perhaps to another array.
+    """
+
+    wire: np.dtype[Any]
+    name: str = ""
+    swapped: bool = False
+    gaps: bool = False
+
+
+_names: dict[int, str] = {}
 
 
 def dtype_name(dtype: np.dtype[Any]) -> str:
     """Return ``str(dtype)`` of a movable dtype, without making it again (NumPy takes about 5 us)."""
-    name = _names.get(dtype.char)
+    name = _names.get(dtype.num)
     if name is None:
-        name = _names[dtype.char] = str(dtype)
+        name = str(dtype)
+        if dtype.num in _NATIVE and dtype.isnative:
+            _names[dtype.num] = name
     return name
+
+
+def named_element(name: str) -> Element | None:
+    """Return the element of a dtype that has a name of its own, whatever arrays it stands in; None for others."""
+    size = 2 if name == "float16" else FOREIGN.get(name)
+    return None if size is None else Element(_WIRES[size], name)
+
+
+def is_native(dtype: np.dtype[Any]) -> bool:
+    """Whether MPI knows the elements as they are."""
+    return dtype.num in _NATIVE and dtype.isnative
+
+
+def element(dtype: np.dtype[Any]) -> Element:
+    """Return what the elements of a dtype are.
+
+    Raises:
+        TypeError: they cannot be moved.
+    """
+    if dtype.num in _NATIVE:
+        return Element(dtype if dtype.isnative else dtype.newbyteorder("="), swapped=not dtype.isnative)
+    if dtype.hasobject or not dtype.itemsize:
+        raise TypeError(_refusal(dtype))
+    if dtype.num == _VOID:
+        # Without the type of the records: a recarray meets a plain array of its fields.
+        return Element(opaque(dtype.itemsize), str(np.dtype((np.void, dtype))), gaps=_gaps(dtype))
+    native = dtype if dtype.isnative else dtype.newbyteorder("=")
+    if dtype.num in _TEXTS or dtype.num in _DATES:
+        wire = np.dtype(np.int64) if dtype.num in _DATES else opaque(dtype.itemsize)
+        return Element(wire, str(native), swapped=not dtype.isnative)
+    name = "float16" if dtype.num == _FLOAT16 else dtype.name
+    if dtype.num != _FLOAT16 and FOREIGN.get(name) != dtype.itemsize:
+        raise TypeError(_refusal(dtype))
+    return Element(_WIRES[dtype.itemsize], name, swapped=not dtype.isnative)
+
+
+def opaque(itemsize: int) -> np.dtype[Any]:
+    """Return the dtype as which elements travel of which nothing but their size is known."""
+    return _WIRES.get(itemsize, np.dtype(f"V{itemsize}"))
+
+
+def _gaps(dtype: np.dtype[Any]) -> bool:
+    """Whether some bytes of a structured dtype belong to none of its fields."""
+    base = dtype.base
+    if base.fields is None:
+        return False
+    end = 0
+    for field, offset in sorted((found[:2] for found in base.fields.values()), key=lambda found: found[1]):
+        if offset > end or _gaps(field):
+            return True
+        end = max(end, offset + field.itemsize)
+    return end < base.itemsize
+
+
+def _refusal(dtype: np.dtype[Any]) -> str:
+    if dtype.hasobject:
+        return f"dtype {dtype} is not supported: its elements are objects of Python; see all_gather_object and its kin"
+    if not dtype.itemsize:
+        return f"dtype {dtype} is not supported: its elements have no bytes"
+    return f"dtype {dtype} is not supported; convert with .astype(numpy.float32), or pass .view(numpy.uint8)"
 
 
 def movable(dtype: np.dtype[Any]) -> str | None:
     """Return why arrays of ``dtype`` cannot be passed, or None when they can."""
-    if dtype.char not in MOVABLE:
-        help_ = "; convert with .astype(numpy.float32)" if dtype.kind == "f" else ""
-        return f"dtype {dtype} is not supported (bool, integer, float32, float64, longdouble and complex are){help_}"
-    if not dtype.isnative:
-        return f"dtype {dtype.str} is not in this machine's byte order; convert with .astype(dtype.newbyteorder('='))"
+    try:
+        element(dtype)
+    except TypeError as error:
+        return str(error)
     return None
 
 
@@ -85,28 +186,38 @@ _COMPLEX = frozenset({RedOpType.SUM, RedOpType.AVG, RedOpType.PREMUL_SUM})
 _cache: dict[tuple[RedOpType, str], Reduction] = {}
 
 
-def resolve_reduction(function: str, op: Any, dtype: np.dtype[Any]) -> Reduction:
+def resolve_reduction(function: str, op: Any, dtype: np.dtype[Any], name: str = "") -> Reduction:
     """Return how ``op`` runs on ``dtype``.
+
+    Args:
+        function: the public function, for messages.
+        op: what the program passed.
+        dtype: as which the elements are reduced.
+        name: of the program's dtype where it is another one (``Element.name``).
 
     Raises:
         TypeError: ``op`` is not a ReduceOp.
         ValueError: the op has no meaning on complex numbers; PREMUL_SUM without a usable factor.
-        RuntimeError: a bitwise op on floats; AVG on integers or bools; PREMUL_SUM on bools.
+        RuntimeError: a bitwise op on floats; AVG on integers or bools; PREMUL_SUM on bools; any op on what only moves.
     """
     if type(op) is RedOpType and op is not RedOpType.PREMUL_SUM:
-        known = _cache.get((op, dtype.char))
+        known = None if name else _cache.get((op, dtype.char))
         if known is None:
-            known = _cache[op, dtype.char] = Reduction(_mpi_op(function, op, dtype), op, average=op is RedOpType.AVG)
+            known = Reduction(_mpi_op(function, op, dtype, name), op, average=op is RedOpType.AVG)
+            if not name:
+                _cache[op, dtype.char] = known
         return known
     if not isinstance(op, (RedOpType, ReduceOp)):
         raise TypeError(f"{function}: op must be a ReduceOp such as ReduceOp.SUM, not {type(op).__name__}")
     full = op if isinstance(op, ReduceOp) else ReduceOp(op)
     if full.op is not RedOpType.PREMUL_SUM:
-        return resolve_reduction(function, full.op, dtype)
-    return Reduction(_mpi_op(function, full.op, dtype), full.op, factor=_factor(function, full.factor, dtype))
+        return resolve_reduction(function, full.op, dtype, name)
+    return Reduction(_mpi_op(function, full.op, dtype, name), full.op, factor=_factor(function, full.factor, dtype))
 
 
-def _mpi_op(function: str, op: RedOpType, dtype: np.dtype[Any]) -> str:
+def _mpi_op(function: str, op: RedOpType, dtype: np.dtype[Any], name: str) -> str:
+    if name and name not in HALVES:
+        raise RuntimeError(f"{function}: Cannot use {op} with dtype {name}: its elements are moved, not reduced")
     kind = dtype.kind
     if kind == "b":
         if op not in _BOOL:
@@ -118,7 +229,7 @@ def _mpi_op(function: str, op: RedOpType, dtype: np.dtype[Any]) -> str:
         return "SUM"
     if op in _BITWISE:
         if kind == "f":
-            raise RuntimeError(f"{function}: Cannot use {op} with non-integral dtype {dtype}")
+            raise RuntimeError(f"{function}: Cannot use {op} with non-integral dtype {name or dtype}")
         return _BITWISE[op]
     if op is RedOpType.AVG and kind != "f":
         raise RuntimeError(f"{function}: ReduceOp.AVG needs a floating-point dtype: {dtype} cannot hold the average")

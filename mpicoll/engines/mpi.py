@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -135,6 +135,12 @@ def _without_long_complex(move: Movement) -> Movement:
     )
 
 
+@cache
+def _type_of_bytes(count: int) -> MPI.Datatype:
+    """Return a type of so many bytes, for elements of which MPI knows no more; kept, as messages under way may have it."""
+    return MPI.BYTE.Create_contiguous(count).Commit()
+
+
 class MpiEngine:
     """Moves host memory by the collectives of MPI (MPI-4.1 chapter 6)."""
 
@@ -182,6 +188,8 @@ class MpiEngine:
 
     def _type(self, array: Any) -> MPI.Datatype:
         char = array.dtype.char
+        if char == "V":
+            return _type_of_bytes(array.dtype.itemsize)
         found = self._types.get(char)
         if found is None:
             found = self._types[char] = MPI.Datatype.fromcode(char)

@@ -70,14 +70,9 @@ def wrong_calls(async_op: bool) -> list[tuple[str, str, type[Exception], Call]]:
         "None": None,
         "a number": 4.0,
         "bytes": b"1234",
-        "a non-contiguous array": np.ones((4, 2))[:, 0],
-        "a Fortran array": np.asfortranarray(np.ones((2, 3))),
-        "float16": np.ones(4, np.float16),
-        "big-endian": np.ones(4, ">f8"),
         "objects": np.array([None] * 4),
-        "strings": np.array(["a"] * 4),
-        "dates": np.zeros(4, "M8[s]"),
-        "records": np.zeros(4, "i4,f8"),
+        "records with objects": np.zeros(4, "i4,O"),
+        "elements of no bytes": np.zeros(4, np.dtype([])),
         "a masked array": np.ma.masked_array(np.ones(4)),
     }
     for what, value in arrays.items():
@@ -101,7 +96,7 @@ def wrong_calls(async_op: bool) -> list[tuple[str, str, type[Exception], Call]]:
             ("all_to_all", f"{what} in the list", TypeError, lambda v=value: dist.all_to_all(many, [v] * size, **more)),
             ("all_to_all_single", what, TypeError, lambda v=value: dist.all_to_all_single(v, large, **more)),
         ]
-    ro = read_only()
+    ro, shared = read_only(), np.lib.stride_tricks.as_strided(np.ones(1), (4,), (0,))
     bad += [
         ("all_reduce", "read-only", ValueError, lambda: dist.all_reduce(ro, **more)),
         ("all_gather", "read-only", ValueError, lambda: dist.all_gather([ro] * size, x, **more)),
@@ -116,6 +111,10 @@ def wrong_calls(async_op: bool) -> list[tuple[str, str, type[Exception], Call]]:
             ValueError,
             lambda: dist.all_to_all_single(read_only(4 * size), large, **more),
         ),
+        # elements that share memory, where the call writes
+        ("all_reduce", "a broadcast view", ValueError, lambda: dist.all_reduce(shared, **more)),
+        ("all_gather", "broadcast views", ValueError, lambda: dist.all_gather([shared] * size, x, **more)),
+        ("reduce_scatter", "a broadcast view", ValueError, lambda: dist.reduce_scatter(shared, many, **more)),
         # lists
         ("all_gather", "a tuple", TypeError, lambda: dist.all_gather(tuple(many), x, **more)),
         ("reduce_scatter", "a tuple", TypeError, lambda: dist.reduce_scatter(x, tuple(many), **more)),
@@ -187,6 +186,23 @@ def wrong_calls(async_op: bool) -> list[tuple[str, str, type[Exception], Call]]:
         ("all_reduce", "two factors", ValueError, lambda: dist.all_reduce(x, ReduceOp.PREMUL_SUM(np.ones(2)), **more)),
         ("all_reduce", "a factor of text", ValueError, lambda: dist.all_reduce(x, ReduceOp.PREMUL_SUM("2"), **more)),
         ("all_reduce", "a complex factor", ValueError, lambda: dist.all_reduce(x, ReduceOp.PREMUL_SUM(1j), **more)),
+        (
+            "all_reduce",
+            "BAND on float16",
+            RuntimeError,
+            lambda: dist.all_reduce(np.ones(4, "e"), ReduceOp.BAND, **more),
+        ),
+        ("all_reduce", "SUM on dates", RuntimeError, lambda: dist.all_reduce(np.zeros(4, "M8[s]"), **more)),
+        ("reduce", "MAX on text", RuntimeError, lambda: dist.reduce(np.zeros(4, "U3"), 0, ReduceOp.MAX, **more)),
+        ("all_reduce", "SUM on records", RuntimeError, lambda: dist.all_reduce(np.zeros(4, "i4,f8"), **more)),
+        (
+            "reduce_scatter",
+            "PREMUL_SUM on records",
+            RuntimeError,
+            lambda: dist.reduce_scatter(
+                np.zeros(4, "i4,f8"), [np.zeros(4, "i4,f8")] * size, ReduceOp.PREMUL_SUM(2), **more
+            ),
+        ),
         (
             "all_reduce",
             "a factor that does not fit",

@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 
-from mpicoll.buffers.dtypes import MOVABLE, movable, resolve_reduction
+from mpicoll.buffers.dtypes import FOREIGN, MOVABLE, Element, element, movable, resolve_reduction
 from mpicoll.buffers.reduce_op import RedOpType, ReduceOp
 
 OPS = [op for op in RedOpType if op is not RedOpType.PREMUL_SUM]
@@ -126,11 +126,91 @@ def test_before_and_after_do_what_the_op_says() -> None:
         assert (x == [0.5, 1, 1.5]).all()
 
 
+def test_what_only_moves_is_not_reduced() -> None:
+    """Texts, dates and structured dtypes take no op at all."""
+    for text in ("S3", "U1", "V4", "M8[s]", "m8[D]", "i4,f8"):
+        found = element(np.dtype(text))
+        for op in (*OPS, ReduceOp.PREMUL_SUM(2)):
+            with pytest.raises(RuntimeError, match="moved, not reduced"):
+                resolve_reduction("all_reduce", op, found.wire, found.name)
+
+
+def test_halves_take_the_ops_of_floats() -> None:
+    """float16 and bfloat16 take what float32 takes, with a factor of float32, and errors that name them."""
+    wide = np.dtype("f")
+    for name in ("float16", "bfloat16"):
+        for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX):
+            assert resolve_reduction("all_reduce", op, wide, name) == resolve_reduction("all_reduce", op, wide)
+        for op in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR):
+            with pytest.raises(RuntimeError, match=f"non-integral dtype {name}"):
+                resolve_reduction("all_reduce", op, wide, name)
+        factor = resolve_reduction("all_reduce", ReduceOp.PREMUL_SUM(1 / 3), wide, name).factor
+        assert (factor.dtype, factor) == (wide, np.float32(1 / 3))
+
+
 def test_which_dtypes_move() -> None:
-    """bool, integers, floats from 32 bits and complex numbers in this machine's byte order move; others say why not."""
+    """Everything moves but objects, elements without bytes, and types that other packages have made."""
     for char in MOVABLE:
-        assert movable(np.dtype(char)) is None
-    for wrong in ("e", "O", "S3", "U1", "M8[s]", "m8[s]", "V4", "i4,f8"):
-        assert "not supported" in str(movable(np.dtype(wrong))), wrong
-    for wrong in (">f8", ">i2", ">c16"):
-        assert "byte order" in str(movable(np.dtype(wrong))), wrong
+        assert element(np.dtype(char)) == Element(np.dtype(char)), char
+        for order in ("<", ">"):
+            dtype = np.dtype(char).newbyteorder(order)
+            assert element(dtype) == Element(np.dtype(char), swapped=not dtype.isnative), (order, char)
+    for text, wire, name in (
+        ("e", "u2", "float16"),
+        ("S3", "V3", "|S3"),
+        ("U2", "u8", "<U2"),
+        ("M8[s]", "i8", "datetime64[s]"),
+        ("m8[D]", "i8", "timedelta64[D]"),
+        ("V5", "V5", "|V5"),
+        ("i4,f8", "V12", "[('f0', '<i4'), ('f1', '<f8')]"),
+    ):
+        assert element(np.dtype(text)) == Element(np.dtype(wire), name), text
+    for text, name in ((">f2", "float16"), (">U2", "<U2"), (">M8[s]", "datetime64[s]")):
+        found = element(np.dtype(text))
+        assert (found.name, found.swapped) == (name, True), text
+    for wrong in ("O", "i4,O", [], "V0", [("a", [("b", "O")])]):
+        assert "not supported" in str(movable(np.dtype(wrong))), wrong  # type: ignore[call-overload]
+    texts = getattr(getattr(np, "dtypes", None), "StringDType", None)  # of NumPy 2
+    if texts is not None:
+        assert "not supported" in str(movable(texts()))
+
+
+def test_records_have_the_name_of_their_fields() -> None:
+    """A recarray meets an array of its fields; a dtype of other fields, orders or places has another name."""
+    fields = [("a", "<i4"), ("b", "<f8")]
+    name = element(np.dtype(fields)).name
+    assert element(np.dtype((np.record, fields))).name == name
+    others = ([("a", "<i4"), ("c", "<f8")], [("a", ">i4"), ("b", "<f8")], [("a", "<i4"), ("b", "<i8")])
+    assert all(element(np.dtype(other)).name != name for other in others)
+    assert element(np.dtype(fields, align=True)).name != name
+
+
+def test_gaps_of_structured_dtypes() -> None:
+    """Bytes that belong to no field are found, in fields of fields and in arrays of them too."""
+    gappy = np.dtype("u1,i4", align=True)
+    three = np.zeros(2, "i4,f8,i2")
+    for dtype in (gappy, three[["f0", "f2"]].dtype, np.dtype([("a", gappy)]), np.dtype([("a", gappy, (3,))])):
+        assert element(dtype).gaps, dtype
+    union = np.dtype({"names": ["a", "b"], "formats": ["i4", "u1"], "offsets": [0, 1]})
+    for dtype in (three.dtype, np.dtype([("a", "i4,f8", (2, 3)), ("b", "S3")]), union, np.dtype("V7")):
+        assert not element(dtype).gaps, dtype
+
+
+def test_types_of_ml_dtypes_are_known_by_name_and_size() -> None:
+    """Each of its dtypes moves under its own name, though its type character may be that of another dtype."""
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    seen = set()
+    for name, size in FOREIGN.items():
+        if not hasattr(ml_dtypes, name):
+            continue  # of a newer ml_dtypes
+        dtype = np.dtype(getattr(ml_dtypes, name))
+        found = element(dtype)
+        assert (found.name, found.wire.itemsize, found.wire.kind) == (name, size, "u"), dtype
+        assert found.name == str(dtype)
+        seen.add(name)
+        if name != "bfloat16":
+            with pytest.raises(RuntimeError, match=f"{name}: its elements are moved, not reduced"):
+                resolve_reduction("all_reduce", ReduceOp.SUM, found.wire, found.name)
+    assert {"bfloat16", "float8_e4m3fn", "float8_e5m2", "int4"} <= seen
+    # One with the character of clongdouble, which takes 32 bytes.
+    assert np.dtype(ml_dtypes.float8_e4m3fnuz).char == "G"
