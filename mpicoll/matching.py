@@ -113,7 +113,7 @@ class Receive:
         if self.complete:
             flight.seal_results()
         elif self.request is None:
-            self._seal = Seal([self.memory.flat])
+            self._seal = Seal([self.memory.own])
 
     def looked_at(self) -> None:
         """Note that the message comes into its memory now."""
@@ -121,6 +121,8 @@ class Receive:
 
     def filled(self) -> None:
         """Note that all of the message is in its memory."""
+        if self.memory.unpack is not None and not self.dirty:
+            self.memory.unpack()
         self.complete = True
         if self.flight is not None:
             self.flight.seal_results()
@@ -133,7 +135,7 @@ class Receive:
         """Whether a message can be taken into its memory."""
         flat = self.memory.flat
         if self.exact:
-            return envelope.count == flat.size and envelope.dtype == flat.dtype
+            return envelope.fits(self.memory)
         return envelope.nbytes <= flat.nbytes
 
     def Test(self) -> bool:
@@ -275,7 +277,11 @@ class Receiver:
             del self.queues[key]
         receive.looked_at()
         flat = receive.memory.flat
+        if receive.memory.pack is not None and envelope.nbytes < flat.nbytes:
+            receive.memory.pack()  # what the message does not reach keeps what it holds
         if envelope.apart:
+            # Elements that MPI does not know travel as bytes; on both sides, if the dtypes are the same or not compared.
+            flat = flat if flat.dtype.kind != "V" else flat.view(np.uint8)
             receive.request = self._control.Irecv(flat, message.source, message.tag)
             self._taking.append(receive)
             waiting.moving(envelope.nbytes)

@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from mpicoll import execution, groups, persistent, waiting
 from mpicoll.buffers.array import Array, Memory, adapt
-from mpicoll.buffers.dtypes import dtype_name
+from mpicoll.buffers.dtypes import is_native
 from mpicoll.checks.call import Call, call_site
 from mpicoll.checks.entries import Entry, entry_of
 from mpicoll.checks.envelope import SMALL_BYTES, Envelope, describe, write
@@ -54,7 +54,7 @@ def send(
     and tag. A message of up to 16 KiB may return before it is received, a larger one does not.
 
     Args:
-        tensor: what to send; C-contiguous.
+        tensor: what to send; an array of any layout, whose elements travel in C order.
         dst: global rank of the destination; or ``group_dst``, its rank in the group.
         group: the group; default the world.
         tag: 0 to MPI_TAG_UB - 32.
@@ -124,7 +124,7 @@ def send(
     limit = execution.call_limit(found, timeout)
     operation, _ = _start_send("send", found, tensor, peer, tag, limit)
     execution.finish_waiting(operation, limit)
-    if group_dst is None and timeout is None:
+    if group_dst is None and timeout is None and type(tensor) is _ndarray and is_native(tensor.dtype):
         persistent.learn(found, "send", peer, tensor, dst, tag)
 
 
@@ -142,7 +142,7 @@ def recv(
     Called by this rank alone; the source calls :func:`send` or :func:`isend` with the same dtype, number of elements and tag.
 
     Args:
-        tensor: where to receive; C-contiguous, of the message's dtype and number of elements (its shape may differ).
+        tensor: where to receive; of the message's dtype and number of elements (its shape and layout may differ).
         src: global rank of the source; or ``group_src``, its rank in the group; neither: any member.
         group, tag, timeout: as in :func:`send`.
 
@@ -219,7 +219,7 @@ def recv(
     limit = execution.call_limit(found, timeout)
     operation, _ = _start_recv("recv", found, tensor, peer, tag, limit)
     execution.finish_waiting(operation, limit)
-    if group_src is None and timeout is None:
+    if group_src is None and timeout is None and type(tensor) is _ndarray and is_native(tensor.dtype):
         persistent.learn(found, "recv", peer, tensor, src, tag)
     return found.ranks[operation.source]
 
@@ -396,17 +396,18 @@ def _start_send(
     memory = adapt(tensor, "tensor", writable=False)
     _check_tag(tag)
     execution.enter(group, name)
-    call = message_call(name, group, memory.dtype, memory.flat.size, peer, tag, call_site())
-    flight = _flight(group, call, memory, tensor)
+    call = _describe(name, group, memory, peer, tag)
+    flight = _flight(group, call, memory)
     with waiting.guard, group.posting:
         if flight is not None and name == "isend":
             flight.seal()
         flat = memory.filled()
-        message = write(flat, *group.told.place(peer, tag, name, call.site))
+        message = write(flat, memory.named, *group.told.place(peer, tag, name, call.site))
         with execution.begun(group, call, limit, (message, flat), peer=group.ranks[peer], tag=tag):
             requests = [group.pair.data.Isend([message, MPI.BYTE], peer, tag)]
             if flat.nbytes > SMALL_BYTES:
-                requests.append(persistent.post_apart(group, flat, peer, tag))
+                body = flat if flat.dtype.kind != "V" else flat.view(np.uint8)
+                requests.append(persistent.post_apart(group, body, peer, tag))
             group.count_sent(peer, tag)
             waiting.moving(flat.nbytes)
             steps = _sending(group, call, _Sending(requests, (message, flat)))
@@ -422,8 +423,8 @@ def _start_recv(
     memory = adapt(tensor, "tensor", writable=True)
     _check_tag(tag)
     execution.enter(group, name)
-    call = message_call(name, group, memory.dtype, memory.flat.size, peer, tag, call_site())
-    flight = _flight(group, call, memory, tensor)
+    call = _describe(name, group, memory, peer, tag)
+    flight = _flight(group, call, memory)
     with waiting.guard, group.posting:
         receiver = group.pair.receiver
         source = group.ranks[peer] if peer >= 0 else -1
@@ -434,7 +435,14 @@ def _start_recv(
             return _receive_operation(group, call, memory, receive, tensor, limit), flight
 
 
-def _flight(group: ProcessGroup, call: Call, memory: Memory, tensor: Array) -> Flight | None:
+def _describe(name: str, group: ProcessGroup, memory: Memory, peer: int, tag: int) -> Call:
+    call = message_call(name, group, memory.dtype, memory.flat.size, peer, tag, call_site())
+    if memory.named:
+        call.key = (*call.key[:2], memory.named, *call.key[3:])
+    return call
+
+
+def _flight(group: ProcessGroup, call: Call, memory: Memory) -> Flight | None:
     """Compare the memory of a message with that of the operations under way, and return what is to be kept of it.
 
     Raises:
@@ -442,7 +450,7 @@ def _flight(group: ProcessGroup, call: Call, memory: Memory, tensor: Array) -> F
     """
     if not group.compares or not (_flights or call.op in ("isend", "irecv")):
         return None
-    arrays = [memory.flat if memory.pack is None and memory.unpack is None else tensor]
+    arrays = [memory.own]
     sends = call.op in ("send", "isend")
     flight = Flight(
         call.op,
@@ -507,8 +515,6 @@ def _receiving(
     group.count_received(source, receive.tag)
     if receive.dirty:
         raise written(call.op, call.site, group.display)
-    if memory.unpack is not None:
-        memory.unpack()
     return source
 
 
@@ -520,14 +526,14 @@ def _misfit(
     error = CollectiveMismatchError(
         f"{call.op} on group {group.display}: rank {sender} sent {sent.describe()} (tag {receive.tag}, "
         f"{receive.place or 'from a place that is not known'}), {call.op} on rank {me} of "
-        f"{describe(memory.dtype, memory.flat.size)} at {call.site}. The message is not lost: a recv of "
+        f"{describe(memory.name, memory.flat.size)} at {call.site}. The message is not lost: a recv of "
         f"{sent.describe()} takes it"
     )
     op, _, site = receive.place.partition(" at ")
     key = (
         ("peer", f"to rank {me}"),
         ("tag", str(receive.tag)),
-        ("dtype", dtype_name(sent.dtype)),
+        ("dtype", sent.name or "another"),
         ("elements", str(sent.count)),
     )
     taken = entry_of(call, me, peer=sender)

@@ -1,7 +1,8 @@
 """What a message says of itself: dtype, number of elements, and where in the program it was sent.
 
 Every message on a group's data communicator begins with two 64-bit words. The first holds flags, the dtype and the number
-of elements; the second the number of the place that it was sent from, and the length of that place's words. Behind them
+of elements; the second the number of the place that it was sent from, and the length of that place's words. Elements of
+which there is no number (structured ones, texts, dates) travel as bytes, and the words hold a hash of their dtype. Behind them
 stand the elements, if they are few; those of a large message travel apart, on the control communicator, once a receive
 wants them. The words of a place (``send at train.py:12``) stand at the end of the first message that comes from there, so
 that the receiver knows them when it has to: the sender may be busy or gone by then.
@@ -9,15 +10,18 @@ that the receiver knows them when it has to: the sender may be busy or gone by t
 
 from __future__ import annotations
 
+import functools
 import itertools
 import struct
+import zlib
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
 import numpy as np
 
-from mpicoll.buffers.dtypes import MOVABLE, dtype_name
+from mpicoll.buffers.array import Memory
+from mpicoll.buffers.dtypes import FOREIGN, MOVABLE, Element, dtype_name, named_element
 from mpicoll.checks.call import Site
 
 __all__ = [
@@ -51,16 +55,21 @@ _COUNT_BITS = 48
 _COUNT = (1 << _COUNT_BITS) - 1
 _APART = 1 << 56
 _PLACED = 1 << 57
-_PLACE_BITS = 48
+_PLACE_BITS = 32
+_PLACE = (1 << _PLACE_BITS) - 1
+_WORDS_BITS = 8
+_PRINT_BITS = 23
 _MOST_TOLD = 4096
 
 # The same dtype by another name (on Linux int64 is "l" and "q") has the same number: numbered by name, which is also the
 # same on all ranks.
-_DTYPES = tuple(
-    {str(dtype): dtype for dtype in (np.dtype(char) for char in sorted(MOVABLE))}[name]
-    for name in sorted({str(np.dtype(char)) for char in MOVABLE})
-)
-_NUMBERS = {str(dtype): number for number, dtype in enumerate(_DTYPES)}
+_NATIVE = {str(dtype): Element(dtype) for dtype in (np.dtype(char) for char in sorted(MOVABLE))}
+_NAMED = {name: found for name in ("float16", *FOREIGN) if (found := named_element(name)) is not None}
+_KNOWN = {**{name: _NATIVE[name] for name in sorted(_NATIVE)}, **{name: _NAMED[name] for name in sorted(_NAMED)}}
+_NUMBERS = {name: number for number, name in enumerate(_KNOWN)}
+_ELEMENTS = tuple(_KNOWN.items())
+_OTHER = 0xFF
+_BYTE: np.dtype[Any] = np.dtype(np.uint8)
 
 
 @dataclass(slots=True, frozen=True)
@@ -68,29 +77,49 @@ class Envelope:
     """What the two words of one message say.
 
     Attributes:
-        dtype, count: of its elements.
+        name: of the dtype of its elements; "" where it has no number.
+        dtype, count: as which its elements travel, and how many of those.
         apart: its elements travel on the control communicator.
         place: number of the place that it was sent from, which is the sender's own.
+        print: hash of its dtype, where that has no number.
     """
 
+    name: str
     dtype: np.dtype[Any]
     count: int
     apart: bool
     place: int
+    print: int = 0
 
     @property
     def nbytes(self) -> int:
         """Size of its elements."""
         return self.count * self.dtype.itemsize
 
+    def fits(self, memory: Memory) -> bool:
+        """Whether it has as many elements as a memory, of the same dtype."""
+        if self.name:
+            return self.count == memory.flat.size and self.name == memory.name
+        return self.count == memory.flat.nbytes and self.print == (
+            0 if memory.name in _NUMBERS else _fingerprint(memory.name)
+        )
+
     def describe(self) -> str:
         """Return ``float32, 4 elements``."""
-        return describe(self.dtype, self.count)
+        if self.name:
+            return describe(self.name, self.count)
+        return f"{self.count} byte{'s' if self.count != 1 else ''} of another dtype, structured or of texts or dates"
 
 
-def describe(dtype: np.dtype[Any], count: int) -> str:
+def describe(name: str, count: int) -> str:
     """Return ``float32, 4 elements``."""
-    return f"{dtype_name(dtype)}, {count} element{'s' if count != 1 else ''}"
+    return f"{name}, {count} element{'s' if count != 1 else ''}"
+
+
+@functools.lru_cache(maxsize=_MOST_TOLD)
+def _fingerprint(name: str) -> int:
+    """Return a number of 23 bits for a dtype's name, the same on all ranks and never 0."""
+    return zlib.crc32(name.encode()) % ((1 << _PRINT_BITS) - 1) + 1
 
 
 def first_word(dtype: np.dtype[Any], count: int) -> int:
@@ -99,17 +128,30 @@ def first_word(dtype: np.dtype[Any], count: int) -> int:
     return word if count * dtype.itemsize <= SMALL_BYTES else word | _APART
 
 
-def write(flat: np.ndarray[Any, Any], number: int, place: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _first(flat: np.ndarray[Any, Any], named: str) -> int:
+    if not named:
+        return first_word(flat.dtype, flat.size)
+    known = _NUMBERS.get(named)
+    word = _OTHER << _COUNT_BITS | flat.nbytes if known is None else known << _COUNT_BITS | flat.size
+    return word if flat.nbytes <= SMALL_BYTES else word | _APART
+
+
+def write(flat: np.ndarray[Any, Any], named: str, number: int, place: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Return a message: its words, the elements of ``flat`` if they are few, and the words of its place if it says them.
 
     Args:
+        flat: the elements as they travel.
+        named: the name of their dtype, where it is not that of ``flat``.
         number: of the place.
         place: its words, or empty when the receiver has been told.
     """
-    word = first_word(flat.dtype, flat.size)
+    word, print_ = _first(flat, named), 0
+    if named and named not in _NUMBERS:
+        print_ = _fingerprint(named)
+    number = number & _PLACE | len(place) << _PLACE_BITS | print_ << _PLACE_BITS + _WORDS_BITS
     inside = 0 if word & _APART else flat.nbytes
     buffer = np.empty(WORDS.size + inside + len(place), np.uint8)
-    WORDS.pack_into(buffer.data, 0, word | _PLACED if place else word, number | len(place) << _PLACE_BITS)
+    WORDS.pack_into(buffer.data, 0, word | _PLACED if place else word, number)
     if inside:
         buffer[WORDS.size : WORDS.size + inside] = flat.view(np.uint8)
     if place:
@@ -123,10 +165,12 @@ def open_message(buffer: np.ndarray[Any, np.dtype[np.uint8]]) -> tuple[Envelope,
     The buffer may be longer than the message.
     """
     word, place = WORDS.unpack_from(buffer.data)
-    dtype = _DTYPES[word >> _COUNT_BITS & 0xFF]
-    envelope = Envelope(dtype, word & _COUNT, bool(word & _APART), place & ((1 << _PLACE_BITS) - 1))
+    number = word >> _COUNT_BITS & 0xFF
+    name, dtype = ("", _BYTE) if number == _OTHER else (_ELEMENTS[number][0], _ELEMENTS[number][1].wire)
+    print_ = place >> _PLACE_BITS + _WORDS_BITS
+    envelope = Envelope(name, dtype, word & _COUNT, bool(word & _APART), place & _PLACE, print_)
     end = WORDS.size + (0 if envelope.apart else envelope.nbytes)
-    words = buffer[end : end + (place >> _PLACE_BITS)].tobytes().decode(errors="replace")
+    words = buffer[end : end + (place >> _PLACE_BITS & (1 << _WORDS_BITS) - 1)].tobytes().decode(errors="replace")
     return envelope, buffer[WORDS.size : end], words
 
 

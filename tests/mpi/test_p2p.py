@@ -360,7 +360,7 @@ def test_wrong_arguments() -> None:
                 function(x, wrong)
         with pytest.raises(ValueError, match="Can't specify both group_rank and global_rank"):
             function(x, peer, **{f"group_{name}": peer})
-        for bad in ([1.0], (1.0,), 3.0, None, np.zeros(3, np.float16), np.zeros((4, 4))[:, 1], np.zeros(3, ">f8")):
+        for bad in ([1.0], (1.0,), 3.0, None, np.array([None]), np.zeros(3, "i4,O"), np.ma.zeros(3)):
             with pytest.raises(TypeError):
                 function(bad, peer)
             if peer != rank:
@@ -574,15 +574,16 @@ def _exchange(number: int, count: int, got: list[float], failures: list[BaseExce
 
 @pytest.mark.mpi(min_size=2)
 def test_a_send_made_again_with_another_layout() -> None:
-    """An array that is not C-contiguous is refused, however often one of its shape and dtype was sent from here."""
+    """A transposed array is sent in C order, however often one of its shape and dtype was sent from here as it was."""
     me = dist.get_rank()
     for side in (4, 64):
         a, b = np.arange(float(side * side)).reshape(side, side), np.empty((side, side))
         for _ in range(4):
             if me == 0:
                 dist.send(a, 1)
-                with pytest.raises(TypeError, match="not C-contiguous"):
-                    dist.send(a.T, 1)
+                dist.send(a.T, 1)
             elif me == 1:
                 dist.recv(b, 0)
+                assert (b == a).all()
+                dist.recv(b.T, 0)
                 assert (b == a).all()

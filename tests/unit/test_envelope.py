@@ -18,9 +18,10 @@ def test_a_message_opens_as_it_was_written(char: str) -> None:
     for count in (0, 1, 3, most, most + 1, 5 * most):
         flat = np.arange(count).astype(dtype)
         for place in (b"", "send at tr\N{LATIN SMALL LETTER A WITH DIAERESIS}in.py:12".encode()):
-            message = write(flat, 7, place)
+            message = write(flat, "", 7, place)
             envelope, elements, words = open_message(message)
-            assert (envelope.dtype, envelope.count, envelope.place) == (dtype, count, 7)
+            assert (envelope.name, envelope.dtype, envelope.count) == (str(dtype), dtype, count)
+            assert (envelope.place, envelope.print) == (7, 0)
             assert envelope.nbytes == flat.nbytes
             assert words.encode() == place
             assert envelope.apart == (count > most)
@@ -39,7 +40,7 @@ def test_dtypes_that_differ_have_words_that_differ() -> None:
             same = np.dtype(a) == np.dtype(b)
             assert (first_word(np.dtype(a), 3) == first_word(np.dtype(b), 3)) == same, a + b
     assert first_word(np.dtype("d"), 3) != first_word(np.dtype("d"), 4)
-    envelope, _, _ = open_message(write(np.zeros(1, "q"), 0, b""))
+    envelope, _, _ = open_message(write(np.zeros(1, "q"), "", 0, b""))
     assert envelope.describe() == "int64, 1 element"
 
 
