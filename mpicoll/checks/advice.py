@@ -37,8 +37,8 @@ def after_mismatch(expected: Entry | None, rows: Sequence[Entry], differs: Seque
         words = ", ".join(sorted(name or "options" for name in names))
         return first + f"make these alike on all ranks: {words}"
     name = next(iter(names), "")
-    if name == "dtype":
-        wanted = dict(expected.key).get("dtype", "")
+    wanted = dict(expected.key).get("dtype", "")
+    if name == "dtype" and not wanted.startswith(("[", "{")):  # nobody casts structured arrays
         return first + f"cast before the call on {who}: x = x.astype({wanted!r})"
     return first + _ALIKE.get(name, f"pass the same {name or 'options'} on all ranks")
 

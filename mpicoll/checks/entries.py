@@ -204,7 +204,9 @@ def entry_of(
     )
 
 
-_DTYPE = re.compile(r"(bool|[bu]?int|b?float|complex|c?longdouble)[0-9a-z_]*$")
+_DTYPE = re.compile(
+    r"(bool|[bu]?int|b?float|b?complex|c?longdouble)[0-9a-z_]*$|(date|time)[a-z]*64(\[.*\])?$|[<>|][SUV]\d+$|\[\(|\{'names'"
+)
 
 
 def _part(part: Any) -> tuple[str, str]:

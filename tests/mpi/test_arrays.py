@@ -1,0 +1,531 @@
+"""Arrays of every layout and dtype through every collective and message, compared with NumPy on the inputs of all ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpicoll as dist
+from mpicoll import ReduceOp
+from mpicoll.engines.mpi import MpiEngine
+from mpicoll.pytest_plugin import collective_raises
+
+try:
+    import ml_dtypes
+except ImportError:
+    ml_dtypes = None
+
+pytestmark = pytest.mark.mpi
+needs_ml_dtypes = pytest.mark.skipif(ml_dtypes is None, reason="ml_dtypes is not installed")
+
+Array = Any
+
+RECORDS = np.dtype([("a", "<i4"), ("b", ">f8"), ("c", "S3", (2,))])
+GAPPY = np.dtype([("a", "u1"), ("b", "i4")], align=True)
+HALVES = ["e", "bfloat16"]
+MOVING = ["d", "?", "g", "G", "F", "i", "e", "bfloat16", "float8_e4m3fnuz", "complex32", "U2", "S3", "M8[s]"]
+MOVING += [RECORDS, GAPPY]
+REDUCING = ["e", "bfloat16", "d", "f", "i", "F"]
+
+SMALL, LARGE = (3, 4), (81, 120)  # of float64, or of halves as float32, the second moves by blocking calls
+
+
+def dtype_of(name: Any) -> np.dtype[Any] | None:
+    """Return a dtype by name, or None when it is of a package that is not installed, or of a newer one."""
+    if isinstance(name, str) and name[0] in "bfc" and len(name) > 6:
+        found = getattr(ml_dtypes, name, None)
+        return None if found is None else np.dtype(found)
+    return np.dtype(name)
+
+
+def dtypes(names: list[Any]) -> list[np.dtype[Any]]:
+    return [dtype for dtype in map(dtype_of, names) if dtype is not None]
+
+
+def block(dtype: np.dtype[Any], shape: tuple[int, ...], *key: int) -> Array:
+    """Return what belongs to ``key``, as a contiguous array: small multiples of a quarter, exact in every dtype and order."""
+    if dtype.names is not None:
+        whole = np.zeros(shape, dtype)
+        for number, name in enumerate(dtype.names):
+            part = whole[name]
+            part[...] = block(part.dtype, part.shape, number, *key)
+        return whole
+    rng = np.random.default_rng([*shape, *key])
+    numbers = rng.integers(-8, 9, shape) / 4
+    if dtype.kind in "US":
+        return np.array(["", "a", "bc"])[rng.integers(0, 3, shape)].astype(dtype)
+    if dtype.kind in "iuMm":
+        numbers = rng.integers(-2, 3, shape)
+    if dtype.kind == "b":
+        numbers = rng.integers(0, 2, shape)
+    if dtype.kind == "c":
+        numbers = numbers + 1j * rng.integers(-8, 9, shape) / 4
+    if dtype.name in ("complex32", "bcomplex32"):
+        return numbers.astype(np.complex64).astype(dtype)
+    return numbers.astype(dtype)
+
+
+LAYOUTS: dict[str, tuple[Callable[[tuple[int, ...]], tuple[int, ...]], Callable[[Array], Array]]] = {
+    "C": (lambda s: s, lambda b: b),
+    "transposed": (lambda s: s[::-1], lambda b: b.T),
+    "every second column": (lambda s: (s[0], 2 * s[1] + 1), lambda b: b[:, 1::2]),
+    "backwards": (lambda s: s, lambda b: b[::-1, ::-1]),
+    "some rows of a cube": (lambda s: (2, 3 * s[0], s[1]), lambda b: b[1, 2::3]),
+}
+"""By name: the shape of the array behind a view of two dimensions, and what makes the view of it."""
+
+WAYS = [(layout, swapped) for layout in LAYOUTS for swapped in (False, True)]
+
+
+@dataclass
+class Given:
+    """An array in some layout, and the memory around it."""
+
+    view: Array
+    base: Array
+    before: Array
+    around: Array
+
+    def intact(self) -> bool:
+        """Whether nothing but the view has been written."""
+        return fields_of(self.base[self.around]) == fields_of(self.before[self.around])
+
+
+def lay(values: Array, way: tuple[str, bool]) -> Given:
+    """Return an array that holds ``values`` in another layout, and perhaps in the other byte order."""
+    outer, view_of = LAYOUTS[way[0]]
+    shape = values.shape if values.ndim == 2 else (1, values.size)
+    dtype = values.dtype.newbyteorder(">") if way[1] and values.dtype.kind in "biufcMmU" else values.dtype
+    base, mask = np.zeros(outer(shape), dtype), np.ones(outer(shape), bool)
+    view = view_of(base)
+    view[...] = values.reshape(shape)
+    view_of(mask)[...] = False
+    return Given(view, base, base.copy(), mask)
+
+
+class Call:
+    """The arrays of one call: made in turn in the layouts given, and looked at when it is over."""
+
+    def __init__(self, dtype: np.dtype[Any], shape: tuple[int, int], inputs: Any, outputs: Any, **more: Any) -> None:
+        self.dtype, self.shape, self.more = dtype, shape, more
+        self.inputs, self.outputs = itertools.cycle(inputs), itertools.cycle(outputs)
+        self.given: list[tuple[Given, Array]] = []
+        self.me, self.size = dist.get_rank(), dist.get_world_size()
+
+    def block(self, *key: int) -> Array:
+        return block(self.dtype, self.shape, *key)
+
+    def rows(self, *key: int) -> Array:
+        """Return the blocks for all ranks, one below the other."""
+        return np.concatenate([self.block(*key, r) for r in range(self.size)]).astype(self.dtype)
+
+    def take(self, values: Array) -> Array:
+        """Return an input that holds ``values``."""
+        given = lay(values, next(self.inputs))
+        self.given.append((given, values))
+        return given.view
+
+    def room(self, expected: Array, start: Array | None = None) -> Array:
+        """Return an output that will hold ``expected``, and now holds ``start`` or something else."""
+        other = np.zeros(expected.shape, self.dtype) if start is None else start
+        given = lay(other, next(self.outputs))
+        self.given.append((given, expected))
+        return given.view
+
+    def finish(self, work: Any, what: str) -> None:
+        if work is not None:
+            assert work.wait() is True
+        for number, (given, values) in enumerate(self.given):
+            got = given.view
+            if got.dtype != values.dtype:
+                got = got.astype(values.dtype)
+            wrong = fields_of(got) != fields_of(values.reshape(got.shape))
+            where = f"{what}, rank {self.me} of {self.size}, {values.dtype} {values.shape}, array {number}"
+            assert not wrong, f"{where}, strides {given.view.strides}:\n{got}\nnot\n{values}"
+            assert given.intact(), f"{where}: memory around it was written"
+
+
+def fields_of(array: Array) -> list[bytes]:
+    """Return the bytes of an array, without those of its gaps."""
+    if array.dtype.type in (np.longdouble, np.clongdouble):
+        return [array.astype(complex).tobytes()]  # their own bytes hold some that mean nothing
+    if array.dtype.names is None:
+        return [np.ascontiguousarray(array).tobytes()]
+    return [piece for name in array.dtype.names for piece in fields_of(array[name])]
+
+
+def reduced(call: Call, op: Any, inputs: list[Array]) -> Array:
+    """Return the reduction of small numbers, which is exact before the one rounding."""
+    functions = {ReduceOp.PRODUCT: np.multiply, ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum}
+    wide = np.float32 if call.dtype.name in ("float16", "bfloat16") else call.dtype
+    stacked = np.stack([each.astype(wide) for each in inputs])
+    if isinstance(op, ReduceOp):
+        stacked = stacked * np.asarray(op.factor).astype(wide)
+    function = np.add if isinstance(op, ReduceOp) else functions.get(op, np.add)
+    result = function.reduce(stacked, axis=0, dtype=wide)
+    if op is ReduceOp.AVG:
+        result = np.divide(result, call.size, dtype=wide)
+    return result.astype(call.dtype)
+
+
+def broadcast(c: Call, op: Any, root: int) -> Any:
+    values = c.block(root)
+    return dist.broadcast(c.take(values) if c.me == root else c.room(values), root, **c.more)
+
+
+def all_gather(c: Call, op: Any, root: int) -> Any:
+    outputs = [c.room(c.block(r)) for r in range(c.size)]
+    return dist.all_gather(outputs, c.take(c.block(c.me)), **c.more)
+
+
+def all_gather_into_tensor(c: Call, op: Any, root: int) -> Any:
+    return dist.all_gather_into_tensor(c.room(c.rows()), c.take(c.block(c.me)), **c.more)
+
+
+def gather(c: Call, op: Any, root: int) -> Any:
+    outputs = [c.room(c.block(r)) for r in range(c.size)] if c.me == root else None
+    return dist.gather(c.take(c.block(c.me)), outputs, root, **c.more)
+
+
+def scatter(c: Call, op: Any, root: int) -> Any:
+    inputs = [c.take(c.block(r)) for r in range(c.size)] if c.me == root else None
+    return dist.scatter(c.room(c.block(c.me)), inputs, root, **c.more)
+
+
+def all_to_all(c: Call, op: Any, root: int) -> Any:
+    outputs = [c.room(c.block(r, c.me)) for r in range(c.size)]
+    return dist.all_to_all(outputs, [c.take(c.block(c.me, r)) for r in range(c.size)], **c.more)
+
+
+def all_to_all_single(c: Call, op: Any, root: int) -> Any:
+    expected = np.concatenate([c.block(r, c.me) for r in range(c.size)]).astype(c.dtype)
+    splits = [c.shape[0]] * c.size if root % 2 else None
+    return dist.all_to_all_single(c.room(expected), c.take(c.rows(c.me)), splits, splits, **c.more)
+
+
+def ring(c: Call, op: Any, root: int) -> Any:
+    """Send to the next rank, receive from the one before."""
+    to, source = (c.me + 1) % c.size, (c.me - 1) % c.size
+    room, x = c.room(c.block(source)), c.take(c.block(c.me))
+    if c.more.get("async_op") or c.size == 1:
+        works = [dist.irecv(room, source), dist.isend(x, to)]
+        for work in works:
+            assert work is not None
+            assert work.wait() is True
+    elif c.me % 2 or (c.size % 2 and c.me == c.size - 1):
+        dist.recv(room, source)
+        dist.send(x, to)
+    else:
+        dist.send(x, to)
+        dist.recv(room, source)
+    return None
+
+
+MOVEMENTS = (broadcast, all_gather, all_gather_into_tensor, gather, scatter, all_to_all, all_to_all_single, ring)
+
+
+def all_reduce(c: Call, op: Any, root: int) -> Any:
+    inputs = [c.block(r) for r in range(c.size)]
+    return dist.all_reduce(c.room(reduced(c, op, inputs), inputs[c.me]), op, **c.more)
+
+
+def reduce(c: Call, op: Any, root: int) -> Any:
+    inputs = [c.block(r) for r in range(c.size)]
+    x = c.room(reduced(c, op, inputs) if c.me == root else inputs[c.me], inputs[c.me])
+    return dist.reduce(x, root, op, **c.more)
+
+
+def reduce_scatter(c: Call, op: Any, root: int) -> Any:
+    out = c.room(reduced(c, op, [c.block(r, c.me) for r in range(c.size)]))
+    return dist.reduce_scatter(out, [c.take(c.block(c.me, r)) for r in range(c.size)], op, **c.more)
+
+
+def reduce_scatter_single(c: Call, op: Any, root: int) -> Any:
+    out = c.room(reduced(c, op, [c.block(r, c.me) for r in range(c.size)]))
+    return dist.reduce_scatter_single(out, c.take(c.rows(c.me)), op, **c.more)
+
+
+REDUCTIONS = (all_reduce, reduce, reduce_scatter, reduce_scatter_single)
+
+
+def operations(dtype: np.dtype[Any]) -> list[Any]:
+    if dtype.kind == "c":
+        return [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM(0.5j)]
+    plain = [ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX]
+    if dtype.kind in "iu":
+        return [*plain, ReduceOp.PREMUL_SUM(3)]
+    return [*plain, ReduceOp.AVG, ReduceOp.PREMUL_SUM(0.75)]
+
+
+def make(
+    function: Any,
+    dtype: Any,
+    shape: tuple[int, int],
+    inputs: Any,
+    outputs: Any,
+    op: Any,
+    turn: int,
+    ways: Any = (False, True),
+) -> None:
+    """Make one call, as a rule in both ways."""
+    for async_op in ways:
+        call = Call(dtype, shape, inputs, outputs, async_op=async_op)
+        what = f"{function.__name__}, {op}, async_op={async_op}, from {inputs} into {outputs}"
+        call.finish(function(call, op, turn % call.size), what)
+
+
+def pairs() -> Iterator[tuple[int, tuple[str, bool], tuple[str, bool]]]:
+    """Yield every layout and byte order of inputs, each with some of outputs, numbered."""
+    for turn, way in enumerate(WAYS):
+        yield turn, way, WAYS[(3 * turn + 1) % len(WAYS)]
+
+
+@pytest.mark.parametrize("function", MOVEMENTS, ids=lambda f: f.__name__)
+def test_every_layout_and_dtype_arrives_in_place(function: Any) -> None:
+    """Views, byte orders and dtypes that MPI does not know move to where they belong, and nothing beside it is written."""
+    for turn, dtype in enumerate(dtypes(MOVING)):
+        way, other = WAYS[turn % len(WAYS)], WAYS[(7 * turn + 2) % len(WAYS)]
+        shape = LARGE if turn % 5 == 4 else SMALL
+        make(function, dtype, shape, [way, other], [other, way, WAYS[1]], None, turn, [turn % 2 == 1])
+
+
+@pytest.mark.parametrize("function", REDUCTIONS, ids=lambda f: f.__name__)
+def test_halves_and_layouts_are_reduced(function: Any) -> None:
+    """Halves take every op of floats, and arrays of every layout are reduced in place."""
+    for turn, dtype in enumerate(dtypes([*HALVES, "d"])):
+        for number, op in enumerate(operations(dtype)):
+            way = WAYS[(turn + 3 * number) % len(WAYS)]
+            shape = SMALL if number % 4 else LARGE
+            make(function, dtype, shape, [way], [way, WAYS[number]], op, turn, [(turn + number) % 2 == 1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("function", [*MOVEMENTS, *REDUCTIONS], ids=lambda f: f.__name__)
+def test_everything_with_everything(function: Any, shape: tuple[int, int]) -> None:
+    """Every collective with every dtype, op, layout and byte order, sync and async."""
+    reduces = function in REDUCTIONS
+    for dtype in dtypes(REDUCING if reduces else MOVING):
+        for op in operations(dtype) if reduces else [None]:
+            for turn, way, other in pairs():
+                make(function, dtype, shape, [way], [other], op, turn)
+                make(function, dtype, shape, [way, other], [other, way], op, turn)
+
+
+def ulps(got: Array, exact: Array) -> Array:
+    """Return how far halves are from float64, in units of the last place at that size."""
+    info = np.finfo(np.float16) if got.dtype.name == "float16" else ml_dtypes.finfo(got.dtype)
+    exponent = np.maximum(np.frexp(exact)[1] - 1, int(info.minexp))
+    return np.abs(got.astype(np.float64) - exact) / np.ldexp(1.0, exponent - int(info.nmant))
+
+
+def worst_of_4096(dtype: np.dtype[Any]) -> float:
+    """Return the largest error of all reductions that add 4,096 values of the ranks."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    inputs = [np.random.default_rng(r).standard_normal(4096).astype(dtype) for r in range(size)]
+    exact = np.sum([each.astype(np.float64) for each in inputs], axis=0)
+    results = []
+    for op, expected in ((ReduceOp.SUM, exact), (ReduceOp.AVG, exact / size), (ReduceOp.PREMUL_SUM(0.5), exact / 2)):
+        x = inputs[me].copy()
+        dist.all_reduce(x, op)
+        results.append((x, expected))
+        x = inputs[me].copy()
+        dist.reduce(x, 0, op)
+        results.append((x, expected) if me == 0 else (x, inputs[me].astype(np.float64)))
+        part, mine = np.empty(4096 // size, dtype), slice(me * (4096 // size), (me + 1) * (4096 // size))
+        dist.reduce_scatter_single(part, inputs[me][: part.size * size], op)
+        results.append((part, expected[mine]))
+    return max(float(ulps(got, expected).max()) for got, expected in results)
+
+
+@pytest.mark.parametrize("name", ["e", pytest.param("bfloat16", marks=needs_ml_dtypes)])
+def test_sums_of_halves_are_right_to_the_last_place(name: str) -> None:
+    """The sum of 4,096 values of all ranks is within one unit of the last place of float64's, in every reduction."""
+    dtype = dtype_of(name)
+    assert dtype is not None
+    assert worst_of_4096(dtype) <= 1.0
+
+
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize("name", ["e", pytest.param("bfloat16", marks=needs_ml_dtypes)])
+def test_a_sum_formed_in_halves_would_be_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an operation that rounds to the half type after each addition, the same values are further off."""
+    dtype = dtype_of(name)
+    assert dtype is not None
+
+    def add_halves(left: Any, right: Any, _: Any) -> None:
+        a, b = np.frombuffer(left, np.float32), np.frombuffer(right, np.float32)
+        b[...] = (a.astype(dtype) + b.astype(dtype)).astype(dtype).astype(np.float32)
+
+    planted = MPI.Op.Create(add_halves, commute=True)
+    monkeypatch.setattr(MpiEngine, "_op", staticmethod(lambda move: planted))
+    group = dist.new_group()  # with no plans of the right operation
+    try:
+        x = np.random.default_rng(dist.get_rank()).standard_normal(4096).astype(dtype)
+        exact = np.sum(
+            [np.random.default_rng(r).standard_normal(4096).astype(dtype).astype("d") for r in range(group.size())],
+            axis=0,
+        )
+        dist.all_reduce(x, group=group)
+        worst = float(ulps(x, exact).max())
+    finally:
+        dist.destroy_process_group(group)
+        planted.Free()
+    assert worst > 1.0, f"{worst} units with additions in {dtype}"
+
+
+@pytest.mark.mpi(min_size=2)
+def test_dtypes_that_travel_alike_do_not_meet() -> None:
+    """float16 against float32, uint16 or bfloat16, dates against integers: all ranks raise, and name both."""
+    me = dist.get_rank()
+    cases = [("e", "f", "float16"), ("e", "u2", "uint16"), ("M8[s]", "i8", r"datetime64\[s\]")]
+    cases += [("M8[s]", "M8[ms]", r"datetime64\[ms\]"), ("i4,f8", "i4,i8", "i8"), ("S8", "U2", "U2")]
+    if ml_dtypes is not None:
+        cases += [("e", "bfloat16", "bfloat16"), ("float8_e5m2", "float8_e4m3fn", "float8_e4m3fn")]
+    for mine, other, named in cases:
+        dtype = dtype_of(other if me else mine)
+        with collective_raises(dist.CollectiveMismatchError, match=named):
+            dist.broadcast(np.zeros(4, dtype), 0)
+        if mine == "e":
+            with collective_raises(dist.CollectiveMismatchError, match=named):
+                dist.all_reduce(np.zeros(4, dtype))
+    x = np.ones(4, ">f8" if me else "f8")  # one dtype, in two byte orders
+    dist.all_reduce(x)
+    assert (x == dist.get_world_size()).all()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_messages_of_other_dtypes_are_refused_and_kept() -> None:
+    """A receive of another dtype says what was sent, and the message goes to a receive that fits."""
+    me = dist.get_rank()
+    for count in (4, 4000):
+        for sent, wrong, text in (
+            ("e", "u2", "rank 0 sent float16, .* of uint16"),
+            ("M8[s]", "i8", "sent .* bytes of another dtype, .* of int64"),
+            ("i4,f8", "f4,f8", r"sent .* bytes of another dtype, .* of \[\('f0', '<f4'\)"),
+            ("i8", "i4,i4", "rank 0 sent int64"),
+        ):
+            if me == 0:
+                dist.send(np.ones(count, sent), 1)
+            elif me == 1:
+                with pytest.raises(dist.CollectiveMismatchError, match=text):
+                    dist.recv(np.zeros(count, wrong), 0)
+                x = np.zeros((count, 2), sent)[:, 0]
+                dist.recv(x, 0)
+                assert (x == np.ones(count, sent)).all()
+
+
+def test_calls_made_again_with_other_arrays_of_the_same_size() -> None:
+    """What is kept of a call for the next time does not take halves, views or other byte orders for plain arrays."""
+    size, me = dist.get_world_size(), dist.get_rank()
+    for _ in range(2):
+        for dtype in ("f", "e", ">f4", "u2", ">u2", ">e"):
+            for make_one in (
+                lambda d: np.ones((4, 6), d),
+                lambda d: np.ones((6, 4), d).T,
+                lambda d: np.ones((4, 12), d)[:, ::2],
+            ):
+                x = make_one(dtype)
+                dist.all_reduce(x)
+                assert (x == size).all(), (dtype, x)
+                x[...] = me
+                dist.broadcast(x, size - 1)
+                assert (x == size - 1).all(), (dtype, x)
+                if size > 1 and me < 2:
+                    if me:
+                        dist.recv(x, 0)
+                        assert (x == 7).all(), (dtype, x)
+                    else:
+                        dist.send(np.full_like(x, 7), 1)
+                x[...] = 1
+                if dtype not in ("u2", ">u2"):
+                    dist.all_reduce(x, ReduceOp.AVG)
+                    assert (x == 1).all(), (dtype, x)
+
+
+def test_the_other_fields_of_records_are_left_alone() -> None:
+    """A call on some fields of records writes these and no others."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    for async_op in (False, True):
+        records = np.zeros(5, "i4,f8,i2")
+        records["f0"], records["f1"], records["f2"] = me, 10 + me, 20 + me
+        work = dist.broadcast(records[["f0", "f2"]], size - 1, async_op=async_op)
+        if work is not None:
+            work.wait()
+        assert (records["f0"] == size - 1).all()
+        assert (records["f2"] == 19 + size).all()
+        assert (records["f1"] == 10 + me).all()
+        total = records["f1"]
+        dist.all_reduce(total)
+        assert (records["f1"] == sum(10 + r for r in range(size))).all()
+
+
+def test_broadcast_views_are_inputs() -> None:
+    """An array of equal elements that share memory is sent as if they were apart."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    out = np.zeros((size, 3, 4))
+    dist.all_gather_into_tensor(out, np.broadcast_to(np.float64(me + 1), (3, 4)))
+    assert (out == np.arange(1, size + 1)[:, None, None]).all()
+    with collective_raises(ValueError, match="`tensor` has elements that share memory"):
+        dist.all_reduce(np.lib.stride_tricks.as_strided(np.ones(1), (4,), (0,)))
+
+
+def test_views_of_memory_under_way() -> None:
+    """Views that overlap what an operation writes are refused; those that lie beside it are not, and no write goes unseen."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    x = np.ones((4, 6))
+    first = dist.all_reduce(x[:, ::2], async_op=True)
+    second = dist.all_reduce(x[:, 1::2], async_op=True)  # no byte in common
+    with collective_raises(dist.BufferInUseError, match="bytes in common"):
+        dist.all_reduce(x.T)
+    for work in (first, second):
+        assert work is not None
+        work.wait()
+    assert (x == size).all()
+    half = np.ones((4, 6), np.float16)
+    dist.barrier()
+    work = dist.all_gather_into_tensor(np.zeros((size, 4, 6), np.float16), half.T, async_op=True)
+    assert work is not None
+    half[0, 0] = 5
+    with pytest.raises(dist.BufferInUseError, match="was written before"):
+        work.wait()
+    dist.barrier()
+    if size > 1 and me < 2:
+        y = np.zeros((4, 6), ">f4").T
+        if me:
+            work = dist.irecv(y, 0)
+            assert work is not None
+            work.wait()
+            assert (y == 3).all()
+        else:
+            work = dist.isend(np.full((6, 4), 3.0, "f"), 1)
+            assert work is not None
+            work.wait()
+
+
+@pytest.mark.parametrize("level", ["roll", "off"])
+def test_halves_and_layouts_without_comparison(level: str) -> None:
+    """At the levels that compare less the results are the same."""
+    dist.destroy_process_group()
+    dist.init_process_group(check=level)
+    try:
+        for turn, function in enumerate((*MOVEMENTS, *REDUCTIONS)):
+            for dtype in dtypes(HALVES):
+                op = ReduceOp.SUM if function in REDUCTIONS else None
+                make(function, dtype, SMALL, [WAYS[turn % len(WAYS)]], [WAYS[3]], op, turn)
+        if dist.get_world_size() > 1 and dist.get_rank() < 2:
+            if dist.get_rank():
+                y = np.full((4, 6), 8.0)
+                dist.recv(y[:, ::2], 0)  # a shorter message
+                assert y[:, ::2].reshape(-1).tolist() == [3.0] * 5 + [8.0] * 7
+                assert (y[:, 1::2] == 8).all()
+            else:
+                dist.send(np.full(5, 3.0), 1)
+    finally:
+        dist.destroy_process_group()
