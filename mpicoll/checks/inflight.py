@@ -89,10 +89,15 @@ class Seal:
         return any(_sum(array) != found for array, found in self._sums)
 
 
-def _sum(array: Array) -> int:
+def _sum(array: Array, start: int = 0) -> int:
+    if array.dtype.names is not None:
+        # Field by field: between them may stand what is not the array's, and a copy of it may hold anything there.
+        for name in array.dtype.names:
+            start = _sum(array[name], start)
+        return start
     # As bytes: checksums do not take every dtype, such as longdouble, nor arrays of no dimension.
     flat = array if array.flags.c_contiguous else np.ascontiguousarray(array)
-    return zlib.crc32(flat.reshape(-1).view(np.uint8).data)
+    return zlib.crc32(flat.reshape(-1).view(np.uint8).data, start)
 
 
 def written(op: str, site: Site, group: str = "") -> BufferInUseError:

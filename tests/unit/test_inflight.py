@@ -203,3 +203,16 @@ def test_an_exception_out_of_a_signal_handler_leaves_the_ranges_right(monkeypatc
             registry.remove(next(each for each in registry.flights if each is not first))
     assert not registry.flights
     _issue(registry, "irecv", writes=(memory,))
+
+
+def test_what_stands_between_fields_is_no_part_of_a_seal() -> None:
+    """A copy of a structured array may hold anything there, and the program may write other fields of the same records."""
+    records = np.zeros((5, 4), [("a", "u1"), ("b", "f8"), ("c", [("d", "u1"), ("e", "f8")])])
+    views = records.T[["a", "c"]], records[::2][["a"]], np.zeros((), np.dtype("u1,i4", align=True))
+    seals = [Seal([view]) for view in views]
+    for value in range(20):
+        np.full(1000, value, np.uint8)  # for a copy to find in what it does not write
+        records["b"] = value
+        assert not any(seal.broken() for seal in seals)
+    records["c"]["e"][0, 1] = 1
+    assert [seal.broken() for seal in seals] == [True, False, False]
