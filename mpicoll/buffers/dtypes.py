@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,7 @@ def is_native(dtype: np.dtype[Any]) -> bool:
     return dtype.num in _NATIVE and dtype.isnative
 
 
+@lru_cache(maxsize=1024)
 def element(dtype: np.dtype[Any]) -> Element:
     """Return what the elements of a dtype are.
 
@@ -93,8 +95,7 @@ def element(dtype: np.dtype[Any]) -> Element:
     if dtype.hasobject or not dtype.itemsize:
         raise TypeError(_refusal(dtype))
     if dtype.num == _VOID:
-        # Without the type of the records: a recarray meets a plain array of its fields.
-        return Element(opaque(dtype.itemsize), str(np.dtype((np.void, dtype))), gaps=_gaps(dtype))
+        return Element(opaque(dtype.itemsize), str(_bare(dtype)), gaps=_gaps(dtype))
     native = dtype if dtype.isnative else dtype.newbyteorder("=")
     if dtype.num in _TEXTS or dtype.num in _DATES:
         wire = np.dtype(np.int64) if dtype.num in _DATES else opaque(dtype.itemsize)
@@ -108,6 +109,23 @@ def element(dtype: np.dtype[Any]) -> Element:
 def opaque(itemsize: int) -> np.dtype[Any]:
     """Return the dtype as which elements travel of which nothing but their size is known."""
     return _WIRES.get(itemsize, np.dtype(f"V{itemsize}"))
+
+
+def _bare(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return a structured dtype without what does not show in its bytes: a recarray meets a plain array of its fields."""
+    if dtype.subdtype is not None:
+        return np.dtype((_bare(dtype.subdtype[0]), dtype.subdtype[1]))
+    if dtype.names is None or dtype.fields is None:
+        return dtype
+    fields = [dtype.fields[name] for name in dtype.names]
+    return np.dtype(
+        {
+            "names": list(dtype.names),
+            "formats": [_bare(field[0]) for field in fields],
+            "offsets": [field[1] for field in fields],
+            "itemsize": dtype.itemsize,
+        }
+    )
 
 
 def _gaps(dtype: np.dtype[Any]) -> bool:

@@ -182,7 +182,10 @@ def test_records_have_the_name_of_their_fields() -> None:
     assert element(np.dtype((np.record, fields))).name == name
     others = ([("a", "<i4"), ("c", "<f8")], [("a", ">i4"), ("b", "<f8")], [("a", "<i4"), ("b", "<i8")])
     assert all(element(np.dtype(other)).name != name for other in others)
-    assert element(np.dtype(fields, align=True)).name != name
+    aligned = np.dtype([("a", "<i4"), ("b", [("c", "<f8"), ("d", "<i2")])], align=True)
+    same = np.dtype({"names": ["a", "b"], "formats": ["<i4", aligned["b"]], "offsets": [0, 8], "itemsize": 24})
+    assert element(aligned).name == element(same).name
+    assert element(aligned).name != element(np.dtype([("a", "<i4"), ("b", [("c", "<f8"), ("d", "<i2")])])).name
 
 
 def test_gaps_of_structured_dtypes() -> None:
