@@ -524,17 +524,17 @@ def _misfit(
     """Return the error of a receive whose message does not fit."""
     sender, me = group.ranks[receive.sender], group.ranks[group.rank()]
     error = CollectiveMismatchError(
-        f"{call.op} on group {group.display}: rank {sender} sent {sent.describe()} (tag {receive.tag}, "
+        f"{call.op} on group {group.display}: rank {sender} sent {sent.describe(memory)} (tag {receive.tag}, "
         f"{receive.place or 'from a place that is not known'}), {call.op} on rank {me} of "
         f"{describe(memory.name, memory.flat.size)} at {call.site}. The message is not lost: a recv of "
-        f"{sent.describe()} takes it"
+        f"{sent.describe(memory)} takes it"
     )
     op, _, site = receive.place.partition(" at ")
     key = (
         ("peer", f"to rank {me}"),
         ("tag", str(receive.tag)),
-        ("dtype", sent.name or "another"),
-        ("elements", str(sent.count)),
+        ("dtype", sent.name or (memory.name if sent.alike(memory) else "another")),
+        ("elements", str(sent.nbytes // memory.flat.itemsize if sent.alike(memory) else sent.count)),
     )
     taken = entry_of(call, me, peer=sender)
     return with_calls(

@@ -96,18 +96,22 @@ class Envelope:
         """Size of its elements."""
         return self.count * self.dtype.itemsize
 
+    def alike(self, memory: Memory) -> bool:
+        """Whether its elements are of the dtype of a memory."""
+        if self.name:
+            return self.name == memory.name
+        return memory.named not in ("", *_NUMBERS) and self.print == _fingerprint(memory.named)
+
     def fits(self, memory: Memory) -> bool:
         """Whether it has as many elements as a memory, of the same dtype."""
-        if self.name:
-            return self.count == memory.flat.size and self.name == memory.name
-        return self.count == memory.flat.nbytes and self.print == (
-            0 if memory.name in _NUMBERS else _fingerprint(memory.name)
-        )
+        return self.nbytes == memory.flat.nbytes and self.alike(memory)
 
-    def describe(self) -> str:
-        """Return ``float32, 4 elements``."""
+    def describe(self, memory: Memory) -> str:
+        """Return ``float32, 4 elements``, as it is told to a receive into a memory."""
         if self.name:
             return describe(self.name, self.count)
+        if self.alike(memory):
+            return describe(memory.name, self.count // memory.flat.itemsize)
         return f"{self.count} byte{'s' if self.count != 1 else ''} of another dtype, structured or of texts or dates"
 
 

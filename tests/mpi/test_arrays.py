@@ -413,12 +413,13 @@ def test_messages_of_other_dtypes_are_refused_and_kept() -> None:
             ("M8[s]", "i8", "sent .* bytes of another dtype, .* of int64"),
             ("i4,f8", "f4,f8", r"sent .* bytes of another dtype, .* of \[\('f0', '<f4'\)"),
             ("i8", "i4,i4", "rank 0 sent int64"),
+            ("i4,f8", "i4,f8", rf"rank 0 sent \[\('f0', .*, {count} elements .*, {count + 1} elements"),
         ):
             if me == 0:
                 dist.send(np.ones(count, sent), 1)
             elif me == 1:
                 with pytest.raises(dist.CollectiveMismatchError, match=text):
-                    dist.recv(np.zeros(count, wrong), 0)
+                    dist.recv(np.zeros(count if wrong != sent else count + 1, wrong), 0)
                 x = np.zeros((count, 2), sent)[:, 0]
                 dist.recv(x, 0)
                 assert (x == np.ones(count, sent)).all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mpicoll.buffers.array import adapt
 from mpicoll.buffers.dtypes import MOVABLE
 from mpicoll.checks.call import Site, call_site
 from mpicoll.checks.envelope import ROOM, SMALL_BYTES, WORDS, Told, first_word, open_message, write
@@ -41,7 +42,27 @@ def test_dtypes_that_differ_have_words_that_differ() -> None:
             assert (first_word(np.dtype(a), 3) == first_word(np.dtype(b), 3)) == same, a + b
     assert first_word(np.dtype("d"), 3) != first_word(np.dtype("d"), 4)
     envelope, _, _ = open_message(write(np.zeros(1, "q"), "", 0, b""))
-    assert envelope.describe() == "int64, 1 element"
+    assert envelope.describe(adapt(np.zeros(3), "x", writable=True)) == "int64, 1 element"
+
+
+def test_elements_that_mpi_does_not_know() -> None:
+    """Halves have a number; texts, dates and structured dtypes fit where dtype and size are the same, and say so."""
+    dtypes = ("e", "u2", "U2", "S8", "M8[s]", "m8[s]", "M8[ms]", "i8", "i4,f4", "i4,i4", "i4,f8", "V8", "u8")
+    arrays = {text: adapt(np.zeros((5, 3), text)[:, 1], "x", writable=True) for text in dtypes}
+    for text, memory in arrays.items():
+        envelope, elements, words = open_message(write(memory.filled(), memory.named, 2**31 + 7, b"send at a.py:1"))
+        assert (envelope.nbytes, envelope.place, words) == (memory.flat.nbytes, 2**31 + 7, "send at a.py:1")
+        assert elements.tobytes() == memory.flat.tobytes()
+        assert [other for other in dtypes if envelope.fits(arrays[other])] == [text]
+        longer = adapt(np.zeros(6, text), "x", writable=True)
+        assert not envelope.fits(longer)
+        assert envelope.describe(longer) == f"{memory.name}, 5 elements"
+    sent, _, _ = open_message(write(arrays["M8[s]"].filled(), "datetime64[s]", 0, b""))
+    assert sent.describe(arrays["i8"]) == "40 bytes of another dtype, structured or of texts or dates"
+    large = adapt(np.zeros(2000, "i4,f8"), "x", writable=True)
+    envelope, elements, _ = open_message(write(large.flat, large.named, 0, b""))
+    assert (envelope.apart, elements.size, envelope.nbytes) == (True, 0, 24_000)
+    assert envelope.fits(large)
 
 
 def test_a_place_is_told_once_for_each_tag_and_receiver() -> None:
