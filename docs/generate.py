@@ -36,14 +36,14 @@ NOT_APPLICABLE = {
     "rendezvous": "ranks find each other through MPI",
     "record_comm": "names calls in torch's profiler",
     "reduce_op": "deprecated in torch; use ReduceOp",
-    "all_gather_coalesced": "deprecated in torch",
-    "all_reduce_coalesced": "deprecated in torch",
 }
 
 NOTES = {
     "Work": "`get_future()` gives a `concurrent.futures.Future`",
     "ReduceOp": "AVG and PREMUL_SUM work on MPI",
     "all_gather": "blocks may differ in size",
+    "all_gather_coalesced": "gives a `Work`; lists that differ raise",
+    "all_reduce_coalesced": "gives a `Work`; lists that differ raise",
     "destroy_process_group": "never waits; refuses while works were never waited for",
     "get_node_local_rank": "from MPI once initialised",
     "init_process_group": "also `comm=`, `on_failure=`, `check=`; foreign backends taken with one warning",

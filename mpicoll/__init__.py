@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         PeerExitedError,
         PeerFailedError,
     )
+    from mpicoll.fused import all_gather_coalesced, all_reduce_coalesced, average_gradients
     from mpicoll.groups import (
         GroupMember,
         ProcessGroup,
@@ -115,6 +116,7 @@ _HOME = {
         "PeerExitedError",
         "PeerFailedError",
     ),
+    "fused": ("all_gather_coalesced", "all_reduce_coalesced", "average_gradients"),
     "groups": (
         "GroupMember",
         "ProcessGroup",
@@ -179,12 +181,15 @@ __all__ = [
     "Work",
     "__version__",
     "all_gather",
+    "all_gather_coalesced",
     "all_gather_into_tensor",
     "all_gather_object",
     "all_gather_single",
     "all_reduce",
+    "all_reduce_coalesced",
     "all_to_all",
     "all_to_all_single",
+    "average_gradients",
     "barrier",
     "batch_isend_irecv",
     "broadcast",

@@ -19,7 +19,7 @@ from mpicoll.checks.agreement import Flags, Ticket, When, agree_or_raise, explai
 from mpicoll.checks.call import NOTHING, NOWHERE, Call, Site, fingerprint
 from mpicoll.checks.levels import EVERY, Kept
 from mpicoll.communicators import mpi_text
-from mpicoll.engines.base import Kind, Movement, Request, block_elements, pieces
+from mpicoll.engines.base import Kind, Movement, Request, block_bytes, pieces
 from mpicoll.errors import (
     CollectiveMismatchError,
     DistBackendError,
@@ -134,13 +134,13 @@ def _agreed(
     if move.kind is Kind.BARRIER:
         pass  # the round itself was one: nobody sees its end before everybody has posted it
     elif flags.nonblocking:
-        request = engine.nonblocking(move)
+        requests = [engine.nonblocking(part) for part in move.parts]
         ticket.pass_on()
-        waiting.moving(flags.block_bytes * (1 if move.root < 0 and move.op else size))
-        yield request
+        waiting.moving(flags.block_bytes * len(requests) * (1 if move.root < 0 and move.op else size))
+        yield from requests
     elif flags.block_bytes <= SMALL_BYTES:
-        if move.vector or not fixed:
-            yield engine.nonblocking(move)
+        if move.vector or move.more or not fixed:
+            yield from [engine.nonblocking(part) for part in move.parts]
         else:
             key = (call.op, call.key, flags.detail, flags.engine)
             plan = group.plan(group.plans, key)
@@ -279,7 +279,7 @@ def run(
             call.seq = group.calls
             group.last = call.op, call.site.code, call.site.instruction
             if isinstance(move, Movement):
-                call.block_bytes = block_elements(move, group.size()) * _itemsize(move)
+                call.block_bytes = block_bytes(move, group.size())
             _print(group, call, compares=not _passes(group, call, move))
             ticket = group.pair.lane.ticket()
             return _issue(group, call, move, ticket, outputs, async_op, limit, before, after)
@@ -337,7 +337,7 @@ def _passes(group: ProcessGroup, call: Call, move: Movement | Callable[[Flags], 
         group.level != "full"
         and isinstance(move, Movement)
         and move.kind in UNCOMPARED
-        and not (call.uneven or move.vector)
+        and not (call.uneven or move.vector or move.more)
         and call.block_bytes <= SMALL_BYTES
         and not (group.level == "roll" and (call.compared or group.calls % EVERY == 0))
     )
@@ -836,8 +836,3 @@ def finish_waiting(operation: Operation, limit: float | None) -> None:
 
 def _collectives_pending() -> bool:
     return any(isinstance(item, Operation) and item.peer is None for item in waiting.pending)
-
-
-def _itemsize(move: Movement) -> int:
-    buffer = move.recv if move.recv is not None else move.send
-    return 0 if buffer is None else buffer.dtype.itemsize

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from mpicoll.buffers.array import MemoryKind
 
-__all__ = ["Engine", "Kind", "Movement", "Plan", "Request", "block_elements", "pieces"]
+__all__ = ["Engine", "Kind", "Movement", "Plan", "Request", "block_bytes", "block_elements", "pieces"]
 
 Array = npt.NDArray[Any]
 
@@ -50,6 +50,8 @@ class Movement:
         vector: blocks may differ in size, on some rank at least; all members must say the same (MPI does not match
             Gather with Gatherv).
         memory: where the buffers live.
+        more: further movements of the same call, made after this one; each member knows from its own arguments how large
+            their blocks are, and so do the others.
     """
 
     kind: Kind
@@ -63,6 +65,12 @@ class Movement:
     op: str = ""
     vector: bool = False
     memory: MemoryKind = "host"
+    more: tuple[Movement, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Movement, ...]:
+        """This movement alone, and each of those that follow it."""
+        return (replace(self, more=()), *self.more) if self.more else (self,)
 
     @property
     def reads_recv(self) -> bool:
@@ -137,15 +145,29 @@ def block_elements(move: Movement, size: int) -> int:
     return most
 
 
-def pieces(move: Movement, rank: int, size: int, block_bytes: int, limit: int) -> Iterator[Movement]:
+def block_bytes(move: Movement, size: int) -> int:
+    """Return the largest number of bytes that this rank moves to or from one peer."""
+    most = 0
+    for part in move.parts:
+        buffer = part.recv if part.recv is not None else part.send
+        if buffer is not None:
+            most = max(most, block_elements(part, size) * buffer.dtype.itemsize)
+    return most
+
+
+def pieces(move: Movement, rank: int, size: int, largest: int, limit: int) -> Iterator[Movement]:
     """Cut a movement so that no rank passes more than about ``limit`` bytes through one native call.
 
     Args:
         move: what to cut.
         rank, size: of this rank in its group.
-        block_bytes: the largest block that any member moves (agreed, so that all cut alike).
+        largest: bytes of the largest block that any member moves (agreed, so that all cut alike).
         limit: bytes a native call.
     """
+    if move.more:
+        for part in move.parts:
+            yield from pieces(part, rank, size, block_bytes(part, size), limit)
+        return
     buffer = move.recv if move.recv is not None else move.send
     if buffer is None:  # a barrier
         yield move
@@ -153,7 +175,7 @@ def pieces(move: Movement, rank: int, size: int, block_bytes: int, limit: int) -
     itemsize = buffer.dtype.itemsize
     spread = 1 if move.kind in (Kind.BROADCAST, Kind.ALL_REDUCE, Kind.REDUCE) else size
     step = max(1, limit // (itemsize * spread))
-    total = -(-block_bytes // itemsize)
+    total = -(-largest // itemsize)
     if total <= step:
         yield move
         return

@@ -13,6 +13,7 @@ FOLDER = ROOT / "benchmarks"
 RUNS = {
     "checks.py": (2, ["--rounds", "5"], [r"all_reduce 8 bytes +full +\d", r"target 2.5: (met|missed)"]),
     "pingpong.py": (2, ["8"], [r"8 bytes: raw \d.* mpicoll \d.* times"]),
+    "fused.py": (2, ["20", "1024"], [r"average_gradients +\d.* the loop takes \d"]),
     "waiting.py": (2, [], ["2 ranks, quiet: raw", "2 ranks, beside a busy process: raw"]),
     "round.py": (2, [], [r"2 ranks: a round \d"]),
     "scale.py": (3, ["cycle"], [r"cycle on 3 ranks: raised on all after \d+\.\d+ s, \d+ lines"]),

@@ -21,7 +21,7 @@ ROOMS = (
     {"cli", "pytest_plugin"},
     {"__init__"},
     {"nn", "training"},
-    {"turns"},
+    {"turns", "fused"},
     {"collectives", "objects", "p2p", "subgroups"},
     {"mesh", "stores"},
     {"runtime"},

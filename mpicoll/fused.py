@@ -1,0 +1,441 @@
+"""Many arrays in few collectives: coalesced reductions and gathers, and the average of gradients in buckets.
+
+The arrays are copied into flat buffers, a bucket each, and every bucket is one movement of one call: so the members agree once,
+on the number, the order, the shapes and the dtypes of all arrays. An array that fills a bucket alone moves where it is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from hashlib import blake2b
+from itertools import groupby
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+
+from mpicoll.buffers.array import Array, Memory, adapt, adapt_list, same_dtype
+from mpicoll.buffers.dtypes import Reduction, dtype_name, movable, resolve_reduction
+from mpicoll.buffers.reduce_op import RedOpType, ReduceOp
+from mpicoll.checks.inflight import SEALED_BYTES
+from mpicoll.collectives import _Prepared, _run
+from mpicoll.engines.base import Kind, Movement
+from mpicoll.groups import ProcessGroup, member_or_warn
+from mpicoll.work import Work
+
+__all__ = ["BUCKET_BYTES", "all_gather_coalesced", "all_reduce_coalesced", "average_gradients"]
+
+BUCKET_BYTES = 25 * 1024 * 1024
+"""Bytes of a bucket (torch's DistributedDataParallel has the same)."""
+
+KEPT_BYTES = 256 * 1024 * 1024
+"""Bytes of flat buffers that are kept for lists of the same shapes and dtypes, all together."""
+
+_MOST_PLANS = 16
+_MOST_WORDS = 60
+_plain = attrgetter("flags.carray")
+
+
+class _Bucket:
+    """Arrays of one dtype that are reduced together.
+
+    Attributes:
+        places: where they stand in the list.
+        starts: where each begins in the flat buffer; the last is its length.
+    """
+
+    __slots__ = ("dtype", "places", "starts")
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self.dtype = dtype
+        self.places: list[int] = []
+        self.starts = [0]
+
+    def add(self, place: int, elements: int) -> None:
+        """Take one more array."""
+        self.places.append(place)
+        self.starts.append(self.starts[-1] + elements)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of its elements."""
+        return self.starts[-1] * self.dtype.itemsize
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is one array, too large to be worth a copy (and for a small one to be watched for writes)."""
+        return len(self.places) == 1 and self.nbytes > SEALED_BYTES
+
+
+class _Flat:
+    """The flat buffer of a bucket, and its parts in the shapes of the arrays."""
+
+    __slots__ = ("parts", "whole")
+
+    def __init__(self, bucket: _Bucket, shapes: Sequence[tuple[int, ...]]) -> None:
+        self.whole = np.empty(bucket.starts[-1], bucket.dtype)
+        ends = zip(bucket.places, bucket.starts, bucket.starts[1:], strict=False)
+        self.parts = [self.whole[start:end].reshape(shapes[place]) for place, start, end in ends]
+
+
+class Plan:
+    """How a list of arrays, known by their dtypes and shapes, goes into buckets.
+
+    Args:
+        bytes_: of a bucket; an array that is larger gets one of its own.
+
+    Attributes:
+        words: the dtypes and shapes, in short, with a checksum where they are too long.
+    """
+
+    def __init__(self, dtypes: Sequence[np.dtype[Any]], shapes: Sequence[tuple[int, ...]], bytes_: int) -> None:
+        self.shapes = shapes
+        self.buckets: list[_Bucket] = []
+        self.words = layout(dtypes, shapes)
+        self._free: list[list[_Flat | None]] = []
+        filling: dict[np.dtype[Any], _Bucket] = {}
+        for place, (dtype, shape) in enumerate(zip(dtypes, shapes, strict=True)):
+            elements = int(np.prod(shape, dtype=np.int64))
+            bucket = filling.get(dtype)
+            if bucket is None or (bucket.places and bucket.nbytes + elements * dtype.itemsize > bytes_):
+                bucket = filling[dtype] = _Bucket(dtype)
+                self.buckets.append(bucket)
+            bucket.add(place, elements)
+        self.nbytes = sum(bucket.nbytes for bucket in self.buckets if not bucket.alone)
+
+    def take(self) -> list[_Flat | None]:
+        """Return a flat buffer for each bucket that needs one, which nobody else has until :meth:`give_back`."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return [None if bucket.alone else _Flat(bucket, self.shapes) for bucket in self.buckets]
+
+    def give_back(self, flats: list[_Flat | None]) -> None:
+        """Keep the buffers for the next call."""
+        if not self._free and self.nbytes <= KEPT_BYTES:
+            self._free.append(flats)
+
+
+def layout(dtypes: Sequence[np.dtype[Any]], shapes: Sequence[tuple[int, ...]]) -> str:
+    """Return ``2 x float32(3, 4), float64()``: texts of other lists are others, also where they are cut."""
+    words = []
+    for (dtype, shape), same in groupby(zip(dtypes, shapes, strict=True)):
+        count = sum(1 for _ in same)
+        text = f"{dtype_name(dtype)}({', '.join(map(str, shape))})"
+        words.append(f"{count} x {text}" if count > 1 else text)
+    whole = ", ".join(words)
+    if len(whole) <= _MOST_WORDS:
+        return whole
+    return f"{whole[: _MOST_WORDS - 20]}… {blake2b(whole.encode(), digest_size=8).hexdigest()}"
+
+
+_plans: dict[Any, Plan] = {}
+_plans_lock = threading.Lock()
+
+
+def _plan(dtypes: list[np.dtype[Any]], shapes: list[tuple[int, ...]], bytes_: int) -> Plan:
+    key = (bytes_, tuple(dtypes), tuple(shapes))
+    with _plans_lock:
+        found = _plans.pop(key, None)
+        if found is None:
+            found = Plan(dtypes, shapes, bytes_)
+        _plans[key] = found  # the last used stands last
+        while len(_plans) > 1 and (
+            len(_plans) > _MOST_PLANS or sum(plan.nbytes for plan in _plans.values()) > KEPT_BYTES
+        ):
+            del _plans[next(iter(_plans))]
+        return found
+
+
+@dataclass(slots=True)
+class _List:
+    """The arrays of a call: as they are, where they are plain NumPy arrays, else the memories of all of them."""
+
+    arrays: list[Any]
+    memories: list[Memory] | None
+
+    def into(self, bucket: _Bucket, flat: _Flat) -> None:
+        """Copy the arrays of a bucket into its flat buffer."""
+        if self.memories is None:
+            arrays = self.arrays
+            for place, part in zip(bucket.places, flat.parts, strict=True):
+                part[...] = arrays[place]
+        else:
+            for place, part in zip(bucket.places, flat.parts, strict=True):
+                part.reshape(-1)[...] = self.memories[place].filled()
+
+    def out_of(self, bucket: _Bucket, flat: _Flat) -> None:
+        """Copy the results of a bucket to its arrays."""
+        if self.memories is None:
+            arrays = self.arrays
+            for place, part in zip(bucket.places, flat.parts, strict=True):
+                arrays[place][...] = part
+        else:
+            for place, part in zip(bucket.places, flat.parts, strict=True):
+                memory = self.memories[place]
+                memory.flat[...] = part.reshape(-1)
+                if memory.unpack is not None:
+                    memory.unpack()
+
+    def memory(self, place: int) -> Memory:
+        """Return the memory of one array."""
+        if self.memories is not None:
+            return self.memories[place]
+        array = self.arrays[place]
+        return Memory(array.reshape(-1), array.shape)
+
+
+def _adapted(arrays: Any, name: str, one_dtype: bool) -> tuple[_List, list[np.dtype[Any]], list[tuple[int, ...]]]:
+    """Return the arrays of a list, which the call writes, with their dtypes and shapes."""
+    if type(arrays) is list and set(map(type, arrays)) == {np.ndarray} and all(map(_plain, arrays)):
+        dtypes = [array.dtype for array in arrays]
+        several = set(dtypes)
+        if (len(several) < 2 or not one_dtype) and not any(map(movable, several)):
+            return _List(arrays, None), dtypes, [array.shape for array in arrays]
+    if one_dtype or not isinstance(arrays, list):
+        memories = adapt_list(arrays, name, writable=True)
+    else:
+        memories = [adapt(array, f"{name}[{i}]", writable=True) for i, array in enumerate(arrays)]
+    return (
+        _List(list(arrays), memories),
+        [memory.dtype for memory in memories],
+        [memory.shape for memory in memories],
+    )
+
+
+def _reduced(g: ProcessGroup, given: _List, plan: Plan, reductions: list[Reduction], key: tuple[Any, ...]) -> _Prepared:
+    """Return the call that reduces the buckets of a plan, one movement each."""
+    flats = plan.take()
+    moves, steps = [], []
+    for bucket, flat, reduction in zip(plan.buckets, flats, reductions, strict=True):
+        memory = given.memory(bucket.places[0]) if flat is None else None
+        whole = memory.flat if memory is not None else flat.whole  # type: ignore[union-attr]
+        moves.append(Movement(Kind.ALL_REDUCE, recv=whole, op=reduction.mpi_op))
+        steps.append((bucket, flat, memory, whole, reduction))
+
+    def before() -> None:
+        for bucket, flat, memory, whole, reduction in steps:
+            if flat is not None:
+                given.into(bucket, flat)
+            elif memory is not None:
+                memory.filled()
+            if reduction.factor is not None:
+                whole[...] = reduction.before(whole)
+
+    def after() -> None:
+        for bucket, flat, memory, whole, reduction in steps:
+            reduction.after(whole, g.size())
+            if flat is not None:
+                given.out_of(bucket, flat)
+            elif memory is not None and memory.unpack is not None:
+                memory.unpack()
+        plan.give_back(flats)
+
+    move = replace(moves[0], more=tuple(moves[1:])) if moves else Movement(Kind.BARRIER)
+    return _Prepared(key, move, list(given.arrays), before=before, after=after)
+
+
+def all_reduce_coalesced(
+    tensors: list[Array] | Array,
+    op: RedOpType | ReduceOp = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    *,
+    timeout: timedelta | None = None,
+    name: str | None = None,
+) -> Work | None:
+    """Reduce every array of a list over all members, in place, in one call; all of them hold the results.
+
+    Called by all members with the same op, and as many arrays of the same dtype and shapes in the same order: a list that
+    differs raises on all members (torch would mix them up).
+
+    Args:
+        tensors: inputs and outputs, of one dtype; or one array.
+        op: as in :func:`all_reduce`.
+        group, timeout, name: as in :func:`broadcast`.
+        async_op: return a :class:`Work` of the whole at once (torch: its Future, here ``get_future()``).
+
+    Raises:
+        ValueError: the list is empty, or its dtypes differ.
+        Others as :func:`all_reduce`.
+
+    Source: torch.distributed.all_reduce_coalesced.
+    """
+    found = member_or_warn(group, "all_reduce_coalesced")
+    if found is None:
+        return None
+
+    def prepare(g: ProcessGroup) -> _Prepared:
+        given, dtypes, shapes = _adapted([tensors] if isinstance(tensors, np.ndarray) else tensors, "tensors", True)
+        if not dtypes:
+            raise ValueError("all_reduce_coalesced: parameter `tensors` must hold one array at least")
+        reduction = resolve_reduction("all_reduce_coalesced", op, dtypes[0])
+        plan = _plan(dtypes, shapes, BUCKET_BYTES)
+        key = (str(reduction.op), dtype_name(dtypes[0]), ("arrays", len(dtypes)), ("layout", plan.words))
+        return _reduced(g, given, plan, [reduction] * len(plan.buckets), key)
+
+    return _run("all_reduce_coalesced", found, async_op, timeout, prepare, name)
+
+
+def average_gradients(
+    arrays: Any,
+    group: Any = None,
+    async_op: bool = False,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    timeout: timedelta | None = None,
+    name: str | None = None,
+) -> Work | None:
+    """Average every array over all members, in place: the sum, divided once by their number.
+
+    Called by all members with as many arrays of the same shapes and dtypes in the same order, which may be of several dtypes: a
+    list that differs raises on all members, before anything moves. The arrays travel in flat buffers of ``bucket_bytes``, one
+    collective each, behind one agreement; the buffers are kept for the next call with such arrays.
+
+    Args:
+        arrays: a list of floating-point or complex arrays; or an object with ``parameters()``, such as a module of torch, whose
+            parameters' ``grad`` is averaged: those without one (None) are left out, the same ones on all members.
+        bucket_bytes: size of a bucket, the same on all members; an array that is larger travels alone, without a copy.
+        group, timeout, name: as in :func:`broadcast`.
+        async_op: return a :class:`Work` of the whole at once.
+
+    Raises:
+        RuntimeError: an array of integers or bools, which cannot hold an average.
+        ValueError: ``bucket_bytes`` is not positive.
+        Others as :func:`all_reduce`.
+
+    Example::
+
+        x, y = np.full(3, 2.0 * dist.get_rank()), np.ones((2, 2), np.float32)
+        dist.average_gradients([x, y])  # on two ranks x holds 1.0 now
+
+    Source: what torch's DistributedDataParallel does with its buckets; Li et al., VLDB 2020, section 3.2.
+    """
+    found = member_or_warn(group, "average_gradients")
+    if found is None:
+        return None
+
+    def prepare(g: ProcessGroup) -> _Prepared:
+        if not hasattr(bucket_bytes, "__index__") or isinstance(bucket_bytes, bool):
+            raise TypeError(f"bucket_bytes must be an integer, not {type(bucket_bytes).__name__}")
+        if bucket_bytes <= 0:
+            raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
+        listed, without = _gradients(arrays)
+        given, dtypes, shapes = _adapted(listed, "arrays", False)
+        plan = _plan(dtypes, shapes, int(bucket_bytes))
+        reductions = [resolve_reduction("average_gradients", ReduceOp.AVG, bucket.dtype) for bucket in plan.buckets]
+        key: tuple[Any, ...] = (("arrays", len(dtypes)), ("layout", plan.words), ("bucket_bytes", int(bucket_bytes)))
+        if without:
+            key = (*key, ("without gradient", without))
+        return _reduced(g, given, plan, reductions, key)
+
+    return _run("average_gradients", found, async_op, timeout, prepare, name)
+
+
+def _gradients(arrays: Any) -> tuple[Any, str]:
+    """Return the list of arrays, and which parameters have no gradient."""
+    parameters: Callable[[], Iterable[Any]] | None = getattr(arrays, "parameters", None)
+    if not callable(parameters):
+        return arrays, ""
+    gradients = [parameter.grad for parameter in parameters()]
+    without = ", ".join(str(place) for place, gradient in enumerate(gradients) if gradient is None)
+    if len(without) > _MOST_WORDS:
+        without = f"{without[: _MOST_WORDS - 20]}… {blake2b(without.encode(), digest_size=8).hexdigest()}"
+    return [gradient for gradient in gradients if gradient is not None], without
+
+
+def all_gather_coalesced(
+    output_tensor_lists: list[list[Array]],
+    input_tensor_list: list[Array],
+    group: Any = None,
+    async_op: bool = False,
+    *,
+    timeout: timedelta | None = None,
+    name: str | None = None,
+) -> Work | None:
+    """Gather every array of a list from all members, in one call: ``output_tensor_lists[r][k]`` is rank r's k-th array.
+
+    Called by all members with the same dtype, the same number of arrays, and output lists of the same shapes. What one rank
+    brings may have other shapes than what another brings (torch: the same).
+
+    Args:
+        output_tensor_lists: one list of output arrays for each member, by rank in the group.
+        input_tensor_list: this rank's inputs, of the shapes of its own output list.
+        group, timeout, name: as in :func:`broadcast`.
+        async_op: return a :class:`Work` of the whole at once (torch: its Future, here ``get_future()``).
+
+    Raises:
+        TypeError, ValueError: not lists of arrays of one dtype; a list that is empty, too long or too short; an array of
+            another shape than the input that it is for.
+        Others as :func:`broadcast`.
+
+    Source: torch.distributed.all_gather_coalesced.
+    """
+    found = member_or_warn(group, "all_gather_coalesced")
+    if found is None:
+        return None
+
+    def prepare(g: ProcessGroup) -> _Prepared:
+        inputs, rows = _gathered_lists(g, output_tensor_lists, input_tensor_list)
+        dtype = inputs[0].dtype
+        counts = tuple(sum(memory.flat.size for memory in row) for row in rows)
+        uneven = len(set(counts)) > 1
+        shapes = [[memory.shape for memory in row] for row in rows]
+        texts = [layout([dtype] * len(row), row) for row in shapes]
+        words = texts[0] if len(set(texts)) == 1 else tuple(texts)
+        key = (dtype_name(dtype), ("arrays", len(inputs)), ("layout", words))
+        send, packed = np.empty(counts[g.rank()], dtype), np.empty(sum(counts), dtype)
+
+        def before() -> None:
+            at = 0
+            for memory in inputs:
+                send[at : at + memory.flat.size] = memory.flat
+                at += memory.flat.size
+
+        def after() -> None:
+            at = 0
+            for row in rows:
+                for memory in row:
+                    memory.flat[...] = packed[at : at + memory.flat.size]
+                    at += memory.flat.size
+                    if memory.unpack is not None:
+                        memory.unpack()
+
+        move = Movement(Kind.ALL_GATHER, send=send, recv=packed, recvcounts=counts if uneven else None, vector=uneven)
+        outputs = [array for row in output_tensor_lists for array in row]
+        return _Prepared(key, move, outputs, inputs=tuple(inputs), before=before, after=after)
+
+    return _run("all_gather_coalesced", found, async_op, timeout, prepare, name)
+
+
+def _gathered_lists(g: ProcessGroup, outputs: Any, given: Any) -> tuple[list[Memory], list[list[Memory]]]:
+    inputs = adapt_list(given, "input_tensor_list", writable=False)
+    if not inputs:
+        raise ValueError("all_gather_coalesced: parameter `input_tensor_list` must hold one array at least")
+    if not isinstance(outputs, list):
+        raise TypeError("Invalid function argument: output_tensor_lists should be a list")
+    if len(outputs) != g.size():
+        raise ValueError(
+            "all_gather_coalesced: output lists should be equal to world size: output_tensor_lists must hold one list for "
+            f"each of the {g.size()} ranks, got {len(outputs)}"
+        )
+    rows = []
+    for rank, row in enumerate(outputs):
+        memories = adapt_list(row, f"output_tensor_lists[{rank}]", writable=True)
+        if len(memories) != len(inputs):
+            raise ValueError(
+                f"all_gather_coalesced: invalid output size: output_tensor_lists[{rank}] must hold {len(inputs)} arrays, as "
+                f"input_tensor_list does, got {len(memories)}"
+            )
+        same_dtype(inputs[0], *memories)
+        rows.append(memories)
+    for place, (mine, memory) in enumerate(zip(inputs, rows[g.rank()], strict=True)):
+        if mine.shape != memory.shape:
+            raise ValueError(
+                f"all_gather_coalesced: input_tensor_list[{place}] has shape {mine.shape}, but its place "
+                f"output_tensor_lists[{g.rank()}][{place}] has {memory.shape}"
+            )
+    return inputs, rows
