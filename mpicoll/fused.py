@@ -6,6 +6,7 @@ on the number, the order, the shapes and the dtypes of all arrays. An array that
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -13,16 +14,19 @@ from datetime import timedelta
 from hashlib import blake2b
 from itertools import groupby
 from operator import attrgetter
+from types import FrameType
 from typing import Any
 
 import numpy as np
 
+from mpicoll import execution
 from mpicoll.buffers.array import Array, Memory, adapt, adapt_list, same_dtype
 from mpicoll.buffers.dtypes import Reduction, dtype_name, movable, resolve_reduction
 from mpicoll.buffers.reduce_op import RedOpType, ReduceOp
-from mpicoll.checks.inflight import SEALED_BYTES
-from mpicoll.collectives import _Prepared, _run
+from mpicoll.checks.inflight import SEALED_BYTES, registry
+from mpicoll.collectives import _Prepared, _remember, _run
 from mpicoll.engines.base import Kind, Movement
+from mpicoll.execution import Repeated
 from mpicoll.groups import ProcessGroup, member_or_warn
 from mpicoll.work import Work
 
@@ -88,11 +92,13 @@ class Plan:
         bytes_: of a bucket; an array that is larger gets one of its own.
 
     Attributes:
+        bytes: of a bucket.
         words: the dtypes and shapes, in short, with a checksum where they are too long.
     """
 
     def __init__(self, dtypes: Sequence[np.dtype[Any]], shapes: Sequence[tuple[int, ...]], bytes_: int) -> None:
         self.shapes = shapes
+        self.bytes = bytes_
         self.buckets: list[_Bucket] = []
         self.words = layout(dtypes, shapes)
         self._free: list[list[_Flat | None]] = []
@@ -188,13 +194,19 @@ class _List:
         return Memory(array.reshape(-1), array.shape)
 
 
+def _plain_list(arrays: Any) -> tuple[list[np.dtype[Any]], list[tuple[int, ...]]] | None:
+    """Return the dtypes and shapes of a list of plain NumPy arrays; None where it is none, or an array may not move."""
+    if type(arrays) is not list or set(map(type, arrays)) != {np.ndarray} or not all(map(_plain, arrays)):
+        return None
+    dtypes = [array.dtype for array in arrays]
+    return None if any(map(movable, set(dtypes))) else (dtypes, [array.shape for array in arrays])
+
+
 def _adapted(arrays: Any, name: str, one_dtype: bool) -> tuple[_List, list[np.dtype[Any]], list[tuple[int, ...]]]:
     """Return the arrays of a list, which the call writes, with their dtypes and shapes."""
-    if type(arrays) is list and set(map(type, arrays)) == {np.ndarray} and all(map(_plain, arrays)):
-        dtypes = [array.dtype for array in arrays]
-        several = set(dtypes)
-        if (len(several) < 2 or not one_dtype) and not any(map(movable, several)):
-            return _List(arrays, None), dtypes, [array.shape for array in arrays]
+    plain = _plain_list(arrays)
+    if plain is not None and (len(set(plain[0])) == 1 or not one_dtype):
+        return _List(arrays, None), *plain
     if one_dtype or not isinstance(arrays, list):
         memories = adapt_list(arrays, name, writable=True)
     else:
@@ -204,6 +216,38 @@ def _adapted(arrays: Any, name: str, one_dtype: bool) -> tuple[_List, list[np.dt
         [memory.dtype for memory in memories],
         [memory.shape for memory in memories],
     )
+
+
+def _learn(
+    g: ProcessGroup, function: str, given: _List, plan: Plan, reductions: list[Reduction], key: tuple[Any, ...]
+) -> None:
+    """Keep a call in one bucket, so that it costs less when it is made again."""
+    if len(plan.buckets) != 1 or given.memories is not None or reductions[0].factor is not None:
+        return
+    if plan.buckets[0].alone or plan.nbytes > execution.REPEATED_BYTES:
+        return
+    (reduction,) = reductions
+    again = Repeated(function, key, Kind.ALL_REDUCE, mpi_op=reduction.mpi_op, average=reduction.average)
+    _remember(g, (function, reduction.op, plan.words, plan.bytes), again)
+
+
+def _repeat(g: ProcessGroup, function: str, op: RedOpType, arrays: Any, bytes_: int, frame: FrameType) -> bool:
+    """Make a call again that has been made before; False, and nothing done, where it has not."""
+    plain = _plain_list(arrays)
+    if plain is None:
+        return False
+    plan = _plan(*plain, bytes_)
+    known = g.repeated.get((function, op, plan.words, bytes_))
+    if known is None:
+        return False
+    given, flats = _List(arrays, None), plan.take()
+    bucket, flat = plan.buckets[0], flats[0]
+    assert flat is not None
+    given.into(bucket, flat)
+    execution.repeat(g, known, flat.whole, frame)
+    given.out_of(bucket, flat)
+    plan.give_back(flats)
+    return True
 
 
 def _reduced(g: ProcessGroup, given: _List, plan: Plan, reductions: list[Reduction], key: tuple[Any, ...]) -> _Prepared:
@@ -267,6 +311,15 @@ def all_reduce_coalesced(
     found = member_or_warn(group, "all_reduce_coalesced")
     if found is None:
         return None
+    if (
+        not async_op
+        and timeout is None
+        and name is None
+        and type(op) is RedOpType
+        and not registry.flights
+        and _repeat(found, "all_reduce_coalesced", op, tensors, BUCKET_BYTES, sys._getframe(1))
+    ):
+        return None
 
     def prepare(g: ProcessGroup) -> _Prepared:
         given, dtypes, shapes = _adapted([tensors] if isinstance(tensors, np.ndarray) else tensors, "tensors", True)
@@ -275,7 +328,9 @@ def all_reduce_coalesced(
         reduction = resolve_reduction("all_reduce_coalesced", op, dtypes[0])
         plan = _plan(dtypes, shapes, BUCKET_BYTES)
         key = (str(reduction.op), dtype_name(dtypes[0]), ("arrays", len(dtypes)), ("layout", plan.words))
-        return _reduced(g, given, plan, [reduction] * len(plan.buckets), key)
+        reductions = [reduction] * len(plan.buckets)
+        _learn(g, "all_reduce_coalesced", given, plan, reductions, key)
+        return _reduced(g, given, plan, reductions, key)
 
     return _run("all_reduce_coalesced", found, async_op, timeout, prepare, name)
 
@@ -317,6 +372,15 @@ def average_gradients(
     found = member_or_warn(group, "average_gradients")
     if found is None:
         return None
+    if (
+        not async_op
+        and timeout is None
+        and name is None
+        and type(bucket_bytes) is int
+        and not registry.flights
+        and _repeat(found, "average_gradients", RedOpType.AVG, arrays, bucket_bytes, sys._getframe(1))
+    ):
+        return None
 
     def prepare(g: ProcessGroup) -> _Prepared:
         if not hasattr(bucket_bytes, "__index__") or isinstance(bucket_bytes, bool):
@@ -330,6 +394,8 @@ def average_gradients(
         key: tuple[Any, ...] = (("arrays", len(dtypes)), ("layout", plan.words), ("bucket_bytes", int(bucket_bytes)))
         if without:
             key = (*key, ("without gradient", without))
+        else:
+            _learn(g, "average_gradients", given, plan, reductions, key)
         return _reduced(g, given, plan, reductions, key)
 
     return _run("average_gradients", found, async_op, timeout, prepare, name)

@@ -98,6 +98,23 @@ def test_average_gradients() -> None:
     dist.average_gradients([])
 
 
+def test_made_again() -> None:
+    """A list of plain arrays in one bucket takes the short way the second time; one that differs then raises on all."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for count in (3, 30_000):
+        for _ in range(3):
+            x, y = np.full(count, rank + 1.0), np.full((2, 2), rank + 1.0)
+            dist.average_gradients([x, y])
+            assert (x == (size + 1) / 2).all()
+            assert (y == (size + 1) / 2).all()
+            dist.all_reduce_coalesced([x, y], ReduceOp.MIN)
+            assert (y == (size + 1) / 2).all()
+        if size > 1:
+            with collective_raises(dist.CollectiveMismatchError, match="layout"):
+                dist.average_gradients([x] if rank == 0 else [x, y])
+            assert (x == (size + 1) / 2).all()
+
+
 def test_several_under_way() -> None:
     """Calls on lists of the same shapes do not get into each other's buffers."""
     size, rank = dist.get_world_size(), dist.get_rank()
