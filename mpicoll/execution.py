@@ -19,6 +19,7 @@ from mpicoll.checks.agreement import Flags, Ticket, When, agree_or_raise, explai
 from mpicoll.checks.call import NOTHING, NOWHERE, Call, Site, fingerprint
 from mpicoll.checks.levels import EVERY, Kept
 from mpicoll.communicators import mpi_text
+from mpicoll.engines import large
 from mpicoll.engines.base import Kind, Movement, Request, block_bytes, pieces
 from mpicoll.errors import (
     CollectiveMismatchError,
@@ -131,14 +132,15 @@ def _agreed(
         move = replace(move, vector=True)
     if before is not None:
         before()
+    beyond = large.beyond(move, size, flags.block_bytes)
     if move.kind is Kind.BARRIER:
         pass  # the round itself was one: nobody sees its end before everybody has posted it
-    elif flags.nonblocking:
+    elif flags.nonblocking and not beyond:
         requests = [engine.nonblocking(part) for part in move.parts]
         ticket.pass_on()
         waiting.moving(flags.block_bytes * len(requests) * (1 if move.root < 0 and move.op else size))
         yield from requests
-    elif flags.block_bytes <= SMALL_BYTES:
+    elif flags.block_bytes <= SMALL_BYTES and not beyond:
         if move.vector or move.more or not fixed:
             yield from [engine.nonblocking(part) for part in move.parts]
         else:
@@ -150,7 +152,12 @@ def _agreed(
             yield plan.start(move)
             plan.finish(move)
     else:
-        for number, piece in enumerate(pieces(move, rank, size, flags.block_bytes, NATIVE_BYTES)):
+        most = min(NATIVE_BYTES, large.COUNT_LIMIT)
+        for number, piece in enumerate(pieces(move, rank, size, flags.block_bytes, most)):
+            if flags.nonblocking:  # one behind the other, and the data of later calls behind the last
+                waiting.moving(most)
+                yield engine.nonblocking(piece)
+                continue
             if number:
                 yield lane.data.Ibarrier()  # every further native call is preceded by a wait that can be left
             with native(group, call, limit):
@@ -339,6 +346,7 @@ def _passes(group: ProcessGroup, call: Call, move: Movement | Callable[[Flags], 
         and move.kind in UNCOMPARED
         and not (call.uneven or move.vector or move.more)
         and call.block_bytes <= SMALL_BYTES
+        and not large.beyond(move, group.size(), call.block_bytes)
         and not (group.level == "roll" and (call.compared or group.calls % EVERY == 0))
     )
 

@@ -26,6 +26,7 @@ from mpicoll.buffers.array import Memory
 from mpicoll.checks.agreement import When
 from mpicoll.checks.envelope import Envelope, open_message
 from mpicoll.checks.inflight import Flight, Seal
+from mpicoll.engines import large
 from mpicoll.engines.base import Request
 from mpicoll.kept import keep_of
 
@@ -282,7 +283,7 @@ class Receiver:
         if envelope.apart:
             # Elements that MPI does not know travel as bytes; on both sides, if the dtypes are the same or not compared.
             flat = flat if flat.dtype.kind != "V" else flat.view(np.uint8)
-            receive.request = self._control.Irecv(flat, message.source, message.tag)
+            receive.request = large.post(self._control.Irecv, flat, message.source, message.tag)
             self._taking.append(receive)
             waiting.moving(envelope.nbytes)
         else:
@@ -334,5 +335,5 @@ class Receiver:
                 assert message.envelope is not None
                 if message.envelope.apart:
                     rest = np.empty(message.envelope.count, message.envelope.dtype)
-                    yield self._control.Irecv(rest, source, message.tag)
+                    yield large.post(self._control.Irecv, rest, source, message.tag)
         self.queues.clear()

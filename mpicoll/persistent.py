@@ -26,6 +26,7 @@ from mpicoll.buffers.array import Array
 from mpicoll.buffers.dtypes import dtype_name
 from mpicoll.checks.call import Call, Site
 from mpicoll.checks.envelope import EARLY_BYTES, ROOM, SMALL_BYTES, WORDS, first_word
+from mpicoll.engines import large
 from mpicoll.execution import guarded, wrap
 from mpicoll.groups import ProcessGroup
 from mpicoll.kept import keep, keep_of
@@ -217,7 +218,7 @@ def post_apart(group: ProcessGroup, tensor: Array, peer: int, tag: int) -> MPI.R
     costs nothing: a message of this size waits for its receiver anyway, to be copied once.
     """
     post = group.pair.control.Isend if tensor.nbytes <= EARLY_BYTES else group.pair.control.Issend
-    return post(tensor, peer, tag)
+    return large.post(post, tensor, peer, tag)
 
 
 def send_apart(group: ProcessGroup, again: PersistentSend, tensor: Array) -> None:
@@ -232,7 +233,7 @@ def send_apart(group: ProcessGroup, again: PersistentSend, tensor: Array) -> Non
 
 def recv_apart(group: ProcessGroup, again: PersistentReceive, tensor: Array) -> None:
     """Receive the elements whose envelope has come."""
-    again.body = group.pair.control.Irecv(tensor, again.peer, again.tag)
+    again.body = large.post(group.pair.control.Irecv, tensor, again.peer, again.tag)
     finish(group, again, tensor, again.body.Test)
     again.body = None
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpicoll.engines import large
 from mpicoll.engines.base import Kind, Movement, Request, starts
 
 __all__ = ["MpiEngine", "MpiPlan", "persistent_collectives"]
@@ -153,8 +154,11 @@ class MpiEngine:
         if move.kind is Kind.BARRIER:
             self._comm.Barrier()
             return
-        name, arguments = self.call(move)
+        moved = large.near(move) if move.vector else None
+        name, arguments = self.call(move if moved is None else moved[0])
         getattr(self._comm, name)(*arguments)
+        if moved is not None:
+            moved[1]()
 
     def transfer(self, move: Movement) -> tuple[Callable[[Any], object], Callable[[Any], Any]] | None:
         """Return the blocking call of a movement in one buffer, to be made again, and what makes its argument; or None."""
@@ -174,9 +178,10 @@ class MpiEngine:
         """Post the nonblocking call."""
         if move.kind is Kind.BARRIER:
             return self._comm.Ibarrier()
-        name, arguments = self.call(move)
+        moved = large.near(move) if move.vector else None
+        name, arguments = self.call(move if moved is None else moved[0])
         request: MPI.Request = getattr(self._comm, "I" + name.lower())(*arguments)
-        return request
+        return request if moved is None else large.Landing(request, moved[1])
 
     def plan(self, move: Movement, persistent: bool = True) -> MpiPlan:
         """Return a reusable form of a small movement, through buffers that the engine owns.
