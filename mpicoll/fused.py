@@ -21,7 +21,7 @@ import numpy as np
 
 from mpicoll import execution
 from mpicoll.buffers.array import Array, Memory, adapt, adapt_list, same_dtype
-from mpicoll.buffers.dtypes import Reduction, dtype_name, movable, resolve_reduction
+from mpicoll.buffers.dtypes import MOVABLE, Reduction, dtype_name, resolve_reduction
 from mpicoll.buffers.reduce_op import RedOpType, ReduceOp
 from mpicoll.checks.inflight import SEALED_BYTES, registry
 from mpicoll.collectives import _Prepared, _remember, _run
@@ -41,6 +41,7 @@ KEPT_BYTES = 256 * 1024 * 1024
 _MOST_PLANS = 16
 _MOST_WORDS = 60
 _plain = attrgetter("flags.carray")
+_NATIVE = frozenset(np.dtype(char).num for char in MOVABLE)
 
 
 class _Bucket:
@@ -195,11 +196,13 @@ class _List:
 
 
 def _plain_list(arrays: Any) -> tuple[list[np.dtype[Any]], list[tuple[int, ...]]] | None:
-    """Return the dtypes and shapes of a list of plain NumPy arrays; None where it is none, or an array may not move."""
+    """Return the dtypes and shapes of a list of NumPy arrays that MPI takes as they are; None where it is not one."""
     if type(arrays) is not list or set(map(type, arrays)) != {np.ndarray} or not all(map(_plain, arrays)):
         return None
     dtypes = [array.dtype for array in arrays]
-    return None if any(map(movable, set(dtypes))) else (dtypes, [array.shape for array in arrays])
+    if any(dtype.num not in _NATIVE or not dtype.isnative for dtype in set(dtypes)):
+        return None
+    return dtypes, [array.shape for array in arrays]
 
 
 def _adapted(arrays: Any, name: str, one_dtype: bool) -> tuple[_List, list[np.dtype[Any]], list[tuple[int, ...]]]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpicoll.engines.base import Kind, Movement, block_elements, pieces, starts
+from mpicoll.engines.base import Kind, Movement, block_bytes, block_elements, pieces, starts
 
 WHOLE = (Kind.BROADCAST, Kind.ALL_REDUCE, Kind.REDUCE)
 BLOCKS = (Kind.ALL_GATHER, Kind.GATHER, Kind.SCATTER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL)
@@ -129,6 +129,20 @@ def test_small_movements_are_left_whole() -> None:
         Movement(Kind.ALL_REDUCE, recv=np.zeros(0)),
     ):
         assert list(pieces(move, 0, 2, block_elements(move, 2) * 8, 100)) == [move]
+
+
+def test_further_movements_of_a_call() -> None:
+    """They are cut one after the other, each by its own size; the largest counts as the block of the call."""
+    moves = [
+        Movement(Kind.ALL_REDUCE, recv=np.arange(count, dtype=dtype)) for count, dtype in ((3, "d"), (9, "f"), (7, "d"))
+    ]
+    whole = replace(moves[0], more=tuple(moves[1:]))
+    assert [part.recv is move.recv for part, move in zip(whole.parts, moves, strict=True)] == [True] * 3
+    assert not any(part.more for part in whole.parts)
+    assert block_bytes(whole, 2) == 56
+    sizes = [piece.recv.size for piece in pieces(whole, 0, 2, 1, 32) if piece.recv is not None]
+    assert sizes == [3, 8, 1, 4, 3]
+    assert block_bytes(Movement(Kind.BARRIER), 2) == 0
 
 
 def test_block_elements() -> None:
