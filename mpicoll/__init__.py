@@ -57,7 +57,12 @@ if TYPE_CHECKING:
         is_initialized,
     )
     from mpicoll.launch.spawn import ProcessExitedException, ProcessRaisedException, spawn
-    from mpicoll.objects import all_gather_object, broadcast_object_list
+    from mpicoll.objects import (
+        all_gather_object,
+        broadcast_object_list,
+        gather_object,
+        scatter_object_list,
+    )
     from mpicoll.p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
     from mpicoll.runtime import (
         default_pg_timeout,
@@ -130,7 +135,7 @@ _HOME = {
         "is_initialized",
     ),
     "launch.spawn": ("ProcessExitedException", "ProcessRaisedException", "spawn"),
-    "objects": ("all_gather_object", "broadcast_object_list"),
+    "objects": ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"),
     "p2p": ("P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"),
     "runtime": (
         "default_pg_timeout",
@@ -198,6 +203,7 @@ __all__ = [
     "destroy_process_group",
     "first",
     "gather",
+    "gather_object",
     "get_backend",
     "get_global_rank",
     "get_group_rank",
@@ -224,6 +230,7 @@ __all__ = [
     "reduce_scatter_tensor",
     "run_first",
     "scatter",
+    "scatter_object_list",
     "send",
     "spawn",
     "torch_distributed_zero_first",

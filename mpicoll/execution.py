@@ -36,10 +36,12 @@ __all__ = [
     "call_limit",
     "check_name",
     "collective",
+    "conduct",
     "enter",
     "finish_waiting",
     "guarded",
     "lost",
+    "move_once",
     "native",
     "repeat",
     "run",
@@ -758,6 +760,82 @@ def _agreement(group: ProcessGroup, call: Call, ticket: Ticket) -> Generator[Req
         ticket.pass_on()
         if call.apart:
             group.give_up("its ranks made unequal numbers of calls")
+
+
+def conduct(group: ProcessGroup, call: Call, steps: Callable[[Flags], Generator[Request, None, None]]) -> None:
+    """Make one collective call that moves its data in several steps, and wait for it.
+
+    The caller has asked :func:`enter` whether the group can be used.
+
+    Args:
+        steps: given what all members know, yields what has to complete next. It may raise CollectiveMismatchError or
+            ``call.error`` before it moves anything, if all members do.
+    """
+    if group.turn is not None:
+        raise group.turn.refuse(call.describe(), call.site)
+    if call.error is not None and group.level != "full":
+        raise call.error  # the others do not compare, so nobody asks what was wrong here
+    with waiting.guard, group.lock:
+        try:
+            group.calls += 1
+            call.seq = group.calls
+            group.last = call.op, call.site.code, call.site.instruction
+            call.asynchronous = _collectives_pending()
+            _print(group, call, compares=True)
+            conducted = _conducted(group, call, group.pair.lane.ticket(), steps)
+            with waiting.shield:
+                drive(group, call, conducted, group.timeout)
+        except BaseException as error:
+            _leave_begun(group, call, group.timeout, error)
+            raise
+
+
+def _conducted(
+    group: ProcessGroup, call: Call, ticket: Ticket, steps: Callable[[Flags], Generator[Request, None, None]]
+) -> Generator[Request, None, None]:
+    mpi_error = MPI.Exception  # at the end of the interpreter the module's names are gone before kept generators
+    try:
+        flags = yield from agree_or_raise(ticket, call, group.display, group.ranks, group.rank())
+        if not ticket.Test():
+            yield ticket
+        if flags.stalled:
+            yield group.pair.lane.data.Ibarrier()
+        yield from steps(flags)
+    except mpi_error as error:
+        raise wrap(error, group, call) from error
+    finally:
+        ticket.pass_on()
+        if call.apart:
+            group.give_up("its ranks made unequal numbers of calls")
+
+
+def move_once(
+    group: ProcessGroup, call: Call, flags: Flags, move: Movement, moved: int
+) -> Generator[Request, None, int]:
+    """Move a flat buffer within the steps of a conducted call: by blocking calls unless somebody is asynchronous.
+
+    Args:
+        move: of a kind whose blocks all members know to be equal.
+        moved: what this returned for the movement before it in the call, or 0.
+
+    Returns:
+        Bytes moved since the last wait that can be left.
+    """
+    engine, lane = group.pair.engines[flags.engine], group.pair.lane
+    size, nbytes = group.size(), block_elements(move, group.size()) * _itemsize(move)
+    for piece in pieces(move, group.rank(), size, nbytes, NATIVE_BYTES):
+        step = block_elements(piece, size) * _itemsize(piece)
+        if flags.nonblocking:
+            waiting.moving(step)
+            yield engine.nonblocking(piece)
+            continue
+        moved += step
+        if moved > NATIVE_BYTES:
+            moved = step
+            yield lane.data.Ibarrier()  # as in _agreed
+        with native(group, call, group.timeout):
+            engine.blocking(piece)
+    return moved
 
 
 def lost(operation: Operation, reason: BaseException) -> None:

@@ -13,7 +13,7 @@ from mpi4py import MPI
 from mpicoll.engines import large
 from mpicoll.engines.base import Kind, Movement, Request, starts
 
-__all__ = ["MpiEngine", "MpiPlan", "persistent_collectives"]
+__all__ = ["MpiEngine", "MpiPlan", "Together", "library_tag", "persistent_collectives"]
 
 
 @lru_cache(maxsize=1)
@@ -27,6 +27,25 @@ def persistent_collectives() -> bool:
     except (NotImplementedError, MPI.Exception):
         return False
     return True
+
+
+def library_tag(number: int) -> int:
+    """Return one of the 32 tags that are the library's own, the largest there are; 1 and 2 are those of the agreement."""
+    return (MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767) - number  # what MPI gives at least
+
+
+class Together:
+    """Several requests of MPI as one, and what has to live as long (a Request)."""
+
+    __slots__ = ("_held", "_requests")
+
+    def __init__(self, requests: list[MPI.Request], held: Any = None) -> None:
+        self._requests = requests
+        self._held = held
+
+    def Test(self) -> bool:
+        """Return whether all are complete."""
+        return bool(MPI.Request.Testall(self._requests))
 
 
 # One name each for the blocking call; the nonblocking one is "I" and the same name in lower case.
