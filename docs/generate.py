@@ -49,6 +49,7 @@ NOTES = {
     "init_process_group": "also `comm=`, `on_failure=`, `check=`; foreign backends taken with one warning",
     "new_group": "inherits the world's limit; `use_local_synchronization` works",
     "irecv": "a message that is too long is not lost",
+    "recv_object_list": "takes a message from any rank without `src=`",
     "recv": "a message that is too long is not lost",
 }
 

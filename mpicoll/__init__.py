@@ -57,6 +57,7 @@ if TYPE_CHECKING:
         is_initialized,
     )
     from mpicoll.launch.spawn import ProcessExitedException, ProcessRaisedException, spawn
+    from mpicoll.object_messages import recv_object_list, send_object_list
     from mpicoll.objects import (
         all_gather_object,
         broadcast_object_list,
@@ -135,6 +136,7 @@ _HOME = {
         "is_initialized",
     ),
     "launch.spawn": ("ProcessExitedException", "ProcessRaisedException", "spawn"),
+    "object_messages": ("recv_object_list", "send_object_list"),
     "objects": ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"),
     "p2p": ("P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"),
     "runtime": (
@@ -224,6 +226,7 @@ __all__ = [
     "ordered",
     "rank_zero_only",
     "recv",
+    "recv_object_list",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_single",
@@ -232,6 +235,7 @@ __all__ = [
     "scatter",
     "scatter_object_list",
     "send",
+    "send_object_list",
     "spawn",
     "torch_distributed_zero_first",
     "wait_for_the_master",

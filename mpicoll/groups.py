@@ -106,6 +106,9 @@ class ProcessGroup:
         self.receives: dict[Any, PersistentReceive] = {}
         self.persistent: list[PersistentSend | PersistentReceive] = []
         self.seen: set[Any] = set()
+        # Lists of objects sent to and received from each rank of the group: their numbers are compared.
+        self.objects_sent: dict[int, int] = {}
+        self.objects_received: dict[int, int] = {}
         self._counting = threading.Lock()
         self._sent: dict[tuple[int, int], int] = {}
         self._received: dict[tuple[int, int], int] = {}
@@ -153,6 +156,10 @@ class ProcessGroup:
                 f"{operation} on group {self.display}: it cannot be used any more, because {self.broken}. "
                 "Ranks that go on need a new group of ranks that are still there"
             )
+
+    def gone(self) -> bool:
+        """Whether nothing of this group is under way any more that would end well."""
+        return self.broken is not None or self.destroyed
 
     def last_call(self) -> str:
         """Return the last call that was made on this group and its place in the program, or ""."""

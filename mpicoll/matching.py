@@ -24,13 +24,13 @@ from mpi4py import MPI
 from mpicoll import waiting
 from mpicoll.buffers.array import Memory
 from mpicoll.checks.agreement import When
-from mpicoll.checks.envelope import Envelope, open_message
+from mpicoll.checks.envelope import SMALL_BYTES, Envelope, open_message
 from mpicoll.checks.inflight import Flight, Seal
 from mpicoll.engines import large
 from mpicoll.engines.base import Request
 from mpicoll.kept import keep_of
 
-__all__ = ["Message", "Receive", "Receiver"]
+__all__ = ["Message", "ObjectReceive", "Receive", "Receiver"]
 
 _MOST_PLACES = 4096
 
@@ -135,6 +135,8 @@ class Receive:
     def fits(self, envelope: Envelope) -> bool:
         """Whether a message can be taken into its memory."""
         flat = self.memory.flat
+        if envelope.objects >= 0:
+            return False
         if self.exact:
             return envelope.fits(self.memory)
         return envelope.nbytes <= flat.nbytes
@@ -151,6 +153,37 @@ class Receive:
             self.filled()
             self.receiver.taken(self)
         return self.complete
+
+
+class ObjectReceive(Receive):
+    """The receive of a list of objects: of what stands in its message; the rest is received afterwards.
+
+    Attributes:
+        length: of the list; only one of this length is taken.
+        number: how many lists of objects this one is the last of, that were received from its sender.
+    """
+
+    __slots__ = ("_counts", "length", "number")
+
+    def __init__(self, receiver: Receiver, length: int, source: int, tag: int, counts: dict[int, int]) -> None:
+        super().__init__(receiver, Memory(np.zeros(SMALL_BYTES, np.uint8), (SMALL_BYTES,)), source, tag, exact=True)
+        self.length = length
+        self.number = 0
+        self._counts = counts
+
+    def fits(self, envelope: Envelope) -> bool:
+        """Whether it is a list of this length."""
+        return envelope.objects == self.length and envelope.nbytes <= SMALL_BYTES and not envelope.apart
+
+    def looked_at(self) -> None:
+        """Number it, in the order of messages."""
+        super().looked_at()
+        self.number = self._counts[self.sender] = self._counts.get(self.sender, 0) + 1
+
+    def filled(self) -> None:
+        """Note that its message is here; it stays outstanding until :meth:`Receiver.taken` is told that the rest is."""
+        super().filled()
+        self.receiver.taking.append(self)
 
 
 class Receiver:
@@ -171,17 +204,21 @@ class Receiver:
         self.lock = threading.Lock()
         self.posted: list[tuple[int, int]] = []
         self.waiting: list[Receive] = []
-        self._taking: list[Receive] = []
+        self.taking: list[Receive] = []  # those whose elements are on their way
         self.queues: dict[tuple[int, int], deque[Message]] = {}
         self._places: dict[tuple[int, int], str] = {}
 
     def start(self, memory: Memory, source: int, tag: int, exact: bool) -> Receive:
         """Start a receive; its message may be here already."""
         receive = Receive(self, memory, source, tag, exact)
+        self.begin(receive)
+        return receive
+
+    def begin(self, receive: Receive) -> None:
+        """Start a receive that has been made."""
         with self.lock:
             self.waiting.append(receive)
         self.look()
-        return receive
 
     def adopt(self, message: Message, memory: Memory, exact: bool) -> Receive:
         """Start the receive that was posted directly, and got a message that has to be looked at."""
@@ -284,7 +321,7 @@ class Receiver:
             # Elements that MPI does not know travel as bytes; on both sides, if the dtypes are the same or not compared.
             flat = flat if flat.dtype.kind != "V" else flat.view(np.uint8)
             receive.request = large.post(self._control.Irecv, flat, message.source, message.tag)
-            self._taking.append(receive)
+            self.taking.append(receive)
             waiting.moving(envelope.nbytes)
         else:
             flat.view(np.uint8)[: envelope.nbytes] = message.elements
@@ -292,12 +329,12 @@ class Receiver:
 
     def taken(self, receive: Receive) -> None:
         """Note that a receive is complete."""
-        if receive in self._taking:
-            self._taking.remove(receive)
+        if receive in self.taking:
+            self.taking.remove(receive)
 
     def outstanding(self) -> list[tuple[int, int]]:
         """Return (source, tag) of every receive that is started and not complete."""
-        started = [(receive.source, receive.tag) for receive in (*self.waiting, *self._taking)]
+        started = [(receive.source, receive.tag) for receive in (*self.waiting, *self.taking)]
         return [*started, *self.posted]
 
     def withdraw(self, receive: Receive) -> None:

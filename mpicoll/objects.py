@@ -20,8 +20,8 @@ from mpicoll import execution, waiting
 from mpicoll.buffers import pickled
 from mpicoll.buffers.pickled import Arriving, Packed, WireError, need_list
 from mpicoll.checks.agreement import Flags
-from mpicoll.checks.call import NOTHING, Call, Site, call_site, name_ranks
-from mpicoll.checks.inflight import Flight, registry
+from mpicoll.checks.call import NOTHING, Call, call_site, name_ranks
+from mpicoll.checks.inflight import look_at
 from mpicoll.engines.base import Kind, Movement, Request
 from mpicoll.engines.mpi import Together, library_tag
 from mpicoll.errors import ARGUMENT, CollectiveMismatchError, DistError
@@ -34,9 +34,6 @@ FIRST_BYTES = 16 * 1024
 
 SHORT_BYTES = 512
 """What the first movement carries of each head when one of them is larger."""
-
-CHUNK_BYTES = 1 << 30
-"""Bytes of one message at most: MPI counts up to 2**31 - 1."""
 
 PEERS = 8
 """Members that an all-gather exchanges buffers with at a time."""
@@ -248,6 +245,7 @@ class _Transfer:
         packed: what it sends.
         failed: why its objects could not be pickled, where that was not told in the agreement.
         arrived: the objects that this rank gets, by their rank, not loaded yet.
+        whole: the first movement carries all there is.
     """
 
     group: ProcessGroup
@@ -256,6 +254,7 @@ class _Transfer:
     packed: list[Packed]
     failed: Exception | None = None
     arrived: dict[int, Arriving] = field(default_factory=dict)
+    whole: bool = False
     kind = b"?"
 
     def steps(self, flags: Flags) -> Steps:
@@ -268,8 +267,10 @@ class _Transfer:
             raise CollectiveMismatchError(
                 f"{self.call.op} on group {self.group.display}: what {name_ranks([odd])} passed could not be pickled there"
             )
+        first = _first_bytes(flags.most)
+        self.whole = flags.block_bytes <= first
         try:
-            yield from self.move(flags, _first_bytes(flags.most))
+            yield from self.move(flags, first)
         except WireError as error:
             raise self.refused(error) from error
 
@@ -328,21 +329,24 @@ class _Transfer:
             first: bytes of the heads that are there.
         """
         me, size = self.group.rank(), self.group.size()
-        near = range(1, size, PEERS)
-        for at in near:
+        if self.whole:  # nothing else moves, on any rank
+            size = 1
+            for arriving in receives.values():
+                arriving.open()
+        for at in range(1, size, PEERS):
             to = [(me + d) % size for d in range(at, min(at + PEERS, size))]
             of = [(me - d) % size for d in range(at, min(at + PEERS, size))]
             yield from self.exchange(
-                [(peer, sends[peer][0].rest(sends[peer][1], first, CHUNK_BYTES)) for peer in to if peer in sends],
-                [(peer, receives[peer].rest(first, CHUNK_BYTES)) for peer in of if peer in receives],
+                [(peer, sends[peer][0].rest(sends[peer][1], first)) for peer in to if peer in sends],
+                [(peer, receives[peer].rest(first)) for peer in of if peer in receives],
                 _nothing,
             )
             for peer in of:
                 if peer in receives:
                     receives[peer].open()
             yield from self.exchange(
-                [(peer, _pieces(sends[peer][0].parts)) for peer in to if peer in sends],
-                [(peer, _pieces(receives[peer].parts)) for peer in of if peer in receives],
+                [(peer, pickled.pieces(sends[peer][0].parts)) for peer in to if peer in sends],
+                [(peer, pickled.pieces(receives[peer].parts)) for peer in of if peer in receives],
                 self.keep_own if at == 1 else _nothing,
             )
         self.keep_own()
@@ -366,15 +370,15 @@ class _Broadcast(_Transfer):
         yield from self.first_movement(flags, Movement(Kind.BROADCAST, recv=block, root=self.root), first)
         moved = 0
         if self.packed:
-            rest = packed.rest(prefix, first, CHUNK_BYTES)
+            rest = packed.rest(prefix, first)
         else:
             arriving = self.arriving(block, flags)
-            rest = arriving.rest(first, CHUNK_BYTES)
+            rest = arriving.rest(first)
         for piece in rest:
             moved = yield from self.broadcast(flags, piece, moved)
         if arriving is not None:
             arriving.open()
-        for piece in _pieces(packed.parts if arriving is None else arriving.parts):
+        for piece in pickled.pieces(packed.parts if arriving is None else arriving.parts):
             moved = yield from self.broadcast(flags, piece, moved)
         if arriving is not None:
             self.arrived[self.root] = arriving
@@ -467,10 +471,6 @@ def _nothing() -> None:
     """Do nothing."""
 
 
-def _pieces(parts: list[Any]) -> list[Any]:
-    return [part[a:b] for part in parts for a, b in pickled.cut(0, part.size, CHUNK_BYTES)]
-
-
 def _run(
     op: str,
     group: ProcessGroup,
@@ -493,7 +493,8 @@ def _run(
                 raise
             setattr(error, ARGUMENT, True)
             failed = error  # the calls are not compared, but the round is made: it tells the others
-        _look_at(group, op, site, packed)
+        if group.compares:
+            look_at(op, site, [part for each in packed for part in each.parts], group.gone, group.display)
     except Exception as error:
         setattr(error, ARGUMENT, True)
         execution.conduct(group, Call(op, (), site, error=error), _no_steps)
@@ -511,18 +512,6 @@ def _run(
     made = transfer(group, call, ready.root, packed, failed)
     execution.conduct(group, call, made.steps)
     return made
-
-
-def _look_at(group: ProcessGroup, op: str, site: Site, packed: list[Packed]) -> None:
-    """Compare the buffers that are sent from where they are with the memory of the operations under way.
-
-    Raises:
-        BufferInUseError: one of them writes there.
-    """
-    reads = [part for each in packed for part in each.parts]
-    if group.compares and registry.flights and reads:
-        gone: Callable[[], bool] = lambda: group.broken is not None or group.destroyed  # noqa: E731
-        registry.check(Flight(op, site, reads=reads, writes=(), gone=gone, group=group.display))
 
 
 def _no_steps(flags: Flags) -> Steps:

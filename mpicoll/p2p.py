@@ -526,16 +526,17 @@ def _misfit(
     error = CollectiveMismatchError(
         f"{call.op} on group {group.display}: rank {sender} sent {sent.describe(memory)} (tag {receive.tag}, "
         f"{receive.place or 'from a place that is not known'}), {call.op} on rank {me} of "
-        f"{describe(memory.name, memory.flat.size)} at {call.site}. The message is not lost: a recv of "
-        f"{sent.describe(memory)} takes it"
+        f"{describe(memory.name, memory.flat.size)} at {call.site}. The message is not lost: a "
+        f"{'recv' if sent.objects < 0 else 'recv_object_list'} of {sent.describe(memory)} takes it"
     )
     op, _, site = receive.place.partition(" at ")
-    key = (
-        ("peer", f"to rank {me}"),
-        ("tag", str(receive.tag)),
+    what: tuple[tuple[str, str], ...] = (
         ("dtype", sent.name or (memory.name if sent.alike(memory) else "another")),
         ("elements", str(sent.nbytes // memory.flat.itemsize if sent.alike(memory) else sent.count)),
     )
+    if sent.objects >= 0:
+        what = (("objects", str(sent.objects)),)
+    key = (("peer", f"to rank {me}"), ("tag", str(receive.tag)), *what)
     taken = entry_of(call, me, peer=sender)
     return with_calls(
         error, group.display, [sender, me], [Entry(((sender, sender),), op or "send", key, site=site, peer=me), taken]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pickle
 import struct
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,8 +32,12 @@ __all__ = [
 
 Bytes = npt.NDArray[np.uint8]
 
-HEADER = struct.Struct("=7scqqqq")
-"""Magic, kind, sequence number, number of buffers, bytes of the stream, bytes of all buffers."""
+HEADER = struct.Struct("=7scqqqqQ")
+"""Magic, kind, sequence number, number of buffers, bytes of the stream, bytes of all buffers, checksum of all these."""
+
+CHUNK_BYTES = 1 << 30
+"""Bytes of one piece at most: MPI counts up to 2**31 - 1."""
+
 
 _MAGIC = b"mpicoll"
 _LENGTH = 8
@@ -85,10 +90,19 @@ class Header:
         return self.head_bytes + self.tail
 
 
-def cut(start: int, stop: int, limit: int) -> Iterator[tuple[int, int]]:
-    """Yield the ends of the pieces of at most ``limit`` bytes from ``start`` to ``stop``."""
-    for at in range(start, stop, limit):
-        yield at, min(at + limit, stop)
+def cut(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Yield the ends of the pieces of at most ``CHUNK_BYTES`` from ``start`` to ``stop``."""
+    for at in range(start, stop, CHUNK_BYTES):
+        yield at, min(at + CHUNK_BYTES, stop)
+
+
+def pieces(parts: list[Bytes]) -> list[Bytes]:
+    """Return buffers in pieces, the same for the memory that they are sent from and received in."""
+    return [part[a:b] for part in parts for a, b in cut(0, part.size)]
+
+
+def _checksum(*words: Any) -> int:
+    return zlib.crc32(repr(words).encode())
 
 
 class Packed(Header):
@@ -109,7 +123,8 @@ class Packed(Header):
     def prefix(self, kind: bytes, sequence: int) -> Bytes:
         """Return what stands before the stream: header and lengths."""
         prefix = np.empty(self.prefix_bytes, np.uint8)
-        HEADER.pack_into(prefix.data, 0, _MAGIC, kind, sequence, self.buffers, self.stream, self.tail)
+        words = _MAGIC, kind, sequence, self.buffers, self.stream, self.tail
+        HEADER.pack_into(prefix.data, 0, *words, _checksum(*words))
         prefix[HEADER.size :].view(np.int64)[:] = [part.size for part in self.parts]
         return prefix
 
@@ -121,11 +136,11 @@ class Packed(Header):
         into[ahead : ahead + behind] = self.memory[:behind]
         into[ahead + behind :] = 0
 
-    def rest(self, prefix: Bytes, start: int, limit: int) -> list[Bytes]:
+    def rest(self, prefix: Bytes, start: int) -> list[Bytes]:
         """Return the head from ``start`` on, in the same pieces as :meth:`Arriving.rest`."""
         ahead = self.prefix_bytes
-        pieces = [prefix[a:b] for a, b in cut(start, ahead, limit)]
-        return pieces + [self.memory[a - ahead : b - ahead] for a, b in cut(max(start, ahead), self.head_bytes, limit)]
+        pieces = [prefix[a:b] for a, b in cut(start, ahead)]
+        return pieces + [self.memory[a - ahead : b - ahead] for a, b in cut(max(start, ahead), self.head_bytes)]
 
     def copied(self) -> Arriving:
         """Return a copy, to be loaded here: the buffers are copied, the stream is only read."""
@@ -156,10 +171,10 @@ class Arriving:
         self.head[:known] = block[:known]
         self.parts: list[Bytes] = []
 
-    def rest(self, start: int, limit: int) -> list[Bytes]:
+    def rest(self, start: int) -> list[Bytes]:
         """Return where the head from ``start`` on is to be received, in pieces."""
         ahead, end = self.header.prefix_bytes, self.header.head_bytes
-        return [self.head[a:b] for a, b in (*cut(start, ahead, limit), *cut(max(start, ahead), end, limit))]
+        return [self.head[a:b] for a, b in (*cut(start, ahead), *cut(max(start, ahead), end))]
 
     def open(self) -> None:
         """Allocate the buffers, when the head is here.
@@ -214,8 +229,9 @@ def read_header(block: Bytes, kind: bytes, sequence: int, most: int, most_head: 
     """
     if block.size < HEADER.size:
         raise WireError(f"it is cut short after {block.size} bytes")
-    magic, what, number, buffers, stream, tail = HEADER.unpack_from(block.data)
-    if magic != _MAGIC:
+    *words, checksum = HEADER.unpack_from(block.data)
+    magic, what, number, buffers, stream, tail = words
+    if magic != _MAGIC or checksum != _checksum(*words):
         raise WireError("it does not begin as objects do")
     if what != kind:
         raise WireError(f"it is of kind {what!r}, not {kind!r}")

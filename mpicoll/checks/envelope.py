@@ -32,12 +32,14 @@ __all__ = [
     "Envelope",
     "Told",
     "describe",
+    "describe_list",
     "first_word",
     "open_message",
     "write",
 ]
 
 WORDS = struct.Struct("=2q")
+_LENGTH = struct.Struct("=q")
 
 SMALL_BYTES = 4000
 """Up to this size the elements stand behind the words, so that the message with its envelope is still sent eagerly by Open MPI
@@ -55,6 +57,7 @@ _COUNT_BITS = 48
 _COUNT = (1 << _COUNT_BITS) - 1
 _APART = 1 << 56
 _PLACED = 1 << 57
+_OBJECTS = 1 << 58
 _PLACE_BITS = 32
 _PLACE = (1 << _PLACE_BITS) - 1
 _WORDS_BITS = 8
@@ -82,6 +85,7 @@ class Envelope:
         apart: its elements travel on the control communicator.
         place: number of the place that it was sent from, which is the sender's own.
         print: hash of its dtype, where that has no number.
+        objects: length of the list that its elements, bytes, are the pickle of (they begin with it); -1: they are an array.
     """
 
     name: str
@@ -90,6 +94,7 @@ class Envelope:
     apart: bool
     place: int
     print: int = 0
+    objects: int = -1
 
     @property
     def nbytes(self) -> int:
@@ -98,6 +103,8 @@ class Envelope:
 
     def alike(self, memory: Memory) -> bool:
         """Whether its elements are of the dtype of a memory."""
+        if self.objects >= 0:
+            return False
         if self.name:
             return self.name == memory.name
         return memory.named not in ("", *_NUMBERS) and self.print == _fingerprint(memory.named)
@@ -106,11 +113,13 @@ class Envelope:
         """Whether it has as many elements as a memory, of the same dtype."""
         return self.nbytes == memory.flat.nbytes and self.alike(memory)
 
-    def describe(self, memory: Memory) -> str:
-        """Return ``float32, 4 elements``, as it is told to a receive into a memory."""
+    def describe(self, memory: Memory | None = None) -> str:
+        """Return ``float32, 4 elements`` or ``a list of 2 objects``, as it is told to a receive into a memory."""
+        if self.objects >= 0:
+            return describe_list(self.objects)
         if self.name:
             return describe(self.name, self.count)
-        if self.alike(memory):
+        if memory is not None and self.alike(memory):
             return describe(memory.name, self.count // memory.flat.itemsize)
         return f"{self.count} byte{'s' if self.count != 1 else ''} of another dtype, structured or of texts or dates"
 
@@ -124,6 +133,11 @@ def describe(name: str, count: int) -> str:
 def _fingerprint(name: str) -> int:
     """Return a number of 23 bits for a dtype's name, the same on all ranks and never 0."""
     return zlib.crc32(name.encode()) % ((1 << _PRINT_BITS) - 1) + 1
+
+
+def describe_list(length: int) -> str:
+    """Return ``a list of 2 objects``."""
+    return f"a list of {length} object{'s' if length != 1 else ''}"
 
 
 def first_word(dtype: np.dtype[Any], count: int) -> int:
@@ -140,7 +154,9 @@ def _first(flat: np.ndarray[Any, Any], named: str) -> int:
     return word if flat.nbytes <= SMALL_BYTES else word | _APART
 
 
-def write(flat: np.ndarray[Any, Any], named: str, number: int, place: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def write(
+    flat: np.ndarray[Any, Any], named: str, number: int, place: bytes, objects: bool = False
+) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Return a message: its words, the elements of ``flat`` if they are few, and the words of its place if it says them.
 
     Args:
@@ -148,8 +164,9 @@ def write(flat: np.ndarray[Any, Any], named: str, number: int, place: bytes) -> 
         named: the name of their dtype, where it is not that of ``flat``.
         number: of the place.
         place: its words, or empty when the receiver has been told.
+        objects: the elements, few bytes, are a pickled list's length (one 64-bit word) and what belongs to its pickle.
     """
-    word, print_ = _first(flat, named), 0
+    word, print_ = _first(flat, named) | (_OBJECTS if objects else 0), 0
     if named and named not in _NUMBERS:
         print_ = _fingerprint(named)
     number = number & _PLACE | len(place) << _PLACE_BITS | print_ << _PLACE_BITS + _WORDS_BITS
@@ -172,7 +189,8 @@ def open_message(buffer: np.ndarray[Any, np.dtype[np.uint8]]) -> tuple[Envelope,
     number = word >> _COUNT_BITS & 0xFF
     name, dtype = ("", _BYTE) if number == _OTHER else (_ELEMENTS[number][0], _ELEMENTS[number][1].wire)
     print_ = place >> _PLACE_BITS + _WORDS_BITS
-    envelope = Envelope(name, dtype, word & _COUNT, bool(word & _APART), place & _PLACE, print_)
+    objects = _LENGTH.unpack_from(buffer.data, WORDS.size)[0] if word & _OBJECTS else -1
+    envelope = Envelope(name, dtype, word & _COUNT, bool(word & _APART), place & _PLACE, print_, objects)
     end = WORDS.size + (0 if envelope.apart else envelope.nbytes)
     words = buffer[end : end + (place >> _PLACE_BITS & (1 << _WORDS_BITS) - 1)].tobytes().decode(errors="replace")
     return envelope, buffer[WORDS.size : end], words

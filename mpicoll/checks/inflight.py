@@ -14,7 +14,7 @@ import threading
 import zlib
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from mpicoll.checks.entries import Entry
 from mpicoll.checks.report import with_calls
 from mpicoll.errors import BufferInUseError
 
-__all__ = ["SEALED_BYTES", "Flight", "Registry", "Seal", "registry", "span", "written"]
+__all__ = ["SEALED_BYTES", "Flight", "Registry", "Seal", "look_at", "registry", "span", "written"]
 
 SEALED_BYTES = 64 * 1024
 """Bytes of the largest buffer that is checked for writes of the program."""
@@ -98,6 +98,16 @@ def _sum(array: Array, start: int = 0) -> int:
     # As bytes: checksums do not take every dtype, such as longdouble, nor arrays of no dimension.
     flat = array if array.flags.c_contiguous else np.ascontiguousarray(array)
     return zlib.crc32(flat.reshape(-1).view(np.uint8).data, start)
+
+
+def look_at(op: str, site: Site, reads: Sequence[Array], gone: Callable[[], bool], group: str) -> None:
+    """Compare memory that a call reads, which is over when it returns, with that of the operations under way.
+
+    Raises:
+        BufferInUseError: one of them writes there.
+    """
+    if reads and registry.flights:
+        registry.check(Flight(op, site, reads=reads, writes=(), gone=gone, group=group))
 
 
 def written(op: str, site: Site, group: str = "") -> BufferInUseError:

@@ -48,6 +48,8 @@ def right(name: str, async_op: bool = False) -> Any:
         "barrier": lambda: dist.barrier(async_op=async_op),
         "all_gather_object": lambda: dist.all_gather_object([None] * size, rank),
         "broadcast_object_list": lambda: dist.broadcast_object_list([rank], 0),
+        "gather_object": lambda: dist.gather_object(rank, [None] * size if rank == 0 else None, 0),
+        "scatter_object_list": lambda: dist.scatter_object_list([None], list(range(size)) if rank == 0 else None, 0),
     }
     return calls[name]()
 
@@ -63,6 +65,7 @@ def wrong_calls(async_op: bool) -> list[tuple[str, str, type[Exception], Call]]:
     size, rank = dist.get_world_size(), dist.get_rank()
     x, large = np.ones(4), np.ones(4 * size)
     many = [np.ones(4) for _ in range(size)]
+    own = [1] * size if rank == 0 else None
     more: dict[str, Any] = {"async_op": async_op}
     bad: list[tuple[str, str, type[Exception], Call]] = []
     arrays = {
@@ -242,6 +245,13 @@ def wrong_calls(async_op: bool) -> list[tuple[str, str, type[Exception], Call]]:
         ),
         ("broadcast_object_list", "a tuple", TypeError, lambda: dist.broadcast_object_list((1,), 0)),
         ("broadcast_object_list", "a root out of range", ValueError, lambda: dist.broadcast_object_list([1], size)),
+        ("gather_object", "a tuple", TypeError, lambda: dist.gather_object(1, (1,) * size)),
+        ("gather_object", "a list that is too long", ValueError, lambda: dist.gather_object(1, [1] * (size + 1))),
+        ("gather_object", "a root out of range", ValueError, lambda: dist.gather_object(1, group_dst=size)),
+        ("gather_object", "what pickle refuses", Exception, lambda: dist.gather_object(lambda: 1, own)),
+        ("scatter_object_list", "no place", ValueError, lambda: dist.scatter_object_list([], own)),
+        ("scatter_object_list", "a tuple to write", ValueError, lambda: dist.scatter_object_list((1,), own)),
+        ("scatter_object_list", "two sources", ValueError, lambda: dist.scatter_object_list([1], own, 0, group_src=0)),
     ]
     if size > 1:
         mixed = [np.ones(4, "f"), *many[1:]]
@@ -320,6 +330,17 @@ def test_missing_and_forbidden_lists_say_so_in_torchs_words() -> None:
         with collective_raises(ValueError, match=rf"Argument ``{word}`` {text}"):
             function(x, None if rank == 0 else many)
         function(x, many if rank == 0 else [])
+    objects, into = list(range(size)), [None]
+    with collective_raises(
+        ValueError, match=rf"must {'' if rank == 0 else 'NOT '}be specified on (non-)?destination rank"
+    ):
+        dist.gather_object(1, None if rank == 0 else objects)
+    dist.gather_object(1, objects if rank == 0 else [])
+    assert objects == ([1] * size if rank == 0 else list(range(size)))
+    with collective_raises((ValueError, dist.CollectiveMismatchError), match="scatter_object_input_list"):
+        dist.scatter_object_list(into, None)
+    dist.scatter_object_list(into, [5] * size)
+    assert into == [5]
 
 
 @pytest.mark.mpi(min_size=2)
@@ -335,6 +356,8 @@ def test_a_root_outside_the_group() -> None:
             lambda: dist.gather(x, [x], group=group),
             lambda: dist.scatter(x, [x], group=group),
             lambda: dist.broadcast_object_list([1], group=group),
+            lambda: dist.gather_object(1, [1], group=group),
+            lambda: dist.scatter_object_list([1], [1], group=group),
         ):
             with collective_raises(ValueError, match="Global rank 0 is not part of group", group=group):
                 call()

@@ -220,7 +220,8 @@ def test_nothing_is_compared_when_off() -> None:
 
 
 @pytest.mark.parametrize(
-    "call", ["barrier", "all_reduce", "all_gather_object", "broadcast_object_list", "all_to_all_single"]
+    "call",
+    ["barrier", "all_reduce", "all_gather_object", "broadcast_object_list", "gather_object", "all_to_all_single"],
 )
 def test_named_calls(call: str) -> None:
     """The same name on all ranks is right; another name, or one on some ranks only, is a mismatch."""
@@ -230,6 +231,7 @@ def test_named_calls(call: str) -> None:
         "all_reduce": (np.ones(2),),
         "all_gather_object": ([None] * size, me),
         "broadcast_object_list": ([me], 0),
+        "gather_object": (me, None if me else [None] * size, 0),
         "all_to_all_single": (np.ones(size), np.ones(size)),
     }
     function = getattr(dist, call)

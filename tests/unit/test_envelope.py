@@ -34,6 +34,20 @@ def test_a_message_opens_as_it_was_written(char: str) -> None:
             assert (known == first_word(dtype, count)) == (not place)
 
 
+def test_a_list_of_objects_opens_as_one() -> None:
+    """The length of the list comes back, and nobody takes it for an array of as many bytes."""
+    inside = np.zeros(30, np.uint8)
+    inside[:8].view(np.int64)[0] = 5
+    message = write(inside, "", 7, b"send_object_list at train.py:12", objects=True)
+    envelope, elements, words = open_message(message)
+    assert (envelope.objects, envelope.describe()) == (5, "a list of 5 objects")
+    assert (elements == inside).all()
+    assert words == "send_object_list at train.py:12"
+    plain = write(inside, "", 7, b"")
+    assert open_message(plain)[0].objects == -1
+    assert WORDS.unpack_from(plain.data)[0] != WORDS.unpack_from(write(inside, "", 7, b"", objects=True).data)[0]
+
+
 def test_dtypes_that_differ_have_words_that_differ() -> None:
     """The first word is equal where NumPy calls the dtypes equal, and only there: int64 is "l" and "q"."""
     for a in MOVABLE:
