@@ -245,7 +245,7 @@ class _Transfer:
         packed: what it sends.
         failed: why its objects could not be pickled, where that was not told in the agreement.
         arrived: the objects that this rank gets, by their rank, not loaded yet.
-        whole: the first movement carries all there is.
+        whole, whole_heads: the first movement carries all there is, or all heads.
     """
 
     group: ProcessGroup
@@ -255,6 +255,7 @@ class _Transfer:
     failed: Exception | None = None
     arrived: dict[int, Arriving] = field(default_factory=dict)
     whole: bool = False
+    whole_heads: bool = False
     kind = b"?"
 
     def steps(self, flags: Flags) -> Steps:
@@ -269,6 +270,7 @@ class _Transfer:
             )
         first = _first_bytes(flags.most)
         self.whole = flags.block_bytes <= first
+        self.whole_heads = flags.most <= first
         try:
             yield from self.move(flags, first)
         except WireError as error:
@@ -336,11 +338,12 @@ class _Transfer:
         for at in range(1, size, PEERS):
             to = [(me + d) % size for d in range(at, min(at + PEERS, size))]
             of = [(me - d) % size for d in range(at, min(at + PEERS, size))]
-            yield from self.exchange(
-                [(peer, sends[peer][0].rest(sends[peer][1], first)) for peer in to if peer in sends],
-                [(peer, receives[peer].rest(first)) for peer in of if peer in receives],
-                _nothing,
-            )
+            if not self.whole_heads:
+                yield from self.exchange(
+                    [(peer, sends[peer][0].rest(sends[peer][1], first)) for peer in to if peer in sends],
+                    [(peer, receives[peer].rest(first)) for peer in of if peer in receives],
+                    _nothing,
+                )
             for peer in of:
                 if peer in receives:
                     receives[peer].open()

@@ -33,7 +33,10 @@ __all__ = [
 Bytes = npt.NDArray[np.uint8]
 
 HEADER = struct.Struct("=7scqqqqQ")
-"""Magic, kind, sequence number, number of buffers, bytes of the stream, bytes of all buffers, checksum of all these."""
+"""Magic, kind, sequence number, number of buffers, bytes of the stream, bytes of all buffers, CRC-32 of all these."""
+
+_CHECKED = HEADER.size - 8
+_CHECKSUM = struct.Struct("=Q")
 
 CHUNK_BYTES = 1 << 30
 """Bytes of one piece at most: MPI counts up to 2**31 - 1."""
@@ -101,10 +104,6 @@ def pieces(parts: list[Bytes]) -> list[Bytes]:
     return [part[a:b] for part in parts for a, b in cut(0, part.size)]
 
 
-def _checksum(*words: Any) -> int:
-    return zlib.crc32(repr(words).encode())
-
-
 class Packed(Header):
     """An object of this rank, ready to be sent.
 
@@ -123,9 +122,10 @@ class Packed(Header):
     def prefix(self, kind: bytes, sequence: int) -> Bytes:
         """Return what stands before the stream: header and lengths."""
         prefix = np.empty(self.prefix_bytes, np.uint8)
-        words = _MAGIC, kind, sequence, self.buffers, self.stream, self.tail
-        HEADER.pack_into(prefix.data, 0, *words, _checksum(*words))
-        prefix[HEADER.size :].view(np.int64)[:] = [part.size for part in self.parts]
+        HEADER.pack_into(prefix.data, 0, _MAGIC, kind, sequence, self.buffers, self.stream, self.tail, 0)
+        _CHECKSUM.pack_into(prefix.data, _CHECKED, zlib.crc32(prefix.data[:_CHECKED]))
+        if self.parts:
+            prefix[HEADER.size :].view(np.int64)[:] = [part.size for part in self.parts]
         return prefix
 
     def block(self, prefix: Bytes, into: Bytes) -> None:
@@ -229,9 +229,8 @@ def read_header(block: Bytes, kind: bytes, sequence: int, most: int, most_head: 
     """
     if block.size < HEADER.size:
         raise WireError(f"it is cut short after {block.size} bytes")
-    *words, checksum = HEADER.unpack_from(block.data)
-    magic, what, number, buffers, stream, tail = words
-    if magic != _MAGIC or checksum != _checksum(*words):
+    magic, what, number, buffers, stream, tail, checksum = HEADER.unpack_from(block.data)
+    if magic != _MAGIC or checksum != zlib.crc32(block.data[:_CHECKED]):
         raise WireError("it does not begin as objects do")
     if what != kind:
         raise WireError(f"it is of kind {what!r}, not {kind!r}")

@@ -29,6 +29,7 @@ def persistent_collectives() -> bool:
     return True
 
 
+@lru_cache
 def library_tag(number: int) -> int:
     """Return one of the 32 tags that are the library's own, the largest there are; 1 and 2 are those of the agreement."""
     return (MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767) - number  # what MPI gives at least

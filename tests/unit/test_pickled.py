@@ -105,9 +105,8 @@ def test_another_call_is_noticed() -> None:
 def made_up(buffers: int, stream: int, tail: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Return a header with a right checksum and these sizes."""
     words = b"mpicoll", b"A", 7, buffers, stream, tail
-    block = np.zeros(HEADER.size, np.uint8)
-    HEADER.pack_into(block.data, 0, *words, zlib.crc32(repr(words).encode()))
-    return block
+    checksum = zlib.crc32(HEADER.pack(*words, 0)[:-8])
+    return np.frombuffer(HEADER.pack(*words, checksum), np.uint8)
 
 
 def test_sizes_that_cannot_be_allocate_nothing() -> None:
