@@ -197,9 +197,9 @@ def _scaling(reduction: Reduction, memory: Memory) -> Callable[[], None] | None:
     return scale
 
 
-def _remember(group: ProcessGroup, key: Any, call: Repeated, memory: Memory) -> None:
+def _remember(group: ProcessGroup, key: Any, call: Repeated, memory: Memory | None = None) -> None:
     """Keep a call, so that it costs less when it is made again with an array whose own memory moves as it is."""
-    if memory.named:
+    if memory is not None and memory.named:
         return  # its elements are not what travels
     if len(group.repeated) >= MOST_REPEATED:
         group.repeated.clear()

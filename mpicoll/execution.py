@@ -822,9 +822,9 @@ def move_once(
         Bytes moved since the last wait that can be left.
     """
     engine, lane = group.pair.engines[flags.engine], group.pair.lane
-    size, nbytes = group.size(), block_elements(move, group.size()) * _itemsize(move)
+    size, nbytes = group.size(), block_bytes(move, group.size())
     for piece in pieces(move, group.rank(), size, nbytes, NATIVE_BYTES):
-        step = block_elements(piece, size) * _itemsize(piece)
+        step = block_bytes(piece, size)
         if flags.nonblocking:
             waiting.moving(step)
             yield engine.nonblocking(piece)

@@ -122,7 +122,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None, *, na
         return _Ready((("objects", 1),), -1, [obj])
 
     transfer = _run("all_gather_object", found, prepare, name, _AllGather)
-    object_list[:] = [transfer.arrived[rank].load() for rank in range(found.size())]
+    object_list[:] = [transfer.arrived.pop(rank).load() for rank in range(found.size())]
 
 
 def gather_object(
@@ -166,7 +166,7 @@ def gather_object(
     transfer = _run("gather_object", found, prepare, name, _Gather)
     if transfer.arrived:
         assert object_gather_list is not None
-        object_gather_list[:] = [transfer.arrived[rank].load() for rank in range(found.size())]
+        object_gather_list[:] = [transfer.arrived.pop(rank).load() for rank in range(found.size())]
 
 
 def scatter_object_list(

@@ -12,6 +12,7 @@ from jobs import ROOT, run_job
 FOLDER = ROOT / "benchmarks"
 RUNS = {
     "checks.py": (2, ["--rounds", "5"], [r"all_reduce 8 bytes +full +\d", r"target 2.5: (met|missed)"]),
+    "objects.py": (2, ["1048576"], [r"1048576 bytes: mpi4py \d.* mpicoll \d.* times as fast"]),
     "pingpong.py": (2, ["8"], [r"8 bytes: raw \d.* mpicoll \d.* times"]),
     "fused.py": (2, ["20", "1024"], [r"average_gradients +\d.* the loop takes \d"]),
     "waiting.py": (2, [], ["2 ranks, quiet: raw", "2 ranks, beside a busy process: raw"]),

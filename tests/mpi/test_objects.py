@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import mpicoll as dist
+from mpicoll import objects as implementation
 from mpicoll.buffers import pickled
 from mpicoll.checks.levels import EVERY
 from mpicoll.pytest_plugin import collective_raises
@@ -57,7 +58,7 @@ def of(rank: int) -> list[Any]:
             "order": np.asfortranarray(table.reshape(4, -1)),
         },
         [np.full((100, 100), rank, np.int16), np.zeros(0), table[::-2], bytes(70_000), bytearray(rank + 40_000)],
-        [table[i : i + 3000].copy() for i in range(0, MANY - 3000, 3000)] if rank else [],
+        [table[i : i + 3000].copy() for i in range(0, MANY // 3, 3000)] if rank else [],
         np.array([rank, "text", None], object),
     ]
 
@@ -131,12 +132,12 @@ def test_every_call_takes_every_object(which: int) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_large_objects_move_in_pieces() -> None:
-    """Streams and buffers that are larger than one message may be, to the last byte, are received whole."""
-    with chunks_of(1000):
-        for which in (2, 4, 6):
-            for what, came, wanted in every_call(lambda rank, which=which: of(rank)[which]):
-                assert same(came, wanted), f"{what}, object {which}"
+def test_large_objects_move_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams and buffers that are larger than one message may be, to the last byte, are received whole; from one at a time."""
+    monkeypatch.setattr(implementation, "PEERS", 1)
+    with chunks_of(30_000):
+        for what, came, wanted in every_call(lambda rank: [of(rank)[2], of(rank)[4]]):
+            assert same(came, wanted), what
 
 
 def test_received_arrays_stand_by_themselves() -> None:
@@ -196,6 +197,24 @@ def test_what_does_not_pickle_raises_on_all(level: str) -> None:
             assert gathered == list(range(size))
         for _ in range(EVERY):
             dist.all_reduce(np.ones(2), group=group)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("odd", ["kind", "number"])
+def test_what_is_no_object_of_the_call(odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A header of another kind or number raises on all that get it, and the group, out of step, is given up."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group()
+    if me == 1 and odd == "kind":
+        monkeypatch.setattr(implementation._AllGather, "kind", b"?")
+    if me == 1 and odd == "number":
+        group.calls += 1
+    with collective_raises(dist.DistError, match=r"no object of this call, since it (is of kind|belongs to number)"):
+        dist.all_gather_object([None] * size, np.ones(MANY), group)
+    with pytest.raises(dist.GroupBrokenError):
+        dist.all_gather_object([None] * size, 1, group)
+    dist.destroy_process_group(group)
+    dist.barrier()
 
 
 @pytest.mark.mpi(min_size=2)

@@ -38,7 +38,15 @@ def test_the_table_of_the_cost_model() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["README.md", "CONTRIBUTING.md", "docs/arrays.md", "docs/order-checks.md", "docs/waiting.md", "docs/design.md"],
+    [
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/arrays.md",
+        "docs/order-checks.md",
+        "docs/waiting.md",
+        "docs/design.md",
+        "docs/objects.md",
+    ],
 )
 def test_named_files_are_there(name: str) -> None:
     """A script or test that a page names in code exists, and so does what it links to."""
