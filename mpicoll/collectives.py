@@ -14,6 +14,7 @@ from mpicoll import execution
 from mpicoll.buffers.array import Array, Memory, adapt, adapt_list, same_dtype
 from mpicoll.buffers.dtypes import Reduction, resolve_reduction
 from mpicoll.buffers.half import wide
+from mpicoll.buffers.protocols import viewed
 from mpicoll.buffers.reduce_op import RedOpType, ReduceOp
 from mpicoll.checks.call import NOTHING, Call, Site, call_site
 from mpicoll.checks.inflight import SEALED_BYTES, Flight, Seal, registry, written
@@ -120,12 +121,14 @@ def _flight(group: ProcessGroup, op: str, site: Site, ready: _Prepared, async_op
     if not group.compares or not (async_op or registry.flights):
         return None
     move = ready.move
-    writes = [] if move.recv is None or (move.kind is Kind.BROADCAST and move.root == group.rank()) else ready.outputs
+    writes: list[Array] = []
+    if move.recv is not None and not (move.kind is Kind.BROADCAST and move.root == group.rank()):
+        writes = [array for array in map(viewed, ready.outputs) if array is not None]
     flight = Flight(
         op,
         site,
         reads=[memory.own for memory in ready.inputs if memory.pack is None or memory.origin is not None],
-        writes=[array for array in writes if isinstance(array, np.ndarray)],
+        writes=writes,
         gone=lambda: group.broken is not None or group.destroyed,
         group=group.display,
     )

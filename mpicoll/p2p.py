@@ -320,7 +320,9 @@ class P2POp:
             self.peer = found.ranks[self.group_peer]
 
     def __repr__(self) -> str:
-        return f"P2POp({self.op.__name__}, peer={self.peer}, tag={self.tag}, {self.tensor.dtype} x {self.tensor.size})"
+        memory = adapt(self.tensor, "tensor", writable=False)
+        what = f"{dtype_name(memory.dtype)} x {memory.flat.size}"
+        return f"P2POp({self.op.__name__}, peer={self.peer}, tag={self.tag}, {what})"
 
 
 def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:

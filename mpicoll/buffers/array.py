@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from mpicoll.buffers import layouts
 from mpicoll.buffers.dtypes import dtype_name, element, is_native
+from mpicoll.buffers.protocols import as_numpy
 
 __all__ = ["Array", "Memory", "MemoryKind", "adapt", "adapt_list", "same_dtype"]
 
@@ -71,17 +72,20 @@ def adapt(value: Any, name: str, *, writable: bool) -> Memory:
     """Return the memory of ``value``.
 
     Args:
-        value: a NumPy array of any shape (0-d and empty ones too) and layout.
+        value: an array of any shape (0-d and empty ones too) and layout: of NumPy, or what :func:`as_numpy` knows.
         name: the parameter's name, for messages.
         writable: the call writes into it.
 
     Raises:
-        TypeError: not a NumPy array, or of a dtype that does not move.
+        TypeError: not an array, or of a dtype that does not move.
         ValueError: read-only, or with elements that share memory, and the call writes into it.
     """
-    if not isinstance(value, np.ndarray) or isinstance(value, np.ma.MaskedArray):
+    given = value
+    if not isinstance(value, np.ndarray):
+        value = as_numpy(value, name, writable=writable)
+    if value is None or isinstance(value, np.ma.MaskedArray):
         raise TypeError(
-            f"Invalid function argument. Expected parameter `{name}` of type numpy.ndarray but got {_type_name(value)} "
+            f"Invalid function argument. Expected parameter `{name}` of type numpy.ndarray but got {_type_name(given)} "
             "instead: pass an array, such as numpy.asarray(x), and keep it if it holds a result"
         )
     flags = value.flags
@@ -112,9 +116,15 @@ def adapt_list(values: Any, name: str, *, writable: bool, length: int | None = N
         TypeError: not a list (a tuple is refused, as in torch), or an element that :func:`adapt` refuses.
         ValueError: the list has another length than ``length``; the dtypes differ.
     """
-    if not isinstance(values, list) or not all(isinstance(value, np.ndarray) for value in values):
+    arrays: list[Any] = []
+    if isinstance(values, list):
+        for i, value in enumerate(values):
+            known = isinstance(value, np.ndarray)
+            arrays.append(value if known else as_numpy(value, f"{name}[{i}]", writable=writable))
+    if not isinstance(values, list) or any(array is None for array in arrays):
         if isinstance(values, list):
-            got = "list holding " + ", ".join(sorted({_type_name(v) for v in values if not isinstance(v, np.ndarray)}))
+            strange = {_type_name(v) for v, array in zip(values, arrays, strict=True) if array is None}
+            got = "list holding " + ", ".join(sorted(strange))
         else:
             got = _type_name(values)
         raise TypeError(
@@ -122,7 +132,7 @@ def adapt_list(values: Any, name: str, *, writable: bool, length: int | None = N
         )
     if length is not None and len(values) != length:
         raise ValueError(f"parameter `{name}` must hold one array for each of the {length} ranks, got {len(values)}")
-    memories = [adapt(value, f"{name}[{i}]", writable=writable) for i, value in enumerate(values)]
+    memories = [adapt(value, f"{name}[{i}]", writable=writable) for i, value in enumerate(arrays)]
     same_dtype(*memories)
     return memories
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicoll.buffers.half import HALVES
+from mpicoll.buffers.protocols import bare_name
 from mpicoll.buffers.reduce_op import RedOpType, ReduceOp
 
 __all__ = ["Element", "Reduction", "dtype_name", "element", "movable", "resolve_reduction"]
@@ -95,6 +96,9 @@ def element(dtype: np.dtype[Any]) -> Element:
     if dtype.hasobject or not dtype.itemsize:
         raise TypeError(_refusal(dtype))
     if dtype.num == _VOID:
+        bare = named_element(bare_name(dtype) or "")
+        if bare is not None:
+            return bare
         return Element(opaque(dtype.itemsize), str(_bare(dtype)), gaps=_gaps(dtype))
     native = dtype if dtype.isnative else dtype.newbyteorder("=")
     if dtype.num in _TEXTS or dtype.num in _DATES:

@@ -60,6 +60,25 @@ def read_only(count: int = 4) -> Any:
     return x
 
 
+class OnDevice:
+    """An array that another package keeps on a device."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise AssertionError("nobody should ask for it")
+
+    __array__ = __dlpack__
+
+
+class Copied:
+    """An array that gives NumPy no more than a copy."""
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return np.ones(4)
+
+
 def wrong_calls(async_op: bool) -> list[tuple[str, str, type[Exception], Call]]:
     """Return (function, what is wrong, the exception, a call that is wrong on whichever rank makes it)."""
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -72,7 +91,6 @@ def wrong_calls(async_op: bool) -> list[tuple[str, str, type[Exception], Call]]:
         "a list": [1.0] * 4,
         "None": None,
         "a number": 4.0,
-        "bytes": b"1234",
         "objects": np.array([None] * 4),
         "records with objects": np.zeros(4, "i4,O"),
         "elements of no bytes": np.zeros(4, np.dtype([])),
@@ -118,6 +136,12 @@ def wrong_calls(async_op: bool) -> list[tuple[str, str, type[Exception], Call]]:
         ("all_reduce", "a broadcast view", ValueError, lambda: dist.all_reduce(shared, **more)),
         ("all_gather", "broadcast views", ValueError, lambda: dist.all_gather([shared] * size, x, **more)),
         ("reduce_scatter", "a broadcast view", ValueError, lambda: dist.reduce_scatter(shared, many, **more)),
+        # arrays of other packages
+        ("all_reduce", "bytes", ValueError, lambda: dist.all_reduce(b"1234", **more)),
+        ("all_gather", "bytes", ValueError, lambda: dist.all_gather([b"1234"] * size, np.ones(4, "B"), **more)),
+        ("all_reduce", "an array on a device", TypeError, lambda: dist.all_reduce(OnDevice(), **more)),
+        ("gather", "an array on a device", TypeError, lambda: dist.gather(OnDevice(), **more)),
+        ("scatter", "what gives a copy", TypeError, lambda: dist.scatter(Copied(), many, **more)),
         # lists
         ("all_gather", "a tuple", TypeError, lambda: dist.all_gather(tuple(many), x, **more)),
         ("reduce_scatter", "a tuple", TypeError, lambda: dist.reduce_scatter(x, tuple(many), **more)),
