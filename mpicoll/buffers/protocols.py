@@ -101,13 +101,6 @@ def _check_writable(array: Array, value: Any, name: str) -> None:
         raise ValueError(
             f"parameter `{name}` ({_kind(value)}) is read-only, and this call writes its result into it: {advice}"
         )
-    if array.size and any(
-        stride == 0 and length > 1 for length, stride in zip(array.shape, array.strides, strict=True)
-    ):
-        raise ValueError(
-            f"parameter `{name}` ({_kind(value)} of shape {array.shape}) has several elements at one address, as after "
-            "expand(), and this call writes its result into it: pass a copy, such as x.clone()"
-        )
 
 
 class _Holder:

@@ -140,14 +140,6 @@ def test_read_only_memory_is_read_and_never_written(old: bool) -> None:
             as_numpy(value, "output", writable=True)
 
 
-def test_several_elements_at_one_address_are_never_written() -> None:
-    """As a result they would hold whichever element was written last."""
-    wide = Interface(np.lib.stride_tricks.as_strided(np.ones(1), (4,), (0,), writeable=True))
-    assert as_numpy(wide, "x", writable=False) is not None
-    with pytest.raises(ValueError, match=r"parameter `x` .* at one address"):
-        as_numpy(wide, "x", writable=True)
-
-
 def test_what_may_be_a_copy_is_an_input_only() -> None:
     """An array that has no more than ``__array__`` is read; NumPy itself does not know whether that copied."""
     got = as_numpy(Converted(np.arange(3)), "x", writable=False)
