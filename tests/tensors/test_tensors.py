@@ -1,0 +1,402 @@
+"""torch's tensors in every call: written in place, with the bits that NumPy's arrays get."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import collective_cases as cases
+import numpy as np
+import pytest
+import torch
+from array_kinds import Through
+
+import mpicoll as dist
+from mpicoll import ReduceOp
+from mpicoll.pytest_plugin import collective_raises
+
+pytestmark = pytest.mark.mpi
+
+DTYPES = "?bBhHiIlLfdFD"  # those of collective_cases that torch has
+# Moved by their bits, which collective_cases does not reduce.
+BITS = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.complex32)
+FLOATS = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+Tensor = torch.Tensor
+
+
+def neighbours() -> tuple[int, int]:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    return (rank - 1) % size, (rank + 1) % size
+
+
+def random(dtype: torch.dtype, count: int, rank: int) -> Tensor:
+    """Return numbers whose sums depend on how they are formed."""
+    return torch.randn(count, dtype=dtype, generator=torch.Generator().manual_seed(rank))
+
+
+# torch says once in a process that complex32 is an experiment.
+@pytest.fixture(scope="module", autouse=True)
+def _warned() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.ones(1).to(torch.complex32)
+
+
+def bits(dtype: torch.dtype, count: int, rank: int) -> Tensor:
+    """Return every pattern of bits that a dtype has, infinities and all kinds of NaN among them."""
+    raw = torch.randint(0, 256, (count * dtype.itemsize,), generator=torch.Generator().manual_seed(rank))
+    return raw.to(torch.uint8).view(dtype)
+
+
+def same(got: Tensor, expected: Tensor, what: str = "") -> None:
+    """Assert that two tensors hold the same bits, NaNs included."""
+    assert got.dtype == expected.dtype, what
+    assert got.shape == expected.shape, f"{what}: {tuple(got.shape)}, not {tuple(expected.shape)}"
+    assert torch.equal(got.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)), f"{what}: {got}"
+
+
+@pytest.mark.parametrize("name", cases.ALL)
+def test_every_collective_on_every_dtype(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every collective, op and dtype, sync and async, gives what NumPy gives, in the tensors that were passed."""
+    monkeypatch.setattr(cases, "dist", Through(torch.from_numpy))
+    for dtype in DTYPES:
+        cases.run(name, cases.taste(name, dtype, (*cases.SMALL, cases.large(dtype))))
+
+
+def reducing(x: Any, out: Any, op: Any, async_op: bool) -> Iterator[tuple[str, Callable[[], Any], Any]]:
+    """Yield (name, call, its output); ``x`` has as many blocks of the size of ``out`` as there are ranks."""
+    size = dist.get_world_size()
+    blocks = list(x.reshape(size, -1))
+    yield "all_reduce", lambda: dist.all_reduce(x, op, async_op=async_op), x
+    yield "reduce", lambda: dist.reduce(x, size - 1, op, async_op=async_op), x
+    yield "reduce_scatter", lambda: dist.reduce_scatter(out, blocks, op, async_op=async_op), out
+    yield "reduce_scatter_single", lambda: dist.reduce_scatter_single(out, x, op, async_op=async_op), out
+
+
+def test_reductions_have_the_bits_of_numpy() -> None:
+    """The same numbers as a NumPy array and as a tensor give the same bits, whatever the rounding."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    ops = {"c": (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM(0.3))}
+    ops["f"] = (*ops["c"], ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
+    for dtype in FLOATS:
+        for count in (5, 5001):
+            for op in ops["c" if dtype.is_complex else "f"]:
+                for async_op in (False, True):
+                    mine = random(dtype, count * size, rank)
+                    plain, plain_out = mine.numpy().copy(), np.zeros(count, mine.numpy().dtype)
+                    tensor, tensor_out = mine.clone(), torch.zeros(count, dtype=dtype)
+                    for (name, with_numpy, expected), (_, with_torch, got) in zip(
+                        reducing(plain, plain_out, op, async_op),
+                        reducing(tensor, tensor_out, op, async_op),
+                        strict=True,
+                    ):
+                        for call, output in ((with_numpy, expected), (with_torch, got)):
+                            work = call()
+                            if work is not None:
+                                work.wait()
+                                assert work.result()[0] is output, name
+                        same(got, torch.from_numpy(expected), f"{name} {dtype} x {count} {op} async_op={async_op}")
+
+
+Results = Iterator[tuple[str, Any, list[tuple[Tensor, Tensor]]]]
+
+
+def moving(x: Tensor, place: Callable[[Tensor], Tensor], async_op: bool) -> Results:
+    """Make every collective that moves data; yield its name, its Work, and what came with what should have come.
+
+    Args:
+        x: ``shifted(x, r)`` is the input of rank r.
+        place: returns a new tensor of the values of another, in the layout to be tested.
+    """
+    size, rank = dist.get_world_size(), dist.get_rank()
+    mine, all_ = place(shifted(x, rank)), [shifted(x, r) for r in range(size)]
+    row = [shifted(x, rank + r) for r in range(size)]  # equal to what all ranks together send to this one
+    empty = torch.zeros_like(x)
+
+    def rooms() -> list[Tensor]:
+        return [place(empty) for _ in range(size)]
+
+    for root in range(size):
+        into = mine if rank == root else place(empty)
+        yield "broadcast", dist.broadcast(into, root, async_op=async_op), [(into, all_[root])]
+        outs = rooms() if rank == root else []
+        work = dist.gather(mine, outs if rank == root else None, root, async_op=async_op)
+        yield "gather", work, list(zip(outs, all_, strict=False))
+        into = place(empty)
+        inputs = [place(each) for each in all_] if rank == root else None
+        yield "scatter", dist.scatter(into, inputs, root, async_op=async_op), [(into, all_[rank])]
+    outs = rooms()
+    yield "all_gather", dist.all_gather(outs, mine, async_op=async_op), list(zip(outs, all_, strict=True))
+    outs = rooms()
+    work = dist.all_to_all(outs, [place(each) for each in row], async_op=async_op)
+    yield "all_to_all", work, list(zip(outs, row, strict=True))
+    into = place(torch.stack([empty] * size))
+    yield "all_gather_single", dist.all_gather_single(into, mine, async_op=async_op), [(into, torch.stack(all_))]
+    into, source = place(torch.stack([empty] * size)), place(torch.stack(row))
+    yield "all_to_all_single", dist.all_to_all_single(into, source, async_op=async_op), [(into, torch.stack(row))]
+
+
+def shifted(x: Tensor, by: int) -> Tensor:
+    """Return the elements of a tensor, moved round by some places; as bytes, which torch moves of every dtype."""
+    if not x.numel():
+        return x
+    return x.reshape(-1).view(torch.uint8).roll(by * x.dtype.itemsize).view(x.dtype).reshape(x.shape)
+
+
+def messages(x: Tensor, place: Callable[[Tensor], Tensor]) -> Results:
+    """Send this rank's tensor round the ring by every function for messages; yields as :func:`moving`."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    if size == 1:
+        return
+    before, after = neighbours()
+    mine, expected, empty = place(shifted(x, rank)), shifted(x, before), torch.zeros_like(x)
+    for _ in range(3):  # the third is made again in short, where that is done
+        into = place(empty)
+        work = dist.isend(mine, after)
+        assert dist.recv(into, before) == before
+        yield "recv", work, [(into, expected)]
+    into = place(empty)
+    receiving = dist.irecv(into, before)
+    if rank:
+        dist.send(mine, after)
+    else:
+        dist.isend(mine, after).wait()
+    receiving.wait()
+    assert receiving.result()[0] is into
+    yield "irecv", None, [(into, expected)]
+    into = place(empty)
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, after), dist.P2POp(dist.irecv, into, before)]):
+        work.wait()
+    yield "batch_isend_irecv", None, [(into, expected)]
+
+
+def check(calls: Results, what: str) -> None:
+    """Wait for each call, and compare what it was to bring."""
+    for name, work, pairs in calls:
+        if work is not None:
+            work.wait()
+        for got, expected in pairs:
+            same(got, expected, f"{name}, {what}")
+
+
+@pytest.mark.parametrize("dtype", [*BITS, torch.bool, torch.float16], ids=str)
+def test_bits_move_unchanged(dtype: torch.dtype) -> None:
+    """Types that NumPy has not arrive bit by bit, by every call that moves data."""
+    for count in (0, 1, 7, 9001):
+        x = bits(dtype, count, 0) if dtype != torch.bool else bits(torch.uint8, count, 0) > 127
+        for async_op in (False, True):
+            check(moving(x, torch.clone, async_op), f"{dtype} x {count}, async_op={async_op}")
+        check(messages(x, torch.clone), f"{dtype} x {count}")
+
+
+def test_messages_on_every_dtype() -> None:
+    """Messages carry every dtype."""
+    for char in DTYPES:
+        for count in (1, 5001):
+            x = torch.from_numpy(cases.values(char, count, 3))
+            check(messages(x, torch.clone), f"{x.dtype} x {count}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_types_are_reduced_in_float32(dtype: torch.dtype) -> None:
+    """They are summed as float32 and rounded once, and bitwise ops are refused."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for count in (5, 9001):
+        inputs = [random(torch.float32, count, r).to(dtype) for r in range(size)]
+        x = inputs[rank].clone()
+        dist.all_reduce(x)
+        exact = torch.stack(inputs).double().sum(0)
+        error = (x.double() - exact).abs() / exact.abs().clamp(min=torch.finfo(dtype).tiny)
+        assert error.max() <= torch.finfo(dtype).eps * (0.5 + 1e-3), f"{dtype} x {count}: {error.max()}"
+        # Not finished in half precision: that would be rounded after each addition.
+        y = inputs[rank].clone()
+        dist.all_reduce(y, ReduceOp.MAX)
+        same(y, torch.stack(inputs).amax(0), f"{dtype} x {count}")
+    with collective_raises(RuntimeError, match="Cannot use"):
+        dist.all_reduce(torch.ones(2, dtype=dtype), ReduceOp.BAND)
+    with collective_raises(RuntimeError, match="float8_e5m2"):
+        dist.all_reduce(torch.ones(2).to(torch.float8_e5m2))
+
+
+def layouts(dtype: torch.dtype) -> dict[str, Callable[[Any], Tensor]]:
+    """Return what makes a tensor of the values of another that is not contiguous."""
+
+    def transposed(x: Tensor) -> Tensor:
+        return torch.zeros(*reversed(x.shape), dtype=dtype).permute(*reversed(range(x.dim()))).copy_(x)
+
+    def every_other(x: Tensor) -> Tensor:
+        return torch.zeros(*x.shape[:-1], 2 * x.shape[-1], dtype=dtype)[..., ::2].copy_(x)
+
+    def inner(x: Tensor) -> Tensor:
+        return torch.zeros(*(length + 2 for length in x.shape), dtype=dtype)[(slice(1, -1),) * x.dim()].copy_(x)
+
+    return {"transposed": transposed, "every other": every_other, "a block": inner}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bool, torch.bfloat16, torch.complex64], ids=str)
+def test_tensors_that_are_not_contiguous(dtype: torch.dtype) -> None:
+    """They are read and written in place, as inputs and as results, and what lies between stays as it is."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = torch.arange(12).reshape(3, 4).to(dtype) if dtype != torch.bool else torch.arange(12).reshape(3, 4) % 3 == 0
+    for name, place in layouts(dtype).items():
+        assert not place(x).is_contiguous()
+        for async_op in (False, True):
+            check(moving(x, place, async_op), f"{dtype}, {name}, async_op={async_op}")
+        check(messages(x, place), f"{dtype}, {name}")
+        out = place(x)
+        dist.all_reduce(out)
+        expected = x if dtype == torch.bool else x * size
+        same(out, expected, f"all_reduce {dtype}, {name}")
+    whole = torch.zeros(4, 6)
+    dist.broadcast(whole[1:3, ::2], 0) if rank else dist.broadcast(torch.ones(2, 3), 0)
+    if rank:
+        assert whole.sum() == 6
+        assert whole[1:3, ::2].sum() == 6
+
+
+def test_leaves_that_require_grad() -> None:
+    """They are inputs as they are; as results they are refused, unless torch itself lets them be written."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    weight = torch.nn.Parameter(torch.full((3,), float(rank)))
+    outs = [torch.zeros(3) for _ in range(size)]
+    dist.all_gather(outs, weight)
+    assert [out.tolist() for out in outs] == [[float(r)] * 3 for r in range(size)]
+    cases_of_results: dict[str, Callable[[Tensor], Any]] = {
+        "tensor": dist.all_reduce,
+        r"tensor_list\[1\]": lambda x: dist.all_gather([torch.zeros(3), x, *outs[2:]], torch.zeros(3)),
+        "output_tensor": lambda x: dist.all_gather_single(x, torch.ones(3)),
+    }
+    for name, call in cases_of_results.items():
+        if size == 1 and "list" in name:
+            continue
+        with collective_raises(
+            ValueError, match=rf"parameter `{name}` is a leaf tensor that requires grad.*detach\(\)"
+        ):
+            call(weight)
+    with collective_raises(ValueError, match="is a view of a leaf tensor"):
+        dist.all_reduce(weight[1:])
+    assert weight.tolist() == [float(rank)] * 3
+    with torch.no_grad():
+        dist.all_reduce(weight)
+    dist.broadcast(weight.detach(), 0)
+    assert weight.tolist() == [float(sum(range(size)))] * 3
+    assert weight.requires_grad
+    loss = (weight * 2).sum()  # not a leaf: written, and its gradient knows nothing of the call, as in torch
+    dist.all_reduce(loss)
+    loss.backward()
+    assert float(loss.detach()) == 6 * sum(range(size)) * size
+    assert weight.grad is not None
+    dist.all_reduce(weight.grad, ReduceOp.AVG)
+    assert weight.grad.tolist() == [2.0] * 3
+
+
+def test_lazy_conjugates_and_negatives() -> None:
+    """Their values are sent, not what stands in their memory; as results they are refused."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    z = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex64) * (rank + 1)
+    for lazy in (z.conj(), z.conj().imag):
+        assert lazy.is_conj() or lazy.is_neg()
+        outs = [torch.zeros(2, dtype=lazy.dtype) for _ in range(size)]
+        dist.all_gather(outs, lazy)
+        for r, out in enumerate(outs):
+            same(out, (lazy / (rank + 1) * (r + 1)).resolve_neg().resolve_conj())
+        with collective_raises(ValueError, match=r"`tensor` is a tensor whose memory holds the .*resolve_"):
+            dist.all_reduce(lazy)
+
+
+def refused() -> dict[str, tuple[Tensor, str]]:
+    """Return tensors that have no memory for a call, and words of the error."""
+    ones = torch.ones(4)
+    with torch._subclasses.FakeTensorMode():
+        fake = torch.ones(4)
+    return {
+        "meta": (torch.ones(4, device="meta"), "meta device has no elements"),
+        "sparse": (ones.to_sparse(), r"layout torch.sparse_coo is not supported.*to_dense"),
+        "fake": (fake, "FakeTensor has no memory of its own"),
+        "zeros of autograd": (torch._efficientzerotensor(4), "has no memory of its own"),
+        "nested": (torch.nested.nested_tensor([ones, ones], layout=torch.jagged), "nested tensors are not supported"),
+        "bits": (torch.ones(4, dtype=torch.uint8).view(torch.bits8), r"dtype torch.bits8 is not supported"),
+    }
+
+
+def test_tensors_without_memory_of_their_own() -> None:
+    """Sparse, fake, nested and meta tensors are refused on all ranks alike, as inputs and as results."""
+    size = dist.get_world_size()
+    for what, (tensor, words) in refused().items():
+        with collective_raises(TypeError, match=f"parameter `tensor`: .*{words}"):
+            dist.all_reduce(tensor)
+        with collective_raises(TypeError, match=f"parameter `input_tensor`: .*{words}"):
+            dist.all_gather_single(torch.zeros(4 * size), tensor)
+        with pytest.raises(TypeError, match=words):
+            dist.isend(tensor, neighbours()[1])
+        x = torch.ones(2)
+        dist.all_reduce(x)
+        assert x.tolist() == [size] * 2, what
+    with collective_raises((TypeError, ValueError), match="parameter `tensor`"):
+        dist.all_reduce(torch.ones(1).expand(4))
+    if torch.cuda.is_available():
+        with collective_raises(TypeError, match=r"not supported yet.*x\.cpu\(\)"):
+            dist.all_reduce(torch.ones(2, device="cuda"))
+
+
+def test_inside_transforms_of_torch() -> None:
+    """A tensor that vmap batches has no memory, and says so."""
+    with collective_raises(TypeError, match="has no memory of its own"):
+        torch.vmap(lambda x: dist.all_reduce(x) or x)(torch.ones(2, 3))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_one_rank_at_fault() -> None:
+    """The others hear of a tensor that one rank may not pass, and the group goes on."""
+    rank = dist.get_rank()
+    x = torch.ones(3, requires_grad=rank == 1)
+    with collective_raises(
+        ValueError if rank == 1 else dist.CollectiveMismatchError, match="leaf tensor that requires grad"
+    ):
+        dist.all_reduce(x)
+    with collective_raises(dist.CollectiveMismatchError, match="float"):
+        dist.all_reduce(torch.ones(3, dtype=torch.float64 if rank else torch.float32))
+    y = torch.ones(3)
+    dist.all_reduce(y)
+    assert y.tolist() == [dist.get_world_size()] * 3
+
+
+@pytest.mark.mpi(min_size=2)
+def test_kinds_meet_in_one_call() -> None:
+    """One rank has a tensor, another a NumPy array: what counts is the dtype."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x: Any = torch.arange(4.0) if rank % 2 else np.arange(4, dtype=np.float32)
+    dist.all_reduce(x)
+    assert x.tolist() == [size * i for i in range(4)]
+    mixed: list[Any] = [torch.zeros(4) if r % 2 else np.zeros(4, "f") for r in range(size)]
+    dist.all_gather(mixed, x)
+    assert [each.tolist() for each in mixed] == [x.tolist()] * size
+
+
+@pytest.mark.mpi(min_size=2)
+def test_tensors_under_way_are_guarded() -> None:
+    """Two tensors of one storage are known to share it, and a write before wait() is noticed."""
+    x = torch.zeros(8)
+    work = dist.all_reduce(x[:6], async_op=True)
+    with pytest.raises(dist.BufferInUseError, match=r"\(8 bytes in common\)"):
+        dist.isend(x[4:], neighbours()[1])
+    work.wait()
+    dist.barrier()
+    work = dist.all_reduce(x, async_op=True)
+    x[0] = 5
+    with pytest.raises(dist.BufferInUseError, match="was written before its wait"):
+        work.wait()
+
+
+def test_a_tensor_can_be_resized_afterwards() -> None:
+    """A call leaves no trace on the tensor's storage (``tensor.numpy()`` would forbid to resize it)."""
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    assert x.untyped_storage().resizable()
+    x.resize_(3000)
+    y = torch.ones(2)
+    y.share_memory_()
+    address = y.data_ptr()
+    dist.all_reduce(y)
+    assert y.data_ptr() == address
