@@ -321,7 +321,7 @@ class P2POp:
 
     def __repr__(self) -> str:
         memory = adapt(self.tensor, "tensor", writable=False)
-        what = f"{dtype_name(memory.dtype)} x {memory.flat.size}"
+        what = f"{memory.name} x {memory.flat.size}"
         return f"P2POp({self.op.__name__}, peer={self.peer}, tag={self.tag}, {what})"
 
 
