@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,9 +16,9 @@ from mpicoll.buffers.reduce_op import RedOpType, ReduceOp
 OPS = [op for op in RedOpType if op is not RedOpType.PREMUL_SUM]
 
 
-def refusal(op: object, char: str) -> type[Exception] | None:
+def refusal(op: object, char: str, name: str = "") -> type[Exception] | None:
     try:
-        resolve_reduction("all_reduce", op, np.dtype(char))
+        resolve_reduction("all_reduce", op, np.dtype(char), name)
     except Exception as error:
         return type(error)
     return None
@@ -217,3 +220,22 @@ def test_types_of_ml_dtypes_are_known_by_name_and_size() -> None:
     assert {"bfloat16", "float8_e4m3fn", "float8_e5m2", "int4"} <= seen
     # One with the character of clongdouble, which takes 32 bytes.
     assert np.dtype(ml_dtypes.float8_e4m3fnuz).char == "G"
+
+
+def test_the_table_of_ops_in_the_docs() -> None:
+    """Each cell of the table of ops in docs/arrays.md names the error that is raised, or none where the op works."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "arrays.md").read_text()
+    rows = re.findall(r"^\| ([A-Z_, ]+) \| (.+) \| (.+) \| (.+) \| (.+) \|$", page, re.MULTILINE)
+    columns = ([("?", "")], [(char, "") for char in "bBlQ"], [*((char, "") for char in "fdg"), ("f", "float16")])
+    named = []
+    for names, *cells in rows:
+        for name, (cell, dtypes) in itertools.product(
+            names.split(", "), zip(cells, (*columns, [(char, "") for char in "FDG"]), strict=True)
+        ):
+            op = ReduceOp.PREMUL_SUM(1) if name == "PREMUL_SUM" else RedOpType[name]
+            for char, half in dtypes:
+                error = refusal(op, char, half)
+                told = f"`{error.__name__}`" if error is not None else ""
+                assert told == (cell if "Error" in cell else ""), (name, char)
+        named += names.split(", ")
+    assert sorted(named) == sorted(op.name for op in RedOpType)
