@@ -23,7 +23,7 @@ from mpicoll.checks.envelope import SMALL_BYTES, Envelope, describe_list, write
 from mpicoll.checks.inflight import look_at
 from mpicoll.checks.report import with_calls
 from mpicoll.engines.base import Request
-from mpicoll.engines.mpi import Together, library_tag
+from mpicoll.engines.mpi import Post, Together, library_tag, post_all
 from mpicoll.errors import CollectiveMismatchError, DistError
 from mpicoll.groups import ProcessGroup, member_or_warn, no_global_peer, peer_rank
 from mpicoll.matching import ObjectReceive
@@ -150,8 +150,9 @@ def _start_send(group: ProcessGroup, packed: Packed, length: int, peer: int) -> 
         held = message, rest
         with execution.begun(group, call, group.timeout, held, peer=group.ranks[peer], tag=_TAG):
             control, tag = group.pair.control, _tag_of(number)
-            requests = [group.pair.data.Isend([message, MPI.BYTE], peer, _TAG)]
-            requests += [control.Issend([piece, MPI.BYTE], peer, tag) for piece in rest]
+            posts: list[Post] = [(group.pair.data.Isend, message, peer, _TAG)]
+            posts += [(control.Issend, piece, peer, tag) for piece in rest]
+            requests = post_all(posts)
             group.count_sent(peer, _TAG)
             waiting.moving(sum(piece.nbytes for piece in rest))
             steps = _sending(group, call, Together(requests, held))
@@ -225,7 +226,7 @@ def _rest(group: ProcessGroup, receive: ObjectReceive, pieces: list[Any]) -> Gen
     control, tag = group.pair.control, _tag_of(receive.number)
     if pieces:
         waiting.moving(sum(piece.nbytes for piece in pieces))
-        yield Together([control.Irecv([piece, MPI.BYTE], receive.sender, tag) for piece in pieces])
+        yield Together(post_all((control.Irecv, piece, receive.sender, tag) for piece in pieces))
 
 
 def _first_bytes(head: int) -> int:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
 from mpicoll import execution, waiting
 from mpicoll.buffers import pickled
@@ -23,7 +22,7 @@ from mpicoll.checks.agreement import Flags
 from mpicoll.checks.call import NOTHING, Call, call_site, name_ranks
 from mpicoll.checks.inflight import look_at
 from mpicoll.engines.base import Kind, Movement, Request
-from mpicoll.engines.mpi import Together, library_tag
+from mpicoll.engines.mpi import Post, Together, library_tag, post_all
 from mpicoll.errors import ARGUMENT, CollectiveMismatchError, DistError
 from mpicoll.groups import ProcessGroup, member_or_warn, no_global_peer, peer_rank
 
@@ -315,12 +314,25 @@ class _Transfer:
     ) -> Steps:
         """Send memory to, and receive memory from, ranks of the group, piece by piece."""
         control, tag = self.group.pair.control, library_tag(_TAG)
-        requests = [control.Irecv([piece, MPI.BYTE], peer, tag) for peer, pieces in receives for piece in pieces]
-        requests += [control.Isend([piece, MPI.BYTE], peer, tag) for peer, pieces in sends for piece in pieces]
-        waiting.moving(sum(piece.nbytes for _, pieces in (*sends, *receives) for piece in pieces))
-        meanwhile()
-        if requests:
-            yield Together(requests)
+        posts: list[Post] = [(control.Irecv, piece, peer, tag) for peer, pieces in receives for piece in pieces]
+        posts += [(control.Isend, piece, peer, tag) for peer, pieces in sends for piece in pieces]
+        if posts:
+            requests = Together(post_all(posts))
+            waiting.moving(sum(piece.nbytes for _, piece, _, _ in posts))
+            yield from self.beside(requests, meanwhile)
+        else:
+            meanwhile()
+
+    def beside(self, requests: Together, meanwhile: Callable[[], None]) -> Steps:
+        """Do something while messages move; they are waited for even if it fails."""
+        failed: Exception | None = None
+        try:
+            meanwhile()
+        except Exception as error:
+            failed = error
+        yield requests
+        if failed is not None:
+            raise failed
 
     def exchange_all(self, sends: dict[int, tuple[Packed, Any]], receives: dict[int, Arriving], first: int) -> Steps:
         """Exchange the rest of the heads, then the buffers, with some ranks of the group at a time.

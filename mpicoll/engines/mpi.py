@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache, lru_cache, partial
 from typing import Any
@@ -13,7 +13,7 @@ from mpi4py import MPI
 from mpicoll.engines import large
 from mpicoll.engines.base import Kind, Movement, Request, starts
 
-__all__ = ["MpiEngine", "MpiPlan", "Together", "library_tag", "persistent_collectives"]
+__all__ = ["MpiEngine", "MpiPlan", "Together", "library_tag", "persistent_collectives", "post_all"]
 
 
 @lru_cache(maxsize=1)
@@ -47,6 +47,24 @@ class Together:
     def Test(self) -> bool:
         """Return whether all are complete."""
         return bool(MPI.Request.Testall(self._requests))
+
+
+Post = tuple[Callable[..., MPI.Request], Any, int, int]
+"""The method that posts a message of bytes, the bytes, the other rank and the tag."""
+
+_left: list[Any] = []
+
+
+def post_all(posts: Iterable[Post]) -> list[MPI.Request]:
+    """Post messages; those before one that fails are kept for good, since MPI may still write into their memory."""
+    requests: list[MPI.Request] = []
+    try:
+        for post, piece, peer, tag in posts:
+            requests.append(post([piece, MPI.BYTE], peer, tag))
+    except BaseException:
+        _left.append(requests)
+        raise
+    return requests
 
 
 # One name each for the blocking call; the nonblocking one is "I" and the same name in lower case.
