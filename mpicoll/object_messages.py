@@ -211,6 +211,7 @@ def _receiving(
     except mpi_error as error:
         raise execution.wrap(error, group, call) from error
     except WireError as error:
+        group.count_received(receive.sender, _TAG)
         group.give_up(f"what came for {call.name} is no list of objects")
         raise DistError(
             f"{call.describe()} on group {group.display}, rank {group.ranks[group.rank()]}, at {call.site}: what came from "

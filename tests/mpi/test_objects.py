@@ -177,6 +177,8 @@ def test_what_does_not_pickle_raises_on_all(level: str) -> None:
     """At every level the rank at fault raises its own error and the others say so, also beside large objects."""
     me, size = dist.get_rank(), dist.get_world_size()
     with level_of(level) as group:
+        for what, came, wanted in every_call(lambda rank: of(rank)[4], group):
+            assert same(came, wanted), what
         for odd in range(size):
             mine = Unpicklable() if me == odd else np.ones(MANY)
             calls = (
@@ -309,6 +311,27 @@ def test_messages_that_are_of_something_else() -> None:
             dist.send_object_list([1])
         with pytest.raises(RuntimeError, match="cannot be pickled"):
             dist.send_object_list([Unpicklable()], 1)
+    dist.barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_message_out_of_step() -> None:
+    """One that is not the next of its sender raises, and its group is given up."""
+    me, group = dist.get_rank(), dist.new_group()
+    if me == 1:
+        group.objects_sent[0] = 5
+        dist.send_object_list([1], 0, group)
+    if me == 0:
+        came = ["old"]
+        with pytest.raises(
+            dist.DistError, match=r"from rank 1 is no list of objects, since it belongs to number 6, not 1"
+        ):
+            dist.recv_object_list(came, 1, group)
+        assert came == ["old"]
+        with pytest.raises(dist.GroupBrokenError):
+            dist.recv_object_list(came, 1, group)
+    dist.barrier()
+    dist.destroy_process_group(group)
     dist.barrier()
 
 
