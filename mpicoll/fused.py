@@ -22,6 +22,7 @@ import numpy as np
 from mpicoll import execution
 from mpicoll.buffers.array import Array, Memory, adapt, adapt_list, same_dtype
 from mpicoll.buffers.dtypes import MOVABLE, Reduction, dtype_name, resolve_reduction
+from mpicoll.buffers.half import wide
 from mpicoll.buffers.reduce_op import RedOpType, ReduceOp
 from mpicoll.checks.inflight import SEALED_BYTES, registry
 from mpicoll.collectives import _Prepared, _remember, _run
@@ -48,14 +49,17 @@ class _Bucket:
     """Arrays of one dtype that are reduced together.
 
     Attributes:
+        dtype: as which they are reduced.
+        named: the name of the program's dtype where it is another one.
         places: where they stand in the list.
         starts: where each begins in the flat buffer; the last is its length.
     """
 
-    __slots__ = ("dtype", "places", "starts")
+    __slots__ = ("dtype", "named", "places", "starts")
 
-    def __init__(self, dtype: np.dtype[Any]) -> None:
+    def __init__(self, dtype: np.dtype[Any], named: str) -> None:
         self.dtype = dtype
+        self.named = named
         self.places: list[int] = []
         self.starts = [0]
 
@@ -91,24 +95,32 @@ class Plan:
 
     Args:
         bytes_: of a bucket; an array that is larger gets one of its own.
+        names: of the program's dtypes, as ``Memory.named``; none at all where every one is "".
 
     Attributes:
         bytes: of a bucket.
         words: the dtypes and shapes, in short, with a checksum where they are too long.
     """
 
-    def __init__(self, dtypes: Sequence[np.dtype[Any]], shapes: Sequence[tuple[int, ...]], bytes_: int) -> None:
+    def __init__(
+        self,
+        dtypes: Sequence[np.dtype[Any]],
+        shapes: Sequence[tuple[int, ...]],
+        bytes_: int,
+        names: Sequence[str] = (),
+    ) -> None:
+        names = names or ("",) * len(dtypes)
         self.shapes = shapes
         self.bytes = bytes_
         self.buckets: list[_Bucket] = []
-        self.words = layout(dtypes, shapes)
+        self.words = layout([name or dtype_name(dtype) for dtype, name in zip(dtypes, names, strict=True)], shapes)
         self._free: list[list[_Flat | None]] = []
-        filling: dict[np.dtype[Any], _Bucket] = {}
-        for place, (dtype, shape) in enumerate(zip(dtypes, shapes, strict=True)):
+        filling: dict[tuple[np.dtype[Any], str], _Bucket] = {}
+        for place, (dtype, name, shape) in enumerate(zip(dtypes, names, shapes, strict=True)):
             elements = int(np.prod(shape, dtype=np.int64))
-            bucket = filling.get(dtype)
+            bucket = filling.get((dtype, name))
             if bucket is None or (bucket.places and bucket.nbytes + elements * dtype.itemsize > bytes_):
-                bucket = filling[dtype] = _Bucket(dtype)
+                bucket = filling[dtype, name] = _Bucket(dtype, name)
                 self.buckets.append(bucket)
             bucket.add(place, elements)
         self.nbytes = sum(bucket.nbytes for bucket in self.buckets if not bucket.alone)
@@ -126,12 +138,12 @@ class Plan:
             self._free.append(flats)
 
 
-def layout(dtypes: Sequence[np.dtype[Any]], shapes: Sequence[tuple[int, ...]]) -> str:
+def layout(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> str:
     """Return ``2 x float32(3, 4), float64()``: texts of other lists are others, also where they are cut."""
     words = []
-    for (dtype, shape), same in groupby(zip(dtypes, shapes, strict=True)):
+    for (name, shape), same in groupby(zip(names, shapes, strict=True)):
         count = sum(1 for _ in same)
-        text = f"{dtype_name(dtype)}({', '.join(map(str, shape))})"
+        text = f"{name}({', '.join(map(str, shape))})"
         words.append(f"{count} x {text}" if count > 1 else text)
     whole = ", ".join(words)
     if len(whole) <= _MOST_WORDS:
@@ -143,12 +155,12 @@ _plans: dict[Any, Plan] = {}
 _plans_lock = threading.Lock()
 
 
-def _plan(dtypes: list[np.dtype[Any]], shapes: list[tuple[int, ...]], bytes_: int) -> Plan:
-    key = (bytes_, tuple(dtypes), tuple(shapes))
+def _plan(dtypes: list[np.dtype[Any]], shapes: list[tuple[int, ...]], bytes_: int, names: tuple[str, ...] = ()) -> Plan:
+    key = (bytes_, tuple(dtypes), tuple(shapes), names)
     with _plans_lock:
         found = _plans.pop(key, None)
         if found is None:
-            found = Plan(dtypes, shapes, bytes_)
+            found = Plan(dtypes, shapes, bytes_, names)
         _plans[key] = found  # the last used stands last
         while len(_plans) > 1 and (
             len(_plans) > _MOST_PLANS or sum(plan.nbytes for plan in _plans.values()) > KEPT_BYTES
@@ -163,6 +175,12 @@ class _List:
 
     arrays: list[Any]
     memories: list[Memory] | None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the program's dtypes, if any is another than the one that is reduced."""
+        names = tuple(memory.named for memory in self.memories or ())
+        return names if any(names) else ()
 
     def into(self, bucket: _Bucket, flat: _Flat) -> None:
         """Copy the arrays of a bucket into its flat buffer."""
@@ -214,6 +232,7 @@ def _adapted(arrays: Any, name: str, one_dtype: bool) -> tuple[_List, list[np.dt
         memories = adapt_list(arrays, name, writable=True)
     else:
         memories = [adapt(array, f"{name}[{i}]", writable=True) for i, array in enumerate(arrays)]
+    memories = [wide(memory) for memory in memories]
     return (
         _List(list(arrays), memories),
         [memory.dtype for memory in memories],
@@ -328,9 +347,10 @@ def all_reduce_coalesced(
         given, dtypes, shapes = _adapted([tensors] if isinstance(tensors, np.ndarray) else tensors, "tensors", True)
         if not dtypes:
             raise ValueError("all_reduce_coalesced: parameter `tensors` must hold one array at least")
-        reduction = resolve_reduction("all_reduce_coalesced", op, dtypes[0])
-        plan = _plan(dtypes, shapes, BUCKET_BYTES)
-        key = (str(reduction.op), dtype_name(dtypes[0]), ("arrays", len(dtypes)), ("layout", plan.words))
+        plan = _plan(dtypes, shapes, BUCKET_BYTES, given.names)
+        named = plan.buckets[0].named
+        reduction = resolve_reduction("all_reduce_coalesced", op, dtypes[0], named)
+        key = (str(reduction.op), named or dtype_name(dtypes[0]), ("arrays", len(dtypes)), ("layout", plan.words))
         reductions = [reduction] * len(plan.buckets)
         _learn(g, "all_reduce_coalesced", given, plan, reductions, key)
         return _reduced(g, given, plan, reductions, key)
@@ -392,8 +412,10 @@ def average_gradients(
             raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
         listed, without = _gradients(arrays)
         given, dtypes, shapes = _adapted(listed, "arrays", False)
-        plan = _plan(dtypes, shapes, int(bucket_bytes))
-        reductions = [resolve_reduction("average_gradients", ReduceOp.AVG, bucket.dtype) for bucket in plan.buckets]
+        plan = _plan(dtypes, shapes, int(bucket_bytes), given.names)
+        reductions = [
+            resolve_reduction("average_gradients", ReduceOp.AVG, bucket.dtype, bucket.named) for bucket in plan.buckets
+        ]
         key: tuple[Any, ...] = (("arrays", len(dtypes)), ("layout", plan.words), ("bucket_bytes", int(bucket_bytes)))
         if without:
             key = (*key, ("without gradient", without))
@@ -453,9 +475,9 @@ def all_gather_coalesced(
         counts = tuple(sum(memory.flat.size for memory in row) for row in rows)
         uneven = len(set(counts)) > 1
         shapes = [[memory.shape for memory in row] for row in rows]
-        texts = [layout([dtype] * len(row), row) for row in shapes]
+        texts = [layout([inputs[0].name] * len(row), row) for row in shapes]
         words = texts[0] if len(set(texts)) == 1 else tuple(texts)
-        key = (dtype_name(dtype), ("arrays", len(inputs)), ("layout", words))
+        key = (inputs[0].name, ("arrays", len(inputs)), ("layout", words))
         send, packed = np.empty(counts[g.rank()], dtype), np.empty(sum(counts), dtype)
 
         def before() -> None:

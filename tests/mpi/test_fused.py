@@ -261,3 +261,41 @@ def test_memory_under_way() -> None:
         dist.all_reduce(y)
     work.wait()
     assert (y == 1.0).all()
+
+
+def test_halves_layouts_and_byte_orders() -> None:
+    """Halves are reduced as float32, and whatever cannot be moved as it is gives what a call of each array gives."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    shapes = [(3, 4), (70, 120), (0, 2), (1, 1)]
+    for turn, kind in enumerate(("e", ">f4", ">e")):
+        for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM(0.75)):
+            plain = [x.astype(kind) for x in drawn("f", me, shapes)]
+            mine = [x.T.copy().T if place % 2 == turn % 2 else x.copy() for place, x in enumerate(plain)]
+            given = [x.copy() for x in mine]
+            done(dist.all_reduce_coalesced(mine, op, async_op=turn > 1), turn > 1, mine)
+            for got, x in zip(mine, given, strict=True):
+                dist.all_reduce(x, op)
+                assert got.tobytes() == x.tobytes(), (kind, op, x.shape)
+    # 2048 + 1 is 2048 in float16: in halves the ones would be lost one by one.
+    x = [np.full(3, 2048.0 if me == 0 else 1.0, np.float16), np.ones((2, 2), ">f8").T, np.full(40_000, me, np.float16)]
+    total = np.float16(2048 + size - 1)
+    dist.average_gradients([x[0].copy(), x[2].copy()], async_op=False)
+    dist.all_reduce_coalesced([x[0]])
+    assert (x[0] == total).all()
+    x[0][...] = size * me
+    dist.average_gradients(x)
+    assert (x[0] == np.float16(np.float32(size * (size - 1) / 2))).all()
+    assert (x[1] == 1).all()
+    assert (x[2] == np.float16((size - 1) / 2)).all()
+    outputs = [[np.zeros((4, 3), "e").T, np.zeros((5, 2), ">e")[:, 1]] for _ in range(size)]
+    dist.all_gather_coalesced(outputs, [np.full((3, 4), me, "e"), np.full(5, -me, "e")])
+    for rank, (one, other) in enumerate(outputs):
+        assert (one == rank).all()
+        assert (other == -rank).all()
+    with collective_raises(RuntimeError, match="datetime64"):
+        dist.all_reduce_coalesced([np.zeros(3, "M8[s]")])
+    with collective_raises(RuntimeError, match="S3"):
+        dist.average_gradients([np.zeros(3), np.zeros(3, "S3")])
+    if size > 1:
+        with collective_raises(dist.CollectiveMismatchError, match="float16"):
+            dist.average_gradients([np.zeros(3, "e" if me else "f")])

@@ -51,7 +51,7 @@ def test_buffers_have_one_user_at_a_time() -> None:
 
 def test_other_lists_have_other_words() -> None:
     """Runs are told once, texts are short, and what is left out still tells lists apart."""
-    f, d = np.dtype("f"), np.dtype("d")
+    f, d = "float32", "float64"
     assert layout([f, f, d], [(2, 3), (2, 3), ()]) == "2 x float32(2, 3), float64()"
     lists = [[(i,) for i in range(100)] for _ in range(100)]
     for i, shapes in enumerate(lists):
@@ -59,3 +59,15 @@ def test_other_lists_have_other_words() -> None:
     words = {layout([f] * 100, shapes) for shapes in lists}
     assert len(words) == 100
     assert max(map(len, words)) <= 60
+
+
+def test_halves_have_buckets_of_their_own() -> None:
+    """Arrays that are reduced as one dtype stand in one bucket only if they are of one dtype of the program's."""
+    f = np.dtype("f")
+    plan = Plan([f] * 4, [(2,)] * 4, 1000, ["", "float16", "bfloat16", "float16"])
+    assert [(bucket.named, bucket.places) for bucket in plan.buckets] == [
+        ("", [0]),
+        ("float16", [1, 3]),
+        ("bfloat16", [2]),
+    ]
+    assert plan.words == "float32(2), float16(2), bfloat16(2), float16(2)"
