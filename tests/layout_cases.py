@@ -148,7 +148,9 @@ class Call:
             got = given.view
             if got.dtype != values.dtype:
                 got = got.astype(values.dtype)
-            wrong = fields_of(got) != fields_of(values.reshape(got.shape))
+            values = values.reshape(got.shape)
+            # Products of complex numbers have zeros of either sign, by the instructions that NumPy chooses.
+            wrong = fields_of(got) != fields_of(values) and not (got.dtype.kind in "fc" and np.array_equal(got, values))
             where = f"{what}, rank {self.me} of {self.size}, {values.dtype} {values.shape}, array {number}"
             assert not wrong, f"{where}, strides {given.view.strides}:\n{got}\nnot\n{values}"
             assert given.intact(), f"{where}: memory around it was written"

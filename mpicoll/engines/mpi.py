@@ -235,7 +235,8 @@ class MpiEngine:
             return _type_of_bytes(array.dtype.itemsize)
         found = self._types.get(char)
         if found is None:
-            found = self._types[char] = MPI.Datatype.fromcode(char)
+            # One type for dtypes that differ by name alone: on Linux long and long long, which mpi4py would not let meet.
+            found = self._types[char] = MPI.Datatype.fromcode(np.dtype(array.dtype.str).char)
         return found
 
     def call(self, move: Movement) -> tuple[str, tuple[Any, ...]]:
