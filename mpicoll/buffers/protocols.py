@@ -56,6 +56,8 @@ _NO_ARRAYS = (type(None), bool, int, float, complex, str, list, tuple, dict, set
 # What the protocols of a foreign object may raise; of others the program should see its own traceback.
 _FOREIGN = (TypeError, ValueError, BufferError, RuntimeError, NotImplementedError, AttributeError)
 
+_INSTEAD = "pass numpy.array(x), and make the result an array of its kind again"
+
 
 def bare_name(dtype: np.dtype[Any]) -> str | None:
     """Return the name that a dtype of :data:`BARE` has in torch, or None for every other dtype."""
@@ -97,9 +99,8 @@ def viewed(value: Any) -> Array | None:
 
 def _check_writable(array: Array, value: Any, name: str) -> None:
     if not array.flags.writeable:
-        advice = "pass numpy.array(x), and make the result an array of its kind again"
         raise ValueError(
-            f"parameter `{name}` ({_kind(value)}) is read-only, and this call writes its result into it: {advice}"
+            f"parameter `{name}` ({_kind(value)}) is read-only, and this call writes its result into it: {_INSTEAD}"
         )
 
 
@@ -206,7 +207,7 @@ def _foreign_array(value: Any, name: str, writable: bool) -> Array | None:
         if writable:
             raise TypeError(
                 f"parameter `{name}`: a {_kind(value)} gives its elements perhaps as a copy (__array__ alone), and this call "
-                "writes its result into it: pass its NumPy array, such as x.to_numpy()"
+                f"writes its result into it: {_INSTEAD}"
             )
         try:
             return np.asarray(value)
