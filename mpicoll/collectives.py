@@ -134,6 +134,7 @@ def _flight(group: ProcessGroup, op: str, site: Site, ready: _Prepared, async_op
     )
     registry.check(flight)
     if not async_op:
+        flight.let_go()
         return None
     flight.seal()
     if writes and sum(array.nbytes for array in writes) <= SEALED_BYTES:

@@ -401,7 +401,7 @@ def _start_send(
     call = _describe(name, group, memory, peer, tag)
     flight = _flight(group, call, memory)
     with waiting.guard, group.posting:
-        if flight is not None and name == "isend":
+        if flight is not None:
             flight.seal()
         flat = memory.filled()
         message = write(flat, memory.named, *group.told.place(peer, tag, name, call.site))
@@ -432,7 +432,7 @@ def _start_recv(
         source = group.ranks[peer] if peer >= 0 else -1
         with execution.begun(group, call, limit, memory, peer=source, tag=tag):
             receive = receiver.start(memory, peer, tag, exact=group.compares)
-            if flight is not None and name == "irecv":
+            if flight is not None:
                 receive.watch(flight)
             return _receive_operation(group, call, memory, receive, tensor, limit), flight
 
@@ -463,6 +463,9 @@ def _flight(group: ProcessGroup, call: Call, memory: Memory) -> Flight | None:
         group=group.display,
     )
     registry.check(flight)
+    if call.op in ("send", "recv"):
+        flight.let_go()
+        return None
     return flight
 
 

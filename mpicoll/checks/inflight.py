@@ -125,6 +125,10 @@ def written(op: str, site: Site, group: str = "") -> BufferInUseError:
     return with_calls(error, group, [registry.rank], [call])
 
 
+def _is_over() -> bool:
+    return True
+
+
 class Flight:
     """One operation under way, and its memory.
 
@@ -153,7 +157,7 @@ class Flight:
         self.op = op
         self.site = site
         self.gone = gone
-        self.over: Callable[[], bool] = lambda: True
+        self.over: Callable[[], bool] = _is_over
         self.ranges = [_Range(array, self, True) for array in writes if array.size]
         self.ranges += [
             mine
@@ -170,6 +174,14 @@ class Flight:
     def seal_results(self) -> None:
         """Note what is in the arrays that were written, now that the operation is complete."""
         self._results = Seal(each.array for each in self.ranges if each.writes)
+
+    def let_go(self) -> None:
+        """Forget the memory and the operation, so that they go at once and not when Python next looks for cycles.
+
+        A bytearray cannot change its size as long as somebody has its memory, and large arrays are to be freed.
+        """
+        self.ranges = []
+        self.over = _is_over
 
     def verdict(self) -> BufferInUseError | None:
         """Return an error when an array no longer holds what it held when it was sealed."""
@@ -287,6 +299,7 @@ class Registry:
             except BaseException:
                 self._rebuild()
                 raise
+            old.let_go()
 
 
 def _text(mine: _Range, other: _Range) -> str:

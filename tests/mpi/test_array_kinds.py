@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -132,3 +133,48 @@ def test_memory_under_way_is_known_whatever_holds_it() -> None:
     held[3] = 7
     with pytest.raises(dist.BufferInUseError, match="was written before its wait"):
         work.wait()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_memory_is_let_go_when_a_call_is_over() -> None:
+    """A bytearray can change its size right after each call, without a search for cycles, also while others are under way."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    before, after = (rank - 1) % size, (rank + 1) % size
+
+    def ring(count: int) -> None:
+        work = dist.isend(bytes(count), after)
+        dist.recv(held, before)
+        work.wait()
+
+    def nonblocking_ring(count: int) -> None:
+        works = [dist.irecv(held, before), dist.isend(bytes(count), after)]
+        for work in works:
+            work.wait()
+
+    calls: dict[str, Callable[[int], Any]] = {
+        "all_reduce": lambda count: dist.all_reduce(held),
+        "all_reduce, async": lambda count: dist.all_reduce(held, async_op=True).wait(),
+        "broadcast": lambda count: dist.broadcast(held, 0),
+        "all_gather": lambda count: dist.all_gather([held, *(bytearray(count) for _ in range(size - 1))], bytes(count)),
+        "all_gather_single": lambda count: dist.all_gather_single(bytearray(size * count), held),
+        "a ring": ring,
+        "irecv": nonblocking_ring,
+    }
+    gc.disable()
+    try:
+        for count in (8, 40_000):
+            held = bytearray(count)
+            for busy in (False, True):
+                other = dist.all_reduce(bytearray(8), async_op=True) if busy else None
+                for name, call in calls.items():
+                    for _ in range(3):
+                        call(count)
+                        try:
+                            held.append(0)
+                        except BufferError as error:
+                            raise AssertionError(f"{name}, {count} bytes, busy={busy}") from error
+                        held.pop()
+                if other is not None:
+                    other.wait()
+    finally:
+        gc.enable()
