@@ -38,7 +38,7 @@ A dtype of its own, and not a plain unsigned integer, so that nobody takes one f
 
 _BARE_NAMES = {dtype: name for name, dtype in BARE.items()}
 
-_TORCH_DTYPES = {
+_TORCH_NAMES = {
     f"torch.{name}": np.dtype(name)
     for name in (
         "bool",
@@ -46,6 +46,9 @@ _TORCH_DTYPES = {
         *("float16", "float32", "float64", "complex64", "complex128"),
     )
 } | {f"torch.{name}": dtype for name, dtype in BARE.items()}
+
+_torch_dtypes: dict[Any, np.dtype[Any]] = {}
+"""Those that were met, by torch's own objects: making their names anew in each call takes longer than all else."""
 
 # What the host reads (DLDeviceType of DLPack): its own memory, and memory of it that CUDA or ROCm has pinned.
 _HOST = (1, 3, 11)
@@ -81,7 +84,10 @@ def as_numpy(value: Any, name: str, *, writable: bool) -> Array | None:
     torch = sys.modules.get("torch")
     tensor = getattr(torch, "Tensor", None)
     if isinstance(tensor, type) and isinstance(value, tensor):
-        array = _torch_array(torch, value, name, writable)
+        try:
+            array = _torch_array(torch, value, name, writable)
+        except RuntimeError as error:  # such as of one that is transformed, or has no shape yet
+            raise TypeError(f"parameter `{name}`: this tensor has no memory of its own: {error}") from error
     else:
         found = _foreign_array(value, name, writable)
         if found is None:
@@ -120,7 +126,11 @@ def _torch_array(torch: Any, tensor: Any, name: str, writable: bool) -> Array:
     By its address: ``tensor.numpy()`` would forbid the program to resize its storage from then on, and needs a NumPy of the
     version that torch was built with.
     """
-    dtype = _TORCH_DTYPES.get(str(tensor.dtype))
+    dtype = _torch_dtypes.get(tensor.dtype)
+    if dtype is None:
+        dtype = _TORCH_NAMES.get(str(tensor.dtype))
+        if dtype is not None:
+            _torch_dtypes[tensor.dtype] = dtype
     why = _torch_refusal(torch, tensor, dtype)
     if why is not None:
         raise TypeError(f"parameter `{name}`: {why}")
@@ -148,12 +158,15 @@ def _torch_array(torch: Any, tensor: Any, name: str, writable: bool) -> Array:
         "strides": tuple(stride * raw.itemsize for stride in tensor.stride()),
         "typestr": raw.str,
     }
-    array: Array = np.asarray(_Holder(interface, tensor)).view(dtype)
+    # The storage is held, and not the tensor: ``x.data = y`` and ``x.set_(y)`` give a tensor another one.
+    array: Array = np.asarray(_Holder(interface, tensor.untyped_storage())).view(dtype)
     return array
 
 
 def _torch_refusal(torch: Any, tensor: Any, dtype: np.dtype[Any] | None) -> str | None:
     """Return why the memory of a tensor cannot be had, or None when it can."""
+    if torch.nn.parameter.is_lazy(tensor):
+        return "this parameter of a lazy module has no shape yet: call the module once before"
     if tensor.is_nested:
         return "nested tensors are not supported: pass the tensors in it, one by one"
     if getattr(type(tensor), "__torch_dispatch__", None) is not getattr(torch.Tensor, "__torch_dispatch__", None):

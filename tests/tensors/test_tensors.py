@@ -14,6 +14,7 @@ from array_kinds import Through
 
 import mpicoll as dist
 from mpicoll import ReduceOp
+from mpicoll.buffers.array import adapt
 from mpicoll.pytest_plugin import collective_raises
 
 pytestmark = pytest.mark.mpi
@@ -205,11 +206,12 @@ def test_half_types_are_reduced_in_float32(dtype: torch.dtype) -> None:
     for count in (5, 9001):
         inputs = [random(torch.float32, count, r).to(dtype) for r in range(size)]
         x = inputs[rank].clone()
-        dist.all_reduce(x)
+        work = dist.all_reduce(x, async_op=count > 5)
+        if work is not None:
+            work.wait()
         exact = torch.stack(inputs).double().sum(0)
         error = (x.double() - exact).abs() / exact.abs().clamp(min=torch.finfo(dtype).tiny)
         assert error.max() <= torch.finfo(dtype).eps * (0.5 + 1e-3), f"{dtype} x {count}: {error.max()}"
-        # Not finished in half precision: that would be rounded after each addition.
         y = inputs[rank].clone()
         dist.all_reduce(y, ReduceOp.MAX)
         same(y, torch.stack(inputs).amax(0), f"{dtype} x {count}")
@@ -316,6 +318,7 @@ def refused() -> dict[str, tuple[Tensor, str]]:
         "fake": (fake, "FakeTensor has no memory of its own"),
         "zeros of autograd": (torch._efficientzerotensor(4), "has no memory of its own"),
         "nested": (torch.nested.nested_tensor([ones, ones], layout=torch.jagged), "nested tensors are not supported"),
+        "lazy": (torch.nn.UninitializedParameter(), "lazy module has no shape yet"),
         "bits": (torch.ones(4, dtype=torch.uint8).view(torch.bits8), r"dtype torch.bits8 is not supported"),
     }
 
@@ -400,3 +403,19 @@ def test_a_tensor_can_be_resized_afterwards() -> None:
     address = y.data_ptr()
     dist.all_reduce(y)
     assert y.data_ptr() == address
+
+
+def test_a_tensor_can_be_given_another_storage_meanwhile() -> None:
+    """A call under way keeps the memory that it was given."""
+    for count in (4, 100_000):
+        x = torch.ones(count)
+        kept = x.detach()
+        work = dist.all_reduce(x, async_op=True)
+        x.data = torch.zeros(3)
+        work.wait()
+        assert (kept == dist.get_world_size()).all()
+        assert x.tolist() == [0, 0, 0]
+    memory = adapt(x, "x", writable=True)
+    x.data = torch.ones(2)
+    filled = [torch.full((3,), 7.0) for _ in range(10)]
+    assert memory.flat.tolist() == [0, 0, 0], filled
