@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpicoll import execution
-from mpicoll.buffers.array import Array, Memory, adapt, adapt_list, same_dtype
+from mpicoll.buffers.array import AnyArray, Array, Memory, adapt, adapt_list, same_dtype
 from mpicoll.buffers.dtypes import Reduction, resolve_reduction
 from mpicoll.buffers.half import wide
 from mpicoll.buffers.protocols import viewed
@@ -223,7 +223,7 @@ def _both(*steps: Callable[[], None] | None) -> Callable[[], None] | None:
 
 
 def broadcast(
-    tensor: Array,
+    tensor: AnyArray,
     src: int | None = None,
     group: Any = None,
     async_op: bool = False,
@@ -295,7 +295,7 @@ def broadcast(
 
 
 def all_reduce(
-    tensor: Array,
+    tensor: AnyArray,
     op: RedOpType | ReduceOp = ReduceOp.SUM,
     group: Any = None,
     async_op: bool = False,
@@ -355,7 +355,7 @@ def all_reduce(
 
 
 def reduce(
-    tensor: Array,
+    tensor: AnyArray,
     dst: int | None = None,
     op: RedOpType | ReduceOp = ReduceOp.SUM,
     group: Any = None,
@@ -409,8 +409,8 @@ def reduce(
 
 
 def all_gather(
-    tensor_list: list[Array],
-    tensor: Array,
+    tensor_list: list[AnyArray],
+    tensor: AnyArray,
     group: Any = None,
     async_op: bool = False,
     *,
@@ -457,8 +457,8 @@ def all_gather(
 
 
 def all_gather_single(
-    output_tensor: Array,
-    input_tensor: Array,
+    output_tensor: AnyArray,
+    input_tensor: AnyArray,
     group: Any = None,
     async_op: bool = False,
     *,
@@ -483,8 +483,8 @@ def all_gather_single(
 
 
 def all_gather_into_tensor(
-    output_tensor: Array,
-    input_tensor: Array,
+    output_tensor: AnyArray,
+    input_tensor: AnyArray,
     group: Any = None,
     async_op: bool = False,
     *,
@@ -500,8 +500,8 @@ def all_gather_into_tensor(
 
 def _all_gather_single(
     function: str,
-    output_tensor: Array,
-    input_tensor: Array,
+    output_tensor: AnyArray,
+    input_tensor: AnyArray,
     group: Any,
     async_op: bool,
     timeout: timedelta | None,
@@ -529,8 +529,8 @@ def _all_gather_single(
 
 
 def gather(
-    tensor: Array,
-    gather_list: list[Array] | None = None,
+    tensor: AnyArray,
+    gather_list: list[AnyArray] | None = None,
     dst: int | None = None,
     group: Any = None,
     async_op: bool = False,
@@ -578,8 +578,8 @@ def gather(
 
 
 def scatter(
-    tensor: Array,
-    scatter_list: list[Array] | None = None,
+    tensor: AnyArray,
+    scatter_list: list[AnyArray] | None = None,
     src: int | None = None,
     group: Any = None,
     async_op: bool = False,
@@ -629,8 +629,8 @@ def scatter(
 
 
 def reduce_scatter(
-    output: Array,
-    input_list: list[Array],
+    output: AnyArray,
+    input_list: list[AnyArray],
     op: RedOpType | ReduceOp = ReduceOp.SUM,
     group: Any = None,
     async_op: bool = False,
@@ -673,8 +673,8 @@ def reduce_scatter(
 
 
 def reduce_scatter_single(
-    output: Array,
-    input: Array,
+    output: AnyArray,
+    input: AnyArray,
     op: RedOpType | ReduceOp = ReduceOp.SUM,
     group: Any = None,
     async_op: bool = False,
@@ -700,8 +700,8 @@ def reduce_scatter_single(
 
 
 def reduce_scatter_tensor(
-    output: Array,
-    input: Array,
+    output: AnyArray,
+    input: AnyArray,
     op: RedOpType | ReduceOp = ReduceOp.SUM,
     group: Any = None,
     async_op: bool = False,
@@ -718,8 +718,8 @@ def reduce_scatter_tensor(
 
 def _reduce_scatter_single(
     function: str,
-    output: Array,
-    source: Array,
+    output: AnyArray,
+    source: AnyArray,
     op: RedOpType | ReduceOp,
     group: Any,
     async_op: bool,
@@ -753,7 +753,7 @@ def _scatter_reduced(
     packed: Array,
     op: RedOpType | ReduceOp,
     counts: tuple[int, ...],
-    output: Array,
+    output: AnyArray,
     inputs: tuple[Memory, ...] = (),
 ) -> _Prepared:
     reduction = resolve_reduction(name, op, memory.dtype, memory.named)
@@ -775,8 +775,8 @@ def _scatter_reduced(
 
 
 def all_to_all_single(
-    output: Array,
-    input: Array,
+    output: AnyArray,
+    input: AnyArray,
     output_split_sizes: list[int] | None = None,
     input_split_sizes: list[int] | None = None,
     group: Any = None,
@@ -818,8 +818,8 @@ def all_to_all_single(
 
 
 def all_to_all(
-    output_tensor_list: list[Array],
-    input_tensor_list: list[Array],
+    output_tensor_list: list[AnyArray],
+    input_tensor_list: list[AnyArray],
     group: Any = None,
     async_op: bool = False,
     *,

@@ -12,7 +12,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll import execution, groups, persistent, waiting
-from mpicoll.buffers.array import Array, Memory, adapt
+from mpicoll.buffers.array import AnyArray, Array, Memory, adapt
 from mpicoll.buffers.dtypes import is_native
 from mpicoll.checks.call import Call, call_site
 from mpicoll.checks.entries import Entry, entry_of
@@ -40,7 +40,7 @@ __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
 
 
 def send(
-    tensor: Array,
+    tensor: AnyArray,
     dst: int | None = None,
     group: Any = None,
     tag: int = 0,
@@ -129,7 +129,7 @@ def send(
 
 
 def recv(
-    tensor: Array,
+    tensor: AnyArray,
     src: int | None = None,
     group: Any = None,
     tag: int = 0,
@@ -225,7 +225,7 @@ def recv(
 
 
 def isend(
-    tensor: Array,
+    tensor: AnyArray,
     dst: int | None = None,
     group: Any = None,
     tag: int = 0,
@@ -251,7 +251,7 @@ def isend(
 
 
 def irecv(
-    tensor: Array,
+    tensor: AnyArray,
     src: int | None = None,
     group: Any = None,
     tag: int = 0,
@@ -299,7 +299,7 @@ class P2POp:
     def __init__(
         self,
         op: Callable[..., Work | None],
-        tensor: Array,
+        tensor: AnyArray,
         peer: int | None = None,
         group: Any = None,
         tag: int = 0,

@@ -18,9 +18,12 @@ from mpicoll.buffers import layouts
 from mpicoll.buffers.dtypes import dtype_name, element, is_native
 from mpicoll.buffers.protocols import as_numpy
 
-__all__ = ["Array", "Memory", "MemoryKind", "adapt", "adapt_list", "same_dtype"]
+__all__ = ["AnyArray", "Array", "Memory", "MemoryKind", "adapt", "adapt_list", "same_dtype"]
 
 Array = npt.NDArray[Any]
+AnyArray = Any
+"""What the public functions take: a NumPy array, or what :func:`as_numpy` knows; no one type says so."""
+
 MemoryKind = Literal["host"]
 
 
