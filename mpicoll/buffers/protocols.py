@@ -86,7 +86,7 @@ def as_numpy(value: Any, name: str, *, writable: bool) -> Array | None:
     if isinstance(tensor, type) and isinstance(value, tensor):
         try:
             array = _torch_array(torch, value, name, writable)
-        except RuntimeError as error:  # such as of one that is transformed, or has no shape yet
+        except RuntimeError as error:  # torch's own, of a tensor that vmap or grad has wrapped
             raise TypeError(f"parameter `{name}`: this tensor has no memory of its own: {error}") from error
     else:
         found = _foreign_array(value, name, writable)
@@ -135,21 +135,16 @@ def _torch_array(torch: Any, tensor: Any, name: str, writable: bool) -> Array:
     if why is not None:
         raise TypeError(f"parameter `{name}`: {why}")
     assert dtype is not None
-    if writable:
-        _check_torch_result(torch, tensor, name)
-    elif tensor.is_conj() or tensor.is_neg():
+    if not writable and (tensor.is_conj() or tensor.is_neg()):
         tensor = tensor.detach().resolve_conj().resolve_neg()
     shape = tuple(tensor.shape)
+    address = tensor.data_ptr()
+    if not address and 0 not in shape:
+        raise RuntimeError("is it being traced?")
+    if writable:
+        _check_torch_result(torch, tensor, name)
     if 0 in shape:
         return np.empty(shape, dtype)
-    try:
-        address = tensor.data_ptr()
-    except RuntimeError:
-        address = 0
-    if not address:
-        raise TypeError(
-            f"parameter `{name}`: this tensor has no memory of its own (is it being traced or transformed?)"
-        )
     raw = dtype if dtype.names is None else dtype[0]
     interface = {
         "version": 3,
