@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import collective_cases as cases
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -22,6 +23,12 @@ pytestmark = pytest.mark.mpi
 DTYPES = "?bBhHiIlLfdFD"  # those of collective_cases that torch has
 # Moved by their bits, which collective_cases does not reduce.
 BITS = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.complex32)
+MET = (
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "complex32",
+)  # some of ml_dtypes' types; its older versions lack the last
 FLOATS = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 Tensor = torch.Tensor
 
@@ -344,9 +351,15 @@ def test_tensors_without_memory_of_their_own() -> None:
 
 
 def test_inside_transforms_of_torch() -> None:
-    """A tensor that vmap batches has no memory, and says so."""
-    with collective_raises(TypeError, match="has no memory of its own"):
-        torch.vmap(lambda x: dist.all_reduce(x) or x)(torch.ones(2, 3))
+    """A tensor that vmap, grad or functionalize has wrapped has no memory, and says so."""
+
+    def call(x: Tensor) -> Tensor:
+        dist.all_reduce(x)
+        return x.sum()
+
+    for transform in (torch.vmap, torch.func.grad, torch.func.functionalize):
+        with collective_raises(TypeError, match="parameter `tensor`: this tensor has no memory of its own"):
+            transform(call)(torch.ones(3))
 
 
 @pytest.mark.mpi(min_size=2)
@@ -375,6 +388,29 @@ def test_kinds_meet_in_one_call() -> None:
     mixed: list[Any] = [torch.zeros(4) if r % 2 else np.zeros(4, "f") for r in range(size)]
     dist.all_gather(mixed, x)
     assert [each.tolist() for each in mixed] == [x.tolist()] * size
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("name", [each for each in MET if hasattr(ml_dtypes, each)])
+def test_types_of_ml_dtypes_meet_those_of_torch(name: str) -> None:
+    """A type of the same name is the same in an array of ml_dtypes, in collectives, in messages, and in one list."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    before, after = neighbours()
+    dtype, other = getattr(torch, name), np.dtype(getattr(ml_dtypes, name))
+    for count in (5, 20_001):
+        inputs = [bits(dtype, count, r) for r in range(size)]
+        arrays = [each.view(torch.uint8).numpy().view(other) for each in inputs]
+        mine: Any = inputs[rank] if rank % 2 else arrays[rank]
+        outs: list[Any] = [torch.zeros_like(inputs[0]) if r % 2 else np.zeros(count, other) for r in range(size)]
+        dist.all_gather(outs, mine)
+        works = [dist.isend(mine, after), dist.irecv(into := torch.zeros_like(inputs[0]), before)]
+        for work in works:
+            work.wait()
+        for what, got, expected in [("isend", into, inputs[before]), *zip(range(size), outs, inputs, strict=True)]:
+            raw = got.view(torch.uint8).numpy() if isinstance(got, Tensor) else got.view(np.uint8)
+            assert (raw == expected.view(torch.uint8).numpy()).all(), f"{name} x {count}, {what}"
+    with collective_raises(dist.CollectiveMismatchError, match=name):  # no unsigned integers of their size
+        dist.broadcast(bits(dtype, 2, 0) if rank else np.ones(2, f"u{dtype.itemsize}"), 0)
 
 
 @pytest.mark.mpi(min_size=2)
