@@ -314,17 +314,30 @@ def test_lazy_conjugates_and_negatives() -> None:
             dist.all_reduce(lazy)
 
 
+class Wrapper(torch.Tensor):
+    """A tensor whose elements are elsewhere: all that is done with it goes to a function."""
+
+    @staticmethod
+    def __new__(cls) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, (4,), dtype=torch.float32)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, *args: Any, **options: Any) -> Any:
+        raise AssertionError(f"{function} should not be asked for")
+
+
 def refused() -> dict[str, tuple[Tensor, str]]:
     """Return tensors that have no memory for a call, and words of the error."""
     ones = torch.ones(4)
-    with torch._subclasses.FakeTensorMode():
-        fake = torch.ones(4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "in prototype stage"
+        nested = torch.nested.nested_tensor([ones, ones])
     return {
         "meta": (torch.ones(4, device="meta"), "meta device has no elements"),
         "sparse": (ones.to_sparse(), r"layout torch.sparse_coo is not supported.*to_dense"),
-        "fake": (fake, "FakeTensor has no memory of its own"),
+        "a wrapper, as DTensor is one": (Wrapper(), r"Wrapper has no memory of its own.*to_local"),
         "zeros of autograd": (torch._efficientzerotensor(4), "has no memory of its own"),
-        "nested": (torch.nested.nested_tensor([ones, ones], layout=torch.jagged), "nested tensors are not supported"),
+        "nested": (nested, "nested tensors are not supported"),
         "lazy": (torch.nn.UninitializedParameter(), "lazy module has no shape yet"),
         "bits": (torch.ones(4, dtype=torch.uint8).view(torch.bits8), r"dtype torch.bits8 is not supported"),
     }
