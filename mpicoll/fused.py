@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 
 from mpicoll import execution
-from mpicoll.buffers.array import Array, Memory, adapt, adapt_list, same_dtype
+from mpicoll.buffers.array import AnyArray, Memory, adapt, adapt_list, same_dtype
 from mpicoll.buffers.dtypes import MOVABLE, Reduction, dtype_name, resolve_reduction
 from mpicoll.buffers.half import wide
+from mpicoll.buffers.protocols import viewed
 from mpicoll.buffers.reduce_op import RedOpType, ReduceOp
 from mpicoll.checks.inflight import SEALED_BYTES, registry
 from mpicoll.collectives import _Prepared, _remember, _run
@@ -305,7 +306,7 @@ def _reduced(g: ProcessGroup, given: _List, plan: Plan, reductions: list[Reducti
 
 
 def all_reduce_coalesced(
-    tensors: list[Array] | Array,
+    tensors: list[AnyArray] | AnyArray,
     op: RedOpType | ReduceOp = ReduceOp.SUM,
     group: Any = None,
     async_op: bool = False,
@@ -344,7 +345,8 @@ def all_reduce_coalesced(
         return None
 
     def prepare(g: ProcessGroup) -> _Prepared:
-        given, dtypes, shapes = _adapted([tensors] if isinstance(tensors, np.ndarray) else tensors, "tensors", True)
+        one = not isinstance(tensors, list) and viewed(tensors) is not None
+        given, dtypes, shapes = _adapted([tensors] if one else tensors, "tensors", True)
         if not dtypes:
             raise ValueError("all_reduce_coalesced: parameter `tensors` must hold one array at least")
         plan = _plan(dtypes, shapes, BUCKET_BYTES, given.names)
@@ -439,8 +441,8 @@ def _gradients(arrays: Any) -> tuple[Any, str]:
 
 
 def all_gather_coalesced(
-    output_tensor_lists: list[list[Array]],
-    input_tensor_list: list[Array],
+    output_tensor_lists: list[list[AnyArray]],
+    input_tensor_list: list[AnyArray],
     group: Any = None,
     async_op: bool = False,
     *,

@@ -441,6 +441,42 @@ def test_tensors_under_way_are_guarded() -> None:
         work.wait()
 
 
+def test_fused_calls() -> None:
+    """Lists of tensors, one tensor, and the gradients of a module are reduced in one call, halves as float32."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        inputs = [
+            [random(torch.float32, n, 10 * r + n).to(dtype).reshape(-1, 1) for n in (3, 9000)] for r in range(size)
+        ]
+        sums = [torch.stack([row[k] for row in inputs]) for k in range(2)]
+        for async_op in (False, True):
+            mine = [x.clone() for x in inputs[rank]]
+            work = dist.all_reduce_coalesced(mine, ReduceOp.MAX, async_op=async_op)
+            if work is not None:
+                work.wait()
+                assert [id(x) for x in work.result()] == [id(x) for x in mine]
+            for got, each in zip(mine, sums, strict=True):
+                same(got, each.amax(0), f"{dtype}, async_op={async_op}")
+        outs = [[torch.zeros_like(x).mT for x in row] for row in inputs]
+        dist.all_gather_coalesced([[x.mT for x in row] for row in outs], inputs[rank])
+        for row, expected in zip(outs, inputs, strict=True):
+            for got, each in zip(row, expected, strict=True):
+                same(got.mT, each, f"all_gather_coalesced of {dtype}")
+    one = torch.full((2, 2), float(rank))
+    dist.all_reduce_coalesced(one)
+    assert one.tolist() == [[float(sum(range(size)))] * 2] * 2
+    with collective_raises(TypeError, match="meta device"):
+        dist.all_reduce_coalesced([torch.ones(2, device="meta")])
+    module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1).to(torch.bfloat16))
+    for place, parameter in enumerate(module.parameters()):
+        parameter.grad = torch.full_like(parameter, float(rank + place))
+    dist.average_gradients(module)
+    for place, parameter in enumerate(module.parameters()):
+        expected = torch.tensor(sum(range(size)) / size + place).to(parameter.dtype)
+        assert parameter.grad is not None
+        assert (parameter.grad == expected).all(), f"parameter {place}: {parameter.grad}, not {expected}"
+
+
 def test_a_tensor_can_be_resized_afterwards() -> None:
     """A call leaves no trace on the tensor's storage (``tensor.numpy()`` would forbid to resize it)."""
     x = torch.ones(3)
