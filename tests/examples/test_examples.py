@@ -27,6 +27,7 @@ OTHER_SIZES = [
     ("rank0_first", 2),
     ("send_recv", 3),
     ("straggler", 5),
+    *((name, size) for name in ("transpose", "ring", "mean_variance") for size in (1, 2, 5)),
     ("train_digits", 1),
     ("train_digits", 2),
     ("train_digits", 3),
@@ -38,11 +39,13 @@ BROKEN = [
     ("average_gradients", "all_reduce"),
     ("collectives", "gather"),
     ("hello_barrier", "barrier"),
+    ("mean_variance", "all_reduce"),
     ("rank0_first", "barrier"),
     ("send_recv", "recv"),
     ("straggler", "barrier"),
     ("train_digits", "all_reduce"),
     ("train_digits", "scatter"),
+    ("transpose", "all_to_all_single"),
 ]
 
 

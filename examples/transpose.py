@@ -1,0 +1,45 @@
+"""Transpose a matrix whose rows are spread over the ranks, by one all-to-all: `all_to_all_single`.
+
+    mpicoll run -n 4 examples/transpose.py
+
+Each rank holds some rows of a matrix of ROWS by COLUMNS, and afterwards the same share of the rows of its transpose. What it
+sends to another rank is the block of its rows and that rank's columns; the blocks are views, and nothing is copied by hand.
+The shares need not be equal: split sizes say how many elements go to whom.
+"""
+
+import sys
+
+import numpy as np
+
+import mpicoll as dist
+
+ROWS, COLUMNS = 10, 7
+
+
+def share(length, rank, size):
+    """Return the range of `length` rows that a rank holds, the first ranks one more where it does not divide."""
+    few, more = divmod(length, size)
+    start = rank * few + min(rank, more)
+    return range(start, start + few + (rank < more))
+
+
+dist.init_process_group()
+rank, size = dist.get_rank(), dist.get_world_size()
+rows, columns = share(ROWS, rank, size), share(COLUMNS, rank, size)
+mine = np.array([[100 * i + j for j in range(COLUMNS)] for i in rows], float).reshape(len(rows), COLUMNS)
+
+# The columns of a rank lie together in the transpose of what is here.
+sends = [len(share(COLUMNS, r, size)) * len(rows) for r in range(size)]
+takes = [len(columns) * len(share(ROWS, r, size)) for r in range(size)]
+arrived = np.empty(sum(takes))
+dist.all_to_all_single(arrived, mine.T.reshape(-1), takes, sends)
+
+# From each rank: my columns, as rows of the transpose, of its rows.
+blocks = np.split(arrived, np.cumsum(takes)[:-1])
+transposed = np.hstack([block.reshape(len(columns), -1) for block in blocks])
+
+expected = np.array([[100 * i + j for i in range(ROWS)] for j in columns], float).reshape(len(columns), ROWS)
+if not np.array_equal(transposed, expected):
+    sys.exit(f"rank {rank}: these are not my rows of the transpose:\n{transposed}")
+print(f"rank {rank}: rows {list(columns)} of the transpose, {transposed.shape[0]} x {transposed.shape[1]}", flush=True)
+dist.destroy_process_group()
