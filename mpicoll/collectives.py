@@ -45,7 +45,7 @@ __all__ = [
 MOST_REPEATED = 256
 
 
-class _Prepared:
+class Prepared:
     """What the checks of one rank's arguments came to: the key of the call, what to move, what to do around it.
 
     ``inputs`` are the memories that the transfer reads: they are packed when it starts.
@@ -75,12 +75,12 @@ class _Prepared:
         self.detail = detail
 
 
-def _run(
+def run_prepared(
     op: str,
     group: ProcessGroup,
     async_op: bool,
     timeout: timedelta | None,
-    prepare: Callable[[ProcessGroup], _Prepared],
+    prepare: Callable[[ProcessGroup], Prepared],
     name: str | None,
     alias: str = "",
 ) -> Work | None:
@@ -112,7 +112,7 @@ def _run(
     return None if work is None else work.fly(flight)
 
 
-def _flight(group: ProcessGroup, op: str, site: Site, ready: _Prepared, async_op: bool) -> Flight | None:
+def _flight(group: ProcessGroup, op: str, site: Site, ready: Prepared, async_op: bool) -> Flight | None:
     """Compare the memory of a call with that of the operations under way, and return what is to be kept of it.
 
     Raises:
@@ -142,7 +142,7 @@ def _flight(group: ProcessGroup, op: str, site: Site, ready: _Prepared, async_op
     return flight
 
 
-def _watch_results(flight: Flight, ready: _Prepared, arrays: list[Array]) -> None:
+def _watch_results(flight: Flight, ready: Prepared, arrays: list[Array]) -> None:
     """Have an asynchronous call move through memory of the library, so that a write of the program to its results shows."""
     move, result, found_before, found_after = ready.move, ready.move.recv, ready.before, ready.after
     assert result is not None
@@ -201,7 +201,7 @@ def _scaling(reduction: Reduction, memory: Memory) -> Callable[[], None] | None:
     return scale
 
 
-def _remember(group: ProcessGroup, key: Any, call: Repeated, memory: Memory | None = None) -> None:
+def remember(group: ProcessGroup, key: Any, call: Repeated, memory: Memory | None = None) -> None:
     """Keep a call, so that it costs less when it is made again with an array whose own memory moves as it is."""
     if memory is not None and memory.named:
         return  # its elements are not what travels
@@ -278,20 +278,20 @@ def broadcast(
             execution.repeat(found, known, tensor.reshape(-1), sys._getframe(1))
             return None
 
-    def prepare(g: ProcessGroup) -> _Prepared:
+    def prepare(g: ProcessGroup) -> Prepared:
         root = peer_rank(g, src, group_src, "src")
         memory = adapt(tensor, "tensor", writable=g.rank() != root)
         key = (("root", g.ranks[root]), memory.name, ("elements", memory.flat.size))
         after = None if g.rank() == root else _unpacker([memory])
         if type(src) is int and memory.flat.nbytes <= execution.REPEATED_BYTES:
             again = Repeated("broadcast", key, Kind.BROADCAST, root=root)
-            _remember(g, (src, memory.dtype, memory.flat.size, "broadcast"), again, memory)
+            remember(g, (src, memory.dtype, memory.flat.size, "broadcast"), again, memory)
         inputs = (memory,) if g.rank() == root else ()
-        return _Prepared(
+        return Prepared(
             key, Movement(Kind.BROADCAST, recv=memory.flat, root=root), [tensor], inputs=inputs, after=after
         )
 
-    return _run("broadcast", found, async_op, timeout, prepare, name)
+    return run_prepared("broadcast", found, async_op, timeout, prepare, name)
 
 
 def all_reduce(
@@ -328,7 +328,7 @@ def all_reduce(
             execution.repeat(found, known, tensor.reshape(-1), sys._getframe(1))
             return None
 
-    def prepare(g: ProcessGroup) -> _Prepared:
+    def prepare(g: ProcessGroup) -> Prepared:
         memory = wide(adapt(tensor, "tensor", writable=True))
         reduction = resolve_reduction("all_reduce", op, memory.dtype, memory.named)
         flat = memory.flat
@@ -336,13 +336,13 @@ def all_reduce(
         before = _scaling(reduction, memory)
         average = (lambda: reduction.after(flat, g.size())) if reduction.average else None
         if before is None and flat.nbytes <= execution.REPEATED_BYTES:
-            _remember(
+            remember(
                 g,
                 (op, memory.dtype, flat.size),
                 Repeated("all_reduce", key, Kind.ALL_REDUCE, mpi_op=reduction.mpi_op, average=reduction.average),
                 memory,
             )
-        return _Prepared(
+        return Prepared(
             key,
             Movement(Kind.ALL_REDUCE, recv=flat, op=reduction.mpi_op),
             [tensor],
@@ -351,7 +351,7 @@ def all_reduce(
             after=_both(average, _unpacker([memory])),
         )
 
-    return _run("all_reduce", found, async_op, timeout, prepare, name)
+    return run_prepared("all_reduce", found, async_op, timeout, prepare, name)
 
 
 def reduce(
@@ -383,7 +383,7 @@ def reduce(
     if found is None:
         return None
 
-    def prepare(g: ProcessGroup) -> _Prepared:
+    def prepare(g: ProcessGroup) -> Prepared:
         root = peer_rank(g, dst, group_dst, "dst")
         at_root = g.rank() == root
         memory = wide(adapt(tensor, "tensor", writable=at_root))
@@ -393,10 +393,10 @@ def reduce(
         if not at_root:
             send = flat if reduction.factor is None else reduction.before(memory.filled())
             move = Movement(Kind.REDUCE, send=send, root=root, op=reduction.mpi_op)
-            return _Prepared(key, move, [tensor], inputs=(memory,))
+            return Prepared(key, move, [tensor], inputs=(memory,))
         before = _scaling(reduction, memory)
         average = (lambda: reduction.after(flat, g.size())) if reduction.average else None
-        return _Prepared(
+        return Prepared(
             key,
             Movement(Kind.REDUCE, recv=flat, root=root, op=reduction.mpi_op),
             [tensor],
@@ -405,7 +405,7 @@ def reduce(
             after=_both(average, _unpacker([memory])),
         )
 
-    return _run("reduce", found, async_op, timeout, prepare, name)
+    return run_prepared("reduce", found, async_op, timeout, prepare, name)
 
 
 def all_gather(
@@ -435,7 +435,7 @@ def all_gather(
     if found is None:
         return None
 
-    def prepare(g: ProcessGroup) -> _Prepared:
+    def prepare(g: ProcessGroup) -> Prepared:
         outputs = adapt_list(tensor_list, "tensor_list", writable=True, length=g.size())
         memory = adapt(tensor, "tensor", writable=False)
         same_dtype(memory, *outputs)
@@ -451,9 +451,9 @@ def all_gather(
         move = Movement(
             Kind.ALL_GATHER, send=memory.flat, recv=packed, recvcounts=counts if uneven else None, vector=uneven
         )
-        return _Prepared(key, move, list(tensor_list), inputs=(memory,), after=_unpacker(outputs, packed))
+        return Prepared(key, move, list(tensor_list), inputs=(memory,), after=_unpacker(outputs, packed))
 
-    return _run("all_gather", found, async_op, timeout, prepare, name)
+    return run_prepared("all_gather", found, async_op, timeout, prepare, name)
 
 
 def all_gather_single(
@@ -511,7 +511,7 @@ def _all_gather_single(
     if found is None:
         return None
 
-    def prepare(g: ProcessGroup) -> _Prepared:
+    def prepare(g: ProcessGroup) -> Prepared:
         output = adapt(output_tensor, "output_tensor", writable=True)
         memory = adapt(input_tensor, "input_tensor", writable=False)
         same_dtype(output, memory)
@@ -523,9 +523,9 @@ def _all_gather_single(
         send = memory.filled().copy() if np.may_share_memory(output.flat, memory.flat) else memory.flat
         key = (memory.name, ("elements", memory.flat.size))
         move = Movement(Kind.ALL_GATHER, send=send, recv=output.flat)
-        return _Prepared(key, move, [output_tensor], inputs=(memory,), after=_unpacker([output]))
+        return Prepared(key, move, [output_tensor], inputs=(memory,), after=_unpacker([output]))
 
-    return _run("all_gather_single", found, async_op, timeout, prepare, name, function)
+    return run_prepared("all_gather_single", found, async_op, timeout, prepare, name, function)
 
 
 def gather(
@@ -557,13 +557,13 @@ def gather(
     if found is None:
         return None
 
-    def prepare(g: ProcessGroup) -> _Prepared:
+    def prepare(g: ProcessGroup) -> Prepared:
         root = peer_rank(g, dst, group_dst, "dst", default=0)
         memory = adapt(tensor, "tensor", writable=False)
         key = (("root", g.ranks[root]), memory.name, ("elements", memory.flat.size))
         if g.rank() != root:
             _forbidden(gather_list, "gather_list", "destination")
-            return _Prepared(key, Movement(Kind.GATHER, send=memory.flat, root=root), [], inputs=(memory,))
+            return Prepared(key, Movement(Kind.GATHER, send=memory.flat, root=root), [], inputs=(memory,))
         if not gather_list and gather_list is not None and not isinstance(gather_list, list):
             adapt_list(gather_list, "gather_list", writable=True)
         if not gather_list:
@@ -572,9 +572,9 @@ def gather(
         _same_size("gather_list", outputs, memory)
         packed = np.empty(g.size() * memory.flat.size, memory.dtype)
         move = Movement(Kind.GATHER, send=memory.flat, recv=packed, root=root)
-        return _Prepared(key, move, list(gather_list), inputs=(memory,), after=_unpacker(outputs, packed))
+        return Prepared(key, move, list(gather_list), inputs=(memory,), after=_unpacker(outputs, packed))
 
-    return _run("gather", found, async_op, timeout, prepare, name)
+    return run_prepared("gather", found, async_op, timeout, prepare, name)
 
 
 def scatter(
@@ -607,14 +607,14 @@ def scatter(
     if found is None:
         return None
 
-    def prepare(g: ProcessGroup) -> _Prepared:
+    def prepare(g: ProcessGroup) -> Prepared:
         root = peer_rank(g, src, group_src, "src", default=0)
         memory = adapt(tensor, "tensor", writable=True)
         key = (("root", g.ranks[root]), memory.name, ("elements", memory.flat.size))
         after = _unpacker([memory])
         if g.rank() != root:
             _forbidden(scatter_list, "scatter_list", "source")
-            return _Prepared(key, Movement(Kind.SCATTER, recv=memory.flat, root=root), [tensor], after=after)
+            return Prepared(key, Movement(Kind.SCATTER, recv=memory.flat, root=root), [tensor], after=after)
         if not scatter_list and scatter_list is not None and not isinstance(scatter_list, list):
             adapt_list(scatter_list, "scatter_list", writable=False)
         if not scatter_list:
@@ -623,9 +623,9 @@ def scatter(
         _same_size("scatter_list", inputs, memory)
         packed = np.concatenate([item.filled() for item in inputs])
         move = Movement(Kind.SCATTER, send=packed, recv=memory.flat, root=root)
-        return _Prepared(key, move, [tensor], after=after)
+        return Prepared(key, move, [tensor], after=after)
 
-    return _run("scatter", found, async_op, timeout, prepare, name)
+    return run_prepared("scatter", found, async_op, timeout, prepare, name)
 
 
 def reduce_scatter(
@@ -656,7 +656,7 @@ def reduce_scatter(
     if found is None:
         return None
 
-    def prepare(g: ProcessGroup) -> _Prepared:
+    def prepare(g: ProcessGroup) -> Prepared:
         memory = wide(adapt(output, "output", writable=True))
         inputs = [wide(item) for item in adapt_list(input_list, "input_list", writable=False, length=g.size())]
         same_dtype(memory, *inputs)
@@ -669,7 +669,7 @@ def reduce_scatter(
             g, "reduce_scatter", memory, np.concatenate([item.filled() for item in inputs]), op, counts, output
         )
 
-    return _run("reduce_scatter", found, async_op, timeout, prepare, name)
+    return run_prepared("reduce_scatter", found, async_op, timeout, prepare, name)
 
 
 def reduce_scatter_single(
@@ -730,7 +730,7 @@ def _reduce_scatter_single(
     if found is None:
         return None
 
-    def prepare(g: ProcessGroup) -> _Prepared:
+    def prepare(g: ProcessGroup) -> Prepared:
         memory = wide(adapt(output, "output", writable=True))
         sending = wide(adapt(source, "input", writable=False))
         same_dtype(memory, sending)
@@ -743,7 +743,7 @@ def _reduce_scatter_single(
         packed = sending.filled().copy() if shares else sending.flat
         return _scatter_reduced(g, function, memory, packed, op, counts, output, inputs=(sending,))
 
-    return _run("reduce_scatter_single", found, async_op, timeout, prepare, name, function)
+    return run_prepared("reduce_scatter_single", found, async_op, timeout, prepare, name, function)
 
 
 def _scatter_reduced(
@@ -755,7 +755,7 @@ def _scatter_reduced(
     counts: tuple[int, ...],
     output: AnyArray,
     inputs: tuple[Memory, ...] = (),
-) -> _Prepared:
+) -> Prepared:
     reduction = resolve_reduction(name, op, memory.dtype, memory.named)
     if reduction.factor is not None:
         for each in inputs:
@@ -771,7 +771,7 @@ def _scatter_reduced(
         vector=uneven,
     )
     average = (lambda: reduction.after(memory.flat, g.size())) if reduction.average else None
-    return _Prepared(key, move, [output], inputs=inputs, after=_both(average, _unpacker([memory])))
+    return Prepared(key, move, [output], inputs=inputs, after=_both(average, _unpacker([memory])))
 
 
 def all_to_all_single(
@@ -806,7 +806,7 @@ def all_to_all_single(
     if found is None:
         return None
 
-    def prepare(g: ProcessGroup) -> _Prepared:
+    def prepare(g: ProcessGroup) -> Prepared:
         out, source = adapt(output, "output", writable=True), adapt(input, "input", writable=False)
         same_dtype(out, source)
         received = _splits(out, output_split_sizes, g.size(), "output")
@@ -814,7 +814,7 @@ def all_to_all_single(
         send = source.filled().copy() if np.may_share_memory(out.flat, source.flat) else source.flat
         return _exchange(out.name, send, out.flat, sent, received, [output], _unpacker([out]), (source,))
 
-    return _run("all_to_all_single", found, async_op, timeout, prepare, name)
+    return run_prepared("all_to_all_single", found, async_op, timeout, prepare, name)
 
 
 def all_to_all(
@@ -843,7 +843,7 @@ def all_to_all(
     if found is None:
         return None
 
-    def prepare(g: ProcessGroup) -> _Prepared:
+    def prepare(g: ProcessGroup) -> Prepared:
         outputs = adapt_list(output_tensor_list, "output_tensor_list", writable=True, length=g.size())
         inputs = adapt_list(input_tensor_list, "input_tensor_list", writable=False, length=g.size())
         same_dtype(*outputs, *inputs)
@@ -853,7 +853,7 @@ def all_to_all(
         after = _unpacker(outputs, packed)
         return _exchange(outputs[0].name, send, packed, sent, received, list(output_tensor_list), after)
 
-    return _run("all_to_all", found, async_op, timeout, prepare, name)
+    return run_prepared("all_to_all", found, async_op, timeout, prepare, name)
 
 
 def _exchange(
@@ -865,11 +865,11 @@ def _exchange(
     outputs: list[Any],
     after: Callable[[], None] | None,
     inputs: tuple[Memory, ...] = (),
-) -> _Prepared:
+) -> Prepared:
     uneven = len({*sent, *received}) > 1
     move = Movement(Kind.ALL_TO_ALL, send=send, recv=recv, sendcounts=sent, recvcounts=received)
     detail = NOTHING if uneven else sent[0]
-    return _Prepared((dtype,), move, outputs, inputs=inputs, after=after, uneven=uneven, detail=detail)
+    return Prepared((dtype,), move, outputs, inputs=inputs, after=after, uneven=uneven, detail=detail)
 
 
 def _splits(memory: Memory, splits: list[int] | None, size: int, name: str) -> list[int]:
@@ -929,12 +929,12 @@ def barrier(
         execution.repeat(found, _BARRIER, _NO_DATA, sys._getframe(1))
         return None
 
-    def prepare(g: ProcessGroup) -> _Prepared:
+    def prepare(g: ProcessGroup) -> Prepared:
         if device_ids is not None and not isinstance(device_ids, list):
             raise TypeError("Invalid function argument: device_ids type should be List[int]")
-        return _Prepared((), Movement(Kind.BARRIER), [])
+        return Prepared((), Movement(Kind.BARRIER), [])
 
-    return _run("barrier", found, async_op, timeout, prepare, name)
+    return run_prepared("barrier", found, async_op, timeout, prepare, name)
 
 
 _BARRIER = Repeated("barrier", (), Kind.BARRIER)

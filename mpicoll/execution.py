@@ -45,6 +45,7 @@ __all__ = [
     "native",
     "repeat",
     "run",
+    "sending",
     "wrap",
 ]
 
@@ -738,28 +739,11 @@ def agree(group: ProcessGroup, call: Call, limit: float) -> Flags:
             # What makes a group or the world is always compared.
             call.print = call.print or fingerprint(call.op, call.key)
             ticket = group.pair.lane.ticket()
-            flags: Flags = drive(group, call, _agreement(group, call, ticket), limit)
+            flags: Flags = drive(group, call, _conducted(group, call, ticket), limit)
             return flags
         except BaseException as error:
             _leave_begun(group, call, limit, error)
             raise
-
-
-def _agreement(group: ProcessGroup, call: Call, ticket: Ticket) -> Generator[Request, None, Flags]:
-    mpi_error = MPI.Exception  # at the end of the interpreter the module's names are gone before kept generators
-    try:
-        flags = yield from agree_or_raise(ticket, call, group.display, group.ranks, group.rank())
-        if not ticket.Test():
-            yield ticket
-        if flags.stalled:
-            yield group.pair.lane.data.Ibarrier()
-        return flags
-    except mpi_error as error:
-        raise wrap(error, group, call) from error
-    finally:
-        ticket.pass_on()
-        if call.apart:
-            group.give_up("its ranks made unequal numbers of calls")
 
 
 def conduct(group: ProcessGroup, call: Call, steps: Callable[[Flags], Generator[Request, None, None]]) -> None:
@@ -791,8 +775,11 @@ def conduct(group: ProcessGroup, call: Call, steps: Callable[[Flags], Generator[
 
 
 def _conducted(
-    group: ProcessGroup, call: Call, ticket: Ticket, steps: Callable[[Flags], Generator[Request, None, None]]
-) -> Generator[Request, None, None]:
+    group: ProcessGroup,
+    call: Call,
+    ticket: Ticket,
+    steps: Callable[[Flags], Generator[Request, None, None]] | None = None,
+) -> Generator[Request, None, Flags]:
     mpi_error = MPI.Exception  # at the end of the interpreter the module's names are gone before kept generators
     try:
         flags = yield from agree_or_raise(ticket, call, group.display, group.ranks, group.rank())
@@ -800,7 +787,9 @@ def _conducted(
             yield ticket
         if flags.stalled:
             yield group.pair.lane.data.Ibarrier()
-        yield from steps(flags)
+        if steps is not None:
+            yield from steps(flags)
+        return flags
     except mpi_error as error:
         raise wrap(error, group, call) from error
     finally:
@@ -836,6 +825,16 @@ def move_once(
         with native(group, call, group.timeout):
             engine.blocking(piece)
     return moved
+
+
+def sending(group: ProcessGroup, call: Call, request: Request) -> Generator[Request, None, int | None]:
+    """Wait for what has been sent; the steps of an Operation."""
+    mpi_error = MPI.Exception  # at the end of the interpreter the module's names are gone before kept generators
+    try:
+        yield request
+    except mpi_error as error:
+        raise wrap(error, group, call) from error
+    return None
 
 
 def lost(operation: Operation, reason: BaseException) -> None:

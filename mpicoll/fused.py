@@ -26,7 +26,7 @@ from mpicoll.buffers.half import wide
 from mpicoll.buffers.protocols import viewed
 from mpicoll.buffers.reduce_op import RedOpType, ReduceOp
 from mpicoll.checks.inflight import SEALED_BYTES, registry
-from mpicoll.collectives import _Prepared, _remember, _run
+from mpicoll.collectives import Prepared, remember, run_prepared
 from mpicoll.engines.base import Kind, Movement
 from mpicoll.execution import Repeated
 from mpicoll.groups import ProcessGroup, member_or_warn
@@ -251,7 +251,7 @@ def _learn(
         return
     (reduction,) = reductions
     again = Repeated(function, key, Kind.ALL_REDUCE, mpi_op=reduction.mpi_op, average=reduction.average)
-    _remember(g, (function, reduction.op, plan.words, plan.bytes), again)
+    remember(g, (function, reduction.op, plan.words, plan.bytes), again)
 
 
 def _repeat(g: ProcessGroup, function: str, op: RedOpType, arrays: Any, bytes_: int, frame: FrameType) -> bool:
@@ -273,7 +273,7 @@ def _repeat(g: ProcessGroup, function: str, op: RedOpType, arrays: Any, bytes_: 
     return True
 
 
-def _reduced(g: ProcessGroup, given: _List, plan: Plan, reductions: list[Reduction], key: tuple[Any, ...]) -> _Prepared:
+def _reduced(g: ProcessGroup, given: _List, plan: Plan, reductions: list[Reduction], key: tuple[Any, ...]) -> Prepared:
     """Return the call that reduces the buckets of a plan, one movement each."""
     flats = plan.take()
     moves, steps = [], []
@@ -302,7 +302,7 @@ def _reduced(g: ProcessGroup, given: _List, plan: Plan, reductions: list[Reducti
         plan.give_back(flats)
 
     move = replace(moves[0], more=tuple(moves[1:])) if moves else Movement(Kind.BARRIER)
-    return _Prepared(key, move, list(given.arrays), before=before, after=after)
+    return Prepared(key, move, list(given.arrays), before=before, after=after)
 
 
 def all_reduce_coalesced(
@@ -344,7 +344,7 @@ def all_reduce_coalesced(
     ):
         return None
 
-    def prepare(g: ProcessGroup) -> _Prepared:
+    def prepare(g: ProcessGroup) -> Prepared:
         one = not isinstance(tensors, list) and viewed(tensors) is not None
         given, dtypes, shapes = _adapted([tensors] if one else tensors, "tensors", True)
         if not dtypes:
@@ -357,7 +357,7 @@ def all_reduce_coalesced(
         _learn(g, "all_reduce_coalesced", given, plan, reductions, key)
         return _reduced(g, given, plan, reductions, key)
 
-    return _run("all_reduce_coalesced", found, async_op, timeout, prepare, name)
+    return run_prepared("all_reduce_coalesced", found, async_op, timeout, prepare, name)
 
 
 def average_gradients(
@@ -407,7 +407,7 @@ def average_gradients(
     ):
         return None
 
-    def prepare(g: ProcessGroup) -> _Prepared:
+    def prepare(g: ProcessGroup) -> Prepared:
         if not hasattr(bucket_bytes, "__index__") or isinstance(bucket_bytes, bool):
             raise TypeError(f"bucket_bytes must be an integer, not {type(bucket_bytes).__name__}")
         if bucket_bytes <= 0:
@@ -425,7 +425,7 @@ def average_gradients(
             _learn(g, "average_gradients", given, plan, reductions, key)
         return _reduced(g, given, plan, reductions, key)
 
-    return _run("average_gradients", found, async_op, timeout, prepare, name)
+    return run_prepared("average_gradients", found, async_op, timeout, prepare, name)
 
 
 def _gradients(arrays: Any) -> tuple[Any, str]:
@@ -471,7 +471,7 @@ def all_gather_coalesced(
     if found is None:
         return None
 
-    def prepare(g: ProcessGroup) -> _Prepared:
+    def prepare(g: ProcessGroup) -> Prepared:
         inputs, rows = _gathered_lists(g, output_tensor_lists, input_tensor_list)
         dtype = inputs[0].dtype
         counts = tuple(sum(memory.flat.size for memory in row) for row in rows)
@@ -499,9 +499,9 @@ def all_gather_coalesced(
 
         move = Movement(Kind.ALL_GATHER, send=send, recv=packed, recvcounts=counts if uneven else None, vector=uneven)
         outputs = [array for row in output_tensor_lists for array in row]
-        return _Prepared(key, move, outputs, inputs=tuple(inputs), before=before, after=after)
+        return Prepared(key, move, outputs, inputs=tuple(inputs), before=before, after=after)
 
-    return _run("all_gather_coalesced", found, async_op, timeout, prepare, name)
+    return run_prepared("all_gather_coalesced", found, async_op, timeout, prepare, name)
 
 
 def _gathered_lists(g: ProcessGroup, outputs: Any, given: Any) -> tuple[list[Memory], list[list[Memory]]]:

@@ -155,7 +155,7 @@ def _start_send(group: ProcessGroup, packed: Packed, length: int, peer: int) -> 
             requests = post_all(posts)
             group.count_sent(peer, _TAG)
             waiting.moving(sum(piece.nbytes for piece in rest))
-            steps = _sending(group, call, Together(requests, held))
+            steps = execution.sending(group, call, Together(requests, held))
             where = group.ranks[peer]
             return Operation(group, call, steps, [], group.timeout, peer=where, tag=_TAG, give_up=execution.lost)
 
@@ -184,19 +184,10 @@ def _start_recv(group: ProcessGroup, length: int, peer: int) -> tuple[Operation,
             return operation, arrived
 
 
-def _sending(group: ProcessGroup, call: Call, request: Request) -> Generator[Request, None, int | None]:
-    mpi_error = MPI.Exception  # at the end of the interpreter the module's names are gone before kept generators
-    try:
-        yield request
-    except mpi_error as error:
-        raise execution.wrap(error, group, call) from error
-    return None
-
-
 def _receiving(
     group: ProcessGroup, call: Call, receive: ObjectReceive, arrived: list[Arriving]
 ) -> Generator[Request, None, int | None]:
-    mpi_error = MPI.Exception  # as above
+    mpi_error = MPI.Exception  # as in execution
     try:
         yield receive
         if receive.refused is not None:

@@ -412,7 +412,7 @@ def _start_send(
                 requests.append(persistent.post_apart(group, body, peer, tag))
             group.count_sent(peer, tag)
             waiting.moving(flat.nbytes)
-            steps = _sending(group, call, _Sending(requests, (message, flat)))
+            steps = execution.sending(group, call, _Sending(requests, (message, flat)))
             operation = Operation(
                 group, call, steps, [tensor], limit, peer=group.ranks[peer], tag=tag, give_up=execution.lost
             )
@@ -497,19 +497,10 @@ def _receive_unusual(group: ProcessGroup, again: PersistentReceive, tensor: Arra
     execution.finish_waiting(operation, group.timeout)
 
 
-def _sending(group: ProcessGroup, call: Call, request: Request) -> Generator[Request, None, int | None]:
-    mpi_error = MPI.Exception  # at the end of the interpreter the module's names are gone before kept generators
-    try:
-        yield request
-    except mpi_error as error:
-        raise execution.wrap(error, group, call) from error
-    return None
-
-
 def _receiving(
     group: ProcessGroup, call: Call, memory: Memory, receive: Receive
 ) -> Generator[Request, None, int | None]:
-    mpi_error = MPI.Exception  # as above
+    mpi_error = MPI.Exception  # as in execution
     try:
         yield receive
     except mpi_error as error:

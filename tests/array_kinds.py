@@ -11,7 +11,28 @@ import numpy as np
 
 import mpicoll as dist
 
-__all__ = ["Through"]
+__all__ = ["Exported", "Interface", "Through"]
+
+
+class Interface:
+    """An array that has the array interface alone."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+        self.__array_interface__ = owner.__array_interface__
+
+
+class Exported:
+    """An array that has DLPack alone."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+
+    def __dlpack_device__(self) -> Any:
+        return self.owner.__dlpack_device__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.owner.__dlpack__(**options)
 
 
 class _Returned(dist.Work):

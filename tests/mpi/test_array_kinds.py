@@ -10,34 +10,13 @@ from typing import Any
 import collective_cases as cases
 import numpy as np
 import pytest
-from array_kinds import Through
+from array_kinds import Exported, Interface, Through
 
 import mpicoll as dist
 
 pytestmark = pytest.mark.mpi
 
 Array = np.ndarray[Any, Any]
-
-
-class Interface:
-    """An array that has the array interface alone."""
-
-    def __init__(self, owner: Array) -> None:
-        self.owner = owner
-        self.__array_interface__ = owner.__array_interface__
-
-
-class Exported:
-    """An array that has DLPack alone."""
-
-    def __init__(self, owner: Array) -> None:
-        self.owner = owner
-
-    def __dlpack_device__(self) -> Any:
-        return self.owner.__dlpack_device__()
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self.owner.__dlpack__(**options)
 
 
 KINDS: dict[str, tuple[Callable[[Array], Any], str]] = {

@@ -13,7 +13,7 @@ import hypothesis.strategies as st
 import layout_cases as cases
 import numpy as np
 import pytest
-from array_kinds import Through
+from array_kinds import Exported, Interface, Through
 from mpi4py import MPI
 
 import mpicoll as dist
@@ -24,32 +24,11 @@ CASES = 2000
 FUNCTIONS = [*cases.MOVEMENTS, *cases.REDUCTIONS]
 
 
-class _Interface:
-    """An array that has the array interface alone."""
-
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
-        self.__array_interface__ = owner.__array_interface__
-
-
-class _Exported:
-    """An array that has DLPack alone."""
-
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
-
-    def __dlpack_device__(self) -> Any:
-        return self.owner.__dlpack_device__()
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self.owner.__dlpack__(**options)
-
-
 KINDS: dict[str, tuple[Callable[[Any], Any] | None, str]] = {
     "NumPy": (None, ""),
     "memoryview": (memoryview, "?bBhHiIlLqQfdFD"),
-    "the array interface": (_Interface, "?bBhHiIlLqQfdgFDG"),
-    "DLPack": (_Exported, "?bBhHiIlLfdFD"),
+    "the array interface": (Interface, "?bBhHiIlLqQfdgFDG"),
+    "DLPack": (Exported, "?bBhHiIlLfdFD"),
 }
 """By name: what makes such an array of a NumPy array, and of which dtypes."""
 
