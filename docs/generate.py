@@ -80,10 +80,11 @@ def parameters(function: Any) -> list[str]:
     """Return a function's parameters as ``name`` or ``name=default``; ``*`` starts the keyword-only ones."""
     words: list[str] = []
     for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in words:
+        if parameter.kind is parameter.KEYWORD_ONLY and not any(word.startswith("*") for word in words):
             words.append("*")
         default = parameter.default
-        words.append(parameter.name if default is parameter.empty else f"{parameter.name}={_text(default)}")
+        stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        words.append(stars + parameter.name if default is parameter.empty else f"{parameter.name}={_text(default)}")
     return words
 
 

@@ -50,6 +50,8 @@ _ALIKE = {
     "blocks": "pass lists with the same sizes in the same order on all ranks",
     "objects": "pass lists of the same length on all ranks",
     "ranks": "list the same ranks on all ranks: all ranks call new_group for every group, in the same order",
+    "check": "give all ranks the same check level: check=, or MPICOLL_CHECK in the environment of all",
+    "on_failure": "pass the same on_failure= on all ranks",
     "name": "the ranks are at differently named calls: look for one that only some ranks make",
 }
 

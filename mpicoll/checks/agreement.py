@@ -349,7 +349,7 @@ def explain(
         waited: seconds that this member had posted its round before the last one did.
     """
     call.explaining = True
-    said, closing = call, ""
+    said, closing = call, "No default group was made." if call.op == "init_process_group" else ""
     if call.made or call.closes:
         said, closing = yield from _first_difference(lane, call, me)
     mine = entry_of(said, ranks[me], waited=waited)
