@@ -73,7 +73,7 @@ if TYPE_CHECKING:
         is_available,
         is_mpi_available,
     )
-    from mpicoll.subgroups import new_group
+    from mpicoll.subgroups import leaders_group, new_group, node_group
     from mpicoll.turns import (
         Turn,
         first,
@@ -147,7 +147,7 @@ _HOME = {
         "is_available",
         "is_mpi_available",
     ),
-    "subgroups": ("new_group",),
+    "subgroups": ("leaders_group", "new_group", "node_group"),
     "turns": (
         "Turn",
         "first",
@@ -220,9 +220,11 @@ __all__ = [
     "is_initialized",
     "is_mpi_available",
     "isend",
+    "leaders_group",
     "local_zero_first",
     "main_process_first",
     "new_group",
+    "node_group",
     "ordered",
     "rank_zero_only",
     "recv",

@@ -270,6 +270,7 @@ class State:
     groups: dict[str, ProcessGroup] = field(default_factory=dict)
     created: int = 0
     node: ProcessGroup | None = None
+    leaders: ProcessGroup | None = None
     base: Counters | None = None
     blocks: list[Turn] = field(default_factory=list)
 

@@ -578,6 +578,8 @@ def destroy_process_group(group: Any = None) -> None:
     for each in doomed:
         _destroy(each, base)
         known.groups.pop(each.group_name, None)
+        known.node = None if known.node is each else known.node
+        known.leaders = None if known.leaders is each else known.leaders
     if found is known.world:
         from mpicoll import leaving, waiting
 

@@ -19,7 +19,7 @@ from mpicoll.groups import NON_MEMBER, ProcessGroup, State, state
 from mpicoll.patience import CallWait, joined, local_wait, search
 from mpicoll.runtime import check_backend
 
-__all__ = ["Watch", "new_group", "node_group"]
+__all__ = ["Watch", "group_of_node", "leaders_group", "new_group", "node_group"]
 
 MOST_JOINED = 256
 _TAGS = 32000  # MPI guarantees tags up to 32767
@@ -131,7 +131,43 @@ class Watch(Protocol):
         """Say now and then for whom this rank waits; whether there has been no sign of life for too long."""
 
 
-def node_group(known: State, op: str, site: Site, watch: Watch | None = None) -> ProcessGroup:
+def node_group() -> ProcessGroup:
+    """Return the group of the ranks of this node, in the order of their global ranks.
+
+    Called by all ranks of the node; no other node is waited for. The group is made once: later calls return it without
+    communication, until it is destroyed. The blocks of ``zero_first(scope="node")`` are of the same group.
+
+    Raises:
+        CollectiveTimeoutError: a rank of the node did not call it within the limit of the world.
+        Others as :func:`new_group`.
+    """
+    known = state()
+    execution.enter(known.world, "node_group")
+    return group_of_node(known, "node_group", call_site())
+
+
+def leaders_group() -> Any:
+    """Return the group of the first rank of each node, in the order of the nodes, which are numbered by their lowest rank.
+
+    Called by these ranks; on the others it returns ``GroupMember.NON_GROUP_MEMBER`` at once. The group is made once: later
+    calls return it without communication, until it is destroyed.
+
+    Raises:
+        CollectiveTimeoutError: the first rank of a node did not call it within the limit of the world.
+        Others as :func:`new_group`.
+    """
+    known = state()
+    execution.enter(known.world, "leaders_group")
+    node_of = known.topology.node_of
+    members = tuple(node_of.index(node) for node in range(max(node_of) + 1))
+    if known.world.rank() not in members:
+        return NON_MEMBER
+    if known.leaders is None:
+        known.leaders = _by_members(known, members, "the first rank of each node", "leaders_group", call_site())
+    return known.leaders
+
+
+def group_of_node(known: State, op: str, site: Site, watch: Watch | None = None) -> ProcessGroup:
     """Return the group of the ranks of this node; made once, when all of them have come, and by them alone.
 
     Args:
@@ -139,14 +175,20 @@ def node_group(known: State, op: str, site: Site, watch: Watch | None = None) ->
         watch: how to wait for the others; None: within the limit of the world.
     """
     if known.node is None:
-        members = known.topology.local_ranks
-        with waiting.shield:
-            name, pair = _make_locally(known, members, site, None, op, watch)
-        world, host = known.world, known.topology.hosts[known.topology.node]
-        known.node = known.groups[name] = ProcessGroup(
-            name, pair, members.index(world.rank()), world.timeout, level=world.level, display=f"node {host}"
-        )
+        host = known.topology.hosts[known.topology.node]
+        known.node = _by_members(known, known.topology.local_ranks, f"node {host}", op, site, watch)
     return known.node
+
+
+def _by_members(
+    known: State, members: tuple[int, ...], display: str, op: str, site: Site, watch: Watch | None = None
+) -> ProcessGroup:
+    world = known.world
+    with waiting.shield:
+        name, pair = _make_locally(known, members, site, None, op, watch)
+    group = ProcessGroup(name, pair, members.index(world.rank()), world.timeout, level=world.level, display=display)
+    known.groups[name] = group
+    return group
 
 
 def _members(ranks: Any, size: int, sort_ranks: bool) -> tuple[int, ...]:

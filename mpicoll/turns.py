@@ -40,7 +40,7 @@ from mpicoll.groups import ProcessGroup, State
 from mpicoll.patience import CallWait, last_seen
 from mpicoll.publishing import Published, announce, await_visible, path_list
 from mpicoll.signals import Terminated
-from mpicoll.subgroups import node_group
+from mpicoll.subgroups import group_of_node
 
 __all__ = [
     "Turn",
@@ -239,7 +239,7 @@ class _Members:
     def group(self, op: str, site: Site, watch: _Watch | None = None) -> ProcessGroup:
         """Return the group; of a node all ranks call it, unless it has been made."""
         if self._group is None:
-            self._group = node_group(self.known, op, site, watch)
+            self._group = group_of_node(self.known, op, site, watch)
         return self._group
 
     def enter(self, op: str) -> None:

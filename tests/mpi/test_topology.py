@@ -47,3 +47,30 @@ def test_node_communicator_is_made_once() -> None:
     ranks = np.empty(comm.Get_size(), np.int64)
     comm.Allgather(np.array([dist.get_rank()]), ranks)
     assert tuple(ranks) == state.topology.local_ranks
+
+
+@pytest.mark.mpi
+def test_the_groups_of_a_node_and_of_the_first_ranks() -> None:
+    """Each is made once, by its members alone, and anew when it has been destroyed; collectives and blocks work on it."""
+    topology, me = groups.state().topology, dist.get_rank()
+    firsts = [topology.node_of.index(node) for node in range(max(topology.node_of) + 1)]
+    for _ in range(2):
+        node = dist.node_group()
+        assert dist.node_group() is node
+        assert tuple(dist.get_process_group_ranks(node)) == topology.local_ranks
+        leaders = dist.leaders_group()
+        assert (leaders is dist.GroupMember.NON_GROUP_MEMBER) == (me not in firsts)
+        # A sum over all ranks in three steps: over each node, over the nodes, and back.
+        x = np.full(3, float(me))
+        dist.reduce(x, group=node, group_dst=0)
+        if me in firsts:
+            assert dist.leaders_group() is leaders
+            assert dist.get_process_group_ranks(leaders) == firsts
+            dist.all_reduce(x, group=leaders)
+        dist.broadcast(x, group=node, group_src=0)
+        assert (x == sum(range(dist.get_world_size()))).all()
+        with dist.zero_first(scope="node") as turn:
+            assert turn.is_leader == (me in firsts)
+        if me in firsts:
+            dist.destroy_process_group(leaders)
+        dist.destroy_process_group(node)
