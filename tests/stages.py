@@ -31,6 +31,10 @@ LOGS = ROOT / ".ci-logs"
 SIZES = (1, 2, 3, 4, 5)
 TENSOR_SIZES = (2, 3)
 FAST_SIZES = {"openmpi": (1, 3), "mpich": (2, 4)}  # in `make test`; the others in `make test-all`
+ONCE = (
+    "unit",
+    "examples",
+)  # what says little about the MPI below: `make test` runs it on the first, the slow part on both
 # Hard limits of one stage in seconds; a stage that needs more is broken or does not belong into `make test`.
 LIMITS = {"fast": 300.0, "slow": 1500.0}
 TAIL = 120  # lines of the log of a stage that failed
@@ -116,14 +120,14 @@ def plan(
         for name in ("unit", "mpi", "launch", "hang", "examples", "gpu", "cluster"):
             if only and name not in only:
                 continue
-            if name == "unit" and mpi != mpis[0] and part == "fast":
-                continue  # they start no MPI: once is enough, and once more in the slow part
+            if name in ONCE and mpi != mpis[0] and part == "fast":
+                continue
             if name == "mpi":
                 stages += ranks
             elif folders := [folder for folder in FOLDERS[name] if _has_tests(ROOT / folder)]:
                 other = ROOT / (".venv-mpich" if mpi == "openmpi" else ".venv-openmpi")
                 env = (("TEST_OTHER_VENV", str(other)),) if name == "launch" else ()
-                whole = name == "unit" and mpi != mpis[0]
+                whole = name in ONCE and mpi != mpis[0]
                 chosen = ("-m", "pytest", "-q", "--color=no", *extra) if whole else pytest
                 stages.append(Stage(f"{mpi} {name}", (*chosen, *folders), venv, env=env))
     return stages
