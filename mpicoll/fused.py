@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from hashlib import blake2b
@@ -432,6 +432,13 @@ def _gradients(arrays: Any) -> tuple[Any, str]:
     """Return the list of arrays, and which parameters have no gradient."""
     parameters: Callable[[], Iterable[Any]] | None = getattr(arrays, "parameters", None)
     if not callable(parameters):
+        each = list(arrays) if isinstance(arrays, (list, Iterator)) else []
+        if isinstance(arrays, Iterator) or any(type(one).__name__ == "Parameter" for one in each):
+            raise TypeError(
+                f"average_gradients: parameter `arrays` is {'a list' if isinstance(arrays, list) else 'an iterator'} of "
+                f"{type(each[0]).__name__ if each else 'nothing'}s, not of gradients: pass the module itself, or "
+                "[p.grad for p in module.parameters()]"
+            )
         return arrays, ""
     gradients = [parameter.grad for parameter in parameters()]
     without = ", ".join(str(place) for place, gradient in enumerate(gradients) if gradient is None)

@@ -124,7 +124,7 @@ def recv_object_list(
     execution.enter(found, "recv_object_list")
     operation, arrived = _start_recv(found, len(object_list), peer)
     execution.finish_waiting(operation, found.timeout)
-    object_list[:] = arrived[0].load()
+    object_list[:] = arrived[0].load(f"recv_object_list: what rank {operation.group.ranks[operation.source]} sent")
     return found.ranks[operation.source]
 
 

@@ -86,8 +86,8 @@ def broadcast_object_list(
         return _Ready(key, root, [object_list] if g.rank() == root else [])
 
     transfer = _run("broadcast_object_list", found, prepare, name, _Broadcast)
-    for arrived in transfer.arrived.values():
-        object_list[:] = arrived.load()
+    for rank, arrived in transfer.arrived.items():
+        object_list[:] = arrived.load(f"broadcast_object_list: the list of rank {found.ranks[rank]}")
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: Any = None, *, name: str | None = None) -> None:
@@ -121,7 +121,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None, *, na
         return _Ready((("objects", 1),), -1, [obj])
 
     transfer = _run("all_gather_object", found, prepare, name, _AllGather)
-    object_list[:] = [transfer.arrived.pop(rank).load() for rank in range(found.size())]
+    object_list[:] = _load_all(transfer, found, "all_gather_object")
 
 
 def gather_object(
@@ -165,7 +165,13 @@ def gather_object(
     transfer = _run("gather_object", found, prepare, name, _Gather)
     if transfer.arrived:
         assert object_gather_list is not None
-        object_gather_list[:] = [transfer.arrived.pop(rank).load() for rank in range(found.size())]
+        object_gather_list[:] = _load_all(transfer, found, "gather_object")
+
+
+def _load_all(transfer: _Transfer, group: ProcessGroup, op: str) -> list[Any]:
+    return [
+        transfer.arrived.pop(rank).load(f"{op}: the object of rank {group.ranks[rank]}") for rank in range(group.size())
+    ]
 
 
 def scatter_object_list(
@@ -212,7 +218,7 @@ def scatter_object_list(
         return _Ready((("root", g.ranks[root]), ("objects", 1)), root, objects)
 
     transfer = _run("scatter_object_list", found, prepare, name, _Scatter)
-    scatter_object_output_list[0] = transfer.arrived[found.rank()].load()
+    scatter_object_output_list[0] = transfer.arrived[found.rank()].load("scatter_object_list: the object for this rank")
 
 
 def _list_of_root(values: Any, name: str, group: ProcessGroup, root: int, role: str) -> None:

@@ -121,9 +121,28 @@ def remove_service(service: Callable[[], None]) -> None:
         _services.remove(service)
 
 
+_MOST_AT_ONCE = 128
+_next_window = 0
+
+
+def _to_advance() -> tuple[Pending, ...]:
+    """Return the pending operations to move on now: all, or where there are very many the first ones and some others in turn.
+
+    What many wait for are those before them. To look at all in each poll would make the time for all grow as their square.
+    """
+    global _next_window
+    if len(pending) <= _MOST_AT_ONCE:
+        return tuple(pending)
+    half = _MOST_AT_ONCE // 2
+    if _next_window < half or _next_window >= len(pending):
+        _next_window = half
+    start, _next_window = _next_window, _next_window + half
+    return (*pending[:half], *pending[start : start + half])
+
+
 def progress() -> None:
-    """Move every pending operation on, and drop those that are done."""
-    for item in tuple(pending):
+    """Move pending operations on, and drop those that are done."""
+    for item in _to_advance():
         if item.advance():
             try:
                 pending.remove(item)

@@ -18,7 +18,7 @@ from mpicoll.buffers import layouts
 from mpicoll.buffers.dtypes import dtype_name, element, is_native
 from mpicoll.buffers.protocols import as_numpy
 
-__all__ = ["AnyArray", "Array", "Memory", "MemoryKind", "adapt", "adapt_list", "same_dtype"]
+__all__ = ["AnyArray", "Array", "Memory", "MemoryKind", "adapt", "adapt_list", "apart", "same_dtype"]
 
 Array = npt.NDArray[Any]
 AnyArray = Any
@@ -89,7 +89,7 @@ def adapt(value: Any, name: str, *, writable: bool) -> Memory:
     if value is None or isinstance(value, np.ma.MaskedArray):
         raise TypeError(
             f"Invalid function argument. Expected parameter `{name}` of type numpy.ndarray but got {_type_name(given)} "
-            "instead: pass an array, such as numpy.asarray(x), and keep it if it holds a result"
+            f"instead: {_instead(given)}"
         )
     flags = value.flags
     if is_native(value.dtype) and flags.c_contiguous and flags.aligned and (flags.writeable or not writable):
@@ -99,7 +99,9 @@ def adapt(value: Any, name: str, *, writable: bool) -> Memory:
     except TypeError as error:
         raise TypeError(f"parameter `{name}`: {error}") from None
     if writable and not flags.writeable:
-        raise ValueError(f"parameter `{name}` is read-only, and this call writes its result into it")
+        raise ValueError(
+            f"parameter `{name}` is read-only, and this call writes its result into it: pass x.copy(), and keep it"
+        )
     if writable and layouts.overlaps(value):
         raise ValueError(
             f"parameter `{name}` has elements that share memory (shape {value.shape}, strides {value.strides}), and this call "
@@ -137,7 +139,20 @@ def adapt_list(values: Any, name: str, *, writable: bool, length: int | None = N
         raise ValueError(f"parameter `{name}` must hold one array for each of the {length} ranks, got {len(values)}")
     memories = [adapt(value, f"{name}[{i}]", writable=writable) for i, value in enumerate(arrays)]
     same_dtype(*memories)
+    if writable:
+        apart(memories, name)
     return memories
+
+
+def apart(memories: list[Memory], name: str) -> None:
+    """Raise ValueError when two memories of a list that the call writes have bytes in common."""
+    found = layouts.in_common([memory.own for memory in memories]) if len(memories) > 1 else None
+    if found is not None:
+        one, other = found
+        raise ValueError(
+            f"parameter `{name}`: {name}[{one}] and {name}[{other}] share memory, and this call writes into both. [x] * n "
+            "holds the same array n times: use [numpy.empty_like(x) for _ in range(n)]"
+        )
 
 
 def same_dtype(*memories: Memory) -> None:
@@ -147,6 +162,19 @@ def same_dtype(*memories: Memory) -> None:
             raise ValueError(
                 f"Invalid usage of tensors with different dtypes: found {memories[0].name} and {memory.name}"
             )
+
+
+def _instead(value: Any) -> str:
+    """Return what to pass instead of what is no array."""
+    if isinstance(value, np.ma.MaskedArray):
+        return "its mask would be lost. Fill it, x.filled(0), or move x.data and numpy.ma.getmaskarray(x)"
+    if value is None:
+        return "a gradient is None before backward(), and where its parameter was not used"
+    if isinstance(value, dict) or callable(getattr(value, "parameters", None)):
+        return "pass the arrays in it, one by one"
+    if hasattr(value, "__next__"):
+        return "pass its arrays one by one, or a list of them where one is taken"
+    return "pass an array, such as numpy.asarray(x), and keep it if it holds a result"
 
 
 def _type_name(value: Any) -> str:

@@ -230,11 +230,16 @@ def resolve_reduction(function: str, op: Any, dtype: np.dtype[Any], name: str = 
                 _cache[op, dtype.char] = known
         return known
     if not isinstance(op, (RedOpType, ReduceOp)):
-        raise TypeError(f"{function}: op must be a ReduceOp such as ReduceOp.SUM, not {type(op).__name__}")
+        raise TypeError(f"{function}: op must be a mpicoll.ReduceOp such as ReduceOp.SUM, not {_type_name(op)}")
     full = op if isinstance(op, ReduceOp) else ReduceOp(op)
     if full.op is not RedOpType.PREMUL_SUM:
         return resolve_reduction(function, full.op, dtype, name)
     return Reduction(_mpi_op(function, full.op, dtype, name), full.op, factor=_factor(function, full.factor, dtype))
+
+
+def _type_name(value: Any) -> str:
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _mpi_op(function: str, op: RedOpType, dtype: np.dtype[Any], name: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from mpicoll.buffers.dtypes import Element
 
-__all__ = ["overlaps", "packed"]
+__all__ = ["in_common", "overlaps", "packed"]
 
 Array = npt.NDArray[Any]
 
@@ -46,6 +46,45 @@ def _copy_fields(into: Array, out_of: Array) -> None:
             _copy_fields(into[name], out_of[name])
         else:
             into[name][...] = out_of[name]
+
+
+_MOST_COMPARED = 4096
+_MOST_WORK: Any = 10_000
+
+
+def in_common(arrays: Sequence[Array]) -> tuple[int, int] | None:
+    """Return the places of two arrays of a list that have memory in common, or None.
+
+    Of arrays that interleave, such as the columns of one matrix, some thousand pairs are looked at.
+    """
+    spans = sorted((*_span(array), place) for place, array in enumerate(arrays) if array.size)
+    compared = 0
+    before: list[tuple[int, int]] = []  # end and place of those that begin before, and may reach as far
+    for start, end, place in spans:
+        before = [(stop, other) for stop, other in before if stop > start]
+        for _, other in before:
+            compared += 1
+            if compared > _MOST_COMPARED:
+                return None
+            try:
+                common = np.shares_memory(arrays[place], arrays[other], max_work=_MOST_WORK)
+            except RuntimeError:  # TooHardError
+                common = False
+            if common:
+                return min(place, other), max(place, other)
+        before.append((end, place))
+    return None
+
+
+def _span(array: Array) -> tuple[int, int]:
+    """Return the address of the first byte of an array, and that behind its last."""
+    start = end = array.__array_interface__["data"][0]
+    for length, stride in zip(array.shape, array.strides, strict=True):
+        if stride < 0:
+            start += (length - 1) * stride
+        else:
+            end += (length - 1) * stride
+    return start, end + array.itemsize
 
 
 def overlaps(value: Array) -> bool:

@@ -187,13 +187,23 @@ class Arriving:
             raise WireError(f"its {self.header.buffers} buffers do not add up to {self.header.tail} bytes")
         self.parts = [np.empty(length, np.uint8) for length in lengths]
 
-    def load(self) -> Any:
+    def load(self, whose: str) -> Any:
         """Return the object, when all is here.
+
+        Args:
+            whose: what to add to an error: the call, and where the object comes from.
 
         Raises:
             Exception: what unpickling raises.
         """
-        return pickle.loads(self.head[self.start :].data, buffers=self.parts)
+        try:
+            return pickle.loads(self.head[self.start :].data, buffers=self.parts)
+        except Exception as error:
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(
+                    f"{whose} cannot be unpickled here. The list is as it was, and the group can still be used."
+                )
+            raise
 
 
 def pack(value: Any) -> Packed:

@@ -39,6 +39,8 @@ def after_mismatch(expected: Entry | None, rows: Sequence[Entry], differs: Seque
     name = next(iter(names), "")
     wanted = dict(expected.key).get("dtype", "")
     if name == "dtype" and not wanted.startswith(("[", "{")):  # nobody casts structured arrays
+        if not odd:
+            return first + "pass the same dtype on all ranks"
         return first + f"cast before the call on {who}: x = x.astype({wanted!r})"
     return first + _ALIKE.get(name, f"pass the same {name or 'options'} on all ranks")
 
@@ -50,6 +52,7 @@ _ALIKE = {
     "blocks": "pass lists with the same sizes in the same order on all ranks",
     "objects": "pass lists of the same length on all ranks",
     "ranks": "list the same ranks on all ranks: all ranks call new_group for every group, in the same order",
+    "layout": "pass arrays of the same shapes and dtypes in the same order on all ranks",
     "check": "give all ranks the same check level: check=, or MPICOLL_CHECK in the environment of all",
     "on_failure": "pass the same on_failure= on all ranks",
     "name": "the ranks are at differently named calls: look for one that only some ranks make",

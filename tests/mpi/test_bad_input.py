@@ -136,6 +136,9 @@ def wrong_calls(async_op: bool) -> list[tuple[str, str, type[Exception], Call]]:
         ("all_reduce", "a broadcast view", ValueError, lambda: dist.all_reduce(shared, **more)),
         ("all_gather", "broadcast views", ValueError, lambda: dist.all_gather([shared] * size, x, **more)),
         ("reduce_scatter", "a broadcast view", ValueError, lambda: dist.reduce_scatter(shared, many, **more)),
+        # lists that hold an array twice, where the call writes
+        ("all_gather", "an array twice", ValueError, lambda: dist.all_gather([*many[:-2], x, x], x.copy(), **more)),
+        ("all_to_all", "an array twice", ValueError, lambda: dist.all_to_all([*many[:-2], x, x], many, **more)),
         # arrays of other packages
         ("all_reduce", "bytes", ValueError, lambda: dist.all_reduce(b"1234", **more)),
         ("all_gather", "bytes", ValueError, lambda: dist.all_gather([b"1234"] * size, np.ones(4, "B"), **more)),

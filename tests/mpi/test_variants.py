@@ -255,7 +255,7 @@ def test_memory_that_is_packed_and_unpacked(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(collectives, "adapt", owned)
     monkeypatch.setattr(collectives, "adapt_list", owned_list)
-    monkeypatch.setattr(collectives, "_remember", lambda *_: None)  # what is remembered takes the array's own memory
+    monkeypatch.setattr(collectives, "remember", lambda *_: None)  # what is remembered takes the array's own memory
     group = dist.new_group()
     cases.every_collective(group, dtype="d")
     assert packs > 10

@@ -9,7 +9,7 @@ import pytest
 from numpy.lib.stride_tricks import as_strided, sliding_window_view
 
 from mpicoll.buffers.array import adapt, adapt_list, same_dtype
-from mpicoll.buffers.layouts import overlaps
+from mpicoll.buffers.layouts import in_common, overlaps
 
 
 def views(base: Any) -> dict[str, Any]:
@@ -123,3 +123,14 @@ def test_arrays_of_one_dtype_may_differ_in_layout_and_byte_order() -> None:
     ):
         with pytest.raises(ValueError, match=text):
             same_dtype(adapt(np.zeros(2, one), "x", writable=True), adapt(np.zeros(2, other), "y", writable=True))
+
+
+def test_arrays_of_a_list_that_share_memory() -> None:
+    """Two that have a byte in common are found, wherever they stand; columns of one matrix have none."""
+    x, matrix = np.zeros(8), np.zeros((6, 40))
+    alone = [np.zeros(3), matrix[:, 3], matrix[:, 4], matrix[::-1, 7], x[:3], x[3:6], np.zeros(0), x[:0]]
+    assert in_common(alone) is None
+    assert in_common([np.ones(2), x, np.ones(2), x]) == (1, 3)
+    assert in_common([*alone, x[2:4]]) in ((4, 8), (5, 8))
+    assert in_common([matrix[:, 5], matrix[::-1, 4:6]]) == (0, 1)
+    assert in_common([matrix[:, i] for i in range(40)] * 2) is not None
