@@ -564,7 +564,7 @@ def gather(
         if g.rank() != root:
             _forbidden(gather_list, "gather_list", "destination")
             return Prepared(key, Movement(Kind.GATHER, send=memory.flat, root=root), [], inputs=(memory,))
-        if not gather_list and gather_list is not None and not isinstance(gather_list, list):
+        if gather_list is not None and not isinstance(gather_list, list):
             adapt_list(gather_list, "gather_list", writable=True)
         if not gather_list:
             raise ValueError("Argument ``gather_list`` must be specified on destination rank.")
@@ -615,7 +615,7 @@ def scatter(
         if g.rank() != root:
             _forbidden(scatter_list, "scatter_list", "source")
             return Prepared(key, Movement(Kind.SCATTER, recv=memory.flat, root=root), [tensor], after=after)
-        if not scatter_list and scatter_list is not None and not isinstance(scatter_list, list):
+        if scatter_list is not None and not isinstance(scatter_list, list):
             adapt_list(scatter_list, "scatter_list", writable=False)
         if not scatter_list:
             raise ValueError("Argument ``scatter_list`` must be specified on source rank.")
@@ -876,6 +876,8 @@ def _splits(memory: Memory, splits: list[int] | None, size: int, name: str) -> l
     """Return elements for each rank from rows for each rank."""
     rows = memory.shape[0] if memory.shape else 1
     row = memory.flat.size // rows if rows else int(np.prod(memory.shape[1:]))
+    if isinstance(splits, np.ndarray):
+        raise TypeError(f"{name}_split_sizes must be a list of integers, not an array: pass x.tolist()")
     if not splits:
         if splits is not None and not isinstance(splits, list):
             raise TypeError(f"{name}_split_sizes must be a list of integers, not {type(splits).__name__}")

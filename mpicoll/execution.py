@@ -510,7 +510,8 @@ def repeat(group: ProcessGroup, known: Repeated, flat: Any, frame: FrameType) ->
             if ticket is not None:
                 ticket.pass_on()
         if known.average:
-            np.divide(flat, group.size(), out=flat)
+            with np.errstate(all="ignore"):
+                np.divide(flat, group.size(), out=flat)
 
 
 def _patience(group: ProcessGroup, known: Repeated, frame: FrameType) -> CallWait:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from mpicoll import execution
-from mpicoll.buffers.array import AnyArray, Memory, adapt, adapt_list, same_dtype
+from mpicoll.buffers.array import AnyArray, Memory, adapt, adapt_list, apart, same_dtype
 from mpicoll.buffers.dtypes import MOVABLE, Reduction, dtype_name, resolve_reduction
 from mpicoll.buffers.half import wide
 from mpicoll.buffers.protocols import viewed
@@ -228,11 +228,13 @@ def _adapted(arrays: Any, name: str, one_dtype: bool) -> tuple[_List, list[np.dt
     """Return the arrays of a list, which the call writes, with their dtypes and shapes."""
     plain = _plain_list(arrays)
     if plain is not None and (len(set(plain[0])) == 1 or not one_dtype):
+        apart(arrays, name)
         return _List(arrays, None), *plain
     if one_dtype or not isinstance(arrays, list):
         memories = adapt_list(arrays, name, writable=True)
     else:
         memories = [adapt(array, f"{name}[{i}]", writable=True) for i, array in enumerate(arrays)]
+        apart([memory.own for memory in memories], name)
     memories = [wide(memory) for memory in memories]
     return (
         _List(list(arrays), memories),
@@ -257,7 +259,7 @@ def _learn(
 def _repeat(g: ProcessGroup, function: str, op: RedOpType, arrays: Any, bytes_: int, frame: FrameType) -> bool:
     """Make a call again that has been made before; False, and nothing done, where it has not."""
     plain = _plain_list(arrays)
-    if plain is None:
+    if plain is None or len(set(map(id, arrays))) < len(arrays):
         return False
     plan = _plan(*plain, bytes_)
     known = g.repeated.get((function, op, plan.words, bytes_))
@@ -432,11 +434,14 @@ def _gradients(arrays: Any) -> tuple[Any, str]:
     """Return the list of arrays, and which parameters have no gradient."""
     parameters: Callable[[], Iterable[Any]] | None = getattr(arrays, "parameters", None)
     if not callable(parameters):
-        each = list(arrays) if isinstance(arrays, (list, Iterator)) else []
-        if isinstance(arrays, Iterator) or any(type(one).__name__ == "Parameter" for one in each):
+        torch = sys.modules.get("torch")
+        leaves = isinstance(arrays, list) and any(
+            getattr(each, "requires_grad", False) and getattr(each, "is_leaf", False) for each in arrays
+        )
+        if isinstance(arrays, Iterator) or (leaves and torch is not None and torch.is_grad_enabled()):
+            what = "a list of tensors that require grad" if leaves else f"a {type(arrays).__name__}, not a list"
             raise TypeError(
-                f"average_gradients: parameter `arrays` is {'a list' if isinstance(arrays, list) else 'an iterator'} of "
-                f"{type(each[0]).__name__ if each else 'nothing'}s, not of gradients: pass the module itself, or "
+                f"average_gradients: parameter `arrays` is {what}. For the gradients of a module pass the module itself, or "
                 "[p.grad for p in module.parameters()]"
             )
         return arrays, ""
@@ -532,6 +537,7 @@ def _gathered_lists(g: ProcessGroup, outputs: Any, given: Any) -> tuple[list[Mem
             )
         same_dtype(inputs[0], *memories)
         rows.append(memories)
+    apart([memory.own for row in rows for memory in row], "output_tensor_lists", [len(inputs)] * len(rows))
     for place, (mine, memory) in enumerate(zip(inputs, rows[g.rank()], strict=True)):
         if mine.shape != memory.shape:
             raise ValueError(

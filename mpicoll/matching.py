@@ -30,9 +30,12 @@ from mpicoll.engines import large
 from mpicoll.engines.base import Request
 from mpicoll.kept import keep_of
 
-__all__ = ["Message", "ObjectReceive", "Receive", "Receiver"]
+__all__ = ["OBJECT_TAGS", "Message", "ObjectReceive", "Receive", "Receiver"]
 
 _MOST_PLACES = 4096
+
+OBJECT_TAGS = 16
+"""Tags that the rests of lists of objects take in turn."""
 
 
 class Message:
@@ -180,6 +183,10 @@ class ObjectReceive(Receive):
         super().looked_at()
         self.number = self._counts[self.sender] = self._counts.get(self.sender, 0) + 1
 
+    def outrun(self) -> bool:
+        """Whether the next list of its sender would have the tag of its rest, which has not come yet."""
+        return self._counts[self.sender] + 1 - self.number >= OBJECT_TAGS
+
     def filled(self) -> None:
         """Note that its message is here; it stays outstanding until :meth:`Receiver.taken` is told that the rest is."""
         super().filled()
@@ -297,6 +304,11 @@ class Receiver:
                 self._places.clear()
             self._places[message.source, message.envelope.place] = message.place
             message.place = ""
+        if message.envelope.objects >= 0 and any(
+            isinstance(each, ObjectReceive) and each.sender == message.source and each.outrun()
+            for each in tuple(self.taking)
+        ):
+            return False
         # Elements that travel apart come in the order of their messages: a posted receive may have got an earlier one.
         return not (message.envelope.apart and key in self.posted)
 

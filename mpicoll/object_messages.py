@@ -7,6 +7,7 @@ that goes by the number of the message: so several threads may receive at once.
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Generator
 from typing import Any
@@ -26,7 +27,7 @@ from mpicoll.engines.base import Request
 from mpicoll.engines.mpi import Post, Together, library_tag, post_all
 from mpicoll.errors import CollectiveMismatchError, DistError
 from mpicoll.groups import ProcessGroup, member_or_warn, no_global_peer, peer_rank
-from mpicoll.matching import ObjectReceive
+from mpicoll.matching import OBJECT_TAGS, ObjectReceive
 from mpicoll.work import Operation
 
 __all__ = ["recv_object_list", "send_object_list"]
@@ -35,8 +36,7 @@ _KIND = b"M"
 _TAG = 0
 _LENGTH = struct.Struct("=q")
 _INSIDE = SMALL_BYTES - _LENGTH.size
-_MOST = 1 << 62
-_TAGS = 16
+_MOST = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # bytes of memory: what is larger cannot be
 
 
 def send_object_list(
@@ -227,7 +227,7 @@ def _first_bytes(head: int) -> int:
 
 
 def _tag_of(number: int) -> int:
-    return library_tag(16 + number % _TAGS)
+    return library_tag(16 + number % OBJECT_TAGS)
 
 
 def _misfit(group: ProcessGroup, call: Call, receive: ObjectReceive, sent: Envelope) -> CollectiveMismatchError:

@@ -73,6 +73,7 @@ LAYOUTS: dict[str, tuple[Callable[[tuple[int, ...]], tuple[int, ...]], Callable[
     "every second column": (lambda s: (s[0], 2 * s[1] + 1), lambda b: b[:, 1::2]),
     "backwards": (lambda s: s, lambda b: b[::-1, ::-1]),
     "some rows of a cube": (lambda s: (2, 3 * s[0], s[1]), lambda b: b[1, 2::3]),
+    "not aligned": (lambda s: s, lambda b: b),
 }
 """By name: the shape of the array behind a view of two dimensions, and what makes the view of it."""
 
@@ -99,6 +100,8 @@ def lay(values: Array, way: tuple[str, bool]) -> Given:
     shape = values.shape if values.ndim == 2 else (1, values.size)
     dtype = values.dtype.newbyteorder(">") if way[1] and values.dtype.kind in "biufcMmU" else values.dtype
     base, mask = np.zeros(outer(shape), dtype), np.ones(outer(shape), bool)
+    if way[0] == "not aligned":
+        base = np.zeros(base.nbytes + 1, np.uint8)[1:].view(dtype).reshape(shape)
     view = view_of(base)
     view[...] = values.reshape(shape)
     view_of(mask)[...] = False

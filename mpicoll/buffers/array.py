@@ -7,7 +7,7 @@ the array itself cannot be moved, ``flat`` is packed memory of our own: ``pack``
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -140,17 +140,25 @@ def adapt_list(values: Any, name: str, *, writable: bool, length: int | None = N
     memories = [adapt(value, f"{name}[{i}]", writable=writable) for i, value in enumerate(arrays)]
     same_dtype(*memories)
     if writable:
-        apart(memories, name)
+        apart([memory.own for memory in memories], name)
     return memories
 
 
-def apart(memories: list[Memory], name: str) -> None:
-    """Raise ValueError when two memories of a list that the call writes have bytes in common."""
-    found = layouts.in_common([memory.own for memory in memories]) if len(memories) > 1 else None
+def apart(arrays: list[Array], name: str, rows: Sequence[int] = ()) -> None:
+    """Raise ValueError when two arrays of a list that the call writes have bytes in common.
+
+    Args:
+        name: the parameter's name, for messages.
+        rows: where it is a list of lists, how many are in each.
+    """
+    found = layouts.in_common(arrays) if len(arrays) > 1 else None
     if found is not None:
-        one, other = found
+        places = [f"[{place}]" for place in range(len(arrays))]
+        if rows:
+            places = [f"[{row}][{place}]" for row, length in enumerate(rows) for place in range(length)]
+        one, other = (f"{name}{places[place]}" for place in found)
         raise ValueError(
-            f"parameter `{name}`: {name}[{one}] and {name}[{other}] share memory, and this call writes into both. [x] * n "
+            f"parameter `{name}`: {one} and {other} share memory, and this call writes into both. [x] * n "
             "holds the same array n times: use [numpy.empty_like(x) for _ in range(n)]"
         )
 

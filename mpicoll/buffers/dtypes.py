@@ -175,13 +175,15 @@ class Reduction:
         """Return what this rank contributes: ``send`` itself, or a new array for PREMUL_SUM."""
         if self.factor is None:
             return send
-        scaled: Array = send * self.factor
+        with np.errstate(all="ignore"):  # as MPI does: all are known to make the call, or soon will be
+            scaled: Array = send * self.factor
         return scaled
 
     def after(self, result: Array, size: int) -> None:
         """Finish ``result`` in place (AVG divides by the number of members, rounding once)."""
         if self.average:
-            np.divide(result, size, out=result)
+            with np.errstate(all="ignore"):
+                np.divide(result, size, out=result)
 
 
 _NUMERIC = {
@@ -267,9 +269,11 @@ def _factor(function: str, factor: Any, dtype: np.dtype[Any]) -> Any:
     if factor is None:
         raise ValueError(f"{function}: ReduceOp.PREMUL_SUM needs its factor: ReduceOp.PREMUL_SUM(factor)")
     try:
-        value = np.asarray(factor)
+        plain = isinstance(factor, (np.ndarray, np.generic)) and factor.dtype.kind in "biufc"
+        item = None if plain else getattr(factor, "item", None)  # of a tensor, or a number of ml_dtypes
+        value = np.asarray(item() if callable(item) else factor)
         fits = value.size == 1 and value.dtype.kind in "biufc"
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):
         fits = False
     if not fits:
         raise ValueError(f"{function}: the factor of ReduceOp.PREMUL_SUM must be a number or an array of one element")
@@ -280,4 +284,5 @@ def _factor(function: str, factor: Any, dtype: np.dtype[Any]) -> Any:
             raise ValueError(f"{function}: the factor {value} of ReduceOp.PREMUL_SUM does not fit {dtype}")
     elif not np.can_cast(value.dtype, dtype, casting="same_kind"):
         raise ValueError(f"{function}: a factor of dtype {value.dtype} would be cut to {dtype} in ReduceOp.PREMUL_SUM")
-    return value.astype(dtype)[()]
+    with np.errstate(all="ignore"):
+        return value.astype(dtype)[()]

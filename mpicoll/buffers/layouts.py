@@ -57,6 +57,12 @@ def in_common(arrays: Sequence[Array]) -> tuple[int, int] | None:
 
     Of arrays that interleave, such as the columns of one matrix, some thousand pairs are looked at.
     """
+    seen: dict[Any, int] = {}
+    for place, array in enumerate(arrays):
+        if array.size:
+            first = seen.setdefault((array.__array_interface__["data"][0], array.shape, array.strides), place)
+            if first != place:
+                return first, place
     spans = sorted((*_span(array), place) for place, array in enumerate(arrays) if array.size)
     compared = 0
     before: list[tuple[int, int]] = []  # end and place of those that begin before, and may reach as far
@@ -96,6 +102,8 @@ def overlaps(value: Array) -> bool:
     axes = sorted(
         (abs(stride), length) for stride, length in zip(value.strides, value.shape, strict=True) if length > 1
     )
+    if axes and axes[0][0] < value.itemsize:
+        return True  # neighbours along this axis
     reach = value.itemsize
     for stride, length in axes:
         if stride < reach:

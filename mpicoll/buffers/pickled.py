@@ -185,7 +185,10 @@ class Arriving:
         lengths = self.head[HEADER.size : self.start].view(np.int64).tolist()
         if min(lengths, default=0) < 0 or sum(lengths) != self.header.tail:
             raise WireError(f"its {self.header.buffers} buffers do not add up to {self.header.tail} bytes")
-        self.parts = [np.empty(length, np.uint8) for length in lengths]
+        try:
+            self.parts = [np.empty(length, np.uint8) for length in lengths]
+        except MemoryError as error:
+            raise WireError(f"there is no memory for its buffers of {self.header.tail} bytes") from error
 
     def load(self, whose: str) -> Any:
         """Return the object, when all is here.

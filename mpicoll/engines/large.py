@@ -110,7 +110,8 @@ def post(method: Callable[[Any, int, int], MPI.Request], array: Array, peer: int
         method: such as ``comm.Isend``.
     """
     if array.size <= COUNT_LIMIT:
-        return method(array, peer, tag)
+        # Its type is said: of memory that is not aligned mpi4py would not know it.
+        return method([array, MPI.Datatype.fromcode(array.dtype.char)], peer, tag)
     kind = _contiguous(array)
     try:
         return method([array, 1, kind], peer, tag)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -405,3 +406,28 @@ def test_the_pickle_is_of_protocol_5() -> None:
     assert packed.memory[:2].tobytes() == pickle.PROTO + b"\x05"
     assert packed.head_bytes < 1000
     assert np.shares_memory(packed.parts[0], array)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_threads_that_receive_lists_at_once() -> None:
+    """Each gets the arrays of its own list, however late it comes to take them."""
+    me, wrong = dist.get_rank(), []
+
+    def work(thread: int) -> None:
+        for turn in range(25):
+            if me == 0:
+                dist.send_object_list([thread, turn, np.full(5000 + 500 * thread, 100.0 * thread + turn)], 1)
+            else:
+                got: list[Any] = [None] * 3
+                dist.recv_object_list(got, 0)
+                if got[2].size != 5000 + 500 * got[0] or (got[2] != 100.0 * got[0] + got[1]).any():
+                    wrong.append(got[:2])
+
+    if me < 2:
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    dist.barrier()
+    assert not wrong, wrong
