@@ -139,14 +139,6 @@ def wrong_calls(async_op: bool) -> list[tuple[str, str, type[Exception], Call]]:
         # lists that hold an array twice, where the call writes
         ("all_gather", "an array twice", ValueError, lambda: dist.all_gather([*many[:-2], x, x], x.copy(), **more)),
         ("all_to_all", "an array twice", ValueError, lambda: dist.all_to_all([*many[:-2], x, x], many, **more)),
-        ("all_reduce_coalesced", "an array twice", ValueError, lambda: dist.all_reduce_coalesced([x, x], **more)),
-        ("average_gradients", "overlapping arrays", ValueError, lambda: dist.average_gradients([x, x[1:]], **more)),
-        (
-            "all_gather_coalesced",
-            "an array twice",
-            ValueError,
-            lambda: dist.all_gather_coalesced([*([each] for each in many[:-2]), [x], [x]], [x.copy()], **more),
-        ),
         # arrays of other packages
         ("all_reduce", "bytes", ValueError, lambda: dist.all_reduce(b"1234", **more)),
         ("all_gather", "bytes", ValueError, lambda: dist.all_gather([b"1234"] * size, np.ones(4, "B"), **more)),

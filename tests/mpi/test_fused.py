@@ -299,3 +299,19 @@ def test_halves_layouts_and_byte_orders() -> None:
     if size > 1:
         with collective_raises(dist.CollectiveMismatchError, match="float16"):
             dist.average_gradients([np.zeros(3, "e" if me else "f")])
+
+
+def test_lists_of_arrays_that_share_memory() -> None:
+    """A result that would be written twice is refused on all ranks, the first time and when the call was made before."""
+    size, x = dist.get_world_size(), np.ones(8)
+    apart = [np.ones(8), np.ones(8)]
+    for _ in range(3):
+        dist.all_reduce_coalesced(apart)
+        for wrong in (
+            lambda: dist.all_reduce_coalesced([x, x]),
+            lambda: dist.average_gradients([x[:4], np.ones(3, "f"), x[2:6]]),
+            lambda: dist.all_gather_coalesced([[x[:2], x[1:3]] for _ in range(size)], [np.ones(2), np.ones(2)]),
+        ):
+            with pytest.raises(ValueError, match="share memory"):
+                wrong()
+    assert (x == 1).all()
