@@ -85,12 +85,12 @@ def test_average_gradients() -> None:
     for bucket in (1, 100, 1 << 20):
         for async_op in (False, True, False):
             mine = [
-                np.full(shape, (rank + 1) / 3 + place, dtype)
+                np.full(shape, (rank + 1) / 4 + place, dtype)
                 for place, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
             ]
             done(dist.average_gradients(mine, None, async_op, bucket_bytes=bucket), async_op, mine)
             for place, (x, dtype) in enumerate(zip(mine, dtypes, strict=True)):
-                alone = np.full(1, (rank + 1) / 3 + place, dtype)
+                alone = np.full(1, (rank + 1) / 4 + place, dtype)
                 dist.all_reduce(alone)
                 alone /= size
                 assert x.shape == shapes[place]
