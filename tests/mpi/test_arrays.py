@@ -59,6 +59,8 @@ def test_halves_and_layouts_are_reduced(function: Any) -> None:
 @pytest.mark.parametrize("function", [*MOVEMENTS, *REDUCTIONS], ids=lambda f: f.__name__)
 def test_everything_with_everything(function: Any, shape: tuple[int, int]) -> None:
     """Every collective with every dtype, op, layout and byte order, sync and async."""
+    if dist.get_world_size() != 3:
+        pytest.skip("made on 3 ranks, as it takes a minute: what packs the arrays knows nothing of the number of ranks")
     reduces = function in REDUCTIONS
     for dtype in dtypes(REDUCING if reduces else MOVING):
         for op in operations(dtype) if reduces else [None]:
