@@ -21,7 +21,7 @@ import numpy as np
 
 from mpicoll import execution
 from mpicoll.buffers.array import AnyArray, Memory, adapt, adapt_list, apart, same_dtype
-from mpicoll.buffers.dtypes import MOVABLE, Reduction, dtype_name, resolve_reduction
+from mpicoll.buffers.dtypes import Reduction, dtype_name, is_native, resolve_reduction
 from mpicoll.buffers.half import wide
 from mpicoll.buffers.protocols import viewed
 from mpicoll.buffers.reduce_op import RedOpType, ReduceOp
@@ -43,7 +43,6 @@ KEPT_BYTES = 256 * 1024 * 1024
 _MOST_PLANS = 16
 _MOST_WORDS = 60
 _plain = attrgetter("flags.carray")
-_NATIVE = frozenset(np.dtype(char).num for char in MOVABLE)
 
 
 class _Bucket:
@@ -219,7 +218,7 @@ def _plain_list(arrays: Any) -> tuple[list[np.dtype[Any]], list[tuple[int, ...]]
     if type(arrays) is not list or set(map(type, arrays)) != {np.ndarray} or not all(map(_plain, arrays)):
         return None
     dtypes = [array.dtype for array in arrays]
-    if any(dtype.num not in _NATIVE or not dtype.isnative for dtype in set(dtypes)):
+    if not all(map(is_native, set(dtypes))):
         return None
     return dtypes, [array.shape for array in arrays]
 

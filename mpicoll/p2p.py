@@ -20,6 +20,7 @@ from mpicoll.checks.envelope import SMALL_BYTES, Envelope, describe, write
 from mpicoll.checks.inflight import Flight, registry, written
 from mpicoll.checks.report import with_calls
 from mpicoll.engines.base import Request
+from mpicoll.engines.mpi import Together
 from mpicoll.errors import CollectiveMismatchError
 from mpicoll.groups import ProcessGroup, member_or_warn, no_global_peer, peer_rank
 from mpicoll.matching import Message, Receive
@@ -378,20 +379,6 @@ def _check_tag(tag: Any) -> None:
         raise ValueError(f"tag must be between 0 and {tag_limit()} (MPI_TAG_UB - 32), got {tag}")
 
 
-class _Sending:
-    """A message under way (a Request): its envelope, and its elements where they travel apart."""
-
-    __slots__ = ("_buffers", "_requests")
-
-    def __init__(self, requests: list[MPI.Request], buffers: Any) -> None:
-        self._requests = requests
-        self._buffers = buffers
-
-    def Test(self) -> bool:
-        """Return whether what was sent may be written again."""
-        return bool(MPI.Request.Testall(self._requests))
-
-
 def _start_send(
     name: str, group: ProcessGroup, tensor: Array, peer: int, tag: int, limit: float
 ) -> tuple[Operation, Flight | None]:
@@ -412,7 +399,7 @@ def _start_send(
                 requests.append(persistent.post_apart(group, body, peer, tag))
             group.count_sent(peer, tag)
             waiting.moving(flat.nbytes)
-            steps = execution.sending(group, call, _Sending(requests, (message, flat)))
+            steps = execution.sending(group, call, Together(requests, (message, flat)))
             operation = Operation(
                 group, call, steps, [tensor], limit, peer=group.ranks[peer], tag=tag, give_up=execution.lost
             )

@@ -224,6 +224,13 @@ def big_all_gather(rank: int) -> None:
     assert is_pattern(out[HALF:], 1)
 
 
+def big_gather(rank: int) -> None:
+    blocks = [np.zeros(HALF, np.int8) for _ in range(2)] if rank == 0 else None
+    dist.gather(patterned(HALF, rank), blocks, 0, timeout=LONG)
+    for other, block in enumerate(blocks or ()):
+        assert is_pattern(block, other)
+
+
 def big_all_to_all(rank: int) -> None:
     x, y = patterned(2 * HALF, rank), np.zeros(2 * HALF, np.int8)
     work = dist.all_to_all_single(y, x, async_op=rank == 0, timeout=LONG)
@@ -247,7 +254,7 @@ def big_message(rank: int) -> None:
 @pytest.mark.usefixtures("room")
 @pytest.mark.parametrize(
     "call",
-    [big_all_reduce, big_broadcast, big_broadcast_async, big_all_gather, big_all_to_all, big_message],
+    [big_all_reduce, big_broadcast, big_broadcast_async, big_all_gather, big_gather, big_all_to_all, big_message],
 )
 def test_more_than_2_gib(call: Callable[[int], None]) -> None:
     """Buffers, or totals, of more than 2**31 - 1 bytes move as others do."""
