@@ -443,11 +443,12 @@ def leave(reason: str) -> None:
     except KeyboardInterrupt:
         _ending.code, _ending.stuck = 128 + signal.SIGINT, True
     watchdog.stop()
+    spoiled = _ending.stuck or any(pair.spoiled for base in bases for pair in base.pool.all())
+    ends_job = bool(spoiled and _ending.code)
     for base in bases:
         if base.board.slots is not None:
-            base.board.slots.leave()
-    spoiled = _ending.stuck or any(pair.spoiled for base in bases for pair in base.pool.all())
-    if spoiled and _ending.code:
+            base.board.slots.leave(ends_job=ends_job)
+    if ends_job:
         _abort(_ending.code)
     elif not spoiled:
         for base in bases:

@@ -28,7 +28,7 @@ SLOT_BYTES = 16 * 1024
 SHARED_DIRECTORY = "/dev/shm"
 
 _STATUS, _CONFIRMED, _SEARCHED, _CHANGED = 0, 8, 16, 24
-_THERE, _LEFT = 1, 2
+_THERE, _LEFT, _ENDS_JOB = 1, 2, 3
 _WORD = struct.Struct("=q")
 _HEAD = struct.Struct("=II")  # length, CRC
 _FLOCK = struct.Struct("hhqqi")  # struct flock of 64-bit Linux
@@ -159,9 +159,9 @@ class Slots:
         site, op, last = (word.decode(errors="replace") for word in data[_WORD.size :].split(b"\0"))
         return Place((time.monotonic_ns() - when) / 1e9, site, op, last)
 
-    def leave(self) -> None:
-        """Say that this rank ends in an orderly way."""
-        self._put(_STATUS, _LEFT)
+    def leave(self, *, ends_job: bool = False) -> None:
+        """Say that this rank ends in an orderly way; and that it ends the job, so that the launcher will kill the others."""
+        self._put(_STATUS, _ENDS_JOB if ends_job else _LEFT)
 
     def dead(self) -> list[int]:
         """Return the ranks of this node whose process is gone without having said so."""
@@ -175,10 +175,11 @@ class Slots:
         return kind != fcntl.F_UNLCK or self._word(rank, _STATUS) != _THERE
 
     def await_death(self) -> int:
-        """Return the rank after this one on the node when its process is gone without a word; -1 when nobody is left.
+        """Return the rank after this one on the node when its process is gone without a word; -1 when none will be.
 
         Blocks, for a thread of its own: the kernel wakes it the moment the process is gone, before a launcher can have
-        ended this one because of it. A rank that ends in an orderly way is followed by the next.
+        ended this one because of it. A rank that ends in an orderly way is followed by the next. When one has ended the job,
+        it is the launcher that kills the others: that is no news.
         """
         here = self.ranks.index(self.me)
         for rank in (*self.ranks[here + 1 :], *self.ranks[:here]):
@@ -187,13 +188,16 @@ class Slots:
             fcntl.fcntl(self._second, fcntl.F_OFD_SETLKW, question)
             answer = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, self._place[rank], 1, 0)
             fcntl.fcntl(self._second, fcntl.F_OFD_SETLK, answer)
+            if any(self._word(other, _STATUS) == _ENDS_JOB for other in self.ranks):
+                break
             if self._word(rank, _STATUS) == _THERE:
                 return rank
         return -1
 
     def close(self) -> None:
         """Give the memory back; the lock goes with it."""
-        self.leave()
+        if self._word(self.me, _STATUS) == _THERE:
+            self.leave()
         self._memory.close()
         os.close(self._file)
         if self._second >= 0:

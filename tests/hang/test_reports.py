@@ -23,9 +23,12 @@ if r == 0 and sys.argv[1] == "terminal":
     os.dup2(inner, 2)
 
     def tell():
+        sys.stderr.write("END")
         sys.stderr.flush()
-        os.set_blocking(outer, False)
-        sys.stdout.write(os.read(outer, 1 << 16).decode())
+        seen = b""
+        while not seen.endswith(b"END"):  # what a terminal is given, it has a moment later
+            seen += os.read(outer, 1 << 16)
+        sys.stdout.write(seen.decode().removesuffix("END"))
 
     atexit.register(tell)
 if r == 1:
