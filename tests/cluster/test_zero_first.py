@@ -9,13 +9,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 from jobs import JobResult, RunningJob, run_job
 
 sys.path.insert(0, str(Path(__file__).parent))
-from hosts import NAMES, Hosts, missing, two_hosts
+from hosts import Hosts, hosts_up, missing
 
 WHY_NOT = missing()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "two hosts can be made")]
@@ -31,6 +32,11 @@ dist.barrier()
 """
 
 
+def two(folder: Path) -> AbstractContextManager[Hosts]:
+    """Bring up two hosts; the second sees the content of "far" where the first sees that of "near"."""
+    return hosts_up(folder, mounts={"host2": [(folder / "far", folder / "near")]})
+
+
 @pytest.fixture
 def folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="hosts-") as name:
@@ -41,7 +47,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def hosts(folder: Path) -> Iterator[Hosts]:
-    with two_hosts(folder, folder / "far", folder / "near") as up:
+    with two(folder) as up:
         yield up
 
 
@@ -185,12 +191,14 @@ def test_nothing_is_left_behind(folder: Path) -> None:
         return links, sorted(Path("/proc/mounts").read_text().splitlines()), spaces
 
     before = state()
-    with two_hosts(folder, folder / "far", folder / "near") as up:
-        pids = [int((folder / f"{name}.pid").read_text()) for name in NAMES]
-        sees = [subprocess.run([*up.enter(name), "hostname"], capture_output=True, text=True).stdout for name in NAMES]
+    with two(folder) as up:
+        pids = list(up.first.values())
+        sees = [
+            subprocess.run([*up.enter(name), "hostname"], capture_output=True, text=True).stdout for name in up.names
+        ]
         assert sees == ["host1\n", "host2\n"]
         assert state() == before
         others = [os.readlink(f"/proc/{pid}/ns/net") for pid in pids]
-        assert len({*others, os.readlink("/proc/self/ns/net")}) == 3
+        assert len({*others, os.readlink("/proc/self/ns/net")}) == 4
     assert state() == before
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
