@@ -201,13 +201,20 @@ def hosts_up(
             seen = [f"{source or ''}={place}" for source, place in (mounts or {}).get(name, ())]
             spaces = [*NAMESPACES, *(PROCESSES if own else ())]
             words = [sys.executable, "-c", _FIRST_PROCESS, name, str(table), "own" if own else "", *seen]
-            started.append(
-                subprocess.Popen(["unshare", *spaces, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            )
+            with open(folder / f"{name}.said", "wb") as errors:
+                started.append(
+                    subprocess.Popen(
+                        ["unshare", *spaces, *words],
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=errors,
+                        text=True,
+                    )
+                )
         for name, process in zip((*names, SWITCH), started, strict=True):
             assert process.stdout is not None
             said = process.stdout.readline().split()
-            assert said[:1] == ["ready"], f"{name} did not come up"
+            assert said[:1] == ["ready"], f"{name} did not come up: {(folder / f'{name}.said').read_text()}"
             up.first[name] = int(said[1])
             (folder / f"{name}.pid").write_text(said[1])
         switch = up.inside(SWITCH)
