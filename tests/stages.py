@@ -2,7 +2,8 @@
 
 ``python tests/stages.py fast`` is what ``make test`` runs: lint, then for Open MPI and for MPICH the unit tests, the
 multi-rank tests on several numbers of ranks, and the tests that start jobs of their own, all without those marked ``slow``.
-``python tests/stages.py slow`` runs the rest, and the tests of torch's tensors, which have an environment of their own.
+``python tests/stages.py slow`` runs the rest, the tests of torch's tensors, which have an environment of their own, and some
+on Debian's Open MPI, where that is installed.
 Options narrow it down while developing::
 
     python tests/stages.py fast --mpi openmpi --stage mpi --sizes 2,3 -- -k all_reduce
@@ -49,6 +50,9 @@ FOLDERS = {  # the stages that are plain pytest, and the folders they run
     "gpu": ("tests/gpu",),
     "cluster": ("tests/cluster",),
 }
+# What is run on the MPI that Debian has: on some ranks, and a handful of the tests of whole jobs.
+DEBIAN_SIZE = 3
+DEBIAN_HANG = ("tests/hang/test_waiting.py", "tests/hang/test_signals.py", "tests/hang/test_reports.py")
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,35 @@ def plan(
                 whole = name in ONCE and mpi != mpis[0]
                 chosen = ("-m", "pytest", "-q", "--color=no", *extra) if whole else pytest
                 stages.append(Stage(f"{mpi} {name}", (*chosen, *folders), venv, env=env))
+    if _wants_debian(part, only) and _has_debian():
+        tests = ("-m", "pytest", "-q", "--color=no", "-m", "not slow", *extra)
+        stages += [
+            Stage(f"debian mpi n={DEBIAN_SIZE}", (*tests, "--with-mpi", "tests/mpi"), ".venv-debian", DEBIAN_SIZE),
+            Stage("debian hang", (*tests, *DEBIAN_HANG), ".venv-debian"),
+        ]
     return stages
+
+
+def _wants_debian(part: str, only: Sequence[str]) -> bool:
+    return part == "slow" and (not only or "debian" in only)
+
+
+def _has_debian() -> bool:
+    return shutil.which("mpirun.openmpi") is not None and (ROOT / ".venv-debian/bin/mpiexec").exists()
+
+
+def not_tested(part: str, only: Sequence[str], outcomes: Sequence[Outcome]) -> list[str]:
+    """Return what the tests on clusters and on Debian's MPI leave out since this machine lacks something."""
+    lines = []
+    for outcome in outcomes:
+        if outcome.stage.name.endswith(" cluster"):
+            reasons: dict[str, int] = {}
+            for (_, reason), count in outcome.skips.items():
+                reasons[reason] = reasons.get(reason, 0) + count
+            lines += [f"{outcome.stage.name}: {count} tests: {reason}" for reason, count in reasons.items()]
+    if _wants_debian(part, only) and not _has_debian():
+        lines.append("debian: no mpirun.openmpi on this machine, or no .venv-debian (make .venv-debian/bin/mpiexec)")
+    return lines
 
 
 def _has_tests(folder: Path) -> bool:
@@ -259,7 +291,8 @@ def never_run(outcomes: Sequence[Outcome]) -> list[str]:
     """Return the multi-rank tests that were skipped on every number of ranks, per MPI."""
     seen: dict[tuple[str, str], set[str]] = {}
     for outcome in outcomes:
-        if outcome.stage.size and not outcome.stage.env:
+        # Debian's MPI is tried on one number of ranks.
+        if outcome.stage.size and not outcome.stage.env and outcome.stage.venv != ".venv-debian":
             for name, kind in outcome.tests.items():
                 seen.setdefault((outcome.stage.venv.removeprefix(".venv-"), name), set()).add(kind)
     return [f"{mpi} {name}" for (mpi, name), kinds in sorted(seen.items()) if kinds == {"skipped"}]
@@ -296,14 +329,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("part", choices=("fast", "slow", "total"))
     parser.add_argument("--mpi", default="openmpi,mpich", help="which environments (default: %(default)s)")
     parser.add_argument(
-        "--stage", default="", help="which stages: lint, unit, mpi, torch, launch, hang, examples, gpu, cluster"
+        "--stage", default="", help="which stages: lint, unit, mpi, torch, launch, hang, examples, gpu, cluster, debian"
     )
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="numbers of ranks (default: %(default)s)")
     options = parser.parse_args(own)
     if options.part == "total":
         return total()
     sizes = [int(size) for size in options.sizes.split(",")]
-    stages = plan(options.part, options.mpi.split(","), [s for s in options.stage.split(",") if s], sizes, extra)
+    only = [s for s in options.stage.split(",") if s]
+    stages = plan(options.part, options.mpi.split(","), only, sizes, extra)
     LOGS.mkdir(exist_ok=True)
     (LOGS / f"{options.part}.json").unlink(missing_ok=True)
 
@@ -334,6 +368,11 @@ def main(argv: Sequence[str]) -> int:
             f"UNSTEADY, to be mended: failed once, then passed {TIMES_AGAIN} times alone (their first logs are above):"
         )
         print("\n".join(f"  {outcome.stage.name}: {name}" for outcome in outcomes for name in outcome.unsteady))
+    if lines := not_tested(options.part, only, outcomes):
+        print("*" * 100)
+        print("*** NOT TESTED: this machine lacks what these need (tests/cluster/install.sh)")
+        print("\n".join(f"***   {line}" for line in lines))
+        print("*" * 100, flush=True)
     passed, failed, skipped = (sum(getattr(o, kind) for o in outcomes) for kind in ("passed", "failed", "skipped"))
     failed += len(unreached)
     seconds = sum(outcome.seconds for outcome in outcomes)
