@@ -89,6 +89,8 @@ def parameters(function: Any) -> list[str]:
 
 
 def _text(default: Any) -> str:
+    if isinstance(default, tuple):
+        return f"({', '.join(getattr(each, 'name', None) or repr(each) for each in default)})"
     return str(default) if str(default).startswith("ReduceOp.") else repr(default)
 
 

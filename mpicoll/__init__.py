@@ -73,7 +73,9 @@ if TYPE_CHECKING:
         is_available,
         is_mpi_available,
     )
+    from mpicoll.stopping import on_signal, should_stop
     from mpicoll.subgroups import leaders_group, new_group, node_group
+    from mpicoll.timelimit import time_left
     from mpicoll.turns import (
         Turn,
         first,
@@ -147,7 +149,9 @@ _HOME = {
         "is_available",
         "is_mpi_available",
     ),
+    "stopping": ("on_signal", "should_stop"),
     "subgroups": ("leaders_group", "new_group", "node_group"),
+    "timelimit": ("time_left",),
     "turns": (
         "Turn",
         "first",
@@ -225,6 +229,7 @@ __all__ = [
     "main_process_first",
     "new_group",
     "node_group",
+    "on_signal",
     "ordered",
     "rank_zero_only",
     "recv",
@@ -238,7 +243,9 @@ __all__ = [
     "scatter_object_list",
     "send",
     "send_object_list",
+    "should_stop",
     "spawn",
+    "time_left",
     "torch_distributed_zero_first",
     "wait_for_the_master",
     "zero_first",

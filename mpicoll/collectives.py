@@ -21,7 +21,7 @@ from mpicoll.checks.inflight import SEALED_BYTES, Flight, Seal, registry, writte
 from mpicoll.engines.base import Kind, Movement
 from mpicoll.errors import ARGUMENT
 from mpicoll.execution import Repeated
-from mpicoll.groups import ProcessGroup, member_or_warn, no_global_peer, peer_rank
+from mpicoll.groups import ProcessGroup, Stopping, member_or_warn, no_global_peer, peer_rank
 from mpicoll.work import Work
 
 __all__ = [
@@ -48,10 +48,11 @@ MOST_REPEATED = 256
 class Prepared:
     """What the checks of one rank's arguments came to: the key of the call, what to move, what to do around it.
 
-    ``inputs`` are the memories that the transfer reads: they are packed when it starts.
+    ``inputs`` are the memories that the transfer reads: they are packed when it starts. ``stopping`` is what the
+    agreement of a barrier carries signals for.
     """
 
-    __slots__ = ("after", "before", "detail", "inputs", "key", "move", "outputs", "uneven")
+    __slots__ = ("after", "before", "detail", "inputs", "key", "move", "outputs", "stopping", "uneven")
 
     def __init__(
         self,
@@ -64,8 +65,10 @@ class Prepared:
         after: Callable[[], None] | None = None,
         uneven: bool = False,
         detail: int = NOTHING,
+        stopping: Stopping | None = None,
     ) -> None:
         self.key = key
+        self.stopping = stopping
         self.move = move
         self.outputs = outputs
         self.inputs = inputs
@@ -99,10 +102,13 @@ def run_prepared(
         raise AssertionError("a call with wrong arguments always raises") from error
     key = ready.key if name is None else (*ready.key, ("name", name))
     call = Call(op, key, site, uneven=ready.uneven, detail=ready.detail, alias=alias)
+    carried = None
+    if ready.stopping is not None:
+        call.block_bytes, carried = ready.stopping.brings(), ready.stopping.carried
     work = execution.run(
         group,
         call,
-        ready.move,
+        carried or ready.move,
         outputs=ready.outputs,
         async_op=async_op,
         limit=limit,
@@ -927,16 +933,20 @@ def barrier(
     found = member_or_warn(group, "barrier")
     if found is None:
         return None
-    if not async_op and timeout is None and device_ids is None and name is None:
+    stopping = found.stopping if not async_op else None
+    if stopping is None and not async_op and timeout is None and device_ids is None and name is None:
         execution.repeat(found, _BARRIER, _NO_DATA, sys._getframe(1))
         return None
 
     def prepare(g: ProcessGroup) -> Prepared:
         if device_ids is not None and not isinstance(device_ids, list):
             raise TypeError("Invalid function argument: device_ids type should be List[int]")
-        return Prepared((), Movement(Kind.BARRIER), [])
+        return Prepared((), Movement(Kind.BARRIER), [], stopping=stopping)
 
-    return run_prepared("barrier", found, async_op, timeout, prepare, name)
+    work = run_prepared("barrier", found, async_op, timeout, prepare, name)
+    if stopping is not None:
+        stopping.deliver()
+    return work
 
 
 _BARRIER = Repeated("barrier", (), Kind.BARRIER)

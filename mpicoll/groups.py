@@ -16,9 +16,10 @@ from mpicoll.errors import GroupBrokenError
 from mpicoll.kept import keep
 
 if TYPE_CHECKING:
+    from mpicoll.checks.agreement import Flags
     from mpicoll.checks.board import Board
     from mpicoll.communicators import Pair, Pool
-    from mpicoll.engines.base import Plan
+    from mpicoll.engines.base import Movement, Plan
     from mpicoll.execution import Repeated
     from mpicoll.persistent import PersistentReceive, PersistentSend
     from mpicoll.settings import Level, Settings
@@ -68,6 +69,25 @@ class Turn(Protocol):
         """Return its group, if that has been made."""
 
 
+class Stopping(Protocol):
+    """What answers signals on a group (``stopping.OnSignal``)."""
+
+    stopped: bool
+    passes: int
+
+    def remove(self) -> None:
+        """Remove it."""
+
+    def brings(self) -> int:
+        """Return what this rank brings to an agreement."""
+
+    def carried(self, flags: Flags) -> Movement:
+        """Take what the round of a barrier has carried."""
+
+    def deliver(self) -> None:
+        """Call the handler where a signal has been agreed on just now."""
+
+
 class ProcessGroup:
     """An ordered set of ranks with communicators of its own.
 
@@ -98,6 +118,7 @@ class ProcessGroup:
         self.broken: str | None = None
         self.destroyed = False
         self.turn: Turn | None = None  # what keeps its collectives out: a block that one rank runs first
+        self.stopping: Stopping | None = None  # what answers signals on it, on all members alike
         self.lock = threading.RLock()  # held through a collective: one at a time on a group
         self.posting = threading.Lock()  # held while a message is posted: other threads may send during a collective
         self.unwaited: dict[int, Operation] = {}

@@ -616,6 +616,8 @@ def _destroy(group: ProcessGroup, base: Base) -> None:
         group.give_up("it was destroyed while an operation was under way")
     if group.pair.receiver in waiting.pending:
         waiting.pending.remove(group.pair.receiver)
+    if group.stopping is not None:
+        group.stopping.remove()
     base.remember(group)
     group.pair.sent, group.pair.received = group.by_peer(group.sent), group.by_peer(group.received)
     group.free_plans()

@@ -90,6 +90,14 @@ SETTINGS: tuple[Setting, ...] = (
         "what is compared between the ranks: every call before data moves, a rolling fingerprint every 16 calls, or nothing",
     ),
     Setting(
+        "MPICOLL_JOB_END",
+        "job_end",
+        _seconds,
+        0.0,
+        "seconds since 1970",
+        "when the job has to end, for `time_left` and `should_stop`; 0: the batch system is asked",
+    ),
+    Setting(
         "MPICOLL_STRICT",
         "strict",
         _flag,
@@ -111,6 +119,7 @@ class Settings:
     stall_warn: float = 60.0
     exit_grace: float = 30.0
     check: Level = "full"
+    job_end: float = 0.0
     strict: bool = False
 
 

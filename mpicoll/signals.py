@@ -23,7 +23,7 @@ try:
 except (ImportError, OSError, AttributeError):
     _sigaction = None
 
-__all__ = ["Guard", "Shield", "Terminated", "guard", "shield", "threads"]
+__all__ = ["Guard", "Notes", "Shield", "Terminated", "guard", "notes", "shield", "threads"]
 
 ENDING = (signal.SIGTERM, signal.SIGUSR1)
 """What launchers send to the ranks that are left when one has died: Open MPI the first, MPICH without cleanup the second."""
@@ -231,10 +231,7 @@ class Guard:
     def end(self, by: Terminated) -> None:
         """End by a signal, as a process that does not handle it."""
         self.disarm()
-        signal.signal(by.number, signal.SIG_DFL)  # MPI's own handler would not
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.kill(os.getpid(), by.number)
+        end_by(by.number)
 
     def forget(self) -> None:
         """Give every signal back in a forked child, where nobody waits in a call of the library."""
@@ -311,7 +308,7 @@ class Shield:
         self._depth += 1
         if self._depth > 1:
             return
-        ours = (guard._handle, guard._terminate, self._note)
+        ours = (guard._handle, guard._terminate, self._note, notes.take)
         try:
             for number in self.SIGNALS:
                 handler = _handler(number)
@@ -362,9 +359,90 @@ class Shield:
             handler(number, frame)
 
 
+class Notes:
+    """Signals that are answered at a step on which the ranks agree: until then nothing is done but to note them.
+
+    Attributes:
+        came: when each of them last came (time.monotonic).
+    """
+
+    AGAIN_AFTER = 2.0
+    """Seconds after which another SIGTERM is meant as one: Slurm's and a launcher's, for one cause, come together."""
+
+    def __init__(self) -> None:
+        self.came: dict[int, float] = {}
+        self.unanswered: dict[int, float] = {}
+        self._holders: dict[int, int] = {}
+        self._found: dict[int, tuple[Any, bytes | None]] = {}
+
+    @property
+    def held(self) -> bool:
+        """Whether there is any."""
+        return bool(self._found)
+
+    def hold(self, numbers: tuple[int, ...], *, free: bool) -> tuple[int, ...]:
+        """Note these signals from now on, called in the main thread; return those that are. ``free``: that nobody handles."""
+        held = []
+        for number in numbers:
+            if number not in self._found:
+                if free and not unhandled(number):
+                    continue
+                self._found[number] = _handler(number), disposition(number)
+                signal.signal(number, self.take)
+            self._holders[number] = self._holders.get(number, 0) + 1
+            held.append(number)
+        return tuple(held)
+
+    def release(self, numbers: tuple[int, ...]) -> None:
+        """Give signals back that nobody else holds."""
+        for number in numbers:
+            self._holders[number] -= 1
+            if not self._holders[number]:
+                self._give_back(number)
+
+    def _give_back(self, number: int) -> None:
+        self.came.pop(number, None)
+        self.unanswered.pop(number, None)
+        if threading.get_ident() != _main_ident:
+            return  # :meth:`take` does then what the signal does by default
+        handler, does = self._found.pop(number)
+        if signal.getsignal(number) == self.take:
+            # None: a handler that was not installed from Python.
+            put(number, signal.SIG_DFL.value if handler is None else handler, does)
+
+    def agreed(self, number: int) -> None:
+        """Note that a step has answered a signal, which may have come to another rank only."""
+        self.unanswered.pop(number, None)
+
+    def take(self, number: int, frame: FrameType | None) -> None:
+        """Note a signal (the handler)."""
+        now = time.monotonic()
+        before = self.came.get(number, now)
+        if not self._holders.get(number) or (number == signal.SIGTERM and now - before > self.AGAIN_AFTER):
+            end_by(number)
+            return
+        self.came[number] = now
+        self.unanswered.setdefault(number, now)
+
+    def forget(self) -> None:
+        """Give every signal back in a forked child, which has no steps."""
+        self._holders.clear()
+        for number in tuple(self._found):
+            self._give_back(number)
+
+
+def end_by(number: int) -> None:
+    """End by a signal, as a process that does not handle it; in the main thread."""
+    signal.signal(number, signal.SIG_DFL)  # MPI's own handler would not
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.kill(os.getpid(), number)
+
+
 _main_ident = threading.main_thread().ident
 guard = Guard()
 shield = Shield()
+notes = Notes()
 
 threads: set[int] = set()
 """Threads other than the main one that have called the library."""
@@ -381,7 +459,7 @@ _blocked = _Blocked()
 
 def _before_fork() -> None:
     """Hold signals back in the thread that forks: Python drops those that it gets in a child that is not set up yet."""
-    if guard.installed or shield.up:
+    if guard.installed or shield.up or notes.held:
         _blocked.before = signal.pthread_sigmask(signal.SIG_BLOCK, ())  # apart: blocking may run a handler that raises
         signal.pthread_sigmask(signal.SIG_BLOCK, Shield.SIGNALS)
 
@@ -399,6 +477,7 @@ def _in_child() -> None:
     threads.clear()
     guard.forget()
     shield.forget()
+    notes.forget()
     _unblock()
 
 
