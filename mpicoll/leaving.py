@@ -150,6 +150,11 @@ def never_joined(error: BaseException, grace: float) -> None:
     _never_joined = error, grace
 
 
+def fails() -> bool:
+    """Whether this rank is on its way out by a failure of its own or of another rank."""
+    return bool(_ending.code or _ending.because_of_others)
+
+
 def stuck() -> None:
     """Note that something was posted to MPI that may never complete, so that MPI_Finalize could hang."""
     _ending.stuck = True

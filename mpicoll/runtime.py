@@ -136,7 +136,7 @@ def init_process_group(
 
     from mpi4py import MPI
 
-    from mpicoll import execution, leaving, waiting, watchdog
+    from mpicoll import execution, lastwords, leaving, waiting, watchdog
     from mpicoll.checks.call import Call, call_site
     from mpicoll.checks.inflight import registry
     from mpicoll.communicators import mpi_text
@@ -234,6 +234,8 @@ def init_process_group(
     waiting.add_service(base.board.poll)
     if tell_place not in watchdog.services:
         watchdog.services.append(tell_place)
+    if how == "job":
+        lastwords.start()
     leaving.base_limit = limit
     registry.rank = me
     # Loaded here, where all ranks are, and not in the first call of each: it takes milliseconds.
@@ -581,8 +583,9 @@ def destroy_process_group(group: Any = None) -> None:
         known.node = None if known.node is each else known.node
         known.leaders = None if known.leaders is each else known.leaders
     if found is known.world:
-        from mpicoll import leaving, waiting
+        from mpicoll import lastwords, leaving, waiting
 
+        lastwords.stop()
         waiting.remove_service(known.board.poll)
         groups.set_state(None)
         if sys.exc_info()[0] is None:  # in a "finally" the exception that is on its way is still to be reported

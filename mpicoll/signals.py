@@ -135,6 +135,8 @@ class Guard:
         self._ignores = False
         self.armed: dict[signal.Signals, tuple[bytes | None, int | None]] = {}
         """The signals of ``ENDING`` that are noted just now: the disposition before, and the C handler that notes them."""
+        self.waits = False
+        """The main thread waits, for long enough to be answered there."""
         self.inside: set[CodeType] = set()
         """Functions that count as entered: they are looked for on the stack, since entering takes time."""
 
@@ -185,6 +187,7 @@ class Guard:
         Only while this rank waits, where it is answered: in the program's own code and in MPI it ends the process at once.
         """
         if self.installed and threading.get_ident() == _main_ident:
+            self.waits = True
             for number in ENDING:
                 if number not in self.armed and unhandled(number):
                     before = disposition(number)
@@ -194,6 +197,8 @@ class Guard:
 
     def disarm(self) -> None:
         """Give the signals their default back, or MPI its handler."""
+        if self.waits and threading.get_ident() == _main_ident:
+            self.waits = False
         if self.armed and threading.get_ident() == _main_ident:
             try:
                 while self.armed:
@@ -363,7 +368,9 @@ class Notes:
     """Signals that are answered at a step on which the ranks agree: until then nothing is done but to note them.
 
     Attributes:
-        came: when each of them last came (time.monotonic).
+        came: when each of them first came (time.monotonic).
+        unanswered: the same of those that no step has answered.
+        watched: SIGTERM is told to a thread, which ends the process where no step is to answer it.
     """
 
     AGAIN_AFTER = 2.0
@@ -374,11 +381,44 @@ class Notes:
         self.unanswered: dict[int, float] = {}
         self._holders: dict[int, int] = {}
         self._found: dict[int, tuple[Any, bytes | None]] = {}
+        self._tell: Callable[[], None] | None = None
 
     @property
     def held(self) -> bool:
-        """Whether there is any."""
+        """Whether a step is to answer any."""
+        return bool(self._holders)
+
+    @property
+    def taken(self) -> bool:
+        """Whether any has another handler than the program gave it."""
         return bool(self._found)
+
+    @property
+    def watched(self) -> bool:
+        return self._tell is not None
+
+    def watch(self, tell: Callable[[], None]) -> bool:
+        """Have ``tell`` called when SIGTERM comes, in the main thread, where nobody handles it; return whether that is so."""
+        number = signal.SIGTERM
+        if threading.get_ident() != _main_ident or not (number in self._found or unhandled(number)):
+            return False
+        self._tell = tell
+        if number not in self._found:
+            self._found[number] = _handler(number), disposition(number)
+            signal.signal(number, self.take)
+        return True
+
+    def unwatch(self) -> None:
+        """Give SIGTERM back, unless a step is to answer it."""
+        if self._tell is not None:
+            self._tell = None
+            if not self._holders.get(signal.SIGTERM) and signal.SIGTERM in self._found:
+                self._give_back(signal.SIGTERM)
+
+    def again(self, number: int, now: float) -> bool:
+        """Whether a signal that comes now ends the process: no step is to answer it, or it is a second SIGTERM."""
+        first = self.came.get(number, now)
+        return not self._holders.get(number) or (number == signal.SIGTERM and now - first > self.AGAIN_AFTER)
 
     def hold(self, numbers: tuple[int, ...], *, free: bool) -> tuple[int, ...]:
         """Note these signals from now on, called in the main thread; return those that are. ``free``: that nobody handles."""
@@ -398,11 +438,13 @@ class Notes:
         for number in numbers:
             self._holders[number] -= 1
             if not self._holders[number]:
-                self._give_back(number)
+                del self._holders[number]
+                self.came.pop(number, None)
+                self.unanswered.pop(number, None)
+                if number != signal.SIGTERM or not self.watched:
+                    self._give_back(number)
 
     def _give_back(self, number: int) -> None:
-        self.came.pop(number, None)
-        self.unanswered.pop(number, None)
         if threading.get_ident() != _main_ident:
             return  # :meth:`take` does then what the signal does by default
         handler, does = self._found.pop(number)
@@ -417,25 +459,37 @@ class Notes:
     def take(self, number: int, frame: FrameType | None) -> None:
         """Note a signal (the handler)."""
         now = time.monotonic()
-        before = self.came.get(number, now)
-        if not self._holders.get(number) or (number == signal.SIGTERM and now - before > self.AGAIN_AFTER):
+        again = self.again(number, now)
+        if not again:
+            self.came.setdefault(number, now)
+            self.unanswered.setdefault(number, now)
+        if number == signal.SIGTERM and self._tell is not None:
+            self._tell()
+        elif again:
             end_by(number)
-            return
-        self.came[number] = now
-        self.unanswered.setdefault(number, now)
 
     def forget(self) -> None:
         """Give every signal back in a forked child, which has no steps."""
+        if self._tell is not None:
+            signal.set_wakeup_fd(-1)
+        self._tell = None
         self._holders.clear()
+        self.came.clear()
+        self.unanswered.clear()
         for number in tuple(self._found):
             self._give_back(number)
 
 
 def end_by(number: int) -> None:
-    """End by a signal, as a process that does not handle it; in the main thread."""
-    signal.signal(number, signal.SIG_DFL)  # MPI's own handler would not
-    sys.stdout.flush()
-    sys.stderr.flush()
+    """End by a signal, as a process that does not handle it."""
+    if threading.get_ident() == _main_ident:
+        signal.signal(number, signal.SIG_DFL)  # MPI's own handler would not
+        sys.stdout.flush()
+        sys.stderr.flush()
+    elif _sigaction is not None:
+        _sigaction(number, bytes(_ROOM), None)  # SIG_DFL is zero
+    else:
+        os._exit(128 + number)
     os.kill(os.getpid(), number)
 
 
@@ -459,7 +513,7 @@ _blocked = _Blocked()
 
 def _before_fork() -> None:
     """Hold signals back in the thread that forks: Python drops those that it gets in a child that is not set up yet."""
-    if guard.installed or shield.up or notes.held:
+    if guard.installed or shield.up or notes.taken:
         _blocked.before = signal.pthread_sigmask(signal.SIG_BLOCK, ())  # apart: blocking may run a handler that raises
         signal.pthread_sigmask(signal.SIG_BLOCK, Shield.SIGNALS)
 

@@ -155,7 +155,7 @@ class Board:
         new = [rank for rank in self.slots.dead() if rank not in self.dead and rank not in self.exited]
         for rank in new:
             self.dead.add(rank)
-            self._bury(rank, self.slots.place(rank))
+            self._bury(rank, self.slots.place(rank), ended=self.slots.ended(rank))
         local = set(self.slots.ranks)
         if new and self.rank == min(local - self.dead):
             for rank in new:
@@ -163,9 +163,11 @@ class Board:
                 self.post("died", (rank, place), [r for r in range(self.size) if r not in local])
         return bool(self.dead)
 
-    def _bury(self, rank: int, place: Place) -> None:
+    def _bury(self, rank: int, place: Place, *, ended: bool = False) -> None:
         self.dead.add(rank)
         what = "its process is gone without a word: killed by a signal, or os._exit"
+        if ended:
+            what = "it was ended by SIGTERM"
         self.failed.setdefault(rank, Failure(rank, what, place.site, 1, place.op, place.last))
 
     def origin(self, rank: int) -> int:

@@ -36,6 +36,7 @@ __all__ = [
     "call_text",
     "calls_now",
     "deadlock",
+    "last_words",
     "mismatch",
     "painted",
     "peer_exited",
@@ -529,6 +530,15 @@ def calls_now(table: Table, members: Runs, note: str = "") -> Report:
         note: its last line.
     """
     return Report("calls", "WORLD", members, 0, "the ranks are in these calls of mpicoll:", table, closing=note)
+
+
+def last_words(table: Table, members: Runs, what: str) -> Report:
+    """Return the report of where the ranks of a node are when a signal ends them; its table as that of :func:`calls_now`.
+
+    Args:
+        what: ends which of them, and why; a sentence without its point.
+    """
+    return Report("calls", "WORLD", members, 0, f"{what}. The ranks of this node are here:", table)
 
 
 def peer_exited(waiting: Entry, group: str, members: Runs, table: Table, closing: str = BROKEN) -> Report:

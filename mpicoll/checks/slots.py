@@ -24,11 +24,11 @@ from mpi4py import MPI
 
 __all__ = ["SLOT_BYTES", "Place", "Slots", "make_slots"]
 
-SLOT_BYTES = 16 * 1024
+SLOT_BYTES = 20 * 1024
 SHARED_DIRECTORY = "/dev/shm"
 
-_STATUS, _CONFIRMED, _SEARCHED, _CHANGED = 0, 8, 16, 24
-_THERE, _LEFT, _ENDS_JOB = 1, 2, 3
+_STATUS, _CONFIRMED, _SEARCHED, _CHANGED, _SINCE, _REPORTED = 0, 8, 16, 24, 32, 40
+_THERE, _LEFT, _ENDS_JOB, _ENDED = 1, 2, 3, 4
 _WORD = struct.Struct("=q")
 _HEAD = struct.Struct("=II")  # length, CRC
 _FLOCK = struct.Struct("hhqqi")  # struct flock of 64-bit Linux
@@ -37,7 +37,11 @@ _AREAS = {
     "place": (12 * 1024 + 64, 1024),
     "withdrawn": (13 * 1024 + 64, 2048),
     "waits": (15 * 1024 + 64, 960),
+    "last": (16 * 1024, 4 * 1024),
 }
+
+ENDED_FOR = 1.5
+"""Seconds after which a rank that a signal ends counts as dead: as a rule the same signal ends the others, too."""
 
 
 @dataclass(frozen=True)
@@ -163,16 +167,48 @@ class Slots:
         """Say that this rank ends in an orderly way; and that it ends the job, so that the launcher will kill the others."""
         self._put(_STATUS, _ENDS_JOB if ends_job else _LEFT)
 
+    def end(self) -> None:
+        """Say that a signal ends this rank."""
+        self._put(_SINCE, time.monotonic_ns())
+        self._put(_STATUS, _ENDED)
+
+    def ended(self, rank: int) -> bool:
+        """Whether a rank has said that a signal ends it."""
+        return self._word(rank, _STATUS) == _ENDED
+
+    def orderly(self, rank: int) -> bool:
+        """Whether a rank has ended in an orderly way."""
+        return self._word(rank, _STATUS) in (_LEFT, _ENDS_JOB)
+
+    def ends_job(self) -> bool:
+        """Whether a rank of this node has ended the job: the launcher ends the others then."""
+        return any(self._word(rank, _STATUS) == _ENDS_JOB for rank in self.ranks)
+
+    def report(self) -> None:
+        """Say that this rank has reported where the ranks of this node are."""
+        self._put(_REPORTED, time.monotonic_ns())
+
+    def reported(self, within: float) -> bool:
+        """Whether a rank has done so within these last seconds."""
+        since = time.monotonic_ns() - int(within * 1e9)
+        return any(self._word(rank, _REPORTED) > since for rank in self.ranks)
+
     def dead(self) -> list[int]:
-        """Return the ranks of this node whose process is gone without having said so."""
+        """Return the ranks of this node whose process is gone without having said so, or was ended by a signal a while ago."""
         return [rank for rank in self.ranks if rank != self.me and not self._lives(rank)]
 
     def _lives(self, rank: int) -> bool:
-        if self._word(rank, _STATUS) != _THERE:
+        if not self._may_die(rank):
             return True
         question = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, self._place[rank], 1, 0)
         kind: int = _FLOCK.unpack(fcntl.fcntl(self._file, fcntl.F_GETLK, question))[0]
-        return kind != fcntl.F_UNLCK or self._word(rank, _STATUS) != _THERE
+        return kind != fcntl.F_UNLCK or not self._may_die(rank)
+
+    def _may_die(self, rank: int) -> bool:
+        """Whether the end of a rank's process would be news."""
+        status = self._word(rank, _STATUS)
+        ended_at = self._word(rank, _SINCE)
+        return status == _THERE or (status == _ENDED and time.monotonic_ns() - ended_at > ENDED_FOR * 1e9)
 
     def await_death(self) -> int:
         """Return the rank after this one on the node when its process is gone without a word; -1 when none will be.
@@ -188,7 +224,7 @@ class Slots:
             fcntl.fcntl(self._second, fcntl.F_OFD_SETLKW, question)
             answer = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, self._place[rank], 1, 0)
             fcntl.fcntl(self._second, fcntl.F_OFD_SETLK, answer)
-            if any(self._word(other, _STATUS) == _ENDS_JOB for other in self.ranks):
+            if self.ends_job():
                 break
             if self._word(rank, _STATUS) == _THERE:
                 return rank

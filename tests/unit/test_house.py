@@ -27,6 +27,7 @@ ROOMS = (
     {"runtime"},
     {"persistent"},
     {"execution"},
+    {"lastwords"},
     {"patience"},
     {"leaving"},
     {"watchdog"},
