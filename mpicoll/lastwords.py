@@ -16,6 +16,7 @@ import os
 import pickle
 import select
 import signal
+import stat
 import sys
 import threading
 import time
@@ -38,6 +39,8 @@ STAY = 0.5
 MOST_STAY = 1.0
 LATE_AFTER = 3.0
 """Seconds without a step that answers a SIGTERM, after which the report is printed, and the process goes on."""
+
+_TOLD = b"\xff"  # no number of a signal
 
 _pipe: tuple[int, int] | None = None
 
@@ -83,7 +86,7 @@ def _tell() -> None:
     """Wake the thread, from the handler: also where an event loop has taken the place that wakes it from C."""
     if _pipe is not None:
         with contextlib.suppress(OSError):
-            os.write(_pipe[1], bytes([signal.SIGTERM]))
+            os.write(_pipe[1], _TOLD)
 
 
 def _listen(reading: int) -> None:
@@ -92,9 +95,11 @@ def _listen(reading: int) -> None:
     while True:
         pending = notes.unanswered.get(signal.SIGTERM)
         readable, _, _ = select.select([reading], [], [], None if pending is None else 0.25)
-        came = bool(readable) and signal.SIGTERM in os.read(reading, 4096)
+        bytes_ = os.read(reading, 4096) if readable else b""
         if not notes.watched:
             continue
+        # What C has written counts where the program has put no handler of its own in the place of ours since.
+        came = _TOLD in bytes_ or (signal.SIGTERM in bytes_ and notes.has(signal.SIGTERM))
         now = time.monotonic()
         if came and notes.again(signal.SIGTERM, now):
             _end()
@@ -242,12 +247,14 @@ def _print(rows: list[Entry], ended: list[int], what: str) -> None:
 
 
 def _launchers_stderr() -> int | None:
-    """Return the stderr of the launcher where it runs on this node and is Open MPI's, opened; else None.
+    """Return the stderr of the launcher where it runs on this node and is Open MPI's, opened; else None: this rank's own.
 
-    Open MPI 5.0's and 4.1's mpirun forward nothing any more once SIGTERM has reached them.
+    Open MPI's mpirun (5.0) forwards nothing any more once SIGTERM has reached it.
     """
     parent = os.getppid()
     try:
+        if stat.S_ISREG(os.fstat(2).st_mode):  # not the launcher's
+            return None
         with open(f"/proc/{parent}/comm") as file:
             if file.read().strip() not in ("prterun", "orterun", "mpirun", "mpiexec"):
                 return None

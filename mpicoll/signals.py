@@ -397,6 +397,10 @@ class Notes:
     def watched(self) -> bool:
         return self._tell is not None
 
+    def has(self, number: int) -> bool:
+        """Whether its handler is the one for a signal now: any thread may ask."""
+        return bool(_handler(number) == self.take)
+
     def watch(self, tell: Callable[[], None]) -> bool:
         """Have ``tell`` called when SIGTERM comes, in the main thread, where nobody handles it; return whether that is so."""
         number = signal.SIGTERM
