@@ -24,7 +24,8 @@ from mpicoll.errors import (
     PeerExitedError,
     PeerFailedError,
 )
-from mpicoll.launch.environment import check_before_mpi, check_world, local_rank_hint, mark_rank
+from mpicoll.launch.diagnosis import ask_srun, check_before_mpi, check_world, script_of, unused_allocation
+from mpicoll.launch.environment import local_rank_hint, mark_rank
 from mpicoll.launch.rundir import scrub
 from mpicoll.settings import LEVELS, Level, Settings, read_settings, warn_caller
 
@@ -163,7 +164,11 @@ def init_process_group(
             -1 if world_size is None else world_size,
             MPI.Get_library_version(),
             guest=comm is not None,
+            script=script_of(sys.orig_argv),
+            listing=ask_srun,
         )
+        if comm is None and world_size in (-1, None):
+            _warn_of_unused_allocation(size, MPI.Get_library_version())
     except ValueError as error:
         problem = problem or error
     # What is no string may compare like an array, without a truth of its own.
@@ -334,10 +339,22 @@ def _start_mpi(limit: float) -> None:
     if MPI.Is_finalized():
         raise DistError("MPI has been finalised, and cannot be started again in this process")
     if not MPI.Is_initialized():
-        check_before_mpi(os.environ, os.getpid(), MPI.Get_library_version())
+        check_before_mpi(
+            os.environ,
+            os.getpid(),
+            MPI.Get_library_version(),
+            script=script_of(sys.orig_argv),
+            listing=ask_srun,
+        )
         _wait_in_mpi_init_for_every_rank_of_the_job(limit)
     mark_rank(os.environ, os.getpid())
     scrub(os.environ)
+
+
+def _warn_of_unused_allocation(size: int, library: str) -> None:
+    warning = unused_allocation(os.environ, size, library, script=script_of(sys.orig_argv), listing=ask_srun)
+    if warning is not None:
+        warn_caller(warning)
 
 
 def _wait_in_mpi_init_for_every_rank_of_the_job(limit: float) -> None:

@@ -1,8 +1,8 @@
-"""What started this process, read from an environment mapping; notices starts that cannot work.
+"""What started this process, read from an environment mapping.
 
 Nothing here imports MPI, and the only thing read besides the mapping is (replaceable) what a file descriptor points
-to. The answers serve to notice that something is wrong and to guess before MPI is up; once MPI runs, rank, size and
-nodes come from MPI.
+to. The answers serve to notice that something is wrong (`diagnosis`) and to guess before MPI is up; once MPI runs, rank,
+size and nodes come from MPI.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Literal
 
-from mpicoll.errors import LaunchError
-
 __all__ = [
+    "KINDS",
+    "Family",
     "Launcher",
-    "check_before_mpi",
-    "check_world",
+    "allocated_tasks",
+    "inherited",
+    "is_step",
+    "launched_by",
     "local_rank_hint",
     "mark_rank",
     "mpi_family",
@@ -69,6 +71,9 @@ _VARIABLES: dict[str, tuple[str, str, str, str]] = {
     "pmi": ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
 }
+
+KINDS = tuple(_VARIABLES)
+"""The kinds of launchers, from the surest to the vaguest."""
 
 # What one launch has different from every other one. PMI_FD is compared by what it points to, see _socket.
 _IDENTITY = (
@@ -133,10 +138,15 @@ def read_launcher(environ: Mapping[str, str]) -> Launcher:
         >>> read_launcher({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}).kind
         'none'
     """
-    for kind in _VARIABLES:
-        if _present(kind, environ):
-            return _read(kind, environ)
+    for kind in KINDS:
+        if (launcher := launched_by(kind, environ)) is not None:
+            return launcher
     return Launcher("none")
+
+
+def launched_by(kind: str, environ: Mapping[str, str]) -> Launcher | None:
+    """Return what a launcher of this kind says of this process, or ``None`` where it has said nothing."""
+    return _read(kind, environ) if _present(kind, environ) else None
 
 
 def _present(kind: str, environ: Mapping[str, str]) -> bool:
@@ -147,11 +157,11 @@ def _present(kind: str, environ: Mapping[str, str]) -> bool:
     if kind == "pals":
         return "PALS_RANKID" in environ
     if kind == "slurm-pmix":
-        return pmix is not None and pmix.startswith("slurm.") and _is_step(environ)
+        return pmix is not None and pmix.startswith("slurm.") and is_step(environ)
     if kind == "slurm-pmi2":
-        return pmi and _is_step(environ)
+        return pmi and is_step(environ)
     if kind == "slurm":
-        return pmix is None and _is_step(environ)
+        return pmix is None and is_step(environ)
     if kind == "torchrun":
         # torchrun, or the variables of torch.distributed's env:// set by hand.
         return "RANK" in environ and (
@@ -160,7 +170,7 @@ def _present(kind: str, environ: Mapping[str, str]) -> bool:
     return _VARIABLES[kind][0] in environ
 
 
-def _is_step(environ: Mapping[str, str]) -> bool:
+def is_step(environ: Mapping[str, str]) -> bool:
     """Whether srun started this process: the script of an sbatch job has SLURM_PROCID=0 too, but is no step."""
     step = _number(environ, "SLURM_STEP_ID")
     # The batch script, the interactive shell of salloc and other special steps have ids from 2^32 - 16 upwards.
@@ -175,6 +185,22 @@ def _read(kind: str, environ: Mapping[str, str]) -> Launcher:
 def _number(environ: Mapping[str, str], name: str) -> int | None:
     text = environ.get(name, "").strip() if name else ""
     return int(text) if text.isdigit() else None
+
+
+def allocated_tasks(environ: Mapping[str, str]) -> int | None:
+    """Return for how many tasks the Slurm allocation around this process was made, or ``None`` outside of one.
+
+    Example:
+        >>> allocated_tasks({"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "2(x3),1"})
+        7
+    """
+    if not ("SLURM_JOB_ID" in environ or "SLURM_JOBID" in environ):
+        return None
+    tasks = _number(environ, "SLURM_NTASKS")
+    if tasks is None:  # a job that asked for nodes alone
+        each = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_TASKS_PER_NODE", ""))
+        tasks = sum(int(number) * int(times or 1) for number, times in each)
+    return tasks or None
 
 
 def local_rank_hint(environ: Mapping[str, str]) -> int | None:
@@ -228,143 +254,17 @@ def mark_rank(environ: MutableMapping[str, str], pid: int, *, fd_target: Callabl
         environ[MARK] = f"{pid}:{digest}:{_socket(environ, fd_target)}"
 
 
-def check_before_mpi(
-    environ: Mapping[str, str],
-    pid: int,
-    which_mpi: str | None = None,
-    *,
-    fd_target: Callable[[int], str] = _fd_target,
-) -> None:
-    """Raise LaunchError where initialising MPI would hang or abort. Call it right before ``MPI.Init_thread``.
+def inherited(environ: Mapping[str, str], pid: int, *, fd_target: Callable[[int], str] = _fd_target) -> str | None:
+    """Return the process id of the rank whose launch environment this process has inherited, or ``None``.
 
-    ``which_mpi`` is ``MPI.Get_library_version()`` (allowed before MPI is initialised), or ``None``.
-
-    Raises:
-        LaunchError: this process inherited the launch environment of a rank that started it (a new mpirun from inside
-            a rank brings a new environment and is fine), or the library is an MPICH that cannot talk to the launcher.
+    A new mpirun or srun from inside a rank brings a new environment: that is not inherited.
     """
-    family = mpi_family(which_mpi)
     mark = environ.get(MARK)
-    if mark is not None:
-        owner, _, rest = mark.partition(":")
-        digest, _, recorded = rest.partition(":")
-        # The descriptor number of a new launch is often the same, what it points to never is. In an inherited
-        # environment it is closed, reused for a file, or still the rank's own socket.
-        here = _socket(environ, fd_target)
-        if owner != str(pid) and digest == _digest(environ) and here in ("", recorded):
-            raise LaunchError(_inherited(environ, owner, family))
-    launcher = read_launcher(environ)
-    if family == "mpich" and launcher.kind in ("openmpi", "slurm-pmix", "pmix") and "PMI_FD" not in environ:
-        text = (which_mpi or "").lower()
-        # MPICH 5.0: "Runtime environment uses unsupported PMI version PMIx. Aborting." An MPICH that was built for
-        # PMIx says so in its configure line; vendor builds (Cray) do not print theirs.
-        if "pmix" not in text and "configure" in text:
-            raise LaunchError(_mismatch(environ, launcher, which_mpi or "", "MPI_Init would abort"))
-
-
-def _inherited(environ: Mapping[str, str], owner: str, family: Family) -> str:
-    launcher = read_launcher(environ)
-    effect = {"openmpi": "would wait for ever", "mpich": "would abort the job"}.get(family, "would hang or abort")
-    return (
-        f"this process inherited the launch environment of rank {launcher.rank} (process {owner}), which started it as "
-        f"a child: MPI_Init here {effect}, because that rank has already taken its place in the job. "
-        "Do not initialise MPI in child processes of a rank (multiprocessing workers and data loaders included). "
-        "To run a separate job from inside a rank, start it with `mpicoll run -n N script.py`, which cleans the "
-        "environment, or with the site's mpiexec"
-    )
-
-
-# --- a world that is not the job's ----------------------------------------------------------------------------------
-
-_OWN: dict[str, tuple[str, ...]] = {
-    "openmpi": ("openmpi", "jsm", "slurm-pmix", "flux", "pmix"),
-    "mpich": ("hydra", "pals", "mvapich", "slurm-pmi2", "slurm-pmix", "flux", "pmi"),
-    "unknown": (),
-}
-
-_NAMES = {
-    "openmpi": "Open MPI's mpirun",
-    "hydra": "the mpiexec of MPICH or Intel MPI",
-    "pals": "Cray's launcher (PALS)",
-    "mvapich": "MVAPICH's launcher",
-    "jsm": "jsrun",
-    "flux": "flux run",
-    "slurm-pmix": "srun with PMIx",
-    "slurm-pmi2": "srun with PMI-2",
-    "slurm": "srun without an MPI plugin",
-    "pmix": "a PMIx launcher",
-    "pmi": "a PMI launcher",
-    "torchrun": "torchrun (or RANK and WORLD_SIZE set by hand)",
-}
-
-
-def check_world(
-    environ: Mapping[str, str],
-    world_size: int,
-    rank: int,
-    asked_rank: int = -1,
-    asked_world_size: int = -1,
-    mpi_library: str | None = None,
-    *,
-    guest: bool = False,
-) -> None:
-    """Compare what MPI says with what the launcher and the caller say. Call it once MPI is initialised.
-
-    Args:
-        environ: the environment of this process.
-        world_size, rank: of COMM_WORLD, or of the caller's communicator where ``guest``.
-        asked_rank, asked_world_size: ``init_process_group``'s arguments, -1 where not given.
-        mpi_library: ``MPI.Get_library_version()``.
-        guest: the caller brought a communicator (``comm=``): its size says nothing about the launch.
-
-    Raises:
-        LaunchError: this is one of several silent worlds of size 1, started by a launcher that does not belong to
-            the MPI library, or several ranks were asked for and no launcher was used.
-        ValueError: ``asked_rank`` or ``asked_world_size`` contradict MPI.
-    """
-    if world_size == 1 and not guest:
-        _check_lonely(environ, asked_world_size, mpi_library)
-    if asked_world_size not in (-1, world_size) or asked_rank not in (-1, rank):
-        asked = [f"rank={asked_rank}"] * (asked_rank != -1) + [f"world_size={asked_world_size}"] * (
-            asked_world_size != -1
-        )
-        where = "the communicator passed as comm=" if guest else "MPI"
-        raise ValueError(
-            f"init_process_group({', '.join(asked)}) contradicts {where}, where this process is rank {rank} of "
-            f"{world_size}. Leave rank= and world_size= out: they come from the launcher"
-        )
-
-
-def _check_lonely(environ: Mapping[str, str], asked_world_size: int, mpi_library: str | None) -> None:
-    own = [kind for kind in _OWN[mpi_family(mpi_library)] if _present(kind, environ)]
-    foreign = [kind for kind in _VARIABLES if _present(kind, environ) and kind not in own]
-    sized = [launcher for kind in own + foreign if (launcher := _read(kind, environ)).size is not None]
-    # A launcher of the library's own family knows best: `mpirun -n 1` from inside a larger job is a world of 1.
-    if sized and (sized[0].size or 1) > 1:
-        raise LaunchError(_mismatch(environ, sized[0], mpi_library or "", "MPI sees a world of size 1 on each of them"))
-    if not sized and asked_world_size > 1:
-        raise LaunchError(
-            f"init_process_group(world_size={asked_world_size}), but MPI sees a world of size 1 and no launcher "
-            f"started this process. Start the job with `{_command(mpi_library, asked_world_size, environ)}`"
-        )
-
-
-def _mismatch(environ: Mapping[str, str], launcher: Launcher, mpi_library: str, effect: str) -> str:
-    number = "several processes" if launcher.size is None else f"{launcher.size} processes"
-    place = "" if launcher.rank is None else f" (this one as rank {launcher.rank})"
-    size = launcher.size or "N"
-    library = " ".join(re.split(r"[,\n\0]", mpi_library, maxsplit=1)[0].split()) or "an unknown library"
-    return (
-        f"{_NAMES[launcher.kind]} started {number}{place}, but the MPI that mpi4py loads here is {library}, which does "
-        f"not understand that launcher: {effect}. "
-        f"Start the job with `{_command(mpi_library, size, environ)}`; `mpicoll doctor` shows which mpiexec belongs "
-        "to which library"
-    )
-
-
-def _command(mpi_library: str | None, size: int | str, environ: Mapping[str, str]) -> str:
-    run = f"mpicoll run -n {size} script.py"
-    if not ("SLURM_JOB_ID" in environ or "SLURM_JOBID" in environ):
-        return run
-    plugin = {"openmpi": "pmix", "mpich": "pmi2"}.get(mpi_family(mpi_library), "pmix")
-    return f"srun --mpi={plugin} -n {size} python script.py` or, inside the allocation, `{run}"
+    if mark is None:
+        return None
+    owner, _, rest = mark.partition(":")
+    digest, _, recorded = rest.partition(":")
+    # The descriptor number of a new launch is often the same, what it points to never is. In an inherited
+    # environment it is closed, reused for a file, or still the rank's own socket.
+    here = _socket(environ, fd_target)
+    return owner if owner != str(pid) and digest == _digest(environ) and here in ("", recorded) else None

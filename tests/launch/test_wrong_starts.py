@@ -51,9 +51,16 @@ def test_world_of_one_in_a_job_of_many(environ: dict[str, str], tmp_path: Path) 
 
 
 def test_serial_run_in_an_allocation(tmp_path: Path) -> None:
-    """``python script.py`` in an sbatch script is a world of one, and no error."""
-    result = call([sys.executable, write(tmp_path, SCRIPT), "{}"], env=BATCH)
+    """``python script.py`` in an sbatch script is a world of one: a warning, unless it is asked for, and no error."""
+    script = write(tmp_path, SCRIPT)
+    result = call([sys.executable, script, "{}"], env=BATCH)
     assert (result.code, result.out) == (0, "size 1\n"), result
+    assert "UserWarning: Slurm job 7 was given 4 tasks, but this is one process alone" in result.err
+    assert f"`mpicoll run -n 4 {script} '{{}}'`" in result.err
+    assert result.err.startswith(f"{script}:5: ")
+    result = call([sys.executable, script, "{'world_size': 1}"], env=BATCH)
+    assert (result.code, result.out) == (0, "size 1\n"), result
+    assert "UserWarning" not in result.err
 
 
 def test_contradicting_rank_and_size(tmp_path: Path) -> None:
@@ -64,7 +71,7 @@ def test_contradicting_rank_and_size(tmp_path: Path) -> None:
     assert "ValueError: init_process_group(world_size=3) contradicts MPI" in result.out
     result = call([sys.executable, script, "{'rank': 0, 'world_size': 4}"])
     assert result.code == 9, result
-    assert "mpicoll run -n 4 script.py" in result.out
+    assert f"mpicoll run -n 4 {script} " in result.out
 
 
 @pytest.fixture
@@ -83,11 +90,12 @@ def other_mpiexec() -> str:
 def test_mpiexec_of_another_mpi(other_mpiexec: str, tmp_path: Path) -> None:
     """Started by another MPI's mpiexec, every rank gets LaunchError; never N silent copies."""
     options = ["--allow-run-as-root", "--oversubscribe"] if family() == "mpich" else []
-    command = [other_mpiexec, *options, "-n", "2", sys.executable, write(tmp_path, SCRIPT), "{}"]
+    script = write(tmp_path, SCRIPT)
+    command = [other_mpiexec, *options, "-n", "2", sys.executable, script, "{}"]
     result = call(command)
     assert result.code != 0, result
     assert "LaunchError: " in result.out
-    assert "mpicoll run -n 2 script.py" in result.out
+    assert f"mpicoll run -n 2 {script} " in result.out
     assert "size 1" not in result.out.replace("world of size 1", "")
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from mpicoll.errors import LaunchError
+from mpicoll.launch.diagnosis import check_before_mpi, check_runner, check_world, script_of, unused_allocation
 from mpicoll.launch.environment import (
     Launcher,
-    check_before_mpi,
-    check_world,
+    allocated_tasks,
     local_rank_hint,
     mark_rank,
     mpi_family,
@@ -291,7 +291,119 @@ def test_mpich_under_pmix_is_refused_before_it_aborts(environ: dict[str, str]) -
         check_before_mpi(environ, 1, MPICH_LIBRARY, fd_target=sockets)
     for library in (MPICH_PMIX_LIBRARY, CRAY_LIBRARY, INTEL_LIBRARY, OPENMPI_LIBRARY, None):
         check_before_mpi(environ, 1, library, fd_target=sockets)
-    check_before_mpi({**environ, **HYDRA}, 1, MPICH_LIBRARY, fd_target=sockets)
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [(SRUN_PMIX, "SLURM_MPI_TYPE=none mpiexec -n 4 python s.py"), (OPENMPI5, "`mpicoll run -n 4 s.py`, which cleans")],
+)
+def test_mpich_between_two_interfaces(environ: dict[str, str], words: str) -> None:
+    """MPICH 5 aborts where srun's default gave PMIx to mpiexec's daemons, or an outer job left it; MPICH 4 does not."""
+    both = {**environ, **HYDRA}
+    with pytest.raises(LaunchError) as caught:
+        check_before_mpi(both, 1, MPICH_LIBRARY, script="s.py", fd_target=sockets)
+    assert words in str(caught.value)
+    check_before_mpi(both, 1, MPICH_LIBRARY.replace("5.0.2", "4.1.2"), fd_target=sockets)
+    check_before_mpi({**both, "MPIR_CVAR_PMI_VERSION": "1"}, 1, MPICH_LIBRARY, fd_target=sockets)
+    check_before_mpi(both, 1, OPENMPI_LIBRARY, fd_target=sockets)
+
+
+@pytest.mark.parametrize("environ", [SRUN_PMI2, STEP, HYDRA])
+def test_open_mpi_without_pmix_is_refused_before_mpi(environ: dict[str, str]) -> None:
+    """Open MPI 5 without PMIx is alone for certain; version 4 may speak PMI-2, and one process is one process."""
+    with pytest.raises(LaunchError, match="world of size 1"):
+        check_before_mpi(environ, 1, OPENMPI_LIBRARY, fd_target=sockets)
+    check_before_mpi(environ, 1, "Open MPI v4.1.4, package: Debian OpenMPI", fd_target=sockets)
+    one = {**environ, "PMI_SIZE": "1", "SLURM_STEP_NUM_TASKS": "1"}
+    check_before_mpi(one, 1, OPENMPI_LIBRARY, fd_target=sockets)
+    check_before_mpi(BATCH, 1, OPENMPI_LIBRARY, fd_target=sockets)
+
+
+def test_one_rank_tells_the_others_are_short() -> None:
+    """Rank 0 says all and asks srun what it offers; the others say the line that would work and ask nobody."""
+    asked = []
+
+    def listing() -> list[str]:
+        asked.append(1)
+        return ["none", "pmix_v4"]
+
+    def said(rank: int) -> str:
+        environ = {**STEP, "SLURM_PROCID": f"{rank}"}
+        with pytest.raises(LaunchError) as caught:
+            check_before_mpi(environ, 1, OPENMPI_LIBRARY, script="t.py -x", listing=listing)
+        return str(caught.value)
+
+    first, other = said(0), said(3)
+    assert asked == [1]
+    assert "`srun --mpi=pmix_v4 -n 4 python t.py -x`" in first
+    assert "`mpicoll run -n 4 t.py -x`" in first
+    assert "`srun --mpi=pmix -n 4 python t.py -x`; rank 0 says more" in other
+    assert len(other) < len(first) * 0.7
+
+
+def test_srun_that_cannot_start_this_mpi() -> None:
+    """Where srun has no plugin for the MPI, the line is that of mpicoll run, and says why."""
+    with pytest.raises(LaunchError, match=r"`mpicoll run -n 4 script\.py` .*needs PMIx and srun offers none, pmi2"):
+        check_world({**STEP, "SLURM_PROCID": "0"}, 1, 0, mpi_library=OPENMPI_LIBRARY, listing=lambda: ["none", "pmi2"])
+
+
+def test_unused_allocation() -> None:
+    """``python script.py`` in a batch script with several tasks gets a warning with the line; other starts do not."""
+    warning = unused_allocation(BATCH, 1, OPENMPI_LIBRARY, script="s.py")
+    assert warning is not None
+    for words in ("Slurm job 77", "4 tasks", "`srun --mpi=pmix -n 4 python s.py`", "`mpicoll run -n 4 s.py`"):
+        assert words in warning
+    assert "--mpi=pmi2" in (unused_allocation(BATCH, 1, MPICH_LIBRARY) or "")
+    for environ, size in (
+        (BATCH, 4),
+        ({**BATCH, "SLURM_NTASKS": "1"}, 1),
+        (STEP, 1),  # an error, and not ours
+        ({**STEP, **OPENMPI5, "OMPI_COMM_WORLD_SIZE": "1"}, 1),
+        ({**BATCH, **HYDRA, "PMI_SIZE": "1"}, 1),
+        (LOGIN, 1),
+    ):
+        assert unused_allocation(environ, size, OPENMPI_LIBRARY) is None, environ
+
+
+@pytest.mark.parametrize(
+    ("environ", "tasks"),
+    [
+        (BATCH, 4),
+        (LOGIN, None),
+        ({"SLURM_JOB_ID": "1", "SLURM_TASKS_PER_NODE": "2(x3),1"}, 7),
+        ({"SLURM_JOB_ID": "1"}, None),
+        ({"SLURM_NTASKS": "4"}, None),
+    ],
+)
+def test_allocated_tasks(environ: dict[str, str], tasks: int | None) -> None:
+    """The tasks of an allocation, also of one that asked for nodes alone."""
+    assert allocated_tasks(environ) == tasks
+
+
+@pytest.mark.parametrize("environ", [STEP, SRUN_PMI2, OPENMPI5, HYDRA])
+def test_several_copies_of_mpicoll_run(environ: dict[str, str]) -> None:
+    """``srun mpicoll run script.py`` is refused; with -n each copy may be meant to start a job of its own."""
+    with pytest.raises(LaunchError, match=r"4 copies of `mpicoll run`.*`mpicoll run -n 4 s\.py`"):
+        check_runner(environ, None, "s.py")
+    check_runner(environ, 2, "s.py")
+    check_runner(BATCH, None, "s.py")
+    check_runner({**STEP, "SLURM_STEP_NUM_TASKS": "1"}, None, "s.py")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["/usr/bin/python", "train.py", "--name", "a b"], "train.py --name 'a b'"),
+        (["python", "-uB", "-m", "pkg.mod", "1"], "-m pkg.mod 1"),
+        (["python", "-c", "import x"], "script.py"),
+        (["python", "-W", "error", "x.py"], "script.py"),
+        (["python"], "script.py"),
+        (["python", "x.py", "y" * 300], "script.py"),
+    ],
+)
+def test_script_of(arguments: list[str], expected: str) -> None:
+    """The line that would work starts what the user started, or a name that stands for it."""
+    assert script_of(arguments) == expected
 
 
 def test_ranks_started_by_hand() -> None:
