@@ -18,7 +18,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "run",
         help="start a script on several ranks",
-        description="Start a Python script on N ranks, with the mpiexec that belongs to the MPI that mpi4py loads.",
+        description="Start a Python script on N ranks, with the mpiexec that belongs to the MPI that mpi4py loads. "
+        "Inside a Slurm allocation on all of its nodes, and without -n as many ranks as it has tasks.",
         epilog="The exit code is that of the rank that failed first; 128+n after signal n, 124 after --timeout.",
         usage="mpicoll run -n N [options] script.py [args ...]\n       mpicoll run -n N [options] -m module [args ...]",
     )
@@ -27,7 +28,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--tag-output", action="store_true", help="put the rank in front of every line: [2] ...")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end the job after this time (exit code 124)")
     parser.add_argument("--mpiexec", metavar="PATH", help="use this mpiexec instead of the one found")
-    parser.add_argument("--mpiexec-args", metavar="ARGS", default="", help="more arguments for mpiexec, in one string")
+    parser.add_argument(
+        "--mpiexec-args", metavar="ARGS", default="", help="more arguments for the launcher, in one string"
+    )
+    parser.add_argument(
+        "--launcher",
+        choices=("auto", "mpiexec", "srun"),
+        default="auto",
+        help="start with mpiexec, or in Slurm with srun; by itself it takes srun only where there is no mpiexec",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the line that would start the job, and start nothing"
+    )
     parser.add_argument("--host", metavar="HOSTS", help="where to run, in mpiexec's syntax (a:2,b:2)")
     parser.add_argument("--hostfile", metavar="FILE", help="file that says where to run, in mpiexec's syntax")
     parser.add_argument("script", metavar="script.py", help=argparse.SUPPRESS)
@@ -62,17 +74,23 @@ def rank_command(target: str, args: Sequence[str], *, module: bool, python: str)
 
 def main(options: argparse.Namespace) -> int:
     """Run the job and return its exit code."""
-    from mpicoll.launch.job import Options, run_job
+    from mpicoll.launch.diagnosis import check_runner
+    from mpicoll.launch.environment import allocated_tasks
+    from mpicoll.launch.job import Options, planned_line, run_job
 
-    if options.nprocs is None:
-        raise LaunchError(f"how many ranks? mpicoll run -n 4 {options.script}")
-    if options.nprocs < 1:
-        raise LaunchError(f"-n {options.nprocs}: a job has at least one rank")
+    script = shlex.join(["-m"] * options.module + [options.script, *options.args])
+    check_runner(os.environ, options.nprocs, script)
+    nprocs = allocated_tasks(os.environ) if options.nprocs is None else options.nprocs
+    if nprocs is None:
+        raise LaunchError(f"how many ranks? mpicoll run -n 4 {script}")
+    if nprocs < 1:
+        raise LaunchError(f"-n {nprocs}: a job has at least one rank")
     if options.timeout is not None and not options.timeout > 0:
         raise LaunchError(f"--timeout {options.timeout:g}: seconds, more than 0")
     command = rank_command(options.script, options.args, module=options.module, python=sys.executable)
     wanted = Options(
-        nprocs=options.nprocs,
+        nprocs=nprocs,
+        launcher=options.launcher,
         tag_output=options.tag_output,
         timeout=options.timeout,
         mpiexec=options.mpiexec,
@@ -80,4 +98,7 @@ def main(options: argparse.Namespace) -> int:
         hostfile=options.hostfile,
         extra=tuple(shlex.split(options.mpiexec_args)),
     )
+    if options.dry_run:
+        print(planned_line(wanted, command))
+        return 0
     return run_job(wanted, command)

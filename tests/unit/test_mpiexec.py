@@ -27,6 +27,7 @@ from mpicoll.launch.mpiexec import (
     launch_command,
     parse_version,
     settings_in_files,
+    srun_command,
 )
 from mpicoll.launch.rundir import Record, read_records, record_failure, scrub, write_ours
 from mpicoll.launch.streams import Lines
@@ -227,6 +228,46 @@ def test_a_job_inside_a_job_starts_clean() -> None:
     assert env["MPICOLL_RUN_DIR"] == "/run"
     assert env["A"] == "b"
     assert not {"OMPI_COMM_WORLD_RANK", "PMIX_NAMESPACE", "PMI_RANK"} & set(env)
+
+
+TWO_NODES = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "4", "SLURMD_NODENAME": "n1"}
+IN_A_STEP = {**TWO_NODES, "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+
+
+def test_mpiexec_in_an_allocation() -> None:
+    """Daemons that are started by srun get no PMIx, which MPICH cannot bear; on one node nothing goes through srun."""
+    assert plan(MPICH, environ=TWO_NODES).ours == {"SLURM_MPI_TYPE": "none"}
+    assert plan(OMPI5, environ=TWO_NODES).ours == {}
+    assert plan(OMPI5, environ=IN_A_STEP).env["SLURM_OVERLAP"] == "1"
+    one = plan(MPICH, environ={**TWO_NODES, "SLURM_JOB_NUM_NODES": "1"})
+    assert one.launcher[1:3] == ["-launcher", "fork"]
+    assert "SLURM_MPI_TYPE" not in one.env
+    chosen = plan(MPICH, environ={**TWO_NODES, "SLURM_JOB_NUM_NODES": "1"}, extra=("-launcher", "ssh"))
+    assert chosen.launcher.count("-launcher") == 1
+
+
+def test_srun_command() -> None:
+    """srun gets its plugin, ends all tasks with one that fails, and what sbatch was told of processors."""
+
+    def srun(environ: dict[str, str], **more: object) -> list[str]:
+        launch = srun_command("/bin/srun", "pmi2", "mpich", 4, ["py", "s.py"], environ, run_dir="/r", **more)  # type: ignore[arg-type]
+        assert launch.argv[-2:] == ["py", "s.py"]
+        assert launch.env["MPICOLL_RUN_DIR"] == "/r"
+        assert not launch.local
+        assert not launch.streams
+        return launch.launcher
+
+    start = ["/bin/srun", "--mpi=pmi2", "--kill-on-bad-exit=1"]
+    assert srun(TWO_NODES) == [*start, "-n", "4"]
+    more = srun({**IN_A_STEP, "SLURM_CPUS_PER_TASK": "3"}, tag_output=True, extra=("--mem=0",))
+    assert more == [*start, "--cpus-per-task=3", "--overlap", "--label", "--mem=0", "-n", "4"]
+
+
+def test_the_line_by_hand() -> None:
+    """The line that --dry-run prints holds the variables, the launcher and the script, and no wrapper."""
+    launch = plan(MPICH, environ={**TWO_NODES, "A": "b"})
+    assert launch.line == "SLURM_MPI_TYPE=none /opt/mpich/bin/mpiexec -n 4 python s.py"
+    assert rundir.WRAPPER in launch.argv
 
 
 def test_settings_in_files(tmp_path: Path) -> None:
