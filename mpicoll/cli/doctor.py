@@ -85,13 +85,26 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "doctor",
         help="look for what is wrong with this installation",
         description="Show which MPI, mpiexec and packages this Python uses, and let two ranks talk to each other.",
-        epilog="The exit code is 0 when all is well and 1 when something is wrong.",
+        epilog="The exit code is 0 when all is well and 1 when something is wrong. --job is for all ranks of a job: "
+        "mpicoll run -n 4 -m mpicoll doctor --job, or srun --mpi=... mpicoll doctor --job.",
+    )
+    parser.add_argument(
+        "--job", action="store_true", help="show the map of the job that this is a rank of: nodes, cores, GPUs, links"
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE", help="with --job: draw the map into a file (map.png); needs matplotlib"
     )
     parser.set_defaults(main=main)
 
 
 def main(options: argparse.Namespace) -> int:
     """Examine, print and return the exit code."""
+    if options.job:
+        from mpicoll.cli.job_map import show_map
+
+        return show_map(options.plot)
+    if options.plot is not None:
+        raise LaunchError("--plot draws the map of a job: mpicoll run -n 4 -m mpicoll doctor --job --plot FILE")
     report = examine(os.environ)
     show(report)
     return report.exit_code
