@@ -56,17 +56,18 @@ def pairs_between(node_of: Sequence[int], most: int = MOST_PAIRS) -> list[tuple[
     everything = nodes * (nodes - 1) // 2
     if everything <= most:
         return [(leaders[a], leaders[b]) for a in range(nodes) for b in range(a + 1, nodes)]
-    # Each with the one half the job away, which is the far side of most networks; then with ever nearer ones.
+    # Each with the one half the job away, which is the far side of most networks; then a quarter, an eighth, ...
     chosen: dict[tuple[int, int], None] = {}
-    distance = nodes // 2
-    while len(chosen) < most and distance:
+    halves = [nodes >> times for times in range(1, nodes.bit_length())]
+    for distance in dict.fromkeys([*halves, *range(1, nodes // 2 + 1)]):
+        if len(chosen) >= most:
+            break
         starts = range(nodes // 2) if distance * 2 == nodes else range(nodes)
         step = max(1, len(starts) // (most - len(chosen)))
         for a in starts[::step]:
             b = (a + distance) % nodes
             if len(chosen) < most:
                 chosen.setdefault((leaders[min(a, b)], leaders[max(a, b)]))
-        distance -= 1
     return list(chosen)
 
 
