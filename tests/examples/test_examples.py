@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 
 import pytest
-from jobs import ROOT, JobResult, run_job
+from jobs import ROOT, JobResult, RunningJob, run_job
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 ARGS = {"straggler": ["--delay", "1", "--within", "0.5"]}  # machines that run tests are busy
@@ -27,7 +28,7 @@ OTHER_SIZES = [
     ("rank0_first", 2),
     ("send_recv", 3),
     ("straggler", 5),
-    *((name, size) for name in ("transpose", "ring", "mean_variance") for size in (1, 2, 5)),
+    *((name, size) for name in ("transpose", "ring", "mean_variance", "checkpoint") for size in (1, 2, 5)),
     ("train_digits", 1),
     ("train_digits", 2),
     ("train_digits", 3),
@@ -123,6 +124,29 @@ def test_missing_barrier(size: int, tmp_path: Path) -> None:
     assert "PeerExitedError: barrier #2 on group WORLD at missing_barrier.py:17" in said
     assert "rank 1 ended the program after 1 call on this group" in said
     assert re.search(r"last call barrier at\s+(\[rank 0\]\s+)*missing_barrier.py:14", said)
+
+
+@pytest.mark.slow
+def test_checkpoint(tmp_path: Path) -> None:
+    """A signal to one rank ends all after the same sweep; the next start, on fewer ranks, goes on from there to the result."""
+    program, args = ROOT / "examples" / "checkpoint.py", ["state.npz", "--pause", "0.02"]
+
+    def interrupt(job: RunningJob) -> None:
+        job.wait_for("starting after 0 sweeps", 0)
+        job.signal(signal.SIGUSR1, 1)
+
+    first = run_job(program, 3, limit=60, cwd=tmp_path, args=args, meanwhile=interrupt)
+    check_passed(first)
+    sweeps = [re.search(r"signal 10, state saved after (\d+) sweeps", text) for text in first.out]
+    assert len({found and found.group(1) for found in sweeps}) == 1, first
+    assert sweeps[0] is not None, first
+    done = int(sweeps[0].group(1))
+    assert 0 < done < 704, first
+    assert [path.name for path in tmp_path.iterdir()] == ["state.npz"]
+    second = run_job(program, 2, limit=60, cwd=tmp_path, args=["state.npz"])
+    check_passed(second)
+    assert f"done after 704 sweeps, {704 - done} of them since the start" in second.out[0], second
+    assert not list(tmp_path.iterdir())
 
 
 def test_table() -> None:
