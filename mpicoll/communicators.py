@@ -13,10 +13,14 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll.checks.agreement import Closing, Lane
-from mpicoll.engines.base import Engine, Request
+from mpicoll.engines.base import Engine, Kind, Request
+from mpicoll.engines.choice import Choice
 from mpicoll.engines.mpi import MpiEngine
+from mpicoll.engines.node import Budget, NodeEngine
 from mpicoll.errors import DistBackendError
 from mpicoll.matching import Receiver
+from mpicoll.settings import Settings
+from mpicoll.topology import Topology, cores
 
 __all__ = ["Pair", "Pool", "duplicate", "make_pair", "mpi_text"]
 
@@ -33,7 +37,8 @@ class Pair:
     Attributes:
         ranks: its members as ranks of the world, in the order of the group.
         index: how many pairs of just these members were made before it (the same on all of them).
-        engines: what moves its data, in the order of preference; the last one serves every call.
+        native: what moves its data through MPI; it serves every call.
+        node: what moves the data of members on one node where :attr:`choice` says so; None where there is no such thing.
         idle: no live group uses it.
         spoiled: a call on it was given up, so it can never be used again.
         closing: the comparison of the last group's calls that was made when it was destroyed.
@@ -49,14 +54,21 @@ class Pair:
     sent: dict[int, int] = field(default_factory=dict)
     received: dict[int, int] = field(default_factory=dict)
     closing: Closing | None = None
+    node: NodeEngine | None = None
+    choice: Choice = field(default_factory=Choice)
     lane: Lane = field(init=False)
-    engines: tuple[Engine, ...] = field(init=False)
+    native: Engine = field(init=False)
     receiver: Receiver = field(init=False)
 
     def __post_init__(self) -> None:
         self.lane = Lane(self.control, self.data)
-        self.engines = (MpiEngine(self.data),)
+        self.native = MpiEngine(self.data)
         self.receiver = Receiver(self.control, self.data)
+
+    def through(self, kind: Kind, nbytes: int) -> NodeEngine | None:
+        """Return the node engine where it moves a call with blocks of up to ``nbytes``; the same answer on all members."""
+        node = self.node
+        return node if node is not None and node.usable and self.choice.node(kind, nbytes) else None
 
     def sweep(self) -> Generator[Request, None, None]:
         """Receive and drop what the last group sent and did not receive; all members do it, and are known to.
@@ -87,12 +99,24 @@ class Pool:
     def __init__(self) -> None:
         self._pairs: dict[tuple[int, ...], list[Pair]] = {}
         self._floor: dict[tuple[int, ...], int] = {}
+        self._budget: Budget | None = None
 
     def add(self, pair: Pair) -> None:
         """Take in a new pair, in use."""
         made = self._pairs.setdefault(pair.ranks, [])
         pair.index = len(made)
         made.append(pair)
+
+    def furnish(self, pair: Pair, topology: Topology, settings: Settings) -> None:
+        """Give a pair that comes into use what moves its data; all members of a group have the same settings."""
+        pair.choice = Choice(settings.engine)
+        nodes = {topology.node_of[rank] for rank in pair.ranks}
+        if pair.node is not None or len(nodes) > 1 or len(pair.ranks) < 2:
+            return
+        here = len(topology.local_ranks)
+        if self._budget is None:
+            self._budget = Budget((settings.shm_mb << 20) // here)
+        pair.node = NodeEngine(pair.data, self._budget, topology.crowded(cores()))
 
     def candidate(self, ranks: tuple[int, ...]) -> int:
         """Return the index of the first idle pair of these members, or -1."""

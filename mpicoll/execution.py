@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -21,6 +22,7 @@ from mpicoll.checks.levels import EVERY, Kept
 from mpicoll.communicators import mpi_text
 from mpicoll.engines import large
 from mpicoll.engines.base import Kind, Movement, Request, block_bytes, pieces
+from mpicoll.engines.node import NodeEngine
 from mpicoll.errors import (
     CollectiveMismatchError,
     DistBackendError,
@@ -121,7 +123,7 @@ def _agreed(
 ) -> Generator[Request, None, None]:
     """Move and finish one collective that all members are known to make."""
     rank, size, lane = group.rank(), group.size(), group.pair.lane
-    engine = group.pair.engines[flags.engine]
+    engine = group.pair.native
     fixed = isinstance(move, Movement)
     if not isinstance(move, Movement):
         move = move(flags)
@@ -135,6 +137,17 @@ def _agreed(
         move = replace(move, vector=True)
     if before is not None:
         before()
+    if move.kind is not Kind.BARRIER and not move.more and not flags.native:
+        node = group.pair.through(move.kind, flags.block_bytes)
+        if node is not None:
+            if not node.ready:
+                yield from node.prepare()
+                _say_why_not(group, node)
+            if node.usable:
+                waiting.moving(flags.block_bytes * (1 if move.root < 0 and move.op else size))
+                yield from node.steps(move, flags.block_bytes)
+                _finish(call, after)
+                return
     beyond = large.beyond(move, size, flags.block_bytes)
     if move.kind is Kind.BARRIER:
         pass  # the round itself was one: nobody sees its end before everybody has posted it
@@ -147,7 +160,7 @@ def _agreed(
         if move.vector or move.more or not fixed:
             yield from [engine.nonblocking(part) for part in move.parts]
         else:
-            key = (call.op, call.key, flags.detail, flags.engine)
+            key = (call.op, call.key, flags.detail)
             plan = group.plan(group.plans, key)
             if plan is None:
                 plan = engine.plan(move)
@@ -166,6 +179,18 @@ def _agreed(
             with native(group, call, limit):
                 engine.blocking(piece)
     _finish(call, after)
+
+
+def _say_why_not(group: ProcessGroup, node: NodeEngine) -> None:
+    if not node.usable and node.why and not _said_why_not:
+        _said_why_not.append(node.why)
+        sys.stderr.write(
+            f"mpicoll: rank {group.ranks[group.rank()]}: no shared memory for group {group.display}: {node.why}; "
+            "its data moves through MPI\n"
+        )
+
+
+_said_why_not: list[str] = []
 
 
 def _finish(call: Call, after: Callable[[], None] | None) -> None:
@@ -382,7 +407,7 @@ def _uncompared(
         yield ticket
     if before is not None:
         before()
-    engine = group.pair.engines[-1]
+    engine = group.pair.native
     if call.asynchronous:
         request = engine.nonblocking(move)
         ticket.pass_on()
@@ -463,7 +488,7 @@ class Repeated:
     ) -> None:
         self.op = op
         self.key = key
-        self.plan_key = (op, key, NOTHING, 0)
+        self.plan_key = (op, key, NOTHING)
         self.uncompared_key = (op, key)
         self.fingerprint = fingerprint(op, key)
         self.kind = kind
@@ -491,10 +516,15 @@ def repeat(group: ProcessGroup, known: Repeated, flat: Any, frame: FrameType) ->
             group.calls += 1
             group.last = known.op, frame.f_code, frame.f_lasti
             lane = group.pair.lane
-            slot = lane.slot_at_rest() if flat.nbytes > SMALL_BYTES and not waiting.pending else None
-            ticket = lane.ticket()
-            if slot is None or not _repeat_large(group, known, flat, frame, ticket, slot):
-                _repeat(group, known, flat, frame, ticket)
+            node = group.pair.through(known.kind, flat.nbytes)
+            if node is not None:
+                ticket = lane.ticket()
+                _repeat_on_node(group, known, flat, frame, ticket, node)
+            else:
+                slot = lane.slot_at_rest() if flat.nbytes > SMALL_BYTES and not waiting.pending else None
+                ticket = lane.ticket()
+                if slot is None or not _repeat_large(group, known, flat, frame, ticket, slot):
+                    _repeat(group, known, flat, frame, ticket)
         except CollectiveMismatchError:
             raise
         except MPI.Exception as error:
@@ -512,6 +542,45 @@ def repeat(group: ProcessGroup, known: Repeated, flat: Any, frame: FrameType) ->
         if known.average:
             with np.errstate(all="ignore"):
                 np.divide(flat, group.size(), out=flat)
+
+
+def _repeat_on_node(
+    group: ProcessGroup, known: Repeated, flat: Any, frame: FrameType, ticket: Ticket, node: NodeEngine
+) -> None:
+    """Make a call again that the node engine moves."""
+    print_ = known.fingerprint
+    made: list[Kept] = []
+    if group.level != "full":
+        print_ = 0
+        if group.level == "roll":
+            rolling = group.pair.lane.rolling
+            rolling.made.append((group.calls, known.fingerprint, known.op, known.key, frame.f_code, frame.f_lasti))
+            print_, made = rolling.cut()
+    flags: Flags | None = None
+    if node.ready and not waiting.pending and ticket.may_post() and ticket.Test():
+        polls = 2 if waiting.crowded else waiting.SPIN_POLLS + min(flat.nbytes >> 9, _MOST_POLLS)
+        slot, request = ticket.lane.post(print_, flat.nbytes)
+        for _ in range(polls):
+            if request.Test():
+                break
+        else:
+            _finish_request(group, known, frame, request)
+        flags = slot.plain(print_)
+        if flags is None:
+            for late in node.again(known.kind, flat, known.mpi_op, known.root):
+                for _ in range(polls):
+                    if late.Test():
+                        break
+                else:
+                    _finish_request(group, known, frame, late)
+            return
+    call = Call(known.op, known.key, Site(frame.f_code, frame.f_lasti), seq=group.calls, block_bytes=flat.nbytes)
+    call.print, call.made = print_, made
+    move = Movement(known.kind, recv=flat, op=known.mpi_op, root=known.root)
+    if flags is None:
+        _issue(group, call, move, ticket, [flat], False, group.timeout, None, None)
+    else:
+        drive(group, call, _unusual(group, call, move, ticket, flags), group.timeout)
 
 
 def _patience(group: ProcessGroup, known: Repeated, frame: FrameType) -> CallWait:
@@ -533,7 +602,7 @@ def _repeat_large(group: ProcessGroup, known: Repeated, flat: Any, frame: FrameT
     transfer = known.transfer
     if transfer is None:
         move = Movement(known.kind, recv=flat, op=known.mpi_op, root=known.root)
-        transfer = known.transfer = group.pair.engines[0].transfer(move)
+        transfer = known.transfer = group.pair.native.transfer(move)
         if transfer is None:
             return False
         known.inside = _Inside(group, known)
@@ -609,7 +678,7 @@ def _end_large(
         drive(group, call, _unusual(group, call, move, ticket, flags), group.timeout)
         return
     with native(group, call, group.timeout):
-        group.pair.engines[0].blocking(move)
+        group.pair.native.blocking(move)
 
 
 def _repeat(group: ProcessGroup, known: Repeated, flat: Any, frame: FrameType, ticket: Ticket) -> None:
@@ -652,7 +721,7 @@ def _repeat_round(group: ProcessGroup, known: Repeated, flat: Any, frame: FrameT
                 call = Call(known.op, known.key, Site(frame.f_code, frame.f_lasti), seq=group.calls)
                 move = Movement(known.kind, recv=flat, op=known.mpi_op, root=known.root)
                 with native(group, call, group.timeout):
-                    group.pair.engines[0].blocking(move)
+                    group.pair.native.blocking(move)
                 return
             if plan is None:  # a barrier is its round
                 return
@@ -811,8 +880,16 @@ def move_once(
     Returns:
         Bytes moved since the last wait that can be left.
     """
-    engine, lane = group.pair.engines[flags.engine], group.pair.lane
+    engine, lane = group.pair.native, group.pair.lane
     size, nbytes = group.size(), block_bytes(move, group.size())
+    node = group.pair.through(move.kind, nbytes) if not flags.native else None
+    if node is not None:
+        if not node.ready:
+            yield from node.prepare()
+            _say_why_not(group, node)
+        if node.usable:
+            yield from node.steps(move, nbytes)
+            return moved
     for piece in pieces(move, group.rank(), size, nbytes, NATIVE_BYTES):
         step = block_bytes(piece, size)
         if flags.nonblocking:

@@ -303,11 +303,11 @@ class _Transfer:
 
     def first_movement(self, flags: Flags, move: Movement, first: int) -> Steps:
         """Move one block of ``first`` bytes for each member, in polled steps."""
-        engine = self.group.pair.engines[flags.engine]
+        engine = self.group.pair.native
         if flags.nonblocking:
             yield engine.nonblocking(move)
             return
-        key = ("objects", move.kind, move.root, first, flags.engine)
+        key = ("objects", move.kind, move.root, first)
         plan = self.group.plan(self.group.plans, key)
         if plan is None:
             plan = engine.plan(move)

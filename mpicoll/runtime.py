@@ -210,7 +210,7 @@ def init_process_group(
         # Ranks that have made other default groups before, elsewhere, count differently: the largest count names it.
         call = Call(
             "init_process_group",
-            (size, ("on_failure", how), ("check", level)),
+            (size, ("on_failure", how), ("check", level), ("MPICOLL_ENGINE", settings.engine)),
             site,
             error=problem,
             block_bytes=_initialisations,
@@ -231,6 +231,7 @@ def init_process_group(
         raise
     _initialisations = flags.block_bytes
     state.world.level = level
+    state.pool.furnish(pair, state.topology, settings)
     state.world.calls, state.world.last = 0, None  # numbers in messages are those of the program's own calls
     state.world.group_name = str(flags.block_bytes)
     state.groups = {state.world.group_name: state.world}

@@ -11,11 +11,27 @@ from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any, Literal, cast
 
-__all__ = ["LEVELS", "SETTINGS", "Level", "Setting", "Settings", "read_settings", "to_seconds", "warn_caller"]
+__all__ = [
+    "ENGINES",
+    "LEVELS",
+    "SETTINGS",
+    "Engine",
+    "Level",
+    "Setting",
+    "Settings",
+    "read_settings",
+    "to_seconds",
+    "warn_caller",
+]
 
 Level = Literal["full", "roll", "off"]
 LEVELS: tuple[Level, ...] = ("full", "roll", "off")
 """How much of what the ranks call is compared; see MPICOLL_CHECK."""
+
+
+Engine = Literal["auto", "mpi", "node"]
+ENGINES: tuple[Engine, ...] = ("auto", "mpi", "node")
+"""What moves data between ranks of one node; see MPICOLL_ENGINE."""
 
 
 def to_seconds(value: float | int | timedelta, name: str = "timeout") -> float:
@@ -42,6 +58,17 @@ def _flag(text: str) -> bool:
 
 def _level(text: str) -> Level:
     return {level: level for level in LEVELS}[cast("Level", text.strip().lower())]
+
+
+def _engine(text: str) -> Engine:
+    return {engine: engine for engine in ENGINES}[cast("Engine", text.strip().lower())]
+
+
+def _megabytes(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError("must not be negative")
+    return value
 
 
 @dataclass(frozen=True)
@@ -98,6 +125,22 @@ SETTINGS: tuple[Setting, ...] = (
         "when the job has to end, for `time_left` and `should_stop`; 0: the batch system is asked",
     ),
     Setting(
+        "MPICOLL_ENGINE",
+        "engine",
+        _engine,
+        "auto",
+        "auto, mpi or node",
+        "what moves data between ranks of one node: the faster one for each call, MPI always, or shared memory always",
+    ),
+    Setting(
+        "MPICOLL_SHM_MB",
+        "shm_mb",
+        _megabytes,
+        256,
+        "MiB >= 0",
+        "shared memory that the groups on one node may take in all",
+    ),
+    Setting(
         "MPICOLL_STRICT",
         "strict",
         _flag,
@@ -120,6 +163,8 @@ class Settings:
     exit_grace: float = 30.0
     check: Level = "full"
     job_end: float = 0.0
+    engine: Engine = "auto"
+    shm_mb: int = 256
     strict: bool = False
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-__all__ = ["Topology", "cores", "discover", "node_communicator"]
+from mpicoll import shared
 
-SHARED_DIRECTORY = "/dev/shm"
+__all__ = ["Topology", "cores", "discover", "node_communicator"]
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,7 @@ def _confirmed_leader(node: MPI.Comm, rank: int) -> int:
         told: Any = None
         path = ""
         if place == first:
-            word = secrets.token_hex(16)
-            path = os.path.join(SHARED_DIRECTORY, f"mpicoll-node-{word}")
+            word, path = secrets.token_hex(16), shared.path_of("node")
             told = (rank, path if _write(path, word) else "", word)
         lead, where, word = node.bcast(told, first)
         if leader < 0 and (place == first or not where or _read(where) == word):

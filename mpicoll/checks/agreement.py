@@ -62,7 +62,7 @@ class Flags:
         stalled: the posting times spread so far that somebody may have withdrawn.
         detail: the common detail, or NOTHING.
         most: the largest detail.
-        engine: the first engine of the group, in the order of preference, that all members can use for this call.
+        native: somebody can use the native engine alone for this call.
         waited: seconds that this member had posted before the last one did.
     """
 
@@ -74,7 +74,7 @@ class Flags:
     stalled: bool
     detail: int
     most: int
-    engine: int
+    native: bool
     waited: float
 
 
@@ -107,7 +107,7 @@ class _Slot:
 
     def flags(self) -> Flags:
         """End the round, and return what it says."""
-        high, low, error, nonblocking, uneven, block_bytes, last, first, most, least, engine = self.recv.tolist()
+        high, low, error, nonblocking, uneven, block_bytes, last, first, most, least, native = self.recv.tolist()
         self.busy = False
         return Flags(
             same=high == -low and (bool(uneven) or most == NOTHING or most == -least),
@@ -118,7 +118,7 @@ class _Slot:
             stalled=last + first > _STALL_US,
             detail=most if most != NOTHING and most == -least else NOTHING,
             most=most,
-            engine=engine,
+            native=bool(native),
             waited=(last - int(self.send[6])) / 1e6,
         )
 
@@ -219,7 +219,7 @@ class Lane:
         """Write what the next round says into its slot."""
         self.rounds += 1
         now = int((time.monotonic() - self.epoch) * 1e6)
-        error, asynchronous, uneven, detail, engine = words or _NO_FLAGS
+        error, asynchronous, uneven, detail, native = words or _NO_FLAGS
         _ROUND.pack_into(
             slot.words,
             0,
@@ -233,7 +233,7 @@ class Lane:
             -now,
             detail,
             detail if detail == NOTHING else -detail,
-            engine,
+            native,
         )
         slot.busy = True
 
@@ -310,7 +310,7 @@ def agree(ticket: Ticket, call: Call) -> Generator[Request, None, Flags]:
         call.asynchronous,
         call.uneven,
         call.detail,
-        call.engine,
+        call.native,
     )
     if not request.Test():
         yield request

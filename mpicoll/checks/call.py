@@ -116,8 +116,7 @@ class Call:
         uneven: this rank's blocks differ in size.
         block_bytes: the largest block that this rank moves to or from one peer.
         detail: a number that must agree where every member gives one.
-        engine: the first engine of the group, in its order of preference, that can serve this call on this rank; the
-            members take the last that one of them gives, which serves all.
+        native: this rank can use the native engine alone for it; then all members do.
         print: what its round compares: the fingerprint of this call, of all since the last comparison, or nothing.
         made: those calls, this one among them.
         closes: it is no call: here the group was destroyed, or the program has ended.
@@ -138,7 +137,7 @@ class Call:
     uneven: bool = False
     block_bytes: int = 0
     detail: int = NOTHING
-    engine: int = 0
+    native: bool = False
     print: int = 0
     made: list[Kept] = field(default_factory=list)
     closes: bool = False

@@ -13,7 +13,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import secrets
 import struct
 import time
 import zlib
@@ -22,10 +21,11 @@ from typing import Any
 
 from mpi4py import MPI
 
+from mpicoll import shared
+
 __all__ = ["SLOT_BYTES", "Place", "Slots", "make_slots"]
 
 SLOT_BYTES = 20 * 1024
-SHARED_DIRECTORY = "/dev/shm"
 
 _STATUS, _CONFIRMED, _SEARCHED, _CHANGED, _SINCE, _REPORTED = 0, 8, 16, 24, 32, 40
 _THERE, _LEFT, _ENDS_JOB, _ENDED = 1, 2, 3, 4
@@ -252,7 +252,9 @@ def make_slots(node: MPI.Comm, me: int, ranks: tuple[int, ...]) -> Slots | None:
     """
     path = ""
     if node.Get_rank() == 0:
-        path = _create(len(ranks) * SLOT_BYTES)
+        created, path, _ = shared.create("slots", len(ranks) * SLOT_BYTES)
+        if created >= 0:
+            os.close(created)
     path = node.bcast(path, 0)
     slots: Slots | None = None
     if path:
@@ -270,21 +272,3 @@ def make_slots(node: MPI.Comm, me: int, ranks: tuple[int, ...]) -> Slots | None:
     if slots is not None:
         slots.close()
     return None
-
-
-def _create(size: int) -> str:
-    """Return the path of a new file of ``size`` bytes that are reserved, or ""."""
-    path = os.path.join(SHARED_DIRECTORY, f"mpicoll-slots-{secrets.token_hex(8)}")
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except OSError:
-        return ""
-    try:
-        # After ftruncate alone, a full tmpfs kills by SIGBUS whoever touches the memory first.
-        os.posix_fallocate(descriptor, 0, size)
-    except OSError:
-        os.unlink(path)
-        return ""
-    finally:
-        os.close(descriptor)
-    return path

@@ -44,7 +44,7 @@ ROOMS = (
     {"kept"},
     {"engines"},
     {"buffers"},
-    {"publishing"},
+    {"publishing", "shared"},
     {"launch"},
     {"timelimit"},
     {"settings"},

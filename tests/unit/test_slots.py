@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mpicoll.checks.slots import SLOT_BYTES, Place, Slots, _create
+from mpicoll import shared
+from mpicoll.checks.slots import SLOT_BYTES, Place, Slots
 
 RANKS = (4, 7, 9)
 
@@ -126,17 +127,19 @@ def test_waiting_follows_ranks_that_leave(path: Path) -> None:
 
 def test_no_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Where the memory cannot be had, nothing is left behind."""
-    monkeypatch.setattr("mpicoll.checks.slots.SHARED_DIRECTORY", str(tmp_path))
-    assert Path(_create(4096)).stat().st_size == 4096
+    monkeypatch.setattr(shared, "DIRECTORY", str(tmp_path))
+    descriptor, path, why = shared.create("test", 4096)
+    os.close(descriptor)
+    assert (Path(path).stat().st_size, why) == (4096, "")
 
     def full(descriptor: int, offset: int, size: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    assert _create(4096) == ""
+    assert shared.create("test", 4096) == (-1, "", f"No space left on device (4 KiB in {tmp_path})")
     assert len(list(tmp_path.iterdir())) == 1
-    monkeypatch.setattr("mpicoll.checks.slots.SHARED_DIRECTORY", str(tmp_path / "missing"))
-    assert _create(4096) == ""
+    monkeypatch.setattr(shared, "DIRECTORY", str(tmp_path / "missing"))
+    assert shared.create("test", 4096)[:2] == (-1, "")
 
 
 def test_news_of_the_ranks_that_wait(path: Path) -> None:

@@ -1,0 +1,469 @@
+"""The node engine: members on one node move data through memory that they share, without MPI.
+
+Every movement is a sequence of steps (see :mod:`mpicoll.engines.segment`): write what the others are to read, come to the
+step, wait until those whose data is wanted have come, read. All members make the same steps, whatever their part in them is,
+since their number follows from what they have agreed on.
+
+Reductions are bitwise the same on all members and from run to run: every element is reduced in the order of the ranks,
+either by one member alone, or by all of them in the same way.
+
+Waiting is done by whoever drives the steps: they yield what has to be so before they go on.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import math
+from collections.abc import Callable, Generator
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpicoll.engines.base import Array, Kind, Movement, Request, starts
+from mpicoll.engines.segment import BUFFERS, Meeting, Segment, make_segment
+
+__all__ = ["LARGEST_BUFFER", "Budget", "NodeEngine"]
+
+Steps = Generator[Request, None, None]
+
+LARGEST_BUFFER = 512 * 1024
+"""Bytes of a buffer: a piece that is written, and read by the others, while it is in the caches of the cores (measured)."""
+SMALLEST_BUFFER = 32 * 1024
+
+WHOLE_BYTES, WHOLE_BYTES_CROWDED = 64 * 1024, 512 * 1024
+"""How much more a member may reduce to save a step: up to so many bytes all reduce everything, each for itself."""
+
+POLLS = 200
+MOST_PIECES = 256
+
+OPS: dict[str, Callable[..., Any]] = {
+    "SUM": np.add,
+    "PROD": np.multiply,
+    "MAX": np.maximum,
+    "MIN": np.minimum,
+    "BAND": np.bitwise_and,
+    "BOR": np.bitwise_or,
+    "BXOR": np.bitwise_xor,
+    "LAND": np.logical_and,
+    "LOR": np.logical_or,
+    "LXOR": np.logical_xor,
+}
+
+
+class NodeEngine:
+    """Moves host memory between the members of one group on one node.
+
+    Attributes:
+        usable: False when there is no shared memory for this group; known to all members alike.
+        why: why not, where this member knows.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, budget: Budget, crowded: bool) -> None:
+        self._comm = comm
+        self._budget = budget
+        self._crowded = crowded
+        self._polls = 2 if crowded else POLLS
+        self._segment: Segment | None = None
+        self._quiet = _Quiet()
+        self._pieces: dict[tuple[str, int], tuple[tuple[Array, Array], ...]] = {}
+        self.usable = True
+        self.why = ""
+
+    @property
+    def ready(self) -> bool:
+        """Whether the shared memory is there."""
+        return self._segment is not None
+
+    def again(self, kind: Kind, flat: Array, op: str, root: int) -> Steps:
+        """Move one buffer that is input and output; the memory has been prepared."""
+        if kind is Kind.ALL_REDUCE:
+            segment = self._segment
+            assert segment is not None
+            if segment.size == 2 and flat.nbytes <= segment.room:
+                return self._reduce_two(segment, flat, op)
+            return self.all_reduce(flat, flat, op)
+        return self.steps(Movement(kind, recv=flat, op=op, root=root), flat.nbytes)
+
+    def prepare(self) -> Steps:
+        """Make the shared memory, at the first call that wants it; all members do it, and are known to."""
+        if self._segment is None and self.usable:
+            room = self._budget.room(self._comm.Get_size())
+            made = yield from make_segment(self._comm, room, room > 0)
+            if isinstance(made, str):
+                self.usable, self.why = False, made
+            else:
+                self._budget.spend(made.room)
+                self._segment = made
+
+    def steps(self, move: Movement, largest: int) -> Steps:
+        """Move; the memory has been prepared.
+
+        Args:
+            move: any but a barrier.
+            largest: bytes of the largest block of any member.
+        """
+        segment = self._segment
+        assert segment is not None
+        kind = move.kind
+        if kind is Kind.ALL_REDUCE:
+            assert move.recv is not None
+            return self.all_reduce(move.recv if move.send is None else move.send, move.recv, move.op)
+        if kind is Kind.REDUCE:
+            send = move.recv if move.send is None else move.send
+            assert send is not None
+            return self._reduce(segment, send, move.recv, move.op, move.root)
+        if kind is Kind.REDUCE_SCATTER:
+            return self._reduce_scatter(segment, move, largest)
+        if kind is Kind.BROADCAST:
+            assert move.recv is not None
+            return self._broadcast(segment, _bytes(move.recv), move.root)
+        return self._exchange(segment, move, largest)
+
+    def all_reduce(self, send: Array, recv: Array, op: str) -> Steps:
+        """Reduce ``send`` of all members into ``recv``; they may be the same."""
+        segment = self._segment
+        assert segment is not None
+        size = segment.size
+        extra = recv.nbytes * (size - 2)
+        if extra <= (WHOLE_BYTES_CROWDED if self._crowded else WHOLE_BYTES):
+            return self._reduce_whole(segment, send, recv, op)
+        return self._reduce_parts(segment, send, recv, op, -1)
+
+    def _reduce(self, segment: Segment, send: Array, recv: Array | None, op: str, root: int) -> Steps:
+        if send.nbytes * (segment.size - 2) <= WHOLE_BYTES_CROWDED:
+            return self._reduce_whole(segment, send, recv, op, root)
+        return self._reduce_parts(segment, send, recv, op, root)
+
+    def _await(self, segment: Segment, step: int) -> Request | None:
+        """Poll a while for all others to come to a step; return what to wait for if they do not."""
+        counters, peers = segment.counters, segment.peers
+        for _ in range(self._polls):
+            for peer in peers:
+                if counters[peer] < step:
+                    break
+            else:
+                return None
+        return Meeting(counters, peers, step)
+
+    def _reduce_whole(self, segment: Segment, send: Array, recv: Array | None, op: str, root: int = -1) -> Steps:
+        """Each member that wants the result reduces everything, in one step a piece."""
+        me, size, dtype, ufunc = segment.me, segment.size, send.dtype, OPS[op]
+        buffers = segment.buffers(dtype)
+        mine = buffers[me]
+        total = send.size
+        width = _even(total, mine[0].size)
+        step = segment.step
+        reads = root in (-1, me)
+        for start in range(0, total, width):
+            part = send[start : start + width]
+            many = part.size
+            if not segment.all_at(step):
+                late = self._await(segment, step)
+                if late is not None:
+                    yield late
+            step += 1
+            which = step & 1
+            if root != me:
+                mine[which][:many] = part
+            segment.come(step)
+            if not reads:
+                continue
+            late = self._await(segment, step)
+            if late is not None:
+                yield late
+            assert recv is not None
+            out = recv[start : start + width]
+            theirs = [part if rank == me else buffers[rank][which][:many] for rank in range(size)]
+            if me > 1 and root == -1 and out is not None:
+                theirs[me] = mine[which][:many]  # the first two are reduced into where this member's own may stand
+            elif me > 1:
+                theirs[me] = part.copy()
+            _fold(self._quiet.run, ufunc, theirs, out)
+
+    def _reduce_two(self, segment: Segment, flat: Array, op: str) -> Steps:
+        """Reduce one piece of two members in place: as the general way does it, with less around it."""
+        counters, step, peer, me = segment.counters, segment.step, segment.peers[0], segment.me
+        key = (flat.dtype.char, flat.size)
+        pieces = self._pieces.get(key)
+        if pieces is None:
+            if len(self._pieces) >= MOST_PIECES:
+                self._pieces.clear()
+            of = segment.buffers(flat.dtype)
+            pieces = self._pieces[key] = tuple((of[me][i][: flat.size], of[1 - me][i][: flat.size]) for i in (0, 1))
+        if counters[peer] < step:
+            late = self._await(segment, step)
+            if late is not None:
+                yield late
+        step += 1
+        mine, other = pieces[step & 1]
+        np.copyto(mine, flat)
+        segment.come(step)
+        for _ in range(self._polls):
+            if counters[peer] >= step:
+                break
+        else:
+            yield Meeting(counters, segment.peers, step)
+        if me:
+            self._quiet.run(OPS[op], other, flat, out=flat)
+        else:
+            self._quiet.run(OPS[op], flat, other, out=flat)
+
+    def _reduce_parts(self, segment: Segment, send: Array, recv: Array | None, op: str, root: int) -> Steps:
+        """Each member reduces its part of a piece, and then reads the parts of the others: two steps a piece."""
+        me, size, dtype, ufunc = segment.me, segment.size, send.dtype, OPS[op]
+        buffers = segment.buffers(dtype)
+        mine = buffers[me]
+        total = send.size
+        width = _even(total, mine[0].size)
+        reads = root in (-1, me)
+        step = segment.step
+        for start in range(0, total, width):
+            part = send[start : start + width]
+            many = part.size
+            edges = [many * rank // size for rank in range(size + 1)]
+            low, high = edges[me], edges[me + 1]
+            if not segment.all_at(step):
+                late = self._await(segment, step)
+                if late is not None:
+                    yield late
+            step += 1
+            which = step & 1
+            buffer = mine[which]
+            buffer[:low] = part[:low]
+            buffer[high:many] = part[high:]
+            segment.come(step)
+            late = self._await(segment, step)
+            if late is not None:
+                yield late
+            result = mine[which ^ 1][low:high]
+            _fold(
+                self._quiet.run,
+                ufunc,
+                [part[low:high] if rank == me else buffers[rank][which][low:high] for rank in range(size)],
+                result,
+            )
+            # All have come to this step, so nobody reads the other buffer any more.
+            step += 1
+            which ^= 1
+            segment.come(step)
+            if not reads:
+                continue
+            assert recv is not None
+            out = recv[start : start + width]
+            out[low:high] = result
+            late = self._await(segment, step)
+            if late is not None:
+                yield late
+            for rank in segment.others:
+                out[edges[rank] : edges[rank + 1]] = buffers[rank][which][edges[rank] : edges[rank + 1]]
+
+    def _reduce_scatter(self, segment: Segment, move: Movement, largest: int) -> Steps:
+        """Each member writes the blocks of the others, and reduces its own from theirs."""
+        send, recv = move.send, move.recv
+        assert send is not None
+        assert recv is not None
+        me, size, ufunc = segment.me, segment.size, OPS[move.op]
+        itemsize = send.itemsize
+        counts = [send.size // size] * size if move.sendcounts is None else list(move.sendcounts)
+        displs = starts(counts)
+        buffers = segment.buffers(send.dtype)
+        mine = buffers[me]
+        room = mine[0].size // size
+        most = -(-largest // itemsize)
+        width = _even(most, room)
+        step = segment.step
+        for start in range(0, most, width):
+            if not segment.all_at(step):
+                late = self._await(segment, step)
+                if late is not None:
+                    yield late
+            step += 1
+            which = step & 1
+            for rank in segment.others:
+                many = min(counts[rank] - start, width)
+                if many > 0:
+                    at = displs[rank] + start
+                    mine[which][rank * room : rank * room + many] = send[at : at + many]
+            segment.come(step)
+            late = self._await(segment, step)
+            if late is not None:
+                yield late
+            many = min(counts[me] - start, width)
+            if many > 0:
+                at = displs[me] + start
+                theirs = [
+                    send[at : at + many] if rank == me else buffers[rank][which][me * room : me * room + many]
+                    for rank in range(size)
+                ]
+                _fold(self._quiet.run, ufunc, theirs, recv[start : start + many])
+
+    def _broadcast(self, segment: Segment, memory: Array, root: int) -> Steps:
+        """The root writes, one piece ahead of those who read."""
+        me = segment.me
+        buffers = segment.buffers(memory.dtype)[root]
+        total = memory.size
+        width = _even(total, buffers[0].size)
+        source = (segment.places[root],)
+        step = segment.step
+        for start in range(0, total, width):
+            if me == root and not segment.all_at(step):
+                late = self._await(segment, step)
+                if late is not None:
+                    yield late
+            step += 1
+            which = step & 1
+            piece = memory[start : start + width]
+            if me == root:
+                buffers[which][: piece.size] = piece
+                segment.come(step)
+                continue
+            segment.come(step)
+            counters = segment.counters
+            for _ in range(self._polls):
+                if counters[source[0]] >= step:
+                    break
+            else:
+                yield Meeting(counters, source, step)
+            piece[:] = buffers[which][: piece.size]
+
+    def _exchange(self, segment: Segment, move: Movement, largest: int) -> Steps:
+        """Move blocks: each member writes those that others want, and reads those that it wants, as bytes."""
+        me = segment.me
+        writes, reads, room = self._blocks(segment, move)
+        buffers = segment.buffers(_BYTE)
+        mine = buffers[me]
+        width = _even(largest, room)
+        step = segment.step
+        for start in range(0, largest, width):
+            if writes and not segment.all_at(step):
+                late = self._await(segment, step)
+                if late is not None:
+                    yield late
+            step += 1
+            which = step & 1
+            for place, block in writes:
+                piece = block[start : start + width]
+                mine[which][place * room : place * room + piece.size] = piece
+            segment.come(step)
+            if not reads:
+                continue
+            late = self._await(segment, step)
+            if late is not None:
+                yield late
+            for rank, place, block in reads:
+                piece = block[start : start + width]
+                if piece.size:
+                    piece[:] = buffers[rank][which][place * room : place * room + piece.size]
+
+    def _blocks(
+        self, segment: Segment, move: Movement
+    ) -> tuple[list[tuple[int, Array]], list[tuple[int, int, Array]], int]:
+        """Return what this member writes (place, block), what it reads (from whom, place, block), and the room of a place.
+
+        Its own block goes straight from where it is to where it goes.
+        """
+        me, size, kind, root = segment.me, segment.size, move.kind, move.root
+        writes: list[tuple[int, Array]] = []
+        reads: list[tuple[int, int, Array]] = []
+        whole = segment.room
+        shared = whole // size // 16 * 16
+        if kind in (Kind.ALL_GATHER, Kind.GATHER):
+            if move.send is not None and root != me:
+                writes = [(0, _bytes(move.send))]
+            if move.recv is not None:
+                blocks = _cut(move.recv, move.recvcounts, move.recvdispls, size)
+                reads = [(rank, 0, blocks[rank]) for rank in segment.others]
+                if move.send is not None:
+                    blocks[me][:] = _bytes(move.send)
+            return writes, reads, whole
+        blocks = _cut(move.send, move.sendcounts, move.senddispls, size) if move.send is not None else []
+        if kind is Kind.SCATTER:
+            assert move.recv is not None
+            if me == root:
+                writes = [(rank, blocks[rank]) for rank in segment.others]
+                _bytes(move.recv)[:] = blocks[me]
+            else:
+                reads = [(root, me, _bytes(move.recv))]
+            return writes, reads, shared
+        assert kind is Kind.ALL_TO_ALL
+        assert move.recv is not None
+        targets = _cut(move.recv, move.recvcounts, move.recvdispls, size)
+        targets[me][:] = blocks[me]
+        writes = [(rank, blocks[rank]) for rank in segment.others]
+        return writes, [(rank, me, targets[rank]) for rank in segment.others], shared
+
+
+class Budget:
+    """How much shared memory the groups of one process may take: its part of what is given to a node.
+
+    Attributes:
+        left: bytes.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.left = nbytes
+        self._largest = min(LARGEST_BUFFER, max(SMALLEST_BUFFER, nbytes // 16))
+
+    def room(self, size: int) -> int:
+        """Return the bytes of a buffer of one more group; 0: there is none left."""
+        room = self._largest
+        while room >= SMALLEST_BUFFER:
+            if BUFFERS * room <= self.left:
+                return room // 4096 * 4096
+            room //= 2
+        return 0
+
+    def spend(self, room: int) -> None:
+        """Note that a group has been made with buffers of ``room`` bytes."""
+        self.left -= BUFFERS * room
+
+
+_BYTE = np.dtype(np.uint8)
+
+
+def _bytes(array: Array) -> Array:
+    return array.view(np.uint8)
+
+
+def _even(total: int, most: int) -> int:
+    """Return the width of pieces of at most ``most``, so that all are about equally long."""
+    pieces = max(1, math.ceil(total / most))
+    return max(1, min(most, math.ceil(total / pieces / 64) * 64))
+
+
+def _cut(buffer: Array, counts: Any, displs: Any, size: int) -> list[Array]:
+    """Return the blocks of a buffer, as bytes."""
+    memory, itemsize = _bytes(buffer), buffer.itemsize
+    counts = [buffer.size // size] * size if counts is None else counts
+    displs = starts(counts) if displs is None else displs
+    return [memory[at * itemsize : (at + many) * itemsize] for at, many in zip(displs, counts, strict=True)]
+
+
+class _Quiet:
+    """Calls functions of NumPy that say nothing of overflows, as MPI does not either.
+
+    A context of its own, where NumPy keeps its settings in one (from 2.0 on): entering np.errstate takes 3 us each time.
+    One is entered by one thread at a time.
+    """
+
+    def __init__(self) -> None:
+        before = np.geterr()
+        context = contextvars.copy_context()
+        context.run(np.seterr, all="ignore")
+        self.run: Callable[..., Any] = context.run
+        if np.geterr() != before:
+            np.seterr(**before)
+            self.run = self._run
+
+    @staticmethod
+    def _run(function: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+        with np.errstate(all="ignore"):
+            function(*arguments, **named)
+
+
+def _fold(run: Callable[..., Any], ufunc: Callable[..., Any], terms: list[Array], out: Array) -> None:
+    """Reduce the terms in their order into ``out``, which may be the first or the second of them, and no other."""
+    run(ufunc, terms[0], terms[1], out=out)
+    for term in terms[2:]:
+        run(ufunc, out, term, out=out)
