@@ -1,0 +1,76 @@
+"""Ranks that fail while data moves through the memory that they share: the others raise, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from jobs import JobResult, RunningJob, family, run_job
+
+PROGRAM = """
+import os, signal, sys, time
+from datetime import timedelta
+import numpy as np
+import mpicoll as dist
+dist.init_process_group(timeout=timedelta(seconds=LIMIT))
+r = dist.get_rank()
+x = np.ones(1 << 20)
+dist.all_reduce(x)
+print("go", flush=True)
+try:
+    for step in range(100_000):
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+        if step % 3 == 0:
+            dist.broadcast(x, step % 2)
+except BaseException as error:
+    print(type(error).__name__, " ".join(str(error).split()), flush=True)
+    raise
+"""
+
+
+def left_in_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith("mpicoll-")}
+
+
+def run(act: int, limit: int) -> JobResult:
+    """Run three ranks and let something happen to rank 1 while data moves."""
+
+    def meanwhile(job: RunningJob) -> None:
+        job.wait_for("go", 0, 1, 2)
+        job.signal(act, 1)
+
+    before = left_in_memory()
+    program = PROGRAM.replace("LIMIT", str(limit))
+    job = run_job(program, 3, limit=30, meanwhile=meanwhile, recover=True, settle=10)
+    assert not job.timed_out, job
+    assert job.returncode != 0, job
+    assert not job.left_running, job
+    assert not left_in_memory() - before, job
+    return job
+
+
+def test_kill_nine() -> None:
+    """A rank that is killed in the middle: the others raise what says so, and no memory is left."""
+    job = run(signal.SIGKILL, 20)
+    assert "rank 1's process is gone" in job.err[0], job
+    if family() == "openmpi":  # MPICH's launcher kills the others when it sees the signal
+        for rank in (0, 2):
+            assert "PeerFailedError rank 1 failed: its process is gone" in job.out[rank], job
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped() -> None:
+    """A rank that is stopped in the middle: the others run into their limit, which names it."""
+    job = run(signal.SIGSTOP, 3)
+    assert any("CollectiveTimeoutError" in job.out[rank] for rank in (0, 2)), job
+    assert any("rank 1" in job.out[rank] for rank in (0, 2)), job
+
+
+@pytest.mark.slow
+def test_control_c() -> None:
+    """Ctrl-C on one rank in the middle raises KeyboardInterrupt there, and what says so on the others."""
+    job = run(signal.SIGINT, 20)
+    assert "KeyboardInterrupt" in job.out[1], job
+    for rank in (0, 2):
+        assert "PeerFailedError" in job.out[rank] or "GroupBrokenError" in job.out[rank], job
