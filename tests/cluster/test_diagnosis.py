@@ -180,13 +180,15 @@ def test_ending_a_job_of_two_nodes(launcher: str, slurm: Slurm, folder: Path) ->
     text = f"""
 touch said
 $run --launcher {launcher} failing.py wait > said & runner=$!
-for i in $(seq 600); do [ "$(grep -c up said)" = 3 ] && break; sleep 0.1; done
+for i in $(seq 600); do [ "$(grep -c '^up [0-9]' said)" = 3 ] && break; sleep 0.1; done
 cat said; kill -TERM $runner; wait $runner; echo code $?
-for i in $(seq 100); do left=$(srun --overlap -N 2 -n 2 pgrep -f 'failing.py [w]ait' | wc -l); [ $left = 0 ] && break; sleep 0.1; done
+for i in $(seq 100); do
+left=$(srun --overlap -N 2 -n 2 pgrep -f 'failing.py [w]ait' | wc -l); [ $left = 0 ] && break; sleep 0.1
+done
 echo left $left
 """
     done = batch(slurm, folder, text)
-    assert done.output.count("up ") == 3, done
+    assert len(re.findall(r"^up \d", done.output, re.MULTILINE)) == 3, done
     assert "code 143" in done.output, done
     assert "left 0" in done.output, done
 
