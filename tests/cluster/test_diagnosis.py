@@ -167,6 +167,7 @@ say topology; $run topology.py
     assert ranks_said(said["two"]) == ["rank 0 of 2", "rank 1 of 2"], done
     assert f"{mpiexec()}" in said["dry"] or "mpiexec" in said["dry"], done
     assert re.search(r" -n 3 \S*python\S* size\.py$", said["dry"], re.MULTILINE), done
+    assert "Sorry" not in said["srun"], done  # the wheel's PMIx, of security that it has not
     assert f"srun --mpi={RIGHT} --kill-on-bad-exit=1 -n 3" in said["dry srun"], done
     assert "code 7" in said["other"], done
     assert "code 7" in said["here"], done

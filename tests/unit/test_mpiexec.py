@@ -263,6 +263,19 @@ def test_srun_command() -> None:
     assert more == [*start, "--cpus-per-task=3", "--overlap", "--label", "--mem=0", "-n", "4"]
 
 
+def test_srun_with_the_wheel() -> None:
+    """The wheel's PMIx is told not to look for munge, unless somebody has chosen."""
+
+    def ours(environ: dict[str, str], from_wheel: bool) -> dict[str, str]:
+        launch = srun_command("srun", "pmix", "openmpi", 2, ["s"], environ, run_dir="/r", from_wheel=from_wheel)
+        assert launch.env.items() >= launch.ours.items()
+        return launch.ours
+
+    assert ours(TWO_NODES, True) == {"PMIX_MCA_psec": "native"}
+    assert ours(TWO_NODES, False) == {}
+    assert ours({**TWO_NODES, "PMIX_MCA_psec": "munge"}, True) == {}
+
+
 def test_the_line_by_hand() -> None:
     """The line that --dry-run prints holds the variables, the launcher and the script, and no wrapper."""
     launch = plan(MPICH, environ={**TWO_NODES, "A": "b"})
