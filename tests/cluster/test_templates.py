@@ -1,0 +1,301 @@
+"""Every batch script of ``slurm/`` is submitted as it is on a real Slurm; so is what ``mpicoll slurm-script`` prints."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from jobs import ROOT, family
+from slurm import Finished, Slurm, missing
+
+WHY_NOT = missing()
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "a Slurm can be had")]
+
+TEMPLATES = sorted(path.stem for path in (ROOT / "slurm").glob("*.sbatch"))
+BIN = str(Path(sys.executable).parent)
+MPI_TYPE = {"openmpi": "pmix", "mpich": "pmi2"}
+
+# What the tests' hosts are, and a cluster is not: hosts that share two cores, and have no network that UCX would know.
+LAB = {
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+    "OMPI_MCA_pml": "ob1",
+    "OMPI_MCA_btl": "self,sm,tcp",
+    "PYTHONPATH": str(ROOT),
+}
+
+HELLO = """
+import os, sys
+import numpy as np
+import mpicoll as dist
+
+dist.init_process_group()
+total = np.ones(1)
+dist.all_reduce(total)
+variables = [os.environ.get(name) for name in ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK", "CUDA_VISIBLE_DEVICES")]
+print("rank", dist.get_rank(), "of", int(total[0]), os.uname().nodename, *variables, sys.argv[1:], flush=True)
+dist.destroy_process_group()
+"""
+
+FAILS = """
+import time
+import mpicoll as dist
+
+dist.init_process_group()
+dist.barrier()
+if dist.get_rank() == 1:
+    raise ValueError("no luck")
+dist.barrier()
+time.sleep(600)
+"""
+
+# The stand-in: it checks what it is told, and runs the command here, without an image.
+APPTAINER = """#!/bin/bash
+[ "$1 $2 $4" = "exec --pwd --bind" ] || exit 90
+cd "$3" || exit 91
+for folder in ${5//,/ }; do [ -d "$folder" ] || exit 92; done
+[ "${6##*/}" = my.sif ] || exit 93
+echo "inside $6"
+exec "${@:7}"
+"""
+
+# In place of the Python that environments are made of: `-m venv` makes one whose pip writes down what it is told, slowly, and
+# which otherwise is the Python of the tests. A real build of mpi4py takes minutes.
+BASE = """#!/bin/bash
+[ "$1 $2" = "-m venv" ] || exit 90
+mkdir -p "$3/bin"
+cp "{folder}/python" "$3/bin/python"
+"""
+VENV_PYTHON = """#!/bin/bash
+[ "$1 $2" = "-m pip" ] || exec {python} "$@"
+sleep 1
+echo "$MPICC $*" >> "{folder}/pip.log"
+"""
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder with the programs, seen by all hosts."""
+    with tempfile.TemporaryDirectory(prefix="jobs-") as name:
+        path = Path(name)
+        (path / "hello.py").write_text(HELLO)
+        (path / "fails.py").write_text(FAILS)
+        yield path
+
+
+def start(slurm: Slurm, template: str, *args: str, options: Sequence[str] = (), **export: str) -> int:
+    """Submit a template as it is, with this Python unless another is given."""
+    path = ROOT / "slurm" / f"{template}.sbatch"
+    return slurm.start(path, *args, export={"PYTHON": sys.executable, **export}, options=options, env=LAB)
+
+
+def submit(slurm: Slurm, template: str, *args: str, options: Sequence[str] = (), **export: str) -> Finished:
+    """Submit it, and wait for its end."""
+    return slurm.finish(start(slurm, template, *args, options=options, **export))
+
+
+def said(done: Finished) -> list[str]:
+    """Return what HELLO's ranks printed, in their order; lines of several ranks may run into each other."""
+    return sorted(re.findall(r"rank \d+ of \d+ .*?\]", done.output))
+
+
+def expected(nodes: str, variables: str, args: list[str]) -> list[str]:
+    hosts = nodes.split()
+    return [f"rank {rank} of {len(hosts)} {host} {variables} {args}" for rank, host in enumerate(hosts)]
+
+
+TWO_TWO = "node1 node1 node2 node2"
+
+
+@pytest.mark.parametrize("template", ["cpu-srun", "cpu-mpirun"])
+def test_cpu(slurm: Slurm, folder: Path, template: str) -> None:
+    """Two ranks on each of two nodes, one thread each; arguments arrive word by word."""
+    done = submit(slurm, template, "a  b", "*", SCRIPT=str(folder / "hello.py"))
+    assert (done.state, done.code) == ("COMPLETED", 0), done
+    assert said(done) == expected(TWO_TWO, "1 1 None", ["a  b", "*"]), done
+    assert "munge" not in done.output, done
+    assert "PMIx" not in done.output, done
+
+
+@pytest.mark.parametrize(
+    ("template", "more"), [("cpu-srun", ""), ("cpu-srun", "--kill-on-bad-exit=0"), ("cpu-mpirun", "")]
+)
+def test_failing_rank(slurm: Slurm, folder: Path, template: str, more: str) -> None:
+    """A rank that fails ends the job with a code, although the others would go on for ten minutes; all say why."""
+    done = submit(slurm, template, SCRIPT=str(folder / "fails.py"), SRUN_ARGS=more)
+    assert done.state == "FAILED", done
+    assert done.code != 0, done
+    assert done.seconds < 40, done
+    assert done.output.count('raise ValueError("no luck")') == 1, done
+    for rank in (0, 2, 3):
+        assert f"[rank {rank}] PeerFailedError: rank 1 failed: ValueError: no luck (at fails.py:8)" in done.output, done
+
+
+def test_gpu(slurm: Slurm, folder: Path) -> None:
+    """The job has its GPUs on each node, and no rank is bound to one. They are pretended: nothing computes on them."""
+    job = start(
+        slurm, "gpu", "x", options=["--gpus-per-node=2", "--ntasks-per-node=2"], SCRIPT=str(folder / "hello.py")
+    )
+    done = slurm.finish(job)
+    assert (done.state, done.code) == ("COMPLETED", 0), done
+    assert slurm.about(job)["TresPerNode"] == "gres:gpu:2"
+    # Unbound tasks have no CUDA_VISIBLE_DEVICES in Slurm 22.05, and all of the job's GPUs in others.
+    assert said(done) in [expected(TWO_TWO, f"1 1 {shown}", ["x"]) for shown in (None, "0,1")], done
+
+
+def test_hybrid(slurm: Slurm, folder: Path) -> None:
+    """Every rank has two CPUs and as many threads."""
+    done = submit(slurm, "hybrid", SCRIPT=str(folder / "hello.py"))
+    assert (done.state, done.code) == ("COMPLETED", 0), done
+    assert said(done) == expected(TWO_TWO, "2 2 None", []), done
+
+
+def test_array(slurm: Slurm, folder: Path) -> None:
+    """Every line of the list is a job with its own ranks; one past its end fails alone, and says so."""
+    (folder / "inputs.txt").write_text("first input\nsecond\n")
+    exports = {"SCRIPT": str(folder / "hello.py"), "INPUTS": str(folder / "inputs.txt")}
+    first = submit(slurm, "array", "x", options=("--array=1-3",), **exports)
+    jobs = [first.job, *(int(job) for job in slurm.ask("squeue", "-h", "-t", "all", "-o", "%A").split())]
+    by_number = {}
+    for job in dict.fromkeys(jobs):
+        about = slurm.about(job)
+        if about.get("ArrayJobId") == str(first.job):
+            by_number[about["ArrayTaskId"]] = slurm.finish(job)
+    assert sorted(by_number) == ["1", "2", "3"], by_number
+    for number, name in (("1", "first input"), ("2", "second")):
+        done = by_number[number]
+        assert (done.state, done.code) == ("COMPLETED", 0), done
+        assert [line.split(" ", 5)[5] for line in said(done)] == [f"1 1 None {[name, 'x']}"] * 2, done
+    assert by_number["3"].code == 2, by_number["3"]
+    assert "line 3 of" in by_number["3"].output, by_number["3"]
+
+
+def test_requeue(slurm: Slurm, folder: Path) -> None:
+    """At the signal all ranks save after the same sweep; the job is put back, goes on from there, and ends when it is done."""
+    state = folder / "state.npz"
+    exports = {"SCRIPT": str(ROOT / "examples" / "checkpoint.py"), "STATE": str(state)}
+    job = start(slurm, "requeue", "--pause", "0.005", options=["--ntasks-per-node=1"], **exports)
+    slurm.wait_for(job, "starting after 0 sweeps")
+    assert slurm.about(job)["Requeue"] == "1"
+    slurm.signal(job, "USR1")  # what Slurm does by itself --signal=USR1@120 before the limit
+    slurm.wait_for(job, "not finished: back into the queue")
+    # Slurm lets it wait for two minutes, so that what is left of the first start cannot be taken for the second's. Here the
+    # nodes are looked at instead.
+    until = time.monotonic() + 30
+    while slurm.about(job)["JobState"] != "PENDING" or set(slurm.ask("sinfo", "-h", "-N", "-o", "%t").split()) != {
+        "idle"
+    }:
+        assert time.monotonic() < until, slurm.about(job)
+        time.sleep(0.1)
+    assert state.exists()
+    slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+    done = slurm.finish(job)
+    assert (done.state, done.code) == ("COMPLETED", 0), f"{done}\n{slurm.logs()}"
+    saved = re.findall(r"rank \d: signal 10, state saved after (\d+) sweeps", done.output)
+    assert len(saved) == 2, done
+    assert len(set(saved)) == 1, done
+    assert f"start 2 on node[1-2], from {state}" in done.output, done
+    assert f"starting after {saved[0]} sweeps" in done.output, done
+    assert f"done after 704 sweeps, {704 - int(saved[0])} of them since the start" in done.output, done
+    assert not state.exists()
+
+
+def test_requeue_gives_up(slurm: Slurm, folder: Path) -> None:
+    """A job that has started as often as it may is not put back; what is saved stays."""
+    (folder / "never.py").write_text("import sys, pathlib; pathlib.Path(sys.argv[1]).touch()")
+    exports = {"SCRIPT": str(folder / "never.py"), "STATE": str(folder / "state"), "STARTS": "1"}
+    done = submit(slurm, "requeue", options=("-N1", "--ntasks-per-node=1"), **exports)
+    assert (done.state, done.code) == ("FAILED", 2), done
+    assert "not finished after 1 starts" in done.output, done
+    assert (folder / "state").exists()
+
+
+def test_container(slurm: Slurm, folder: Path) -> None:
+    """Every rank goes through apptainer, which has the folders that it is told of. It is a stand-in without an image."""
+    program = folder / "apptainer"
+    program.write_text(APPTAINER)
+    program.chmod(0o755)
+    (folder / "my.sif").touch()
+    exports = {"SCRIPT": str(folder / "hello.py"), "IMAGE": str(folder / "my.sif"), "APPTAINER": str(program)}
+    done = submit(slurm, "container", "x y", MPI_TYPE=MPI_TYPE[family()], **exports)
+    assert (done.state, done.code) == ("COMPLETED", 0), done
+    assert said(done) == expected(TWO_TWO, "1 1 None", ["x y"]), done
+    assert done.output.count(f"inside {folder}/my.sif") == 4, done
+
+
+def test_site_mpi(slurm: Slurm, folder: Path) -> None:
+    """Two jobs that start together make one environment, for the MPI's compiler; another compiler is refused."""
+    programs = {"base": BASE, "python": VENV_PYTHON, "sitecc": "#!/bin/bash\n", "othercc": "#!/bin/bash\n"}
+    for name, text in programs.items():
+        (folder / name).write_text(text.replace("{python}", sys.executable).replace("{folder}", str(folder)))
+        (folder / name).chmod(0o755)
+    exports = {"SCRIPT": str(folder / "hello.py"), "BASE": str(folder / "base"), "VENV": str(folder / "venv")}
+    exports |= {"MPICC": str(folder / "sitecc"), "MPICOLL": "mpicoll==0.1"}
+    jobs = [start(slurm, "site-mpi", str(number), options=["--ntasks-per-node=1"], **exports) for number in range(2)]
+    for number, job in enumerate(jobs):
+        done = slurm.finish(job)
+        assert (done.state, done.code) == ("COMPLETED", 0), done
+        assert said(done) == expected("node1 node2", "1 1 None", [str(number)]), done
+    assert (folder / "pip.log").read_text().splitlines() == [
+        f"{folder}/sitecc -m pip install --quiet --no-cache-dir --no-binary=mpi4py mpi4py",
+        f"{folder}/sitecc -m pip install --quiet mpicoll==0.1",
+    ]
+    other = {**exports, "MPICC": str(folder / "othercc")}
+    done = submit(slurm, "site-mpi", options=["-N1", "--ntasks-per-node=1"], **other)
+    assert done.code == 2, done
+    assert f"{folder}/venv was made with {folder}/sitecc, not {folder}/othercc: name another VENV" in done.output
+    login = slurm.run(["bash", str(ROOT / "slurm" / "site-mpi.sbatch")], env={**LAB, **exports})
+    assert (login.returncode, login.stdout) == (0, f"{folder}/venv is ready\n"), login
+
+
+def test_slurm_script(slurm: Slurm, folder: Path) -> None:
+    """What `mpicoll slurm-script` prints here is submitted from elsewhere, and runs as asked; also with mpirun."""
+    asked = ["--nodes", "2", "--ntasks-per-node", "2", "--time", "2", "--output", "job.sbatch"]
+    for launcher in ([], ["--launcher", "mpirun"]):
+        command = [sys.executable, "-m", "mpicoll", "slurm-script", *asked, *launcher, "hello.py", "it's"]
+        made = slurm.run(command, env=LAB, cwd=folder)
+        assert (made.returncode, made.stdout, made.stderr) == (0, "", ""), made
+        done = slurm.submit(folder / "job.sbatch", env=LAB)
+        assert (done.state, done.code) == ("COMPLETED", 0), done
+        assert said(done) == expected(TWO_TWO, "1 1 None", ["it's"]), done
+
+
+def test_wrong_starts(slurm: Slurm, folder: Path) -> None:
+    """What is missing is told in one line before anything starts."""
+    hello = str(folder / "hello.py")
+    wrong = [
+        (template, exports, f"{template}: {words}")
+        for template in TEMPLATES
+        for exports, words in (
+            ({"SCRIPT": "nowhere.py"}, "SCRIPT=nowhere.py: no such file (paths count from /"),
+            ({"SCRIPT": hello, "PYTHON": "nowhere/python"}, "PYTHON=nowhere/python cannot import mpicoll"),
+        )
+        if template not in ("site-mpi", "container")
+    ]
+    wrong += [
+        ("array", {"SCRIPT": hello, "INPUTS": "nowhere.txt"}, "array: INPUTS=nowhere.txt: no such file"),
+        ("container", {"SCRIPT": hello}, "container: which image?"),
+        ("container", {"SCRIPT": hello, "IMAGE": "nowhere.sif"}, "container: IMAGE=nowhere.sif: no such file"),
+        (
+            "container",
+            {"SCRIPT": hello, "IMAGE": hello, "APPTAINER": "no-such"},
+            "container: there is no no-such on this node",
+        ),
+        ("site-mpi", {"SCRIPT": "nowhere.py"}, "site-mpi: SCRIPT=nowhere.py: no such file"),
+        ("site-mpi", {"SCRIPT": hello, "MPICC": "nowhere-cc"}, "site-mpi: there is no nowhere-cc"),
+    ]
+    jobs = []
+    for template, exports, words in wrong:
+        options = ["-N1", "--ntasks-per-node=1", *(["--array=1"] if template == "array" else [])]
+        options += ["--gpus-per-node=1"] if template == "gpu" else []
+        jobs.append((start(slurm, template, options=options, **exports), words))
+    for job, words in jobs:
+        done = slurm.finish(job)
+        assert (done.state, done.code) == ("FAILED", 2), done
+        assert words in done.output.splitlines()[-1], done
