@@ -42,6 +42,7 @@ def test_the_table_of_the_cost_model() -> None:
         "README.md",
         "CONTRIBUTING.md",
         "docs/arrays.md",
+        "docs/clusters.md",
         "docs/order-checks.md",
         "docs/waiting.md",
         "docs/design.md",
