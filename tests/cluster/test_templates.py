@@ -185,8 +185,8 @@ def test_requeue(slurm: Slurm, folder: Path) -> None:
     assert slurm.about(job)["Requeue"] == "1"
     slurm.signal(job, "USR1")  # what Slurm does by itself --signal=USR1@120 before the limit
     slurm.wait_for(job, "not finished: back into the queue")
-    # Slurm lets it wait for two minutes, so that what is left of the first start cannot be taken for the second's. Here the
-    # nodes are looked at instead.
+    # Slurm would let it wait for two minutes, in which the nodes forget that it was killed. It is enough that it starts when
+    # they are idle, and with a credential of a later second: else slurmd says "already killed, do not launch".
     until = time.monotonic() + 30
     while slurm.about(job)["JobState"] != "PENDING" or set(slurm.ask("sinfo", "-h", "-N", "-o", "%t").split()) != {
         "idle"
@@ -194,6 +194,7 @@ def test_requeue(slurm: Slurm, folder: Path) -> None:
         assert time.monotonic() < until, slurm.about(job)
         time.sleep(0.1)
     assert state.exists()
+    time.sleep(2)
     slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
     done = slurm.finish(job)
     assert (done.state, done.code) == ("COMPLETED", 0), f"{done}\n{slurm.logs()}"
