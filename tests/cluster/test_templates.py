@@ -55,6 +55,15 @@ dist.barrier()
 time.sleep(600)
 """
 
+FAILS_EARLY = """
+import os, sys
+import mpicoll as dist
+
+if os.environ["SLURM_PROCID"] == "1":
+    sys.exit(7)
+dist.init_process_group()
+"""
+
 # The stand-in: it checks what it is told, and runs the command here, without an image.
 APPTAINER = """#!/bin/bash
 [ "$1 $2 $4" = "exec --pwd --bind" ] || exit 90
@@ -86,6 +95,7 @@ def folder() -> Iterator[Path]:
         path = Path(name)
         (path / "hello.py").write_text(HELLO)
         (path / "fails.py").write_text(FAILS)
+        (path / "fails_early.py").write_text(FAILS_EARLY)
         yield path
 
 
@@ -115,8 +125,9 @@ TWO_TWO = "node1 node1 node2 node2"
 
 @pytest.mark.parametrize("template", ["cpu-srun", "cpu-mpirun"])
 def test_cpu(slurm: Slurm, folder: Path, template: str) -> None:
-    """Two ranks on each of two nodes, one thread each; arguments arrive word by word."""
-    done = submit(slurm, template, "a  b", "*", SCRIPT=str(folder / "hello.py"))
+    """Two ranks on each of two nodes, one thread each; arguments arrive word by word, whatever srun does by default."""
+    exports = {"SCRIPT": str(folder / "hello.py"), "SLURM_MPI_TYPE": "pmix"}  # as a site with MpiDefault=pmix
+    done = submit(slurm, template, "a  b", "*", **exports)
     assert (done.state, done.code) == ("COMPLETED", 0), done
     assert said(done) == expected(TWO_TWO, "1 1 None", ["a  b", "*"]), done
     assert "munge" not in done.output, done
@@ -135,6 +146,15 @@ def test_failing_rank(slurm: Slurm, folder: Path, template: str, more: str) -> N
     assert done.output.count('raise ValueError("no luck")') == 1, done
     for rank in (0, 2, 3):
         assert f"[rank {rank}] PeerFailedError: rank 1 failed: ValueError: no luck (at fails.py:8)" in done.output, done
+
+
+def test_rank_that_fails_early(slurm: Slurm, folder: Path) -> None:
+    """A rank that fails before it starts MPI, where nobody could tell the others, ends the job through srun."""
+    done = submit(slurm, "cpu-srun", SCRIPT=str(folder / "fails_early.py"))
+    assert done.state == "FAILED", done
+    assert done.code != 0, done
+    assert done.seconds < 40, done
+    assert "Exited with exit code 7" in done.output, done
 
 
 def test_gpu(slurm: Slurm, folder: Path) -> None:
