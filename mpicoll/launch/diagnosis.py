@@ -21,7 +21,6 @@ from mpicoll.launch.environment import (
     mpi_family,
     read_launcher,
 )
-from mpicoll.launch.slurm import find_plugins, how
 
 __all__ = ["ask_srun", "check_before_mpi", "check_runner", "check_world", "script_of", "unused_allocation"]
 
@@ -60,6 +59,8 @@ def _assumed() -> Sequence[str]:
 
 def ask_srun() -> Sequence[str]:
     """Return what this site's srun offers (a short process of its own), or `PLUGINS` where it does not say."""
+    from mpicoll.launch.slurm import find_plugins  # which needs subprocess: only where something is wrong
+
     try:
         return find_plugins()
     except LaunchError:
@@ -295,6 +296,8 @@ def _line(
     run = f"`mpicoll run -n {size} {script}`"
     if not ("SLURM_JOB_ID" in environ or "SLURM_JOBID" in environ):
         return run
+    from mpicoll.launch.slurm import how
+
     way = how(mpi_library or "Open MPI", listed, environ)
     if way.mpi is None:
         return run if short else f"{run} in the batch script, without srun ({way.reason})"
