@@ -48,7 +48,7 @@ _NAMES = {
     "torchrun": "torchrun (or RANK and WORLD_SIZE set by hand)",
 }
 
-ALONE = "MPI sees a world of size 1 on each of them"
+ALONE = "each of them is alone, in a world of size 1"
 
 Listing = Callable[[], Sequence[str]]
 
@@ -127,9 +127,13 @@ def check_before_mpi(
     chosen = {"MPIR_CVAR_PMI_VERSION", "MPIR_CVAR_PMI_DISABLE"} & environ.keys()
     if plain_mpich and _major(text) >= 5 and {"PMI_SIZE", "PMIX_NAMESPACE"} <= environ.keys() and not chosen:
         raise LaunchError(_two_interfaces(environ, launcher, text, script))
-    if family == "openmpi" and _major(text) >= 5 and "PMIX_NAMESPACE" not in environ:
-        # Nobody but a PMIx server can tell this library of other ranks. Open MPI 4 may speak PMI-2, too.
-        _check_lonely(environ, -1, text, script, listing)
+    if family == "openmpi" and "PMIX_NAMESPACE" not in environ:
+        # Nobody but a PMIx server can tell Open MPI 5 of other ranks. Version 4 may speak PMI-2 as well, if it was built
+        # for it, which Debian's is not: it aborts under srun, also alone ("OMPI was not built with SLURM's PMI support").
+        if "Debian" in text and launcher.kind in ("slurm", "slurm-pmi2"):
+            raise LaunchError(_mismatch(environ, launcher, text, "MPI_Init would abort", script, listing))
+        if _major(text) >= 5 or "Debian" in text:
+            _check_lonely(environ, -1, text, script, listing)
 
 
 def _inherited(environ: Mapping[str, str], owner: str, family: Family) -> str:
@@ -269,7 +273,7 @@ def _mismatch(
     environ: Mapping[str, str], launcher: Launcher, mpi_library: str, effect: str, script: str, listing: Listing
 ) -> str:
     """Say what is wrong: at length in the first process of the job, in the others with the line that would work."""
-    number = "several processes" if launcher.size is None else f"{launcher.size} processes"
+    number = "several processes" if launcher.size is None else f"{launcher.size} process{'es' * (launcher.size != 1)}"
     place = "" if launcher.rank is None else f" (this one as rank {launcher.rank})"
     size = launcher.size or "N"
     started = f"{_NAMES[launcher.kind]} started {number}{place}, but"

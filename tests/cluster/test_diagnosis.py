@@ -175,14 +175,16 @@ say topology; $run topology.py
     assert "3 ranks as on node1 node1 node2" in said["topology"], done
 
 
-@pytest.mark.parametrize("launcher", ["mpiexec", "srun"])
-def test_ending_a_job_of_two_nodes(launcher: str, slurm: Slurm, folder: Path) -> None:
-    """SIGTERM to mpicoll run ends the ranks on both nodes, and its exit code is 143."""
+@pytest.mark.parametrize(
+    ("launcher", "sent", "code"), [("mpiexec", "TERM", 143), ("mpiexec", "INT", 130), ("srun", "TERM", 143)]
+)
+def test_ending_a_job_of_two_nodes(launcher: str, sent: str, code: int, slurm: Slurm, folder: Path) -> None:
+    """SIGTERM to mpicoll run, or Ctrl-C, ends the ranks on both nodes, and its exit code says so."""
     text = f"""
 touch said
-$run --launcher {launcher} failing.py wait > said & runner=$!
+env --default-signal=INT $run --launcher {launcher} failing.py wait > said & runner=$!
 for i in $(seq 600); do [ "$(grep -c '^up [0-9]' said)" = 3 ] && break; sleep 0.1; done
-cat said; kill -TERM $runner; wait $runner; echo code $?
+cat said; kill -{sent} $runner; wait $runner; echo code $?
 for i in $(seq 100); do
 left=$(srun --overlap -N 2 -n 2 pgrep -f 'failing.py [w]ait' | wc -l); [ $left = 0 ] && break; sleep 0.1
 done
@@ -190,7 +192,7 @@ echo left $left
 """
     done = batch(slurm, folder, text)
     assert len(re.findall(r"^up \d", done.output, re.MULTILINE)) == 3, done
-    assert "code 143" in done.output, done
+    assert f"code {code}" in done.output, done
     assert "left 0" in done.output, done
 
 

@@ -313,10 +313,24 @@ def test_open_mpi_without_pmix_is_refused_before_mpi(environ: dict[str, str]) ->
     """Open MPI 5 without PMIx is alone for certain; version 4 may speak PMI-2, and one process is one process."""
     with pytest.raises(LaunchError, match="world of size 1"):
         check_before_mpi(environ, 1, OPENMPI_LIBRARY, fd_target=sockets)
-    check_before_mpi(environ, 1, "Open MPI v4.1.4, package: Debian OpenMPI", fd_target=sockets)
+    check_before_mpi(environ, 1, OPENMPI_LIBRARY.replace("v5.0.11", "v4.1.4"), fd_target=sockets)
     one = {**environ, "PMI_SIZE": "1", "SLURM_STEP_NUM_TASKS": "1"}
     check_before_mpi(one, 1, OPENMPI_LIBRARY, fd_target=sockets)
     check_before_mpi(BATCH, 1, OPENMPI_LIBRARY, fd_target=sockets)
+
+
+@pytest.mark.parametrize("environ", [SRUN_PMI2, STEP])
+def test_debians_open_mpi_under_srun(environ: dict[str, str]) -> None:
+    """Debian's Open MPI 4.1 aborts under srun without PMIx, also alone; in a batch script and under PMIx it starts."""
+    debian = "Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4"
+    one = {**environ, "PMI_SIZE": "1", "SLURM_STEP_NUM_TASKS": "1", "PMI_RANK": "0", "SLURM_PROCID": "0"}
+    for step, size in ((environ, 4), (one, 1)):
+        with pytest.raises(LaunchError, match=rf"abort.*`srun --mpi=pmix -n {size} python s\.py`"):
+            check_before_mpi(step, 1, debian, script="s.py", fd_target=sockets)
+    for fine in (BATCH, SRUN_PMIX, MPIRUN_IN_SLURM, LOGIN):
+        check_before_mpi(fine, 1, debian, fd_target=sockets)
+    with pytest.raises(LaunchError, match="world of size 1"):
+        check_before_mpi(HYDRA, 1, debian, fd_target=sockets)
 
 
 def test_one_rank_tells_the_others_are_short() -> None:
