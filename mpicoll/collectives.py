@@ -934,8 +934,10 @@ def barrier(
     if found is None:
         return None
     stopping = found.stopping if not async_op else None
-    if stopping is None and not async_op and timeout is None and device_ids is None and name is None:
+    if not async_op and timeout is None and device_ids is None and name is None:
         execution.repeat(found, _BARRIER, _NO_DATA, sys._getframe(1))
+        if stopping is not None:
+            stopping.deliver()
         return None
 
     def prepare(g: ProcessGroup) -> Prepared:

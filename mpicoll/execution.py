@@ -691,6 +691,8 @@ def _repeat(group: ProcessGroup, known: Repeated, flat: Any, frame: FrameType, t
 
 def _repeat_round(group: ProcessGroup, known: Repeated, flat: Any, frame: FrameType, ticket: Ticket) -> None:
     moves = known.kind is not Kind.BARRIER
+    stopping = None if moves else group.stopping
+    block_bytes = flat.nbytes if stopping is None else stopping.brings()
     large = flat.nbytes > SMALL_BYTES
     print_ = known.fingerprint
     made: list[Kept] = []
@@ -709,7 +711,7 @@ def _repeat_round(group: ProcessGroup, known: Repeated, flat: Any, frame: FrameT
     plan = group.plans.get(known.plan_key)
     request = None
     if (plan is not None or large or not moves) and not waiting.pending and ticket.may_post() and ticket.Test():
-        slot, request = ticket.lane.post(print_, flat.nbytes)
+        slot, request = ticket.lane.post(print_, block_bytes)
         for _ in range(2 if waiting.crowded else waiting.SPIN_POLLS):
             if request.Test():
                 break
@@ -724,6 +726,8 @@ def _repeat_round(group: ProcessGroup, known: Repeated, flat: Any, frame: FrameT
                     group.pair.native.blocking(move)
                 return
             if plan is None:  # a barrier is its round
+                if stopping is not None:
+                    stopping.take(slot.block_bytes())
                 return
             group.plans.move_to_end(known.plan_key)
             started = plan.start_in_place(flat)
@@ -734,13 +738,14 @@ def _repeat_round(group: ProcessGroup, known: Repeated, flat: Any, frame: FrameT
                 _finish_request(group, known, frame, started)
             plan.finish_in_place(flat)
             return
-    call = Call(known.op, known.key, Site(frame.f_code, frame.f_lasti), seq=group.calls, block_bytes=flat.nbytes)
+    call = Call(known.op, known.key, Site(frame.f_code, frame.f_lasti), seq=group.calls, block_bytes=block_bytes)
     call.print, call.made = print_, made
-    move = Movement(known.kind, recv=flat, op=known.mpi_op, root=known.root)
+    plain = Movement(known.kind, recv=flat, op=known.mpi_op, root=known.root)
+    what = plain if stopping is None else stopping.carried
     if request is None:
-        _issue(group, call, move, ticket, [flat], False, group.timeout, None, None)
+        _issue(group, call, what, ticket, [flat], False, group.timeout, None, None)
     else:
-        drive(group, call, _unusual(group, call, move, ticket, slot.flags()), group.timeout)
+        drive(group, call, _unusual(group, call, what, ticket, slot.flags()), group.timeout)
 
 
 def _repeat_uncompared(group: ProcessGroup, known: Repeated, flat: Any, frame: FrameType, ticket: Ticket) -> None:
@@ -764,7 +769,7 @@ def _repeat_uncompared(group: ProcessGroup, known: Repeated, flat: Any, frame: F
 
 
 def _unusual(
-    group: ProcessGroup, call: Call, move: Movement, ticket: Ticket, flags: Flags
+    group: ProcessGroup, call: Call, move: Movement | Callable[[Flags], Movement], ticket: Ticket, flags: Flags
 ) -> Generator[Request, None, None]:
     """Go on after a round that says that something differs, or that somebody is late or asynchronous."""
     mpi_error = MPI.Exception  # at the end of the interpreter the module's names are gone before kept generators

@@ -81,6 +81,9 @@ class Stopping(Protocol):
     def brings(self) -> int:
         """Return what this rank brings to an agreement."""
 
+    def take(self, brought: int) -> None:
+        """Take the largest of what the ranks brought."""
+
     def carried(self, flags: Flags) -> Movement:
         """Take what the round of a barrier has carried."""
 

@@ -106,9 +106,10 @@ class OnSignal:
         """Take what all ranks now know: the largest of what they brought, and the least calls that one wants."""
         self._between, self._agreed_at = calls, time.monotonic()
         self.passes = calls - 1
-        self._take(brought)
+        self.take(brought)
 
-    def _take(self, brought: int) -> None:
+    def take(self, brought: int) -> None:
+        """Take the largest of what the ranks brought, as all of them do at this call."""
         if brought:
             self.stopped = True
             self.passes, self._between = 0, 1
@@ -123,7 +124,7 @@ class OnSignal:
         Where a member is asynchronous it is not taken: each of them sees the end of the round at another time.
         """
         if not flags.nonblocking:
-            self._take(flags.block_bytes)
+            self.take(flags.block_bytes)
         return Movement(Kind.BARRIER)
 
     def deliver(self) -> None:

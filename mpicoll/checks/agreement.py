@@ -105,6 +105,10 @@ class _Slot:
             return None
         return self.flags()
 
+    def block_bytes(self) -> int:
+        """Return the largest block that the last round told of."""
+        return int(self.recv[5])
+
     def flags(self) -> Flags:
         """End the round, and return what it says."""
         high, low, error, nonblocking, uneven, block_bytes, last, first, most, least, native = self.recv.tolist()
