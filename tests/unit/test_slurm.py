@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
-from mpicoll.launch.slurm import how, plugins
+from mpicoll.errors import LaunchError
+from mpicoll.launch.slurm import find_plugins, how, plugins
 
 SLURM_20 = "srun: MPI types are...\nsrun: cray_shasta\nsrun: pmi2\nsrun: none\nsrun: pmix\nsrun: pmix_v3\n"
 SLURM_19 = "srun: MPI types are... none pmi2 openmpi pmix_v2\n"
@@ -78,3 +82,27 @@ def test_how_intel_under_srun() -> None:
     environ = {"I_MPI_PMI_LIBRARY": "/usr/lib64/libpmi2.so"}
     assert how(INTEL, plugins(SLURM_24), environ).mpi == "pmi2"
     assert how(INTEL, ["none", "pmix"], environ).mpi is None
+
+
+@pytest.mark.parametrize(
+    ("program", "listed"),
+    [
+        ("printf 'srun: MPI types are...\\nsrun: none\\nsrun: pmi2\\n' >&2; exit 1", ["none", "pmi2"]),
+        ("[ \"$1\" = --mpi=list ] && printf 'MPI plugin types are...\\n\\tnone\\n\\tpmix\\n'", ["none", "pmix"]),
+        ("[ -z \"$PMI_RANK\" ] && printf 'MPI types are... none\\n'", ["none"]),
+        ("echo 'srun: error: no configuration' >&2; exit 1", "gave no list; it said: srun: error: no configuration"),
+        ("exit 0", "gave no list; it said: nothing"),
+        (None, "there is no srun on PATH"),
+    ],
+)
+def test_find_plugins(tmp_path: Path, program: str | None, listed: list[str] | str) -> None:
+    """srun is asked without what a launcher has left in the environment; a list counts whatever its exit code is."""
+    if program is not None:
+        (tmp_path / "srun").write_text(f"#!/bin/sh\n{program}\n")
+        (tmp_path / "srun").chmod(0o755)
+    environ = {"PATH": str(tmp_path), "PMI_RANK": "0", "PMI_SIZE": "4"}
+    if isinstance(listed, str):
+        with pytest.raises(LaunchError, match=re.escape(listed)):
+            find_plugins(environ)
+    else:
+        assert find_plugins(environ) == listed
