@@ -276,9 +276,10 @@ class _Transfer:
         first = _first_bytes(flags.most)
         self.whole = flags.block_bytes <= first
         self.whole_heads = flags.most <= first
+        wire_error = WireError  # at the end of the interpreter the module's names are gone before kept generators
         try:
             yield from self.move(flags, first)
-        except WireError as error:
+        except wire_error as error:
             raise self.refused(error) from error
 
     def move(self, flags: Flags, first: int) -> Steps:
