@@ -159,6 +159,7 @@ def _mpi(report: Report) -> bool:
     report.add("MPI", "library", f"{library.name} {library.version}", "ok")
     report.add("MPI", "file", library.path or "linked into mpi4py")
     report.add("MPI", "standard", "MPI {}.{}".format(*library.standard))
+    _srun(report, library.text)
     try:
         mpiexec = find_mpiexec(library)
     except LaunchError as error:
@@ -182,6 +183,24 @@ def _mpi(report: Report) -> bool:
     return True
 
 
+def _srun(report: Report, library: str) -> None:
+    """Report how srun starts this MPI, where there is one."""
+    from mpicoll.launch.slurm import find_plugins, how
+
+    if shutil.which("srun") is None:
+        return
+    try:
+        way = how(library, find_plugins(), os.environ)
+    except LaunchError as error:
+        report.add("MPI", "srun", str(error), "note")
+        return
+    if way.mpi is not None:
+        report.add("MPI", "srun", f"--mpi={way.mpi} ({way.reason})", "ok")
+    else:
+        advice = "srun cannot start this MPI: use mpicoll run in the batch script"
+        report.add("MPI", "srun", f"not with this MPI: {way.reason}", "note", advice)
+
+
 def _place(report: Report, environ: Mapping[str, str]) -> None:
     from mpicoll.launch.environment import read_launcher
     from mpicoll.launch.mpiexec import this_machine
@@ -199,7 +218,9 @@ def _place(report: Report, environ: Mapping[str, str]) -> None:
     threads = len(os.sched_getaffinity(0))
     report.add("launch", "this host", f"{platform.node()}, {machine.cores} cores ({threads} hardware threads) usable")
     if machine.root:
-        report.add("launch", "user", "root; mpicoll run tells Open MPI that this is meant")
+        report.add(
+            "launch", "user", "root; mpicoll run tells Open MPI that this is meant, mpirun needs --allow-run-as-root"
+        )
 
 
 def self_check() -> tuple[dict[str, Any] | None, str]:

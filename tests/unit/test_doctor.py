@@ -11,6 +11,7 @@ from mpicoll.cli import doctor
 from mpicoll.cli.main import main
 from mpicoll.errors import LaunchError
 from mpicoll.launch import library as library_module
+from mpicoll.launch import slurm as slurm_module
 
 TOLD = {"sum": 2.0, "size": 2, "hosts": ["n1"], "cuda": None, "threads": "MULTIPLE"}
 
@@ -76,3 +77,34 @@ def test_command_line_is_light() -> None:
     source += "; print([name for name in ('mpi4py', 'mpi4py.MPI', 'rich') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("plugins", "library", "words"),
+    [
+        (["none", "pmix", "pmi2"], "Open MPI v5.0.11", "--mpi=pmix (Open MPI 5 speaks PMIx)"),
+        (["none", "pmix", "pmi2"], "MPICH Version: 5.0.2", "--mpi=pmi2 (MPICH speaks PMI-2)"),
+        (["none", "pmi2"], "Open MPI v5.0.11", "not with this MPI: Open MPI 5 needs PMIx and srun offers none, pmi2"),
+        (None, "MPICH Version: 5.0.2", "gave no list"),
+    ],
+)
+def test_srun(plugins: list[str] | None, library: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is a Slurm, the report says with which of its plugins srun starts this MPI, or that it cannot."""
+
+    def listed() -> list[str]:
+        if plugins is None:
+            raise LaunchError("srun --mpi=list gave no list")
+        return plugins
+
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(slurm_module, "find_plugins", listed)
+    report = doctor.Report()
+    doctor._srun(report, library)
+    assert words in report.findings[0].value
+    assert report.exit_code == 0
+
+
+def test_plot_is_for_a_job(capsys: pytest.CaptureFixture[str]) -> None:
+    """--plot without --job names the line that draws a job."""
+    assert main(["doctor", "--plot", "map.png"]) == 2
+    assert "doctor --job --plot FILE" in capsys.readouterr().err
