@@ -41,6 +41,7 @@ GRACE = 1.0  # seconds between asking the launcher to end the job and killing wh
 FAR_GRACE = 10.0  # where ranks are on other hosts, which only the launcher can reach
 TIMED_OUT = 124  # as timeout(1)
 LISTENER = b"listener thread failed to start"  # Open MPI 5.0, in about 2 of 90 starts on a busy machine
+SLOTS = b"not enough slots"  # Open MPI's word for the tasks of an allocation, and the places of a hostfile
 _SIGNALS = {129, 130, 131, 134, 137, 143, 9, 15}
 
 
@@ -209,6 +210,11 @@ class Job:
             if outcome.code and LISTENER in chatter and not read_records(self.directory) and self._stop_code is None:
                 self._say("Open MPI's listener thread failed to start before any rank ran; trying once more")
                 outcome, chatter = self._attempt()
+            if outcome.code and SLOTS in chatter and self._stop_code is None:
+                self._say(
+                    f"{self.options.nprocs} ranks are more than Open MPI was given places for; ask for as many tasks "
+                    f"(sbatch -n {self.options.nprocs}), or start them all the same with --mpiexec-args=--oversubscribe"
+                )
             return outcome
         finally:
             self._sweep()

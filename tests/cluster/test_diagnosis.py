@@ -80,7 +80,7 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def batch(slurm: Slurm, folder: Path, text: str, options: str = "-N 2 -n 3", limit: float = 120.0) -> Finished:
+def batch(slurm: Slurm, folder: Path, text: str, options: str = "-N 2 -n 3", limit: float = 240.0) -> Finished:
     """Submit a script; each ``say NAME`` in it begins a part of the output."""
     path = folder / "job.sbatch"
     bin_folders = f"{Path(sys.executable).parent}:{Path(mpiexec()).parent}"
@@ -157,8 +157,12 @@ say other; $run failing.py exit 2; echo code $?
 say here; $run failing.py exit 0; echo code $?
 say late; $run --timeout 8 failing.py wait; echo code $?
 say topology; $run topology.py
+say many; $run -n 4 size.py; echo code $?
+say oversubscribed; $run -n 4 --mpiexec-args=--oversubscribe size.py; echo code $?
 """
-    done = batch(slurm, folder, text, limit=180)
+    if family() == "mpich":  # it starts as many as it is told, and has no such option
+        text = text[: text.index("say many")]
+    done = batch(slurm, folder, text, limit=400)
     said = parts(done)
     for start in ("plain", "pmix", "srun"):
         assert ranks_said(said[start]) == THREE, done
@@ -173,6 +177,11 @@ say topology; $run topology.py
     assert "code 7" in said["here"], done
     assert "code 124" in said["late"], done
     assert "3 ranks as on node1 node1 node2" in said["topology"], done
+    if "many" in said:
+        assert "mpicoll run: 4 ranks are more than Open MPI was given places for" in said["many"], done
+        assert "code 0" not in said["many"], done
+        assert "code 0" in said["oversubscribed"], done
+        assert len(ranks_said(said["oversubscribed"])) == 4, done
 
 
 @pytest.mark.parametrize(
@@ -218,7 +227,7 @@ say run; $run -m mpicoll doctor --job{plot}; echo code $?
 say gpus; srun --mpi={RIGHT} --gpus-per-node=2 python -m mpicoll doctor --job; echo code $?
 say shared; CUDA_VISIBLE_DEVICES=0 $run -m mpicoll doctor --job; echo code $?
 """
-    done = batch(slurm, folder, text, "-N 2 -n 3 --gpus-per-node=2", limit=180)
+    done = batch(slurm, folder, text, "-N 2 -n 3 --gpus-per-node=2", limit=300)
     said = parts(done)
     for start in ("run", "gpus", "shared"):
         assert said[start].count("3 ranks on 2 nodes") == 1, done
