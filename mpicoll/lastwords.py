@@ -40,7 +40,10 @@ MOST_STAY = 1.0
 LATE_AFTER = 3.0
 """Seconds without a step that answers a SIGTERM, after which the report is printed, and the process goes on."""
 
-_TOLD = b"\xff"  # no number of a signal
+MAIN_WITHIN = 0.05
+"""Seconds that the main thread has to come to its handler, before the thread decides alone."""
+
+_NOTED, _ENDS = b"\xfe", b"\xff"  # what the main thread says; what C writes are the numbers of signals
 
 _pipe: tuple[int, int] | None = None
 
@@ -82,40 +85,57 @@ def _in_child() -> None:
     _pipe = None
 
 
-def _tell() -> None:
-    """Wake the thread, from the handler: also where an event loop has taken the place that wakes it from C."""
+def _tell(ends: bool) -> None:
+    """Tell the thread what the main thread makes of a SIGTERM, out of the handler."""
     if _pipe is not None:
         with contextlib.suppress(OSError):
-            os.write(_pipe[1], _TOLD)
+            os.write(_pipe[1], _ENDS if ends else _NOTED)
 
 
 def _listen(reading: int) -> None:
     """Wait for SIGTERM, for ever (the thread)."""
+    heard: float | None = None  # one that the main thread has not come to
     late_told = False
     while True:
-        pending = notes.unanswered.get(signal.SIGTERM)
-        readable, _, _ = select.select([reading], [], [], None if pending is None else 0.25)
-        bytes_ = os.read(reading, 4096) if readable else b""
+        since = notes.unanswered.get(signal.SIGTERM, heard)
+        words = _read(reading, None if since is None else 0.25)
         if not notes.watched:
+            heard = None
             continue
-        # What C has written counts where the program has put no handler of its own in the place of ours since.
-        came = _TOLD in bytes_ or (signal.SIGTERM in bytes_ and notes.has(signal.SIGTERM))
-        now = time.monotonic()
-        if came and notes.again(signal.SIGTERM, now):
+        if signal.SIGTERM in words and not _of_main(words) and notes.has(signal.SIGTERM):
+            words += _read(reading, MAIN_WITHIN)
+            now = time.monotonic()
+            ends = notes.again(signal.SIGTERM, now) or (heard is not None and now - heard > notes.AGAIN_AFTER)
+            # Once more: if the main thread came to it before that was looked up, the program may have gone on since.
+            words += _read(reading, 0.0)
+            if not _of_main(words):
+                heard = now if heard is None else heard
+                words += _ENDS if ends else b""
+        if _NOTED[0] in words:
+            heard = None
+        if _ENDS[0] in words:
             _end()
-        pending = notes.unanswered.get(signal.SIGTERM)
-        if came and pending is None and signal.SIGTERM not in notes.came:
-            # The main thread has not come to the handler yet; it may be in native code for long.
-            notes.came[signal.SIGTERM] = notes.unanswered[signal.SIGTERM] = pending = now
-        if pending is None:
+        since = notes.unanswered.get(signal.SIGTERM, heard)
+        if since is None:
             late_told = False
             continue
-        known = groups.current()
-        if now - pending > LATE_AFTER and not late_told:
+        waited = time.monotonic() - since
+        if waited > LATE_AFTER and not late_told:
             late_told = True
-            _report(f"SIGTERM came {now - pending:.0f} s ago, and no step has answered it (should_stop, barrier)")
-        if known is not None and now - pending > known.world.timeout:
+            _report(f"SIGTERM came {waited:.0f} s ago, and no step has answered it (should_stop, barrier)")
+        known = groups.current()
+        if known is not None and waited > known.world.timeout:
             _end()
+
+
+def _read(reading: int, limit: float | None) -> bytes:
+    """Return what has been written to the pipe, waiting for it for some seconds at most (None: for ever)."""
+    readable, _, _ = select.select([reading], [], [], limit)
+    return os.read(reading, 4096) if readable else b""
+
+
+def _of_main(words: bytes) -> bool:
+    return _NOTED[0] in words or _ENDS[0] in words
 
 
 def _end() -> None:
@@ -184,12 +204,12 @@ def _report(what: str) -> None:
         waited = time.monotonic() - began
         if slots.reported(within=MOST_STAY + GATHER):
             return
-        told = [rank for rank in slots.ranks if _said(slots, rank) is not None]
+        told = [rank for rank in slots.ranks if (_said(slots, rank) is not None if what else slots.ended(rank))]
         lower = [rank for rank in told if rank < me]
         everybody = len(told) == len(slots.ranks)
         if (everybody and not lower) or waited > (GATHER if not lower else STAY + min(0.02 * index, MOST_STAY - STAY)):
             break
-        time.sleep(0.01)
+        time.sleep(0.02)
     slots.report()
     rows = [_of(slots, rank) for rank in slots.ranks if not slots.orderly(rank)]
     _print(rows, [rank for rank in slots.ranks if slots.ended(rank)] or [me], what)

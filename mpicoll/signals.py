@@ -381,7 +381,7 @@ class Notes:
         self.unanswered: dict[int, float] = {}
         self._holders: dict[int, int] = {}
         self._found: dict[int, tuple[Any, bytes | None]] = {}
-        self._tell: Callable[[], None] | None = None
+        self._tell: Callable[[bool], None] | None = None
 
     @property
     def held(self) -> bool:
@@ -401,8 +401,12 @@ class Notes:
         """Whether its handler is the one for a signal now: any thread may ask."""
         return bool(_handler(number) == self.take)
 
-    def watch(self, tell: Callable[[], None]) -> bool:
-        """Have ``tell`` called when SIGTERM comes, in the main thread, where nobody handles it; return whether that is so."""
+    def watch(self, tell: Callable[[bool], None]) -> bool:
+        """Have ``tell`` called in the main thread when SIGTERM comes, where nobody handles it; return whether that is so.
+
+        Args:
+            tell: given whether the signal is to end the process.
+        """
         number = signal.SIGTERM
         if threading.get_ident() != _main_ident or not (number in self._found or unhandled(number)):
             return False
@@ -468,7 +472,7 @@ class Notes:
             self.came.setdefault(number, now)
             self.unanswered.setdefault(number, now)
         if number == signal.SIGTERM and self._tell is not None:
-            self._tell()
+            self._tell(again)
         elif again:
             end_by(number)
 

@@ -144,7 +144,8 @@ def on_signal(
 
     Called by all members, with the same ``signals``; in the main thread. From then on these signals only leave a note. The next
     :func:`should_stop` at which the ranks agree, or the next :func:`barrier` of the group, calls ``handler(number)`` on every
-    rank before it returns, once for each signal number; there it may make collectives. :func:`should_stop` is true from then on.
+    rank before it returns, in the thread that calls, once for each signal number; there it may make collectives.
+    :func:`should_stop` is true from then on.
 
     Args:
         handler: called with the number of the signal; None: what answered before is removed, and the signals get the handlers
@@ -232,7 +233,7 @@ def should_stop(group: Any = None, *, before: float | None = None) -> bool:
         if found is None:
             return False
     stopping = found.stopping
-    if stopping is not None and stopping.passes and not found.broken:
+    if stopping is not None and stopping.passes and found.broken is None and found.turn is None:
         stopping.passes -= 1
         return bool(stopping.stopped)
     return _agree(found, stopping, before, call_site())

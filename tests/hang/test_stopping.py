@@ -263,3 +263,33 @@ def test_handlers_of_the_program_stay() -> None:
     assert result.returncode == 0, result
     assert result.out[0].split() == ["mine", "mine", "through"], result
     assert not result.err[0], result
+
+
+QUICK = """
+import os, signal, threading, time
+import mpicoll as dist
+dist.init_process_group()
+for _ in range(4):
+    threading.Thread(target=lambda: [sum(range(20_000)) for _ in iter(int, 1)], daemon=True).start()
+began = time.monotonic()
+while time.monotonic() - began < 5:
+    seen = []
+    with dist.on_signal(seen.append):
+        os.kill(os.getpid(), signal.SIGTERM)
+        dist.barrier()
+        assert seen == [15], seen
+    seen = []
+    with dist.on_signal(seen.append):
+        dist.barrier()
+        dist.should_stop()
+        assert seen == [], seen
+print("through", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_is_not_heard_twice() -> None:
+    """The thread that hears of SIGTERM, too, may come to it late: when it has been answered, and the handler removed."""
+    result = run_job(QUICK, 1, limit=60)
+    assert result.returncode == 0, result
+    assert "through" in result.out[0], result

@@ -197,6 +197,19 @@ def test_left_out() -> None:
             dist.should_stop(before=1e-6 if me else None)
 
 
+@pytest.mark.mpi(min_size=2)
+def test_inside_a_block_that_one_rank_runs_first() -> None:
+    """It is refused there, between two agreements as well: the others do not call it, and count their calls."""
+    dist.on_signal(lambda number: None)
+    for _ in range(40):
+        dist.should_stop()
+    with collective_raises(dist.DistError), dist.zero_first() as turn:
+        if turn.is_leader:
+            dist.should_stop()
+    for _ in range(40):
+        assert not dist.should_stop()
+
+
 def test_wrong_arguments() -> None:
     """They raise on all ranks, leave no handler behind, and the group can be used."""
     me, size = dist.get_rank(), dist.get_world_size()

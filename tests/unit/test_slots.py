@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mpicoll import shared
+from mpicoll.checks import slots as slots_module
 from mpicoll.checks.slots import SLOT_BYTES, Place, Slots
 
 RANKS = (4, 7, 9)
@@ -43,6 +44,8 @@ def other(path: Path, rank: int, end: str) -> int:
         signal.sigwait({signal.SIGUSR1})
         if end == "orderly":
             slots.leave()
+        if end == "signal":
+            slots.end()
         os._exit(0)
     os.read(ready, 1)
     os.close(ready)
@@ -165,3 +168,29 @@ def test_news_of_the_ranks_that_wait(path: Path) -> None:
     assert last.waiting_below() == 0
     for slots in (first, mine, last):
         slots.close()
+
+
+def test_a_rank_that_a_signal_ends_is_dead_a_while_later(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same signal is on its way to the others, as a rule: that its process is gone is no news at once, and nobody says so."""
+    mine = slots_of(path, 4)
+    monkeypatch.setattr(slots_module, "ENDED_FOR", 3600.0)
+    finish(other(path, 7, "signal"))
+    finish(other(path, 9, "orderly"))
+    assert mine.ended(7)
+    assert not mine.ended(9)
+    assert [mine.orderly(rank) for rank in RANKS] == [False, False, True]
+    assert mine.await_death() == -1
+    assert mine.dead() == []
+    monkeypatch.setattr(slots_module, "ENDED_FOR", 0.0)
+    assert mine.dead() == [7]
+    mine.close()
+
+
+def test_one_rank_reports(path: Path) -> None:
+    """Who reports where all are says so, and the others of the node read it for a while."""
+    mine = slots_of(path, 4)
+    assert not mine.reported(within=60)
+    mine.report()
+    assert mine.reported(within=60)
+    assert not mine.reported(within=0)
+    mine.close()
