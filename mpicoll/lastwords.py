@@ -32,11 +32,11 @@ from mpicoll.signals import Terminated, end_by, guard, notes
 
 __all__ = ["start", "stop"]
 
-GATHER = 0.3
+GATHER = 0.5
 """Seconds for which the rank that reports waits for the words of the others."""
-STAY = 0.5
+STAY = 0.7
 """Seconds that a rank stays after the signal at least: ranks of other nodes may not be through with their report."""
-MOST_STAY = 1.0
+MOST_STAY = 1.2
 LATE_AFTER = 3.0
 """Seconds without a step that answers a SIGTERM, after which the report is printed, and the process goes on."""
 

@@ -115,11 +115,12 @@ def test_time_left(slurm: Slurm, folder: Path) -> None:
 
 
 def check_report(text: str) -> None:
-    assert len(re.findall(r"SIGTERM ends ranks 0-1 on node\d", text)) == 1, text
-    assert len(re.findall(r"SIGTERM ends ranks 2-3 on node\d", text)) == 1, text
-    assert re.search(r"rank 0: at \S*program.py:\d+ in compute\(\)", text), text
-    assert re.search(r"rank 1: all_reduce #2 float64\[3\] SUM at \S*program.py:\d+, waited", text), text
-    assert re.search(r"ranks 2-3: all_reduce #2 float64\[3\] SUM at \S*program.py:\d+, waited", text), text
+    """Assert one report of each node, with the place of every rank (of one that is slow to answer: where it was last seen)."""
+    assert sorted(re.findall(r"SIGTERM ends ranks? [\d, -]+ on (node\d)", text)) == ["node1", "node2"], text
+    assert re.search(r"rank 0: .*\bprogram.py:\d+ in compute\(\)", text), text
+    waits = r"(all_reduce #2 float64\[3\] SUM at|.*at) \S*program.py:18"
+    assert re.search(rf"rank 1: {waits}", text), text
+    assert re.search(rf"ranks 2-3: {waits}", text) or len(re.findall(rf"rank [23]: {waits}", text)) == 2, text
     assert "Traceback" not in text, text
     assert "Segmentation" not in text, text
 
