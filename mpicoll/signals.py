@@ -379,6 +379,7 @@ class Notes:
     def __init__(self) -> None:
         self.came: dict[int, float] = {}
         self.unanswered: dict[int, float] = {}
+        self._answered: set[int] = set()
         self._holders: dict[int, int] = {}
         self._found: dict[int, tuple[Any, bytes | None]] = {}
         self._tell: Callable[[bool], None] | None = None
@@ -449,6 +450,7 @@ class Notes:
                 del self._holders[number]
                 self.came.pop(number, None)
                 self.unanswered.pop(number, None)
+                self._answered.discard(number)
                 if number != signal.SIGTERM or not self.watched:
                     self._give_back(number)
 
@@ -461,7 +463,8 @@ class Notes:
             put(number, signal.SIG_DFL.value if handler is None else handler, does)
 
     def agreed(self, number: int) -> None:
-        """Note that a step has answered a signal, which may have come to another rank only."""
+        """Note that a step has answered a signal, which may have come to another rank only, or comes here later."""
+        self._answered.add(number)
         self.unanswered.pop(number, None)
 
     def take(self, number: int, frame: FrameType | None) -> None:
@@ -470,7 +473,8 @@ class Notes:
         again = self.again(number, now)
         if not again:
             self.came.setdefault(number, now)
-            self.unanswered.setdefault(number, now)
+            if number not in self._answered:
+                self.unanswered.setdefault(number, now)
         if number == signal.SIGTERM and self._tell is not None:
             self._tell(again)
         elif again:
@@ -484,6 +488,7 @@ class Notes:
         self._holders.clear()
         self.came.clear()
         self.unanswered.clear()
+        self._answered.clear()
         for number in tuple(self._found):
             self._give_back(number)
 

@@ -101,6 +101,23 @@ def test_a_later_sigterm_ends(notes: Notes, monkeypatch: pytest.MonkeyPatch) -> 
     assert ended == [signal.SIGTERM, signal.SIGUSR1]
 
 
+def test_what_a_step_has_answered(notes: Notes) -> None:
+    """A signal that comes here after all ranks have answered it is not waited for; registered anew it is."""
+    held = notes.hold((signal.SIGTERM, signal.SIGUSR1), free=False)
+    notes.take(signal.SIGUSR1, None)
+    assert set(notes.unanswered) == {signal.SIGUSR1}
+    notes.agreed(signal.SIGUSR1)
+    notes.agreed(signal.SIGTERM)
+    for number in held:
+        notes.take(number, None)
+    assert not notes.unanswered
+    notes.release(held)
+    held = notes.hold((signal.SIGTERM,), free=False)
+    notes.take(signal.SIGTERM, None)
+    assert set(notes.unanswered) == {signal.SIGTERM}
+    notes.release(held)
+
+
 def test_a_forked_child_ends_by_its_signals(monkeypatch: pytest.MonkeyPatch, notes: Notes) -> None:
     """Held signals are given back in a child, as workers are ended by SIGTERM."""
     monkeypatch.setattr(signals, "notes", notes)
