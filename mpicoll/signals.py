@@ -462,6 +462,12 @@ class Notes:
             # None: a handler that was not installed from Python.
             put(number, signal.SIG_DFL.value if handler is None else handler, does)
 
+    def renew(self, numbers: set[int]) -> None:
+        """Forget that these have come, and have been answered."""
+        for number in numbers:
+            self.came.pop(number, None)
+            self._answered.discard(number)
+
     def agreed(self, number: int) -> None:
         """Note that a step has answered a signal, which may have come to another rank only, or comes here later."""
         self._answered.add(number)

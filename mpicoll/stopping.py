@@ -80,6 +80,11 @@ class OnSignal:
         if self.group.stopping is self:
             self.group.stopping = None
 
+    def replaced(self) -> None:
+        """Remove it where another one has taken its place, which answers anew what this one has answered."""
+        notes.renew(self._done)
+        self.remove()
+
     def __enter__(self) -> OnSignal:
         return self
 
@@ -195,10 +200,10 @@ def on_signal(
     names = tuple(signal.Signals(number).name if number in set(signal.Signals) else str(number) for number in numbers)
     key = () if error is not None else (("signals", names),)
     execution.agree(found, Call("on_signal", key, call_site(), error=error), found.timeout)
-    if found.stopping is not None:
-        found.stopping.remove()
-    registered = OnSignal(found, handler, numbers, free=False)
+    before, registered = found.stopping, OnSignal(found, handler, numbers, free=False)
     found.stopping = registered
+    if isinstance(before, OnSignal):  # held by the new one already: what came and has not been answered is not lost
+        before.replaced()
     return registered
 
 

@@ -259,6 +259,25 @@ def test_only_the_main_thread_takes_signals() -> None:
     assert in_thread() == "False"
 
 
+def test_a_signal_before_another_registration() -> None:
+    """What came and was not answered is answered by the handler that takes the place of the one before, or of none."""
+    for first in (None, dist.should_stop, lambda: dist.on_signal(print)):
+        seen: list[int] = []
+        if first is not None:
+            first()
+            if dist.get_rank() == 0:
+                to_me(USR1)
+        dist.on_signal(seen.append)
+        dist.barrier()
+        assert seen == ([] if first is None else [USR1])
+        dist.barrier()
+        assert len(seen) <= 1
+        dist.on_signal(seen.append)  # anew: what has been answered is not answered again
+        dist.barrier()
+        assert len(seen) <= 1
+        dist.on_signal(None)
+
+
 def test_removal() -> None:
     """The handle, a block, None, another registration and the end of the group give the signals back."""
     mine: list[int] = []
