@@ -18,7 +18,7 @@ from typing import Any
 
 from mpicoll.signals import unhandled
 
-__all__ = ["within"]
+__all__ = ["no_longer_than", "within"]
 
 _LONGEST = 1e9
 
@@ -71,6 +71,11 @@ def within(seconds: float) -> Iterator[None]:
             faulthandler.dump_traceback_later(seconds, exit=True, file=2)
             undo.callback(faulthandler.cancel_dump_traceback_later)
         yield
+
+
+def no_longer_than(seconds: float) -> None:
+    """End the process after some seconds, whatever it does then: also when the interpreter is gone, without a word."""
+    _start(seconds, ExitStack())
 
 
 def _start(seconds: float, undo: ExitStack) -> bool:

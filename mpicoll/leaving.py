@@ -29,6 +29,7 @@ from mpi4py import MPI
 from mpicoll import exits, groups, waiting, watchdog
 from mpicoll.checks.call import NOWHERE, Site, traceback_site
 from mpicoll.checks.report import painted
+from mpicoll.deadline import no_longer_than
 from mpicoll.errors import ARGUMENT, DistError, GroupBrokenError, PeerFailedError, in_one_line
 from mpicoll.launch.rundir import append_record, record_failure
 from mpicoll.topology import node_communicator
@@ -674,6 +675,10 @@ def _say_apart(base: Base, closings: list[Closing]) -> None:
 
 base_limit = 1800.0
 
+# MPICH 5.0: a rank whose host is cut off from the one of mpiexec says in MPI_Abort that it aborts, and then waits for good for
+# an answer of the launcher. After so many seconds it is ended.
+_ABORT_LIMIT = 20.0
+
 
 def _abort(code: int) -> None:
     """Have mpi4py call MPI_Abort with ``code`` at the very end, instead of MPI_Finalize."""
@@ -682,3 +687,4 @@ def _abort(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     mpi4py_run.set_abort_status(code or 1)
+    no_longer_than(_ABORT_LIMIT)

@@ -29,6 +29,20 @@ def test_it_ends_what_holds_the_interpreter() -> None:
     assert 'File "<string>", line 4 in <module>' in done.stderr, done
 
 
+def test_it_ends_what_outlives_the_interpreter() -> None:
+    """A process that hangs in C after all of Python's exit handlers is ended in time too."""
+    source = """
+import ctypes
+from mpicoll.deadline import no_longer_than
+ctypes.pythonapi.Py_AtExit(ctypes.cast(ctypes.CDLL(None).pause, ctypes.CFUNCTYPE(None)))
+no_longer_than(0.2)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, timeout=15, check=False, cwd=Path(__file__).parents[2]
+    )
+    assert -done.returncode >= signal.SIGRTMIN, done
+
+
 def test_it_leaves_nothing_behind() -> None:
     """After a block in time, or one that raises, nothing comes; and no signal is handled that was not."""
     before = [c_handler(number) for number in range(signal.SIGRTMIN, signal.SIGRTMAX + 1)]
