@@ -12,13 +12,14 @@ import faulthandler
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from mpicoll.signals import unhandled
 
-__all__ = ["no_longer_than", "within"]
+__all__ = ["afterwards", "within"]
 
 _LONGEST = 1e9
 
@@ -67,28 +68,49 @@ def within(seconds: float) -> Iterator[None]:
     """End the process, and write the stacks of all threads to its standard error, unless the block ends in time."""
     seconds = min(seconds, _LONGEST)
     with ExitStack() as undo:
-        if not _start(seconds, undo):
+        start = _timer(seconds, undo)
+        if start is None or start():
             faulthandler.dump_traceback_later(seconds, exit=True, file=2)
             undo.callback(faulthandler.cancel_dump_traceback_later)
         yield
 
 
-def no_longer_than(seconds: float) -> None:
-    """End the process after some seconds, whatever it does then: also when the interpreter is gone, without a word."""
-    _start(seconds, ExitStack())
+def afterwards(seconds: float) -> None:
+    """Give what runs when the interpreter is gone so many seconds; then the process is ended, without a word.
+
+    That is what libraries do at exit(3), MPI_Abort by mpi4py among them. Python's own exit handlers have all the time they want.
+    The first call counts.
+    """
+    if hasattr(sys, "_mpicoll_afterwards"):
+        return
+    with ExitStack() as undo:
+        start = _timer(seconds, undo)
+        undo.pop_all()
+    if start is not None:
+        sys._mpicoll_afterwards = _Afterwards(start)  # type: ignore[attr-defined]
 
 
-def _start(seconds: float, undo: ExitStack) -> bool:
-    """Start a timer of our own; whether this machine has them."""
+class _Afterwards:
+    """Starts the timer when Python clears the ``sys`` module, which it does last: it holds all that it needs."""
+
+    def __init__(self, start: Callable[[], int]) -> None:
+        self.start = start
+
+    def __del__(self) -> None:
+        self.start()
+
+
+def _timer(seconds: float, undo: ExitStack) -> Callable[[], int] | None:
+    """Make a timer of our own and return what starts it (0 if well), or None where this machine has them not."""
     library, number = _library(), _free_signal()
     if library is None or number is None:
-        return False
+        return None
     timer = ctypes.c_void_p()
     event = _Event(signal=number)
     if library.timer_create(time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)):
-        return False
+        return None
     faulthandler.register(number, file=2, chain=True)
     undo.callback(faulthandler.unregister, number)
     undo.callback(library.timer_delete, timer)
     times = _Times(first=int(seconds), first_ns=max(1, int(seconds % 1 * 1e9)))
-    return not library.timer_settime(timer, 0, ctypes.byref(times), None)
+    return partial(library.timer_settime, timer, 0, ctypes.byref(times), None)

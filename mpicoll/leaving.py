@@ -29,7 +29,7 @@ from mpi4py import MPI
 from mpicoll import exits, groups, waiting, watchdog
 from mpicoll.checks.call import NOWHERE, Site, traceback_site
 from mpicoll.checks.report import painted
-from mpicoll.deadline import no_longer_than
+from mpicoll.deadline import afterwards
 from mpicoll.errors import ARGUMENT, DistError, GroupBrokenError, PeerFailedError, in_one_line
 from mpicoll.launch.rundir import append_record, record_failure
 from mpicoll.topology import node_communicator
@@ -687,4 +687,4 @@ def _abort(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     mpi4py_run.set_abort_status(code or 1)
-    no_longer_than(_ABORT_LIMIT)
+    afterwards(_ABORT_LIMIT)

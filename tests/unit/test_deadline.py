@@ -30,17 +30,25 @@ def test_it_ends_what_holds_the_interpreter() -> None:
 
 
 def test_it_ends_what_outlives_the_interpreter() -> None:
-    """A process that hangs in C after all of Python's exit handlers is ended in time too."""
+    """A process that hangs in C after all of Python's exit handlers is ended in time; the handlers have longer."""
     source = """
-import ctypes
-from mpicoll.deadline import no_longer_than
+import atexit, ctypes, time
+from mpicoll.deadline import afterwards
 ctypes.pythonapi.Py_AtExit(ctypes.cast(ctypes.CDLL(None).pause, ctypes.CFUNCTYPE(None)))
-no_longer_than(0.2)
+atexit.register(lambda: (time.sleep(0.3), print("handled", flush=True)))
+afterwards(0.1)
+afterwards(60)
 """
     done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, timeout=15, check=False, cwd=Path(__file__).parents[2]
+        [sys.executable, "-c", source],
+        capture_output=True,
+        text=True,
+        timeout=15,
+        check=False,
+        cwd=Path(__file__).parents[2],
     )
     assert -done.returncode >= signal.SIGRTMIN, done
+    assert (done.stdout, done.stderr) == ("handled\n", ""), done
 
 
 def test_it_leaves_nothing_behind() -> None:
