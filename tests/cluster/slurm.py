@@ -17,7 +17,7 @@ from pathlib import Path
 
 import hosts
 from hosts import Hosts, hosts_up
-from jobs import MARK
+from jobs import LISTENER, MARK
 
 LOGIN = "login"
 TOOLS = ("slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo", "munged")
@@ -203,8 +203,15 @@ class Slurm:
         env: Mapping[str, str | None] | None = None,
         limit: float = 60.0,
     ) -> Finished:
-        """Submit a batch script, as `start` does, and wait until the job has ended; cancel it at the limit in seconds."""
-        return self.finish(self.start(script, *args, export=export, options=options, env=env), limit=limit)
+        """Submit a batch script, as `start` does, and wait until the job has ended; cancel it at the limit in seconds.
+
+        It is submitted once more when Open MPI says that it failed in the one way that is known to be nobody's fault.
+        """
+        done = self.finish(self.start(script, *args, export=export, options=options, env=env), limit=limit)
+        if done.code and LISTENER in done.output:
+            print(f"submitted again, Open MPI said: {LISTENER}")
+            done = self.finish(self.start(script, *args, export=export, options=options, env=env), limit=limit)
+        return done
 
     def finish(self, job: int, *, limit: float = 60.0) -> Finished:
         """Wait until a job has ended, and cancel it when that takes longer than the limit in seconds."""
