@@ -54,6 +54,8 @@ WRONG = {
 }
 
 
+# What each rank finds by itself: on a busy machine another one may be the first, and gives the group up before rank 0 has seen it.
+NOT_AGREED = {"early exit", "time limit"}
 SLOW = {"mismatch in a group", "wrong argument", "time limit"}
 
 
@@ -66,6 +68,9 @@ def test_printed_once(what: str) -> None:
     assert job.returncode == 1, job
     assert not job.left_running, job
     assert len(re.findall(r"^\[rank \d+\]   next: ", "".join(job.err), re.MULTILINE)) == 1, job
+    if what in NOT_AGREED:
+        reporter = next(rank for rank, err in enumerate(job.err) if "  next: " in err)
+        words = "tells more"
     assert job.err[reporter].count("  next: ") == 1, job
     for rank, (err, error) in enumerate(zip(job.err, raised, strict=True)):
         lines = [line for line in err.splitlines() if line.startswith(f"[rank {rank}] ")]
