@@ -54,7 +54,7 @@ WRONG = {
 }
 
 
-# What each rank finds by itself: on a busy machine another one may be the first, and gives the group up before rank 0 has seen it.
+# What each rank finds by itself: on a busy machine another one may be the first, and rank 0 hears of it.
 NOT_AGREED = {"early exit", "time limit"}
 SLOW = {"mismatch in a group", "wrong argument", "time limit"}
 
