@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mpicoll._version import __version__
 
 if TYPE_CHECKING:
+    from mpicoll.allocation import empty
     from mpicoll.buffers.reduce_op import ReduceOp
     from mpicoll.collectives import (
         all_gather,
@@ -92,6 +93,7 @@ if TYPE_CHECKING:
 
 # Where each public name comes from: it is imported when it is first asked for.
 _HOME = {
+    "allocation": ("empty",),
     "buffers.reduce_op": ("ReduceOp",),
     "collectives": (
         "all_gather",
@@ -207,6 +209,7 @@ __all__ = [
     "broadcast_object_list",
     "default_pg_timeout",
     "destroy_process_group",
+    "empty",
     "first",
     "gather",
     "gather_object",

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import contextvars
 import math
+import mmap
+import weakref
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -21,7 +23,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll.engines.base import Array, Kind, Movement, Request, starts
-from mpicoll.engines.segment import BUFFERS, Meeting, Segment, make_segment
+from mpicoll.engines.segment import BUFFERS, Meeting, Segment, make_segment, map_together
 
 __all__ = ["LARGEST_BUFFER", "Budget", "NodeEngine"]
 
@@ -33,6 +35,9 @@ SMALLEST_BUFFER = 32 * 1024
 
 WHOLE_BYTES, WHOLE_BYTES_CROWDED = 64 * 1024, 512 * 1024
 """How much more a member may reduce to save a step: up to so many bytes all reduce everything, each for itself."""
+
+DIRECT_BYTES = 64 * 1024
+"""From how many bytes on it is asked whether a buffer is in an array that the members share; that takes a step."""
 
 POLLS = 200
 MOST_PIECES = 256
@@ -66,6 +71,8 @@ class NodeEngine:
         self._polls = 2 if crowded else POLLS
         self._segment: Segment | None = None
         self._quiet = _Quiet()
+        self._arrays: list[weakref.ref[_Shared]] = []
+        self._made = 0
         self._pieces: dict[tuple[str, int], tuple[tuple[Array, Array], ...]] = {}
         self.usable = True
         self.why = ""
@@ -80,7 +87,7 @@ class NodeEngine:
         if kind is Kind.ALL_REDUCE:
             segment = self._segment
             assert segment is not None
-            if segment.size == 2 and flat.nbytes <= segment.room:
+            if segment.size == 2 and flat.nbytes <= segment.room and not (self._made and flat.nbytes >= DIRECT_BYTES):
                 return self._reduce_two(segment, flat, op)
             return self.all_reduce(flat, flat, op)
         return self.steps(Movement(kind, recv=flat, op=op, root=root), flat.nbytes)
@@ -95,6 +102,32 @@ class NodeEngine:
             else:
                 self._budget.spend(made.room)
                 self._segment = made
+
+    def share(self, nbytes: int) -> Generator[Request, None, _Shared | str]:
+        """Make an array of bytes for each member in memory that all share.
+
+        Called by all members, which are known to; :meth:`prepare` has been. Returns why not where there is none, on all.
+        """
+        page = mmap.PAGESIZE
+        made = yield from map_together(self._comm, page, -(-nbytes // page) * page)
+        if isinstance(made, str):
+            return made
+        self._made += 1
+        memory = np.frombuffer(made[0], np.uint8)
+        parts = [memory[page + rank * made[1] :][:nbytes] for rank in range(self._comm.Get_size())]
+        array = _Shared(self._made, parts, self._comm.Get_rank())
+        self._arrays = [known for known in self._arrays if known() is not None]
+        self._arrays.append(weakref.ref(array))
+        return array
+
+    def _find(self, flat: Array) -> tuple[_Shared | None, int]:
+        """Return in which of the arrays that the members share a buffer is, and where."""
+        address = flat.ctypes.data
+        for known in self._arrays:
+            array = known()
+            if array is not None and array.start <= address and address + flat.nbytes <= array.stop:
+                return array, address - array.start
+        return None, 0
 
     def steps(self, move: Movement, largest: int) -> Steps:
         """Move; the memory has been prepared.
@@ -124,11 +157,60 @@ class NodeEngine:
         """Reduce ``send`` of all members into ``recv``; they may be the same."""
         segment = self._segment
         assert segment is not None
-        size = segment.size
-        extra = recv.nbytes * (size - 2)
+        if self._made and recv.nbytes >= DIRECT_BYTES:
+            return self._reduce_shared(segment, send, recv, op)
+        return self._reduce_copied(segment, send, recv, op)
+
+    def _reduce_copied(self, segment: Segment, send: Array, recv: Array, op: str) -> Steps:
+        extra = recv.nbytes * (segment.size - 2)
         if extra <= (WHOLE_BYTES_CROWDED if self._crowded else WHOLE_BYTES):
             return self._reduce_whole(segment, send, recv, op)
         return self._reduce_parts(segment, send, recv, op, -1)
+
+    def _reduce_shared(self, segment: Segment, send: Array, recv: Array, op: str) -> Steps:
+        """Reduce in place what all members have in the same shared array; else go the usual way.
+
+        In a first step each says where its buffer is. Then each reduces its part of the elements, from all arrays into its own,
+        and copies the parts of the others. The last step is over when nobody reads this member's array any more.
+        """
+        me, size = segment.me, segment.size
+        array, offset = self._find(recv) if send is recv else (None, 0)
+        lines = segment.lines
+        step = segment.step
+        if not segment.all_at(step):
+            yield Meeting(segment.counters, segment.peers, step)
+        step += 1
+        place = segment.places[me]
+        lines[place + 1], lines[place + 2] = (0 if array is None else array.number), offset
+        segment.come(step)
+        late = self._await(segment, step)
+        if late is not None:
+            yield late
+        if array is None or any((lines[peer + 1], lines[peer + 2]) != (array.number, offset) for peer in segment.peers):
+            yield from self._reduce_copied(segment, send, recv, op)
+            return
+        whole = [part[offset : offset + recv.nbytes].view(recv.dtype) for part in array.parts]
+        edges = [recv.size * rank // size for rank in range(size + 1)]
+        low, high = edges[me], edges[me + 1]
+        width = max(1, LARGEST_BUFFER // recv.itemsize)
+        for start in range(low, high, width):
+            stop = min(start + width, high)
+            terms = [part[start:stop] for part in whole]
+            if me > 1:
+                terms[me] = terms[me].copy()  # the first two are reduced into its place
+            _fold(self._quiet.run, OPS[op], terms, recv[start:stop])
+        step += 1
+        segment.come(step)
+        late = self._await(segment, step)
+        if late is not None:
+            yield late
+        for rank in segment.others:
+            recv[edges[rank] : edges[rank + 1]] = whole[rank][edges[rank] : edges[rank + 1]]
+        step += 1
+        segment.come(step)
+        late = self._await(segment, step)
+        if late is not None:
+            yield late
 
     def _reduce(self, segment: Segment, send: Array, recv: Array | None, op: str, root: int) -> Steps:
         if send.nbytes * (segment.size - 2) <= WHOLE_BYTES_CROWDED:
@@ -392,6 +474,25 @@ class NodeEngine:
         targets[me][:] = blocks[me]
         writes = [(rank, blocks[rank]) for rank in segment.others]
         return writes, [(rank, me, targets[rank]) for rank in segment.others], shared
+
+
+class _Shared:
+    """An array of bytes of each member in memory that all of them share.
+
+    Attributes:
+        number: which of the group's.
+        parts: those of the members, as bytes; this one's is from address ``start`` to ``stop``.
+    """
+
+    def __init__(self, number: int, parts: list[Array], me: int) -> None:
+        self.number, self.parts = number, parts
+        self.start = parts[me].ctypes.data
+        self.stop = self.start + parts[me].nbytes
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """This member's part; an array made of it keeps this object."""
+        return {"shape": (self.stop - self.start,), "typestr": "|u1", "data": (self.start, False), "version": 3}
 
 
 class Budget:

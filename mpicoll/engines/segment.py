@@ -36,7 +36,7 @@ from mpi4py import MPI
 from mpicoll import shared
 from mpicoll.engines.base import Request
 
-__all__ = ["BUFFERS", "ORDERED", "Meeting", "Segment", "make_segment"]
+__all__ = ["BUFFERS", "ORDERED", "Meeting", "Segment", "make_segment", "map_together"]
 
 ORDERED = platform.machine() in ("x86_64", "AMD64")
 """Whether this processor keeps the order of stores, and of loads."""
@@ -87,18 +87,33 @@ class Segment:
         step: the last one that this member has come to.
         room: bytes of a buffer.
         counters: where the members stand; ``places[i]`` is that of member i.
+        lines: the same memory; behind each counter its member may say something of its step.
     """
 
-    __slots__ = ("_fence", "_memory", "_views", "counters", "me", "others", "peers", "places", "room", "size", "step")
+    __slots__ = (
+        "_fence",
+        "_memory",
+        "_views",
+        "counters",
+        "lines",
+        "me",
+        "others",
+        "peers",
+        "places",
+        "room",
+        "size",
+        "step",
+    )
 
-    def __init__(self, descriptor: int, me: int, size: int, room: int, barriers: MPI.Intracomm | None = None) -> None:
+    def __init__(self, memory: mmap.mmap, me: int, size: int, room: int, barriers: MPI.Intracomm | None = None) -> None:
         self.me, self.size, self.room, self.step = me, size, room, 0
-        self._memory = mmap.mmap(descriptor, bytes_of(size, room))
+        self._memory = memory
         self._fence = threading.Lock()
         self.places = tuple(rank * LINE // 8 for rank in range(size))
         self.others = tuple(rank for rank in range(size) if rank != me)
         self.peers = tuple(self.places[rank] for rank in self.others)
-        self.counters: Any = memoryview(self._memory)[: _head(size)].cast("q")
+        self.lines = memoryview(self._memory)[: _head(size)].cast("q")
+        self.counters: Any = self.lines
         if barriers is not None:
             self.counters = _Barriers(barriers)
         self._views: dict[str, list[list[npt.NDArray[Any]]]] = {}
@@ -127,25 +142,15 @@ class Segment:
         counters = self.counters
         return all(counters[peer] >= step for peer in self.peers)
 
-    def close(self) -> None:
-        """Let go of the memory, which goes when the last member has."""
-        self._views.clear()
-        self.counters = None
-
 
 def _head(size: int) -> int:
     return -(-size * LINE // _PAGE) * _PAGE
 
 
-def bytes_of(size: int, room: int) -> int:
-    """Return the bytes of the segment of ``size`` members with buffers of ``room`` bytes."""
-    return _head(size) + size * BUFFERS * room
-
-
 def make_segment(comm: MPI.Intracomm, room: int, willing: bool) -> Generator[Request, None, Segment | str]:
     """Make the segment of a group whose members are on one node; all of them call it, and are known to.
 
-    A generator: it yields what has to complete before it goes on. The file has a name only until all have opened it.
+    A generator: it yields what has to complete before it goes on.
 
     Args:
         room: bytes of a buffer, a multiple of the page; that of member 0 counts.
@@ -154,34 +159,55 @@ def make_segment(comm: MPI.Intracomm, room: int, willing: bool) -> Generator[Req
     Returns:
         The segment, or why there is none: on all members alike, in words on those that know.
     """
+    size = comm.Get_size()
+    made = yield from map_together(
+        comm, _head(size), BUFFERS * room, "" if willing else "the groups of this process use what MPICOLL_SHM_MB gives"
+    )
+    if isinstance(made, str):
+        return made
+    memory, part = made
+    return Segment(memory, comm.Get_rank(), size, part // BUFFERS, None if ORDERED else comm)
+
+
+def map_together(
+    comm: MPI.Intracomm, head: int, part: int, why_not: str = ""
+) -> Generator[Request, None, tuple[mmap.mmap, int] | str]:
+    """Map a new file into the memory of all members, of ``head`` bytes and a part of ``part`` bytes for each of them.
+
+    Called by all members of a communicator on one node, which are known to. The file has a name only until all have opened it.
+
+    Args:
+        head, part: in bytes, multiples of the page; those of member 0 count.
+        why_not: why this member has no memory to give, "" if it has.
+
+    Returns:
+        The memory and the bytes of a part; or why there is none: on all members alike, in words on those that know.
+    """
     me, size = comm.Get_rank(), comm.Get_size()
-    descriptor, path, why = -1, "", "" if willing else "the groups of this process use what MPICOLL_SHM_MB gives"
+    descriptor, path, why = -1, "", why_not
     told = np.zeros(256, np.uint8)
-    if me == 0 and willing:
-        descriptor, path, why = shared.create("node", bytes_of(size, room), _head(size))
-        words = f"{room} {path}".encode() if path else b""
+    if me == 0 and not why:
+        descriptor, path, why = shared.create("node", head + size * part, head)
+        words = f"{part} {path}".encode() if path else b""
         told[: len(words)] = np.frombuffer(words, np.uint8)
-    segment: Segment | None = None
+    memory: mmap.mmap | None = None
     try:
         yield comm.Ibcast(told, 0)
-        said = bytes(told).rstrip(b"\0").decode()
-        if said and willing:
-            where = said.partition(" ")
-            room = int(where[0])
+        said, _, where = bytes(told).rstrip(b"\0").decode().partition(" ")
+        if said and not why:
+            part = int(said)
             try:
                 if descriptor < 0:
-                    descriptor = os.open(where[2], os.O_RDWR | os.O_CLOEXEC)
-                shared.reserve(descriptor, _head(size) + me * BUFFERS * room, BUFFERS * room)
-                segment = Segment(descriptor, me, size, room, None if ORDERED else comm)
+                    descriptor = os.open(where, os.O_RDWR | os.O_CLOEXEC)
+                shared.reserve(descriptor, head + me * part, part)
+                memory = mmap.mmap(descriptor, head + size * part)
             except (OSError, ValueError) as error:
-                why = f"{getattr(error, 'strerror', None) or error} ({BUFFERS * room >> 10} KiB in {shared.DIRECTORY})"
-        everybody = np.array([segment is not None], np.int64)
+                why = f"{getattr(error, 'strerror', None) or error} ({part >> 10} KiB in {shared.DIRECTORY})"
+        everybody = np.array([memory is not None], np.int64)
         yield comm.Iallreduce(MPI.IN_PLACE, everybody, MPI.MIN)
     finally:
         if descriptor >= 0:
             os.close(descriptor)
         if path:
             os.unlink(path)
-    if everybody[0] and segment is not None:
-        return segment
-    return why
+    return (memory, part) if everybody[0] and memory is not None else why

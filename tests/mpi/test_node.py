@@ -261,3 +261,54 @@ def test_what_is_chosen() -> None:
     chosen = Choice("auto", {Kind.REDUCE: 1000})
     assert [chosen.node(Kind.REDUCE, size) for size in (999, 1000)] == [False, True]
     assert not chosen.node(Kind.GATHER, 1 << 40)
+
+
+@pytest.mark.parametrize("size", [1, 3000, 70_001])
+def test_arrays_in_shared_memory(size: int) -> None:
+    """all_reduce in place of shared arrays, of parts of them, mixed with others, and again when arrays have gone."""
+    me, world = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group()
+    x, y = (dist.empty((size, 2), "float64", group=group) for _ in range(2))
+    assert (x.shape, x.dtype) == ((size, 2), np.float64)
+    total = world * (world + 1) / 2
+    for again in range(3):
+        x[...] = me + 1
+        y[...] = 2 * me + 2
+        dist.all_reduce(x, group=group)
+        assert (x == total).all(), again
+        assert (y == 2 * me + 2).all(), again
+        dist.all_reduce(y[size // 2 :], group=group)  # a part
+        assert (y[size // 2 :] == 2 * total).all(), again
+        assert (y[: size // 2] == 2 * me + 2).all(), again
+        part = x if me else y  # not the same on all: copied
+        part[...] = me + 1
+        dist.all_reduce(part, group=group)
+        assert (part == total).all(), again
+        plain = np.full((size, 2), me + 1.0)
+        dist.all_reduce(x if me == 0 and x.fill(1.0) is None else plain, group=group)
+        assert ((plain if me else x) == total).all(), again
+        x[...] = me + 1
+        out = dist.all_reduce(x, dist.ReduceOp.MAX, group=group, async_op=True)
+        out.wait()
+        assert (x == world).all(), again
+    kept = x[1:] if size > 1 else x
+    del x, y, part
+    kept[...] = me
+    dist.all_reduce(kept, group=group)
+    assert (kept == world * (world - 1) / 2).all()
+    dist.destroy_process_group(group)
+
+
+def test_wrong_arguments_of_empty() -> None:
+    """What cannot be allocated raises on all ranks; without ``shared`` nothing is communicated."""
+    me = dist.get_rank()
+    with pytest.raises((TypeError, ValueError, dist.CollectiveMismatchError)):
+        dist.empty(-1 if me == 0 else 3)
+    with pytest.raises((TypeError, dist.CollectiveMismatchError)):
+        dist.empty(3, object if me == 1 else float)
+    with pytest.raises(dist.CollectiveMismatchError):
+        dist.empty(3 + me)
+    if me == 0:
+        assert dist.empty((2, 3), "int8", shared=False).shape == (2, 3)
+    assert dist.empty(0).size == 0
+    assert dist.empty((4, 0, 2), "float32").shape == (4, 0, 2)

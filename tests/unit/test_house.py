@@ -22,7 +22,7 @@ ROOMS = (
     {"__init__"},
     {"nn", "training"},
     {"turns", "fused"},
-    {"collectives", "object_messages", "objects", "p2p", "stopping", "subgroups"},
+    {"allocation", "collectives", "object_messages", "objects", "p2p", "stopping", "subgroups"},
     {"mesh", "stores"},
     {"runtime"},
     {"persistent"},
