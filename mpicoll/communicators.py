@@ -13,14 +13,15 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll.checks.agreement import Closing, Lane
-from mpicoll.engines.base import Engine, Kind, Request
+from mpicoll.engines.base import SMALL_BYTES, Engine, Kind, Request
 from mpicoll.engines.choice import Choice
 from mpicoll.engines.mpi import MpiEngine
 from mpicoll.engines.node import Budget, NodeEngine
+from mpicoll.engines.segment import ORDERED
 from mpicoll.errors import DistBackendError
 from mpicoll.matching import Receiver
-from mpicoll.settings import Settings
-from mpicoll.topology import Topology, cores
+from mpicoll.settings import Level, Settings
+from mpicoll.topology import Topology
 
 __all__ = ["Pair", "Pool", "duplicate", "make_pair", "mpi_text"]
 
@@ -107,16 +108,18 @@ class Pool:
         pair.index = len(made)
         made.append(pair)
 
-    def furnish(self, pair: Pair, topology: Topology, settings: Settings) -> None:
+    def furnish(self, pair: Pair, topology: Topology, settings: Settings, level: Level) -> None:
         """Give a pair that comes into use what moves its data; all members of a group have the same settings."""
-        pair.choice = Choice(settings.engine)
+        pair.choice = Choice(settings.engine, 1 if level == "full" else SMALL_BYTES + 1)
         nodes = {topology.node_of[rank] for rank in pair.ranks}
         if pair.node is not None or len(nodes) > 1 or len(pair.ranks) < 2:
             return
+        if not ORDERED and settings.engine != "node":
+            return  # untested on processors of other kinds: only where it is asked for
         here = len(topology.local_ranks)
         if self._budget is None:
             self._budget = Budget((settings.shm_mb << 20) // here)
-        pair.node = NodeEngine(pair.data, self._budget, topology.crowded(cores()))
+        pair.node = NodeEngine(pair.data, self._budget, topology.crowded)
 
     def candidate(self, ranks: tuple[int, ...]) -> int:
         """Return the index of the first idle pair of these members, or -1."""

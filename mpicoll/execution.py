@@ -21,7 +21,7 @@ from mpicoll.checks.call import NOTHING, NOWHERE, Call, Site, fingerprint
 from mpicoll.checks.levels import EVERY, Kept
 from mpicoll.communicators import mpi_text
 from mpicoll.engines import large
-from mpicoll.engines.base import Kind, Movement, Request, block_bytes, pieces
+from mpicoll.engines.base import SMALL_BYTES, Kind, Movement, Request, block_bytes, pieces
 from mpicoll.engines.node import NodeEngine
 from mpicoll.errors import (
     CollectiveMismatchError,
@@ -50,9 +50,6 @@ __all__ = [
     "sending",
     "wrap",
 ]
-
-SMALL_BYTES = 16 * 1024
-"""Up to this block size data moves by polled requests through buffers of the library (to be tuned, see docs)."""
 
 NATIVE_BYTES = 32 * 1024 * 1024
 """Bytes that one blocking native call moves at most, so that it ends within about half a second."""

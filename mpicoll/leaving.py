@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll import exits, groups, waiting, watchdog
+from mpicoll import exits, groups, shared, waiting, watchdog
 from mpicoll.checks.call import NOWHERE, Site, traceback_site
 from mpicoll.checks.report import painted
 from mpicoll.deadline import afterwards
@@ -449,6 +449,7 @@ def leave(reason: str) -> None:
     except KeyboardInterrupt:
         _ending.code, _ending.stuck = 128 + signal.SIGINT, True
     watchdog.stop()
+    shared.remove()  # what was given up while it was made
     spoiled = _ending.stuck or any(pair.spoiled for base in bases for pair in base.pool.all())
     ends_job = bool(spoiled and _ending.code)
     for base in bases:

@@ -133,7 +133,7 @@ def init_process_group(
     limit = settings.timeout
     if isinstance(timeout, timedelta) and timeout > timedelta(0):
         limit = timeout.total_seconds()
-    _start_mpi(limit)
+    _start_mpi(limit, world_size)
 
     from mpi4py import MPI
 
@@ -142,7 +142,7 @@ def init_process_group(
     from mpicoll.checks.inflight import registry
     from mpicoll.communicators import mpi_text
     from mpicoll.patience import await_death, describe_state, tell_place
-    from mpicoll.topology import cores, discover
+    from mpicoll.topology import discover
 
     base_comm = MPI.COMM_WORLD if comm is None else comm
     wrong: TypeError | None = None
@@ -231,11 +231,11 @@ def init_process_group(
         raise
     _initialisations = flags.block_bytes
     state.world.level = level
-    state.pool.furnish(pair, state.topology, settings)
+    state.pool.furnish(pair, state.topology, settings, level)
     state.world.calls, state.world.last = 0, None  # numbers in messages are those of the program's own calls
     state.world.group_name = str(flags.block_bytes)
     state.groups = {state.world.group_name: state.world}
-    waiting.crowded = state.topology.crowded(cores())
+    waiting.crowded = state.topology.crowded
     base.board.state = describe_state
     waiting.add_service(base.board.poll)
     if tell_place not in watchdog.services:
@@ -317,7 +317,7 @@ def _warn_once(topic: str, message: str) -> None:
         warn_caller(message)
 
 
-def _start_mpi(limit: float) -> None:
+def _start_mpi(limit: float, world_size: Any = None) -> None:
     """Import mpi4py and initialise MPI, where that has not been done; look at the launch first.
 
     A rank that waits in MPI_Init past the limit, because another one of the job never starts MPI, ends with its traceback.
@@ -346,6 +346,7 @@ def _start_mpi(limit: float) -> None:
             MPI.Get_library_version(),
             script=script_of(sys.orig_argv),
             listing=ask_srun,
+            asked_world_size=world_size if isinstance(world_size, int) else -1,
         )
         _wait_in_mpi_init_for_every_rank_of_the_job(limit)
     mark_rank(os.environ, os.getpid())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import secrets
+import time
 
-__all__ = ["create", "path_of", "reserve"]
+__all__ = ["create", "path_of", "remove", "reserve", "sweep"]
 
 DIRECTORY = "/dev/shm"
 
@@ -31,14 +34,48 @@ def create(kind: str, size: int, reserved: int | None = None) -> tuple[int, str,
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as error:
         return -1, "", f"{error.strerror} ({path})"
+    _named.add(path)
     try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _LOCK)
         os.ftruncate(descriptor, size)
         reserve(descriptor, 0, size if reserved is None else reserved)
     except OSError as error:
         os.close(descriptor)
-        os.unlink(path)
+        remove(path)
         return -1, "", f"{error.strerror} ({size >> 10} KiB in {DIRECTORY})"
     return descriptor, path, ""
+
+
+_named: set[str] = set()
+_LOCK = 1 << 40
+"""The byte of a file on which its maker holds a lock as long as it has a name, and lives."""
+OLD = 60.0
+
+
+def remove(*paths: str) -> None:
+    """Take the names of files away that this process has made; without arguments of all that still have one."""
+    for path in paths or tuple(_named):
+        _named.discard(path)
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def sweep(kind: str) -> None:
+    """Remove files of this user whose makers were killed before they could do it themselves."""
+    for name in os.listdir(DIRECTORY):
+        path = os.path.join(DIRECTORY, name)
+        if not name.startswith(f"mpicoll-{kind}-") or path in _named:
+            continue
+        with contextlib.suppress(OSError):
+            known = os.stat(path)
+            if known.st_uid != os.getuid() or time.time() - known.st_mtime < OLD:
+                continue
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _LOCK)
+                os.unlink(path)
+            finally:
+                os.close(descriptor)
 
 
 def reserve(descriptor: int, start: int, size: int) -> None:

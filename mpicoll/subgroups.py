@@ -223,14 +223,14 @@ def _make(known: State, members: tuple[int, ...], index: int, tag: int, call: Ca
     """Take the pair that all members agreed is idle, or make a new one; all members are known to be here."""
     if index != NOTHING and index >= 0:
         pair = known.pool.take(members, index)
-        known.pool.furnish(pair, known.topology, known.settings)
+        known.pool.furnish(pair, known.topology, known.settings, known.world.level)
         with waiting.guard:
             execution.drive(known.world, call, pair.sweep(), known.world.timeout)
         return pair
     with waiting.guard, execution.native(known.world, call, known.world.timeout):
         pair = make_pair(known.world.pair.control, members, tag)
     pair.lane.epoch = known.world.pair.lane.epoch
-    known.pool.furnish(pair, known.topology, known.settings)
+    known.pool.furnish(pair, known.topology, known.settings, known.world.level)
     known.pool.add(pair)
     return pair
 

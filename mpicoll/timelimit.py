@@ -100,7 +100,9 @@ class Clock:
     def _ask(self) -> float | None:
         get = self._environ.get
         if job := get("SLURM_JOB_ID"):
-            return duration(self._answer(["squeue", "-h", "-j", job, "-o", "%L"]))
+            # Of a job array the id of one of its tasks is that of the whole, of which all tasks are listed.
+            lines = (line.split() for line in self._answer(["squeue", "-h", "-j", job, "-o", "%A %L"]).splitlines())
+            return next((duration(line[1]) for line in lines if line[:1] == [job] and len(line) == 2), None)
         if job := get("PBS_JOBID"):
             return qstat_left(self._answer(["qstat", "-f", job]), time.time())
         if job := get("LSB_JOBID"):

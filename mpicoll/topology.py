@@ -27,11 +27,13 @@ class Topology:
         node_of: number of the node of each rank; nodes are numbered by their lowest rank.
         hosts: name of each node, for display.
         rank: this rank.
+        cores: the least that a rank of this node takes for the number of its cores; the same on all of them.
     """
 
     node_of: tuple[int, ...]
     hosts: tuple[str, ...]
     rank: int
+    cores: int = 1 << 30
 
     @property
     def node(self) -> int:
@@ -48,9 +50,10 @@ class Topology:
         """This rank's place among the ranks of its node."""
         return self.local_ranks.index(self.rank)
 
-    def crowded(self, cores: int) -> bool:
-        """Whether this node has more ranks than cores."""
-        return len(self.local_ranks) > cores
+    @property
+    def crowded(self) -> bool:
+        """Whether this node has more ranks than cores; the same on all its ranks."""
+        return len(self.local_ranks) > self.cores
 
 
 def node_communicator(topology: Topology, parent: MPI.Intracomm) -> MPI.Intracomm:
@@ -86,12 +89,18 @@ def discover(comm: MPI.Intracomm) -> Topology:
         leader = _confirmed_leader(supposed, rank)
     finally:
         supposed.Free()
-    leaders = np.empty(size, np.int64)
-    comm.Allgather(np.array([leader], np.int64), leaders)
+    told = np.empty((size, 2), np.int64)
+    comm.Allgather(np.array([leader, cores()], np.int64), told)
+    leaders = told[:, 0]
     names = comm.allgather(os.uname().nodename if leader == rank else None)
     order = sorted(set(leaders.tolist()))
     number = {lead: i for i, lead in enumerate(order)}
-    return Topology(tuple(number[lead] for lead in leaders.tolist()), tuple(str(names[lead]) for lead in order), rank)
+    return Topology(
+        tuple(number[lead] for lead in leaders.tolist()),
+        tuple(str(names[lead]) for lead in order),
+        rank,
+        int(told[leaders == leader, 1].min()),
+    )
 
 
 def _confirmed_leader(node: MPI.Comm, rank: int) -> int:

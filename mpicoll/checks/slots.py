@@ -266,7 +266,7 @@ def make_slots(node: MPI.Comm, me: int, ranks: tuple[int, ...]) -> Slots | None:
             slots = None
     everybody: Any = node.allreduce(slots is not None, MPI.LAND)
     if path and node.Get_rank() == 0:
-        os.unlink(path)
+        shared.remove(path)
     if everybody:
         return slots
     if slots is not None:

@@ -216,10 +216,11 @@ def script(wanted: Wanted, plan: Plan) -> str:
         ("output", "%x-%j.out"),
     ]
     lines += [f"#SBATCH --{option}={value}" for option, value in asked if value is not None]
+    lines += ["", "set -eo pipefail"]
     if wanted.modules:
         # Before `set -u`: the functions behind `module` use variables that may not be set.
-        lines += ["", "module load " + shlex.join(wanted.modules)]
-    lines += ["", "set -euo pipefail"]
+        lines.append("module load " + shlex.join(wanted.modules))
+    lines.append("set -u")
     lines.append(f"export OMP_NUM_THREADS={wanted.cpus_per_task}  # threads of each rank")
     lines += _start(wanted, plan)
     return "\n".join(lines) + "\n"

@@ -20,6 +20,9 @@ __all__ = ["Engine", "Kind", "Movement", "Plan", "Request", "block_bytes", "bloc
 
 Array = npt.NDArray[Any]
 
+SMALL_BYTES = 16 * 1024
+"""Up to this block size data moves by polled requests through buffers of the library (to be tuned, see docs)."""
+
 
 class Kind(enum.Enum):
     """The collective movements (MPI-4.1 chapter 6)."""

@@ -30,14 +30,16 @@ class Choice:
 
     Attributes:
         mode: ``auto``, ``mpi`` or ``node``.
+        least: bytes below which no call is moved through shared memory: small ones that are not compared go through MPI.
         smallest: bytes of the largest block of a call from which on the node engine moves it.
     """
 
     mode: str = "auto"
+    least: int = 1
     smallest: Mapping[Kind, int] = field(default_factory=lambda: SMALLEST)
 
     def node(self, kind: Kind, nbytes: int) -> bool:
         """Whether the members of a group on one node move a call of such blocks through shared memory."""
         if self.mode == "mpi" or kind is Kind.BARRIER:
             return False
-        return nbytes > 0 if self.mode == "node" else nbytes >= self.smallest.get(kind, NEVER)
+        return nbytes >= self.least and (self.mode == "node" or nbytes >= self.smallest.get(kind, NEVER))

@@ -96,11 +96,13 @@ class NodeEngine:
         """Make the shared memory, at the first call that wants it; all members do it, and are known to."""
         if self._segment is None and self.usable:
             room = self._budget.room(self._comm.Get_size())
+            self._budget.spend(room)  # now: another group may be prepared at the same time
             made = yield from make_segment(self._comm, room, room > 0)
             if isinstance(made, str):
                 self.usable, self.why = False, made
+                self._budget.spend(-room)
             else:
-                self._budget.spend(made.room)
+                self._budget.spend(made.room - room)  # what member 0 has given each
                 self._segment = made
 
     def share(self, nbytes: int) -> Generator[Request, None, _Shared | str]:
@@ -516,7 +518,7 @@ class Budget:
         return 0
 
     def spend(self, room: int) -> None:
-        """Note that a group has been made with buffers of ``room`` bytes."""
+        """Note that a group is made with buffers of ``room`` bytes; less than 0: that they are given back."""
         self.left -= BUFFERS * room
 
 

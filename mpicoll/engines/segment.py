@@ -22,6 +22,7 @@ MPI, whose ordering MPI itself needs for its own shared memory. That way is test
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import platform
@@ -187,7 +188,9 @@ def map_together(
     descriptor, path, why = -1, "", why_not
     told = np.zeros(256, np.uint8)
     if me == 0 and not why:
-        descriptor, path, why = shared.create("node", head + size * part, head)
+        with contextlib.suppress(OSError):
+            shared.sweep("segment")
+        descriptor, path, why = shared.create("segment", head + size * part, head)
         words = f"{part} {path}".encode() if path else b""
         told[: len(words)] = np.frombuffer(words, np.uint8)
     memory: mmap.mmap | None = None
@@ -209,5 +212,5 @@ def map_together(
         if descriptor >= 0:
             os.close(descriptor)
         if path:
-            os.unlink(path)
+            shared.remove(path)
     return (memory, part) if everybody[0] and memory is not None else why

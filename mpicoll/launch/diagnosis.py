@@ -96,6 +96,7 @@ def check_before_mpi(
     script: str = "script.py",
     listing: Listing = _assumed,
     fd_target: Callable[[int], str] | None = None,
+    asked_world_size: int = -1,
 ) -> None:
     """Raise LaunchError where initialising MPI would hang, abort or make many worlds of one process.
 
@@ -108,6 +109,7 @@ def check_before_mpi(
         script: what the line that would work is to start.
         listing: asks srun for its MPI plugins; called by one process of the job, and only when something is wrong.
         fd_target: what a file descriptor points to; for tests.
+        asked_world_size: what the program says, or -1; 1: each process is meant to be alone.
 
     Raises:
         LaunchError: this process inherited the launch environment of a rank that started it (a new mpirun from inside
@@ -133,7 +135,7 @@ def check_before_mpi(
         if "Debian" in text and launcher.kind in ("slurm", "slurm-pmi2"):
             raise LaunchError(_mismatch(environ, launcher, text, "MPI_Init would abort", script, listing))
         if _major(text) >= 5 or "Debian" in text:
-            _check_lonely(environ, -1, text, script, listing)
+            _check_lonely(environ, asked_world_size, text, script, listing)
 
 
 def _inherited(environ: Mapping[str, str], owner: str, family: Family) -> str:
@@ -213,6 +215,8 @@ def check_world(
 def _check_lonely(
     environ: Mapping[str, str], asked_world_size: int, mpi_library: str | None, script: str, listing: Listing
 ) -> None:
+    if asked_world_size == 1:
+        return  # each is meant to be alone
     own = _OWN[mpi_family(mpi_library)]
     said = {kind: launcher for kind in KINDS if (launcher := launched_by(kind, environ)) is not None}
     order = [kind for kind in own if kind in said] + [kind for kind in said if kind not in own]

@@ -74,3 +74,56 @@ def test_control_c() -> None:
     assert "KeyboardInterrupt" in job.out[1], job
     for rank in (0, 2):
         assert "PeerFailedError" in job.out[rank] or "GroupBrokenError" in job.out[rank], job
+
+
+@pytest.mark.parametrize("level", ["off", pytest.param("roll", marks=pytest.mark.slow)])
+def test_short_and_long_ways_of_a_small_call_meet(level: str) -> None:
+    """With the node engine forced, a rank whose array is packed makes the same steps as the others, at every level."""
+    job = run_job(
+        """
+import numpy as np
+import mpicoll as dist
+dist.init_process_group()
+r, n = dist.get_rank(), dist.get_world_size()
+for step in range(40):
+    x = np.full(16, r + 1.0)
+    x = x[::2] if r == step % 3 else x[:8]
+    dist.all_reduce(x)
+    assert (x == n * (n + 1) / 2).all(), (step, x)
+    big = np.full(40_000, r + 1.0)
+    dist.all_reduce(big[::2] if r == step % 3 else big[:20_000])
+    assert (big[:2000:2] == n * (n + 1) / 2).all(), step
+""",
+        3,
+        limit=30,
+        env={"MPICOLL_ENGINE": "node", "MPICOLL_CHECK": level, "MPICOLL_TIMEOUT": "10"},
+    )
+    assert not job.timed_out, job
+    assert job.returncode == 0, job
+
+
+def test_control_c_while_the_memory_is_made() -> None:
+    """A rank that gives up while the others have not come leaves no file."""
+    before = left_in_memory()
+    job = run_job(
+        """
+import os, signal, time
+import numpy as np
+import mpicoll as dist
+dist.init_process_group()
+from mpicoll.engines import node
+made = node.make_segment
+def late(*given):
+    time.sleep(2)
+    yield from made(*given)
+if dist.get_rank(): node.make_segment = late
+else: signal.setitimer(signal.ITIMER_REAL, 0.7); signal.signal(signal.SIGALRM, signal.default_int_handler)
+dist.all_reduce(np.ones(50_000))
+""",
+        2,
+        limit=20,
+    )
+    assert not job.timed_out, job
+    assert job.returncode != 0, job
+    assert "KeyboardInterrupt" in job.err[0], job
+    assert not left_in_memory() - before, job

@@ -248,7 +248,7 @@ def test_without_shared_memory(
     said = capfd.readouterr().err
     assert said.count("no shared memory for group") == guilty, said
     dist.barrier()
-    assert not [name for name in set(os.listdir("/dev/shm")) - before if name.startswith("mpicoll-node")]
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if name.startswith("mpicoll-segment")]
     group.pair.node = None
     dist.destroy_process_group(group)
 
@@ -258,7 +258,7 @@ def test_what_is_chosen() -> None:
     assert not Choice("mpi").node(Kind.ALL_REDUCE, 1 << 30)
     assert Choice("node").node(Kind.BROADCAST, 1)
     assert not Choice("node").node(Kind.BARRIER, 0)
-    chosen = Choice("auto", {Kind.REDUCE: 1000})
+    chosen = Choice("auto", smallest={Kind.REDUCE: 1000})
     assert [chosen.node(Kind.REDUCE, size) for size in (999, 1000)] == [False, True]
     assert not chosen.node(Kind.GATHER, 1 << 40)
 
@@ -312,3 +312,15 @@ def test_wrong_arguments_of_empty() -> None:
         assert dist.empty((2, 3), "int8", shared=False).shape == (2, 3)
     assert dist.empty(0).size == 0
     assert dist.empty((4, 0, 2), "float32").shape == (4, 0, 2)
+
+
+def test_ranks_that_count_their_cores_differently(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a node is crowded is agreed, since what is done depends on it."""
+    from mpi4py import MPI
+
+    from mpicoll.topology import discover
+
+    me = dist.get_rank()
+    monkeypatch.setattr(os, "cpu_count", lambda: 64 if me == 0 else 1)
+    found = discover(MPI.COMM_WORLD)
+    assert found.cores == (1 if len(found.local_ranks) > 1 or me else 64)

@@ -177,7 +177,7 @@ def test_options(site: Site, capsys: pytest.CaptureFixture[str], tmp_path: Path)
         "output": "%x-%j.out",
     }
     commands = [line for line in printed.splitlines() if line and not line.startswith("#")]
-    assert commands[:2] == ["module load openmpi/5", "set -euo pipefail"]
+    assert commands[:2] == ["set -eo pipefail", "module load openmpi/5"]
     assert printed.rindex("#SBATCH") < printed.index("module load")
     assert main(["slurm-script", *asked, "--output", "job.sbatch", "a b.py"]) == 0
     assert (tmp_path / "job.sbatch").read_text() == printed

@@ -76,8 +76,9 @@ def test_a_variable_tells_without_asking() -> None:
 @pytest.mark.parametrize(
     ("variable", "answer", "program", "seconds"),
     [
-        ("SLURM_JOB_ID", "1:40\n", "squeue", 100),
-        ("SLURM_JOB_ID", "UNLIMITED\n", "squeue", None),
+        ("SLURM_JOB_ID", "7 1:40\n", "squeue", 100),
+        ("SLURM_JOB_ID", "9 0:10\n8 0:20\n7 1:40\n", "squeue", 100),
+        ("SLURM_JOB_ID", "7 UNLIMITED\n", "squeue", None),
         ("SLURM_JOB_ID", "", "squeue", None),
         ("PBS_JOBID", "    Resource_List.walltime = 00:01:40\n", "qstat", 100),
         ("LSB_JOBID", "0:02 L\n", "bjobs", 120),
