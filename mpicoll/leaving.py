@@ -32,6 +32,7 @@ from mpicoll.checks.report import painted
 from mpicoll.deadline import afterwards
 from mpicoll.errors import ARGUMENT, DistError, GroupBrokenError, PeerFailedError, in_one_line
 from mpicoll.launch.rundir import append_record, record_failure
+from mpicoll.signals import notes
 from mpicoll.topology import node_communicator
 
 if TYPE_CHECKING:
@@ -450,6 +451,7 @@ def leave(reason: str) -> None:
         _ending.code, _ending.stuck = 128 + signal.SIGINT, True
     watchdog.stop()
     shared.remove()  # what was given up while it was made
+    notes.end()
     spoiled = _ending.stuck or any(pair.spoiled for base in bases for pair in base.pool.all())
     ends_job = bool(spoiled and _ending.code)
     for base in bases:

@@ -397,8 +397,8 @@ def await_death(board: Board) -> str:
     slots = board.slots
     try:
         rank = slots.await_death() if slots is not None else -1
-        if rank < 0 or slots is None or rank in told_dead:
-            return ""
+        if rank < 0 or slots is None or rank in told_dead or board.failed:
+            return ""  # after a failure that is known already, it is the launcher that ends the others
         told_dead.add(rank)
         place = slots.place(rank)
     except (OSError, ValueError):

@@ -486,6 +486,16 @@ class Notes:
         elif again:
             end_by(number)
 
+    def end(self) -> None:
+        """Let signals that steps have answered do nothing any more: the program is at its end.
+
+        Python gives each its default back before MPI is finalised, and MPICH's launcher sends SIGUSR1 when a rank ends.
+        """
+        if threading.get_ident() == _main_ident:
+            for number in self._holders:
+                if number != signal.SIGTERM and _handler(number) == self.take:
+                    signal.signal(number, signal.SIG_IGN)
+
     def forget(self) -> None:
         """Give every signal back in a forked child, which has no steps."""
         if self._tell is not None:

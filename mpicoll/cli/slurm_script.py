@@ -239,6 +239,7 @@ def _start(wanted: Wanted, plan: Plan) -> list[str]:
     lines = ["export SLURM_MPI_TYPE=none"]
     words = ["exec", shlex.quote(plan.mpirun)]
     if plan.family == "openmpi":
+        words += ["--allow-run-as-root"] * (os.geteuid() == 0)
         words += ["-n", '"$SLURM_NTASKS"', *(["--bind-to", "none"] if wanted.cpus_per_task > 1 else [])]
     else:
         words += ["-n", '"$SLURM_NTASKS"', "-ppn", str(wanted.ntasks_per_node)]

@@ -6,8 +6,10 @@ launcher has spoken: under mpirun inside a job it describes the launch daemons.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 
 from mpicoll.errors import LaunchError
@@ -67,7 +69,21 @@ def ask_srun() -> Sequence[str]:
         return PLUGINS
 
 
-def script_of(arguments: Sequence[str]) -> str:
+class Script(str):
+    """What stands behind ``python`` in a command line.
+
+    Attributes:
+        python: how the program called Python, for a line that works from where it was started.
+    """
+
+    python = "python"
+
+
+def _python(script: str) -> str:
+    return script.python if isinstance(script, Script) else "python"
+
+
+def script_of(arguments: Sequence[str]) -> Script:
     """Return what stands behind ``python`` in a command line (``sys.orig_argv``), for a line that the user can copy.
 
     Example:
@@ -82,7 +98,13 @@ def script_of(arguments: Sequence[str]) -> str:
     text = shlex.join(rest)
     # python -c, options with values, an interactive session, very long lines: a name that stands for all of them.
     usable = rest and (rest[0] == "-m" or not rest[0].startswith("-")) and len(text) <= 200 and "\n" not in text
-    return text if usable else "script.py"
+    script = Script(text if usable else "script.py")
+    if arguments and arguments[0] and "\n" not in arguments[0]:
+        word = arguments[0]
+        name = os.path.basename(word)
+        # srun hands on the whole path of what it has found by its name.
+        script.python = name if name and shutil.which(name) == word else shlex.quote(word)
+    return script
 
 
 # --- before MPI is initialised --------------------------------------------------------------------------------------
@@ -161,7 +183,7 @@ def _two_interfaces(environ: Mapping[str, str], launcher: Launcher, text: str, s
         return (
             f"mpiexec started this process through srun, whose default here is --mpi=pmix, and {_library(text)} would "
             "abort in MPI_Init: it finds both PMI_SIZE (mpiexec's) and PMIX_NAMESPACE (srun's). "
-            f"Start the job with `SLURM_MPI_TYPE=none mpiexec -n {size} python {script}`, or with {run}, which sets it"
+            f"Start the job with `SLURM_MPI_TYPE=none mpiexec -n {size} {_python(script)} {script}`, or with {run}, which sets it"
         )
     return (
         "mpiexec was started inside a job of another launcher, which left PMIX_NAMESPACE in the environment, and "
@@ -309,7 +331,7 @@ def _line(
     way = how(mpi_library or "Open MPI", listed, environ)
     if way.mpi is None:
         return run if short else f"{run} in the batch script, without srun ({way.reason})"
-    srun = f"`srun --mpi={way.mpi} -n {size} python {script}`"
+    srun = f"`srun --mpi={way.mpi} -n {size} {_python(script)} {script}`"
     return srun if short else f"{srun} or, without srun, {run}"
 
 

@@ -177,6 +177,7 @@ class Job:
         self._failed = 0.0  # when a rank's failure was first seen
         self._next_look = 0.0
         self._given_up = False
+        self._launcher: subprocess.Popen[bytes] | None = None
         try:
             self.launch = plan_job(options, command, self.directory, os.environ if environ is None else environ)
         except BaseException:
@@ -191,6 +192,11 @@ class Job:
             self._stop_code, self._stop_time = code, self._stop_time or time.monotonic()
         else:
             self._hurry = True
+
+    def pass_on(self, number: int) -> None:
+        """Hand a signal to the launcher, which hands it to the ranks."""
+        if self._launcher is not None and self._launcher.poll() is None:
+            _signal(self._launcher.pid, number)
 
     def pids(self) -> dict[int, int]:
         """Return the process id of each rank that has started on this host (of the shell it runs under)."""
@@ -245,6 +251,7 @@ class Job:
             )
         except OSError as error:
             raise LaunchError(f"could not start {self.launch.argv[0]}: {error}") from None
+        self._launcher = process
         chatter = self._pump(process, streams)
         code = process.wait()
         if self._stop_code is not None:
@@ -456,9 +463,14 @@ def _run(job: Job) -> Outcome:
     def ask(number: int, frame: object) -> None:
         job.stop(128 + number)
 
+    def pass_on(number: int, frame: object) -> None:
+        job.pass_on(number)
+
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or started in the background by a script
             before[number] = signal.signal(number, ask)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # --signal=B:USR1@120, and what else a program waits for
+        before[number] = signal.signal(number, pass_on)
     try:
         return job.run()
     finally:

@@ -352,3 +352,36 @@ def test_number_of_ranks(tmp_path: Path) -> None:
     result = call([*RUN, script])
     assert result.code == 2
     assert f"mpicoll run -n 4 {script}" in result.err
+
+
+def test_usr1_reaches_the_ranks(tmp_path: Path) -> None:
+    """SIGUSR1 to `mpicoll run`, as a batch script hands on Slurm's --signal, is answered on all ranks at the same step."""
+    script = write(
+        tmp_path,
+        """
+        import time
+        import mpicoll as dist
+        dist.init_process_group()
+        dist.on_signal(lambda number: print("signal", number, flush=True))
+        for step in range(2000):
+            if step == 3 and dist.get_rank() == 0:
+                print("go", flush=True)
+            if dist.should_stop():
+                break
+            time.sleep(0.01)
+        print("stopped", step < 1999, flush=True)
+        """,
+    )
+    mark = f"{uuid.uuid4()}"
+    process = subprocess.Popen(
+        [*RUN, "-n", "2", script], stdout=subprocess.PIPE, text=True, env=environment({"LAUNCH_TEST": mark})
+    )
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "go\n"
+        process.send_signal(signal.SIGUSR1)
+        out, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 0, out
+    assert sorted(out.splitlines()) == [f"signal {signal.SIGUSR1.value}"] * 2 + ["stopped True"] * 2

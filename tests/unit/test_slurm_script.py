@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -85,6 +86,7 @@ def options_of(text: str) -> dict[str, str]:
 def test_start(
     site: Site,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
     library: MpiLibrary,
     plugins: list[str] | None,
     arguments: list[str],
@@ -92,6 +94,7 @@ def test_start(
 ) -> None:
     """The last line starts the ranks in the way that this MPI and this Slurm share; nothing is said on stderr."""
     site(library, plugins)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert main(["slurm-script", *arguments, "a b.py", "--x", "y z"]) == 0
     out, err = capsys.readouterr()
     assert last_line(out).startswith(start)
