@@ -135,14 +135,19 @@ def test_cpu(slurm: Slurm, folder: Path, template: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "more"), [("cpu-srun", ""), ("cpu-srun", "--kill-on-bad-exit=0"), ("cpu-mpirun", "")]
+    ("template", "more"),
+    [
+        ("cpu-srun", ""),
+        ("cpu-mpirun", ""),
+        *((template, "--kill-on-bad-exit=0") for template in ("cpu-srun", "gpu", "hybrid", "requeue")),
+    ],
 )
 def test_failing_rank(slurm: Slurm, folder: Path, template: str, more: str) -> None:
     """A rank that fails ends the job with a code, although the others would go on for ten minutes; all say why."""
     done = submit(slurm, template, SCRIPT=str(folder / "fails.py"), SRUN_ARGS=more)
     assert done.state == "FAILED", done
     assert done.code != 0, done
-    assert done.seconds < 40, done
+    assert done.seconds < 90, done
     assert done.output.count('raise ValueError("no luck")') == 1, done
     for rank in (0, 2, 3):
         assert f"[rank {rank}] PeerFailedError: rank 1 failed: ValueError: no luck (at fails.py:8)" in done.output, done
@@ -159,14 +164,13 @@ def test_rank_that_fails_early(slurm: Slurm, folder: Path) -> None:
 
 def test_gpu(slurm: Slurm, folder: Path) -> None:
     """The job has its GPUs on each node, and no rank is bound to one. They are pretended: nothing computes on them."""
-    job = start(
-        slurm, "gpu", "x", options=["--gpus-per-node=2", "--ntasks-per-node=2"], SCRIPT=str(folder / "hello.py")
-    )
+    job = start(slurm, "gpu", "x", SCRIPT=str(folder / "hello.py"))
     done = slurm.finish(job)
     assert (done.state, done.code) == ("COMPLETED", 0), done
-    assert slurm.about(job)["TresPerNode"] == "gres:gpu:2"
+    assert slurm.about(job)["TresPerNode"] == "gres:gpu:4"
     # Unbound tasks have no CUDA_VISIBLE_DEVICES in Slurm 22.05, and all of the job's GPUs in others.
-    assert said(done) in [expected(TWO_TWO, f"1 1 {shown}", ["x"]) for shown in (None, "0,1")], done
+    nodes = "node1 " * 4 + "node2 " * 4
+    assert said(done) in [expected(nodes, f"1 1 {shown}", ["x"]) for shown in (None, "0,1,2,3")], done
 
 
 def test_hybrid(slurm: Slurm, folder: Path) -> None:
@@ -200,7 +204,7 @@ def test_requeue(slurm: Slurm, folder: Path) -> None:
     """At the signal all ranks save after the same sweep; the job is put back, goes on from there, and ends when it is done."""
     state = folder / "state.npz"
     exports = {"SCRIPT": str(ROOT / "examples" / "checkpoint.py"), "STATE": str(state)}
-    job = start(slurm, "requeue", "--pause", "0.005", options=["--ntasks-per-node=1"], **exports)
+    job = start(slurm, "requeue", "--pause", "0.005", **exports)
     slurm.wait_for(job, "starting after 0 sweeps")
     assert slurm.about(job)["Requeue"] == "1"
     slurm.signal(job, "USR1")  # what Slurm does by itself --signal=USR1@120 before the limit
@@ -219,7 +223,7 @@ def test_requeue(slurm: Slurm, folder: Path) -> None:
     done = slurm.finish(job)
     assert (done.state, done.code) == ("COMPLETED", 0), f"{done}\n{slurm.logs()}"
     saved = re.findall(r"rank \d: signal 10, state saved after (\d+) sweeps", done.output)
-    assert len(saved) == 2, done
+    assert len(saved) == 4, done
     assert len(set(saved)) == 1, done
     assert f"start 2 on node[1-2], from {state}" in done.output, done
     assert f"starting after {saved[0]} sweeps" in done.output, done
@@ -258,11 +262,11 @@ def test_site_mpi(slurm: Slurm, folder: Path) -> None:
         (folder / name).chmod(0o755)
     exports = {"SCRIPT": str(folder / "hello.py"), "BASE": str(folder / "base"), "VENV": str(folder / "venv")}
     exports |= {"MPICC": str(folder / "sitecc"), "MPICOLL": "mpicoll==0.1"}
-    jobs = [start(slurm, "site-mpi", str(number), options=["--ntasks-per-node=1"], **exports) for number in range(2)]
+    jobs = [start(slurm, "site-mpi", str(number), **exports) for number in range(2)]
     for number, job in enumerate(jobs):
         done = slurm.finish(job)
         assert (done.state, done.code) == ("COMPLETED", 0), done
-        assert said(done) == expected("node1 node2", "1 1 None", [str(number)]), done
+        assert said(done) == expected(TWO_TWO, "1 1 None", [str(number)]), done
     assert (folder / "pip.log").read_text().splitlines() == [
         f"{folder}/sitecc -m pip install --quiet --no-cache-dir --no-binary=mpi4py mpi4py",
         f"{folder}/sitecc -m pip install --quiet mpicoll==0.1",
