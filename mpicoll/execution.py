@@ -16,6 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll import groups, waiting, watchdog
+from mpicoll.buffers.quiet import quietly
 from mpicoll.checks.agreement import Flags, Ticket, When, agree_or_raise, explain
 from mpicoll.checks.call import NOTHING, NOWHERE, Call, Site, fingerprint
 from mpicoll.checks.levels import EVERY, Kept
@@ -537,8 +538,7 @@ def repeat(group: ProcessGroup, known: Repeated, flat: Any, frame: FrameType) ->
             if ticket is not None:
                 ticket.pass_on()
         if known.average:
-            with np.errstate(all="ignore"):
-                np.divide(flat, group.size(), out=flat)
+            quietly(np.divide, flat, group.size(), out=flat)
 
 
 def _repeat_on_node(

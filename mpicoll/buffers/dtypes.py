@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from mpicoll.buffers.half import HALVES
 from mpicoll.buffers.protocols import bare_name
+from mpicoll.buffers.quiet import quietly
 from mpicoll.buffers.reduce_op import RedOpType, ReduceOp
 
 __all__ = ["Element", "Reduction", "dtype_name", "element", "movable", "resolve_reduction"]
@@ -175,15 +176,13 @@ class Reduction:
         """Return what this rank contributes: ``send`` itself, or a new array for PREMUL_SUM."""
         if self.factor is None:
             return send
-        with np.errstate(all="ignore"):  # as MPI does: all are known to make the call, or soon will be
-            scaled: Array = send * self.factor
+        scaled: Array = quietly(np.multiply, send, self.factor)  # all are known to make the call, or soon will be
         return scaled
 
     def after(self, result: Array, size: int) -> None:
         """Finish ``result`` in place (AVG divides by the number of members, rounding once)."""
         if self.average:
-            with np.errstate(all="ignore"):
-                np.divide(result, size, out=result)
+            quietly(np.divide, result, size, out=result)
 
 
 _NUMERIC = {

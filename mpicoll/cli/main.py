@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from mpicoll._version import __version__
-from mpicoll.cli import doctor, run, slurm_script
+from mpicoll.cli import bench, doctor, run, slurm_script
 from mpicoll.errors import LaunchError
 
 __all__ = ["main", "parser"]
@@ -21,6 +21,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(title="commands", metavar="command", required=True)
     run.add_parser(commands)
     doctor.add_parser(commands)
+    bench.add_parser(commands)
     slurm_script.add_parser(commands)
     return top
 

@@ -12,7 +12,6 @@ Waiting is done by whoever drives the steps: they yield what has to be so before
 
 from __future__ import annotations
 
-import contextvars
 import math
 import mmap
 import weakref
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpicoll.buffers.quiet import quietly
 from mpicoll.engines.base import Array, Kind, Movement, Request, starts
 from mpicoll.engines.segment import BUFFERS, Meeting, Segment, make_segment, map_together
 
@@ -70,7 +70,6 @@ class NodeEngine:
         self._crowded = crowded
         self._polls = 2 if crowded else POLLS
         self._segment: Segment | None = None
-        self._quiet = _Quiet()
         self._arrays: list[weakref.ref[_Shared]] = []
         self._made = 0
         self._pieces: dict[tuple[str, int], tuple[tuple[Array, Array], ...]] = {}
@@ -200,7 +199,7 @@ class NodeEngine:
             terms = [part[start:stop] for part in whole]
             if me > 1:
                 terms[me] = terms[me].copy()  # the first two are reduced into its place
-            _fold(self._quiet.run, OPS[op], terms, recv[start:stop])
+            _fold(OPS[op], terms, recv[start:stop])
         step += 1
         segment.come(step)
         late = self._await(segment, step)
@@ -263,7 +262,7 @@ class NodeEngine:
                 theirs[me] = mine[which][:many]  # the first two are reduced into where this member's own may stand
             elif me > 1:
                 theirs[me] = part.copy()
-            _fold(self._quiet.run, ufunc, theirs, out)
+            _fold(ufunc, theirs, out)
 
     def _reduce_two(self, segment: Segment, flat: Array, op: str) -> Steps:
         """Reduce one piece of two members in place: as the general way does it, with less around it."""
@@ -289,9 +288,9 @@ class NodeEngine:
         else:
             yield Meeting(counters, segment.peers, step)
         if me:
-            self._quiet.run(OPS[op], other, flat, out=flat)
+            quietly(OPS[op], other, flat, out=flat)
         else:
-            self._quiet.run(OPS[op], flat, other, out=flat)
+            quietly(OPS[op], flat, other, out=flat)
 
     def _reduce_parts(self, segment: Segment, send: Array, recv: Array | None, op: str, root: int) -> Steps:
         """Each member reduces its part of a piece, and then reads the parts of the others: two steps a piece."""
@@ -322,7 +321,6 @@ class NodeEngine:
                 yield late
             result = mine[which ^ 1][low:high]
             _fold(
-                self._quiet.run,
                 ufunc,
                 [part[low:high] if rank == me else buffers[rank][which][low:high] for rank in range(size)],
                 result,
@@ -380,7 +378,7 @@ class NodeEngine:
                     send[at : at + many] if rank == me else buffers[rank][which][me * room : me * room + many]
                     for rank in range(size)
                 ]
-                _fold(self._quiet.run, ufunc, theirs, recv[start : start + many])
+                _fold(ufunc, theirs, recv[start : start + many])
 
     def _broadcast(self, segment: Segment, memory: Array, root: int) -> Steps:
         """The root writes, one piece ahead of those who read."""
@@ -543,30 +541,8 @@ def _cut(buffer: Array, counts: Any, displs: Any, size: int) -> list[Array]:
     return [memory[at * itemsize : (at + many) * itemsize] for at, many in zip(displs, counts, strict=True)]
 
 
-class _Quiet:
-    """Calls functions of NumPy that say nothing of overflows, as MPI does not either.
-
-    A context of its own, where NumPy keeps its settings in one (from 2.0 on): entering np.errstate takes 3 us each time.
-    One is entered by one thread at a time.
-    """
-
-    def __init__(self) -> None:
-        before = np.geterr()
-        context = contextvars.copy_context()
-        context.run(np.seterr, all="ignore")
-        self.run: Callable[..., Any] = context.run
-        if np.geterr() != before:
-            np.seterr(**before)
-            self.run = self._run
-
-    @staticmethod
-    def _run(function: Callable[..., Any], *arguments: Any, **named: Any) -> None:
-        with np.errstate(all="ignore"):
-            function(*arguments, **named)
-
-
-def _fold(run: Callable[..., Any], ufunc: Callable[..., Any], terms: list[Array], out: Array) -> None:
+def _fold(ufunc: Callable[..., Any], terms: list[Array], out: Array) -> None:
     """Reduce the terms in their order into ``out``, which may be the first or the second of them, and no other."""
-    run(ufunc, terms[0], terms[1], out=out)
+    quietly(ufunc, terms[0], terms[1], out=out)
     for term in terms[2:]:
-        run(ufunc, out, term, out=out)
+        quietly(ufunc, out, term, out=out)
