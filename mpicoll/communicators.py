@@ -6,7 +6,7 @@ Nothing is freed from garbage collection.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from mpicoll.checks.agreement import Closing, Lane
 from mpicoll.engines.base import SMALL_BYTES, Engine, Kind, Request
-from mpicoll.engines.choice import Choice
+from mpicoll.engines.choice import DEFAULT, Choice, Ranges
 from mpicoll.engines.mpi import MpiEngine
 from mpicoll.engines.node import Budget, NodeEngine
 from mpicoll.engines.segment import ORDERED
@@ -95,12 +95,17 @@ class Pair:
 
 
 class Pool:
-    """Pairs of destroyed groups, to be used again when all members agree that theirs is idle."""
+    """Pairs of destroyed groups, to be used again when all members agree that theirs is idle.
+
+    Attributes:
+        profile: what was measured on this machine; the same on all ranks.
+    """
 
     def __init__(self) -> None:
         self._pairs: dict[tuple[int, ...], list[Pair]] = {}
         self._floor: dict[tuple[int, ...], int] = {}
         self._budget: Budget | None = None
+        self.profile: Mapping[Kind, Ranges] | None = None
 
     def add(self, pair: Pair) -> None:
         """Take in a new pair, in use."""
@@ -110,7 +115,7 @@ class Pool:
 
     def furnish(self, pair: Pair, topology: Topology, settings: Settings, level: Level) -> None:
         """Give a pair that comes into use what moves its data; all members of a group have the same settings."""
-        pair.choice = Choice(settings.engine, 1 if level == "full" else SMALL_BYTES + 1)
+        pair.choice = Choice(settings.engine, 1 if level == "full" else SMALL_BYTES + 1, self.profile or DEFAULT)
         nodes = {topology.node_of[rank] for rank in pair.ranks}
         if pair.node is not None or len(nodes) > 1 or len(pair.ranks) < 2:
             return

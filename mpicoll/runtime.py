@@ -142,6 +142,7 @@ def init_process_group(
     from mpicoll.checks.inflight import registry
     from mpicoll.communicators import mpi_text
     from mpicoll.patience import await_death, describe_state, tell_place
+    from mpicoll.profiles import share_profile
     from mpicoll.topology import discover
 
     base_comm = MPI.COMM_WORLD if comm is None else comm
@@ -220,6 +221,7 @@ def init_process_group(
             if base.topology is None:
                 base.topology = state.topology = discover(pair.data)
                 base.board.slots = _node_slots(pair.data, base.topology)
+                base.pool.profile = share_profile(pair.data, settings.profile, len(base.topology.local_ranks))
                 if base.board.slots is not None and how == "job" and len(base.topology.local_ranks) > 1:
                     watchdog.watch(partial(await_death, base.board))
         execution.drive(state.world, call, pair.sweep(), limit)

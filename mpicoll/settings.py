@@ -133,6 +133,14 @@ SETTINGS: tuple[Setting, ...] = (
         "what moves data between ranks of one node: the faster one for each call, MPI always, or shared memory always",
     ),
     Setting(
+        "MPICOLL_PROFILE",
+        "profile",
+        str,
+        "",
+        "a file, or none",
+        "what `mpicoll tune` has measured; by default mpicoll/profiles.json in ~/.config, if it is there",
+    ),
+    Setting(
         "MPICOLL_SHM_MB",
         "shm_mb",
         _megabytes,
@@ -164,6 +172,7 @@ class Settings:
     check: Level = "full"
     job_end: float = 0.0
     engine: Engine = "auto"
+    profile: str = ""
     shm_mb: int = 256
     strict: bool = False
 

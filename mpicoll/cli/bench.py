@@ -10,7 +10,7 @@ from typing import Any
 
 from mpicoll.errors import LaunchError
 
-__all__ = ["add_parser", "main"]
+__all__ = ["add_parser", "main", "progress", "ready", "started", "without_n"]
 
 SIZES = "8,1K,16K,64K,256K,1M,4M,16M"
 
@@ -51,29 +51,15 @@ def main(options: argparse.Namespace) -> int:
     if options.plot:
         _need_matplotlib()
     if options.nprocs is not None:
-        from mpicoll.launch.job import Options, run_job
-
-        if options.nprocs < 2:
-            raise LaunchError("-n: collectives need two ranks at least")
-        words = [sys.executable, "-m", "mpicoll", *_without_n(sys.argv[1:])]
-        return run_job(Options(nprocs=options.nprocs), words)
-
+        return started(options.nprocs, without_n(sys.argv[1:]))
     from mpicoll.cli.bench_measure import OPS, measure
 
     ops = OPS if options.ops == "all" else tuple(options.ops.split(","))
     unknown = set(ops) - set(OPS)
     if unknown:
         raise LaunchError(f"--ops: no {', '.join(sorted(unknown))}; there are {', '.join(OPS)}")
-    import mpicoll as dist
-
-    dist.init_process_group()
-    rank, size = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    if size < 2:
-        raise LaunchError(
-            "collectives need two ranks at least: mpicoll bench -n 2, or srun/mpirun python -m mpicoll bench"
-        )
-    tell, done = _progress() if rank == 0 else ((lambda text, share: None), (lambda: None))
+    rank = ready("bench")
+    tell, done = progress() if rank == 0 else ((lambda text, share: None), (lambda: None))
     results = measure(ops, sizes, options.rounds, torch=not options.no_torch, progress=tell)
     done()
     if rank == 0:
@@ -81,7 +67,30 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _without_n(words: list[str]) -> list[str]:
+def started(nprocs: int, words: list[str]) -> int:
+    """Start the command on ranks of this machine, and return the exit code."""
+    from mpicoll.launch.job import Options, run_job
+
+    if nprocs < 2:
+        raise LaunchError("-n: collectives need two ranks at least")
+    return run_job(Options(nprocs=nprocs), [sys.executable, "-m", "mpicoll", *words])
+
+
+def ready(command: str) -> int:
+    """Return this rank of the job that runs a command; raise where it is alone."""
+    import mpicoll as dist
+
+    dist.init_process_group()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    if size < 2:
+        raise LaunchError(
+            f"collectives need two ranks at least: mpicoll {command} -n 2, or srun/mpirun python -m mpicoll {command}"
+        )
+    return rank
+
+
+def without_n(words: list[str]) -> list[str]:
     """Return the command line without ``-n N`` in any of its forms."""
     kept: list[str] = []
     skip = False
@@ -100,7 +109,7 @@ def _need_matplotlib() -> None:
         raise LaunchError('--plot needs matplotlib: pip install "mpicoll[plot]"')
 
 
-def _progress() -> tuple[Callable[[str, float], None], Callable[[], None]]:
+def progress() -> tuple[Callable[[str, float], None], Callable[[], None]]:
     """Return what shows the progress on standard error, where that is a terminal, and what ends it."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn

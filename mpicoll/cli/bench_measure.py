@@ -17,6 +17,7 @@ import numpy as np
 
 import mpicoll as dist
 from mpicoll._version import __version__
+from mpicoll.profiles import library_name
 from mpicoll.settings import Engine, Level
 
 __all__ = ["CONFIGS", "GLOO", "OPS", "Config", "Measured", "Results", "measure"]
@@ -170,6 +171,7 @@ def measure(
     rounds: int,
     *,
     torch: bool,
+    configs: Sequence[Config] = CONFIGS,
     progress: Callable[[str, float], None] = lambda text, share: None,
 ) -> Results:
     """Time every operation and size in every configuration; all ranks of the job call it, before any group is made.
@@ -182,6 +184,7 @@ def measure(
         sizes: bytes.
         rounds: how often everything is measured.
         torch: time torch.distributed's gloo, too, where torch is installed.
+        configs: ways to make the calls of mpicoll.
         progress: told on rank 0 what is measured, and which share of all is done.
     """
     dist.init_process_group()
@@ -193,16 +196,16 @@ def measure(
     found = [Measured(op, nbytes) for op in ops for nbytes in (sizes if op != "barrier" else (0,))]
     calls = [_Calls(each.op, each.nbytes, comm) for each in found]
     with_torch = torch and all(comm.allgather(importlib.util.find_spec("torch") is not None))
-    ways = len(CONFIGS) + with_torch
+    ways = len(configs) + with_torch
     done = 0
     for number in range(rounds):
         for each in found:
             each.copy.append(_copy(each.nbytes, comm))
-        for way, (name, library) in enumerate(_libraries(comm, with_torch)):
+        for way, (name, library) in enumerate(_libraries(comm, configs, with_torch)):
             progress(f"round {number + 1} of {rounds}: {name}", done / (rounds * ways))
             for each, call in zip(found, calls, strict=True):
-                mine, result = (library.from_numpy(a) if way >= len(CONFIGS) else a for a in (call.mine, call.result))
-                ours = call.ours(library.distributed if way >= len(CONFIGS) else library, mine, result)
+                mine, result = (library.from_numpy(a) if way >= len(configs) else a for a in (call.mine, call.result))
+                ours = call.ours(library.distributed if way >= len(configs) else library, mine, result)
                 if not number:
                     call.check(ours, name)
                     call.check(call.raw(), "raw")
@@ -212,11 +215,11 @@ def measure(
     return Results(comm.Get_size(), nodes, _about(), found)
 
 
-def _libraries(comm: Any, with_torch: bool) -> Iterator[tuple[str, Any]]:
+def _libraries(comm: Any, configs: Sequence[Config], with_torch: bool) -> Iterator[tuple[str, Any]]:
     """Go through mpicoll in each configuration, and torch where it is wanted, each initialised."""
     before = os.environ.get("MPICOLL_ENGINE")
     try:
-        for config in CONFIGS:
+        for config in configs:
             os.environ["MPICOLL_ENGINE"] = config.engine
             dist.init_process_group(check=config.check)
             yield config.name, dist
@@ -268,7 +271,7 @@ def _about() -> dict[str, str]:
         "command": " ".join(["mpicoll", *sys.argv[1:]]),
         "processor": _processor(),
         "cores": str(os.cpu_count()),
-        "MPI": MPI.Get_library_version().strip().split(",")[0].splitlines()[0].strip("\0 "),
+        "MPI": library_name(MPI.Get_library_version()),
         "mpi4py": mpi4py.__version__,
         "numpy": np.__version__,
         "mpicoll": __version__,

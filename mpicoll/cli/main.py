@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from mpicoll._version import __version__
-from mpicoll.cli import bench, doctor, run, slurm_script
+from mpicoll.cli import bench, doctor, run, slurm_script, tune
 from mpicoll.errors import LaunchError
 
 __all__ = ["main", "parser"]
@@ -22,6 +22,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_parser(commands)
     doctor.add_parser(commands)
     bench.add_parser(commands)
+    tune.add_parser(commands)
     slurm_script.add_parser(commands)
     return top
 

@@ -1,27 +1,27 @@
-"""Which engine moves a call: a function of what all members know, so that all choose alike."""
+"""Which engine moves a call: a function of what all members know, so that all choose alike.
+
+Profiles are what ``mpicoll tune`` has measured on a machine, for one MPI and one number of ranks on a node each, as JSON.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from mpicoll.engines.base import Kind
+from mpicoll.engines.base import SMALL_BYTES, Kind
 
-__all__ = ["Choice"]
+__all__ = ["DEFAULT", "NEVER", "Choice", "Ranges", "add_profile", "find_profile"]
 
 NEVER = 1 << 62
 
-SMALLEST: Mapping[Kind, int] = {
-    Kind.ALL_REDUCE: 16 * 1024 + 1,
-    Kind.REDUCE: 16 * 1024 + 1,
-    Kind.BROADCAST: 16 * 1024 + 1,
-    Kind.ALL_GATHER: 16 * 1024 + 1,
-    Kind.GATHER: 16 * 1024 + 1,
-    Kind.SCATTER: 16 * 1024 + 1,
-    Kind.REDUCE_SCATTER: 16 * 1024 + 1,
-    Kind.ALL_TO_ALL: 16 * 1024 + 1,
-}
-"""Bytes of the largest block from which on the node engine was faster than Open MPI 5.0 and MPICH 5.0 (docs/performance.md)."""
+Ranges = Sequence[tuple[int, int]]
+"""First and last number of bytes, both among them."""
+
+DEFAULT: Mapping[Kind, Ranges] = dict.fromkeys(set(Kind) - {Kind.BARRIER}, ((SMALL_BYTES + 1, NEVER),))
+"""Bytes of the largest block with which the node engine moves a call where nothing was measured (docs/performance.md)."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,50 @@ class Choice:
     Attributes:
         mode: ``auto``, ``mpi`` or ``node``.
         least: bytes below which no call is moved through shared memory: small ones that are not compared go through MPI.
-        smallest: bytes of the largest block of a call from which on the node engine moves it.
+        ranges: bytes of the largest block of a call with which the node engine moves it.
     """
 
     mode: str = "auto"
     least: int = 1
-    smallest: Mapping[Kind, int] = field(default_factory=lambda: SMALLEST)
+    ranges: Mapping[Kind, Ranges] = field(default_factory=lambda: DEFAULT)
 
     def node(self, kind: Kind, nbytes: int) -> bool:
         """Whether the members of a group on one node move a call of such blocks through shared memory."""
-        if self.mode == "mpi" or kind is Kind.BARRIER:
+        if self.mode == "mpi" or kind is Kind.BARRIER or nbytes < self.least:
             return False
-        return nbytes >= self.least and (self.mode == "node" or nbytes >= self.smallest.get(kind, NEVER))
+        return self.mode == "node" or any(first <= nbytes <= last for first, last in self.ranges.get(kind, ()))
+
+
+def find_profile(text: str, library: str, ranks: int) -> Mapping[Kind, Ranges] | None:
+    """Return what a file of profiles says of an MPI library, for about so many ranks on a node; None: nothing.
+
+    Raises:
+        ValueError: it is no such file.
+    """
+    try:
+        told = json.loads(text)
+        known = [each for each in told["profiles"] if each["MPI"] == library]
+        if not known:
+            return None
+        nearest = min(known, key=lambda each: abs(math.log(each["ranks"] / ranks)))
+        return {Kind(kind): [_range(*each) for each in ranges] for kind, ranges in nearest["node"].items()}
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"it is no file of profiles as mpicoll tune writes them: {error!r}") from None
+
+
+def _range(first: Any, last: Any) -> tuple[int, int]:
+    if not isinstance(first, int) or not isinstance(last, (int, type(None))):
+        raise TypeError(f"{first!r} to {last!r} are no numbers of bytes")
+    return first, NEVER if last is None else last
+
+
+def add_profile(text: str, library: str, ranks: int, ranges: Mapping[Kind, Ranges], about: Mapping[str, str]) -> str:
+    """Return a file of profiles with one more, which takes the place of one for the same library and number of ranks."""
+    profiles = json.loads(text)["profiles"] if text else []
+    kept = [each for each in profiles if (each["MPI"], each["ranks"]) != (library, ranks)]
+    node = {
+        kind.value: [[first, None if last == NEVER else last] for first, last in found]
+        for kind, found in ranges.items()
+    }
+    kept.append({"MPI": library, "ranks": ranks, "node": node, "about": dict(about)})
+    return json.dumps({"profiles": kept}, indent=1) + "\n"

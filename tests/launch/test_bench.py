@@ -45,3 +45,45 @@ def test_wrong_arguments(words: list[str], said: str) -> None:
     assert result.code == 2, result
     assert said in result.err, result
     assert "Traceback" not in result.err, result
+
+
+def test_short_tuning(tmp_path: Path) -> None:
+    """A profile is written, and a job takes the engine that it names; another MPI's counts for nothing."""
+    profile = tmp_path / "profiles.json"
+    result = call(
+        [
+            sys.executable,
+            "-m",
+            "mpicoll",
+            "tune",
+            "-n",
+            "2",
+            "--rounds",
+            "1",
+            "--sizes",
+            "1K,32K",
+            "--output",
+            str(profile),
+        ]
+    )
+    assert result.code == 0, result
+    assert "all_reduce: shared memory for" in result.out, result
+    told = json.loads(profile.read_text())
+    assert [each["ranks"] for each in told["profiles"]] == [2]
+    assert set(told["profiles"][0]["node"]) >= {"all_reduce", "gather", "all_to_all"}
+    told["profiles"][0]["node"] = {"broadcast": [[32, 64]]}
+    profile.write_text(json.dumps(told))
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import numpy as np\nimport mpicoll as dist\nfrom mpicoll.groups import state\ndist.init_process_group()\n"
+        "pair = state().world.pair\nfrom mpicoll.engines.base import Kind\n"
+        "print([size for size in (8, 32, 64, 65, 1 << 20) if pair.through(Kind.BROADCAST, size)], "
+        "pair.through(Kind.REDUCE, 1 << 20))\ndist.destroy_process_group()\n"
+    )
+    run = [sys.executable, "-m", "mpicoll", "run", "-n", "2", str(script)]
+    assert call(run, env={"MPICOLL_PROFILE": str(profile)}).out == "[32, 64] None\n" * 2
+    profile.write_text("{}")
+    result = call(run, env={"MPICOLL_PROFILE": str(profile)})
+    assert result.code == 0, result
+    assert result.err.count("no file of profiles") == 1, result
+    assert "[1048576]" in result.out, result

@@ -258,8 +258,12 @@ def test_what_is_chosen() -> None:
     assert not Choice("mpi").node(Kind.ALL_REDUCE, 1 << 30)
     assert Choice("node").node(Kind.BROADCAST, 1)
     assert not Choice("node").node(Kind.BARRIER, 0)
-    chosen = Choice("auto", smallest={Kind.REDUCE: 1000})
-    assert [chosen.node(Kind.REDUCE, size) for size in (999, 1000)] == [False, True]
+    chosen = Choice("auto", ranges={Kind.REDUCE: [(1000, 2000), (4000, 5000)]})
+    assert [size for size in (999, 1000, 2000, 2001, 4500, 5001) if chosen.node(Kind.REDUCE, size)] == [
+        1000,
+        2000,
+        4500,
+    ]
     assert not chosen.node(Kind.GATHER, 1 << 40)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mpicoll.cli.bench import _without_n
+from mpicoll.cli.bench import without_n
 from mpicoll.cli.bench_measure import CONFIGS, Measured, Results
 from mpicoll.cli.bench_table import in_bytes, parse_sizes, ratio, summary, table, to_json
 
@@ -68,4 +68,4 @@ def test_picture(tmp_path: Path) -> None:
 def test_the_command_of_the_ranks() -> None:
     """The job that the command starts runs it without the number of ranks."""
     for number in (["-n", "2"], ["-n2"], ["--nprocs=2"], ["--nprocs", "2"]):
-        assert _without_n(["bench", *number, "--sizes", "8"]) == ["bench", "--sizes", "8"]
+        assert without_n(["bench", *number, "--sizes", "8"]) == ["bench", "--sizes", "8"]

@@ -33,7 +33,7 @@ ROOMS = (
     {"watchdog"},
     {"communicators"},
     {"matching"},
-    {"topology"},
+    {"topology", "profiles"},
     {"work"},
     {"groups"},
     {"exits"},
