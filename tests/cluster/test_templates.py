@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -277,6 +279,35 @@ def test_site_mpi(slurm: Slurm, folder: Path) -> None:
     assert f"{folder}/venv was made with {folder}/sitecc, not {folder}/othercc: name another VENV" in done.output
     login = slurm.run(["bash", str(ROOT / "slurm" / "site-mpi.sbatch")], env={**LAB, **exports})
     assert (login.returncode, login.stdout) == (0, f"{folder}/venv is ready\n"), login
+
+
+if family() == "mpich":  # once: it takes minutes
+
+    def test_site_mpi_is_built(slurm: Slurm, folder: Path) -> None:
+        """On the login node mpi4py is built from source for the MPI of a compiler; the job takes what was made there."""
+        compiler = f"{BIN}/mpicc"
+        exports = {"MPICC": compiler, "VENV": str(folder / "venv"), "SCRIPT": str(folder / "hello.py")}
+        quick = {"CFLAGS": "-O0 -g0", "BASE": getattr(sys, "_base_executable", "python3"), "MPICOLL": str(ROOT)}
+        script = str(ROOT / "slurm" / "site-mpi.sbatch")
+        made = subprocess.run(
+            ["bash", script],
+            env={**os.environ, **exports, **quick},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
+        assert made.returncode == 0, made
+        assert made.stdout == f"making {folder}/venv with {compiler}\n{folder}/venv is ready\n", made
+        # The library is the compiler's, wherever this is loaded.
+        look = (
+            "import mpi4py.MPI; print(*(word for word in open('/proc/self/maps').read().split() if 'libmpi' in word))"
+        )
+        loaded = subprocess.run([f"{folder}/venv/bin/python", "-c", look], capture_output=True, text=True, timeout=60)
+        assert {str(Path(line).parent) for line in loaded.stdout.split()} == {str(Path(BIN).parent / "lib")}, loaded
+        done = submit(slurm, "site-mpi", "x", **exports)
+        assert (done.state, done.code) == ("COMPLETED", 0), done
+        assert said(done) == expected(TWO_TWO, "1 1 None", ["x"]), done
 
 
 def test_slurm_script(slurm: Slurm, folder: Path) -> None:
