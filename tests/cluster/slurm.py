@@ -26,7 +26,7 @@ MEMORY = 4000  # MB of each node, as Slurm is told
 WORD = "mpicoll"  # the name of the cluster
 
 # What a login shell has, and what a test that runs as root needs.
-KEPT = ("HOME", "PATH", "LANG", "LC_ALL", "TERM", "TMPDIR", "PYTHONPATH", "PYTHONFAULTHANDLER", MARK)
+KEPT = ("HOME", "PATH", "LANG", "LC_ALL", "TERM", "PYTHONPATH", "PYTHONFAULTHANDLER", MARK)
 ROOT_MAY = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 ENDED = {
@@ -124,6 +124,8 @@ class Slurm:
     def environment(self, changes: Mapping[str, str | None] | None = None) -> dict[str, str]:
         """Return the variables of a shell on the login host: the machine's plain ones, nothing of a launcher."""
         environment = {name: os.environ[name] for name in KEPT if name in os.environ} | ROOT_MAY
+        # Of each host alone: Open MPI names its folders there by process ids, which hosts and earlier runs have in common.
+        environment["TMPDIR"] = str(self.folder / "own" / "tmp")
         for name, value in (changes or {}).items():
             environment.pop(name, None)
             if value is not None:
