@@ -289,6 +289,8 @@ class Work:
         Its ``result()`` and ``exception()`` wait and make progress; its callbacks run on the thread that happens to make
         the progress. Note that torch gives a ``torch.futures.Future``.
         """
+        if self._flight is not None:
+            self._flight.adrift = True
         operation = self._operation
         self._observe()
         if operation.done:

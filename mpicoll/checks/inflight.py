@@ -11,6 +11,7 @@ waited for, of what is written until its result comes and again from there on. N
 from __future__ import annotations
 
 import threading
+import time
 import zlib
 from bisect import bisect_left, insort
 from collections import deque
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mpicoll import waiting
 from mpicoll.checks.call import Site
 from mpicoll.checks.entries import Entry
 from mpicoll.checks.report import with_calls
@@ -140,9 +142,10 @@ class Flight:
 
     Attributes:
         over: whether it is complete; set when it is issued.
+        adrift: the program cannot wait for it, or has it tell by a future.
     """
 
-    __slots__ = ("_results", "_seal", "gone", "group", "op", "over", "ranges", "site")
+    __slots__ = ("_results", "_seal", "adrift", "gone", "group", "op", "over", "ranges", "site")
 
     def __init__(
         self,
@@ -158,6 +161,7 @@ class Flight:
         self.site = site
         self.gone = gone
         self.over: Callable[[], bool] = _is_over
+        self.adrift = False
         self.ranges = [_Range(array, self, True) for array in writes if array.size]
         self.ranges += [
             mine
@@ -223,6 +227,10 @@ class _Ranges:
             yield from self._lists[size][first : bisect_left(starts, wanted.end)]
 
 
+ADRIFT_FOR = 0.05
+"""Seconds for which an operation that nobody waits for is moved on before memory counts as used by it."""
+
+
 class Registry:
     """The operations under way on this rank.
 
@@ -244,14 +252,28 @@ class Registry:
         Raises:
             BufferInUseError: it names both operations.
         """
+        found = self._shared(new)
+        until = time.monotonic() + ADRIFT_FOR
+        while found is not None and found[1].flight.adrift and time.monotonic() < until:
+            # Nobody waits for it, so it may be over, and only not have been looked at since.
+            with waiting.guard:
+                waiting.progress()
+            found = self._shared(new)
+        if found is not None:
+            mine, other = found
+            error = BufferInUseError(f"rank {self.rank}: {_text(mine, other)}")
+            raise with_calls(error, new.group, [self.rank], [_entry(mine), _entry(other)])
+
+    def _shared(self, new: Flight) -> tuple[_Range, _Range] | None:
+        """Return memory of an operation, and that of another one in its way."""
         with self._lock:
             self._sweep()
             for mine in new.ranges:
                 for ranges in (self._written, self._read) if mine.writes else (self._written,):
                     for other in ranges.near(mine):
                         if other.shares(mine) and not other.flight.gone():
-                            error = BufferInUseError(f"rank {self.rank}: {_text(mine, other)}")
-                            raise with_calls(error, new.group, [self.rank], [_entry(mine), _entry(other)])
+                            return mine, other
+        return None
 
     def add(self, new: Flight) -> None:
         """Keep an operation until :meth:`remove`."""
@@ -280,6 +302,7 @@ class Registry:
 
     def drop(self, old: Flight) -> None:
         """Forget an operation whose handle nobody holds any more, once it is over; called by the garbage collector."""
+        old.adrift = True
         self._dropped.append(old)  # and no lock: this thread may hold it
 
     def _sweep(self) -> None:
