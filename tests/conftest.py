@@ -19,15 +19,30 @@ pytest_plugins = ["mpicoll.pytest_plugin"]
 ONE_MPI = {
     f"test_{name}" for name in ("deadlock", "levels", "model", "printed_once", "programs", "pytest_plugin", "reports")
 }
-"""Tests of whole jobs that say little about the MPI below: `make test` runs them on Open MPI, `make test-all` on both."""
+"""Tests of whole jobs that say little about the MPI below: `make test` runs them on Open MPI, `make test-all` the same on
+MPICH, and those that are long on Open MPI alone."""
+ONE_MPI |= {"test_slurm", "test_killed_by_the_limit", "test_signal_before_the_limit"}
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave more to `make test-all` on the second MPI."""
-    for item in items:
-        if item.path.parent.name == "hang" and item.path.stem in ONE_MPI and jobs.family() == "mpich":
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave more to `make test-all` on the second MPI; what is long there, and says little about it, to the first alone."""
+    if jobs.family() != "mpich":
+        return
+    left: list[pytest.Item] = []
+    for item in tuple(items):
+        if item.path.parent.name == "cluster" and (item.path.stem in ONE_MPI or item.name in ONE_MPI):
+            items.remove(item)
+            left.append(item)
+        if item.path.parent.name != "hang" or item.path.stem not in ONE_MPI:
+            continue
+        if item.get_closest_marker("slow") is not None:
+            items.remove(item)
+            left.append(item)
+        else:
             item.add_marker(pytest.mark.slow)
+    if left:
+        config.hook.pytest_deselected(items=left)
 
 
 @pytest.hookimpl(hookwrapper=True)

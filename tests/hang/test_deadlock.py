@@ -86,6 +86,7 @@ sys.exit(7)
         assert float(out.split()[0]) < 2, job
 
 
+@pytest.mark.slow
 def test_a_progress_bar_does_not_hide_a_deadlock() -> None:
     """With a thread that only sleeps and prints, a deadlock is certain once nothing has changed for two seconds."""
     job = run_job(

@@ -400,6 +400,7 @@ def test_never_waited_for_at_the_end() -> None:
     assert "job.py:7\n" in job.err[0], job
 
 
+@pytest.mark.slow
 def test_what_was_given_up_goes_in_silence() -> None:
     """A program that handles its errors and ends prints nothing of the operations that were given up with them."""
     job = run_job(

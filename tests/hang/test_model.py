@@ -47,6 +47,7 @@ def expect_right(capsys: pytest.CaptureFixture[str], size: int, at_most: float, 
     assert total(table, "flagged") > mutated / 2
 
 
+@pytest.mark.slow
 def test_random_programs(capsys: pytest.CaptureFixture[str]) -> None:
     """Correct programs are never flagged; of mutated ones all that are wrong are, the harmless ones not."""
     expect_right(capsys, 3, 120, correct=500, mutated=60)

@@ -106,6 +106,7 @@ def test_verdicts_are_the_same_on_all_ranks(suite: Suite) -> None:
     assert not result.out[1] + result.out[2] + result.err[1] + result.err[2]
 
 
+@pytest.mark.slow
 def test_quiet_when_all_pass(suite: Suite) -> None:
     """Only rank 0 prints, and the exit code is 0."""
     result = suite("def test_sum(): assert comm.allreduce(1) == size", 3)
@@ -190,6 +191,7 @@ def test_different_collections_end_the_session(suite: Suite) -> None:
     assert message in result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_session_that_ends_on_one_rank(suite: Suite) -> None:
     """A rank that leaves the session is noticed at the next step, not at the limit."""
     result = suite(
@@ -221,6 +223,7 @@ def test_trouble_at_the_end_of_one_session(suite: Suite, tmp_path: Path) -> None
     assert "late trouble" in result.err[1]
 
 
+@pytest.mark.slow
 def test_a_block_that_raises_on_all_ranks_passes(suite: Suite) -> None:
     """collective_raises passes where every rank, or every member, raises what it should, and shows the others' words."""
     result = suite(
@@ -339,6 +342,7 @@ def test_a_block_that_does_not_raise_on_all_ranks_fails_on_all(suite: Suite) -> 
     assert re.search(r"\[rank 2\] E +AssertionError: never came", result.out[0])
 
 
+@pytest.mark.slow
 def test_ranks_in_different_blocks_fail(suite: Suite) -> None:
     """Ranks that are in blocks of other members fail, naming both places, and the next test goes on."""
     result = suite(
@@ -445,6 +449,7 @@ def test_a_hanging_test_shows_the_calls_of_the_library(suite: Suite) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_hanging_test_shows_where_a_silent_rank_was(suite: Suite) -> None:
     """A rank that holds the interpreter is shown where it last wrote down that it is."""
     result = suite(
@@ -489,6 +494,7 @@ def test_a_hanging_test_without_the_library_says_nothing_of_it(suite: Suite) -> 
     assert "calls of mpicoll" not in result.stderr
 
 
+@pytest.mark.slow
 def test_rank_zero_alone_writes_the_report(suite: Suite, tmp_path: Path) -> None:
     """The JUnit report is rank 0's, and holds the failure of another rank."""
     result = suite("def test_it(): assert rank == 0", 2, f"--junitxml={tmp_path / 'report.xml'}")
@@ -512,6 +518,7 @@ def test_does_nothing_without_with_mpi(tmp_path: Path) -> None:
     assert result.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_block_on_one_rank_is_pytest_raises(tmp_path: Path) -> None:
     """Without ``--with-mpi``, and on one rank, a block raises what pytest.raises would."""
     (tmp_path / "test_it.py").write_text(

@@ -137,6 +137,7 @@ time.sleep(60)  # no step
 """
 
 
+@pytest.mark.slow
 def test_a_second_sigterm_ends() -> None:
     """One that no step answers is reported after some seconds and goes on; a later one ends the job, with the report."""
 
@@ -159,6 +160,7 @@ def test_a_second_sigterm_ends() -> None:
     assert "handler" not in result.stdout, result
 
 
+@pytest.mark.slow
 def test_the_limit_of_the_group_ends_a_program_without_steps() -> None:
     """A SIGTERM that no step answers within the limit of the group ends the process."""
     source = AGAIN.replace(

@@ -133,6 +133,7 @@ except (dist.DeadlockError, dist.CollectiveMismatchError) as error:
         assert out.count("job.py:") >= 2, job
 
 
+@pytest.mark.slow
 def test_a_limit() -> None:
     """A rank that waits no longer than it was told to says for whom; the group is broken then."""
     job = run_job(
