@@ -168,7 +168,7 @@ def test_only_the_first_rank_asks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def answer(command: Any) -> str:
         asked.append(command)
-        return "0:30"
+        return "7 0:30"
 
     monkeypatch.setattr(timelimit, "clock", timelimit.Clock({"SLURM_JOB_ID": "7"}, answer))
     for _ in range(20):
