@@ -12,6 +12,7 @@ from launch.launching import call
 BENCH = [sys.executable, "-m", "mpicoll", "bench"]
 
 
+@pytest.mark.slow
 def test_short_bench(tmp_path: Path) -> None:
     """Every operation is timed in every way, beside raw MPI; the table is printed and the figures are written."""
     result = call(
@@ -47,6 +48,7 @@ def test_wrong_arguments(words: list[str], said: str) -> None:
     assert "Traceback" not in result.err, result
 
 
+@pytest.mark.slow
 def test_short_tuning(tmp_path: Path) -> None:
     """A profile is written, and a job takes the engine that it names; another MPI's counts for nothing."""
     profile = tmp_path / "profiles.json"
