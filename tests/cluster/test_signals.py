@@ -98,8 +98,9 @@ def test_signal_to_the_batch_shell(slurm: Slurm, folder: Path) -> None:
 
 
 def test_signal_before_the_limit(slurm: Slurm, folder: Path) -> None:
-    """``--signal=USR1@50`` in a job of one minute: all ranks stop long before the limit."""
-    done = slurm.submit(job(folder, STEPS, f"{SRUN} $PROGRAM", "-t 1 --signal=USR1@50"), limit=100)
+    """``--signal=USR1@50`` in a job of two minutes: all ranks stop long before the limit."""
+    # Slurm may be a minute early: in a job of one minute the signal came before the ranks had started.
+    done = slurm.submit(job(folder, STEPS, f"{SRUN} $PROGRAM", "-t 2 --signal=USR1@50"), limit=160)
     assert (done.state, done.code) == ("COMPLETED", 0), done
     assert done.output.count("stopped [10]") == 4, done
 
