@@ -120,17 +120,20 @@ print("good")
 
 
 def test_mismatch(three: Hosts) -> None:
-    """Ranks of other hosts that make another call are named, with their line, on all ranks."""
+    """Ranks of other hosts that make another call are named, with their line, on all ranks, within three seconds."""
     job = run_job(
         HEAD
         + """
+dist.barrier()
+began = time.monotonic()
 try:
     if host == "host2":
         dist.all_reduce(x)  # here
     else:
         dist.broadcast(x, 0)  # there
 except dist.CollectiveMismatchError as error:
-    print(error.ranks, error, flush=True)
+    took = time.monotonic() - began
+    print(error.ranks, error, "took", took, flush=True)
 dist.barrier()
 """,
         6,
@@ -142,6 +145,7 @@ dist.barrier()
         assert out.startswith("[2, 3] "), job
         assert re.search(r"ranks 2-3.*all_reduce.*job\.py:\d+", out), job
         assert re.search(r"ranks 0-1, 4-5.*broadcast.*job\.py:\d+", out), job
+        assert float(out.split()[-1]) < 3, job
     assert not job.left_running, job
 
 

@@ -146,12 +146,16 @@ def test_cpu(slurm: Slurm, folder: Path, template: str) -> None:
 )
 def test_failing_rank(slurm: Slurm, folder: Path, template: str, more: str) -> None:
     """A rank that fails ends the job with a code, although the others would go on for ten minutes; all say why."""
-    done = submit(slurm, template, SCRIPT=str(folder / "fails.py"), SRUN_ARGS=more)
+    assert_failed(submit(slurm, template, SCRIPT=str(folder / "fails.py"), SRUN_ARGS=more))
+
+
+def assert_failed(done: Finished, last: int = 3) -> None:
+    """Assert that a job of FAILS with ranks up to ``last`` at least ended by the rank that failed, and that the others say so."""
     assert done.state == "FAILED", done
     assert done.code != 0, done
     assert done.seconds < 90, done
     assert done.output.count('raise ValueError("no luck")') == 1, done
-    for rank in (0, 2, 3):
+    for rank in {0, 2, 3} & set(range(last + 1)):
         assert f"[rank {rank}] PeerFailedError: rank 1 failed: ValueError: no luck (at fails.py:8)" in done.output, done
 
 
@@ -198,6 +202,8 @@ def test_array(slurm: Slurm, folder: Path) -> None:
         done = by_number[number]
         assert (done.state, done.code) == ("COMPLETED", 0), done
         assert [line.split(" ", 5)[5] for line in said(done)] == [f"1 1 None {[name, 'x']}"] * 2, done
+    wrong = {**exports, "SCRIPT": str(folder / "fails.py"), "SRUN_ARGS": "--kill-on-bad-exit=0"}
+    assert_failed(submit(slurm, "array", options=("--array=1",), **wrong), 1)
     assert by_number["3"].code == 2, by_number["3"]
     assert "line 3 of" in by_number["3"].output, by_number["3"]
 
@@ -233,6 +239,34 @@ def test_requeue(slurm: Slurm, folder: Path) -> None:
     assert not state.exists()
 
 
+if family() == "openmpi":  # once: it takes minutes
+
+    def test_requeue_at_slurms_own_signal(slurm: Slurm, folder: Path) -> None:
+        """The signal that Slurm sends before the limit has all ranks save at the same step, as often as it comes."""
+        state = folder / "state.npz"
+        exports = {"SCRIPT": str(ROOT / "examples" / "checkpoint.py"), "STATE": str(state)}
+        # Slurm may be a minute early: after ten seconds at least.
+        options = ["--time=00:02:00", "--signal=USR1@50"]
+        job = start(slurm, "requeue", "--pause", "0.12", options=options, **exports)
+        put_back = 0
+        until = time.monotonic() + 400
+        while (now := slurm.about(job)["JobState"]) not in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"):
+            assert time.monotonic() < until, slurm.about(job)
+            if now == "PENDING" and slurm.output(job).count("back into the queue") > put_back:
+                put_back += 1
+                time.sleep(3)  # as in test_requeue
+                slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+            time.sleep(0.2)
+        done = slurm.finish(job)
+        assert (done.state, done.code) == ("COMPLETED", 0), f"{done}\n{slurm.logs()}"
+        saved = re.findall(r"rank \d: signal 10, state saved after (\d+) sweeps", done.output)
+        assert put_back >= 1, done
+        assert len(saved) == 4 * put_back, done
+        assert all(saved.count(sweeps) == 4 for sweeps in saved), done
+        assert "done after 704 sweeps" in done.output, done
+        assert not state.exists()
+
+
 def test_requeue_gives_up(slurm: Slurm, folder: Path) -> None:
     """A job that has started as often as it may is not put back; what is saved stays."""
     (folder / "never.py").write_text("import sys, pathlib; pathlib.Path(sys.argv[1]).touch()")
@@ -254,6 +288,8 @@ def test_container(slurm: Slurm, folder: Path) -> None:
     assert (done.state, done.code) == ("COMPLETED", 0), done
     assert said(done) == expected(TWO_TWO, "1 1 None", ["x y"]), done
     assert done.output.count(f"inside {folder}/my.sif") == 4, done
+    wrong = {**exports, "SCRIPT": str(folder / "fails.py"), "SRUN_ARGS": "--kill-on-bad-exit=0"}
+    assert_failed(submit(slurm, "container", MPI_TYPE=MPI_TYPE[family()], **wrong))
 
 
 def test_site_mpi(slurm: Slurm, folder: Path) -> None:
@@ -273,6 +309,8 @@ def test_site_mpi(slurm: Slurm, folder: Path) -> None:
         f"{folder}/sitecc -m pip install --quiet --no-cache-dir --no-binary=mpi4py mpi4py",
         f"{folder}/sitecc -m pip install --quiet mpicoll==0.1",
     ]
+    wrong = {**exports, "SCRIPT": str(folder / "fails.py"), "SRUN_ARGS": "--kill-on-bad-exit=0"}
+    assert_failed(submit(slurm, "site-mpi", **wrong))
     other = {**exports, "MPICC": str(folder / "othercc")}
     done = submit(slurm, "site-mpi", options=["-N1", "--ntasks-per-node=1"], **other)
     assert done.code == 2, done
