@@ -23,9 +23,11 @@ CHECK_LIMIT = 60.0
 
 # Run by each of the two ranks of the self-check; rank 0 prints what only a running MPI knows.
 _SELF_CHECK = """\
-import ctypes, json
+import json
 import numpy as np
 import mpicoll as dist
+from mpicoll.capability import loaded_mpi
+from mpicoll.settings import read_settings
 dist.init_process_group()
 x = np.ones(1)
 dist.all_reduce(x)
@@ -35,11 +37,8 @@ hosts = world.allgather(MPI.Get_processor_name())
 if world.rank == 0:
     levels = ["SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE"]
     order = [MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE]
-    maps = [line.split(None, 5)[5].strip() for line in open("/proc/self/maps") if "libmpi" in line]
-    cuda = None
-    for path in maps[:1]:
-        query = getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None)
-        cuda = None if query is None else bool(query())
+    found = loaded_mpi(read_settings().cuda)
+    cuda = [sorted({operation for operation, _ in found.direct}), found.evidence, [bad.why for bad in found.bad]]
     told = {"sum": float(x[0]), "size": world.size, "hosts": sorted(set(hosts)), "cuda": cuda,
             "threads": levels[order.index(MPI.Query_thread())]}
     print("self-check:" + json.dumps(told), flush=True)
@@ -94,11 +93,23 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--plot", metavar="FILE", help="with --job: draw the map into a file (map.png); needs matplotlib"
     )
+    parser.add_argument(
+        "--gpu",
+        action="store_true",
+        help="try which operations of this MPI take memory of a GPU, each in a job of its own, and whether ranks can share one",
+    )
+    parser.add_argument(
+        "--save", action="store_true", help="with --gpu: keep what was found for programs that run later"
+    )
     parser.set_defaults(main=main)
 
 
 def main(options: argparse.Namespace) -> int:
     """Examine, print and return the exit code."""
+    if options.save and not options.gpu:
+        raise LaunchError("--save keeps what --gpu has found: mpicoll doctor --gpu --save")
+    if options.gpu:
+        return _gpu(options.save)
     if options.job:
         from mpicoll.cli.job_map import show_map
 
@@ -120,6 +131,31 @@ def examine(environ: Mapping[str, str]) -> Report:
         told, problem = self_check()
         judge_self_check(report, told, problem)
     return report
+
+
+def _gpu(keep: bool) -> int:
+    """Try every operation on memory of a GPU; the exit code is 0 when that could be done, whatever was found."""
+    from rich.console import Console
+
+    from mpicoll.buffers import staging
+    from mpicoll.cli.gpu_probe import probe_all, probe_sharing, save
+    from mpicoll.launch.library import find_library
+    from mpicoll.profiles import library_name
+
+    library = find_library()
+    try:
+        count = staging.runtime().count()
+    except ImportError as error:
+        raise LaunchError(f"--gpu: {error}") from error
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(
+        f"{library.name} {library.version}, {count} GPU{'s' * (count != 1)}; each line is a job of two ranks\n"
+    )
+    right = probe_all(lambda name, found: console.print(f"  {name:<29} {found}"))
+    console.print(f"\nranks that share a GPU can reduce on it (CUDA IPC): {probe_sharing()}")
+    if keep:
+        console.print(f"\nkept in {save(right, library_name(library.text))}: MPICOLL_CUDA=auto goes by it from now on")
+    return 0
 
 
 def _packages(report: Report) -> None:
@@ -259,8 +295,13 @@ def judge_self_check(report: Report, told: dict[str, Any] | None, problem: str) 
         threads = told["threads"]
         advice = "" if threads == "MULTIPLE" else "This MPI allows calls from one thread only"
         report.add(section, "thread level", threads, "note" if advice else "ok", advice)
-        cuda = {True: "yes", False: "no", None: "this MPI does not say"}[told["cuda"]]
-        report.add(section, "CUDA-aware", cuda)
+        operations, evidence, bad = told["cuda"]
+        report.add(
+            section, "memory of a GPU", ("handed to MPI" if operations else "by way of the host") + f": {evidence}"
+        )
+        if operations:
+            for why in bad:
+                report.add(section, "", f"but {why}", "note")
         hosts = told["hosts"]
         report.add(section, "ran on", f"{len(hosts)} node{'s' * (len(hosts) != 1)}: {', '.join(hosts)}")
     if told is not None and not problem and told["size"] == 2 and told["sum"] == 2.0:
