@@ -9,17 +9,28 @@ from hashlib import blake2b
 from typing import Any, Protocol
 
 from mpicoll import execution, waiting
+from mpicoll.buffers import staging
 from mpicoll.checks.call import NOTHING, Call, Site, call_site, compress_ranks, name_ranks
 from mpicoll.checks.deadlock import Wait
 from mpicoll.checks.entries import Entry, entry_of
 from mpicoll.checks.report import with_calls
 from mpicoll.communicators import Pair, make_pair
 from mpicoll.errors import CollectiveMismatchError, GroupBrokenError, PeerFailedError, in_one_line
-from mpicoll.groups import NON_MEMBER, ProcessGroup, State, state
+from mpicoll.groups import NON_MEMBER, ProcessGroup, State, member_or_warn, resolve, state
+from mpicoll.objects import all_gather_object
 from mpicoll.patience import CallWait, joined, local_wait, search
 from mpicoll.runtime import check_backend
 
-__all__ = ["Watch", "group_of_node", "leaders_group", "new_group", "node_group"]
+__all__ = [
+    "Watch",
+    "group_of_node",
+    "leaders_group",
+    "new_group",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
+    "node_group",
+    "split_group",
+]
 
 MOST_JOINED = 256
 _TAGS = 32000  # MPI guarantees tags up to 32767
@@ -72,6 +83,8 @@ def new_group(
     try:
         members = _members(ranks, known.world.size(), sort_ranks)
         _check(timeout, backend)
+        if known.world.rank() in members:
+            known.pool.check_room(members)
     except Exception as error:
         problem = error
     with waiting.shield:
@@ -107,11 +120,26 @@ def _create(
         flags = execution.agree(known.world, call, known.world.timeout)
         known.created += 1
         name = f"{known.world.group_name}.{known.created}"
+        tag = known.created % _TAGS
+        made = flags.detail == NOTHING or flags.detail < 0
+        if not made and me in members:
+            known.pool.take(members, flags.detail)  # before others are given back
+        if known.pool.full():
+            _shrink(known, tag, call)
         if me not in members:
+            if made:
+                known.pool.made_together(None)
             return NON_MEMBER
         if flags.detail == NOTHING:
             known.pool.disagreed(members, flags.most)
-        pair = _make(known, members, flags.detail, known.created % _TAGS, call)
+        try:
+            pair = _make(known, members, flags.detail, tag, call)
+        except BaseException:
+            if made:
+                known.pool.made_together(None)
+            raise
+        if made:
+            known.pool.made_together(pair)
     limit = known.world.timeout if timeout is None else timeout.total_seconds()
     in_order = list(members) == sorted(members)
     display = group_desc or (f"[{compress_ranks(members)}]" if in_order else str(list(members)))
@@ -129,6 +157,207 @@ class Watch(Protocol):
 
     def look(self) -> bool:
         """Say now and then for whom this rank waits; whether there has been no sign of life for too long."""
+
+
+def new_subgroups(
+    group_size: int | None = None,
+    group: Any = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> tuple[Any, list[Any]]:
+    """Divide a group into groups of equal size, of ranks that stand side by side in it.
+
+    Called by all ranks of the world, as :func:`new_group` is.
+
+    Args:
+        group_size: ranks in each; it must divide the size of the group. None: the number of GPUs that this rank sees.
+        group: the group that is divided; default the world. All ranks of the world pass the group that they are in, which may be
+            another one on other ranks: then the groups of all are made. On a rank outside a group nothing can be known of it.
+        timeout, backend, pg_options, group_desc: of each of the groups, as for :func:`new_group`.
+
+    Returns:
+        The group that this rank is in, and all of those that the group is divided into, in order
+        (``GroupMember.NON_GROUP_MEMBER`` for those it is not in).
+
+    Raises:
+        ValueError: the size is not positive, too large, or does not divide that of the group; there is no GPU to count.
+        Others as :func:`new_group`.
+
+    Source: torch.distributed.new_subgroups.
+    """
+    known = state()
+    execution.enter(known.world, "new_subgroups")
+    problem: Exception | None = None
+    lists: list[list[int]] = []
+    try:
+        found = resolve(group)
+        if found is None:
+            raise ValueError("Invalid process group specified: this rank is not in it")
+        size = _gpus() if group_size is None else group_size
+        lists = _divided(found, size)
+    except Exception as error:
+        problem = error
+    if group is None or group is known.world:
+        return _subgroups("new_subgroups", lists, problem, timeout, backend, pg_options, group_desc)
+    told: list[Any] = [None] * known.world.size()
+    all_gather_object(told, None if problem else lists)
+    every = list(dict.fromkeys(tuple(ranks) for each in told for ranks in each or ()))
+    _, made = _subgroups(
+        "new_subgroups", [list(ranks) for ranks in every], problem, timeout, backend, pg_options, group_desc
+    )
+    parts = [made[every.index(tuple(ranks))] for ranks in lists]
+    return next(part for part in parts if part is not NON_MEMBER), parts
+
+
+def _gpus() -> int:
+    try:
+        return staging.runtime().count()
+    except ImportError as error:
+        raise ValueError(
+            f"Default group size only takes effect when CUDA is available: pass group_size ({error})"
+        ) from error
+
+
+def _divided(group: ProcessGroup, size: Any) -> list[list[int]]:
+    whole = group.size()
+    if not hasattr(size, "__index__") or isinstance(size, bool):
+        raise TypeError(f"group_size must be an integer, not {type(size).__name__}")
+    size = int(size)
+    if size <= 0:
+        raise ValueError(f"The arg 'group_size' ({size}) must be positive")
+    if size > whole:
+        raise ValueError(f"The arg 'group_size' ({size}) must not exceed the world size ({whole})")
+    if whole % size:
+        raise ValueError(f"The world size ({whole}) must be divisible by 'group_size={size}'")
+    return [list(group.ranks[at : at + size]) for at in range(0, whole, size)]
+
+
+def new_subgroups_by_enumeration(
+    ranks_per_subgroup_list: list[list[int]],
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> tuple[Any, list[Any]]:
+    """Make several groups that have no rank in common.
+
+    Called by all ranks of the world, as :func:`new_group` is.
+
+    Args:
+        ranks_per_subgroup_list: the global ranks of each group.
+        timeout, backend, pg_options, group_desc: of each of the groups, as for :func:`new_group`.
+
+    Returns:
+        The group that this rank is in, or None, and all of them in order (``GroupMember.NON_GROUP_MEMBER`` for those it is not
+        in).
+
+    Raises:
+        ValueError: the list is empty, or a rank is in two groups; then none is made (torch makes those before).
+        Others as :func:`new_group`.
+
+    Source: torch.distributed.new_subgroups_by_enumeration.
+    """
+    execution.enter(state().world, "new_subgroups_by_enumeration")
+    problem: Exception | None = None
+    lists: list[list[int]] = []
+    try:
+        if not ranks_per_subgroup_list:
+            raise ValueError("The arg 'ranks_per_subgroup_list' cannot be empty")
+        lists = [list(ranks) for ranks in ranks_per_subgroup_list]
+        _apart(lists, "subgroup")
+    except Exception as error:
+        problem = error
+    return _subgroups("new_subgroups_by_enumeration", lists, problem, timeout, backend, pg_options, group_desc)
+
+
+def _apart(lists: list[list[int]], word: str) -> None:
+    """Raise ValueError when a rank stands in two of the lists."""
+    seen: dict[int, list[int]] = {}
+    for ranks in lists:
+        for rank in ranks:
+            if rank in seen:
+                raise ValueError(f"Rank {rank} has appeared in both {word} {seen[rank]} and {ranks}")
+        seen.update(dict.fromkeys(ranks, ranks))
+
+
+def _subgroups(
+    op: str,
+    lists: list[list[int]],
+    problem: Exception | None,
+    timeout: timedelta | None,
+    backend: str | None,
+    pg_options: Any,
+    group_desc: str | None,
+) -> tuple[Any, list[Any]]:
+    """Agree on all groups at once, so that what is wrong with one of them raises on all ranks before any is made."""
+    known = state()
+    if problem is None:
+        try:
+            lists = [list(_members(ranks, known.world.size(), False)) for ranks in lists]
+            _check(timeout, backend)
+        except Exception as error:
+            problem = error
+    key = () if problem else (("groups", len(lists)), ("ranks", tuple(map(tuple, lists))))
+    execution.agree(known.world, Call(op, key, call_site(), error=problem), known.world.timeout)
+    made = [new_group(ranks, timeout, backend, pg_options, group_desc=group_desc) for ranks in lists]
+    mine = [group for group in made if group is not NON_MEMBER]
+    return mine[0] if mine else None, made
+
+
+def split_group(
+    parent_pg: Any = None,
+    split_ranks: list[list[int]] | None = None,
+    timeout: timedelta | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+    backend: str | None = None,
+) -> ProcessGroup | None:
+    """Make groups of the ranks of a group, each rank being in one of them at most.
+
+    Called by all members of the parent.
+
+    Args:
+        parent_pg: the group; default the world.
+        split_ranks: the ranks of each new group, as numbered in the parent.
+        timeout, group_desc, backend: as for :func:`new_group`.
+        pg_options: taken and ignored.
+
+    Returns:
+        The group that this rank is in; None where it is in none of them, and on ranks that are not in the parent.
+
+    Raises:
+        ValueError: nothing to split, a rank that the parent has not, or one that is in two groups.
+        Others as :func:`new_group`, on the parent.
+
+    Source: torch.distributed.split_group (there on a GPU alone); MPI_Comm_split (MPI-4.1 section 7.4.2).
+    """
+    parent = member_or_warn(parent_pg, "split_group")
+    if parent is None:
+        return None
+    execution.enter(parent, "split_group")
+    problem: Exception | None = None
+    lists: list[list[int]] = []
+    try:
+        if not split_ranks or not all(split_ranks):
+            raise ValueError("split_ranks cannot be None or empty")
+        lists = [list(_members(ranks, parent.size(), True)) for ranks in split_ranks]
+        _apart(lists, "split")
+        _check(timeout, backend)
+    except Exception as error:
+        problem = error
+    key = () if problem else (("ranks", tuple(map(tuple, lists))),)
+    execution.agree(parent, Call("split_group", key, call_site(), error=problem), parent.timeout)
+    for ranks in lists:
+        if parent.rank() in ranks:
+            members = [parent.ranks[rank] for rank in ranks]
+            limit = timedelta(seconds=parent.timeout) if timeout is None else timeout
+            made: ProcessGroup = new_group(
+                members, limit, use_local_synchronization=True, group_desc=group_desc, sort_ranks=False
+            )
+            return made
+    return None
 
 
 def node_group() -> ProcessGroup:
@@ -203,10 +432,12 @@ def _members(ranks: Any, size: int, sort_ranks: bool) -> tuple[int, ...]:
     if not given:
         raise ValueError("the new group's ranks must not be empty")
     if len(set(given)) != len(given):
-        raise ValueError(f"the new group's ranks must not be repeated, got {given}")
-    if min(given) < 0 or max(given) >= size:
+        raise ValueError(f"the new group's ranks list must not contain duplicate entries, got {given}")
+    wrong = [rank for rank in given if not 0 <= rank < size]
+    if wrong:
         raise ValueError(
-            f"The new group's rank should be within the world_size set by init_process_group ({size}), got {given}"
+            f"Rank {wrong[0]} is out of range. Valid ranks are 0 to {size - 1} (world_size={size}): the new group's ranks are "
+            f"{given}"
         )
     return tuple(sorted(given) if sort_ranks else given)
 
@@ -219,19 +450,34 @@ def _check(timeout: Any, backend: Any) -> None:
     check_backend(backend)
 
 
+def _shrink(known: State, tag: int, call: Call) -> None:
+    """Free communicators of destroyed groups; all ranks of the world are known to be here."""
+    with waiting.guard:
+        with execution.native(known.world, call, known.world.timeout):
+            known.pool.meet_all(known.world.pair.control, tag)
+        for settled in execution.drive(known.world, call, known.pool.shrink(), known.world.timeout):
+            if known.base is not None:
+                known.base.settle(*settled)
+
+
 def _make(known: State, members: tuple[int, ...], index: int, tag: int, call: Call) -> Pair:
     """Take the pair that all members agreed is idle, or make a new one; all members are known to be here."""
     if index != NOTHING and index >= 0:
         pair = known.pool.take(members, index)
         known.pool.furnish(pair, known.topology, known.settings, known.world.level)
         with waiting.guard:
-            execution.drive(known.world, call, pair.sweep(), known.world.timeout)
+            settled = execution.drive(known.world, call, pair.sweep(), known.world.timeout)
+            if known.base is not None:
+                known.base.settle(*settled)
+            execution.drive(known.world, call, known.pool.meet(pair), known.world.timeout)
         return pair
     with waiting.guard, execution.native(known.world, call, known.world.timeout):
         pair = make_pair(known.world.pair.control, members, tag)
     pair.lane.epoch = known.world.pair.lane.epoch
     known.pool.furnish(pair, known.topology, known.settings, known.world.level)
     known.pool.add(pair)
+    with waiting.guard:
+        execution.drive(known.world, call, known.pool.meet(pair), known.world.timeout)
     return pair
 
 
