@@ -1,0 +1,1 @@
+"""Collectives that torch's autograd goes through: :mod:`mpicoll.nn.functional`."""
