@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import threading
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
@@ -28,14 +29,16 @@ from mpicoll.checks.call import Call, Site
 from mpicoll.checks.envelope import EARLY_BYTES, ROOM, SMALL_BYTES, WORDS, first_word
 from mpicoll.engines import large
 from mpicoll.execution import guarded, wrap
-from mpicoll.groups import ProcessGroup
+from mpicoll.groups import Kept, ProcessGroup
 from mpicoll.kept import keep, keep_of
 from mpicoll.patience import CallWait, local_wait
 
 __all__ = [
+    "MOST_BODIES",
     "Busy",
     "PersistentReceive",
     "PersistentSend",
+    "body_of",
     "call",
     "finish",
     "give_up",
@@ -44,15 +47,21 @@ __all__ = [
     "post_apart",
     "recv_apart",
     "send_apart",
+    "take_back",
 ]
 
 MOST = 128
 """Persistent sends, and as many receives, that a group keeps; each takes 4 KiB at most."""
 
+MOST_BODIES = 4
+"""Arrays of which a persistent send or receive keeps the request."""
+
 _MOST_SEEN = 1024
 _RARELY = 8
 _MOST_POLLS = 4096
 _misses = itertools.count()
+_address = MPI.Get_address
+_get_ident = threading.get_ident
 
 
 def message_call(
@@ -73,22 +82,35 @@ class _Persistent:
 
     Attributes:
         elements: the elements of a small message in ``buffer``; None when they travel apart.
-        body: the request of elements that travel apart, while they do.
+        bodies: persistent requests of elements that travel apart, by the address of the array; they hold no memory.
+        kind: the datatype of these elements; None where they are more than a count of MPI takes, or stand in ``buffer``.
+        make, post: how such a request is made, or posted for once.
+        body: the one that was posted for once, while it is under way.
+        polls: how often elements are asked for before a wait as every other.
+        rank, tag, shape, dtype: what the program passes.
         count: times it was made, on top of those that the group counts itself.
         take, give_back: the right to use it, which one call has at a time; ``take`` raises Busy.
         code, instruction: where the program makes it.
     """
 
     __slots__ = (
+        "bodies",
         "body",
         "buffer",
         "code",
         "count",
+        "dtype",
         "elements",
         "give_back",
         "instruction",
+        "kind",
+        "make",
         "peer",
+        "polls",
+        "post",
+        "rank",
         "request",
+        "shape",
         "start",
         "tag",
         "take",
@@ -98,7 +120,16 @@ class _Persistent:
     sending: bool
 
     def __init__(
-        self, request: MPI.Prequest, buffer: Any, peer: int, tag: int, shape: tuple[int, ...], dtype: np.dtype[Any]
+        self,
+        request: MPI.Prequest,
+        make: Callable[..., Any],
+        post: Callable[..., MPI.Request],
+        buffer: Any,
+        rank: int,
+        peer: int,
+        tag: int,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
     ) -> None:
         size = _size(shape, dtype)
         self.buffer = buffer
@@ -107,15 +138,28 @@ class _Persistent:
         if size <= SMALL_BYTES:
             self.elements = buffer[WORDS.size : WORDS.size + size].view(dtype).reshape(shape)
         self.body: MPI.Request | None = None
+        self.kind: MPI.Datatype | None = None
+        if size > SMALL_BYTES and math.prod(shape) <= large.COUNT_LIMIT:
+            self.kind = MPI.Datatype.fromcode(dtype.char)
+        self.bodies: dict[int, MPI.Prequest] = {}
+        self.make, self.post = make, post
+        self.polls = range(2 if waiting.crowded else min(size >> 9, _MOST_POLLS))
         self.count = 0
         self.code: CodeType | None = None
         self.instruction = -1
-        self.peer = peer
+        self.rank, self.peer = rank, peer
         self.tag = tag
+        self.shape, self.dtype = shape, dtype
         self.request = request
         self.start, self.test = request.Start, request.Test
         free = [None]
         self.take, self.give_back = free.pop, free.append
+
+    def free(self) -> None:
+        """Free its requests; none is under way."""
+        self.request.Free()
+        while self.bodies:
+            self.bodies.popitem()[1].Free()
 
     @property
     def place(self) -> tuple[str, CodeType, int]:
@@ -130,15 +174,20 @@ class PersistentSend(_Persistent):
     __slots__ = ()
     sending = True
 
-    def __init__(self, group: ProcessGroup, peer: int, tag: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self, group: ProcessGroup, rank: int, peer: int, tag: int, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> None:
         size = _size(shape, dtype)
         buffer = np.empty(WORDS.size + (size if size <= SMALL_BYTES else 0), np.uint8)
-        super().__init__(group.pair.data.Send_init([buffer, MPI.BYTE], peer, tag), buffer, peer, tag, shape, dtype)
+        request = group.pair.data.Send_init([buffer, MPI.BYTE], peer, tag)
+        control = group.pair.control
+        make = control.Send_init if size <= EARLY_BYTES else control.Ssend_init
+        super().__init__(request, make, _poster(group, size), buffer, rank, peer, tag, shape, dtype)
         self.words[0] = first_word(dtype, math.prod(shape))
 
-    def move_to(self, group: ProcessGroup, frame: FrameType) -> bool:
+    def move_to(self, group: ProcessGroup, frame: FrameType, op: str = "send") -> bool:
         """Say another place from now on, if the receiver has been told of it."""
-        number = group.told.known(self.peer, self.tag, "send", Site(frame.f_code, frame.f_lasti))
+        number = group.told.known(self.peer, self.tag, op, Site(frame.f_code, frame.f_lasti))
         if number is None:
             return False
         try:
@@ -162,9 +211,13 @@ class PersistentReceive(_Persistent):
     __slots__ = ("expected", "key")
     sending = False
 
-    def __init__(self, group: ProcessGroup, peer: int, tag: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self, group: ProcessGroup, rank: int, peer: int, tag: int, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> None:
         buffer = np.empty(ROOM, np.uint8)
-        super().__init__(group.pair.data.Recv_init([buffer, MPI.BYTE], peer, tag), buffer, peer, tag, shape, dtype)
+        request = group.pair.data.Recv_init([buffer, MPI.BYTE], peer, tag)
+        control = group.pair.control
+        super().__init__(request, control.Recv_init, control.Irecv, buffer, rank, peer, tag, shape, dtype)
         self.expected = first_word(dtype, math.prod(shape))
         self.key = (peer, tag)
 
@@ -192,57 +245,101 @@ def learn(group: ProcessGroup, op: str, peer: int, tensor: Array, rank: Any, tag
             group.seen.clear()
         group.seen.add(seen)
         return
-    kept: dict[Any, Any] = group.sends if op == "send" else group.receives
+    kept: Kept = group.sends if op == "send" else group.receives
     if key in kept:
         return
     with waiting.guard, group.posting:
         if len(kept) >= MOST:
             # A program with ever new tags would make and free one in every call.
+            if next(_misses) % _RARELY:
+                return
             oldest = next(iter(kept))
-            if next(_misses) % _RARELY or group.pair.receiver.posted:
-                return
-            try:
-                kept[oldest].take()
-            except Busy:
-                return
-            group.retire(kept.pop(oldest))
-        made = (PersistentSend if op == "send" else PersistentReceive)(group, peer, tag, tensor.shape, tensor.dtype)
+            with group.pair.receiver.lock:  # a receive is posted under it, if it has not been dropped by then
+                if group.pair.receiver.posted:
+                    return
+                try:
+                    kept[oldest].take()
+                except Busy:
+                    return
+                dropped = kept.drop(oldest)
+            group.retire(dropped)
+        kind = PersistentSend if op == "send" else PersistentReceive
+        made = kind(group, rank, peer, tag, tensor.shape, tensor.dtype)
         group.persistent.append(made)
         kept[key] = made
 
 
-def post_apart(group: ProcessGroup, tensor: Array, peer: int, tag: int) -> MPI.Request:
-    """Post the elements of a message that travel apart from its envelope.
+def _poster(group: ProcessGroup, nbytes: int) -> Callable[..., MPI.Request]:
+    """Return what posts elements that travel apart from their envelope.
 
     Synchronously where they are many, so that whether a send completes before it is received does not depend on the MPI. It
     costs nothing: a message of this size waits for its receiver anyway, to be copied once.
     """
-    post = group.pair.control.Isend if tensor.nbytes <= EARLY_BYTES else group.pair.control.Issend
-    return large.post(post, tensor, peer, tag)
+    return group.pair.control.Isend if nbytes <= EARLY_BYTES else group.pair.control.Issend
+
+
+def post_apart(group: ProcessGroup, tensor: Array, peer: int, tag: int) -> MPI.Request:
+    """Post the elements of a message that travel apart from its envelope."""
+    return large.post(_poster(group, tensor.nbytes), tensor, peer, tag)
+
+
+def body_of(again: _Persistent, tensor: Array) -> MPI.Prequest | None:
+    """Return the request that moves the elements of this array, not started; None for those that are posted for once.
+
+    It is kept for the next call, by the array's address alone: it is started only while an array is there.
+    """
+    address = _address(tensor)
+    found = again.bodies.get(address)
+    if found is None and again.kind is not None:
+        if len(again.bodies) >= MOST_BODIES:
+            again.bodies.pop(next(iter(again.bodies))).Free()
+        memory = MPI.buffer.fromaddress(address, tensor.nbytes)
+        found = again.bodies[address] = again.make((memory, again.kind), again.peer, again.tag)
+    return found
 
 
 def send_apart(group: ProcessGroup, again: PersistentSend, tensor: Array) -> None:
     """Send the envelope, and the elements after it: no other message of its tag may come in between."""
     with group.posting:
         again.start()
-        again.body = post_apart(group, tensor, again.peer, again.tag)
-        again.count += 1
-    finish(group, again, tensor, again.body.Test)
+        request: Any = body_of(again, tensor)
+        if request is None:
+            request = again.body = large.post(again.post, tensor, again.peer, again.tag)
+        else:
+            request.Start()
+    again.count += 1
+    group.last = again
+    waiting.threads.add(_get_ident())
+    # The envelope is on its way before the elements are, which the receiver asks for: so the other way round it costs time.
+    for test in (again.test, request.Test):
+        for _ in again.polls:
+            if test():
+                break
+        else:
+            finish(group, again, tensor, test)
     again.body = None
 
 
-def recv_apart(group: ProcessGroup, again: PersistentReceive, tensor: Array) -> None:
+def recv_apart(group: ProcessGroup, again: PersistentReceive, tensor: Array, body: MPI.Prequest | None) -> None:
     """Receive the elements whose envelope has come."""
-    again.body = large.post(group.pair.control.Irecv, tensor, again.peer, again.tag)
-    finish(group, again, tensor, again.body.Test)
-    again.body = None
+    request: Any = body
+    if request is None:
+        request = again.body = large.post(again.post, tensor, again.peer, again.tag)
+    else:
+        request.Start()
+    again.count += 1
+    test = request.Test
+    for _ in again.polls:
+        if test():
+            break
+    else:
+        finish(group, again, tensor, test)
+    if body is None:
+        again.body = None
 
 
 def finish(group: ProcessGroup, again: _Persistent, tensor: Array, test: Callable[[], bool]) -> None:
-    """Wait for a request: spin for as long as the elements may take, then as every wait does."""
-    for _ in range(2 if waiting.crowded else min(tensor.nbytes >> 9, _MOST_POLLS)):
-        if test():
-            return
+    """Wait for a request as every wait does, after it was polled for as long as its elements may take."""
     waiting.moving(tensor.nbytes)
     this = call(group, again, tensor)
     local_wait(guarded(test, group, this), CallWait(group, this, group.timeout, group.ranks[again.peer], again.tag))
@@ -262,23 +359,28 @@ def give_up(group: ProcessGroup, again: _Persistent, tensor: Array, error: BaseE
     if group.broken is None:
         CallWait(group, this, group.timeout, group.ranks[again.peer], again.tag).give_up(error)
     if isinstance(again, PersistentReceive):
-        if again.key in group.pair.receiver.posted:
-            group.pair.receiver.posted.remove(again.key)
-        try:
-            if not again.request.Test():
-                again.request.Cancel()
-                again.request.Test()
-        except MPI.Exception:
-            pass  # what MPI said first is told
+        take_back(group, again)
     if isinstance(error, MPI.Exception):
         raise wrap(error, group, this) from error
+
+
+def take_back(group: ProcessGroup, again: PersistentReceive) -> None:
+    """Withdraw a receive that is posted, of a group that is given up."""
+    if again.key in group.pair.receiver.posted:
+        group.pair.receiver.posted.remove(again.key)
+    try:
+        if not again.request.Test():
+            again.request.Cancel()
+            again.request.Test()
+    except MPI.Exception:
+        pass  # what MPI said first is told
 
 
 def _forget_in_child() -> None:
     known = groups.current()
     if known is not None:
         for group in known.groups.values():
-            group.sends, group.receives = {}, {}
+            group.sends, group.receives = Kept(), Kept()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
