@@ -12,7 +12,25 @@ from mpicoll._version import __version__
 
 if TYPE_CHECKING:
     from mpicoll.allocation import empty
-    from mpicoll.buffers.reduce_op import ReduceOp
+    from mpicoll.backends import (
+        Backend,
+        DebugLevel,
+        get_backend_config,
+        get_debug_level,
+        get_default_backend_for_device,
+        get_pg_count,
+        is_backend_available,
+        is_gloo_available,
+        is_nccl_available,
+        is_torchelastic_launched,
+        is_ucc_available,
+        is_xccl_available,
+        set_debug_level,
+        set_debug_level_from_env,
+        supports_complex,
+    )
+    from mpicoll.barriers import breakpoint, monitored_barrier
+    from mpicoll.buffers.reduce_op import ReduceOp, reduce_op
     from mpicoll.collectives import (
         all_gather,
         all_gather_into_tensor,
@@ -29,6 +47,8 @@ if TYPE_CHECKING:
         reduce_scatter_tensor,
         scatter,
     )
+    from mpicoll.device_mesh import DeviceMesh, init_device_mesh
+    from mpicoll.devices import select_device
     from mpicoll.errors import (
         BufferInUseError,
         CollectiveMismatchError,
@@ -43,6 +63,7 @@ if TYPE_CHECKING:
         LaunchError,
         PeerExitedError,
         PeerFailedError,
+        QueueEmptyError,
     )
     from mpicoll.fused import all_gather_coalesced, all_reduce_coalesced, average_gradients
     from mpicoll.groups import (
@@ -66,6 +87,7 @@ if TYPE_CHECKING:
         scatter_object_list,
     )
     from mpicoll.p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
+    from mpicoll.plans import Plan, all_reduce_init
     from mpicoll.runtime import (
         default_pg_timeout,
         destroy_process_group,
@@ -75,8 +97,18 @@ if TYPE_CHECKING:
         is_mpi_available,
     )
     from mpicoll.stopping import on_signal, should_stop
-    from mpicoll.subgroups import leaders_group, new_group, node_group
+    from mpicoll.stores import FileStore, HashStore, PrefixStore, Store
+    from mpicoll.subgroups import (
+        leaders_group,
+        new_group,
+        new_subgroups,
+        new_subgroups_by_enumeration,
+        node_group,
+        split_group,
+    )
+    from mpicoll.tcpstore import TCPStore
     from mpicoll.timelimit import time_left
+    from mpicoll.training import DistributedSampler, broadcast_parameters
     from mpicoll.turns import (
         Turn,
         first,
@@ -94,7 +126,25 @@ if TYPE_CHECKING:
 # Where each public name comes from: it is imported when it is first asked for.
 _HOME = {
     "allocation": ("empty",),
-    "buffers.reduce_op": ("ReduceOp",),
+    "backends": (
+        "Backend",
+        "DebugLevel",
+        "get_backend_config",
+        "get_debug_level",
+        "get_default_backend_for_device",
+        "get_pg_count",
+        "is_backend_available",
+        "is_gloo_available",
+        "is_nccl_available",
+        "is_torchelastic_launched",
+        "is_ucc_available",
+        "is_xccl_available",
+        "set_debug_level",
+        "set_debug_level_from_env",
+        "supports_complex",
+    ),
+    "barriers": ("breakpoint", "monitored_barrier"),
+    "buffers.reduce_op": ("ReduceOp", "reduce_op"),
     "collectives": (
         "all_gather",
         "all_gather_into_tensor",
@@ -111,6 +161,7 @@ _HOME = {
         "reduce_scatter_tensor",
         "scatter",
     ),
+    "devices": ("select_device",),
     "errors": (
         "BufferInUseError",
         "CollectiveMismatchError",
@@ -125,6 +176,7 @@ _HOME = {
         "LaunchError",
         "PeerExitedError",
         "PeerFailedError",
+        "QueueEmptyError",
     ),
     "fused": ("all_gather_coalesced", "all_reduce_coalesced", "average_gradients"),
     "groups": (
@@ -140,9 +192,11 @@ _HOME = {
         "is_initialized",
     ),
     "launch.spawn": ("ProcessExitedException", "ProcessRaisedException", "spawn"),
+    "device_mesh": ("DeviceMesh", "init_device_mesh"),
     "object_messages": ("recv_object_list", "send_object_list"),
     "objects": ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"),
     "p2p": ("P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"),
+    "plans": ("Plan", "all_reduce_init"),
     "runtime": (
         "default_pg_timeout",
         "destroy_process_group",
@@ -151,9 +205,19 @@ _HOME = {
         "is_available",
         "is_mpi_available",
     ),
+    "stores": ("FileStore", "HashStore", "PrefixStore", "Store"),
+    "tcpstore": ("TCPStore",),
     "stopping": ("on_signal", "should_stop"),
-    "subgroups": ("leaders_group", "new_group", "node_group"),
+    "subgroups": (
+        "leaders_group",
+        "new_group",
+        "new_subgroups",
+        "new_subgroups_by_enumeration",
+        "node_group",
+        "split_group",
+    ),
     "timelimit": ("time_left",),
+    "training": ("DistributedSampler", "broadcast_parameters"),
     "turns": (
         "Turn",
         "first",
@@ -168,28 +232,46 @@ _HOME = {
     ),
     "work": ("Work",),
 }
-_home_of = {name: f"mpicoll.{module}" for module, names in _HOME.items() for name in names}
+_home_of = {name: (f"mpicoll.{module}", name) for module, names in _HOME.items() for name in names}
+# Private names of torch.distributed that programs and libraries use all the same.
+_home_of |= {
+    "_all_gather_base": ("mpicoll.collectives", "all_gather_into_tensor"),
+    "_get_default_group": ("mpicoll.groups", "default_group"),
+    "_rank_not_in_group": ("mpicoll.groups", "rank_not_in_group"),
+    "_reduce_scatter_base": ("mpicoll.collectives", "reduce_scatter_tensor"),
+}
 
 __all__ = [
+    "Backend",
     "BufferInUseError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "DeadlockError",
+    "DebugLevel",
+    "DeviceMesh",
     "DistBackendError",
     "DistError",
     "DistNetworkError",
     "DistStoreError",
+    "DistributedSampler",
+    "FileStore",
     "FirstFailedError",
     "GroupBrokenError",
     "GroupMember",
+    "HashStore",
     "LaunchError",
     "P2POp",
     "PeerExitedError",
     "PeerFailedError",
+    "Plan",
+    "PrefixStore",
     "ProcessExitedException",
     "ProcessGroup",
     "ProcessRaisedException",
+    "QueueEmptyError",
     "ReduceOp",
+    "Store",
+    "TCPStore",
     "Turn",
     "Work",
     "__version__",
@@ -200,13 +282,16 @@ __all__ = [
     "all_gather_single",
     "all_reduce",
     "all_reduce_coalesced",
+    "all_reduce_init",
     "all_to_all",
     "all_to_all_single",
     "average_gradients",
     "barrier",
     "batch_isend_irecv",
+    "breakpoint",
     "broadcast",
     "broadcast_object_list",
+    "broadcast_parameters",
     "default_pg_timeout",
     "destroy_process_group",
     "empty",
@@ -214,23 +299,37 @@ __all__ = [
     "gather",
     "gather_object",
     "get_backend",
+    "get_backend_config",
+    "get_debug_level",
+    "get_default_backend_for_device",
     "get_global_rank",
     "get_group_rank",
     "get_node_local_rank",
+    "get_pg_count",
     "get_process_group_ranks",
     "get_rank",
     "get_world_size",
     "group",
+    "init_device_mesh",
     "init_process_group",
     "irecv",
     "is_available",
+    "is_backend_available",
+    "is_gloo_available",
     "is_initialized",
     "is_mpi_available",
+    "is_nccl_available",
+    "is_torchelastic_launched",
+    "is_ucc_available",
+    "is_xccl_available",
     "isend",
     "leaders_group",
     "local_zero_first",
     "main_process_first",
+    "monitored_barrier",
     "new_group",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
     "node_group",
     "on_signal",
     "ordered",
@@ -238,16 +337,22 @@ __all__ = [
     "recv",
     "recv_object_list",
     "reduce",
+    "reduce_op",
     "reduce_scatter",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
     "run_first",
     "scatter",
     "scatter_object_list",
+    "select_device",
     "send",
     "send_object_list",
+    "set_debug_level",
+    "set_debug_level_from_env",
     "should_stop",
     "spawn",
+    "split_group",
+    "supports_complex",
     "time_left",
     "torch_distributed_zero_first",
     "wait_for_the_master",
@@ -256,10 +361,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    home = _home_of.get(name)
-    if home is None:
+    home, own_name = _home_of.get(name, ("", ""))
+    if name in ("device_mesh", "distributed_c10d"):
+        return importlib.import_module(f"mpicoll.{name}")
+    if not home:
         raise AttributeError(f"module 'mpicoll' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
+    value = getattr(importlib.import_module(home), own_name)
     globals()[name] = value
     return value
 

@@ -70,6 +70,7 @@ def empty(shape: Any, dtype: Any = float, *, group: Any = None, shared: bool = T
                 made = yield from node.share(nbytes)
                 if not isinstance(made, str):
                     memory.append(made)
+                    found.rides.clear()  # what moves by copies may be in such an array from now on
 
     execution.conduct(found, call, steps)
     return np.asarray(memory[0]).view(kind).reshape(size) if memory else np.empty(size, kind)

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpicoll import execution
-from mpicoll.buffers.array import AnyArray, Array, Memory, adapt, adapt_list, same_dtype
-from mpicoll.buffers.dtypes import Reduction, resolve_reduction
-from mpicoll.buffers.half import wide
-from mpicoll.buffers.protocols import viewed
+from mpicoll import execution, groups, repeating, riding
+from mpicoll.buffers import staging
+from mpicoll.buffers.array import AnyArray, Array, Memory, adapt, adapt_list, memory_of, same_dtype, viewed
+from mpicoll.buffers.dtypes import Reduction, dtype_name, resolve_reduction
+from mpicoll.buffers.half import HALVES, WIDE, wide
+from mpicoll.buffers.handed import Asked, Side, sides
+from mpicoll.buffers.layouts import joined
 from mpicoll.buffers.reduce_op import RedOpType, ReduceOp
-from mpicoll.checks.call import NOTHING, Call, Site, call_site
+from mpicoll.buffers.staging import Fold, Held, Shadow
+from mpicoll.checks.call import AS_IT_IS, IN_PIECES, NOTHING, Call, Site, call_site
 from mpicoll.checks.inflight import SEALED_BYTES, Flight, Seal, registry, written
 from mpicoll.engines.base import Kind, Movement
-from mpicoll.errors import ARGUMENT
-from mpicoll.execution import Repeated
-from mpicoll.groups import ProcessGroup, Stopping, member_or_warn, no_global_peer, peer_rank
+from mpicoll.errors import wrong_argument
+from mpicoll.groups import ProcessGroup, Stopping, default, member_or_warn, peer_rank
+from mpicoll.repeating import Repeated
 from mpicoll.work import Work
+
+if TYPE_CHECKING:
+    from mpicoll.engines.device import Offer
 
 __all__ = [
     "all_gather",
@@ -42,17 +47,36 @@ __all__ = [
 ]
 
 
-MOST_REPEATED = 256
+MOST_BLOCKS = 16
+"""Members up to which blocks of an array on a GPU move in pieces: a quarter of a MiB of each is copied by itself."""
+
+_ndarray = np.ndarray
+_frame = sys._getframe
 
 
 class Prepared:
     """What the checks of one rank's arguments came to: the key of the call, what to move, what to do around it.
 
-    ``inputs`` are the memories that the transfer reads: they are packed when it starts. ``stopping`` is what the
+    With an ``offer`` the movement only says what the call is about.
+
+    ``inputs`` are the memories that the transfer reads: they are packed when it starts. ``awaits`` are those whose GPUs have to
+    have come to the call before ``before`` is run. ``stopping`` is what the
     agreement of a barrier carries signals for.
     """
 
-    __slots__ = ("after", "before", "detail", "inputs", "key", "move", "outputs", "stopping", "uneven")
+    __slots__ = (
+        "after",
+        "awaits",
+        "before",
+        "detail",
+        "inputs",
+        "key",
+        "move",
+        "offer",
+        "outputs",
+        "stopping",
+        "uneven",
+    )
 
     def __init__(
         self,
@@ -61,17 +85,21 @@ class Prepared:
         outputs: list[Any],
         *,
         inputs: tuple[Memory, ...] = (),
+        awaits: tuple[Memory, ...] = (),
         before: Callable[[], None] | None = None,
         after: Callable[[], None] | None = None,
         uneven: bool = False,
         detail: int = NOTHING,
         stopping: Stopping | None = None,
+        offer: Offer | None = None,
     ) -> None:
         self.key = key
+        self.offer = offer
         self.stopping = stopping
         self.move = move
         self.outputs = outputs
         self.inputs = inputs
+        self.awaits = awaits
         self.before = before
         self.after = after
         self.uneven = uneven
@@ -86,6 +114,7 @@ def run_prepared(
     prepare: Callable[[ProcessGroup], Prepared],
     name: str | None,
     alias: str = "",
+    stream: Any = None,
 ) -> Work | None:
     """Check the arguments; what is wrong with them takes part in the agreement, so that all members raise."""
     site = call_site()
@@ -93,18 +122,27 @@ def run_prepared(
     try:
         limit = execution.call_limit(group, timeout)
         execution.check_name(name)
-        ready = prepare(group)
+        with staging.Noted(stream) as noted:
+            ready = prepare(group)
         flight = _flight(group, op, site, ready, async_op)
     except Exception as error:
-        setattr(error, ARGUMENT, True)
-        call = Call(op, (), site, error=error, alias=alias)
+        call = Call(op, (), site, error=wrong_argument(error), alias=alias)
         execution.run(group, call, None, outputs=[], limit=group.timeout)
         raise AssertionError("a call with wrong arguments always raises") from error
     key = ready.key if name is None else (*ready.key, ("name", name))
     call = Call(op, key, site, uneven=ready.uneven, detail=ready.detail, alias=alias)
-    carried = None
+    carried: Any = None
     if ready.stopping is not None:
         call.block_bytes, carried = ready.stopping.brings(), ready.stopping.carried
+    if ready.offer is not None:
+        call.offer, call.native = ready.offer, IN_PIECES if ready.offer.in_pieces else 0
+        call.block_bytes, move = ready.offer.nbytes, ready.move
+
+        def carried(_: Any) -> Movement:
+            return move
+    else:
+        call.native = _of_gpu(ready.move)
+
     work = execution.run(
         group,
         call,
@@ -112,10 +150,87 @@ def run_prepared(
         outputs=ready.outputs,
         async_op=async_op,
         limit=limit,
-        before=_both(*(memory.pack for memory in ready.inputs), ready.before) if ready.inputs else ready.before,
+        ready=_all_ready((*ready.inputs, *ready.awaits), noted.asks),
+        before=_packing(ready),
         after=ready.after,
     )
     return None if work is None else work.fly(flight)
+
+
+def _untouched(op: Any) -> bool:
+    """Whether nothing is done to the elements before MPI reduces them, or after."""
+    return type(op) is RedOpType and op not in (RedOpType.AVG, RedOpType.PREMUL_SUM)
+
+
+def _of_gpu(move: Movement) -> int:
+    """Return how memory of a GPU is moved that is not copied as a whole; 0: there is none."""
+    handed = [array.handed for array in (move.send, move.recv) if isinstance(array, Shadow)]
+    return (AS_IT_IS if all(handed) else IN_PIECES) if handed else 0
+
+
+def _finishing(memory: Memory, reduction: Reduction, size: int) -> Callable[[], None] | None:
+    """Return what finishes a result when all of it is on the host; where it comes in pieces, each is finished by itself."""
+    if not reduction.average:
+        return None
+    flat = memory.flat
+    if isinstance(flat, Shadow):
+        flat.finish = lambda piece: reduction.after(piece, size)
+        return None
+    return lambda: reduction.after(flat, size)
+
+
+def _in_pieces(op: Any) -> int | None:
+    """Return the bytes of an array on a GPU above which it is reduced in pieces; None where its elements are changed first."""
+    return staging.PIECES_FROM if type(op) is RedOpType and op is not RedOpType.PREMUL_SUM else None
+
+
+def _of_blocks(size: int) -> int | None:
+    """Return the bytes of all blocks above which they are moved in pieces; None where theirs would be too small."""
+    return staging.PIECES_FROM if size <= MOST_BLOCKS else None
+
+
+def _device() -> Any:
+    """Return the module of reductions on a GPU, which programs without one do not load."""
+    from mpicoll.engines import device
+
+    return device
+
+
+def _held(g: ProcessGroup, tensor: Any, op: Any) -> Held | None:
+    """Return an array that may be reduced on a GPU, if the members of the group may share one; else None."""
+    if not (g.pair.on_node and staging.on_device(tensor)) or type(op) is not RedOpType or op is RedOpType.PREMUL_SUM:
+        return None
+    return None if groups.state().settings.cuda_ipc == "off" else staging.hold(tensor, "tensor", writable=True)
+
+
+def _offering(g: ProcessGroup, held: Held, tensor: Any, op: Any, by_host: Callable[[], Prepared]) -> Prepared:
+    """Return what the checks of an ``all_reduce`` came to that may be made on the GPU that all members share.
+
+    Args:
+        by_host: returns the same by way of the host, for which memory is taken.
+    """
+    dtype = WIDE if held.named in HALVES else held.array.dtype
+    reduction = resolve_reduction("all_reduce", op, dtype, held.named)
+    agreed = (str(reduction.op), held.named or dtype_name(dtype), ("elements", held.origin.size))
+    fold = Fold(reduction.mpi_op, held.each.wire, held.named, g.size() if reduction.average else 0)
+
+    def otherwise() -> Any:
+        found = by_host()
+        return found.move, _all_ready(found.inputs, []), _packing(found), found.after
+
+    offer = _device().Offer(g, held, fold, held.origin.size * dtype.itemsize, otherwise, held.in_pieces(_in_pieces(op)))
+    return Prepared(agreed, Movement(Kind.ALL_REDUCE, recv=held.origin, op=reduction.mpi_op), [tensor], offer=offer)
+
+
+def _packing(ready: Prepared) -> Callable[[], None] | None:
+    """Return what is done just before data moves."""
+    return _both(*(memory.pack for memory in ready.inputs), ready.before) if ready.inputs else ready.before
+
+
+def _all_ready(memories: tuple[Memory, ...], noted: list[Callable[[], bool]]) -> Callable[[], bool] | None:
+    """Return what says whether the GPUs have come to a call; None where all it uses is on the host."""
+    asks = noted + [memory.ready for memory in memories if memory.ready is not None and not memory.direct]
+    return (lambda: all(ask() for ask in asks)) if asks else None
 
 
 def _flight(group: ProcessGroup, op: str, site: Site, ready: Prepared, async_op: bool) -> Flight | None:
@@ -143,7 +258,7 @@ def _flight(group: ProcessGroup, op: str, site: Site, ready: Prepared, async_op:
         flight.let_go()
         return None
     flight.seal()
-    if writes and sum(array.nbytes for array in writes) <= SEALED_BYTES:
+    if writes and sum(array.nbytes for array in writes) <= SEALED_BYTES and not isinstance(move.recv, Shadow):
         _watch_results(flight, ready, writes)
     return flight
 
@@ -174,7 +289,7 @@ def _watch_results(flight: Flight, ready: Prepared, arrays: list[Array]) -> None
             found_after()
         flight.seal_results()
 
-    ready.move, ready.before, ready.after = replace(move, recv=own), before, after
+    ready.move, ready.before, ready.after = move.into(own), before, after
 
 
 def _unpacker(memories: list[Memory], packed: Array | None = None) -> Callable[[], None] | None:
@@ -195,6 +310,53 @@ def _unpacker(memories: list[Memory], packed: Array | None = None) -> Callable[[
     return unpack
 
 
+def _plain(memory: Memory) -> bool:
+    return memory.pack is None and memory.unpack is None and not memory.named
+
+
+def _into(side: Side, others: Sequence[Memory]) -> tuple[Array, Callable[[], None] | None]:
+    """Return one buffer for a list of results, and what is done when they are in it; their own where it is one.
+
+    Args:
+        others: what the call reads, which must not be in that buffer; empty for a call that is not waited for.
+    """
+    if side.whole is not None:
+        return side.whole, side.spread
+    memories = side.memories
+    if others and all(map(_plain, memories)):
+        whole = joined([memory.flat for memory in memories])
+        if whole is not None and not any(np.may_share_memory(whole, other.flat) for other in others):
+            return whole, None
+    packed = np.empty(sum(memory.flat.size for memory in memories), memories[0].dtype)
+    return packed, _unpacker(memories, packed)
+
+
+def _out_of(side: Side, others: Sequence[Memory]) -> Array:
+    """Return the elements of a list in one buffer; their own where it is one.
+
+    Args:
+        others: what the call writes, which must not be in that buffer; empty for a call that is not waited for.
+    """
+    if side.whole is not None:
+        return side.whole  # it is filled when the call begins
+    memories = side.memories
+    if others and all(map(_plain, memories)):
+        whole = joined([memory.flat for memory in memories])
+        if whole is not None and not any(np.may_share_memory(whole, other.flat) for other in others):
+            return whole
+    return np.concatenate([memory.filled() for memory in memories])
+
+
+def _apart_from(result: Memory, source: Side) -> Array:
+    """Return the elements that a call reads where they are not in the memory that it writes: MPI forbids that these overlap."""
+    if source.whole is not None:
+        return source.whole
+    memory = source.memories[0]
+    if isinstance(memory.flat, Shadow):
+        return memory.flat  # both go in pieces, which those that overlap do not
+    return memory.filled().copy() if np.may_share_memory(result.flat, memory.flat) else memory.flat
+
+
 def _scaling(reduction: Reduction, memory: Memory) -> Callable[[], None] | None:
     """Return what puts this rank's multiplied contribution in place, for PREMUL_SUM: once all are known to make the call."""
     if reduction.factor is None:
@@ -207,13 +369,19 @@ def _scaling(reduction: Reduction, memory: Memory) -> Callable[[], None] | None:
     return scale
 
 
-def remember(group: ProcessGroup, key: Any, call: Repeated, memory: Memory | None = None) -> None:
-    """Keep a call, so that it costs less when it is made again with an array whose own memory moves as it is."""
-    if memory is not None and memory.named:
-        return  # its elements are not what travels
-    if len(group.repeated) >= MOST_REPEATED:
-        group.repeated.clear()
-    group.repeated[key] = call
+def _learn(g: ProcessGroup, key: Any, again: Repeated, memories: tuple[Memory, ...], send: Any, recv: Any) -> None:
+    """Keep a call of plain arrays, whose own memory moves as it is, so that it costs less when it is made again.
+
+    Args:
+        key: what the program gave; None where the call was not plain.
+        memories: of all arrays.
+        send, recv: what this rank passes, and where its result goes.
+    """
+    if key is None or type(g) is not ProcessGroup:
+        return
+    if any(memory.named or memory.pack is not None or memory.unpack is not None for memory in memories):
+        return
+    riding.learn(g, key, again, memories[0].dtype, send, recv)
 
 
 def _both(*steps: Callable[[], None] | None) -> Callable[[], None] | None:
@@ -237,6 +405,7 @@ def broadcast(
     *,
     timeout: timedelta | None = None,
     name: str | None = None,
+    stream: Any = None,
 ) -> Work | None:
     """Copy ``tensor`` of one rank to all members of the group.
 
@@ -250,6 +419,8 @@ def broadcast(
         async_op: return a :class:`Work` at once.
         timeout: the limit of this call; default the group's.
         name: a name for this call, which must be the same on all members (or given by none).
+        stream: of arrays on a GPU, the stream before whose later work the results are there, and after whose earlier work the
+            elements are read: CuPy's, torch's, or what has ``__cuda_stream__``. Default the current one (docs/gpu.md).
 
     Raises:
         TypeError, ValueError: wrong arguments, before anything moves. At check level ``full`` the other members raise
@@ -267,37 +438,35 @@ def broadcast(
 
     Source: torch.distributed.broadcast; MPI-4.1 section 6.4.
     """
-    no_global_peer(group, src)
+    key: Any = None
+    if (
+        type(tensor) is _ndarray
+        and type(src) is int
+        and not async_op
+        and timeout is None
+        and name is None
+        and group_src is None
+    ):
+        key = ("broadcast", src, tensor.dtype, tensor.shape)
+        if riding.again(group, key, tensor, tensor):
+            return None
     found = member_or_warn(group, "broadcast")
     if found is None:
         return None
-    if (
-        not async_op
-        and timeout is None
-        and name is None
-        and type(tensor) is np.ndarray
-        and type(src) is int
-        and group_src is None
-    ):
-        known = None if registry.flights else found.repeated.get((src, tensor.dtype, tensor.size, "broadcast"))
-        if known is not None and tensor.flags.carray:
-            execution.repeat(found, known, tensor.reshape(-1), sys._getframe(1))
-            return None
 
     def prepare(g: ProcessGroup) -> Prepared:
         root = peer_rank(g, src, group_src, "src")
-        memory = adapt(tensor, "tensor", writable=g.rank() != root)
-        key = (("root", g.ranks[root]), memory.name, ("elements", memory.flat.size))
+        memory = adapt(tensor, "tensor", writable=g.rank() != root, direct="broadcast", pieces=staging.PIECES_FROM)
+        agreed = (("root", g.ranks[root]), memory.name, ("elements", memory.flat.size))
         after = None if g.rank() == root else _unpacker([memory])
-        if type(src) is int and memory.flat.nbytes <= execution.REPEATED_BYTES:
-            again = Repeated("broadcast", key, Kind.BROADCAST, root=root)
-            remember(g, (src, memory.dtype, memory.flat.size, "broadcast"), again, memory)
+        again = Repeated("broadcast", agreed, Kind.BROADCAST, memory.flat.nbytes, root=root)
+        _learn(g, key, again, (memory,), tensor if g.rank() == root else None, None if g.rank() == root else tensor)
         inputs = (memory,) if g.rank() == root else ()
         return Prepared(
-            key, Movement(Kind.BROADCAST, recv=memory.flat, root=root), [tensor], inputs=inputs, after=after
+            agreed, Movement(Kind.BROADCAST, recv=memory.flat, root=root), [tensor], inputs=inputs, after=after
         )
 
-    return run_prepared("broadcast", found, async_op, timeout, prepare, name)
+    return run_prepared("broadcast", found, async_op, timeout, prepare, name, stream=stream)
 
 
 def all_reduce(
@@ -308,6 +477,7 @@ def all_reduce(
     *,
     timeout: timedelta | None = None,
     name: str | None = None,
+    stream: Any = None,
 ) -> Work | None:
     """Reduce ``tensor`` over all members, in place; all of them hold the result.
 
@@ -317,7 +487,7 @@ def all_reduce(
         tensor: input and output. float16 and bfloat16 are reduced as float32, and rounded once.
         op: SUM, AVG (floating point and complex), PRODUCT, MIN, MAX, BAND, BOR, BXOR (integers and bool) or
             ``PREMUL_SUM(factor)``. On bool SUM and MAX are logical or, PRODUCT and MIN logical and.
-        group, async_op, timeout, name: as in :func:`broadcast`.
+        group, async_op, timeout, name, stream: as in :func:`broadcast`.
 
     Raises:
         RuntimeError, ValueError: the op has no meaning on this dtype.
@@ -325,31 +495,52 @@ def all_reduce(
 
     Source: torch.distributed.all_reduce; MPI-4.1 section 6.9.6.
     """
+    key: Any = None
+    if type(tensor) is _ndarray and type(op) is RedOpType and not async_op and timeout is None and name is None:
+        key = (op, tensor.dtype, tensor.shape)
+        known: Any = default.world if group is None else group
+        try:  # as riding.again, without the call of it, which takes a sixth of what all takes
+            ride = known.rides[key]
+        except (KeyError, AttributeError, TypeError):
+            pass
+        else:
+            if ride.rides and tensor.flags.carray and riding.ride(known, ride, tensor, tensor, _frame(1)):
+                return None
+            if riding.again(group, key, tensor, tensor):
+                return None
     found = member_or_warn(group, "all_reduce")
     if found is None:
         return None
-    if not async_op and timeout is None and name is None and type(tensor) is np.ndarray and type(op) is RedOpType:
-        known = None if registry.flights else found.repeated.get((op, tensor.dtype, tensor.size))
-        if known is not None and tensor.flags.carray:
-            execution.repeat(found, known, tensor.reshape(-1), sys._getframe(1))
-            return None
 
     def prepare(g: ProcessGroup) -> Prepared:
-        memory = wide(adapt(tensor, "tensor", writable=True))
+        direct = "all_reduce" if _untouched(op) else ""
+        held = None if type(tensor) is _ndarray else _held(g, tensor, op)
+        if held is not None and _device().Offer.possible(g, held, not async_op):
+            return _offering(g, held, tensor, op, lambda: of(g, by_host(held)))
+        if held is None or (direct and staging.permits(direct, False)):
+            return of(g, wide(adapt(tensor, "tensor", writable=True, direct=direct, pieces=_in_pieces(op))))
+        return of(g, by_host(held))
+
+    def by_host(held: Held) -> Memory:
+        return wide(memory_of(held.stage(writable=True, pieces=_in_pieces(op))))
+
+    def of(g: ProcessGroup, memory: Memory) -> Prepared:
         reduction = resolve_reduction("all_reduce", op, memory.dtype, memory.named)
         flat = memory.flat
-        key = (str(reduction.op), memory.name, ("elements", flat.size))
+        agreed = (str(reduction.op), memory.name, ("elements", flat.size))
         before = _scaling(reduction, memory)
-        average = (lambda: reduction.after(flat, g.size())) if reduction.average else None
-        if before is None and flat.nbytes <= execution.REPEATED_BYTES:
-            remember(
-                g,
-                (op, memory.dtype, flat.size),
-                Repeated("all_reduce", key, Kind.ALL_REDUCE, mpi_op=reduction.mpi_op, average=reduction.average),
-                memory,
-            )
+        average = _finishing(memory, reduction, g.size())
+        again = Repeated(
+            "all_reduce",
+            agreed,
+            Kind.ALL_REDUCE,
+            flat.nbytes,
+            mpi_op=reduction.mpi_op,
+            average=reduction.average,
+        )
+        _learn(g, key if before is None else None, again, (memory,), tensor, tensor)
         return Prepared(
-            key,
+            agreed,
             Movement(Kind.ALL_REDUCE, recv=flat, op=reduction.mpi_op),
             [tensor],
             inputs=(memory,),
@@ -357,7 +548,7 @@ def all_reduce(
             after=_both(average, _unpacker([memory])),
         )
 
-    return run_prepared("all_reduce", found, async_op, timeout, prepare, name)
+    return run_prepared("all_reduce", found, async_op, timeout, prepare, name, stream=stream)
 
 
 def reduce(
@@ -370,6 +561,7 @@ def reduce(
     *,
     timeout: timedelta | None = None,
     name: str | None = None,
+    stream: Any = None,
 ) -> Work | None:
     """Reduce ``tensor`` over all members; the rank ``dst`` holds the result in ``tensor``, the others keep theirs.
 
@@ -379,12 +571,25 @@ def reduce(
         tensor: input, and on the destination output.
         dst: global rank of the destination; or ``group_dst``, its rank in the group.
         op: as in :func:`all_reduce`.
-        group, async_op, timeout, name: as in :func:`broadcast`.
+        group, async_op, timeout, name, stream: as in :func:`broadcast`.
 
     Raises: as :func:`all_reduce`.
 
     Source: torch.distributed.reduce; MPI-4.1 section 6.9.1.
     """
+    key: Any = None
+    if (
+        type(tensor) is _ndarray
+        and type(op) is RedOpType
+        and type(dst) is int
+        and not async_op
+        and timeout is None
+        and name is None
+        and group_dst is None
+    ):
+        key = ("reduce", op, dst, tensor.dtype, tensor.shape)
+        if riding.again(group, key, tensor, tensor):
+            return None
     found = member_or_warn(group, "reduce")
     if found is None:
         return None
@@ -392,18 +597,29 @@ def reduce(
     def prepare(g: ProcessGroup) -> Prepared:
         root = peer_rank(g, dst, group_dst, "dst")
         at_root = g.rank() == root
-        memory = wide(adapt(tensor, "tensor", writable=at_root))
+        direct = "reduce" if _untouched(op) else ""
+        memory = wide(adapt(tensor, "tensor", writable=at_root, direct=direct, pieces=_in_pieces(op)))
         reduction = resolve_reduction("reduce", op, memory.dtype, memory.named)
         flat = memory.flat
-        key = (str(reduction.op), ("root", g.ranks[root]), memory.name, ("elements", flat.size))
+        agreed = (str(reduction.op), ("root", g.ranks[root]), memory.name, ("elements", flat.size))
+        again = Repeated(
+            "reduce",
+            agreed,
+            Kind.REDUCE,
+            flat.nbytes,
+            mpi_op=reduction.mpi_op,
+            root=root,
+            average=reduction.average and at_root,
+        )
+        _learn(g, key if reduction.factor is None else None, again, (memory,), tensor, tensor if at_root else None)
         if not at_root:
             send = flat if reduction.factor is None else reduction.before(memory.filled())
             move = Movement(Kind.REDUCE, send=send, root=root, op=reduction.mpi_op)
-            return Prepared(key, move, [tensor], inputs=(memory,))
+            return Prepared(agreed, move, [tensor], inputs=(memory,))
         before = _scaling(reduction, memory)
-        average = (lambda: reduction.after(flat, g.size())) if reduction.average else None
+        average = _finishing(memory, reduction, g.size())
         return Prepared(
-            key,
+            agreed,
             Movement(Kind.REDUCE, recv=flat, root=root, op=reduction.mpi_op),
             [tensor],
             inputs=(memory,),
@@ -411,7 +627,7 @@ def reduce(
             after=_both(average, _unpacker([memory])),
         )
 
-    return run_prepared("reduce", found, async_op, timeout, prepare, name)
+    return run_prepared("reduce", found, async_op, timeout, prepare, name, stream=stream)
 
 
 def all_gather(
@@ -422,6 +638,7 @@ def all_gather(
     *,
     timeout: timedelta | None = None,
     name: str | None = None,
+    stream: Any = None,
 ) -> Work | None:
     """Gather the ``tensor`` of every member into ``tensor_list`` on all of them.
 
@@ -431,19 +648,27 @@ def all_gather(
     Args:
         tensor_list: one output array for each member, by rank in the group.
         tensor: this rank's input.
-        group, async_op, timeout, name: as in :func:`broadcast`.
+        group, async_op, timeout, name, stream: as in :func:`broadcast`.
 
     Raises: as :func:`broadcast`.
 
     Source: torch.distributed.all_gather; MPI-4.1 section 6.7.
     """
+    key: Any = None
+    plain = not async_op and timeout is None and name is None
+    if plain and type(tensor) is _ndarray and type(tensor_list) is list:
+        key = ("all_gather", tensor.dtype, tensor.shape)
+        if riding.again(group, key, tensor, tensor_list):
+            return None
     found = member_or_warn(group, "all_gather")
     if found is None:
         return None
 
     def prepare(g: ProcessGroup) -> Prepared:
-        outputs = adapt_list(tensor_list, "tensor_list", writable=True, length=g.size())
-        memory = adapt(tensor, "tensor", writable=False)
+        results, source = sides(
+            "all_gather", Asked(tensor_list, "tensor_list", True, g.size()), Asked(tensor, "tensor")
+        )
+        outputs, (memory,) = results.memories, source.memories
         same_dtype(memory, *outputs)
         counts = tuple(output.flat.size for output in outputs)
         if counts[g.rank()] != memory.flat.size:
@@ -452,14 +677,16 @@ def all_gather(
                 f"{counts[g.rank()]}"
             )
         uneven = len(set(counts)) > 1
-        packed = np.empty(sum(counts), memory.dtype)
-        key = (memory.name, ("blocks", counts) if uneven else ("elements", counts[0]))
+        packed, after = _into(results, () if async_op else (memory,))
+        agreed = (memory.name, ("blocks", counts) if uneven else ("elements", counts[0]))
+        again = Repeated("all_gather", agreed, Kind.ALL_GATHER, memory.flat.nbytes)
+        _learn(g, None if uneven else key, again, (memory, *outputs), tensor, tensor_list)
         move = Movement(
-            Kind.ALL_GATHER, send=memory.flat, recv=packed, recvcounts=counts if uneven else None, vector=uneven
+            Kind.ALL_GATHER, send=source.flat, recv=packed, recvcounts=counts if uneven else None, vector=uneven
         )
-        return Prepared(key, move, list(tensor_list), inputs=(memory,), after=_unpacker(outputs, packed))
+        return Prepared(agreed, move, list(tensor_list), inputs=(memory,), before=source.gather, after=after)
 
-    return run_prepared("all_gather", found, async_op, timeout, prepare, name)
+    return run_prepared("all_gather", found, async_op, timeout, prepare, name, stream=stream)
 
 
 def all_gather_single(
@@ -470,6 +697,7 @@ def all_gather_single(
     *,
     timeout: timedelta | None = None,
     name: str | None = None,
+    stream: Any = None,
 ) -> Work | None:
     """Gather the ``input_tensor`` of every member into one array on all of them.
 
@@ -479,13 +707,13 @@ def all_gather_single(
         output_tensor: size x as many elements as the input, in the order of ranks: the concatenation along the first
             dimension, or the stack; only the number of elements matters.
         input_tensor: this rank's input.
-        group, async_op, timeout, name: as in :func:`broadcast`.
+        group, async_op, timeout, name, stream: as in :func:`broadcast`.
 
     Raises: as :func:`broadcast`.
 
     Source: torch.distributed.all_gather_single (formerly all_gather_into_tensor); MPI-4.1 section 6.7.
     """
-    return _all_gather_single("all_gather_single", output_tensor, input_tensor, group, async_op, timeout, name)
+    return _all_gather_single("all_gather_single", output_tensor, input_tensor, group, async_op, timeout, name, stream)
 
 
 def all_gather_into_tensor(
@@ -496,12 +724,15 @@ def all_gather_into_tensor(
     *,
     timeout: timedelta | None = None,
     name: str | None = None,
+    stream: Any = None,
 ) -> Work | None:
     """Gather into one array: the older name of :func:`all_gather_single`, with the same arguments and errors.
 
     Source: torch.distributed.all_gather_into_tensor.
     """
-    return _all_gather_single("all_gather_into_tensor", output_tensor, input_tensor, group, async_op, timeout, name)
+    return _all_gather_single(
+        "all_gather_into_tensor", output_tensor, input_tensor, group, async_op, timeout, name, stream
+    )
 
 
 def _all_gather_single(
@@ -512,26 +743,48 @@ def _all_gather_single(
     async_op: bool,
     timeout: timedelta | None,
     name: str | None,
+    stream: Any,
 ) -> Work | None:
+    key: Any = None
+    if (
+        type(input_tensor) is _ndarray
+        and type(output_tensor) is _ndarray
+        and not async_op
+        and timeout is None
+        and name is None
+    ):
+        key = (function, input_tensor.dtype, input_tensor.shape, output_tensor.dtype, output_tensor.shape)
+        if riding.again(group, key, input_tensor, output_tensor, 3):
+            return None
     found = member_or_warn(group, function, stacklevel=4)
     if found is None:
         return None
 
     def prepare(g: ProcessGroup) -> Prepared:
-        output = adapt(output_tensor, "output_tensor", writable=True)
-        memory = adapt(input_tensor, "input_tensor", writable=False)
+        most = _of_blocks(g.size())
+        source, result = sides(
+            "all_gather",
+            Asked(input_tensor, "input_tensor", pieces=None if most is None else most // g.size()),
+            Asked(output_tensor, "output_tensor", True, pieces=most),
+            size=min,
+        )
+        (memory,), (output,) = source.memories, result.memories
         same_dtype(output, memory)
         if output.flat.size != g.size() * memory.flat.size:
             raise ValueError(
                 f"{function}: output_tensor must have {g.size()} x {memory.flat.size} elements, got {output.flat.size}"
             )
         # The input may be this rank's part of the output, as torch allows: MPI forbids that its buffers overlap.
-        send = memory.filled().copy() if np.may_share_memory(output.flat, memory.flat) else memory.flat
-        key = (memory.name, ("elements", memory.flat.size))
+        send = _apart_from(output, source)
+        agreed = (memory.name, ("elements", memory.flat.size))
+        again = Repeated("all_gather_single", agreed, Kind.ALL_GATHER, memory.flat.nbytes, alias=function)
+        _learn(g, key, again, (memory, output), input_tensor, output_tensor)
         move = Movement(Kind.ALL_GATHER, send=send, recv=output.flat)
-        return Prepared(key, move, [output_tensor], inputs=(memory,), after=_unpacker([output]))
+        return Prepared(
+            agreed, move, [output_tensor], inputs=(memory,), before=source.gather, after=_unpacker([output])
+        )
 
-    return run_prepared("all_gather_single", found, async_op, timeout, prepare, name, function)
+    return run_prepared("all_gather_single", found, async_op, timeout, prepare, name, function, stream)
 
 
 def gather(
@@ -544,6 +797,7 @@ def gather(
     *,
     timeout: timedelta | None = None,
     name: str | None = None,
+    stream: Any = None,
 ) -> Work | None:
     """Gather the ``tensor`` of every member into ``gather_list`` on the rank ``dst``.
 
@@ -553,34 +807,55 @@ def gather(
         tensor: this rank's input.
         gather_list: on the destination one output array for each member, of the input's size; elsewhere None or [].
         dst: global rank of the destination (default 0); or ``group_dst``, its rank in the group.
-        group, async_op, timeout, name: as in :func:`broadcast`.
+        group, async_op, timeout, name, stream: as in :func:`broadcast`.
 
     Raises: as :func:`broadcast`.
 
     Source: torch.distributed.gather; MPI-4.1 section 6.5.
     """
+    key: Any = None
+    if (
+        type(tensor) is _ndarray
+        and not async_op
+        and timeout is None
+        and name is None
+        and group_dst is None
+        and (gather_list is None or type(gather_list) is list)
+        and (dst is None or type(dst) is int)
+    ):
+        key = ("gather", dst, tensor.dtype, tensor.shape)
+        if riding.again(group, key, tensor, gather_list or None):
+            return None
     found = member_or_warn(group, "gather")
     if found is None:
         return None
 
     def prepare(g: ProcessGroup) -> Prepared:
         root = peer_rank(g, dst, group_dst, "dst", default=0)
-        memory = adapt(tensor, "tensor", writable=False)
-        key = (("root", g.ranks[root]), memory.name, ("elements", memory.flat.size))
+        asked = [Asked(tensor, "tensor")]
+        if g.rank() == root and isinstance(gather_list, list) and gather_list:
+            asked.append(Asked(gather_list, "gather_list", True, g.size()))
+        source, *results = sides("gather", *asked)
+        (memory,) = source.memories
+        agreed = (("root", g.ranks[root]), memory.name, ("elements", memory.flat.size))
+        again = Repeated("gather", agreed, Kind.GATHER, memory.flat.nbytes, root=root)
         if g.rank() != root:
             _forbidden(gather_list, "gather_list", "destination")
-            return Prepared(key, Movement(Kind.GATHER, send=memory.flat, root=root), [], inputs=(memory,))
+            _learn(g, key, again, (memory,), tensor, None)
+            return Prepared(agreed, Movement(Kind.GATHER, send=source.flat, root=root), [], inputs=(memory,))
         if gather_list is not None and not isinstance(gather_list, list):
             adapt_list(gather_list, "gather_list", writable=True)
         if not gather_list:
             raise ValueError("Argument ``gather_list`` must be specified on destination rank.")
-        outputs = adapt_list(gather_list, "gather_list", writable=True, length=g.size())
+        (result,) = results
+        outputs = result.memories
         _same_size("gather_list", outputs, memory)
-        packed = np.empty(g.size() * memory.flat.size, memory.dtype)
-        move = Movement(Kind.GATHER, send=memory.flat, recv=packed, root=root)
-        return Prepared(key, move, list(gather_list), inputs=(memory,), after=_unpacker(outputs, packed))
+        _learn(g, key, again, (memory, *outputs), tensor, gather_list)
+        packed, after = _into(result, () if async_op else (memory,))
+        move = Movement(Kind.GATHER, send=source.flat, recv=packed, root=root)
+        return Prepared(agreed, move, list(gather_list), inputs=(memory,), before=source.gather, after=after)
 
-    return run_prepared("gather", found, async_op, timeout, prepare, name)
+    return run_prepared("gather", found, async_op, timeout, prepare, name, stream=stream)
 
 
 def scatter(
@@ -593,6 +868,7 @@ def scatter(
     *,
     timeout: timedelta | None = None,
     name: str | None = None,
+    stream: Any = None,
 ) -> Work | None:
     """Send one array of ``scatter_list`` on the rank ``src`` to each member, which receives it in ``tensor``.
 
@@ -602,36 +878,55 @@ def scatter(
         tensor: where this rank's array is received.
         scatter_list: on the source one input array for each member, of the output's size; elsewhere None or [].
         src: global rank of the source (default 0); or ``group_src``, its rank in the group.
-        group, async_op, timeout, name: as in :func:`broadcast`.
+        group, async_op, timeout, name, stream: as in :func:`broadcast`.
 
     Raises: as :func:`broadcast`.
 
     Source: torch.distributed.scatter; MPI-4.1 section 6.6.
     """
-    no_global_peer(group, src)
+    key: Any = None
+    if (
+        type(tensor) is _ndarray
+        and not async_op
+        and timeout is None
+        and name is None
+        and group_src is None
+        and (scatter_list is None or type(scatter_list) is list)
+        and (src is None or type(src) is int)
+    ):
+        key = ("scatter", src, tensor.dtype, tensor.shape)
+        if riding.again(group, key, scatter_list or None, tensor):
+            return None
     found = member_or_warn(group, "scatter")
     if found is None:
         return None
 
     def prepare(g: ProcessGroup) -> Prepared:
         root = peer_rank(g, src, group_src, "src", default=0)
-        memory = adapt(tensor, "tensor", writable=True)
-        key = (("root", g.ranks[root]), memory.name, ("elements", memory.flat.size))
+        asked = [Asked(tensor, "tensor", True)]
+        if g.rank() == root and isinstance(scatter_list, list) and scatter_list:
+            asked.append(Asked(scatter_list, "scatter_list", False, g.size()))
+        result, *sources = sides("scatter", *asked)
+        (memory,) = result.memories
+        agreed = (("root", g.ranks[root]), memory.name, ("elements", memory.flat.size))
+        again = Repeated("scatter", agreed, Kind.SCATTER, memory.flat.nbytes, root=root)
         after = _unpacker([memory])
         if g.rank() != root:
             _forbidden(scatter_list, "scatter_list", "source")
-            return Prepared(key, Movement(Kind.SCATTER, recv=memory.flat, root=root), [tensor], after=after)
+            _learn(g, key, again, (memory,), None, tensor)
+            return Prepared(agreed, Movement(Kind.SCATTER, recv=memory.flat, root=root), [tensor], after=after)
         if scatter_list is not None and not isinstance(scatter_list, list):
             adapt_list(scatter_list, "scatter_list", writable=False)
         if not scatter_list:
             raise ValueError("Argument ``scatter_list`` must be specified on source rank.")
-        inputs = adapt_list(scatter_list, "scatter_list", writable=False, length=g.size())
-        _same_size("scatter_list", inputs, memory)
-        packed = np.concatenate([item.filled() for item in inputs])
+        (source,) = sources
+        _same_size("scatter_list", source.memories, memory)
+        _learn(g, key, again, (memory, *source.memories), scatter_list, tensor)
+        packed = _out_of(source, () if async_op else (memory,))
         move = Movement(Kind.SCATTER, send=packed, recv=memory.flat, root=root)
-        return Prepared(key, move, [tensor], after=after)
+        return Prepared(agreed, move, [tensor], inputs=source.waits, before=source.gather, after=after)
 
-    return run_prepared("scatter", found, async_op, timeout, prepare, name)
+    return run_prepared("scatter", found, async_op, timeout, prepare, name, stream=stream)
 
 
 def reduce_scatter(
@@ -643,6 +938,7 @@ def reduce_scatter(
     *,
     timeout: timedelta | None = None,
     name: str | None = None,
+    stream: Any = None,
 ) -> Work | None:
     """Reduce the lists of all members element by element; member r holds the result of ``input_list[r]`` in ``output``.
 
@@ -652,30 +948,42 @@ def reduce_scatter(
         output: as many elements as ``input_list`` holds at this rank's place.
         input_list: one input array for each member.
         op: as in :func:`all_reduce`.
-        group, async_op, timeout, name: as in :func:`broadcast`.
+        group, async_op, timeout, name, stream: as in :func:`broadcast`.
 
     Raises: as :func:`all_reduce`.
 
     Source: torch.distributed.reduce_scatter; MPI-4.1 section 6.10.
     """
+    key: Any = None
+    plain = not async_op and timeout is None and name is None and type(op) is RedOpType
+    if plain and type(output) is _ndarray and type(input_list) is list:
+        key = ("reduce_scatter", op, output.dtype, output.shape)
+        if riding.again(group, key, input_list, output):
+            return None
     found = member_or_warn(group, "reduce_scatter")
     if found is None:
         return None
 
     def prepare(g: ProcessGroup) -> Prepared:
-        memory = wide(adapt(output, "output", writable=True))
-        inputs = [wide(item) for item in adapt_list(input_list, "input_list", writable=False, length=g.size())]
+        result, source = sides(
+            "reduce_scatter" if _untouched(op) else "",
+            Asked(output, "output", True),
+            Asked(input_list, "input_list", False, g.size()),
+        )
+        memory = wide(result.memories[0])
+        inputs = source.memories = [wide(item) for item in source.memories]
         same_dtype(memory, *inputs)
         counts = tuple(item.flat.size for item in inputs)
         if counts[g.rank()] != memory.flat.size:
             raise ValueError(
                 f"reduce_scatter: output has {memory.flat.size} elements, but input_list[{g.rank()}] has {counts[g.rank()]}"
             )
-        return _scatter_reduced(
-            g, "reduce_scatter", memory, np.concatenate([item.filled() for item in inputs]), op, counts, output
-        )
+        packed = _out_of(source, () if async_op else (memory,))
+        ready = _scatter_reduced(g, "reduce_scatter", memory, packed, op, counts, output, source.waits, source.gather)
+        _learn_parts(g, key, "reduce_scatter", "", ready, op, (memory, *inputs), input_list, output)
+        return ready
 
-    return run_prepared("reduce_scatter", found, async_op, timeout, prepare, name)
+    return run_prepared("reduce_scatter", found, async_op, timeout, prepare, name, stream=stream)
 
 
 def reduce_scatter_single(
@@ -687,6 +995,7 @@ def reduce_scatter_single(
     *,
     timeout: timedelta | None = None,
     name: str | None = None,
+    stream: Any = None,
 ) -> Work | None:
     """Reduce ``input`` over all members; member r holds the r-th of its equal parts in ``output``.
 
@@ -696,13 +1005,13 @@ def reduce_scatter_single(
         output: one part.
         input: size x as many elements: the concatenation along the first dimension, or the stack.
         op: as in :func:`all_reduce`.
-        group, async_op, timeout, name: as in :func:`broadcast`.
+        group, async_op, timeout, name, stream: as in :func:`broadcast`.
 
     Raises: as :func:`all_reduce`.
 
     Source: torch.distributed.reduce_scatter_single (formerly reduce_scatter_tensor); MPI-4.1 section 6.10.1.
     """
-    return _reduce_scatter_single("reduce_scatter_single", output, input, op, group, async_op, timeout, name)
+    return _reduce_scatter_single("reduce_scatter_single", output, input, op, group, async_op, timeout, name, stream)
 
 
 def reduce_scatter_tensor(
@@ -714,12 +1023,13 @@ def reduce_scatter_tensor(
     *,
     timeout: timedelta | None = None,
     name: str | None = None,
+    stream: Any = None,
 ) -> Work | None:
     """Reduce and scatter one array: the older name of :func:`reduce_scatter_single`, with the same arguments and errors.
 
     Source: torch.distributed.reduce_scatter_tensor.
     """
-    return _reduce_scatter_single("reduce_scatter_tensor", output, input, op, group, async_op, timeout, name)
+    return _reduce_scatter_single("reduce_scatter_tensor", output, input, op, group, async_op, timeout, name, stream)
 
 
 def _reduce_scatter_single(
@@ -731,25 +1041,59 @@ def _reduce_scatter_single(
     async_op: bool,
     timeout: timedelta | None,
     name: str | None,
+    stream: Any,
 ) -> Work | None:
+    key: Any = None
+    plain = not async_op and timeout is None and name is None and type(op) is RedOpType
+    if plain and type(source) is _ndarray and type(output) is _ndarray:
+        key = (function, op, source.dtype, source.shape, output.dtype, output.shape)
+        if riding.again(group, key, source, output, 3):
+            return None
     found = member_or_warn(group, function, stacklevel=4)
     if found is None:
         return None
 
     def prepare(g: ProcessGroup) -> Prepared:
-        memory = wide(adapt(output, "output", writable=True))
-        sending = wide(adapt(source, "input", writable=False))
+        most = None if _in_pieces(op) is None else _of_blocks(g.size())
+        result, given = sides(
+            "reduce_scatter" if _untouched(op) else "",
+            Asked(output, "output", True, pieces=None if most is None else most // g.size()),
+            Asked(source, "input", pieces=most),
+            size=min,
+        )
+        memory, sending = wide(result.memories[0]), wide(given.memories[0])
+        given.memories = [sending]
         same_dtype(memory, sending)
         if sending.flat.size != g.size() * memory.flat.size:
             raise ValueError(
                 f"{function}: input must have {g.size()} x {memory.flat.size} elements, got {sending.flat.size}"
             )
-        shares = np.may_share_memory(memory.flat, sending.flat)
         counts = (memory.flat.size,) * g.size()
-        packed = sending.filled().copy() if shares else sending.flat
-        return _scatter_reduced(g, function, memory, packed, op, counts, output, inputs=(sending,))
+        packed = _apart_from(memory, given)
+        ready = _scatter_reduced(g, function, memory, packed, op, counts, output, (sending,), given.gather)
+        _learn_parts(g, key, "reduce_scatter_single", function, ready, op, (memory, sending), source, output)
+        return ready
 
-    return run_prepared("reduce_scatter_single", found, async_op, timeout, prepare, name, function)
+    return run_prepared("reduce_scatter_single", found, async_op, timeout, prepare, name, function, stream)
+
+
+def _learn_parts(
+    g: ProcessGroup,
+    key: Any,
+    op: str,
+    alias: str,
+    ready: Prepared,
+    reduce_op: RedOpType | ReduceOp,
+    memories: tuple[Memory, ...],
+    send: Any,
+    recv: Any,
+) -> None:
+    """Keep a reduction that each member gets one equal part of."""
+    if key is None or type(reduce_op) is not RedOpType or ready.move.vector:
+        return
+    average, nbytes = reduce_op is RedOpType.AVG, memories[0].flat.nbytes
+    again = Repeated(op, ready.key, Kind.REDUCE_SCATTER, nbytes, mpi_op=ready.move.op, average=average, alias=alias)
+    _learn(g, key, again, memories, send, recv)
 
 
 def _scatter_reduced(
@@ -761,6 +1105,7 @@ def _scatter_reduced(
     counts: tuple[int, ...],
     output: AnyArray,
     inputs: tuple[Memory, ...] = (),
+    before: Callable[[], None] | None = None,
 ) -> Prepared:
     reduction = resolve_reduction(name, op, memory.dtype, memory.named)
     if reduction.factor is not None:
@@ -776,8 +1121,8 @@ def _scatter_reduced(
         op=reduction.mpi_op,
         vector=uneven,
     )
-    average = (lambda: reduction.after(memory.flat, g.size())) if reduction.average else None
-    return Prepared(key, move, [output], inputs=inputs, after=_both(average, _unpacker([memory])))
+    average = _finishing(memory, reduction, g.size())
+    return Prepared(key, move, [output], inputs=inputs, before=before, after=_both(average, _unpacker([memory])))
 
 
 def all_to_all_single(
@@ -790,6 +1135,7 @@ def all_to_all_single(
     *,
     timeout: timedelta | None = None,
     name: str | None = None,
+    stream: Any = None,
 ) -> Work | None:
     """Send each member one part of ``input`` and receive one part of ``output`` from each.
 
@@ -800,7 +1146,7 @@ def all_to_all_single(
         input: the parts to send, likewise.
         output_split_sizes: rows of ``output`` from each member; None or []: equal parts.
         input_split_sizes: rows of ``input`` to each member; None or []: equal parts.
-        group, async_op, timeout, name: as in :func:`broadcast`.
+        group, async_op, timeout, name, stream: as in :func:`broadcast`.
 
     Raises:
         RuntimeError: dimension 0 does not divide equally, or the split sizes do not add up to it (torch's texts).
@@ -808,19 +1154,38 @@ def all_to_all_single(
 
     Source: torch.distributed.all_to_all_single; MPI-4.1 section 6.8.
     """
+    key: Any = None
+    if (
+        type(input) is _ndarray
+        and type(output) is _ndarray
+        and not async_op
+        and timeout is None
+        and name is None
+        and output_split_sizes is None
+        and input_split_sizes is None
+    ):
+        key = ("all_to_all_single", input.dtype, input.shape, output.dtype, output.shape)
+        if riding.again(group, key, input, output):
+            return None
     found = member_or_warn(group, "all_to_all_single")
     if found is None:
         return None
 
     def prepare(g: ProcessGroup) -> Prepared:
-        out, source = adapt(output, "output", writable=True), adapt(input, "input", writable=False)
+        most = _of_blocks(g.size())
+        given, result = sides(
+            "all_to_all", Asked(input, "input", pieces=most), Asked(output, "output", True, pieces=most)
+        )
+        (source,), (out,) = given.memories, result.memories
         same_dtype(out, source)
         received = _splits(out, output_split_sizes, g.size(), "output")
         sent = _splits(source, input_split_sizes, g.size(), "input")
-        send = source.filled().copy() if np.may_share_memory(out.flat, source.flat) else source.flat
-        return _exchange(out.name, send, out.flat, sent, received, [output], _unpacker([out]), (source,))
+        send, after = _apart_from(out, given), _unpacker([out])
+        ready = _exchange(out.name, send, out.flat, sent, received, [output], after, (source,), given.gather)
+        _learn_exchange(g, key, "all_to_all_single", ready, (out, source), input, output)
+        return ready
 
-    return run_prepared("all_to_all_single", found, async_op, timeout, prepare, name)
+    return run_prepared("all_to_all_single", found, async_op, timeout, prepare, name, stream=stream)
 
 
 def all_to_all(
@@ -831,6 +1196,7 @@ def all_to_all(
     *,
     timeout: timedelta | None = None,
     name: str | None = None,
+    stream: Any = None,
 ) -> Work | None:
     """Send ``input_tensor_list[j]`` to member j, and receive ``output_tensor_list[i]`` from member i.
 
@@ -839,27 +1205,52 @@ def all_to_all(
     Args:
         output_tensor_list: one output array for each member.
         input_tensor_list: one input array for each member.
-        group, async_op, timeout, name: as in :func:`broadcast`.
+        group, async_op, timeout, name, stream: as in :func:`broadcast`.
 
     Raises: as :func:`broadcast`.
 
     Source: torch.distributed.all_to_all; MPI-4.1 section 6.8.
     """
+    key: Any = None
+    if type(input_tensor_list) is list and not async_op and timeout is None and name is None:
+        first = input_tensor_list[0] if input_tensor_list else None
+        if type(first) is _ndarray:
+            key = ("all_to_all", first.dtype, first.shape)
+            if riding.again(group, key, input_tensor_list, output_tensor_list):
+                return None
     found = member_or_warn(group, "all_to_all")
     if found is None:
         return None
 
     def prepare(g: ProcessGroup) -> Prepared:
-        outputs = adapt_list(output_tensor_list, "output_tensor_list", writable=True, length=g.size())
-        inputs = adapt_list(input_tensor_list, "input_tensor_list", writable=False, length=g.size())
+        results, source = sides(
+            "all_to_all",
+            Asked(output_tensor_list, "output_tensor_list", True, g.size()),
+            Asked(input_tensor_list, "input_tensor_list", False, g.size()),
+        )
+        outputs, inputs = results.memories, source.memories
         same_dtype(*outputs, *inputs)
         received, sent = [o.flat.size for o in outputs], [i.flat.size for i in inputs]
-        packed = np.empty(sum(received), outputs[0].dtype)
-        send = np.concatenate([item.filled() for item in inputs])
-        after = _unpacker(outputs, packed)
-        return _exchange(outputs[0].name, send, packed, sent, received, list(output_tensor_list), after)
+        packed, after = _into(results, () if async_op else inputs)
+        send, name = _out_of(source, () if async_op else outputs), outputs[0].name
+        written = list(output_tensor_list)
+        ready = _exchange(name, send, packed, sent, received, written, after, source.waits, source.gather)
+        memories = (*outputs, *inputs)
+        _learn_exchange(g, key, "all_to_all", ready, memories, input_tensor_list, output_tensor_list)
+        return ready
 
-    return run_prepared("all_to_all", found, async_op, timeout, prepare, name)
+    return run_prepared("all_to_all", found, async_op, timeout, prepare, name, stream=stream)
+
+
+def _learn_exchange(
+    g: ProcessGroup, key: Any, op: str, ready: Prepared, memories: tuple[Memory, ...], send: Any, recv: Any
+) -> None:
+    """Keep an exchange of equal parts."""
+    if key is None or ready.uneven:
+        return
+    nbytes = ready.detail * memories[0].dtype.itemsize
+    again = Repeated(op, ready.key, Kind.ALL_TO_ALL, nbytes, detail=ready.detail)
+    _learn(g, key, again, memories, send, recv)
 
 
 def _exchange(
@@ -871,28 +1262,29 @@ def _exchange(
     outputs: list[Any],
     after: Callable[[], None] | None,
     inputs: tuple[Memory, ...] = (),
+    before: Callable[[], None] | None = None,
 ) -> Prepared:
     uneven = len({*sent, *received}) > 1
     move = Movement(Kind.ALL_TO_ALL, send=send, recv=recv, sendcounts=sent, recvcounts=received)
     detail = NOTHING if uneven else sent[0]
-    return Prepared((dtype,), move, outputs, inputs=inputs, after=after, uneven=uneven, detail=detail)
+    return Prepared((dtype,), move, outputs, inputs=inputs, before=before, after=after, uneven=uneven, detail=detail)
 
 
-def _splits(memory: Memory, splits: list[int] | None, size: int, name: str) -> list[int]:
+def _splits(memory: Memory, splits: Any, size: int, name: str) -> list[int]:
     """Return elements for each rank from rows for each rank."""
     rows = memory.shape[0] if memory.shape else 1
     row = memory.flat.size // rows if rows else int(np.prod(memory.shape[1:]))
-    if isinstance(splits, np.ndarray):
-        raise TypeError(f"{name}_split_sizes must be a list of integers, not an array: pass x.tolist()")
+    if isinstance(splits, (tuple, np.ndarray)):
+        splits = list(splits)
+    if splits is not None and not isinstance(splits, list):
+        raise TypeError(f"{name}_split_sizes must be a list of integers, not {type(splits).__name__}")
     if not splits:
-        if splits is not None and not isinstance(splits, list):
-            raise TypeError(f"{name}_split_sizes must be a list of integers, not {type(splits).__name__}")
         if rows % size:
             raise RuntimeError(
                 f"Tensor's dim 0 does not divide equally across group size: {name} has {rows} rows for {size} ranks"
             )
         return [rows // size * row] * size
-    if not isinstance(splits, list) or not all(hasattr(n, "__index__") and not isinstance(n, bool) for n in splits):
+    if not all(hasattr(n, "__index__") and not isinstance(n, bool) for n in splits):
         raise TypeError(f"{name}_split_sizes must be a list of integers, got {splits!r}")
     if len(splits) != size:
         raise RuntimeError(
@@ -930,14 +1322,29 @@ def barrier(
 
     Source: torch.distributed.barrier; MPI-4.1 section 6.3.
     """
+    plain = not async_op and timeout is None and device_ids is None and name is None
+    if plain:
+        known: Any = default.world if group is None else group
+        try:  # as riding.again, without the call of it
+            ride = known.rides["barrier"]
+        except (KeyError, AttributeError):
+            pass
+        else:
+            if known.stopping is None:
+                if ride.rides and riding.ride(known, ride, None, None, _frame(1)):
+                    return None
+                if riding.again(group, "barrier", None, None):
+                    return None
     found = member_or_warn(group, "barrier")
     if found is None:
         return None
     stopping = found.stopping if not async_op else None
-    if not async_op and timeout is None and device_ids is None and name is None:
-        execution.repeat(found, _BARRIER, _NO_DATA, sys._getframe(1))
+    if plain:
+        repeating.repeat(found, _BARRIER, Movement(Kind.BARRIER), _frame(1))
         if stopping is not None:
             stopping.deliver()
+        if "barrier" not in found.rides:
+            riding.learn(found, "barrier", _BARRIER, _NO_DTYPE, None, None)
         return None
 
     def prepare(g: ProcessGroup) -> Prepared:
@@ -952,7 +1359,7 @@ def barrier(
 
 
 _BARRIER = Repeated("barrier", (), Kind.BARRIER)
-_NO_DATA = np.empty(0, np.uint8)
+_NO_DTYPE = np.dtype(np.uint8)
 
 
 def _forbidden(values: Any, name: str, role: str) -> None:

@@ -19,7 +19,7 @@
 
 ``DistError``, ``DistBackendError``, ``DistNetworkError`` and ``DistStoreError`` carry the names of
 ``torch.distributed``. Wrong arguments raise what ``torch.distributed`` raises: ``TypeError``, ``ValueError`` or
-``RuntimeError``.
+``RuntimeError``; a collective's ``ValueError`` is a ``RuntimeError``, too, as torch's backends raise that for some of them.
 """
 
 from __future__ import annotations
@@ -41,12 +41,35 @@ __all__ = [
     "LaunchError",
     "PeerExitedError",
     "PeerFailedError",
+    "QueueEmptyError",
     "in_one_line",
+    "wrong_argument",
 ]
 
 
 ARGUMENT = "_mpicoll_argument"
 """Set on an exception about the caller's arguments: its message says all, the library's own frames say nothing."""
+
+
+class _WrongValue(ValueError, RuntimeError):
+    """A wrong argument of a collective: torch raises ValueError for some, and its backends RuntimeError for others."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ValueError, self.args
+
+
+_WrongValue.__name__ = _WrongValue.__qualname__ = "ValueError"
+_WrongValue.__module__ = "builtins"
+
+
+def wrong_argument(error: Exception) -> Exception:
+    """Return an exception about the caller's arguments as it is raised: a ValueError that is a RuntimeError, too."""
+    if type(error) is ValueError:
+        told, error = error, _WrongValue(*error.args)
+        error.__traceback__, error.__cause__ = told.__traceback__, told.__cause__
+        error.__suppress_context__ = True  # else that would be ``told``
+    setattr(error, ARGUMENT, True)
+    return error
 
 
 class DistError(RuntimeError):
@@ -82,6 +105,10 @@ class DistNetworkError(DistError):
 
 class DistStoreError(DistError):
     """A key-value store failed or timed out."""
+
+
+class QueueEmptyError(DistStoreError):
+    """A queue of a store has no value (``queue_pop`` with ``block=False``)."""
 
 
 class CollectiveMismatchError(DistError):

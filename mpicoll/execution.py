@@ -9,21 +9,24 @@ import time
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from datetime import timedelta
-from types import FrameType
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from mpicoll import groups, waiting, watchdog
-from mpicoll.buffers.quiet import quietly
+from mpicoll.buffers import staging
+from mpicoll.buffers.staging import Shadow
 from mpicoll.checks.agreement import Flags, Ticket, When, agree_or_raise, explain
-from mpicoll.checks.call import NOTHING, NOWHERE, Call, Site, fingerprint
-from mpicoll.checks.levels import EVERY, Kept
+from mpicoll.checks.call import AS_IT_IS, IN_PIECES, Call, fingerprint
+from mpicoll.checks.levels import EVERY
+from mpicoll.checks.rounds import RIDING_BYTES
 from mpicoll.communicators import mpi_text
 from mpicoll.engines import large
-from mpicoll.engines.base import SMALL_BYTES, Kind, Movement, Request, block_bytes, pieces
-from mpicoll.engines.node import NodeEngine
+from mpicoll.engines.base import SMALL_BYTES, Engine, Kind, Movement, Request, block_bytes, piece_elements, pieces
+from mpicoll.engines.choice import NEVER
+from mpicoll.engines.node import OPS, NodeEngine, fold
 from mpicoll.errors import (
     CollectiveMismatchError,
     DistBackendError,
@@ -31,7 +34,7 @@ from mpicoll.errors import (
 from mpicoll.groups import ProcessGroup
 from mpicoll.kept import keep, keep_of
 from mpicoll.patience import CallWait, hopeless, local_wait
-from mpicoll.work import Operation, Work
+from mpicoll.work import ASLEEP, Operation, Work
 
 __all__ = [
     "agree",
@@ -43,12 +46,14 @@ __all__ = [
     "enter",
     "finish_waiting",
     "guarded",
+    "issue",
     "lost",
     "move_once",
     "native",
-    "repeat",
+    "plain_print",
     "run",
     "sending",
+    "unusual",
     "wrap",
 ]
 
@@ -81,6 +86,7 @@ def collective(
     move: Movement | Callable[[Flags], Movement] | None,
     ticket: Ticket,
     *,
+    ready: Callable[[], bool] | None = None,
     before: Callable[[], None] | None = None,
     after: Callable[[], None] | None = None,
     limit: float,
@@ -89,6 +95,7 @@ def collective(
 
     Args:
         move: what to move, or what says it when the agreement is known; None where this rank's arguments are wrong.
+        ready: whether a GPU has come to the call; awaited before ``before``.
         before: run when all members are known to make this call, just before data moves.
         after: run when this rank's part has moved.
     """
@@ -96,11 +103,11 @@ def collective(
     try:
         if call.passes:
             assert isinstance(move, Movement)
-            yield from _uncompared(group, call, move, ticket, before, after)
+            yield from _uncompared(group, call, move, ticket, ready, before, after)
             return
         flags = yield from agree_or_raise(ticket, call, group.display, group.ranks, group.rank())
         assert move is not None
-        yield from _agreed(group, call, move, ticket, flags, before, after, limit)
+        yield from _agreed(group, call, move, ticket, flags, ready, before, after, limit)
     except mpi_error as error:
         raise wrap(error, group, call) from error
     finally:
@@ -115,6 +122,7 @@ def _agreed(
     move: Movement | Callable[[Flags], Movement],
     ticket: Ticket,
     flags: Flags,
+    ready: Callable[[], bool] | None,
     before: Callable[[], None] | None,
     after: Callable[[], None] | None,
     limit: float,
@@ -130,11 +138,30 @@ def _agreed(
     if flags.stalled:
         # Somebody may have withdrawn after posting: such a rank never joins a second round.
         yield lane.data.Ibarrier()
+    if call.offer is not None:
+        if flags.offered and (yield from _on_device(call, lane.data, flags)):
+            return
+        by_host, ready, before, after = call.offer.by_host()
+        assert isinstance(by_host, Movement)
+        move = by_host
     if flags.uneven and move.kind is Kind.ALL_TO_ALL:
         yield from _check_splits(group, call, move, ticket)
         move = replace(move, vector=True)
+    if ready is not None and not ready():
+        yield When(ready)
     if before is not None:
         before()
+    if flags.native:
+        if flags.native == IN_PIECES and not move.more:
+            in_pieces = yield from _in_pieces(group, call, move, flags, limit)
+            if in_pieces:
+                _finish(call, after)
+                return
+        if call.native and not (call.native == AS_IT_IS and _permitted(move, flags)):
+            for array in (move.send, move.recv):
+                if isinstance(array, Shadow):
+                    yield When(partial(staging.come, array))
+            move, after = _by_host(move, after)
     if move.kind is not Kind.BARRIER and not move.more and not flags.native:
         node = group.pair.through(move.kind, flags.block_bytes)
         if node is not None:
@@ -147,14 +174,22 @@ def _agreed(
                 _finish(call, after)
                 return
     beyond = large.beyond(move, size, flags.block_bytes)
-    if move.kind is Kind.BARRIER:
+    brings = flags.block_bytes * (size if move.kind is Kind.REDUCE_SCATTER else 1)
+    if (
+        move.op
+        and lane.shared is not None
+        and brings <= RIDING_BYTES
+        and not (move.vector or move.more or flags.native)
+    ):
+        yield from _reduce_in_order(engine, ticket, move, rank, size)
+    elif move.kind is Kind.BARRIER:
         pass  # the round itself was one: nobody sees its end before everybody has posted it
     elif flags.nonblocking and not beyond:
         requests = [engine.nonblocking(part) for part in move.parts]
         ticket.pass_on()
         waiting.moving(flags.block_bytes * len(requests) * (1 if move.root < 0 and move.op else size))
         yield from requests
-    elif flags.block_bytes <= SMALL_BYTES and not beyond:
+    elif flags.block_bytes <= SMALL_BYTES and not (beyond or flags.native):
         if move.vector or move.more or not fixed:
             yield from [engine.nonblocking(part) for part in move.parts]
         else:
@@ -177,6 +212,102 @@ def _agreed(
             with native(group, call, limit):
                 engine.blocking(piece)
     _finish(call, after)
+
+
+def _permitted(move: Movement, flags: Flags) -> bool:
+    """Whether MPI may be handed memory of a GPU, in the form that all use now."""
+    return not flags.nonblocking or staging.permits(move.kind.value, True)
+
+
+def _in_pieces(
+    group: ProcessGroup, call: Call, move: Movement, flags: Flags, limit: float
+) -> Generator[Request, None, bool]:
+    """Move in pieces, as somebody's memory is a GPU's and goes by way of the host; return whether that was done.
+
+    All members know alike whether it is done, and how large the pieces are. Where MPI reduces and the order of the ranks
+    matters, they are those of an array of the host, and so the bits of the result: it may be the whole.
+    """
+    from mpicoll.engines import staged  # loaded by programs with a GPU alone
+
+    rank, size, lane = group.rank(), group.size(), group.pair.lane
+    engine = group.pair.native
+    # What is reduced goes through shared memory as the largest arrays do: there pieces of any size give the same bits.
+    node = group.pair.through(move.kind, NEVER if move.op else flags.block_bytes)
+    if node is not None:
+        if not node.ready:
+            yield from node.prepare()
+            _say_why_not(group, node)
+        if not node.usable:
+            node = None
+    most = staged.PIECE_BYTES
+    if node is None and staged.rank_order_matters(move):
+        if flags.nonblocking and not large.beyond(move, size, flags.block_bytes):
+            return False
+        most = NATIVE_BYTES
+    most = min(most, large.COUNT_LIMIT)
+    buffer = move.recv if move.recv is not None else move.send
+    assert buffer is not None
+    block = piece_elements(move, buffer.itemsize, size, most) * buffer.itemsize
+
+    def moved(piece: Movement) -> Generator[Request, None, None]:
+        if node is not None:
+            waiting.moving(most)
+            yield from node.steps(piece, min(block, flags.block_bytes))
+        elif flags.nonblocking:
+            waiting.moving(most)
+            yield engine.nonblocking(piece)
+        else:
+            yield lane.data.Ibarrier()  # a member whose GPU is late, or has failed, does not come
+            with native(group, call, limit):
+                engine.blocking(piece)
+
+    yield from staged.move_pieces(move, rank, size, flags.block_bytes, most, moved)
+    return True
+
+
+def _on_device(call: Call, comm: MPI.Intracomm, flags: Flags) -> Generator[Request, None, bool]:
+    """Reduce on the GPU that all members share, which all have offered; whether that was done, the same on all."""
+    if flags.block_bytes != call.block_bytes:  # at check level "off" nobody compares them
+        raise ValueError(f"{call.describe()}: another rank passes an array of another size")
+    waiting.moving(flags.block_bytes)
+    done: bool = yield from call.offer.steps(comm)
+    return done
+
+
+def _by_host(move: Movement, after: Callable[[], None] | None) -> tuple[Movement, Callable[[], None] | None]:
+    """Return a movement by way of the host in place of one whose nonblocking form MPI must not be handed memory of a GPU."""
+    send, recv = move.send, move.recv
+    steps = [] if after is None else [after]
+    if isinstance(send, Shadow):
+        send, pack, _ = staging.on_host(send)
+        pack()
+    if isinstance(recv, Shadow):
+        recv, pack, unpack = staging.on_host(recv)
+        if move.reads_recv:
+            pack()
+        steps.insert(0, unpack)
+
+    def then() -> None:
+        for step in steps:
+            step()
+
+    return replace(move, send=send, recv=recv), then
+
+
+def _reduce_in_order(
+    engine: Engine, ticket: Ticket, move: Movement, rank: int, size: int
+) -> Generator[Request, None, None]:
+    """Reduce little data in the order of the ranks, as calls do that ride: so the result is the same whichever way it takes."""
+    given = move.recv if move.send is None else move.send
+    assert given is not None
+    parted = move.kind is Kind.REDUCE_SCATTER
+    got = np.empty(given.size * (1 if parted else size), given.dtype)
+    yield from [
+        engine.nonblocking(Movement(Kind.ALL_TO_ALL if parted else Kind.ALL_GATHER, send=given.copy(), recv=got))
+    ]
+    ticket.pass_on()
+    if move.recv is not None and (move.root < 0 or move.root == rank):
+        fold(OPS[move.op], list(got.reshape(size, -1)), move.recv)
 
 
 def _say_why_not(group: ProcessGroup, node: NodeEngine) -> None:
@@ -227,27 +358,6 @@ class native:
         del watchdog.active[threading.get_ident()]
 
 
-class _Inside:
-    """The transfer of a call that is made again: made once, and shown to the watchdog in each."""
-
-    __slots__ = ("_known", "group", "limit", "since")
-
-    def __init__(self, group: ProcessGroup, known: Repeated) -> None:
-        self.group = group
-        self.limit = 0.0
-        self.since = 0.0
-        self._known = known
-
-    def describe(self) -> str:
-        """Return what the call is."""
-        call = Call(self._known.op, self._known.key, NOWHERE, seq=self.group.calls)
-        return f"{call.describe()} on group {self.group.display} at {self.group.last_call().rpartition(' at ')[2]}"
-
-    def hopeless(self, inside: float) -> str:
-        """Return why it can never end, or "", given the seconds that it has taken."""
-        return hopeless(self.group, inside)
-
-
 def _check_splits(group: ProcessGroup, call: Call, move: Movement, ticket: Ticket) -> Generator[Request, None, None]:
     """Exchange how much each member sends to each, so that a split that nobody expects raises instead of corrupting."""
     assert move.send is not None
@@ -294,6 +404,7 @@ def run(
     outputs: list[Any],
     async_op: bool = False,
     limit: float | None = None,
+    ready: Callable[[], bool] | None = None,
     before: Callable[[], None] | None = None,
     after: Callable[[], None] | None = None,
 ) -> Work | None:
@@ -315,7 +426,7 @@ def run(
                 call.block_bytes = block_bytes(move, group.size())
             _print(group, call, compares=not _passes(group, call, move))
             ticket = group.pair.lane.ticket()
-            return _issue(group, call, move, ticket, outputs, async_op, limit, before, after)
+            return issue(group, call, move, ticket, outputs, async_op, limit, ready, before, after)
         except BaseException as error:
             _leave_begun(group, call, limit, error)
             raise
@@ -368,6 +479,7 @@ def _passes(group: ProcessGroup, call: Call, move: Movement | Callable[[Flags], 
     """Whether a call makes no round; the same on all members that make the same calls."""
     return (
         group.level != "full"
+        and group.pair.lane.shared is None  # where they are, a round costs as little as none
         and isinstance(move, Movement)
         and move.kind in UNCOMPARED
         and not (call.uneven or move.vector or move.more)
@@ -379,14 +491,37 @@ def _passes(group: ProcessGroup, call: Call, move: Movement | Callable[[Flags], 
 
 def _print(group: ProcessGroup, call: Call, compares: bool) -> None:
     """Set what the round of a call compares, and note a call that makes none."""
-    if group.level == "full":
-        call.print = fingerprint(call.op, call.key)
-    elif group.level == "roll":
-        rolling, print_ = group.pair.lane.rolling, fingerprint(call.op, call.key)
+    shared = group.pair.lane.shared is not None
+    print_ = fingerprint(call.op, call.key) if group.level != "off" else 0
+    if group.level != "roll" or shared:
+        call.print = plain_print(group, call.op, print_)
+    else:
+        rolling = group.pair.lane.rolling
         rolling.made.append((call.seq, print_, call.op, call.key, call.site.code, call.site.instruction))
         if compares:
             call.print, call.made = rolling.cut()
     call.passes = not compares
+
+
+def plain_print(group: ProcessGroup, op: str, print_: int) -> int:
+    """Return what a round compares that compares nothing of the calls before it.
+
+    Members on one node, where a round costs nothing, compare each call at level ``roll``, too, and at ``off`` which function
+    it is: without that, two that wait for each other in different ones could go on with half of each.
+
+    Args:
+        print_: the fingerprint of the call.
+    """
+    if group.level == "full":
+        return print_
+    if group.pair.lane.shared is None:
+        return 0
+    return print_ if group.level == "roll" else _print_of_function(op)
+
+
+@cache
+def _print_of_function(op: str) -> int:
+    return fingerprint(op, ())
 
 
 def _uncompared(
@@ -394,6 +529,7 @@ def _uncompared(
     call: Call,
     move: Movement,
     ticket: Ticket,
+    ready: Callable[[], bool] | None,
     before: Callable[[], None] | None,
     after: Callable[[], None] | None,
 ) -> Generator[Request, None, None]:
@@ -403,6 +539,8 @@ def _uncompared(
     ticket.lane.pass_by()
     if not ticket.Test():
         yield ticket
+    if ready is not None and not ready():
+        yield When(ready)
     if before is not None:
         before()
     engine = group.pair.native
@@ -421,7 +559,7 @@ def _uncompared(
     _finish(call, after)
 
 
-def _issue(
+def issue(
     group: ProcessGroup,
     call: Call,
     move: Movement | Callable[[Flags], Movement] | None,
@@ -429,11 +567,13 @@ def _issue(
     outputs: list[Any],
     async_op: bool,
     limit: float,
-    before: Callable[[], None] | None,
-    after: Callable[[], None] | None,
+    ready: Callable[[], bool] | None = None,
+    before: Callable[[], None] | None = None,
+    after: Callable[[], None] | None = None,
 ) -> Work | None:
+    """Make a call that has its number and its place in the order: see :func:`run`."""
     call.asynchronous = async_op or _collectives_pending()
-    steps = collective(group, call, move, ticket, before=before, after=after, limit=limit)
+    steps = collective(group, call, move, ticket, ready=ready, before=before, after=after, limit=limit)
     try:
         if not call.asynchronous:
             with waiting.shield:
@@ -452,320 +592,7 @@ def _issue(
     return None
 
 
-REPEATED_BYTES = NATIVE_BYTES
-"""What one native call moves may be made again in short."""
-
-
-class Repeated:
-    """A call in one buffer, prepared once: made again with the same arguments it costs little beside MPI.
-
-    Attributes:
-        op, key: of the call; ``plan_key`` of its plan.
-        kind, mpi_op, root: of the movement.
-        average: divide the result by the number of members.
-        transfer, inside: of a large one on the group that it was prepared for: the call of its engine, and what the watchdog
-            sees of it.
-    """
-
-    __slots__ = (
-        "average",
-        "fingerprint",
-        "inside",
-        "key",
-        "kind",
-        "mpi_op",
-        "op",
-        "plan_key",
-        "root",
-        "transfer",
-        "uncompared_key",
-    )
-
-    def __init__(
-        self, op: str, key: tuple[Any, ...], kind: Kind, *, mpi_op: str = "", root: int = -1, average: bool = False
-    ) -> None:
-        self.op = op
-        self.key = key
-        self.plan_key = (op, key, NOTHING)
-        self.uncompared_key = (op, key)
-        self.fingerprint = fingerprint(op, key)
-        self.kind = kind
-        self.mpi_op = mpi_op
-        self.root = root
-        self.average = average
-        self.transfer: tuple[Callable[[Any], object], Callable[[Any], Any]] | None = None
-        self.inside: _Inside | None = None
-
-
-def repeat(group: ProcessGroup, known: Repeated, flat: Any, frame: FrameType) -> None:
-    """Make a call again that is waited for: as :func:`run`, with as little as possible between the program and MPI.
-
-    Args:
-        flat: the buffer, contiguous and one-dimensional; input and output.
-        frame: the frame of the program's call.
-    """
-    enter(group, known.op)
-    if group.turn is not None:
-        site = Site(frame.f_code, frame.f_lasti)
-        raise group.turn.refuse(Call(known.op, known.key, site).describe(), site)
-    with waiting.guard, group.lock:
-        ticket = None
-        try:  # from the first on, as a signal handler may raise between any two lines
-            group.calls += 1
-            group.last = known.op, frame.f_code, frame.f_lasti
-            lane = group.pair.lane
-            node = group.pair.through(known.kind, flat.nbytes)
-            if node is not None:
-                ticket = lane.ticket()
-                _repeat_on_node(group, known, flat, frame, ticket, node)
-            else:
-                slot = lane.slot_at_rest() if flat.nbytes > SMALL_BYTES and not waiting.pending else None
-                ticket = lane.ticket()
-                if slot is None or not _repeat_large(group, known, flat, frame, ticket, slot):
-                    _repeat(group, known, flat, frame, ticket)
-        except CollectiveMismatchError:
-            raise
-        except MPI.Exception as error:
-            patience = _patience(group, known, frame)
-            patience.give_up(error)
-            raise wrap(error, group, patience.call) from error
-        except BaseException as error:
-            keep_of(error)
-            if group.broken is None:
-                _patience(group, known, frame).give_up(error)
-            raise
-        finally:
-            if ticket is not None:
-                ticket.pass_on()
-        if known.average:
-            quietly(np.divide, flat, group.size(), out=flat)
-
-
-def _repeat_on_node(
-    group: ProcessGroup, known: Repeated, flat: Any, frame: FrameType, ticket: Ticket, node: NodeEngine
-) -> None:
-    """Make a call again that the node engine moves."""
-    print_ = known.fingerprint
-    made: list[Kept] = []
-    if group.level != "full":
-        print_ = 0
-        if group.level == "roll":
-            rolling = group.pair.lane.rolling
-            rolling.made.append((group.calls, known.fingerprint, known.op, known.key, frame.f_code, frame.f_lasti))
-            print_, made = rolling.cut()
-    flags: Flags | None = None
-    if node.ready and not waiting.pending and ticket.may_post() and ticket.Test():
-        polls = 2 if waiting.crowded else waiting.SPIN_POLLS + min(flat.nbytes >> 9, _MOST_POLLS)
-        slot, request = ticket.lane.post(print_, flat.nbytes)
-        for _ in range(polls):
-            if request.Test():
-                break
-        else:
-            _finish_request(group, known, frame, request)
-        flags = slot.plain(print_)
-        if flags is None:
-            for late in node.again(known.kind, flat, known.mpi_op, known.root):
-                for _ in range(polls):
-                    if late.Test():
-                        break
-                else:
-                    _finish_request(group, known, frame, late)
-            return
-    call = Call(known.op, known.key, Site(frame.f_code, frame.f_lasti), seq=group.calls, block_bytes=flat.nbytes)
-    call.print, call.made = print_, made
-    move = Movement(known.kind, recv=flat, op=known.mpi_op, root=known.root)
-    if flags is None:
-        _issue(group, call, move, ticket, [flat], False, group.timeout, None, None)
-    else:
-        drive(group, call, _unusual(group, call, move, ticket, flags), group.timeout)
-
-
-def _patience(group: ProcessGroup, known: Repeated, frame: FrameType) -> CallWait:
-    call = Call(known.op, known.key, Site(frame.f_code, frame.f_lasti), seq=group.calls)
-    return CallWait(group, call, group.timeout)
-
-
-_MOST_POLLS = 4096
-_START: Any = MPI.Prequest.Start
-
-
-def _repeat_large(group: ProcessGroup, known: Repeated, flat: Any, frame: FrameType, ticket: Ticket, slot: Any) -> bool:
-    """Make a large call again where nothing else is under way; False, and nothing done, where it has no short form.
-
-    A rank that does not enter a transfer that the others have been promised leaves them inside MPI. So what has been posted is
-    known exactly, whenever a handler of the program's raises: each of the two calls of MPI is made, and noted, within one
-    instruction of the interpreter, after which a handler may run but not in it.
-    """
-    transfer = known.transfer
-    if transfer is None:
-        move = Movement(known.kind, recv=flat, op=known.mpi_op, root=known.root)
-        transfer = known.transfer = group.pair.native.transfer(move)
-        if transfer is None:
-            return False
-        known.inside = _Inside(group, known)
-    inside = known.inside
-    assert inside is not None
-    print_ = known.fingerprint
-    made: list[Kept] = []
-    if group.level != "full":
-        print_ = 0
-        if group.level == "roll":
-            rolling = group.pair.lane.rolling
-            rolling.made.append((group.calls, known.fingerprint, known.op, known.key, frame.f_code, frame.f_lasti))
-            print_, made = rolling.cut()
-    call, argument = transfer
-    this = (argument(flat),)
-    posted: list[object] = []
-    try:
-        ticket.lane.fill(slot, print_, flat.nbytes)
-        request = slot.request
-        posted.extend(map(_START, (request,)))
-        ticket.lane.posted += 1
-        # The others may come out of a transfer before as much later as that takes.
-        for _ in range(2 if waiting.crowded else waiting.SPIN_POLLS + min(flat.nbytes >> 9, _MOST_POLLS)):
-            if request.Test():
-                break
-        else:
-            _finish_request(group, known, frame, request)
-        flags = slot.plain(print_)
-        if flags is None:
-            ident = threading.get_ident()
-            inside.limit = group.timeout
-            inside.since = time.monotonic()
-            watchdog.active[ident] = inside
-            try:
-                posted.extend(map(call, this))
-            finally:
-                watchdog.active.pop(ident, None)
-            return True
-    except MPI.Exception:
-        raise
-    except BaseException as error:
-        if not posted or group.broken is not None:
-            raise
-        waiting.guard.noted = error  # out of a handler of the program's: raised when the call is over
-        watchdog.active.pop(threading.get_ident(), None)
-        if len(posted) == 2:
-            return True
-    with waiting.shield:
-        _end_large(group, known, flat, frame, ticket, slot, print_, made)
-    return True
-
-
-def _end_large(
-    group: ProcessGroup,
-    known: Repeated,
-    flat: Any,
-    frame: FrameType,
-    ticket: Ticket,
-    slot: Any,
-    print_: int,
-    made: list[Kept],
-) -> None:
-    """Go on with a large call whose round is posted."""
-    if ticket.lane.posted == ticket.number:
-        ticket.lane.posted += 1
-    if not slot.request.Test():
-        _finish_request(group, known, frame, slot.request)
-    flags = slot.plain(print_)
-    call = Call(known.op, known.key, Site(frame.f_code, frame.f_lasti), seq=group.calls, block_bytes=flat.nbytes)
-    call.print, call.made = print_, made
-    move = Movement(known.kind, recv=flat, op=known.mpi_op, root=known.root)
-    if flags is not None:
-        drive(group, call, _unusual(group, call, move, ticket, flags), group.timeout)
-        return
-    with native(group, call, group.timeout):
-        group.pair.native.blocking(move)
-
-
-def _repeat(group: ProcessGroup, known: Repeated, flat: Any, frame: FrameType, ticket: Ticket) -> None:
-    if flat.nbytes > SMALL_BYTES:
-        with waiting.shield:
-            _repeat_round(group, known, flat, frame, ticket)
-    else:
-        _repeat_round(group, known, flat, frame, ticket)
-
-
-def _repeat_round(group: ProcessGroup, known: Repeated, flat: Any, frame: FrameType, ticket: Ticket) -> None:
-    moves = known.kind is not Kind.BARRIER
-    stopping = None if moves else group.stopping
-    block_bytes = flat.nbytes if stopping is None else stopping.brings()
-    large = flat.nbytes > SMALL_BYTES
-    print_ = known.fingerprint
-    made: list[Kept] = []
-    if group.level != "full":
-        compares = large or not moves
-        print_ = 0
-        if group.level == "roll":
-            rolling = group.pair.lane.rolling
-            rolling.made.append((group.calls, known.fingerprint, known.op, known.key, frame.f_code, frame.f_lasti))
-            if compares or group.calls % EVERY == 0:
-                compares = True
-                print_, made = rolling.cut()
-        if not compares:
-            _repeat_uncompared(group, known, flat, frame, ticket)
-            return
-    plan = group.plans.get(known.plan_key)
-    request = None
-    if (plan is not None or large or not moves) and not waiting.pending and ticket.may_post() and ticket.Test():
-        slot, request = ticket.lane.post(print_, block_bytes)
-        for _ in range(2 if waiting.crowded else waiting.SPIN_POLLS):
-            if request.Test():
-                break
-        else:
-            _finish_request(group, known, frame, request)
-        flags = slot.plain(print_)
-        if flags is None:
-            if large:
-                call = Call(known.op, known.key, Site(frame.f_code, frame.f_lasti), seq=group.calls)
-                move = Movement(known.kind, recv=flat, op=known.mpi_op, root=known.root)
-                with native(group, call, group.timeout):
-                    group.pair.native.blocking(move)
-                return
-            if plan is None:  # a barrier is its round
-                if stopping is not None:
-                    stopping.take(slot.block_bytes())
-                return
-            group.plans.move_to_end(known.plan_key)
-            started = plan.start_in_place(flat)
-            for _ in range(2 if waiting.crowded else waiting.SPIN_POLLS):
-                if started.Test():
-                    break
-            else:
-                _finish_request(group, known, frame, started)
-            plan.finish_in_place(flat)
-            return
-    call = Call(known.op, known.key, Site(frame.f_code, frame.f_lasti), seq=group.calls, block_bytes=block_bytes)
-    call.print, call.made = print_, made
-    plain = Movement(known.kind, recv=flat, op=known.mpi_op, root=known.root)
-    what = plain if stopping is None else stopping.carried
-    if request is None:
-        _issue(group, call, what, ticket, [flat], False, group.timeout, None, None)
-    else:
-        drive(group, call, _unusual(group, call, what, ticket, slot.flags()), group.timeout)
-
-
-def _repeat_uncompared(group: ProcessGroup, known: Repeated, flat: Any, frame: FrameType, ticket: Ticket) -> None:
-    """Make a call again that makes no round."""
-    plan = group.own_plans.get(known.uncompared_key)
-    if plan is None or waiting.pending or not ticket.may_pass() or not ticket.Test():
-        call = Call(known.op, known.key, Site(frame.f_code, frame.f_lasti), seq=group.calls, block_bytes=flat.nbytes)
-        call.passes = True
-        move = Movement(known.kind, recv=flat, op=known.mpi_op, root=known.root)
-        _issue(group, call, move, ticket, [flat], False, group.timeout, None, None)
-        return
-    group.own_plans.move_to_end(known.uncompared_key)
-    ticket.lane.posted += 1
-    started = plan.start_in_place(flat)
-    for _ in range(2 if waiting.crowded else waiting.SPIN_POLLS):
-        if started.Test():
-            break
-    else:
-        _finish_request(group, known, frame, started, passes=True)
-    plan.finish_in_place(flat)
-
-
-def _unusual(
+def unusual(
     group: ProcessGroup, call: Call, move: Movement | Callable[[Flags], Movement], ticket: Ticket, flags: Flags
 ) -> Generator[Request, None, None]:
     """Go on after a round that says that something differs, or that somebody is late or asynchronous."""
@@ -773,24 +600,13 @@ def _unusual(
     try:
         if not flags.same or flags.error:
             yield from explain(ticket.lane, call, group.display, group.ranks, group.rank(), flags.waited)
-        yield from _agreed(group, call, move, ticket, flags, None, None, group.timeout)
+        yield from _agreed(group, call, move, ticket, flags, None, None, None, group.timeout)
     except mpi_error as error:
         raise wrap(error, group, call) from error
     finally:
         ticket.pass_on()
         if call.apart:
             group.give_up("its ranks made unequal numbers of calls")
-
-
-def _finish_request(
-    group: ProcessGroup, known: Repeated, frame: FrameType, request: Request, *, passes: bool = False
-) -> None:
-    call = Call(known.op, known.key, Site(frame.f_code, frame.f_lasti), seq=group.calls, passes=passes)
-    try:
-        local_wait(guarded(request.Test, group, call), CallWait(group, call, group.timeout))
-    except BaseException:
-        keep(request)
-        raise
 
 
 def agree(group: ProcessGroup, call: Call, limit: float) -> Flags:
@@ -809,7 +625,8 @@ def agree(group: ProcessGroup, call: Call, limit: float) -> Flags:
             group.last = call.op, call.site.code, call.site.instruction
             _print(group, call, compares=True)
             # What makes a group or the world is always compared.
-            call.print = call.print or fingerprint(call.op, call.key)
+            if group.level == "off":
+                call.print = fingerprint(call.op, call.key)
             ticket = group.pair.lane.ticket()
             flags: Flags = drive(group, call, _conducted(group, call, ticket), limit)
             return flags
@@ -977,10 +794,28 @@ def enter(group: ProcessGroup, operation: str) -> None:
     group.usable(operation)
 
 
+def _at_once(operation: Operation) -> bool:
+    """Whether an operation ends without a wait, as most small ones do: nothing is noted then of who waits for what."""
+    try:
+        return operation.advance() or operation.advance()
+    except BaseException as error:
+        if not operation.done:  # out of a signal handler, between two lines
+            lost(operation, error)
+            operation.abandon(error)
+        raise
+
+
 def finish_waiting(operation: Operation, limit: float | None) -> None:
     """Wait for an operation and raise its error."""
-    if not operation.done:
+    if operation.done:
+        waiting.drop(operation)
+    else:
         with waiting.guard:
+            if _at_once(operation):
+                waiting.drop(operation)
+                if operation.error is not None:
+                    raise operation.error
+                return
             group, call = operation.group, operation.call
             limit = operation.limit if limit is None else limit
             special = call.patience
@@ -988,16 +823,16 @@ def finish_waiting(operation: Operation, limit: float | None) -> None:
                 special(group, call, limit) if special else CallWait(group, call, limit, operation.peer, operation.tag)
             )
             try:
-                local_wait(operation.advance, patience)
+                local_wait(partial(operation.advance, ASLEEP), patience)
             except BaseException as error:
                 operation.abandon(error)
                 raise
             finally:
-                if operation.done and operation in waiting.pending:
-                    waiting.pending.remove(operation)
+                if operation.done:
+                    waiting.drop(operation)
     if operation.error is not None:
         raise operation.error
 
 
 def _collectives_pending() -> bool:
-    return any(isinstance(item, Operation) and item.peer is None for item in waiting.pending)
+    return any(isinstance(item, Operation) and item.peer is None for item in tuple(waiting.pending))

@@ -19,17 +19,16 @@ from typing import Any
 
 import numpy as np
 
-from mpicoll import execution
-from mpicoll.buffers.array import AnyArray, Memory, adapt, adapt_list, apart, same_dtype
+from mpicoll import riding, waiting
+from mpicoll.buffers.array import AnyArray, Memory, adapt, adapt_list, apart, same_dtype, viewed
 from mpicoll.buffers.dtypes import Reduction, dtype_name, is_native, resolve_reduction
 from mpicoll.buffers.half import wide
-from mpicoll.buffers.protocols import viewed
 from mpicoll.buffers.reduce_op import RedOpType, ReduceOp
 from mpicoll.checks.inflight import SEALED_BYTES, registry
-from mpicoll.collectives import Prepared, remember, run_prepared
+from mpicoll.collectives import Prepared, run_prepared
 from mpicoll.engines.base import Kind, Movement
-from mpicoll.execution import Repeated
 from mpicoll.groups import ProcessGroup, member_or_warn
+from mpicoll.repeating import Repeated
 from mpicoll.work import Work
 
 __all__ = ["BUCKET_BYTES", "all_gather_coalesced", "all_reduce_coalesced", "average_gradients"]
@@ -242,36 +241,54 @@ def _adapted(arrays: Any, name: str, one_dtype: bool) -> tuple[_List, list[np.dt
     )
 
 
+_PAIRS = ({"float32", "complex64"}, {"float64", "complex128"})
+
+
+def _complex_among_real(arrays: Any) -> bool:
+    """Whether a list holds complex arrays, and arrays of what their parts are, and no others: torch takes both in one call."""
+    if not isinstance(arrays, list):
+        return False
+    return {str(getattr(array, "dtype", "")).removeprefix("torch.") for array in arrays} in _PAIRS
+
+
 def _learn(
     g: ProcessGroup, function: str, given: _List, plan: Plan, reductions: list[Reduction], key: tuple[Any, ...]
 ) -> None:
     """Keep a call in one bucket, so that it costs less when it is made again."""
     if len(plan.buckets) != 1 or given.memories is not None or reductions[0].factor is not None:
         return
-    if plan.buckets[0].alone or plan.nbytes > execution.REPEATED_BYTES:
+    if plan.buckets[0].alone:
         return
-    (reduction,) = reductions
-    again = Repeated(function, key, Kind.ALL_REDUCE, mpi_op=reduction.mpi_op, average=reduction.average)
-    remember(g, (function, reduction.op, plan.words, plan.bytes), again)
+    (reduction,), flats = reductions, plan.take()
+    flat = flats[0]
+    assert flat is not None
+    whole: Any = flat.whole
+    again = Repeated(function, key, Kind.ALL_REDUCE, whole.nbytes, mpi_op=reduction.mpi_op, average=reduction.average)
+    riding.learn(g, (function, reduction.op, plan.words, plan.bytes), again, whole.dtype, whole, whole)
+    plan.give_back(flats)
 
 
 def _repeat(g: ProcessGroup, function: str, op: RedOpType, arrays: Any, bytes_: int, frame: FrameType) -> bool:
     """Make a call again that has been made before; False, and nothing done, where it has not."""
     plain = _plain_list(arrays)
-    if plain is None or len(set(map(id, arrays))) < len(arrays):
+    if plain is None or not riding.apart(arrays):
         return False
     plan = _plan(*plain, bytes_)
-    known = g.repeated.get((function, op, plan.words, bytes_))
+    known = g.rides.get((function, op, plan.words, bytes_))
     if known is None:
         return False
     given, flats = _List(arrays, None), plan.take()
     bucket, flat = plan.buckets[0], flats[0]
     assert flat is not None
-    given.into(bucket, flat)
-    execution.repeat(g, known, flat.whole, frame)
-    given.out_of(bucket, flat)
+    whole = flat.whole
+    with waiting.guard:  # to the end: a Ctrl-C that is noted in a call that is complete must not keep its results back
+        given.into(bucket, flat)
+        made = known.rides and riding.ride(g, known, whole, whole, frame)
+        made = made or riding.repeat(g, known, whole, whole, frame)
+        if made:
+            given.out_of(bucket, flat)
     plan.give_back(flats)
-    return True
+    return made
 
 
 def _reduced(g: ProcessGroup, given: _List, plan: Plan, reductions: list[Reduction], key: tuple[Any, ...]) -> Prepared:
@@ -303,7 +320,8 @@ def _reduced(g: ProcessGroup, given: _List, plan: Plan, reductions: list[Reducti
         plan.give_back(flats)
 
     move = replace(moves[0], more=tuple(moves[1:])) if moves else Movement(Kind.BARRIER)
-    return Prepared(key, move, list(given.arrays), before=before, after=after)
+    awaits = tuple(given.memories or ())
+    return Prepared(key, move, list(given.arrays), awaits=awaits, before=before, after=after)
 
 
 def all_reduce_coalesced(
@@ -314,6 +332,7 @@ def all_reduce_coalesced(
     *,
     timeout: timedelta | None = None,
     name: str | None = None,
+    stream: Any = None,
 ) -> Work | None:
     """Reduce every array of a list over all members, in place, in one call; all of them hold the results.
 
@@ -321,9 +340,10 @@ def all_reduce_coalesced(
     differs raises on all members (torch would mix them up).
 
     Args:
-        tensors: inputs and outputs, of one dtype; or one array.
+        tensors: inputs and outputs, of one dtype (complex arrays may stand among those of their parts' dtype, as in torch); or
+            one array.
         op: as in :func:`all_reduce`.
-        group, timeout, name: as in :func:`broadcast`.
+        group, timeout, name, stream: as in :func:`broadcast`.
         async_op: return a :class:`Work` of the whole at once (torch: its Future, here ``get_future()``).
 
     Raises:
@@ -347,18 +367,18 @@ def all_reduce_coalesced(
 
     def prepare(g: ProcessGroup) -> Prepared:
         one = not isinstance(tensors, list) and viewed(tensors) is not None
-        given, dtypes, shapes = _adapted([tensors] if one else tensors, "tensors", True)
+        given, dtypes, shapes = _adapted([tensors] if one else tensors, "tensors", not _complex_among_real(tensors))
         if not dtypes:
             raise ValueError("all_reduce_coalesced: parameter `tensors` must hold one array at least")
         plan = _plan(dtypes, shapes, BUCKET_BYTES, given.names)
         named = plan.buckets[0].named
-        reduction = resolve_reduction("all_reduce_coalesced", op, dtypes[0], named)
-        key = (str(reduction.op), named or dtype_name(dtypes[0]), ("arrays", len(dtypes)), ("layout", plan.words))
-        reductions = [reduction] * len(plan.buckets)
+        # The name in messages is all_reduce, as in torch.
+        reductions = [resolve_reduction("all_reduce", op, bucket.dtype, bucket.named) for bucket in plan.buckets]
+        key = (str(reductions[0].op), named or dtype_name(dtypes[0]), ("arrays", len(dtypes)), ("layout", plan.words))
         _learn(g, "all_reduce_coalesced", given, plan, reductions, key)
         return _reduced(g, given, plan, reductions, key)
 
-    return run_prepared("all_reduce_coalesced", found, async_op, timeout, prepare, name)
+    return run_prepared("all_reduce_coalesced", found, async_op, timeout, prepare, name, stream=stream)
 
 
 def average_gradients(
@@ -369,6 +389,7 @@ def average_gradients(
     bucket_bytes: int = BUCKET_BYTES,
     timeout: timedelta | None = None,
     name: str | None = None,
+    stream: Any = None,
 ) -> Work | None:
     """Average every array over all members, in place: the sum, divided once by their number.
 
@@ -376,11 +397,15 @@ def average_gradients(
     list that differs raises on all members, before anything moves. The arrays travel in flat buffers of ``bucket_bytes``, one
     collective each, behind one agreement; the buffers are kept for the next call with such arrays.
 
+    Waited for on the spot its movements are blocking ones, which are faster than asynchronous ones and their wait, or as fast
+    with ``MPICOLL_PROGRESS=thread``. To average layer by layer with ``async_op=True`` while the next one is computed pays with
+    that thread, large layers and cores to spare (docs/performance.md, "Overlap").
+
     Args:
         arrays: a list of floating-point or complex arrays; or an object with ``parameters()``, such as a module of torch, whose
             parameters' ``grad`` is averaged: those without one (None) are left out, the same ones on all members.
         bucket_bytes: size of a bucket, the same on all members; an array that is larger travels alone, without a copy.
-        group, timeout, name: as in :func:`broadcast`.
+        group, timeout, name, stream: as in :func:`broadcast`.
         async_op: return a :class:`Work` of the whole at once.
 
     Raises:
@@ -426,7 +451,7 @@ def average_gradients(
             _learn(g, "average_gradients", given, plan, reductions, key)
         return _reduced(g, given, plan, reductions, key)
 
-    return run_prepared("average_gradients", found, async_op, timeout, prepare, name)
+    return run_prepared("average_gradients", found, async_op, timeout, prepare, name, stream=stream)
 
 
 def _gradients(arrays: Any) -> tuple[Any, str]:
@@ -459,6 +484,7 @@ def all_gather_coalesced(
     *,
     timeout: timedelta | None = None,
     name: str | None = None,
+    stream: Any = None,
 ) -> Work | None:
     """Gather every array of a list from all members, in one call: ``output_tensor_lists[r][k]`` is rank r's k-th array.
 
@@ -468,7 +494,7 @@ def all_gather_coalesced(
     Args:
         output_tensor_lists: one list of output arrays for each member, by rank in the group.
         input_tensor_list: this rank's inputs, of the shapes of its own output list.
-        group, timeout, name: as in :func:`broadcast`.
+        group, timeout, name, stream: as in :func:`broadcast`.
         async_op: return a :class:`Work` of the whole at once (torch: its Future, here ``get_future()``).
 
     Raises:
@@ -512,7 +538,7 @@ def all_gather_coalesced(
         outputs = [array for row in output_tensor_lists for array in row]
         return Prepared(key, move, outputs, inputs=tuple(inputs), before=before, after=after)
 
-    return run_prepared("all_gather_coalesced", found, async_op, timeout, prepare, name)
+    return run_prepared("all_gather_coalesced", found, async_op, timeout, prepare, name, stream=stream)
 
 
 def _gathered_lists(g: ProcessGroup, outputs: Any, given: Any) -> tuple[list[Memory], list[list[Memory]]]:

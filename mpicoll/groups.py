@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 import warnings
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -20,8 +22,10 @@ if TYPE_CHECKING:
     from mpicoll.checks.board import Board
     from mpicoll.communicators import Pair, Pool
     from mpicoll.engines.base import Movement, Plan
-    from mpicoll.execution import Repeated
+    from mpicoll.engines.device import Link
     from mpicoll.persistent import PersistentReceive, PersistentSend
+    from mpicoll.plans import Plan as Started
+    from mpicoll.riding import Ride
     from mpicoll.settings import Level, Settings
     from mpicoll.topology import Topology
     from mpicoll.work import Operation
@@ -30,6 +34,7 @@ __all__ = [
     "NON_MEMBER",
     "NOT_INITIALIZED",
     "GroupMember",
+    "Kept",
     "ProcessGroup",
     "State",
     "current",
@@ -43,7 +48,7 @@ __all__ = [
     "group",
     "is_initialized",
     "member_or_warn",
-    "no_global_peer",
+    "need_member",
     "peer_rank",
     "resolve",
     "set_state",
@@ -91,10 +96,36 @@ class Stopping(Protocol):
         """Call the handler where a signal has been agreed on just now."""
 
 
+class Kept(dict[Any, Any]):
+    """The persistent sends, or receives, that a group may use, by what the program passes, the one made longest ago first.
+
+    Attributes:
+        last: the one used last, as a program mostly uses it next: comparing is quicker than hashing; None before.
+    """
+
+    __slots__ = ("last",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Any = None
+
+    def drop(self, key: Any) -> Any:
+        """Take one out; a thread that looked it up before must not find it as the last one."""
+        again = self.pop(key)
+        again.rank = None
+        if self.last is again:
+            self.last = None
+        return again
+
+
 class ProcessGroup:
     """An ordered set of ranks with communicators of its own.
 
     Made by :func:`init_process_group` and :func:`new_group`, passed as ``group=``. Ranks in ``ranks`` are global.
+
+    The calls are its methods, too, as in torch: ``allreduce(tensors, op)``, ``broadcast(tensors, root)``, ``allgather``,
+    ``reduce_scatter``, ``alltoall``, ``send(tensors, dst, tag)``, ``recv``, ``barrier()`` and their kin return a :class:`Work`;
+    ``root``, ``dst`` and ``src`` are ranks in the group, and a tensor may stand in a list of one.
     """
 
     def __init__(
@@ -124,10 +155,10 @@ class ProcessGroup:
         self.stopping: Stopping | None = None  # what answers signals on it, on all members alike
         self.lock = threading.RLock()  # held through a collective: one at a time on a group
         self.posting = threading.Lock()  # held while a message is posted: other threads may send during a collective
-        self.unwaited: dict[int, Operation] = {}
+        self.unwaited: dict[int, Operation | Started] = {}
         self.told = Told()
-        self.sends: dict[Any, PersistentSend] = {}  # those that may be used, the one used longest ago first
-        self.receives: dict[Any, PersistentReceive] = {}
+        self.sends = Kept()
+        self.receives = Kept()
         self.persistent: list[PersistentSend | PersistentReceive] = []
         self.seen: set[Any] = set()
         # Lists of objects sent to and received from each rank of the group: their numbers are compared.
@@ -138,10 +169,22 @@ class ProcessGroup:
         self._received: dict[tuple[int, int], int] = {}
         self.plans: OrderedDict[Any, Plan] = OrderedDict()  # made and freed by all members at the same calls
         self.own_plans: OrderedDict[Any, Plan] = OrderedDict()  # of calls that make no round: this rank's own affair
-        self.repeated: dict[Any, Repeated] = {}
+        self.rides: dict[Any, Ride] = {}  # calls that may be made again
         pair.receiver.torn = lambda error: self.give_up(f"{type(error).__name__} struck while its messages were taken")
+        self.link: Link | None = None  # the memory of a GPU that its members share
+        self.bound_device_id: Any = None  # torch's, of which scripts ask
         self._rank = rank
         self._size = len(pair.ranks)
+
+    if not TYPE_CHECKING:  # a misspelt attribute is to be found
+
+        def __getattr__(self, name: str) -> Any:
+            """Return a method of torch's that is made of the calls, which are above this module."""
+            if not name.startswith("__"):
+                method = importlib.import_module("mpicoll.methods").METHODS.get(name)
+                if method is not None:
+                    return partial(method, self)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def rank(self) -> int:
         """Return this rank in the group."""
@@ -197,7 +240,7 @@ class ProcessGroup:
         if self.broken is None:
             self.broken = why
         self.pair.spoiled = True
-        self.sends, self.receives = {}, {}
+        self.sends, self.receives, self.rides = Kept(), Kept(), {}
 
     @staticmethod
     def plan(plans: OrderedDict[Any, Plan], key: Any) -> Plan | None:
@@ -251,7 +294,7 @@ class ProcessGroup:
         with self._counting:
             self.persistent.remove(again)
             _count(self._sent if again.sending else self._received, again.peer, again.tag, again.count)
-        again.request.Free()
+        again.free()
 
     @staticmethod
     def by_peer(counts: dict[tuple[int, int], int]) -> dict[int, int]:
@@ -263,7 +306,9 @@ class ProcessGroup:
 
     def free_plans(self) -> None:
         """Free every plan and persistent message (none may be under way); of a group that was given up none, for good."""
-        self.sends, self.receives = {}, {}
+        self.sends, self.receives, self.rides = Kept(), Kept(), {}
+        if self.pair.receiver.posted:  # receives that nobody waits for: a later group's messages are not for them
+            self.pair.spoiled = True
         if self.pair.spoiled:
             keep(self.persistent, self.plans, self.own_plans)
             return
@@ -293,6 +338,7 @@ class State:
     thread: int
     groups: dict[str, ProcessGroup] = field(default_factory=dict)
     created: int = 0
+    secret: bytes = b""
     node: ProcessGroup | None = None
     leaders: ProcessGroup | None = None
     base: Counters | None = None
@@ -305,6 +351,9 @@ class Counters(Protocol):
     calls: dict[str, int]
     sent: dict[str, dict[tuple[int, int], int]]
     received: dict[str, dict[tuple[int, int], int]]
+
+    def settle(self, name: str, to: set[int], by: set[int]) -> None:
+        """Forget the messages on one of them that all have come."""
 
 
 class _Default:
@@ -348,8 +397,8 @@ def resolve(group: Any) -> ProcessGroup | None:
     """Return the group that a ``group=`` argument means, or None when this rank is not a member.
 
     Raises:
-        ValueError: there is no default group, or the group is destroyed or belongs to an earlier default group.
-        TypeError: not a group at all.
+        ValueError: there is no default group, or the group is destroyed or belongs to an earlier default group, or it is no
+            group at all (as torch).
     """
     known = state()
     if group is None:
@@ -362,7 +411,7 @@ def resolve(group: Any) -> ProcessGroup | None:
         return group
     if isinstance(group, int) and group == NON_MEMBER:
         return None
-    raise TypeError(
+    raise ValueError(
         f"Invalid process group specified: group must be a ProcessGroup or None, not {type(group).__name__}"
     )
 
@@ -378,12 +427,22 @@ def member_or_warn(group: Any, operation: str, stacklevel: int = 3) -> ProcessGr
     return found
 
 
-def no_global_peer(group: Any, given: int | None) -> None:
-    """Raise, as torch does, when a rank that is not in the group names its peer by a global rank."""
-    if given is not None and resolve(group) is None:
-        raise ValueError(
-            f"Invalid process group specified: this rank is not in the group, so rank {given} has no rank there"
-        )
+def rank_not_in_group(group: Any) -> bool:
+    """Whether this rank is no member of a group (torch.distributed._rank_not_in_group)."""
+    return group is not None and resolve(group) is None
+
+
+def default_group() -> ProcessGroup:
+    """Return the default group; ValueError where there is none (torch.distributed.distributed_c10d._get_default_group)."""
+    return state().world
+
+
+def need_member(group: Any) -> ProcessGroup:
+    """Return the group, or raise, as torch's send does, when this rank is not in it."""
+    found = resolve(group)
+    if found is None:
+        raise ValueError("Invalid process group specified: this rank is not in the group")
+    return found
 
 
 def peer_rank(
@@ -510,6 +569,15 @@ class _WorldMeta(type):
     def WORLD(cls) -> ProcessGroup | None:
         """The default group, or None before ``init_process_group``."""
         return None if _state is None else _state.world
+
+    @WORLD.setter
+    def WORLD(cls, to: ProcessGroup | None) -> None:
+        """Raise, where it is not the default group already: on it all ranks agree on what concerns the job as a whole."""
+        if to is not cls.WORLD:
+            raise AttributeError(
+                "group.WORLD is set by init_process_group alone, as all ranks of the job meet in it: pass group= to calls, or "
+                "give init_process_group a communicator of the ranks as comm="
+            )
 
 
 class group(metaclass=_WorldMeta):

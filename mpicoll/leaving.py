@@ -31,6 +31,7 @@ from mpicoll.checks.call import NOWHERE, Site, traceback_site
 from mpicoll.checks.report import painted
 from mpicoll.deadline import afterwards
 from mpicoll.errors import ARGUMENT, DistError, GroupBrokenError, PeerFailedError, in_one_line
+from mpicoll.kept import keep
 from mpicoll.launch.rundir import append_record, record_failure
 from mpicoll.signals import notes
 from mpicoll.topology import node_communicator
@@ -50,6 +51,9 @@ SAY_SO_AFTER = 0.1
 
 MOST_REMEMBERED = 1000
 """Destroyed groups of which the number of calls is kept, the last ones: others may still wait in a call of theirs."""
+
+MOST_TAGS = 32
+"""Tags of which a rank is told, when this one ends, how many messages there were for it."""
 
 
 @dataclass(eq=False)
@@ -97,18 +101,39 @@ class Base:
             self.displays[group.group_name] = group.display
             self.places[group.group_name] = group.by_rank(group.told.places)
 
-    def counters(self, rank: int) -> tuple[dict[str, int], dict[str, int], dict[str, str]]:
-        """Return the calls made on every group, the messages sent to ``rank`` on each, and the last call on each."""
+    def settle(self, name: str, to: set[int], by: set[int]) -> None:
+        """Forget the messages on a destroyed group to ranks that have received all, and from those whose all have come.
+
+        The others forget the same, so the sums of all ranks still tell whether something is left.
+        """
+        for kept, ranks in ((self.sent, to), (self.received, by)):
+            if name in kept:
+                left = {(rank, tag): count for (rank, tag), count in kept.pop(name).items() if rank not in ranks}
+                if left:
+                    kept[name] = left
+        if name not in self.sent and name not in self.received:
+            self.displays.pop(name, None)
+            self.places.pop(name, None)
+
+    def counters(self, rank: int) -> tuple[dict[str, int], dict[str, dict[int, int]], dict[str, str]]:
+        """Return the calls made on every group, the messages sent to ``rank`` on each by tag, and the last call on each."""
         calls, last = dict(self.calls), dict(self.last)
-        sent = {name: sum(n for (to, _), n in there.items() if to == rank) for name, there in self.sent.items()}
+        sent = {name: _by_tag(there, rank) for name, there in self.sent.items()}
         known = groups.current()
         if known is not None and known.board is self.board:
             for group in tuple(known.groups.values()):
                 calls[group.group_name] = group.calls
                 last[group.group_name] = group.last_call()
                 if rank in group.ranks:
-                    sent[group.group_name] = group.by_peer(group.sent).get(group.ranks.index(rank), 0)
+                    sent[group.group_name] = _by_tag(group.sent, group.ranks.index(rank))
         return calls, sent, {name: text for name, text in last.items() if text}
+
+
+def _by_tag(sent: dict[tuple[int, int], int], peer: int) -> dict[int, int]:
+    """Return the messages to one rank by their tag, of the last MOST_TAGS tags, and of all others under -1."""
+    counts = [(tag, n) for (to, tag), n in sent.items() if to == peer]
+    before = sum(n for _, n in counts[:-MOST_TAGS])
+    return dict(counts[-MOST_TAGS:]) | ({-1: before} if before else {})
 
 
 bases: list[Base] = []
@@ -211,6 +236,7 @@ def register() -> None:
 def _in_child() -> None:
     watchdog.forget()
     waiting.pending.clear()
+    waiting.mover = None
     _ending.code, _ending.what, _ending.site, _ending.interrupted = 0, "", "", False
     exits.forget()
     exits.watch(_note_exit)
@@ -300,9 +326,22 @@ def _end_by(error: BaseException) -> Board | None:
 
 
 def _tell_uncaught(error: BaseException, trace: TracebackType | None) -> None:
+    _failed(_in_words(error), traceback_site(trace))
+
+
+def _in_words(error: BaseException) -> str:
     said = in_one_line(error) if isinstance(error, DistError) and error.report is not None else str(error)
     kind = type(error).__name__
-    _failed(f"{kind}: {said}" if said else kind, traceback_site(trace))
+    return f"{kind}: {said}" if said else kind
+
+
+def _tell_as_guest(error: BaseException, trace: TracebackType | None) -> None:
+    """Tell those who may wait for this rank, on groups that it has not destroyed, what has ended it; the job is not ours."""
+    known = groups.current()
+    if known is None or known.board.failed or isinstance(error, (PeerFailedError, GroupBrokenError)):
+        return
+    known.board.post("failed", (_in_words(error)[:1000], traceback_site(trace), 1), range(known.board.size))
+    known.board.flush(0.5)
 
 
 ORIGIN_ENDS_WITHIN = 0.5
@@ -399,6 +438,8 @@ def _at_exit() -> None:
             _end_by(error)
             if not _ending.because_of_others:
                 _tell_uncaught(error, sys.last_traceback)
+        elif error is not None:
+            _tell_as_guest(error, sys.last_traceback)
         if _never_joined is not None and error is _never_joined[0]:
             _end_alone(_never_joined[1])
         leave("ended the program")
@@ -437,16 +478,22 @@ def leave(reason: str) -> None:
     if _done:
         return
     _done = True
+    if waiting.mover is not None:
+        waiting.mover.stop()
+        waiting.mover = None
     known = groups.current()
     never = _never_waited(known) if known is not None and not _ending.code else ""
     if never and known is not None and known.on_failure == "job" and not _ending.code:
         _ending.code, _ending.what, _ending.stuck = 1, never, True
     if never:
         sys.stderr.write(f"{_prefix()}{never}\n")
+    parted = True
     try:
         for base in bases:
             if base.job:
                 _leave_base(base, reason, known.settings.exit_grace if known is not None else 30.0)
+            elif not _ending.code:
+                parted = _part(base, reason) and parted
     except KeyboardInterrupt:
         _ending.code, _ending.stuck = 128 + signal.SIGINT, True
     watchdog.stop()
@@ -459,13 +506,37 @@ def leave(reason: str) -> None:
             base.board.slots.leave(ends_job=ends_job)
     if ends_job:
         _abort(_ending.code)
-    elif not spoiled:
+    elif not spoiled and parted:
         for base in bases:
             for pair in base.pool.all():
                 pair.lane.free()
         if known is not None:
             for group in tuple(known.groups.values()):
                 group.free_plans()
+
+
+def _part(base: Base, reason: str) -> bool:
+    """Leave a program whose end is not the library's affair; whether all ranks do so at about the same time.
+
+    Those that may be waiting for this rank, as it has not destroyed its default group, are told. It waits for nobody.
+    """
+    board = base.board
+    if not any(group.broken is None for group in _live(base)):
+        return True
+    words = np.zeros(1, np.int64)
+    everybody = board.comm.Iallreduce(MPI.IN_PLACE, words, MPI.SUM)
+    end = time.monotonic() + SAY_SO_AFTER
+    while not everybody.Test():
+        board.poll()
+        if time.monotonic() > end:
+            keep(everybody, words)
+            for rank in range(board.size):
+                if rank != board.rank:
+                    board.post("exited", (*base.counters(rank), reason), [rank])
+            board.flush(SAY_SO_AFTER)
+            return False
+        time.sleep(0.001)
+    return True
 
 
 def _never_waited(known: groups.State) -> str:

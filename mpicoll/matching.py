@@ -268,6 +268,12 @@ class Receiver:
             self.waiting.remove(receive)
             self._give(receive, message)
             at = 0
+        self._rest()
+
+    def _rest(self) -> None:
+        """Have nobody look any more when no receive waits (under the lock)."""
+        if not self.waiting:
+            waiting.drop(self)
 
     def _first_for(self, wanted: Receive) -> Message | None:
         """Return the first message for a receive that is all here, taking it from MPI if none is kept."""
@@ -309,8 +315,9 @@ class Receiver:
             for each in tuple(self.taking)
         ):
             return False
-        # Elements that travel apart come in the order of their messages: a posted receive may have got an earlier one.
-        return not (message.envelope.apart and key in self.posted)
+        # A posted receive was started before, and may have got an earlier one: which does not fit, or whose elements, which come
+        # in the order of messages, are on their way.
+        return key not in self.posted
 
     def _give(self, receive: Receive, message: Message) -> None:
         envelope = message.envelope
@@ -354,6 +361,7 @@ class Receiver:
         with self.lock:
             if receive in self.waiting:
                 self.waiting.remove(receive)
+            self._rest()
 
     def advance(self) -> bool:
         """Look for messages; True when no receive waits for one."""
@@ -363,8 +371,9 @@ class Receiver:
 
     def watch(self) -> None:
         """Have every wait of the process look, while a receive waits for its message."""
-        if self.waiting and self not in waiting.pending:
-            waiting.pending.append(self)
+        with self.lock:
+            if self.waiting and self not in waiting.pending:
+                waiting.pending.append(self)
 
     def drop(self, left: list[int]) -> Generator[Request, None, None]:
         """Receive and drop what nobody received: ``left`` messages of each source, those that are kept here among them.

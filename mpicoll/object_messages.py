@@ -26,7 +26,7 @@ from mpicoll.checks.report import with_calls
 from mpicoll.engines.base import Request
 from mpicoll.engines.mpi import Post, Together, library_tag, post_all
 from mpicoll.errors import CollectiveMismatchError, DistError
-from mpicoll.groups import ProcessGroup, member_or_warn, no_global_peer, peer_rank
+from mpicoll.groups import ProcessGroup, need_member, peer_rank
 from mpicoll.matching import OBJECT_TAGS, ObjectReceive
 from mpicoll.work import Operation
 
@@ -61,16 +61,13 @@ def send_object_list(
 
     Raises:
         TypeError: not a list.
-        ValueError: the destination is this rank itself, or not in the group.
+        ValueError: the destination is this rank itself, or it or this rank is not in the group.
         Exception: what pickle raises for an object that cannot be pickled.
         Others as :func:`mpicoll.send`.
 
     Source: torch.distributed.send_object_list.
     """
-    no_global_peer(group, dst)
-    found = member_or_warn(group, "send_object_list")
-    if found is None:
-        return
+    found = need_member(group)
     peer = peer_rank(found, dst, group_dst, "dst")
     if peer == found.rank():
         raise ValueError(
@@ -90,7 +87,7 @@ def recv_object_list(
     group_src: int | None = None,
     use_batch: bool = False,
 ) -> int:
-    """Receive objects into a list; return the global rank of the sender (-1 when this rank is not in the group).
+    """Receive objects into a list; return the global rank of the sender.
 
     Called by this rank alone; the source calls :func:`send_object_list` with a list of the same length. Arrays inside the
     objects are received into memory of their own, each for itself, and can be written unless they were read-only.
@@ -103,7 +100,7 @@ def recv_object_list(
 
     Raises:
         TypeError: not a list.
-        ValueError: the source is this rank itself, or not in the group.
+        ValueError: the source is this rank itself, or it or this rank is not in the group.
         CollectiveMismatchError: the message is a list of another length, or an array; it stays where it is, for another
             receive, and the group is still good.
         Exception: what pickle raises for an object that cannot be unpickled; the message is gone then, the list as it was.
@@ -111,10 +108,7 @@ def recv_object_list(
 
     Source: torch.distributed.recv_object_list.
     """
-    no_global_peer(group, src)
-    found = member_or_warn(group, "recv_object_list")
-    if found is None:
-        return -1
+    found = need_member(group)
     peer = MPI.ANY_SOURCE
     if src is not None or group_src is not None:
         peer = peer_rank(found, src, group_src, "src")

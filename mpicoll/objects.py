@@ -23,8 +23,8 @@ from mpicoll.checks.call import NOTHING, Call, call_site, name_ranks
 from mpicoll.checks.inflight import look_at
 from mpicoll.engines.base import Kind, Movement, Request
 from mpicoll.engines.mpi import Post, Together, library_tag, post_all
-from mpicoll.errors import ARGUMENT, CollectiveMismatchError, DistError
-from mpicoll.groups import ProcessGroup, member_or_warn, no_global_peer, peer_rank
+from mpicoll.errors import ARGUMENT, CollectiveMismatchError, DistError, wrong_argument
+from mpicoll.groups import ProcessGroup, member_or_warn, peer_rank
 
 __all__ = ["all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"]
 
@@ -74,7 +74,6 @@ def broadcast_object_list(
 
     Source: torch.distributed.broadcast_object_list.
     """
-    no_global_peer(group, src)
     found = member_or_warn(group, "broadcast_object_list")
     if found is None:
         return
@@ -93,17 +92,18 @@ def broadcast_object_list(
 def all_gather_object(object_list: list[Any], obj: Any, group: Any = None, *, name: str | None = None) -> None:
     """Gather one object of every member into ``object_list`` on all of them.
 
-    Called by all members, with lists of one place for each of them. The objects may be of any kind and size; each rank gets
+    Called by all members, with lists of a place for each of them. The objects may be of any kind and size; each rank gets
     a copy of its own, too. Arrays inside them are as in :func:`broadcast_object_list`.
 
     Args:
-        object_list: a list with one place for each member, by rank in the group; its elements are replaced.
+        object_list: a list with a place for each member, by rank in the group; these elements are replaced, and those behind
+            them stay.
         obj: this rank's object.
         group: the group; default the world.
         name: as in :func:`mpicoll.broadcast`.
 
     Raises:
-        TypeError, ValueError: not a list, or of another length.
+        TypeError, ValueError: not a list, or too short.
         Others as :func:`broadcast_object_list`.
 
     Source: torch.distributed.all_gather_object.
@@ -114,14 +114,14 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None, *, na
 
     def prepare(g: ProcessGroup) -> _Ready:
         need_list(object_list, "object_list")
-        if len(object_list) != g.size():
+        if len(object_list) < g.size():
             raise ValueError(
                 f"object_list must have one place for each of the {g.size()} ranks, got {len(object_list)}"
             )
         return _Ready((("objects", 1),), -1, [obj])
 
     transfer = _run("all_gather_object", found, prepare, name, _AllGather)
-    object_list[:] = _load_all(transfer, found, "all_gather_object")
+    object_list[: found.size()] = _load_all(transfer, found, "all_gather_object")
 
 
 def gather_object(
@@ -140,19 +140,18 @@ def gather_object(
 
     Args:
         obj: this rank's object.
-        object_gather_list: on the destination a list with one place for each member, by rank in the group, whose elements
-            are replaced; elsewhere None or [].
+        object_gather_list: on the destination a list with a place for each member, by rank in the group, which is replaced
+            (elements behind them stay); elsewhere None or [].
         dst: global rank of the destination (default 0); or ``group_dst``, its rank in the group.
         group: the group; default the world.
         name: as in :func:`mpicoll.broadcast`.
 
     Raises:
-        TypeError, ValueError: not a list, of another length, missing on the destination or given elsewhere.
+        TypeError, ValueError: not a list, too short, missing on the destination or given elsewhere.
         Others as :func:`broadcast_object_list`.
 
     Source: torch.distributed.gather_object.
     """
-    no_global_peer(group, dst)
     found = member_or_warn(group, "gather_object")
     if found is None:
         return
@@ -165,7 +164,7 @@ def gather_object(
     transfer = _run("gather_object", found, prepare, name, _Gather)
     if transfer.arrived:
         assert object_gather_list is not None
-        object_gather_list[:] = _load_all(transfer, found, "gather_object")
+        object_gather_list[: found.size()] = _load_all(transfer, found, "gather_object")
 
 
 def _load_all(transfer: _Transfer, group: ProcessGroup, op: str) -> list[Any]:
@@ -202,7 +201,6 @@ def scatter_object_list(
 
     Source: torch.distributed.scatter_object_list.
     """
-    no_global_peer(group, src)
     found = member_or_warn(group, "scatter_object_list")
     if found is None:
         return
@@ -229,7 +227,7 @@ def _list_of_root(values: Any, name: str, group: ProcessGroup, root: int, role: 
             raise ValueError(f"Argument ``{name}`` must NOT be specified on non-{role} ranks.")
     elif not values:
         raise ValueError(f"Argument ``{name}`` must be specified on {role} rank.")
-    elif len(values) != group.size():
+    elif len(values) < group.size() or (role == "source" and len(values) > group.size()):
         raise ValueError(f"{name} must have one place for each of the {group.size()} ranks, got {len(values)}")
 
 
@@ -506,8 +504,11 @@ def _run(
     packed: list[Packed] = []
     failed: Exception | None = None
     try:
-        execution.check_name(name)
-        ready = prepare(group)
+        try:
+            execution.check_name(name)
+            ready = prepare(group)
+        except ValueError as error:
+            raise wrong_argument(error) from None
         try:
             packed = [pickled.pack(value) for value in ready.objects]
         except Exception as error:

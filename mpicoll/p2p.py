@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from mpicoll import execution, groups, persistent, waiting
+from mpicoll.buffers import staging
 from mpicoll.buffers.array import AnyArray, Array, Memory, adapt
 from mpicoll.buffers.dtypes import is_native
 from mpicoll.checks.call import Call, call_site
-from mpicoll.checks.entries import Entry, entry_of
-from mpicoll.checks.envelope import SMALL_BYTES, Envelope, describe, write
-from mpicoll.checks.inflight import Flight, registry, written
-from mpicoll.checks.report import with_calls
-from mpicoll.engines.base import Request
+from mpicoll.checks.envelope import SMALL_BYTES, write
+from mpicoll.checks.inflight import Flight, registry
 from mpicoll.engines.mpi import Together
 from mpicoll.errors import CollectiveMismatchError
-from mpicoll.groups import ProcessGroup, member_or_warn, no_global_peer, peer_rank
+from mpicoll.groups import ProcessGroup, member_or_warn, need_member, peer_rank, resolve
 from mpicoll.matching import Message, Receive
 from mpicoll.persistent import PersistentReceive, message_call
+from mpicoll.underway import receive_again, receiving, send_again
 from mpicoll.work import Operation, Work
 
 # What send and recv look up in every call.
@@ -34,6 +34,7 @@ _frame = sys._getframe
 _get_ident = threading.get_ident
 _guard = waiting.guard
 _ndarray = np.ndarray
+_pending = waiting.pending
 _spins = range(waiting.SPIN_POLLS)
 _threads = waiting.threads
 
@@ -48,6 +49,7 @@ def send(
     group_dst: int | None = None,
     *,
     timeout: timedelta | None = None,
+    stream: Any = None,
 ) -> None:
     """Send ``tensor`` to one rank; return when it may be written again.
 
@@ -60,9 +62,10 @@ def send(
         group: the group; default the world.
         tag: 0 to MPI_TAG_UB - 32.
         timeout: the limit of this call; default the group's.
+        stream: as in :func:`broadcast`.
 
     Raises:
-        ValueError: the destination is this rank itself, or not in the group; the tag is out of range.
+        ValueError: the destination is this rank itself, or it or this rank is not in the group; the tag is out of range.
         TypeError: wrong arguments.
         BufferInUseError: ``tensor`` is memory that an operation under way writes (at check level ``full``).
         CollectiveTimeoutError: nobody received it within the limit.
@@ -78,10 +81,18 @@ def send(
     if type(tensor) is _ndarray and type(dst) is int and type(tag) is int and group_dst is None and timeout is None:
         known: Any = _default.world if group is None else group
         try:
-            again = known.sends[dst, tag, tensor.shape, tensor.dtype]
+            again = known.sends.last
+            if (
+                again is None
+                or again.rank != dst
+                or again.tag != tag
+                or again.dtype is not tensor.dtype
+                or again.shape != tensor.shape
+            ):
+                again = known.sends.last = known.sends[dst, tag, tensor.shape, tensor.dtype]
         except (KeyError, AttributeError):  # not made before; no group, or not a member
             again = None
-        if again is not None and tensor.flags.c_contiguous and not (waiting.pending or _flights):
+        if again is not None and tensor.flags.c_contiguous and not (_pending or _flights):
             # Made before. All here, and not in functions: a call of a function takes as long as posting the message.
             frame = _frame(1)
             taken = False
@@ -94,15 +105,15 @@ def send(
                         again.elements[...] = tensor
                         again.start()
                         again.count += 1
+                        known.last = again
+                        _threads.add(_get_ident())
+                        for _ in _spins:
+                            if again.test():
+                                break
+                        else:
+                            persistent.finish(known, again, tensor, again.test)
                     else:
                         persistent.send_apart(known, again, tensor)
-                    known.last = again
-                    _threads.add(_get_ident())
-                    for _ in _spins:
-                        if again.test():
-                            break
-                    else:
-                        persistent.finish(known, again, tensor, again.test)
                     again.give_back(None)
                     return
             except BaseException as error:
@@ -113,17 +124,14 @@ def send(
             finally:
                 if _guard.noted is not None:
                     _guard.answer(wrong)
-    no_global_peer(group, dst)
-    found = member_or_warn(group, "send")
-    if found is None:
-        return
+    found = need_member(group)
     peer = peer_rank(found, dst, group_dst, "dst")
     if peer == found.rank():
         raise ValueError(
             "Invalid destination rank: destination rank should not be the same as the rank of the current process."
         )
     limit = execution.call_limit(found, timeout)
-    operation, _ = _start_send("send", found, tensor, peer, tag, limit)
+    operation, _ = _start_send("send", found, tensor, peer, tag, limit, stream)
     execution.finish_waiting(operation, limit)
     if group_dst is None and timeout is None and type(tensor) is _ndarray and is_native(tensor.dtype):
         persistent.learn(found, "send", peer, tensor, dst, tag)
@@ -137,6 +145,7 @@ def recv(
     group_src: int | None = None,
     *,
     timeout: timedelta | None = None,
+    stream: Any = None,
 ) -> int:
     """Receive into ``tensor``; return the global rank of the sender (-1 when this rank is not in the group).
 
@@ -145,7 +154,7 @@ def recv(
     Args:
         tensor: where to receive; of the message's dtype and number of elements (its shape and layout may differ).
         src: global rank of the source; or ``group_src``, its rank in the group; neither: any member.
-        group, tag, timeout: as in :func:`send`.
+        group, tag, timeout, stream: as in :func:`send`.
 
     Raises:
         ValueError: the source is this rank itself, or not in the group; the tag is out of range.
@@ -163,10 +172,18 @@ def recv(
     if type(tensor) is _ndarray and type(src) is int and type(tag) is int and group_src is None and timeout is None:
         known: Any = _default.world if group is None else group
         try:
-            again = known.receives[src, tag, tensor.shape, tensor.dtype]
+            again = known.receives.last
+            if (
+                again is None
+                or again.rank != src
+                or again.tag != tag
+                or again.dtype is not tensor.dtype
+                or again.shape != tensor.shape
+            ):
+                again = known.receives.last = known.receives[src, tag, tensor.shape, tensor.dtype]
         except (KeyError, AttributeError):
             again = None
-        if again is not None and not (waiting.pending or _flights) and tensor.flags.carray:
+        if again is not None and not (_pending or _flights) and tensor.flags.carray:
             frame = _frame(1)
             receiver = known.pair.receiver
             posted = receiver.posted
@@ -175,13 +192,14 @@ def recv(
             try:
                 # One at a time: no other thread has this one, or another that might take its message.
                 locked = receiver.lock.acquire(False)
-                if locked and not (posted or receiver.waiting or receiver.queues):
+                if locked and not (posted or receiver.waiting or receiver.queues) and again.rank == src:
+                    if again.instruction != frame.f_lasti or again.code is not frame.f_code:
+                        again.code, again.instruction = frame.f_code, frame.f_lasti
                     posted.append(again.key)
                     again.start()
                     receiver.lock.release()
                     locked = False
-                    if again.instruction != frame.f_lasti or again.code is not frame.f_code:
-                        again.code, again.instruction = frame.f_code, frame.f_lasti
+                    body = None if again.elements is not None else persistent.body_of(again, tensor)
                     known.last = again
                     _threads.add(_get_ident())
                     for _ in _spins:
@@ -194,10 +212,10 @@ def recv(
                         return src
                     if again.elements is not None:
                         tensor[...] = again.elements
+                        again.count += 1
                     else:
-                        persistent.recv_apart(known, again, tensor)
-                    again.count += 1
-                    posted.clear()
+                        persistent.recv_apart(known, again, tensor, body)
+                    posted.remove(again.key)
                     return src
             except CollectiveMismatchError as error:
                 wrong = error
@@ -218,7 +236,7 @@ def recv(
     if peer == found.rank():
         raise ValueError("Invalid source rank: source rank should not be the same as the rank of the current process.")
     limit = execution.call_limit(found, timeout)
-    operation, _ = _start_recv("recv", found, tensor, peer, tag, limit)
+    operation, _ = _start_recv("recv", found, tensor, peer, tag, limit, stream)
     execution.finish_waiting(operation, limit)
     if group_src is None and timeout is None and type(tensor) is _ndarray and is_native(tensor.dtype):
         persistent.learn(found, "recv", peer, tensor, src, tag)
@@ -231,6 +249,8 @@ def isend(
     group: Any = None,
     tag: int = 0,
     group_dst: int | None = None,
+    *,
+    stream: Any = None,
 ) -> Work | None:
     """Start sending ``tensor`` to one rank (this rank itself is allowed) and return a :class:`Work`, to be waited for.
 
@@ -242,13 +262,32 @@ def isend(
 
     Source: torch.distributed.isend; MPI-4.1 section 3.7.2.
     """
-    no_global_peer(group, dst)
-    found = member_or_warn(group, "isend")
+    return _isend(_frame(1), tensor, dst, group, tag, group_dst, stream)
+
+
+def _isend(
+    frame: FrameType, tensor: AnyArray, dst: int | None, group: Any, tag: int, group_dst: int | None, stream: Any
+) -> Work | None:
+    plain = type(tensor) is _ndarray and type(dst) is int and type(tag) is int and group_dst is None and stream is None
+    if plain and tensor.flags.c_contiguous:
+        known: Any = _default.world if group is None else group
+        try:
+            again = known.sends[dst, tag, tensor.shape, tensor.dtype]
+        except (KeyError, AttributeError):  # not made before; no group, or not a member
+            pass
+        else:
+            work = send_again(known, again, tensor, frame)
+            if work is not None:
+                return work
+    found = member_or_warn(group, "isend", stacklevel=4)
     if found is None:
         return None
     peer = peer_rank(found, dst, group_dst, "dst")
-    operation, flight = _start_send("isend", found, tensor, peer, tag, found.timeout)
-    return Work(operation, execution.finish_waiting).fly(flight)
+    operation, flight = _start_send("isend", found, tensor, peer, tag, found.timeout, stream)
+    work = Work(operation, execution.finish_waiting).fly(flight)
+    if plain and peer != found.rank() and is_native(tensor.dtype):
+        _learn(work, found, "send", peer, tensor, dst, tag)
+    return work
 
 
 def irecv(
@@ -257,6 +296,8 @@ def irecv(
     group: Any = None,
     tag: int = 0,
     group_src: int | None = None,
+    *,
+    stream: Any = None,
 ) -> Work | None:
     """Start receiving into ``tensor`` and return a :class:`Work`, to be waited for.
 
@@ -269,12 +310,43 @@ def irecv(
 
     Source: torch.distributed.irecv; MPI-4.1 section 3.7.2.
     """
-    found = member_or_warn(group, "irecv")
+    return _irecv(_frame(1), tensor, src, group, tag, group_src, stream)
+
+
+def _irecv(
+    frame: FrameType, tensor: AnyArray, src: int | None, group: Any, tag: int, group_src: int | None, stream: Any
+) -> Work | None:
+    plain = type(tensor) is _ndarray and type(src) is int and type(tag) is int and group_src is None and stream is None
+    if plain and tensor.flags.carray:
+        known: Any = _default.world if group is None else group
+        try:
+            again = known.receives[src, tag, tensor.shape, tensor.dtype]
+        except (KeyError, AttributeError):
+            pass
+        else:
+            work = receive_again(known, again, tensor, frame)
+            if work is not None:
+                return work
+    found = member_or_warn(group, "irecv", stacklevel=4)
     if found is None:
         return None
     peer = _source(found, src, group_src)
-    operation, flight = _start_recv("irecv", found, tensor, peer, tag, found.timeout)
-    return Work(operation, execution.finish_waiting).fly(flight)
+    operation, flight = _start_recv("irecv", found, tensor, peer, tag, found.timeout, stream)
+    work = Work(operation, execution.finish_waiting).fly(flight)
+    if plain and peer != found.rank() and is_native(tensor.dtype):
+        _learn(work, found, "recv", peer, tensor, src, tag)
+    return work
+
+
+def _learn(work: Work, *given: Any) -> None:
+    """Note a call for the next time; what strikes here must not lose the Work of what is under way."""
+    try:
+        persistent.learn(*given)
+    except MPI.Exception:
+        pass  # there is no request to be had: the next one goes the long way, too
+    except BaseException:
+        work.get_future()
+        raise
 
 
 # A Ctrl-C inside them is noted, and answered at their end or while they wait; entering the guard takes 0.1 us of the 1 us
@@ -309,7 +381,7 @@ class P2POp:
         if op is not isend and op is not irecv:
             raise ValueError("Invalid ``op``. Expected ``op`` to be of type ``mpicoll.isend`` or ``mpicoll.irecv``.")
         adapt(tensor, "tensor", writable=op is irecv)
-        found = member_or_warn(group, "P2POp")
+        found = resolve(group)
         self.op = op
         self.tensor = tensor
         self.group = group if found is None else found
@@ -329,7 +401,8 @@ class P2POp:
 def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     """Start every operation of a list, and return their Works in the same order.
 
-    Called by this rank alone; each of the others starts its own side of the messages.
+    Called by this rank alone; each of the others starts its own side of the messages. Operations on a group that this rank is
+    not in are left out, with a warning.
 
     Raises:
         ValueError: not a list of P2POp, or they are of different groups.
@@ -346,9 +419,10 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     works = []
     for op in p2p_op_list:
         if op.group_peer < 0:
+            member_or_warn(op.group, op.op.__name__)
             continue
-        name = "group_dst" if op.op is isend else "group_src"
-        work = op.op(op.tensor, group=op.group, tag=op.tag, **{name: op.group_peer})
+        start = _isend if op.op is isend else _irecv
+        work = start(_frame(1), op.tensor, op.peer, op.group, op.tag, None, None)
         if work is not None:
             works.append(work)
     return works
@@ -380,9 +454,10 @@ def _check_tag(tag: Any) -> None:
 
 
 def _start_send(
-    name: str, group: ProcessGroup, tensor: Array, peer: int, tag: int, limit: float
+    name: str, group: ProcessGroup, tensor: Array, peer: int, tag: int, limit: float, stream: Any
 ) -> tuple[Operation, Flight | None]:
-    memory = adapt(tensor, "tensor", writable=False)
+    with staging.Noted(stream):
+        memory = adapt(tensor, "tensor", writable=False, direct="send", nonblocking=True)
     _check_tag(tag)
     execution.enter(group, name)
     call = _describe(name, group, memory, peer, tag)
@@ -407,13 +482,17 @@ def _start_send(
 
 
 def _start_recv(
-    name: str, group: ProcessGroup, tensor: Array, peer: int, tag: int, limit: float
+    name: str, group: ProcessGroup, tensor: Array, peer: int, tag: int, limit: float, stream: Any
 ) -> tuple[Operation, Flight | None]:
-    memory = adapt(tensor, "tensor", writable=True)
+    # What is not compared may be smaller than the array, and stand in its envelope.
+    with staging.Noted(stream):
+        memory = adapt(tensor, "tensor", writable=True, direct="recv" if group.compares else "", nonblocking=True)
     _check_tag(tag)
     execution.enter(group, name)
     call = _describe(name, group, memory, peer, tag)
     flight = _flight(group, call, memory)
+    if memory.direct:
+        memory.filled()  # MPI writes there as soon as the message has come
     with waiting.guard, group.posting:
         receiver = group.pair.receiver
         source = group.ranks[peer] if peer >= 0 else -1
@@ -463,7 +542,7 @@ def _receive_operation(
     operation = Operation(
         group,
         call,
-        _receiving(group, call, memory, receive),
+        receiving(group, call, memory, receive),
         [tensor],
         limit,
         peer=group.ranks[receive.source] if receive.source >= 0 else -1,
@@ -482,45 +561,3 @@ def _receive_unusual(group: ProcessGroup, again: PersistentReceive, tensor: Arra
     receive = group.pair.receiver.adopt(Message(*again.key, again.buffer.copy()), memory, exact=group.compares)
     operation = _receive_operation(group, call, memory, receive, tensor, group.timeout)
     execution.finish_waiting(operation, group.timeout)
-
-
-def _receiving(
-    group: ProcessGroup, call: Call, memory: Memory, receive: Receive
-) -> Generator[Request, None, int | None]:
-    mpi_error = MPI.Exception  # as in execution
-    try:
-        yield receive
-    except mpi_error as error:
-        raise execution.wrap(error, group, call) from error
-    source = receive.sender
-    if receive.refused is not None:
-        raise _misfit(group, call, memory, receive, receive.refused)
-    group.count_received(source, receive.tag)
-    if receive.dirty:
-        raise written(call.op, call.site, group.display)
-    return source
-
-
-def _misfit(
-    group: ProcessGroup, call: Call, memory: Memory, receive: Receive, sent: Envelope
-) -> CollectiveMismatchError:
-    """Return the error of a receive whose message does not fit."""
-    sender, me = group.ranks[receive.sender], group.ranks[group.rank()]
-    error = CollectiveMismatchError(
-        f"{call.op} on group {group.display}: rank {sender} sent {sent.describe(memory)} (tag {receive.tag}, "
-        f"{receive.place or 'from a place that is not known'}), {call.op} on rank {me} of "
-        f"{describe(memory.name, memory.flat.size)} at {call.site}. The message is not lost: a "
-        f"{'recv' if sent.objects < 0 else 'recv_object_list'} of {sent.describe(memory)} takes it"
-    )
-    op, _, site = receive.place.partition(" at ")
-    what: tuple[tuple[str, str], ...] = (
-        ("dtype", sent.name or (memory.name if sent.alike(memory) else "another")),
-        ("elements", str(sent.nbytes // memory.flat.itemsize if sent.alike(memory) else sent.count)),
-    )
-    if sent.objects >= 0:
-        what = (("objects", str(sent.objects)),)
-    key = (("peer", f"to rank {me}"), ("tag", str(receive.tag)), *what)
-    taken = entry_of(call, me, peer=sender)
-    return with_calls(
-        error, group.display, [sender, me], [Entry(((sender, sender),), op or "send", key, site=site, peer=me), taken]
-    )

@@ -29,6 +29,7 @@ from mpicoll.errors import (
     in_one_line,
 )
 from mpicoll.groups import ProcessGroup
+from mpicoll.work import calling
 
 __all__ = [
     "CallWait",
@@ -44,6 +45,7 @@ __all__ = [
     "note_waits",
     "search",
     "tell_place",
+    "waits_lately",
     "waits_now",
 ]
 
@@ -233,13 +235,13 @@ class CallWait:
             if exit_.rank not in self.group.ranks or not all(rank in groups.state().board.exited for rank in others):
                 return False
             received = self.group.by_peer(self.group.received).get(self.group.ranks.index(exit_.rank), 0)
-            return bool(exit_.sent.get(name, 0) <= received)
+            return bool(exit_.sent_on(name) <= received)
         if self.peer != exit_.rank:
             return False
         if self.call.op in ("send", "isend"):
             return True  # it has left without receiving
         received = self.group.by_peer(self.group.received).get(self.group.ranks.index(self.peer), 0)
-        return bool(exit_.sent.get(name, 0) <= received)
+        return bool(exit_.sent_on(name) <= received)
 
     def stalled(self, waited: float) -> None:
         """Say who is missing: once a job, by the lowest rank that waits."""
@@ -437,6 +439,16 @@ def hopeless(group: ProcessGroup, inside: float) -> str:
     return ""
 
 
+FRESH = 0.5
+"""Seconds for which a wait looks at all that is pending at least every millisecond."""
+
+
+def waits_lately() -> bool:
+    """Whether some thread has begun a short while ago to wait, and so moves everything on that is pending."""
+    since = time.time() - FRESH
+    return any(wait.began > since for wait in tuple(_waits.values()))
+
+
 def waits_now(group_name: str) -> tuple[int, Entry]:
     """Return this rank's part of the answer to a question (see ``checks.board.Where``)."""
     known = groups.current()
@@ -495,7 +507,7 @@ def describe_state() -> State:
     # Of all threads that run Python, also those that the threading module has not started.
     alive = set(sys._current_frames())
     alive -= {thread.ident for thread in threading.enumerate() if thread.name.startswith("mpicoll-")}
-    users = (waiting.threads & alive) | {threading.main_thread().ident}
+    users = (waiting.threads & alive) | {threading.main_thread().ident} | calling
     ours = list(known.groups.values()) if known is not None else []
     for group in ours:
         _catch_up(group)
@@ -723,7 +735,8 @@ class Search:
             if data:
                 states[rank] = pickle.loads(data)
         for exit_ in tuple(board.exited.values()):
-            states[exit_.rank] = State(exit_.rank, gone=True, calls=exit_.calls)
+            sent = {(name, board.rank, tag): n for name, by_tag in exit_.sent.items() for tag, n in by_tag.items()}
+            states[exit_.rank] = State(exit_.rank, gone=True, calls=exit_.calls, sent=sent)
         held = stuck(states)
         before, self._before = self._before, (now, states)
         read_before, self._read_at = self._read_at, now

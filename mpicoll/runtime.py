@@ -8,7 +8,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,7 +28,7 @@ from mpicoll.errors import (
 from mpicoll.launch.diagnosis import ask_srun, check_before_mpi, check_world, script_of, unused_allocation
 from mpicoll.launch.environment import local_rank_hint, mark_rank
 from mpicoll.launch.rundir import scrub
-from mpicoll.settings import LEVELS, Level, Settings, read_settings, warn_caller
+from mpicoll.settings import LEVELS, Cuda, Level, Settings, read_settings, warn_caller
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -36,9 +37,11 @@ if TYPE_CHECKING:
     from mpicoll.checks.entries import Entry
     from mpicoll.checks.slots import Slots
     from mpicoll.communicators import Pair
-    from mpicoll.groups import ProcessGroup
+    from mpicoll.groups import ProcessGroup, State
     from mpicoll.leaving import Base
     from mpicoll.topology import Topology
+
+    Steps = Generator[MPI.Request, None, tuple[Base, Pair]]
 
 __all__ = [
     "default_pg_timeout",
@@ -56,6 +59,7 @@ _FOREIGN = {"gloo", "nccl", "ucc", "xccl"}
 _warned: set[str] = set()
 _initialisations = 0
 _base_keyval: int | None = None
+_joining_keyval: int | None = None
 
 
 def is_available() -> bool:
@@ -92,7 +96,9 @@ def init_process_group(
         init_method: taken for compatibility: ranks find each other through MPI.
         timeout: limit of every wait on this group, and on groups made from it; default ``MPICOLL_TIMEOUT`` or 1800 s.
         world_size, rank: checked against MPI; -1 when not given.
-        store, group_name, pg_options, device_id: taken and ignored.
+        store, group_name, pg_options: taken and ignored.
+        device_id: the GPU of this rank, as for :func:`mpicoll.select_device`, which is called with it; None, and a device of
+            torch that is neither one of CUDA nor the CPU, leave it as it is.
         comm: any mpi4py intracommunicator; default COMM_WORLD. It is duplicated, never spoken on.
         on_failure: "job": an uncaught exception on one rank ends the job (default on COMM_WORLD); "raise": nothing
             outside this group is touched (default with ``comm``).
@@ -102,14 +108,15 @@ def init_process_group(
     ``on_failure`` and ``check`` must be the same on all ranks.
 
     Raises:
-        ValueError: called twice; an unknown backend; ``rank`` or ``world_size`` contradict MPI; a setting has a value
-            that it does not take.
+        ValueError: called twice; an unknown backend; ``device_id`` is the CPU; ``rank`` or ``world_size`` contradict MPI; a
+            setting has a value that it does not take.
         TypeError: ``timeout`` is not a timedelta, ``comm`` not an intracommunicator. The others raise, too, where they use
             COMM_WORLD; else they cannot be told, and an uncaught TypeError ends the job.
+        RuntimeError: there is no GPU for ``device_id``.
         LaunchError: the job was started in a way that cannot work.
         CollectiveMismatchError: another rank's arguments are wrong, or the ranks asked for different ``check`` or
             ``on_failure``: then there is no default group, on any rank.
-        CollectiveTimeoutError: not all ranks called it within the limit.
+        CollectiveTimeoutError: not all ranks called it within the limit; it can be called again.
         PeerFailedError, PeerExitedError: a rank failed, or ended without calling it (known where the ranks have had a default
             group before).
         DistBackendError: MPI reported an error, or has no communicator left.
@@ -127,6 +134,15 @@ def init_process_group(
     try:
         settings = read_settings()
         _check_arguments(backend, init_method, timeout, world_size, rank, store, on_failure, check)
+        if str(device_id).partition(":")[0] == "cpu":
+            raise ValueError(
+                f"init_process_group: parameter `device_id` must be an accelerator with an index, not {device_id!r}: leave it "
+                "out where the rank has no GPU"
+            )
+        if device_id is not None and getattr(device_id, "type", "cuda") == "cuda":
+            from mpicoll.devices import select_device
+
+            select_device(device_id)
     except Exception as error:
         setattr(error, ARGUMENT, True)
         problem = error
@@ -138,6 +154,7 @@ def init_process_group(
     from mpi4py import MPI
 
     from mpicoll import execution, lastwords, leaving, waiting, watchdog
+    from mpicoll.buffers import staging
     from mpicoll.checks.call import Call, call_site
     from mpicoll.checks.inflight import registry
     from mpicoll.communicators import mpi_text
@@ -145,6 +162,7 @@ def init_process_group(
     from mpicoll.profiles import share_profile
     from mpicoll.topology import discover
 
+    devices = sys.modules.get("mpicoll.devices")  # where a GPU has been selected; else it is not needed
     base_comm = MPI.COMM_WORLD if comm is None else comm
     wrong: TypeError | None = None
     if not isinstance(base_comm, MPI.Intracomm) or base_comm == MPI.COMM_NULL:
@@ -189,6 +207,8 @@ def init_process_group(
         leaving.never_joined(wrong, settings.exit_grace)
         raise wrong from None
     base.job = base.job or how == "job"
+    staging.bound(settings.pinned_mb << 20)
+    staging.permit(partial(_may_have_gpus, settings.cuda))
     _initialisations += 1
     state = groups.State(
         world=groups.ProcessGroup(
@@ -219,21 +239,26 @@ def init_process_group(
         flags = execution.agree(state.world, call, limit)
         with waiting.guard, execution.native(state.world, call, limit):
             if base.topology is None:
-                base.topology = state.topology = discover(pair.data)
+                base.topology = state.topology = discover(pair.data, ("", 0) if devices is None else devices.chosen())
                 base.board.slots = _node_slots(pair.data, base.topology)
                 base.pool.profile = share_profile(pair.data, settings.profile, len(base.topology.local_ranks))
                 if base.board.slots is not None and how == "job" and len(base.topology.local_ranks) > 1:
                     watchdog.watch(partial(await_death, base.board))
-        execution.drive(state.world, call, pair.sweep(), limit)
+        base.settle(*execution.drive(state.world, call, pair.sweep(), limit))
+        state.pool.furnish(pair, state.topology, settings, level)
+        execution.drive(state.world, call, state.pool.meet(pair), limit)
     except BaseException as error:
         groups.set_state(None)
         pair.idle = True
         if isinstance(error, MPI.Exception):
             raise DistBackendError(f"init_process_group at {site}: {mpi_text(error)}") from error
         raise
+    if base.topology is not None:
+        state.secret = base.topology.secret
+        if devices is not None:
+            devices.warn_of_sharing(me, base.topology.devices, base.topology.node_of, base.topology.hosts)
     _initialisations = flags.block_bytes
     state.world.level = level
-    state.pool.furnish(pair, state.topology, settings, level)
     state.world.calls, state.world.last = 0, None  # numbers in messages are those of the program's own calls
     state.world.group_name = str(flags.block_bytes)
     state.groups = {state.world.group_name: state.world}
@@ -242,6 +267,7 @@ def init_process_group(
     waiting.add_service(base.board.poll)
     if tell_place not in watchdog.services:
         watchdog.services.append(tell_place)
+    _move_on(state)
     if how == "job":
         lastwords.start()
     leaving.base_limit = limit
@@ -249,6 +275,31 @@ def init_process_group(
     # Loaded here, where all ranks are, and not in the first call of each: it takes milliseconds.
     for module in ("collectives", "p2p", "objects"):
         importlib.import_module(f"mpicoll.{module}")
+
+
+def _move_on(state: State) -> None:
+    """Have a thread move operations on while the program computes, where that is asked for and this MPI allows it."""
+    from mpicoll import waiting
+
+    waiting.mover = None
+    if state.settings.progress != "thread":
+        return
+    if not state.thread_multiple:
+        sys.stderr.write(
+            f"mpicoll: rank {state.world.rank()}: MPICOLL_PROGRESS=thread has no effect: this MPI gives no MPI_THREAD_MULTIPLE\n"
+        )
+        return
+    from mpicoll.patience import waits_lately
+    from mpicoll.progress import ProgressThread
+
+    waiting.mover = ProgressThread(waits_lately)
+
+
+def _may_have_gpus(setting: Cuda, operation: str, nonblocking: bool) -> bool:
+    """Whether an operation of this MPI may be handed memory of a GPU; asked with the first such array."""
+    from mpicoll.capability import loaded_mpi
+
+    return loaded_mpi(setting).allows(operation, nonblocking)
 
 
 TOLD_WITHIN = 10.0
@@ -384,7 +435,54 @@ def _base(comm: MPI.Intracomm, limit: float, site: str) -> tuple[Base, Pair]:
 
     The base hangs on the communicator as an attribute, so it goes with it, on all ranks alike.
     """
-    global _base_keyval
+    global _base_keyval, _joining_keyval
+    from mpi4py import MPI
+
+    from mpicoll import leaving
+
+    if _base_keyval is None or _joining_keyval is None:
+        _base_keyval = MPI.Comm.Create_keyval(delete_fn=_forget_base)
+        _joining_keyval = MPI.Comm.Create_keyval()
+    found = comm.Get_attr(_base_keyval)
+    base = found if isinstance(found, leaving.Base) else None
+    wait = _init_wait(limit, site, comm.Get_rank(), comm.Get_size(), base.board if base is not None else None)
+    kept = comm.Get_attr(_joining_keyval)
+    joining = kept if isinstance(kept, _Joining) else _Joining(_join(comm, base))
+    comm.Set_attr(_joining_keyval, joining)
+    try:
+        return joining.go_on(wait)
+    finally:
+        if joining.over:
+            comm.Delete_attr(_joining_keyval)
+
+
+class _Joining:
+    """The operations by which the ranks of a communicator come to a default group, one after the other.
+
+    MPI matches those of a communicator by their order, so what a call has given up is gone on with by the next one.
+    """
+
+    def __init__(self, steps: Steps) -> None:
+        self.over = False
+        self._steps = steps
+        self._request: MPI.Request | None = None
+
+    def go_on(self, wait: Callable[[MPI.Request], None]) -> tuple[Base, Pair]:
+        """Wait for one after the other; an error of ``wait`` leaves what has been begun for the next call."""
+        while True:
+            if self._request is not None:
+                wait(self._request)
+            try:
+                self._request = next(self._steps)
+            except BaseException as end:
+                self.over = True
+                if isinstance(end, StopIteration):
+                    found: tuple[Base, Pair] = end.value
+                    return found
+                raise
+
+
+def _join(comm: MPI.Intracomm, base: Base | None) -> Steps:
     from mpi4py import MPI
 
     from mpicoll import leaving
@@ -392,26 +490,24 @@ def _base(comm: MPI.Intracomm, limit: float, site: str) -> tuple[Base, Pair]:
     from mpicoll.communicators import Pair, Pool, duplicate
     from mpicoll.patience import waits_now
 
-    if _base_keyval is None:
-        _base_keyval = MPI.Comm.Create_keyval(delete_fn=_forget_base)
     ranks = tuple(range(comm.Get_size()))
-    found = comm.Get_attr(_base_keyval)
-    base = found if isinstance(found, leaving.Base) else None
-    wait = _init_wait(limit, site, comm.Get_rank(), comm.Get_size(), base.board if base is not None else None)
     if base is not None:
-        index = _common_index(base, base.pool.candidate(ranks), wait)
-        if index >= 0:
+        index = base.pool.candidate(ranks)
+        words = np.array([index, -index], np.int64)
+        yield base.again.Iallreduce(MPI.IN_PLACE, words, MPI.MAX)
+        if words[0] == -words[1] and index >= 0:  # else one of them may have given a call up on it
             return base, base.pool.take(ranks, index)
-    control = duplicate(comm, wait)
-    data = duplicate(control, wait)
+    control = yield from duplicate(comm)
+    data = yield from duplicate(control)
     pair = Pair(ranks, control, data)
     if base is None:
-        board = Board(duplicate(control, wait), waits_now)
-        base = leaving.Base(board, Pool(), duplicate(control, wait), None, {}, {})
+        board = Board((yield from duplicate(control)), waits_now)
+        base = leaving.Base(board, Pool(), (yield from duplicate(control)), None, {}, {})
+        assert _base_keyval is not None
         comm.Set_attr(_base_keyval, base)
         leaving.bases.append(base)
     base.pool.add(pair)
-    wait(control.Ibarrier())
+    yield control.Ibarrier()
     pair.lane.epoch = time.monotonic()
     return base, pair
 
@@ -444,10 +540,7 @@ def _forget_base(comm: MPI.Comm, keyval: int, base: Any) -> None:
         base.board.slots = None
     if not _all_received(base):
         return
-    for pair in base.pool.all():
-        pair.lane.free()
-        pair.control.Free()
-        pair.data.Free()
+    base.pool.close()
     for each in (base.board.comm, base.again, base.node):
         if each is not None:
             each.Free()
@@ -477,15 +570,6 @@ def _all_received(base: Base) -> bool:
 
 FREE_WITHIN = 5.0
 """Seconds that freeing a communicator waits for the other ranks to free it, too."""
-
-
-def _common_index(base: Base, index: int, wait: Callable[[MPI.Request], None]) -> int:
-    """Return ``index`` where all ranks find the same pair idle, else -1: one of them may have given a call up on it."""
-    from mpi4py import MPI
-
-    words = np.array([index, -index], np.int64)
-    wait(base.again.Iallreduce(MPI.IN_PLACE, words, MPI.MAX))
-    return index if words[0] == -words[1] else -1
 
 
 class _InitWait:
@@ -560,7 +644,7 @@ def _init_wait(limit: float, site: str, rank: int, size: int, board: Board | Non
 
 
 def destroy_process_group(group: Any = None) -> None:
-    """Destroy a group, or all of them; never waits for other ranks.
+    """Destroy a group, or all of them; waits for no other rank, but a second at most for those that share a GPU's memory.
 
     Called by each member for itself, at any time after its last call on the group, on one that is broken, too.
 
@@ -578,7 +662,7 @@ def destroy_process_group(group: Any = None) -> None:
 
     Source: torch.distributed.destroy_process_group.
     """
-    from mpicoll import groups
+    from mpicoll import groups, waiting
     from mpicoll.checks.call import call_site
 
     if not groups.is_initialized():
@@ -598,17 +682,25 @@ def destroy_process_group(group: Any = None) -> None:
             if each.group_name in known.board.withdrawn:
                 each.give_up(known.board.withdrawn[each.group_name][1])  # its communicators are not used again
     base = _base_of(known.board)
-    for each in doomed:
-        _destroy(each, base)
-        known.groups.pop(each.group_name, None)
-        known.node = None if known.node is each else known.node
-        known.leaders = None if known.leaders is each else known.leaders
+    with nullcontext() if waiting.mover is None else waiting.mover.resting():
+        for each in doomed:
+            _destroy(each, base)
+            known.groups.pop(each.group_name, None)
+            known.node = None if known.node is each else known.node
+            known.leaders = None if known.leaders is each else known.leaders
     if found is known.world:
-        from mpicoll import lastwords, leaving, waiting
+        if waiting.mover is not None:
+            waiting.mover.stop()
+        from mpicoll import lastwords, leaving
+        from mpicoll.buffers import staging
 
+        device = sys.modules.get("mpicoll.engines.device")  # where arrays on a GPU have been reduced
+        if device is not None:
+            device.sweep(device.CLOSING)
         lastwords.stop()
         waiting.remove_service(known.board.poll)
         groups.set_state(None)
+        staging.close()
         if sys.exc_info()[0] is None:  # in a "finally" the exception that is on its way is still to be reported
             leaving.uninstall()
 
@@ -632,19 +724,28 @@ def _base_of(board: Board) -> Base:
 def _destroy(group: ProcessGroup, base: Base) -> None:
     from mpicoll import waiting
     from mpicoll.checks.call import call_site
+    from mpicoll.errors import GroupBrokenError
+    from mpicoll.work import Operation
 
-    busy = [item for item in waiting.pending if getattr(item, "group", None) is group]
+    busy = [item for item in tuple(waiting.pending) if getattr(item, "group", None) is group]
     for item in busy:
         item.advance()
     if any(not item.advance() for item in busy):
         group.give_up("it was destroyed while an operation was under way")
-    if group.pair.receiver in waiting.pending:
-        waiting.pending.remove(group.pair.receiver)
+        for item in busy:
+            if isinstance(item, Operation) and not item.done:  # somebody has its future
+                item.abandon(GroupBrokenError(f"{item.call.describe()} on group {group.display}: {group.broken}"))
+    for item in busy:
+        waiting.drop(item)
+    waiting.drop(group.pair.receiver)
     if group.stopping is not None:
         group.stopping.remove()
     base.remember(group)
+    group.pair.last = group.group_name
     group.pair.sent, group.pair.received = group.by_peer(group.sent), group.by_peer(group.received)
     group.free_plans()
+    if group.link is not None:
+        group.link.leave(awaited=group.broken is None)
     if group.level == "roll" and not group.pair.spoiled:
         op = "destroy_process_group"
         group.pair.closing = group.pair.lane.close(op, call_site(), group.calls + 1, group.display, group.ranks)

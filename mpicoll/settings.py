@@ -12,11 +12,17 @@ from datetime import timedelta
 from typing import Any, Literal, cast
 
 __all__ = [
+    "CUDA",
+    "CUDA_IPC",
     "ENGINES",
     "LEVELS",
+    "PROGRESS",
     "SETTINGS",
+    "Cuda",
+    "CudaIpc",
     "Engine",
     "Level",
+    "Progress",
     "Setting",
     "Settings",
     "read_settings",
@@ -29,9 +35,28 @@ LEVELS: tuple[Level, ...] = ("full", "roll", "off")
 """How much of what the ranks call is compared; see MPICOLL_CHECK."""
 
 
+asked_level: Level | None = None
+"""What ``set_debug_level`` has asked for, in the place of MPICOLL_CHECK."""
+
+
 Engine = Literal["auto", "mpi", "node"]
 ENGINES: tuple[Engine, ...] = ("auto", "mpi", "node")
 """What moves data between ranks of one node; see MPICOLL_ENGINE."""
+
+
+Cuda = Literal["auto", "off", "aware"]
+CUDA: tuple[Cuda, ...] = ("auto", "off", "aware")
+"""Whether memory of a GPU is handed to MPI; see MPICOLL_CUDA."""
+
+
+CudaIpc = Literal["auto", "off"]
+CUDA_IPC: tuple[CudaIpc, ...] = ("auto", "off")
+"""Whether ranks that share a GPU reduce on it; see MPICOLL_CUDA_IPC."""
+
+
+Progress = Literal["none", "thread"]
+PROGRESS: tuple[Progress, ...] = ("none", "thread")
+"""What moves operations on while the program computes; see MPICOLL_PROGRESS."""
 
 
 def to_seconds(value: float | int | timedelta, name: str = "timeout") -> float:
@@ -62,6 +87,18 @@ def _level(text: str) -> Level:
 
 def _engine(text: str) -> Engine:
     return {engine: engine for engine in ENGINES}[cast("Engine", text.strip().lower())]
+
+
+def _cuda(text: str) -> Cuda:
+    return {choice: choice for choice in CUDA}[cast("Cuda", text.strip().lower())]
+
+
+def _cuda_ipc(text: str) -> CudaIpc:
+    return {choice: choice for choice in CUDA_IPC}[cast("CudaIpc", text.strip().lower())]
+
+
+def _progress(text: str) -> Progress:
+    return {choice: choice for choice in PROGRESS}[cast("Progress", text.strip().lower())]
 
 
 def _megabytes(text: str) -> int:
@@ -149,6 +186,38 @@ SETTINGS: tuple[Setting, ...] = (
         "shared memory that the groups on one node may take in all",
     ),
     Setting(
+        "MPICOLL_CUDA",
+        "cuda",
+        _cuda,
+        "auto",
+        "auto, off or aware",
+        "whether MPI is handed memory of a GPU: where something proves that it knows of it, never, or always",
+    ),
+    Setting(
+        "MPICOLL_CUDA_IPC",
+        "cuda_ipc",
+        _cuda_ipc,
+        "auto",
+        "auto or off",
+        "whether ranks that share a GPU reduce large arrays on it: where CUDA proves to give them memory in common, or never",
+    ),
+    Setting(
+        "MPICOLL_PINNED_MB",
+        "pinned_mb",
+        _megabytes,
+        256,
+        "MiB >= 0",
+        "pinned host memory through which a rank moves arrays on a GPU; beyond it, ordinary memory",
+    ),
+    Setting(
+        "MPICOLL_PROGRESS",
+        "progress",
+        _progress,
+        "none",
+        "none or thread",
+        "what moves operations under way on while the program computes: nothing, or a thread of the library",
+    ),
+    Setting(
         "MPICOLL_STRICT",
         "strict",
         _flag,
@@ -174,6 +243,10 @@ class Settings:
     engine: Engine = "auto"
     profile: str = ""
     shm_mb: int = 256
+    cuda: Cuda = "auto"
+    cuda_ipc: CudaIpc = "auto"
+    pinned_mb: int = 256
+    progress: Progress = "none"
     strict: bool = False
 
 
@@ -195,6 +268,8 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         except (KeyError, ValueError):
             message = f"{setting.variable}={text!r} is not a value it takes ({setting.values})"
             raise ValueError(message) from None
+    if asked_level is not None:
+        values["check"] = asked_level
     settings = Settings(**values)
     known = {setting.variable for setting in SETTINGS}
     unknown = sorted(name for name in environ if name.startswith("MPICOLL_") and name not in known | INTERNAL)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import mmap
 import os
 import secrets
+import sys
 import time
 
-__all__ = ["create", "path_of", "remove", "reserve", "sweep"]
+__all__ = ["create", "map_file", "path_of", "remove", "reserve", "sweep"]
 
 DIRECTORY = "/dev/shm"
 
@@ -38,7 +40,8 @@ def create(kind: str, size: int, reserved: int | None = None) -> tuple[int, str,
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _LOCK)
         os.ftruncate(descriptor, size)
-        reserve(descriptor, 0, size if reserved is None else reserved)
+        if reserved != 0:
+            reserve(descriptor, 0, size if reserved is None else reserved)
     except OSError as error:
         os.close(descriptor)
         remove(path)
@@ -87,3 +90,34 @@ def reserve(descriptor: int, start: int, size: int) -> None:
         OSError: there is not so much.
     """
     os.posix_fallocate(descriptor, start, size)
+
+
+_MAP_FIXED = 0x10
+_lost: list[mmap.mmap] = []
+
+
+def map_file(descriptor: int, size: int) -> mmap.mmap:
+    """Map the first bytes of a file, and keep no descriptor of it.
+
+    Before Python 3.13 a mapping keeps one for good: some hundred groups would leave a program none to open its own files with.
+
+    Raises:
+        OSError: there is no room for it.
+    """
+    if sys.version_info >= (3, 13):
+        return mmap.mmap(descriptor, size, trackfd=False)
+    import ctypes
+
+    if not sys.platform.startswith("linux") or ctypes.sizeof(ctypes.c_void_p) < 8:
+        return mmap.mmap(descriptor, size)
+    # The file takes the place of memory without one, which is given back as any other when nobody uses it any more.
+    memory = mmap.mmap(-1, size)
+    put = ctypes.CDLL(None, use_errno=True).mmap
+    put.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+    put.restype = ctypes.c_void_p
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    if put(start, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0) != start:
+        code = ctypes.get_errno()
+        _lost.append(memory)  # what is at its address now is not known
+        raise OSError(code, os.strerror(code))
+    return memory

@@ -199,9 +199,15 @@ def on_signal(
         error = wrong
     names = tuple(signal.Signals(number).name if number in set(signal.Signals) else str(number) for number in numbers)
     key = () if error is not None else (("signals", names),)
-    execution.agree(found, Call("on_signal", key, call_site(), error=error), found.timeout)
-    before, registered = found.stopping, OnSignal(found, handler, numbers, free=False)
-    found.stopping = registered
+    # Noted from before the agreement on: once it returns on one rank, a signal may be sent to any.
+    registered = OnSignal(found, handler, numbers, free=False) if error is None else None
+    try:
+        execution.agree(found, Call("on_signal", key, call_site(), error=error), found.timeout)
+    except BaseException:
+        if registered is not None:
+            registered.remove()
+        raise
+    before, found.stopping = found.stopping, registered
     if isinstance(before, OnSignal):  # held by the new one already: what came and has not been answered is not lost
         before.replaced()
     return registered

@@ -28,12 +28,16 @@ class Topology:
         hosts: name of each node, for display.
         rank: this rank.
         cores: the least that a rank of this node takes for the number of its cores; the same on all of them.
+        devices: the GPU that each rank had selected when the table was made, and how many it saw.
+        secret: bytes that all ranks know, and nobody else.
     """
 
     node_of: tuple[int, ...]
     hosts: tuple[str, ...]
     rank: int
     cores: int = 1 << 30
+    devices: tuple[tuple[str, int], ...] = ()
+    secret: bytes = b""
 
     @property
     def node(self) -> int:
@@ -78,8 +82,11 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def discover(comm: MPI.Intracomm) -> Topology:
+def discover(comm: MPI.Intracomm, device: tuple[str, int] = ("", 0)) -> Topology:
     """Build the node table; all ranks of ``comm`` call it, and are known to (it uses blocking MPI calls).
+
+    Args:
+        device: the GPU that this rank has selected, and how many it sees.
 
     Source: MPI_Comm_split_type with MPI_COMM_TYPE_SHARED (MPI-4.1 section 7.4.2).
     """
@@ -92,14 +99,17 @@ def discover(comm: MPI.Intracomm) -> Topology:
     told = np.empty((size, 2), np.int64)
     comm.Allgather(np.array([leader, cores()], np.int64), told)
     leaders = told[:, 0]
-    names = comm.allgather(os.uname().nodename if leader == rank else None)
+    own = secrets.token_bytes(32) if rank == 0 else b""
+    said = comm.allgather((os.uname().nodename if leader == rank else None, device, own))
     order = sorted(set(leaders.tolist()))
     number = {lead: i for i, lead in enumerate(order)}
     return Topology(
         tuple(number[lead] for lead in leaders.tolist()),
-        tuple(str(names[lead]) for lead in order),
+        tuple(str(said[lead][0]) for lead in order),
         rank,
         int(told[leaders == leader, 1].min()),
+        tuple(its for _, its, _ in said),
+        said[0][2],
     )
 
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from typing import Protocol
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from mpicoll.errors import DistError
 from mpicoll.signals import Guard, Terminated, guard, shield, threads
@@ -22,10 +23,13 @@ __all__ = [
     "GIVE_UP_AFTER",
     "STALL",
     "Guard",
+    "Mover",
     "Patience",
     "Pending",
     "add_service",
+    "drop",
     "guard",
+    "moves_until",
     "moving",
     "pause",
     "pending",
@@ -106,6 +110,32 @@ class Pending(Protocol):
 pending: list[Pending] = []
 """Every operation of this process that is not done yet; each wait moves all of them on."""
 
+
+def drop(item: Pending) -> None:
+    """Take something out of :data:`pending`, if it is there: another thread may be faster."""
+    if item in pending:
+        try:
+            pending.remove(item)
+        except ValueError:
+            pass
+
+
+class Mover(Protocol):
+    """What moves operations on while the program computes (:mod:`mpicoll.progress`)."""
+
+    def begun(self, operation: Any) -> None:
+        """Take over one that has been issued; never waits."""
+
+    def resting(self) -> AbstractContextManager[object]:
+        """Have it do nothing meanwhile."""
+
+    def stop(self) -> None:
+        """End it, until an operation is begun again."""
+
+
+mover: Mover | None = None
+"""The one of this process; none unless MPICOLL_PROGRESS asks for it."""
+
 _services: list[Callable[[], None]] = []
 
 
@@ -144,10 +174,7 @@ def progress() -> None:
     """Move pending operations on, and drop those that are done."""
     for item in _to_advance():
         if item.advance():
-            try:
-                pending.remove(item)
-            except ValueError:  # another thread was faster
-                pass
+            drop(item)
 
 
 def serve() -> None:
@@ -169,6 +196,11 @@ def moving(nbytes: int) -> None:
     global _moving_until
     if nbytes > SMALLEST_MOVING:
         _moving_until = max(_moving_until, time.monotonic() + 0.05 + nbytes / SLOWEST_MOVING)
+
+
+def moves_until() -> float:
+    """Return until when something may move that was told to :func:`moving` (time.monotonic)."""
+    return _moving_until
 
 
 crowded = False

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,13 @@ from mpicoll.kept import keep, keep_of
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
 
-__all__ = ["Operation", "Work"]
+__all__ = ["ASLEEP", "Operation", "Work", "calling"]
+
+ASLEEP = 0.001
+"""Seconds that who waits for an operation sleeps at a time while another thread moves it on."""
+
+STILL_WITHIN = 1.0
+"""Seconds after which it is taken for granted that no other thread moves an operation on any more."""
 
 
 class Operation:
@@ -31,6 +38,7 @@ class Operation:
     """
 
     __slots__ = (
+        "__weakref__",
         "_current",
         "_give_up",
         "_lock",
@@ -84,27 +92,22 @@ class Operation:
         self._lock = threading.Lock()
         self.advance()
 
-    def advance(self) -> bool:
-        """Move on as far as possible without waiting; return whether it is done."""
+    def advance(self, asleep: float = 0.0) -> bool:
+        """Move on as far as possible without waiting; return whether it is done.
+
+        Args:
+            asleep: seconds to sleep while another thread is at it, or until that is through.
+        """
         if self.done:
             return True
-        if not self._lock.acquire(blocking=False):
-            return False  # another thread is at it
+        if not self._lock.acquire(blocking=False) and not (asleep and self._lock.acquire(timeout=asleep)):
+            return False
         try:
             if self.done:
                 return True
-            while True:
-                if self._current is not None:
-                    try:
-                        if not self._current.Test():
-                            return False
-                    except Exception as error:
-                        self._current = self._steps.throw(error)  # the steps know how to say it
-                        continue
-                self._current = next(self._steps)
-        except StopIteration as stop:
-            self.source = -1 if stop.value is None else stop.value
-            self._end(None)
+            if self._move():
+                self._end(None)
+            return self.done
         except DistError as error:
             self._end(error)
         except BaseException as error:
@@ -123,32 +126,74 @@ class Operation:
             self._lock.release()
         return True
 
+    def _move(self) -> bool:
+        """Move on as far as possible; whether it is over."""
+        try:
+            while True:
+                if self._current is not None:
+                    try:
+                        if not self._current.Test():
+                            return False
+                    except Exception as error:
+                        self._current = self._steps.throw(error)  # the steps know how to say it
+                        continue
+                self._current = next(self._steps)
+        except StopIteration as stop:
+            self.source = -1 if stop.value is None else stop.value
+            return True
+
     def _keep(self) -> None:
         keep(self._current, self.outputs, self.held, self._steps)
 
+    @contextmanager
+    def still(self) -> Iterator[None]:
+        """Have no other thread move it on meanwhile; one that does is not waited for long."""
+        held = self._lock.acquire(timeout=STILL_WITHIN)
+        try:
+            yield
+        finally:
+            if held:
+                self._lock.release()
+
     def abandon(self, error: BaseException) -> None:
         """End it with ``error``; what was posted to MPI stays posted, so the buffers are kept for good."""
+        with self.still():
+            self._take_back()
+            self._keep()
+            if not self.done:
+                self._end(error)
+
+    def _take_back(self) -> None:
+        """Withdraw what has not begun to move."""
         if self._withdraw is not None:
             self._withdraw()
-        self._keep()
-        if not self.done:
-            self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
         self.error = error
-        self.done = True
         if self.landing is not None:
-            self.landing()
+            self.landing()  # may find an error, too
+        self.done = True
         future = self.future
         if future is not None:
             _settle(future, self)
 
 
+calling: set[int] = set()
+"""Threads in which callbacks of the program's run just now: they may do anything, as any other of its threads."""
+
+
 def _settle(future: Future[Any], operation: Operation) -> None:
-    if operation.error is not None:
-        future.set_exception(operation.error)
-    else:
-        future.set_result(operation.outputs)
+    ident = threading.get_ident()
+    outermost = ident not in calling
+    calling.add(ident)
+    try:
+        if operation.error is not None:
+            future.set_exception(operation.error)
+        else:
+            future.set_result(operation.outputs)
+    finally:
+        if outermost:
+            calling.discard(ident)
 
 
 class _WorkFuture(Future[Any]):
@@ -173,6 +218,39 @@ class _WorkFuture(Future[Any]):
         self._drive(timeout)
         return super().exception(0)
 
+    def wait(self) -> Any:
+        """Wait for the operation and return its list of output arrays: :meth:`result` by torch's name."""
+        return self.result()
+
+    def value(self) -> Any:
+        """Return the list of output arrays of an operation that is done.
+
+        Raises:
+            RuntimeError: it is not done yet (as torch).
+        """
+        if not self.done():
+            raise RuntimeError("the operation is not done yet: call wait() before value()")
+        return super().result(0)
+
+    def then(self, callback: Callable[[Any], Any]) -> _WorkFuture:
+        """Return a Future of what ``callback(self)`` returns, which is called when the operation is done."""
+        later = _WorkFuture(self._finish)
+        later.set_running_or_notify_cancel()
+
+        def call(done: Any) -> None:
+            try:
+                later.set_result(callback(done))
+            except BaseException as error:
+                later.set_exception(error)
+                if not isinstance(error, Exception):
+                    raise
+
+        self.add_done_callback(call)
+        return later
+
+    def _finish(self) -> None:
+        self._drive(None)
+
     def _drive(self, timeout: float | None) -> None:
         if timeout is not None:
             # As with every Future a limit that passes changes nothing: the call stays under way.
@@ -188,6 +266,11 @@ class _WorkFuture(Future[Any]):
             except Exception:
                 if not self.done():
                     raise
+            while not self.done():  # another thread is about to say so, or in the callback whose value this is
+                with waiting.guard:
+                    waiting.progress()
+                    waiting.serve()
+                time.sleep(0.0002)
 
 
 class Work:
@@ -196,6 +279,9 @@ class Work:
     The buffers of the call are kept alive until it is done and must not be read or written before ``wait`` has returned.
     Each Work has to be waited for: one that is dropped without gives a ResourceWarning, and one that nobody ever waits
     for is an error when its group is destroyed or the program ends.
+
+    It goes on whenever the library waits for anything, or is asked ``is_completed``; with ``MPICOLL_PROGRESS=thread`` also
+    while the program computes (docs/performance.md, "Overlap").
 
     Memory that an operation under way writes must not be given to another one, nor memory that it reads to one that writes
     it: that raises BufferInUseError at once. With ``MPICOLL_CHECK=full`` a write of the program to such memory is noticed by
@@ -213,6 +299,8 @@ class Work:
         self._observed = False
         self._flight: Flight | None = None
         operation.group.unwaited[id(operation)] = operation
+        if waiting.mover is not None and not operation.done:
+            waiting.mover.begun(operation)
 
     def fly(self, flight: Flight | None) -> Work:
         """Keep the operation's memory from others until it has been waited for."""
@@ -223,12 +311,21 @@ class Work:
             registry.add(flight)
         return self
 
+    def lend(self, flight: Flight) -> None:
+        """As :meth:`fly`, for an operation that is made again and knows itself when it is over."""
+        self._flight = flight
+        registry.lend(flight)
+
     def _land(self) -> None:
         flight, self._flight = self._flight, None
         if flight is not None:
-            registry.remove(flight)
-            if self._operation.error is None:
-                self._operation.error = flight.verdict()
+            try:
+                if self._operation.error is None:
+                    self._operation.error = flight.verdict()
+                registry.remove(flight)
+            except BaseException:
+                self._flight = flight  # out of a signal handler
+                raise
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Return True when the call is complete on this rank.
@@ -287,24 +384,41 @@ class Work:
         """Return a ``concurrent.futures.Future`` of the list of output arrays.
 
         Its ``result()`` and ``exception()`` wait and make progress; its callbacks run on the thread that happens to make
-        the progress. Note that torch gives a ``torch.futures.Future``.
+        the progress. Note that torch gives a ``torch.futures.Future``, whose ``wait()``, ``value()`` and ``then(callback)`` it
+        has, too; ``torch.futures.collect_all`` takes none but its own.
         """
         if self._flight is not None:
             self._flight.adrift = True
         operation = self._operation
         self._observe()
-        if operation.done:
-            self._land()
-        else:
-            operation.landing = self._land
-        if operation.future is None:
-            operation.future = _WorkFuture(lambda: self._wait(operation, None))
-            operation.future.set_running_or_notify_cancel()
+        if operation.done and operation.future is not None:  # in a callback of its own, too
+            return operation.future
+        with operation.still():
             if operation.done:
-                _settle(operation.future, operation)
-            elif operation not in waiting.pending:
-                waiting.pending.append(operation)
+                self._land()
+            else:
+                operation.landing = self._land
+            if operation.future is None:
+                operation.future = _WorkFuture(lambda: self._wait(operation, None))
+                operation.future.set_running_or_notify_cancel()
+                if operation.done:
+                    _settle(operation.future, operation)
+                elif operation not in waiting.pending:
+                    waiting.pending.append(operation)
         return operation.future
+
+    def done(self) -> bool:
+        """Whether the call is done; with ``value`` and ``then`` it is the Future that torch's coalesced calls return."""
+        return self.is_completed()
+
+    def value(self) -> Any:
+        """Return the list of output arrays of a call that is done (as ``get_future().value()``)."""
+        return self.get_future().value()  # type: ignore[attr-defined]
+
+    def then(self, callback: Callable[[Any], Any]) -> Future[Any]:
+        """Return a Future of what ``callback`` returns, given the Future of this call (as ``get_future().then(callback)``)."""
+        later: Future[Any] = self.get_future().then(callback)  # type: ignore[attr-defined]
+        return later
 
     def source_rank(self) -> int:
         """Return the rank *in the group* that a completed ``irecv`` received from (as torch)."""
@@ -319,7 +433,10 @@ class Work:
     def _poll(self) -> bool:
         if not self._operation.done:
             waiting.progress()
-        return self._operation.done or self._operation.advance()
+        done = self._operation.done or self._operation.advance()
+        if done:
+            waiting.drop(self._operation)
+        return done
 
     def _observe(self) -> None:
         if not self._observed:

@@ -14,11 +14,22 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from mpicoll.buffers import layouts
+from mpicoll.buffers import layouts, staging
 from mpicoll.buffers.dtypes import dtype_name, element, is_native
 from mpicoll.buffers.protocols import as_numpy
 
-__all__ = ["AnyArray", "Array", "Memory", "MemoryKind", "adapt", "adapt_list", "apart", "same_dtype"]
+__all__ = [
+    "AnyArray",
+    "Array",
+    "Memory",
+    "MemoryKind",
+    "adapt",
+    "adapt_list",
+    "apart",
+    "memory_of",
+    "same_dtype",
+    "viewed",
+]
 
 Array = npt.NDArray[Any]
 AnyArray = Any
@@ -38,7 +49,11 @@ class Memory:
         pack: fills ``flat`` from the user's array; None where ``flat`` is that array's own memory.
         unpack: writes ``flat`` back into the user's array; None where ``flat`` is that array's own memory.
         named: the name of the user's dtype where it is not that of ``flat``, else "".
-        origin: the user's memory as an array, where ``flat`` is not a part of it.
+        origin: the user's memory as an array, where ``flat`` is not a part of it; of an array on a GPU its addresses alone.
+        place: "host", or the GPU that the user's array is on.
+        ready: whether ``pack`` can be called without waiting for a GPU; None where there is none.
+        direct: ``flat`` is memory of a GPU, whose elements only MPI may touch, or which moves in pieces; ``pack`` waits for
+            the GPU, if for MPI.
     """
 
     flat: Array
@@ -48,6 +63,9 @@ class Memory:
     unpack: Callable[[], None] | None = None
     named: str = ""
     origin: Array | None = None
+    place: str = "host"
+    ready: Callable[[], bool] | None = None
+    direct: bool = False
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -71,13 +89,26 @@ class Memory:
         return self.flat
 
 
-def adapt(value: Any, name: str, *, writable: bool) -> Memory:
+def adapt(
+    value: Any,
+    name: str,
+    *,
+    writable: bool,
+    direct: str = "",
+    nonblocking: bool = False,
+    least: int = staging.DIRECT_BYTES,
+    pieces: int | None = None,
+) -> Memory:
     """Return the memory of ``value``.
 
     Args:
-        value: an array of any shape (0-d and empty ones too) and layout: of NumPy, or what :func:`as_numpy` knows.
+        value: an array of any shape (0-d and empty ones too) and layout: of NumPy, on a GPU, or what :func:`as_numpy` knows.
         name: the parameter's name, for messages.
         writable: the call writes into it.
+        direct: the operation of MPI that may be handed memory of a GPU, if MPI knows of it and nobody else touches its elements.
+        nonblocking: whether that is the nonblocking form.
+        least: arrays of more bytes are handed to it.
+        pieces: bytes of an array on a GPU above which the call moves it in pieces; None: as a whole.
 
     Raises:
         TypeError: not an array, or of a dtype that does not move.
@@ -85,6 +116,12 @@ def adapt(value: Any, name: str, *, writable: bool) -> Memory:
     """
     given = value
     if not isinstance(value, np.ndarray):
+        if staging.on_device(value):
+            if direct and staging.permits(direct, nonblocking):
+                own = staging.direct(value, name, writable=writable, least=least)
+                if own is not None:
+                    return memory_of(own)
+            return memory_of(staging.stage(value, name, writable=writable, pieces=pieces))
         value = as_numpy(value, name, writable=writable)
     if value is None or isinstance(value, np.ma.MaskedArray):
         raise TypeError(
@@ -114,8 +151,40 @@ def adapt(value: Any, name: str, *, writable: bool) -> Memory:
     return Memory(flat, value.shape, pack=pack, unpack=unpack if writable else None, named=each.name, origin=plain)
 
 
-def adapt_list(values: Any, name: str, *, writable: bool, length: int | None = None) -> list[Memory]:
-    """Return the memories of a list of arrays of one dtype.
+def memory_of(found: staging.OnGpu) -> Memory:
+    """Return the memory of an array on a GPU: its own, where MPI may have it or pieces of it move; or of the host."""
+    return Memory(
+        found.flat,
+        found.shape,
+        pack=found.pack,
+        unpack=found.unpack,
+        named=found.named,
+        origin=found.origin,
+        place=found.place,
+        ready=found.ready,
+        direct=isinstance(found.flat, staging.Shadow),
+    )
+
+
+def viewed(value: Any) -> Array | None:
+    """Return a NumPy array of the memory of an array that :func:`adapt` has taken before; of one on a GPU its addresses."""
+    if isinstance(value, np.ndarray):
+        return value
+    if staging.on_device(value):
+        return staging.place_of(value, "tensor")
+    return as_numpy(value, "tensor", writable=False)
+
+
+def adapt_list(
+    values: Any,
+    name: str,
+    *,
+    writable: bool,
+    length: int | None = None,
+    direct: str = "",
+    least: int = staging.DIRECT_BYTES,
+) -> list[Memory]:
+    """Return the memories of a list of arrays of one dtype; ``direct`` and ``least`` as in :func:`adapt`.
 
     Raises:
         TypeError: not a list (a tuple is refused, as in torch), or an element that :func:`adapt` refuses.
@@ -124,7 +193,7 @@ def adapt_list(values: Any, name: str, *, writable: bool, length: int | None = N
     arrays: list[Any] = []
     if isinstance(values, list):
         for i, value in enumerate(values):
-            known = isinstance(value, np.ndarray)
+            known = isinstance(value, np.ndarray) or staging.on_device(value)
             arrays.append(value if known else as_numpy(value, f"{name}[{i}]", writable=writable))
     if not isinstance(values, list) or any(array is None for array in arrays):
         if isinstance(values, list):
@@ -137,7 +206,9 @@ def adapt_list(values: Any, name: str, *, writable: bool, length: int | None = N
         )
     if length is not None and len(values) != length:
         raise ValueError(f"parameter `{name}` must hold one array for each of the {length} ranks, got {len(values)}")
-    memories = [adapt(value, f"{name}[{i}]", writable=writable) for i, value in enumerate(arrays)]
+    memories = [
+        adapt(value, f"{name}[{i}]", writable=writable, direct=direct, least=least) for i, value in enumerate(arrays)
+    ]
     same_dtype(*memories)
     if writable:
         apart([memory.own for memory in memories], name)
@@ -164,8 +235,12 @@ def apart(arrays: list[Array], name: str, rows: Sequence[int] = ()) -> None:
 
 
 def same_dtype(*memories: Memory) -> None:
-    """Raise ValueError when the memories are not all of one dtype."""
+    """Raise ValueError when the memories are not all of one dtype, and in one place."""
     for memory in memories[1:]:
+        if memory.place != memories[0].place:
+            raise ValueError(
+                f"the arrays of one call must all be on the host, or all on one GPU: found {memories[0].place} and {memory.place}"
+            )
         if memory.name != memories[0].name:
             raise ValueError(
                 f"Invalid usage of tensors with different dtypes: found {memories[0].name} and {memory.name}"

@@ -230,9 +230,9 @@ def resolve_reduction(function: str, op: Any, dtype: np.dtype[Any], name: str = 
             if not name:
                 _cache[op, dtype.char] = known
         return known
-    if not isinstance(op, (RedOpType, ReduceOp)):
+    if not isinstance(op, ReduceOp):
         raise TypeError(f"{function}: op must be a mpicoll.ReduceOp such as ReduceOp.SUM, not {_type_name(op)}")
-    full = op if isinstance(op, ReduceOp) else ReduceOp(op)
+    full = ReduceOp(op) if isinstance(op, RedOpType) else op
     if full.op is not RedOpType.PREMUL_SUM:
         return resolve_reduction(function, full.op, dtype, name)
     return Reduction(_mpi_op(function, full.op, dtype, name), full.op, factor=_factor(function, full.factor, dtype))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -77,6 +78,10 @@ def wide(memory: Memory) -> Memory:
     """Return a memory as which another one is reduced: float32 for halves, others as they are."""
     if memory.named not in HALVES:
         return memory
+    if memory.direct:
+        shadow: Any = memory.flat
+        wider = shadow.widened(WIDE, partial(widen, memory.named), partial(narrow, memory.named))
+        return replace(memory, flat=wider, origin=memory.own)
     name, words, values = memory.named, memory.flat, np.empty(memory.flat.size, WIDE)
 
     def pack() -> None:

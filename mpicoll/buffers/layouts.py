@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from mpicoll.buffers.dtypes import Element
 
-__all__ = ["in_common", "overlaps", "packed"]
+__all__ = ["in_common", "joined", "overlaps", "packed"]
 
 Array = npt.NDArray[Any]
 
@@ -46,6 +46,29 @@ def _copy_fields(into: Array, out_of: Array) -> None:
             _copy_fields(into[name], out_of[name])
         else:
             into[name][...] = out_of[name]
+
+
+def joined(arrays: Sequence[Array]) -> Array | None:
+    """Return one flat array over those of a list that stand one behind the other in another one's memory, or None.
+
+    So are the parts that a program cuts an array into: ``list(x.reshape(n, -1))``, ``numpy.split``, ``torch.chunk``.
+
+    Args:
+        arrays: of one dtype, each contiguous.
+    """
+    base = arrays[0].base
+    if base is None or any(each.base is not base for each in arrays):
+        return None
+    at = start = arrays[0].__array_interface__["data"][0]
+    for each in arrays:
+        if each.__array_interface__["data"][0] != at:
+            return None
+        at += each.nbytes
+    first = arrays[0].reshape(-1)
+    if not first.size or at == start:
+        return None
+    count = (at - start) // first.itemsize
+    return np.lib.stride_tricks.as_strided(first, (count,), (first.itemsize,), writeable=first.flags.writeable)
 
 
 _MOST_COMPARED = 4096

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BARE", "as_numpy", "bare_name", "viewed"]
+__all__ = ["BARE", "as_numpy", "bare_name", "check_torch_result", "torch_dtype"]
 
 Array = npt.NDArray[Any]
 
@@ -98,11 +98,6 @@ def as_numpy(value: Any, name: str, *, writable: bool) -> Array | None:
     return array
 
 
-def viewed(value: Any) -> Array | None:
-    """Return a NumPy array of the memory of an array that :func:`as_numpy` has taken before, or a NumPy array itself."""
-    return value if isinstance(value, np.ndarray) else as_numpy(value, "tensor", writable=False)
-
-
 def _check_writable(array: Array, value: Any, name: str) -> None:
     if not array.flags.writeable:
         raise ValueError(
@@ -126,15 +121,7 @@ def _torch_array(torch: Any, tensor: Any, name: str, writable: bool) -> Array:
     By its address: ``tensor.numpy()`` would forbid the program to resize its storage from then on, and needs a NumPy of the
     version that torch was built with.
     """
-    dtype = _torch_dtypes.get(tensor.dtype)
-    if dtype is None:
-        dtype = _TORCH_NAMES.get(str(tensor.dtype))
-        if dtype is not None:
-            _torch_dtypes[tensor.dtype] = dtype
-    why = _torch_refusal(torch, tensor, dtype)
-    if why is not None:
-        raise TypeError(f"parameter `{name}`: {why}")
-    assert dtype is not None
+    dtype = torch_dtype(torch, tensor, name, "cpu")
     if not writable and (tensor.is_conj() or tensor.is_neg()):
         tensor = tensor.detach().resolve_conj().resolve_neg()
     shape = tuple(tensor.shape)
@@ -142,7 +129,7 @@ def _torch_array(torch: Any, tensor: Any, name: str, writable: bool) -> Array:
     if not address and 0 not in shape:
         raise RuntimeError("is it being traced?")
     if writable:
-        _check_torch_result(torch, tensor, name)
+        check_torch_result(torch, tensor, name)
     if 0 in shape:
         return np.empty(shape, dtype)
     raw = dtype if dtype.names is None else dtype[0]
@@ -158,7 +145,25 @@ def _torch_array(torch: Any, tensor: Any, name: str, writable: bool) -> Array:
     return array
 
 
-def _torch_refusal(torch: Any, tensor: Any, dtype: np.dtype[Any] | None) -> str | None:
+def torch_dtype(torch: Any, tensor: Any, name: str, device: str) -> np.dtype[Any]:
+    """Return the dtype of a tensor on a kind of device, ``cpu`` or ``cuda``.
+
+    Raises:
+        TypeError: the memory of such a tensor cannot be had; ``name`` is the parameter's, for the message.
+    """
+    dtype = _torch_dtypes.get(tensor.dtype)
+    if dtype is None:
+        dtype = _TORCH_NAMES.get(str(tensor.dtype))
+        if dtype is not None:
+            _torch_dtypes[tensor.dtype] = dtype
+    why = _torch_refusal(torch, tensor, dtype, device)
+    if why is not None:
+        raise TypeError(f"parameter `{name}`: {why}")
+    assert dtype is not None
+    return dtype
+
+
+def _torch_refusal(torch: Any, tensor: Any, dtype: np.dtype[Any] | None, wanted: str) -> str | None:
     """Return why the memory of a tensor cannot be had, or None when it can."""
     if torch.nn.parameter.is_lazy(tensor):
         return "this parameter of a lazy module has no shape yet: call the module once before"
@@ -169,7 +174,7 @@ def _torch_refusal(torch: Any, tensor: Any, dtype: np.dtype[Any] | None) -> str 
     device = tensor.device.type
     if device == "meta":
         return "a tensor on the meta device has no elements"
-    if device != "cpu":
+    if device != wanted:
         return _on_device(str(tensor.device), "x.cpu()")
     if tensor.layout is not torch.strided:
         return f"a tensor of layout {tensor.layout} is not supported: pass x.to_dense()"
@@ -180,16 +185,8 @@ def _torch_refusal(torch: Any, tensor: Any, dtype: np.dtype[Any] | None) -> str 
     return None
 
 
-def _check_torch_result(torch: Any, tensor: Any, name: str) -> None:
+def check_torch_result(torch: Any, tensor: Any, name: str) -> None:
     """Raise ValueError when a tensor is not to be written as it is."""
-    if tensor.requires_grad and torch.is_grad_enabled():
-        base = tensor._base if tensor._is_view() else None
-        if tensor.is_leaf or (base is not None and base.is_leaf and base.requires_grad):
-            what = "a leaf" if tensor.is_leaf else "a view of a leaf"
-            raise ValueError(
-                f"parameter `{name}` is {what} tensor that requires grad, and this call writes its result into it: "
-                "pass x.detach(), or call it within torch.no_grad()"
-            )
     for lazy, method in ((tensor.is_conj(), "resolve_conj"), (tensor.is_neg(), "resolve_neg")):
         if lazy:
             what = "conjugate" if method == "resolve_conj" else "negative"
@@ -244,7 +241,7 @@ def _check_device(value: Any, name: str) -> None:
 
 
 def _on_device(device: str, instead: str) -> str:
-    return f"arrays on devices are not supported yet, and this one is on {device}: pass {instead}"
+    return f"of arrays on devices those of CUDA can be moved, and this one is on {device}: pass {instead}"
 
 
 def _by_buffer(value: Any) -> Array | None:

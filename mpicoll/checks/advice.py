@@ -59,9 +59,18 @@ _ALIKE = {
 }
 
 
-def after_deadlock(waits: Sequence[Entry], gone: Runs) -> str:
-    """Return what to do about ranks that wait for each other, or for ranks that are gone."""
+def after_deadlock(waits: Sequence[Entry], gone: Runs, unasked: bool = False) -> str:
+    """Return what to do about ranks that wait for each other, or for ranks that are gone.
+
+    Args:
+        unasked: a message has come from a rank that one is waited for of, with a tag that nobody waits for.
+    """
     entries = [entry for entry in waits if entry.state == "waits"]
+    if unasked:
+        return (
+            "a message has come with another tag than is waited for: if it is the one, pass the same tag= to its send and "
+            "its receive"
+        )
     if gone:
         return f"{name_runs(gone, _WIDTH)} ended without the call that is waited for: make it there too, or leave it out here"
     point_to_point = [entry for entry in entries if entry.peer is not None]

@@ -1,8 +1,9 @@
 """Do all members make the same call? One small MAX all-reduce a call, on a communicator of its own, before data moves.
 
-A round carries eleven 64-bit words: a fingerprint of the call and its negative (equal maxima of both mean that all are
+A round carries twelve 64-bit words: a fingerprint of the call and its negative (equal maxima of both mean that all are
 equal), flags, the largest block, and the posting time and its negative, whose maxima give the spread. Whatever two
 members call, the round itself is always the same operation, so a mismatch can neither hang nor corrupt: everybody sees it.
+Members on one node make their rounds through memory that they share (:mod:`mpicoll.checks.rounds`).
 
 Two lanes, because MPI matches collectives on one communicator by their order alone. The *control lane* carries exactly
 one round for every call, in the order in which calls are issued; all that follows (who called what, sizes, a second round,
@@ -16,7 +17,7 @@ import struct
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from mpi4py import MPI
@@ -25,6 +26,7 @@ from mpicoll.checks.call import NOTHING, Call, Site
 from mpicoll.checks.entries import Table, entry_of, merge, runs_of, table_of
 from mpicoll.checks.levels import EVERY, Made, Rolling
 from mpicoll.checks.report import MESSAGE_WIDTH, mismatch
+from mpicoll.checks.rounds import AHEAD, MASK, NodeSlot, Rounds
 from mpicoll.engines.base import Request
 from mpicoll.engines.mpi import persistent_collectives
 from mpicoll.errors import CollectiveMismatchError
@@ -41,10 +43,9 @@ __all__ = [
     "explain",
 ]
 
-_ROUND = struct.Struct("=11q")
-_NO_FLAGS = (0, 0, 0, NOTHING, 0)
-_STALL_US = STALL * 1e6
-SLOTS = 8
+_ROUND = struct.Struct("=12q")
+_NO_FLAGS = (0, 0, 0, NOTHING, 0, 0)
+_STALL_US, _STALL_NS = STALL * 1e6, STALL * 1e9
 
 _T = TypeVar("_T")
 
@@ -62,7 +63,8 @@ class Flags:
         stalled: the posting times spread so far that somebody may have withdrawn.
         detail: the common detail, or NOTHING.
         most: the largest detail.
-        native: somebody can use the native engine alone for this call.
+        native: what somebody's memory asks for: ``AS_IT_IS``, else ``IN_PIECES``, else 0.
+        offered: everybody offers to reduce on the GPU that all share.
         waited: seconds that this member had posted before the last one did.
     """
 
@@ -74,23 +76,31 @@ class Flags:
     stalled: bool
     detail: int
     most: int
-    native: bool
+    native: int
+    offered: bool
     waited: float
 
 
 class _Slot:
     """One round's memory, and its persistent request where MPI-4 has them."""
 
-    __slots__ = ("busy", "recv", "request", "send", "words")
+    __slots__ = ("_lane", "busy", "recv", "request", "send", "starting", "words")
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self.send = np.zeros(11, np.int64)
-        self.recv = np.zeros(11, np.int64)
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self.send = np.zeros(12, np.int64)
+        self.recv = np.zeros(12, np.int64)
         self.busy = False
         self.words = self.send.data
         self.request: MPI.Prequest | None = None
         if persistent_collectives():
-            self.request = comm.Allreduce_init(self.send, self.recv, MPI.MAX)
+            self.request = lane.control.Allreduce_init(self.send, self.recv, MPI.MAX)
+            self.starting = MPI.Prequest.Start, (self.request,)
+
+    def fill(self, number: int, words: tuple[int, ...]) -> None:
+        """Write what the round says."""
+        now = int((time.monotonic() - self._lane.epoch) * 1e6)
+        _ROUND.pack_into(self.words, 0, *words, now, -now)
 
     def plain(self, print_: int) -> Flags | None:
         """End the round: None when all is as usual (the same call, nobody wrong, asynchronous or late), else the flags."""
@@ -98,8 +108,9 @@ class _Slot:
         if (
             words[0] == print_
             and words[1] == -print_
-            and not (words[2] or words[3] or words[4] or words[10])
-            and words[6] + words[7] <= _STALL_US
+            and not (words[2] or words[3] or words[4] or words[8])
+            and (words[6] == NOTHING or words[6] == -words[7])
+            and words[10] + words[11] <= _STALL_US
         ):
             self.busy = False
             return None
@@ -111,20 +122,56 @@ class _Slot:
 
     def flags(self) -> Flags:
         """End the round, and return what it says."""
-        high, low, error, nonblocking, uneven, block_bytes, last, first, most, least, native = self.recv.tolist()
+        *words, last, first = self.recv.tolist()
         self.busy = False
-        return Flags(
-            same=high == -low and (bool(uneven) or most == NOTHING or most == -least),
-            error=bool(error),
-            nonblocking=bool(nonblocking),
-            uneven=bool(uneven),
-            block_bytes=block_bytes,
-            stalled=last + first > _STALL_US,
-            detail=most if most != NOTHING and most == -least else NOTHING,
-            most=most,
-            native=bool(native),
-            waited=(last - int(self.send[6])) / 1e6,
-        )
+        return _flags(words, (last + first) / 1e6, (last - int(self.send[10])) / 1e6)
+
+    def free(self) -> None:
+        """Give the persistent request back to MPI; one under way is left alone."""
+        if self.request is not None and not self.busy:
+            self.request.Free()
+
+
+class _NodeSlot(NodeSlot):
+    """One round of members on one node."""
+
+    __slots__ = ()
+
+    def plain(self, print_: int) -> Flags | None:
+        """End the round: None when all is as usual, else the flags."""
+        mine = self.mine
+        if self.same() and not (mine[2] or mine[3] or mine[4] or mine[8]) and self.spread() <= _STALL_NS:
+            self.busy = False
+            return None
+        return self.flags()
+
+    def block_bytes(self) -> int:
+        """Return the largest block that the last round told of."""
+        return self.maxima()[0][5]
+
+    def flags(self) -> Flags:
+        """End the round, and return what it says."""
+        words, spread, waited = self.maxima()
+        self.busy = False
+        return _flags(words, spread, waited)
+
+
+def _flags(words: list[int], spread: float, waited: float) -> Flags:
+    """Return what the maxima of the words of a round say; ``spread`` is that of the posting times."""
+    high, low, error, nonblocking, uneven, block_bytes, most, least, native, refused = words
+    return Flags(
+        same=high == -low and (bool(uneven) or most == NOTHING or most == -least),
+        error=bool(error),
+        nonblocking=bool(nonblocking),
+        uneven=bool(uneven),
+        block_bytes=block_bytes,
+        stalled=spread > STALL,
+        detail=most if most != NOTHING and most == -least else NOTHING,
+        most=most,
+        native=native,
+        offered=refused < 0,
+        waited=waited,
+    )
 
 
 class Ticket:
@@ -139,7 +186,7 @@ class Ticket:
     def may_post(self) -> bool:
         """Whether the control lane has come to this call and has a free slot."""
         lane = self.lane
-        return lane.posted == self.number and not lane.next_slot().busy
+        return lane.posted == self.number and lane.room()
 
     def may_pass(self) -> bool:
         """Whether the control lane has come to this call, for one that makes no round."""
@@ -177,7 +224,9 @@ class Lane:
         self.turn = 0
         self.rounds = 0
         self.rolling = Rolling()
-        self._slots: list[_Slot] = []
+        self.shared: Rounds | None = None
+        self._slots: Any = []
+        self._first = 0  # rounds before the first one that was made the way they are now
 
     def ticket(self) -> Ticket:
         """Take the next place in the order of calls."""
@@ -185,20 +234,41 @@ class Lane:
         self.issued += 1
         return Ticket(self, number)
 
-    def next_slot(self) -> _Slot:
-        """Return the slot of the next round; made in the order of rounds, the same on all members."""
-        if self.rounds < SLOTS and len(self._slots) <= self.rounds:
-            self._slots.append(_Slot(self.control))
-        return self._slots[self.rounds % SLOTS]
+    def share(self, shared: Rounds | None) -> None:
+        """Make rounds through the memory of a node from now on; None: through MPI. Nothing is under way."""
+        if shared is not self.shared:
+            self.free()
+            self.shared, self._first = shared, self.rounds
+            if shared is not None:
+                self._slots = [_NodeSlot(shared, place) for place in range(MASK + 1)]
 
-    def slot_at_rest(self) -> _Slot | None:
+    def _next_slot(self) -> _Slot | _NodeSlot:
+        """Return the slot of the next round; made in the order of rounds, the same on all members."""
+        made = self.rounds - self._first
+        if self.shared is None and made < AHEAD and len(self._slots) <= made:
+            self._slots.append(_Slot(self))
+        slot: _Slot | _NodeSlot = self._slots[made % AHEAD if self.shared is None else (self.rounds + 1) & MASK]
+        return slot
+
+    def slot(self, place: int) -> _NodeSlot:
+        """Return the slot at a place of the ring, of members on one node."""
+        slot: _NodeSlot = self._slots[place]
+        return slot
+
+    def room(self) -> bool:
+        """Whether one more round may be posted."""
+        if self.shared is not None:
+            return not self._slots[(self.rounds + 1 - AHEAD) & MASK].busy
+        return not self._next_slot().busy
+
+    def slot_at_rest(self) -> _Slot | _NodeSlot | None:
         """Return the slot of the next round, with a request to start, where no call is under way; else None.
 
         Nobody else can post then: collectives of a group are issued one at a time.
         """
-        if self.issued == self.posted == self.turn:
-            slot = self.next_slot()
-            if slot.request is not None and not slot.busy:
+        if self.issued == self.posted == self.turn and self.room():
+            slot = self._next_slot()
+            if slot.request is not None:
                 return slot
         return None
 
@@ -206,12 +276,15 @@ class Lane:
         """Let a call go without a round."""
         self.posted += 1
 
-    def post(self, print_: int, block_bytes: int, *words: int) -> tuple[_Slot, Request]:
+    def post(self, print_: int, block_bytes: int, *words: int) -> tuple[_Slot | _NodeSlot, Request]:
         """Post the next round; ``words`` are flags and details, none for a call that has neither."""
-        slot = self._slots[self.rounds % SLOTS]
+        slot = self._next_slot()
         self.fill(slot, print_, block_bytes, *words)
         request: Request
-        if slot.request is None:
+        if isinstance(slot, _NodeSlot):
+            slot.Start()
+            request = slot
+        elif slot.request is None:
             request = self.control.Iallreduce(slot.send, slot.recv, MPI.MAX)
         else:
             slot.request.Start()
@@ -219,37 +292,24 @@ class Lane:
         self.posted += 1  # only now: another thread may post the next round at once
         return slot, request
 
-    def fill(self, slot: _Slot, print_: int, block_bytes: int, *words: int) -> None:
+    def fill(self, slot: _Slot | _NodeSlot, print_: int, block_bytes: int, *words: int) -> None:
         """Write what the next round says into its slot."""
         self.rounds += 1
-        now = int((time.monotonic() - self.epoch) * 1e6)
-        error, asynchronous, uneven, detail, native = words or _NO_FLAGS
-        _ROUND.pack_into(
-            slot.words,
-            0,
-            print_,
-            -print_,
-            error,
-            asynchronous,
-            uneven,
-            block_bytes,
-            now,
-            -now,
-            detail,
-            detail if detail == NOTHING else -detail,
-            native,
-        )
+        error, asynchronous, uneven, detail, native, offered = words or _NO_FLAGS
+        against = detail if detail == NOTHING else -detail
+        said = (print_, -print_, error, asynchronous, uneven, block_bytes, detail, against, native, -offered)
+        slot.fill(self.rounds, said)
         slot.busy = True
 
     def close(self, op: str, site: Site, seq: int, display: str, ranks: tuple[int, ...]) -> Closing | None:
-        """Post the last comparison of a group that rolls; never waits. None: calls are under way.
+        """Post the last comparison of a group that rolls; never waits. None: calls are under way, or each was compared.
 
         Args:
             op, site, seq: what ends the group on this rank, where, and what number its next call would have had.
             display: the group, for the message.
             ranks: global ranks of the members, by rank in the group.
         """
-        if self.posted != self.issued or self.turn != self.issued or self.next_slot().busy:
+        if self.shared is not None or self.posted != self.issued or self.turn != self.issued or not self.room():
             return None
         print_, made = self.rolling.cut()
         call = Call(op, (), site, seq=seq, print=print_, made=made, closes=True)
@@ -262,9 +322,8 @@ class Lane:
     def free(self) -> None:
         """Give the persistent requests back to MPI (before MPI is finalised); a round under way is left alone."""
         for slot in self._slots:
-            if slot.request is not None and not slot.busy:
-                slot.request.Free()
-        self._slots.clear()
+            slot.free()
+        self._slots = []
 
 
 class Closing:
@@ -278,7 +337,9 @@ class Closing:
 
     __slots__ = ("_request", "_slot", "_told", "display", "error", "same")
 
-    def __init__(self, slot: _Slot, request: Request, display: str, told: Generator[Request, None, None]) -> None:
+    def __init__(
+        self, slot: _Slot | _NodeSlot, request: Request, display: str, told: Generator[Request, None, None]
+    ) -> None:
         self._slot = slot
         self._request: Request | None = request
         self._told = told
@@ -315,6 +376,7 @@ def agree(ticket: Ticket, call: Call) -> Generator[Request, None, Flags]:
         call.uneven,
         call.detail,
         call.native,
+        call.offer is not None,
     )
     if not request.Test():
         yield request

@@ -57,16 +57,21 @@ class Exit:
     """A rank that will make no call any more.
 
     Attributes:
-        calls, sent: calls made on each group, and messages sent to this rank on each.
+        calls: made on each group.
+        sent: messages sent to this rank on each group, by their tag; of those long ago all under -1.
         last: its last call on each group, with its place in the program.
         reason: what it did, as the end of a sentence about it.
     """
 
     rank: int
     calls: dict[str, int]
-    sent: dict[str, int]
+    sent: dict[str, dict[int, int]]
     last: dict[str, str]
     reason: str
+
+    def sent_on(self, group: str) -> int:
+        """Return how many messages it has sent to this rank on a group."""
+        return sum(self.sent.get(group, {}).values())
 
     def describe(self, group: str | None) -> str:
         """Return what it did, and after which calls on ``group``; None: leave the calls out."""

@@ -13,6 +13,8 @@ from typing import Any
 from mpicoll.checks.levels import Kept
 
 __all__ = [
+    "AS_IT_IS",
+    "IN_PIECES",
     "NOTHING",
     "NOWHERE",
     "Call",
@@ -21,12 +23,15 @@ __all__ = [
     "compress_ranks",
     "fingerprint",
     "name_ranks",
+    "pass_through",
     "program_site",
     "traceback_site",
 ]
 
 _INSTALLED = tuple({os.path.join(path, "") for path in sysconfig.get_paths().values()})
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+_no_places: tuple[str, ...] = (_PACKAGE,)
 
 NOTHING = -(2**63)
 """A detail that takes no part in the comparison (the neutral element of MAX on int64)."""
@@ -67,10 +72,16 @@ def _lines(code: CodeType) -> list[tuple[int, int, int]]:
     return [(start, stop, number) for start, stop, number in code.co_lines() if number is not None]
 
 
+def pass_through(*paths: str) -> None:
+    """Have :func:`call_site` leave out code at these paths, too: what stands between the program and this package."""
+    global _no_places
+    _no_places = tuple(dict.fromkeys((*_no_places, *paths)))
+
+
 def call_site() -> Site:
     """Return the innermost place on the stack that is outside this package (226 ns a level on the machine measured)."""
     frame = sys._getframe(1)
-    while frame.f_code.co_filename.startswith(_PACKAGE) and frame.f_back is not None:
+    while frame.f_code.co_filename.startswith(_no_places) and frame.f_back is not None:
         frame = frame.f_back
     return Site(frame.f_code, frame.f_lasti)
 
@@ -102,6 +113,10 @@ def traceback_site(trace: TracebackType | None) -> str:
     return own or innermost
 
 
+IN_PIECES, AS_IT_IS = 1, 2
+"""How memory of a GPU is moved: by way of the host, or handed to MPI; where members differ, the larger counts."""
+
+
 @dataclass(slots=True)
 class Call:
     """One call of one rank on one group.
@@ -116,7 +131,8 @@ class Call:
         uneven: this rank's blocks differ in size.
         block_bytes: the largest block that this rank moves to or from one peer.
         detail: a number that must agree where every member gives one.
-        native: this rank can use the native engine alone for it; then all members do.
+        native: ``AS_IT_IS``: this rank can use the native engine alone for it; then all members do. Else ``IN_PIECES``: it
+            moves memory of a GPU by way of the host; then all members move in pieces alike. Else 0.
         print: what its round compares: the fingerprint of this call, of all since the last comparison, or nothing.
         made: those calls, this one among them.
         closes: it is no call: here the group was destroyed, or the program has ended.
@@ -125,6 +141,7 @@ class Call:
         alias: another name of the public function, under which this rank called it.
         explaining: the members differ, and tell each other what they called.
         compared: it is compared at level ``roll`` however small it is.
+        offer: how this rank offers to make it on the GPU that all share (see ``engines.device.Offer``).
         patience: makes the wait for it where that is a special one (see ``patience.CallWait``).
     """
 
@@ -137,13 +154,14 @@ class Call:
     uneven: bool = False
     block_bytes: int = 0
     detail: int = NOTHING
-    native: bool = False
+    native: int = 0
     print: int = 0
     made: list[Kept] = field(default_factory=list)
     closes: bool = False
     apart: bool = False
     passes: bool = False
     alias: str = ""
+    offer: Any = None
     explaining: bool = False
     compared: bool = False
     patience: Any = None

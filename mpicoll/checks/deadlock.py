@@ -167,10 +167,12 @@ def report(states: Mapping[int, State], members: set[int], now: float = 0.0) -> 
         named.setdefault(wait.entry.group, set()).add(wait.group)
     entries: list[Entry] = []
     needed: dict[int, list[int]] = {}
+    unasked = False
     for rank in sorted(members):
         for wait in states[rank].waits:
             waited = (now - wait.since, now - wait.since) if now and wait.since else None
-            words, ranks = _needs(wait, rank, states, held)
+            words, ranks, other = _needs(wait, rank, states, held)
+            unasked = unasked or other
             group = wait.entry.group
             if len(named[group]) > 1:
                 group = f"{group} ({wait.group})"  # two groups of the same ranks
@@ -178,7 +180,7 @@ def report(states: Mapping[int, State], members: set[int], now: float = 0.0) -> 
             needed.setdefault(rank, []).extend(ranks)
     gone = {rank for ranks in needed.values() for rank in ranks if states[rank].gone}
     entries += [Entry(((rank, rank),), state="exited") for rank in gone]
-    return deadlock(entries, needed)
+    return deadlock(entries, needed, unasked=unasked)
 
 
 def _other_tags(wait: Wait, state: State, peer: State) -> str:
@@ -186,21 +188,21 @@ def _other_tags(wait: Wait, state: State, peer: State) -> str:
     tags = sorted(
         tag
         for (group, rank, tag), count in peer.sent.items()
-        if group == wait.group and rank == state.rank and count > state.received.get((group, peer.rank, tag), 0)
+        if (group, rank) == (wait.group, state.rank) and tag >= 0
+        if count > state.received.get((group, peer.rank, tag), 0)
     )
     return ("tag " if len(tags) == 1 else "tags ") + ", ".join(map(str, tags[:8])) if tags else ""
 
 
-def _needs(wait: Wait, rank: int, states: Mapping[int, State], held: set[int]) -> tuple[str, list[int]]:
-    """Return what a wait needs, in words, and the ranks of which it needs something, if it is not any of them."""
+def _needs(wait: Wait, rank: int, states: Mapping[int, State], held: set[int]) -> tuple[str, list[int], bool]:
+    """Return what a wait needs, in words; the ranks of which it needs something, if it is not any of them; other tags came."""
     if wait.peer is None:
         missing = _missing(wait, rank, states, held)
-        return (name_runs(runs_of(missing)) if missing else ""), missing
+        return (name_runs(runs_of(missing)) if missing else ""), missing, False
     if wait.peer < 0:
-        return "a message from anybody", []
+        return "a message from anybody", [], False
     ended = ", which has ended" if states[wait.peer].gone else ""
-    if not wait.sending:
-        other = _other_tags(wait, states[rank], states[wait.peer])
-        if other:
-            ended += f" (it has sent {other})"
-    return f"rank {wait.peer} to {'receive' if wait.sending else 'send'}{ended}", [wait.peer]
+    other = "" if wait.sending else _other_tags(wait, states[rank], states[wait.peer])
+    if other:
+        ended += f" (it has sent {other})"
+    return f"rank {wait.peer} to {'receive' if wait.sending else 'send'}{ended}", [wait.peer], bool(other)

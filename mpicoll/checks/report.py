@@ -397,12 +397,13 @@ def mismatch(group: str, members: Runs, seq: int, table: Table, closing: str = "
     return replace(report, odd=odd, next_step=advice.after_mismatch(expected, rows, differs, odd))
 
 
-def deadlock(entries: Iterable[Entry], needs: Mapping[int, Sequence[int]]) -> Report:
+def deadlock(entries: Iterable[Entry], needs: Mapping[int, Sequence[int]], unasked: bool = False) -> Report:
     """Return the report of ranks that wait for each other.
 
     Args:
         entries: one for each wait of each rank, state ``waits``, and one for each rank that they need and that is gone.
         needs: for each rank those that it waits for, of these.
+        unasked: a message has come from a rank that one waits for, with a tag that nobody waits for.
     """
     found = list(entries)
     stuck = join(run for entry in found if entry.state == "waits" for run in entry.ranks)
@@ -421,7 +422,7 @@ def deadlock(entries: Iterable[Entry], needs: Mapping[int, Sequence[int]]) -> Re
         f"can release them{f' (group {group})' if group else ''}",
         table,
         odd=stuck,
-        next_step=advice.after_deadlock(found, gone),
+        next_step=advice.after_deadlock(found, gone, unasked),
         cycle=cycle[:_CYCLE],
         around=len(cycle),
     )
@@ -506,7 +507,11 @@ def time_limit(
     else:
         who = "all ranks have come to it, and it does not end"
     limits = [f"{unasked} of its {count(members)} ranks were not asked."] if unasked else []
-    start = f"Timed out waiting {seconds:g} s" if over else f"{name_runs(waiting.ranks)} has waited {seconds:.0f} s"
+    start = (
+        f"time limit: Timed out waiting {f'{seconds:g} s' if seconds >= 1 else f'{seconds * 1e3:g}ms'}"
+        if over
+        else f"{name_runs(waiting.ranks)} has waited {seconds:.0f} s"
+    )
     return Report(
         "time limit",
         group,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpicoll.engines.base import SMALL_BYTES, Kind
+from mpicoll.engines.base import Kind
 
 __all__ = ["DEFAULT", "NEVER", "Choice", "Ranges", "add_profile", "find_profile"]
 
@@ -20,7 +20,19 @@ NEVER = 1 << 62
 Ranges = Sequence[tuple[int, int]]
 """First and last number of bytes, both among them."""
 
-DEFAULT: Mapping[Kind, Ranges] = dict.fromkeys(set(Kind) - {Kind.BARRIER}, ((SMALL_BYTES + 1, NEVER),))
+_KIB = 1024
+DEFAULT: Mapping[Kind, Ranges] = {
+    # Between them both MPIs are faster on two ranks; from 32 MiB on their temporary memory is given back after each call.
+    Kind.ALL_REDUCE: ((2 * _KIB + 1, 1024 * _KIB), (32 * 1024 * _KIB, NEVER)),
+    Kind.REDUCE: ((2 * _KIB + 1, NEVER),),
+    Kind.REDUCE_SCATTER: ((65, NEVER),),
+    # What is only moved both MPIs copy once, from the other process's memory, where this engine copies twice.
+    Kind.BROADCAST: ((2 * _KIB + 1, 1024 * _KIB),),
+    Kind.ALL_GATHER: ((2 * _KIB + 1, 64 * _KIB),),
+    Kind.GATHER: ((2 * _KIB + 1, 512 * _KIB),),
+    Kind.SCATTER: ((65, 512 * _KIB),),
+    Kind.ALL_TO_ALL: ((65, 64 * _KIB),),
+}
 """Bytes of the largest block with which the node engine moves a call where nothing was measured (docs/performance.md)."""
 
 

@@ -198,19 +198,19 @@ class MpiEngine:
         if moved is not None:
             moved[1]()
 
-    def transfer(self, move: Movement) -> tuple[Callable[[Any], object], Callable[[Any], Any]] | None:
-        """Return the blocking call of a movement in one buffer, to be made again, and what makes its argument; or None."""
-        if move.send is not None or move.recv is None or _without_long_complex(move) is not move:
+    def transfer(self, move: Movement) -> tuple[Callable[..., object], Callable[[Movement], tuple[Any, ...]]] | None:
+        """Return the blocking call of a movement, to be made again, and what makes its arguments; None: in pieces or odd."""
+        if move.vector or move.more or move.kind is Kind.BARRIER or _without_long_complex(move) is not move:
             return None
-        kind = self._type(move.recv)
-        call: Callable[[Any], object]
-        if move.kind is Kind.ALL_REDUCE:
-            call = partial(self._comm.Allreduce, MPI.IN_PLACE, op=self._op(move))
-        elif move.kind is Kind.BROADCAST:
-            call = partial(self._comm.Bcast, root=move.root)
-        else:
-            return None
-        return call, lambda flat: (flat, kind)
+        if move.send is None and move.recv is not None:
+            kind = self._type(move.recv)
+            if move.kind is Kind.ALL_REDUCE:
+                return partial(self._comm.Allreduce, MPI.IN_PLACE, op=self._op(move)), lambda again: (
+                    (again.recv, kind),
+                )
+            if move.kind is Kind.BROADCAST:
+                return partial(self._comm.Bcast, root=move.root), lambda again: ((again.recv, kind),)
+        return getattr(self._comm, self.call(move)[0]), lambda again: self.call(again)[1]
 
     def nonblocking(self, move: Movement) -> Request:
         """Post the nonblocking call."""

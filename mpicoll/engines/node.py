@@ -23,13 +23,13 @@ from mpi4py import MPI
 
 from mpicoll.buffers.quiet import quietly
 from mpicoll.engines.base import Array, Kind, Movement, Request, starts
-from mpicoll.engines.segment import BUFFERS, Meeting, Segment, make_segment, map_together
+from mpicoll.engines.segment import BUFFERS, ORDERED, Meeting, Segment, make_segment, map_together
 
-__all__ = ["LARGEST_BUFFER", "Budget", "NodeEngine"]
+__all__ = ["LARGEST_BUFFER", "OPS", "Budget", "NodeEngine", "fold"]
 
 Steps = Generator[Request, None, None]
 
-LARGEST_BUFFER = 512 * 1024
+LARGEST_BUFFER = 1024 * 1024
 """Bytes of a buffer: a piece that is written, and read by the others, while it is in the caches of the cores (measured)."""
 SMALLEST_BUFFER = 32 * 1024
 
@@ -81,15 +81,28 @@ class NodeEngine:
         """Whether the shared memory is there."""
         return self._segment is not None
 
-    def again(self, kind: Kind, flat: Array, op: str, root: int) -> Steps:
-        """Move one buffer that is input and output; the memory has been prepared."""
-        if kind is Kind.ALL_REDUCE:
+    def in_one_step(self, kind: Kind, brings: int) -> Segment | None:
+        """Return the memory of a call whose members each write all that they bring, and then read what they want; or None.
+
+        Args:
+            brings: bytes that each member, or the root alone, contributes.
+        """
+        segment = self._segment
+        if segment is None or brings > segment.room or not ORDERED or (self._made and brings >= DIRECT_BYTES):
+            return None
+        reduces_all = kind in (Kind.ALL_REDUCE, Kind.REDUCE)
+        most = WHOLE_BYTES_CROWDED if self._crowded or kind is Kind.REDUCE else WHOLE_BYTES
+        return None if reduces_all and brings * (segment.size - 2) > most else segment
+
+    def again(self, move: Movement, largest: int) -> Steps:
+        """Move as :meth:`steps` does, with less around it where that is possible."""
+        flat = move.recv
+        if move.kind is Kind.ALL_REDUCE and move.send is None and flat is not None:
             segment = self._segment
             assert segment is not None
             if segment.size == 2 and flat.nbytes <= segment.room and not (self._made and flat.nbytes >= DIRECT_BYTES):
-                return self._reduce_two(segment, flat, op)
-            return self.all_reduce(flat, flat, op)
-        return self.steps(Movement(kind, recv=flat, op=op, root=root), flat.nbytes)
+                return self._reduce_two(segment, flat, move.op)
+        return self.steps(move, largest)
 
     def prepare(self) -> Steps:
         """Make the shared memory, at the first call that wants it; all members do it, and are known to."""
@@ -103,6 +116,12 @@ class NodeEngine:
             else:
                 self._budget.spend(made.room - room)  # what member 0 has given each
                 self._segment = made
+
+    def close(self) -> None:
+        """Leave the shared memory, and the room for it to others."""
+        if self._segment is not None:
+            self._budget.spend(-self._segment.room)
+            self._segment, self.usable = None, False
 
     def share(self, nbytes: int) -> Generator[Request, None, _Shared | str]:
         """Make an array of bytes for each member in memory that all share.
@@ -199,7 +218,7 @@ class NodeEngine:
             terms = [part[start:stop] for part in whole]
             if me > 1:
                 terms[me] = terms[me].copy()  # the first two are reduced into its place
-            _fold(OPS[op], terms, recv[start:stop])
+            fold(OPS[op], terms, recv[start:stop])
         step += 1
         segment.come(step)
         late = self._await(segment, step)
@@ -262,7 +281,7 @@ class NodeEngine:
                 theirs[me] = mine[which][:many]  # the first two are reduced into where this member's own may stand
             elif me > 1:
                 theirs[me] = part.copy()
-            _fold(ufunc, theirs, out)
+            fold(ufunc, theirs, out)
 
     def _reduce_two(self, segment: Segment, flat: Array, op: str) -> Steps:
         """Reduce one piece of two members in place: as the general way does it, with less around it."""
@@ -320,7 +339,7 @@ class NodeEngine:
             if late is not None:
                 yield late
             result = mine[which ^ 1][low:high]
-            _fold(
+            fold(
                 ufunc,
                 [part[low:high] if rank == me else buffers[rank][which][low:high] for rank in range(size)],
                 result,
@@ -378,7 +397,7 @@ class NodeEngine:
                     send[at : at + many] if rank == me else buffers[rank][which][me * room : me * room + many]
                     for rank in range(size)
                 ]
-                _fold(ufunc, theirs, recv[start : start + many])
+                fold(ufunc, theirs, recv[start : start + many])
 
     def _broadcast(self, segment: Segment, memory: Array, root: int) -> Steps:
         """The root writes, one piece ahead of those who read."""
@@ -515,6 +534,13 @@ class Budget:
             room //= 2
         return 0
 
+    def take(self, nbytes: int) -> bool:
+        """Take so many bytes for something else, if they are left; less than 0: give them back."""
+        if nbytes > self.left:
+            return False
+        self.left -= nbytes
+        return True
+
     def spend(self, room: int) -> None:
         """Note that a group is made with buffers of ``room`` bytes; less than 0: that they are given back."""
         self.left -= BUFFERS * room
@@ -541,7 +567,7 @@ def _cut(buffer: Array, counts: Any, displs: Any, size: int) -> list[Array]:
     return [memory[at * itemsize : (at + many) * itemsize] for at, many in zip(displs, counts, strict=True)]
 
 
-def _fold(ufunc: Callable[..., Any], terms: list[Array], out: Array) -> None:
+def fold(ufunc: Callable[..., Any], terms: list[Array], out: Array) -> None:
     """Reduce the terms in their order into ``out``, which may be the first or the second of them, and no other."""
     quietly(ufunc, terms[0], terms[1], out=out)
     for term in terms[2:]:

@@ -23,6 +23,7 @@ MPI, whose ordering MPI itself needs for its own shared memory. That way is test
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import platform
@@ -130,13 +131,29 @@ class Segment:
             self._views[dtype.char] = found
         return found
 
+    def beside(self, which: int, rank: int, dtype: np.dtype[Any], shape: tuple[int, ...], at: int = 0) -> Any:
+        """Return what stands in a member's buffer of the even (0) or odd steps, as an array, from byte ``at`` on."""
+        start = _head(self.size) + (BUFFERS * rank + which) * self.room + at
+        nbytes = dtype.itemsize * math.prod(shape)
+        return np.frombuffer(self._memory, np.uint8, nbytes, start).view(dtype).reshape(shape)
+
+    def across(self, which: int, dtype: np.dtype[Any], count: int, at: int = 0) -> Any:
+        """Return ``count`` elements of each member's buffer of the even or odd steps, as one array with a row for each."""
+        whole = np.frombuffer(self._memory, np.uint8)[_head(self.size) :].reshape(self.size, BUFFERS * self.room)
+        start = which * self.room + at
+        return whole[:, start : start + count * dtype.itemsize].view(dtype)
+
     def come(self, step: int) -> None:
         """Say that this member has come to a step, and has written all that it writes in it."""
+        self.drain()
+        self.step = step
+        self.counters[self.places[self.me]] = step
+
+    def drain(self) -> None:
+        """Have everything written that this member has stored, whatever instructions the C library has copied it by."""
         fence = self._fence
         fence.acquire()
         fence.release()
-        self.step = step
-        self.counters[self.places[self.me]] = step
 
     def all_at(self, step: int) -> bool:
         """Whether all others have come to a step."""
@@ -203,7 +220,7 @@ def map_together(
                 if descriptor < 0:
                     descriptor = os.open(where, os.O_RDWR | os.O_CLOEXEC)
                 shared.reserve(descriptor, head + me * part, part)
-                memory = mmap.mmap(descriptor, head + size * part)
+                memory = shared.map_file(descriptor, head + size * part)
             except (OSError, ValueError) as error:
                 why = f"{getattr(error, 'strerror', None) or error} ({part >> 10} KiB in {shared.DIRECTORY})"
         everybody = np.array([memory is not None], np.int64)

@@ -90,6 +90,15 @@ def parse_probe(code: int, out: str, err: str) -> MpiLibrary:
     last = [line for line in err.splitlines() if line.strip()][-12:]
     if any("No module named 'mpi4py'" in line for line in last):
         raise LaunchError(f"mpi4py is not installed for this Python; install it together with an MPI: {INSTALL_HINT}")
+    # Its own libraries: "libcuda.so.1: cannot open shared object file", of one that was built for GPUs.
+    missing = [line for line in last if line.startswith("lib") and ": cannot open shared object file" in line]
+    lacks = [line.partition(":")[0] for line in missing if not line.startswith("libmpi")]
+    if lacks:
+        driver = ", which NVIDIA's driver brings" if lacks[0].startswith("libcuda.so") else ""
+        raise LaunchError(
+            f"an MPI library is there, and cannot be loaded without {lacks[0]}{driver}. Add its folder to LD_LIBRARY_PATH, or "
+            f"use another MPI: on a laptop one from PyPI: {INSTALL_HINT}"
+        )
     # mpi4py's wheels: "RuntimeError: cannot load MPI library" and one line for each place they looked in; an mpi4py
     # that was built for one MPI: "ImportError: libmpi.so.40: cannot open shared object file".
     if any("cannot load MPI library" in line or "cannot open shared object" in line for line in last):
