@@ -1,9 +1,10 @@
-"""Time messages there and back beside raw mpi4py Send and Recv, in one run: what the envelope costs.
+"""Time messages beside raw mpi4py's, in one run: what the envelope costs, and what it costs not to wait.
 
-    mpicoll run -n 2 benchmarks/pingpong.py [BYTES ...]
+    mpicoll run -n 2 benchmarks/pingpong.py [BYTES ...]              send and recv, there and back
+    mpicoll run -n 2 benchmarks/pingpong.py --exchange [BYTES ...]   irecv, isend and both waits, on both ranks at once
 
 A few messages raw and a few of ours alternate, many times; stretches that a shared machine disturbs are left out
-(``quiet.py``). Prints one line a size: microseconds there and back, the lowest, and the median with the quartiles in brackets;
+(``quiet.py``). Prints one line a size: microseconds for both messages, the lowest, and the median with the quartiles in brackets;
 then how many times as long ours takes: the ratio of the lowest, and the median of the ratios side by side.
 """
 
@@ -35,7 +36,7 @@ def main() -> None:
     other = 1 - rank
 
     def time_of(send: Callable[[], object], recv: Callable[[], object], count: int) -> float:
-        first, second = (send, recv) if rank == 0 else (recv, send)
+        first, second = (send, recv) if rank == 0 or exchange else (recv, send)
         for _ in range(3):
             first()
             second()
@@ -46,7 +47,19 @@ def main() -> None:
             second()
         return (time.perf_counter() - start) / count * 1e6
 
-    for nbytes in [int(word) for word in sys.argv[1:]] or SIZES:
+    def raw_exchange(x: Any, y: Any) -> None:
+        requests = [comm.Irecv(y, other), comm.Isend(x, other)]
+        for request in requests:
+            request.Wait()
+
+    def our_exchange(x: Any, y: Any) -> None:
+        works = [dist.irecv(y, other), dist.isend(x, other)]
+        for work in works:
+            assert work is not None
+            work.wait()
+
+    exchange = "--exchange" in sys.argv
+    for nbytes in [int(word) for word in sys.argv[1:] if word != "--exchange"] or SIZES:
         x, y = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
         if nbytes % 8 == 0:
             x, y = x.view(np.float64), y.view(np.float64)
@@ -56,6 +69,10 @@ def main() -> None:
             raw, ours = [], []
             end = time.perf_counter() + SECONDS
             while comm.bcast(time.perf_counter() < end, 0):
+                if exchange:
+                    raw.append(time_of(lambda: raw_exchange(x, y), lambda: None, count))
+                    ours.append(time_of(lambda: our_exchange(x, y), lambda: None, count))
+                    continue
                 raw.append(time_of(lambda: comm.Send(x, other), lambda: comm.Recv(y, other), count))
                 ours.append(time_of(lambda: dist.send(x, other), lambda: dist.recv(y, other), count))
             return raw, ours

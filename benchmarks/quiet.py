@@ -33,7 +33,12 @@ def middle(values: Sequence[float], digits: int = 2) -> str:
 
 
 def rounds(
-    comm: Any, once: Callable[[], T], wanted: int, seconds: float = 120.0, children: Sequence[int] = ()
+    comm: Any,
+    once: Callable[[], T],
+    wanted: int,
+    seconds: float = 120.0,
+    children: Sequence[int] = (),
+    shares: list[float] | None = None,
 ) -> list[T]:
     """Return what ``wanted`` rounds of ``once`` came to, those that were disturbed least, in their order.
 
@@ -41,6 +46,7 @@ def rounds(
 
     Args:
         children: processes of the measurement beside the ranks.
+        shares: takes the largest share of the machine that others took in a round that is kept.
     """
     once()
     found: list[tuple[float, int, T]] = []
@@ -50,13 +56,15 @@ def rounds(
         before = _clocks(comm, children)
         value = once()
         busy, ours, whole = (now - then for now, then in zip(_clocks(comm, children), before, strict=True))
-        found.append((max(0.0, busy - ours) / whole, len(found), value))
+        found.append((max(0.0, busy - ours) / max(whole, 1 / TICKS), len(found), value))
         good = sum(share <= UNDISTURBED for share, _, _ in found)
         enough = good >= wanted or (time.monotonic() > end and len(found) >= wanted)
         found, going = _alike(comm, found, not enough)
     kept = sorted(found, key=lambda item: item[0])[:wanted]
+    most = max(share for share, _, _ in kept)
+    if shares is not None:
+        shares.append(most)
     if comm.Get_rank() == 0:
-        most = max(share for share, _, _ in kept)
         text = f"# {wanted} of {len(found)} rounds kept, in which others took at most {most:.1%} of the machine"
         print(text, file=sys.stderr, flush=True)
     return [value for _, _, value in sorted(kept, key=lambda item: item[1])]

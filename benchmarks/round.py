@@ -5,7 +5,7 @@
 
 On one rank nothing travels, so what a round takes there is the constant of the model: Python and the calls into MPI. On two
 ranks the difference to that is one step. Prints the medians of alternating rounds, with the quartiles in brackets, and beside
-them MPI's own all-reduce of the same eleven words, polled from Python.
+them MPI's own all-reduce of the same twelve words, polled from Python.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ def main() -> None:
 
     comm = MPI.COMM_WORLD.Dup()
     lane = groups.state().world.pair.lane
-    words, told = np.zeros(11, np.int64), np.zeros(11, np.int64)
+    lane.share(None)  # the round through MPI, as members on several nodes make it
+    words, told = np.zeros(12, np.int64), np.zeros(12, np.int64)
 
     def agree() -> None:
-        """What a call that is made again does for its round (``execution.repeat``)."""
+        """What a call that is made again does for its round (``repeating.repeat``)."""
         ticket = lane.ticket()
         if not (ticket.may_post() and ticket.Test()):
             raise RuntimeError("a call is under way")
