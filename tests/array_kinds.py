@@ -8,10 +8,11 @@ from datetime import timedelta
 from typing import Any
 
 import numpy as np
+from standin_gpu import Gpu
 
 import mpicoll as dist
 
-__all__ = ["Exported", "Interface", "Through"]
+__all__ = ["Exported", "Interface", "OnGpu", "Returned", "Through"]
 
 
 class Interface:
@@ -35,7 +36,7 @@ class Exported:
         return self.owner.__dlpack__(**options)
 
 
-class _Returned(dist.Work):
+class Returned(dist.Work):
     """A Work whose results are told as the NumPy arrays that they are memory of."""
 
     def __init__(self, work: dist.Work, back: dict[int, Any]) -> None:
@@ -80,4 +81,27 @@ class Through:
             return other
 
         result = function(*map(converted, args), **{name: converted(value) for name, value in options.items()})
-        return _Returned(result, back) if isinstance(result, dist.Work) else result
+        return Returned(result, back) if isinstance(result, dist.Work) else result
+
+
+class OnGpu(Through):
+    """mpicoll, with every array on the GPU; the program waits for its stream before it looks at results."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        super().__init__(gpu.array_of)
+        self.gpu = gpu
+
+    def _call(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        result = super()._call(function, *args, **options)
+        if isinstance(result, dist.Work):
+            wait = result.wait
+
+            def waited(*args: Any, **options: Any) -> bool:
+                over = wait(*args, **options)
+                self.gpu.finish()
+                return over
+
+            result.wait = waited  # type: ignore[method-assign]
+        else:
+            self.gpu.finish()
+        return result

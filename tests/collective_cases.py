@@ -115,18 +115,22 @@ def values(dtype: str, count: int, *key: int) -> Array:
     return np.resize(numbers.astype(dtype), count)
 
 
+UFUNCS: dict[Any, np.ufunc] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.AVG: np.add,
+    ReduceOp.PREMUL_SUM: np.add,
+    ReduceOp.PRODUCT: np.multiply,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.BAND: np.bitwise_and,
+    ReduceOp.BOR: np.bitwise_or,
+    ReduceOp.BXOR: np.bitwise_xor,
+}
+"""What NumPy reduces with; AVG is divided afterwards, and PREMUL_SUM multiplied before."""
+
+
 def expected_reduction(case: Case, inputs: Array) -> Array:
     """Return NumPy's reduction over the first axis; on bool its sum is "or" and its product "and", as in torch."""
-    functions = {
-        ReduceOp.SUM: np.add,
-        ReduceOp.PREMUL_SUM: np.add,
-        ReduceOp.PRODUCT: np.multiply,
-        ReduceOp.MIN: np.minimum,
-        ReduceOp.MAX: np.maximum,
-        ReduceOp.BAND: np.bitwise_and,
-        ReduceOp.BOR: np.bitwise_or,
-        ReduceOp.BXOR: np.bitwise_xor,
-    }
     stacked = np.stack(inputs)
     if case.op is ReduceOp.AVG:
         return np.mean(stacked, axis=0, dtype=case.dtype)
@@ -134,7 +138,7 @@ def expected_reduction(case: Case, inputs: Array) -> Array:
         stacked = (stacked * np.asarray(case.factor).reshape(())[()]).astype(case.dtype)
     # dtype: NumPy widens small integers in sums and products, MPI does not.
     options = {"dtype": case.dtype} if case.op in (ReduceOp.SUM, ReduceOp.PREMUL_SUM, ReduceOp.PRODUCT) else {}
-    return functions[case.op].reduce(stacked, axis=0, **options)
+    return UFUNCS[case.op].reduce(stacked, axis=0, **options)
 
 
 def operations(dtype: str) -> list[tuple[Any, Any]]:

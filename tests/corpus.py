@@ -208,7 +208,10 @@ def score(program: Program, job: JobResult) -> Score:
     missing = _unraised(program, job)
     if missing:
         why["E"] = "; ".join(missing)
-    unsaid = min((_unsaid(program, message(err)) for err in job.err), key=len)
+    told = [message(err) for err in job.err]
+    if any(_comes_late(types, err) for types, _ in program.raises for err in job.err):
+        told.append(" ".join(told))  # who was late is not in the report of the others, and says so itself
+    unsaid = min((_unsaid(program, text) for text in told), key=len)
     if unsaid:
         why["X"] = f"no message with {', '.join(unsaid)}"
     places = [line for line, ranks in program.marks if not _placed(program.path.name, line, ranks, job)]
@@ -240,7 +243,7 @@ def _placed(name: str, line: int, ranks: frozenset[int], job: JobResult) -> bool
 def _unraised(program: Program, job: JobResult) -> list[str]:
     missing = []
     for types, ranks in program.raises:
-        right = [rank for rank, err in enumerate(job.err) if _has(types, err)]
+        right = [rank for rank, err in enumerate(job.err) if _has(types, err) or _comes_late(types, err)]
         wrong = sorted(ranks - set(right)) if ranks else [] if right else ["any"]
         if wrong:
             told = {rank: _ERROR.findall(job.err[rank]) for rank in wrong if isinstance(rank, int)}
@@ -254,6 +257,11 @@ def _has(types: frozenset[str], err: str) -> bool:
         return True
     raised = _ERROR.findall(err)
     return bool(raised and ANY in types) or any(name in types for name in raised)
+
+
+def _comes_late(types: frozenset[str], err: str) -> bool:
+    """Whether a rank was told of the deadlock that others had found before it came to its call: of them it was certain."""
+    return "DeadlockError" in types and "PeerFailedError: rank" in err and "failed: DeadlockError: deadlock:" in err
 
 
 def _unsaid(program: Program, text: str) -> list[str]:

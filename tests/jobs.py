@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.metadata
 import os
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -31,6 +33,25 @@ def family() -> str:
             return name
     output = subprocess.run([mpiexec(), "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
     return "mpich" if "HYDRA" in output else "openmpi"
+
+
+def left_in_memory(kind: str = "") -> set[str]:
+    """Return the files of the library in shared memory whose makers are gone; those of jobs that run have a lock."""
+
+    def free() -> set[str]:
+        names = set()
+        for path in Path("/dev/shm").glob(f"mpicoll-{kind}*"):
+            with contextlib.suppress(FileNotFoundError, PermissionError), open(path, "r+b") as file:
+                asked = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 1 << 40, 1, 0)
+                if struct.unpack("hhqqi4x", fcntl.fcntl(file, fcntl.F_GETLK, asked))[0] == fcntl.F_UNLCK:
+                    names.add(path.name)
+        return names
+
+    found = free()
+    if found:
+        time.sleep(0.3)  # another job may have been making one, or removing it
+        found &= free()
+    return found
 
 
 def flavour() -> str:

@@ -174,9 +174,9 @@ def reduced(call: Call, op: Any, inputs: list[Array]) -> Array:
     functions = {ReduceOp.PRODUCT: np.multiply, ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum}
     wide = np.float32 if call.dtype.name in ("float16", "bfloat16") else call.dtype
     stacked = np.stack([each.astype(wide) for each in inputs])
-    if isinstance(op, ReduceOp):
+    if type(op) is ReduceOp:
         stacked = stacked * np.asarray(op.factor).astype(wide)
-    function = np.add if isinstance(op, ReduceOp) else functions.get(op, np.add)
+    function = np.add if type(op) is ReduceOp else functions.get(op, np.add)
     result = function.reduce(stacked, axis=0, dtype=wide)
     if op is ReduceOp.AVG:
         result = np.divide(result, call.size, dtype=wide)

@@ -4,6 +4,8 @@
 multi-rank tests on several numbers of ranks, and the tests that start jobs of their own, all without those marked ``slow``.
 ``python tests/stages.py slow`` runs the rest, the tests of torch's tensors, which have an environment of their own, and some
 on Debian's Open MPI, where that is installed.
+Three stages run at a time: one that computes, and two of those that mostly wait, for jobs that hang and for Slurm. What loads
+the whole machine runs after them, alone.
 Options narrow it down while developing::
 
     python tests/stages.py fast --mpi openmpi --stage mpi --sizes 2,3 -- -k all_reduce
@@ -19,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 import xml.etree.ElementTree as ET
@@ -31,25 +34,36 @@ from jobs import LISTENER, MARK, ROOT, end_job, job_environment, mpiexec_command
 LOGS = ROOT / ".ci-logs"
 SIZES = (1, 2, 3, 4, 5)
 TENSOR_SIZES = (2, 3)
-FAST_SIZES = {"openmpi": (1, 3), "mpich": (2, 4)}  # in `make test`; the others in `make test-all`
-ONCE = (
-    "unit",
-    "examples",
-)  # what says little about the MPI below: `make test` runs it on the first, the slow part on both
+FAST_SIZES = {"openmpi": (1, 3), "mpich": (3,)}  # in `make test`; the others in `make test-all`
+SLOW_SIZES = {"openmpi": (2, 3), "mpich": (2, 3)}  # with the long tests too, which say the same on each of these
+THROUGH_MPI = 5  # ranks that share no memory in `make test-all`
+# The long tests on stand-ins for a GPU take a third of the time of a run, and say in `make test-all` on two ranks what they say.
+STANDINS = tuple(
+    f"--ignore=tests/mpi/{name}.py"
+    for name in ("test_device_arrays", "test_device_link", "test_device_pieces", "test_handed_lists")
+)
+# What says little about the MPI below, or takes long: `make test` runs it on the first, the slow part on both.
+ONCE = ("unit", "hang", "examples")
 # Hard limits of one stage in seconds; a stage that needs more is broken or does not belong into `make test`.
-LIMITS = {"fast": 300.0, "slow": 1500.0}
+LIMITS = {"fast": 600.0, "slow": 2400.0}
 TAIL = 120  # lines of the log of a stage that failed
 # On a busy machine one test in some thousands meets a moment that it did not foresee. At most so many of a stage are tried
 # again, alone, and have to pass each time; they are listed at the end, with their first log, and are defects to be mended.
 MOST_AGAIN, TIMES_AGAIN = 3, 3
+# Some dozens of ranks on two cores leave little to anybody else, and one test compares times: these run by themselves.
+ALONE = ("tests/hang/test_scale.py", "tests/hang/test_release.py")
 FOLDERS = {  # the stages that are plain pytest, and the folders they run
     "unit": ("tests/unit",),
     "launch": ("tests/launch",),
-    "hang": ("tests/hang",),
+    "hang": ("tests/hang", *(f"--ignore={file}" for file in ALONE)),
+    "scale": ALONE,
     "examples": ("tests/examples",),
     "gpu": ("tests/gpu",),
     "cluster": ("tests/cluster",),
 }
+# What leaves the processors idle most of its time, and runs beside the rest.
+WAITING = {"hang": "hangs", "gpu": "hangs", "launch": "launchers", "cluster": "launchers"}
+LANES = ("computing", *dict.fromkeys(WAITING.values()))
 # What is run on the MPI that Debian has: on some ranks, and a handful of the tests of whole jobs.
 DEBIAN_SIZE = 3
 DEBIAN_HANG = ("tests/hang/test_waiting.py", "tests/hang/test_signals.py", "tests/hang/test_reports.py")
@@ -69,6 +83,12 @@ class Stage:
     @property
     def slug(self) -> str:
         return self.name.replace(" ", "-")
+
+    @property
+    def lane(self) -> str:
+        """Beside what it runs: one of ``LANES``, which are driven at once, or "alone" after them."""
+        kind = self.name.split()[-1]
+        return WAITING.get(kind, "alone" if kind == "scale" else LANES[0])
 
 
 @dataclass
@@ -109,11 +129,25 @@ def plan(
         multi = (*pytest, "--with-mpi", "tests/mpi")
         fast = FAST_SIZES[mpi] if tuple(sizes) == SIZES else tuple(sizes)
         everything = ("-m", "pytest", "-q", "--color=no", *extra, "--with-mpi", "tests/mpi")
+        short = ("-m", "pytest", "-q", "--color=no", "-m", "not slow", *extra, "--with-mpi", "tests/mpi")
+        slow = SLOW_SIZES[mpi] if tuple(sizes) == SIZES else tuple(sizes)
         ranks = [
-            Stage(f"{mpi} mpi n={size}", multi if size in fast else everything, venv, size)
+            Stage(
+                f"{mpi} mpi n={size}",
+                (
+                    *(multi if size in fast else everything if size in slow else short),
+                    *(STANDINS if part == "slow" and size != slow[0] else ()),
+                ),
+                venv,
+                size,
+            )
             for size in sizes
-            if part == "slow" or size in fast
+            if (size in fast if part == "fast" else size != THROUGH_MPI and (size in slow or size not in fast))
         ]
+        if part == "slow" and THROUGH_MPI in sizes:
+            # As ranks of several nodes do: without the memory that those of one node share.
+            env = (("MPICOLL_ENGINE", "mpi"),)
+            ranks.append(Stage(f"{mpi} mpi n={THROUGH_MPI} through MPI", (*short, *STANDINS), venv, THROUGH_MPI, env))
         if part == "slow" and mpi == "mpich" and (not only or "torch" in only):
             tensors = ("-m", "pytest", "-q", "--color=no", *extra, "--with-mpi", "tests/tensors")
             stages += [
@@ -123,16 +157,17 @@ def plan(
             ]
         if part == "slow" and mpi == "mpich":
             # The tests of `make test` once more, on what MPICH takes for two nodes.
-            two = ("-m", "pytest", "-q", "--color=no", "-m", "not slow", *extra, "--with-mpi", "tests/mpi")
-            ranks.append(Stage(f"{mpi} mpi n=4 two nodes", two, venv, 4, (("MPIR_CVAR_NUM_CLIQUES", "2"),)))
-        for name in ("unit", "mpi", "launch", "hang", "examples", "gpu", "cluster"):
+            ranks.append(
+                Stage(f"{mpi} mpi n=4 two nodes", (*short, *STANDINS), venv, 4, (("MPIR_CVAR_NUM_CLIQUES", "2"),))
+            )
+        for name in ("unit", "mpi", "launch", "hang", "scale", "examples", "gpu", "cluster"):
             if only and name not in only:
                 continue
             if name in ONCE and mpi != mpis[0] and part == "fast":
                 continue
             if name == "mpi":
                 stages += ranks
-            elif folders := [folder for folder in FOLDERS[name] if _has_tests(ROOT / folder)]:
+            elif folders := [each for each in FOLDERS[name] if each.startswith("--") or _has_tests(ROOT / each)]:
                 other = ROOT / (".venv-mpich" if mpi == "openmpi" else ".venv-openmpi")
                 env = (("TEST_OTHER_VENV", str(other)),) if name == "launch" else ()
                 whole = name in ONCE and mpi != mpis[0]
@@ -170,7 +205,7 @@ def not_tested(part: str, only: Sequence[str], outcomes: Sequence[Outcome]) -> l
 
 
 def _has_tests(folder: Path) -> bool:
-    return any(folder.rglob("test_*.py"))
+    return folder.is_file() or any(folder.rglob("test_*.py"))
 
 
 def run(stage: Stage, limit: float) -> Outcome:
@@ -287,6 +322,50 @@ def _read(report: Path, outcome: Outcome) -> None:
             outcome.tests[name] = "passed"
 
 
+def run_all(stages: Sequence[Stage], limit: float, lanes: int) -> list[Outcome]:
+    """Run the stages, in their order or on several lanes, and say of each how it ended as soon as it has."""
+    outcomes: dict[str, Outcome] = {}
+    printing = threading.Lock()
+
+    def drive(lane: Sequence[Stage]) -> None:
+        for stage in lane:
+            outcome = run(stage, limit)
+            with printing:
+                outcomes[stage.name] = outcome
+                show(outcome)
+
+    if lanes == 1:
+        drive(stages)
+    else:
+        of = {lane: [stage for stage in stages if stage.lane == lane] for lane in (*LANES, "alone")}
+        others = [threading.Thread(target=drive, args=(of[lane],)) for lane in LANES[1:]]
+        for other in others:
+            other.start()
+        drive(of[LANES[0]])
+        for other in others:
+            other.join()
+        drive(of["alone"])
+    missing = [stage for stage in stages if stage.name not in outcomes]
+    for stage in missing:
+        outcomes[stage.name] = Outcome(stage, failed=1, notes=["never ended: see the traceback above"])
+        show(outcomes[stage.name])
+    return [outcomes[stage.name] for stage in stages]
+
+
+def show(outcome: Outcome) -> None:
+    """Print how a stage ended, and the end of its log where something failed."""
+    print(outcome.line(), flush=True)
+    for note in outcome.notes:
+        print(f"       {note}", flush=True)
+    for name in outcome.unsteady:
+        print(f"       UNSTEADY {name}: failed once, then passed {TIMES_AGAIN} times alone")
+    if (outcome.failed or outcome.unsteady) and _log(outcome.stage).exists():
+        lines = _log(outcome.stage).read_text(errors="replace").splitlines()
+        print(f"--- the end of {_log(outcome.stage).relative_to(ROOT)} ({len(lines)} lines) ---")
+        print("\n".join(lines[-TAIL:]), flush=True)
+        print("--- end ---", flush=True)
+
+
 def never_run(outcomes: Sequence[Outcome]) -> list[str]:
     """Return the multi-rank tests that were skipped on every number of ranks, per MPI."""
     seen: dict[tuple[str, str], set[str]] = {}
@@ -329,9 +408,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("part", choices=("fast", "slow", "total"))
     parser.add_argument("--mpi", default="openmpi,mpich", help="which environments (default: %(default)s)")
     parser.add_argument(
-        "--stage", default="", help="which stages: lint, unit, mpi, torch, launch, hang, examples, gpu, cluster, debian"
+        "--stage",
+        default="",
+        help="which stages: lint, unit, mpi, torch, launch, hang, scale, examples, gpu, cluster, debian",
     )
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="numbers of ranks (default: %(default)s)")
+    parser.add_argument(
+        "--lanes", type=int, choices=(1, len(LANES)), default=len(LANES), help="stages at a time (default: %(default)s)"
+    )
     options = parser.parse_args(own)
     if options.part == "total":
         return total()
@@ -341,20 +425,8 @@ def main(argv: Sequence[str]) -> int:
     LOGS.mkdir(exist_ok=True)
     (LOGS / f"{options.part}.json").unlink(missing_ok=True)
 
-    outcomes = []
-    for stage in stages:
-        outcome = run(stage, LIMITS[options.part])
-        outcomes.append(outcome)
-        print(outcome.line(), flush=True)
-        for note in outcome.notes:
-            print(f"       {note}", flush=True)
-        for name in outcome.unsteady:
-            print(f"       UNSTEADY {name}: failed once, then passed {TIMES_AGAIN} times alone")
-        if outcome.failed or outcome.unsteady:
-            lines = _log(stage).read_text(errors="replace").splitlines()
-            print(f"--- the end of {_log(stage).relative_to(ROOT)} ({len(lines)} lines) ---")
-            print("\n".join(lines[-TAIL:]), flush=True)
-            print("--- end ---", flush=True)
+    began = time.monotonic()
+    outcomes = run_all(stages, LIMITS[options.part], options.lanes)
     unreached = [] if extra or set(sizes) != set(SIZES) else never_run(outcomes)
 
     if skips := skip_lines(outcomes):
@@ -375,7 +447,7 @@ def main(argv: Sequence[str]) -> int:
         print("*" * 100, flush=True)
     passed, failed, skipped = (sum(getattr(o, kind) for o in outcomes) for kind in ("passed", "failed", "skipped"))
     failed += len(unreached)
-    seconds = sum(outcome.seconds for outcome in outcomes)
+    seconds = time.monotonic() - began
     (LOGS / f"{options.part}.json").write_text(
         json.dumps({"passed": passed, "failed": failed, "skipped": skipped, "seconds": seconds})
     )

@@ -206,6 +206,63 @@ except dist.DeadlockError as error:
     assert not job.left_running, job
 
 
+def test_tcp_store(two: Hosts) -> None:
+    """Ranks of two hosts share a server, by a secret that has travelled over MPI; a wrong one from the other host is refused."""
+    job = run_job(
+        HEAD
+        + """
+from datetime import timedelta
+limit = timedelta(seconds=20)
+where, store = [host, 0], None
+if r == 0:
+    store = dist.TCPStore(host, 0, n, True, limit, wait_for_workers=False)
+    where = [host, store.port]
+dist.broadcast_object_list(where, 0)
+if store is None:
+    store = dist.TCPStore(*where, n, timeout=limit)
+assert where[0] == store.host == "host1"
+store.set(f"of {r}", f"{host} {local}")
+store.wait([f"of {each}" for each in range(n)])
+assert store.multi_get([f"of {each}" for each in range(n)]) == [b"host1 0", b"host1 1", b"host2 0", b"host2 1"]
+for _ in range(50):
+    store.add("all", r + 1)
+store.barrier("added", n)
+assert store.get("all") == b"%d" % (50 * n * (n + 1) // 2)
+began = time.monotonic()
+if r == 3:
+    time.sleep(1)
+    store.set("late", bytes(1 << 20))
+assert store.get("late") == bytes(1 << 20)
+assert time.monotonic() - began > 0.5
+try:
+    dist.TCPStore(*where, secret="a guess", timeout=limit)
+except dist.DistNetworkError as error:
+    assert "refuses" in str(error), error
+else:
+    raise AssertionError("a wrong secret was taken")
+dist.barrier()
+began = time.monotonic()
+try:
+    store.wait(["never"], timedelta(seconds=0.5))
+except dist.DistStoreError as error:
+    assert "wait timeout after 500ms, keys: 'never'" in str(error), error
+else:
+    raise AssertionError("never came")
+assert 0.4 < time.monotonic() - began < 10
+store.barrier("end", n)
+dist.barrier()
+store.close()
+print("good")
+""",
+        4,
+        limit=60,
+        launcher=two.launcher(2),
+    )
+    assert job.returncode == 0, job
+    assert job.out == ["good\n"] * 4, job
+    assert not job.left_running, job
+
+
 @pytest.mark.parametrize("what", ["kill", "cut"])
 @pytest.mark.parametrize("size", [4, 2_000_000])
 def test_lost_host(two: Hosts, what: str, size: int) -> None:

@@ -55,25 +55,34 @@ def test_limit_and_signals(slurm: Slurm, folder: Path) -> None:
     assert slurm.job_state(job) == "CANCELLED"
 
 
-def state() -> tuple[set[str], list[str], str]:
-    links = set(os.listdir("/sys/class/net"))
+def state() -> set[str]:
+    """Return the links, mounts and named network namespaces of the machine, which others may change meanwhile."""
     spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    return links, sorted(Path("/proc/mounts").read_text().splitlines()), spaces
+    mounts = Path("/proc/mounts").read_text()
+    return (
+        {f"link {name}" for name in os.listdir("/sys/class/net")} | set(mounts.splitlines()) | set(spaces.splitlines())
+    )
+
+
+def ours(found: set[str], folder: Path) -> set[str]:
+    """Return those that a Slurm in a folder may have made."""
+    names = ("link", str(folder), "/etc/slurm", "node1", "node2", "login", "switch")
+    return {each for each in found if any(name in each for name in names)}
 
 
 def test_killed_node(folder: Path) -> None:
     """A node without power ends the jobs on it; afterwards the machine has the links, mounts and processes that it had."""
     before = state()
     with slurm(folder) as up:
-        assert state() == before
+        assert not ours(state() - before, folder)
         job = up.start(script(folder, "echo here; srun sleep 600", "-N 2 --no-requeue"))
         up.wait_for(job, "here")
         up.kill_node("node2")
-        done = up.finish(job, limit=100)
+        done = up.finish(job, limit=200)
         assert done.state == "NODE_FAIL", done
         assert "node2" in done.output, done
         spaces = [os.readlink(f"/proc/{up.hosts.first[host]}/ns/pid") for host in ("node1", "login")]
-    assert state() == before
+    assert not ours(state() - before, folder)
     assert not within(*spaces)
 
 

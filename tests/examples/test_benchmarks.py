@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from jobs import ROOT, run_job
@@ -14,18 +16,59 @@ RUNS = {
     "checks.py": (2, ["--rounds", "5"], [r"all_reduce 8 bytes +full +\d", r"target 2.5: (met|missed)"]),
     "objects.py": (2, ["1048576"], [r"1048576 bytes: mpi4py \d.* mpicoll \d.* times as fast"]),
     "pingpong.py": (2, ["8"], [r"8 bytes: raw \d.* mpicoll \d.* times"]),
+    "pingpong.py --exchange": (2, ["--exchange", "8"], [r"8 bytes: raw \d.* mpicoll \d.* times"]),
     "fused.py": (2, ["20", "1024"], [r"average_gradients +\d.* the loop takes \d"]),
+    "overhead.py": (2, [], [r"the call +\d", r"reduce +\d", r"the rest: other lines, and the wait +-?\d"]),
     "waiting.py": (2, [], ["2 ranks, quiet: raw", "2 ranks, beside a busy process: raw"]),
     "round.py": (2, [], [r"2 ranks: a round \d"]),
     "scale.py": (3, ["cycle"], [r"cycle on 3 ranks: raised on all after \d+\.\d+ s, \d+ lines"]),
     "zero_first.py": (2, [], [r"zero_first\(\) +\d+ +\d+ to \d+"]),
+    "growth.py": (2, ["--rounds", "3", "--groups", "2"], [r"barrier: raw \d.*, full \d", r"KiB after init.* slots 40"]),
+    "tcpstore.py": (
+        1,
+        ["--clients", "3", "--rounds", "2"],
+        [r"\| set, 3 clients \| \d", r"\| barrier, 3 clients \| \d"],
+    ),
+    "overlap.py": (
+        2,
+        ["--sizes", "64K", "--rounds", "3"],
+        [r"\| 64 KiB \| thread \| \d", r"\| layer by layer, .* \| \d"],
+    ),
+    "pieces.py": (2, ["--sizes", "16", "--rounds", "2"], [r"\| 16 MiB \| 4 \| \d.* \| \d+\.\d\d \|"]),
     "searches.py": (2, [], ["2 real ranks, 0 on other nodes", r"a message takes \d"]),
 }
 
 
 def test_each_script_is_tried() -> None:
     """Those that only help the others aside."""
-    assert {path.name for path in FOLDER.glob("*.py")} == {*RUNS, "quiet.py"}
+    assert {path.name for path in FOLDER.glob("*.py")} == {
+        *(name.split()[0] for name in RUNS),
+        "machine.py",
+        "quiet.py",
+        "growth_model.py",
+        "bench_page.py",
+    }
+
+
+def test_the_page_shows_what_is_kept(tmp_path: Path) -> None:
+    """``docs/performance.md`` has the tables of the files in ``benchmarks/results``, as ``bench_page.py`` makes them."""
+    page, files = tmp_path / "page.md", sorted((FOLDER / "results").glob("bench-*.json"))
+    text = (ROOT / "docs" / "performance.md").read_text()
+    page.write_text(re.sub(r"\| all_reduce \| 8 B \|", "| something else |", text))
+    subprocess.run([sys.executable, str(FOLDER / "bench_page.py"), str(page), *map(str, files)], timeout=60, check=True)
+    assert len(files) == 2
+    assert page.read_text() == text
+
+
+def test_the_page_shows_what_overlaps(tmp_path: Path) -> None:
+    """``docs/performance.md`` has the tables of ``benchmarks/results/overlap-*.json``, as ``overlap.py --page`` makes them."""
+    page, files = tmp_path / "page.md", sorted((FOLDER / "results").glob("overlap-*.json"))
+    text = (ROOT / "docs" / "performance.md").read_text()
+    page.write_text(re.sub(r"\| 64 KiB \| none \|", "| something else |", text))
+    command = [sys.executable, str(FOLDER / "overlap.py"), "--page", str(page), *map(str, files)]
+    subprocess.run(command, timeout=60, check=True)
+    assert len(files) == 2
+    assert page.read_text() == text
 
 
 @pytest.mark.slow
@@ -33,12 +76,31 @@ def test_each_script_is_tried() -> None:
 def test_a_benchmark(name: str) -> None:
     """It ends well, and its lines hold figures."""
     size, arguments, patterns = RUNS[name]
-    job = run_job(FOLDER / name, size, limit=120, args=arguments, env={"BENCHMARK_SECONDS": "0"})
+    job = run_job(FOLDER / name.split()[0], size, limit=120, args=arguments, env={"BENCHMARK_SECONDS": "0"})
     assert not job.timed_out, job
     assert job.returncode == 0, job
     for pattern in patterns:
         assert re.search(pattern, job.out[0]), job
     assert not any(job.out[1:]), job
+
+
+@pytest.mark.slow
+def test_growth_and_its_model(tmp_path: Path) -> None:
+    """Each run of growth.py stands behind the others in its file, and the model takes its constants from there."""
+    told = tmp_path / "growth.json"
+    for more in ([], ["--sizes", "8,32K,1M"]):
+        arguments = ["--rounds", "3", "--groups", "2", *more, "--json", str(told)]
+        job = run_job(FOLDER / "growth.py", 2, limit=120, args=arguments, env={"BENCHMARK_SECONDS": "0"})
+        assert job.returncode == 0, job
+    runs = json.loads(told.read_text())
+    assert [list(run["sizes"]) for run in runs] == [[], ["8", "32768", "1048576"]]
+    memory = runs[0]["memory"]
+    assert memory[0]["files"] == {}
+    assert memory[1]["files"] == {"slots": 2 * 20 << 10, "segment": 2 * 36 << 10}
+    assert memory[-1]["files"] == memory[-2]["files"]  # destroyed groups leave their memory to the next ones
+    command = [sys.executable, str(FOLDER / "growth_model.py"), str(told), "--markdown"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert re.search(r"\| 10,000 \| 157 \| \d", done.stdout), done
 
 
 @pytest.mark.slow

@@ -146,6 +146,7 @@ print("done", flush=True)
         assert job.err[1].count(lost) == 3, job
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [4, pytest.param(50_000, marks=pytest.mark.slow)])
 def test_ctrl_c_in_a_receive_that_was_made_before(count: int) -> None:
     """Ctrl-C in a receive that is made again is answered while it waits, and the peer is told."""

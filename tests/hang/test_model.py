@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from jobs import JobResult, run_job
+from jobs import JobResult, family, run_job
 
 TESTS = Path(__file__).parent.parent
 FIRST = int(os.environ.get("TEST_MODEL_SEED", "0"))
@@ -57,7 +57,9 @@ def test_random_programs(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_many_random_programs(capsys: pytest.CaptureFixture[str], size: int) -> None:
     """Correct programs are never flagged; of mutated ones all that are wrong are, the harmless ones not."""
-    expect_right(capsys, size, 400, correct=1500, mutated=150)
+    # With those above 5,000 programs on MPICH, whose jobs are the faster ones.
+    correct, mutated = (1500, 150) if family() == "mpich" else (200, 50)
+    expect_right(capsys, size, 700, correct=correct, mutated=mutated)
 
 
 PLANTED = {

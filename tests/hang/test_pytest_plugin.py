@@ -44,6 +44,7 @@ def counts(result: JobResult) -> str:
     return re.findall(r"=+ (.*) in [\d.]+s", result.out[0])[-1]
 
 
+@pytest.mark.slow
 def test_verdicts_are_the_same_on_all_ranks(suite: Suite) -> None:
     """One job with every way in which ranks can end a test alike or differently."""
     result = suite(
@@ -137,6 +138,7 @@ def test_hang_on_one_rank_ends_the_job(suite: Suite) -> None:
     assert not result.left_running
 
 
+@pytest.mark.slow
 def test_failure_while_others_wait_is_shown(suite: Suite) -> None:
     """A rank that fails while the others wait for it in MPI ends the job soon, and its assertion is what is shown."""
     result = suite(
@@ -276,6 +278,7 @@ def test_a_block_that_raises_on_all_ranks_passes(suite: Suite) -> None:
     assert counts(result) == "4 passed"
 
 
+@pytest.mark.slow
 def test_a_block_that_does_not_raise_on_all_ranks_fails_on_all(suite: Suite) -> None:
     """No rank goes on alone: each fails with a line for every group of ranks that ended the block alike."""
     result = suite(

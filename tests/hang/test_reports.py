@@ -39,6 +39,7 @@ dist.recv(np.empty(4), 1 - r)
 )
 
 
+@pytest.mark.slow
 def test_colours_on_a_terminal_alone() -> None:
     """What is printed of a late rank and of a deadlock is in colour on a terminal, and otherwise the same as in a log."""
     told = {}

@@ -39,6 +39,11 @@ def call(kind, x, y):
         for work in reversed(works):
             work.wait()
         x[:] = size
+    elif kind == "plan":
+        plan = dist.all_reduce_init(x[:4], dist.ReduceOp.MAX)
+        for _ in range(20):
+            plan.start()
+            plan.wait()
     else:
         other = np.empty_like(y)
         work = dist.isend(y, (me + 1) % size)
@@ -48,8 +53,8 @@ def call(kind, x, y):
 began = time.monotonic()
 while own.bcast(time.monotonic() - began < 15, 0):
     dist.init_process_group(timeout=timedelta(seconds=1), comm=MPI.COMM_WORLD, on_failure="raise")
-    kind, victim = rng.choice(("small", "large", "async", "messages")), rng.randrange(size)
-    delay = rng.random() ** 2 * (0.004 if kind == "small" else 0.02)
+    kind, victim = rng.choice(("small", "large", "async", "messages", "plan")), rng.randrange(size)
+    delay = rng.random() ** 2 * (0.004 if kind in ("small", "plan") else 0.02)
     x, y = np.full(200_000, me + 1.0), np.full(100_000, me + 1.0)
     dist.barrier()
     outcome = "right"
@@ -61,6 +66,7 @@ while own.bcast(time.monotonic() - began < 15, 0):
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
         expected = {"small": x[0] == size, "large": (x == size).all(), "async": (y == size).all(), "messages": True}
+        expected["plan"] = expected["small"]
         assert expected[kind], (kind, x, y)
     except Stop:
         outcome = "stopped"
@@ -217,13 +223,15 @@ dist.barrier()
 
 
 STRUCK = """
+import os
 import time
 from datetime import timedelta
 import numpy as np
 from mpi4py import MPI
 import mpicoll as dist
-from mpicoll import execution
+from mpicoll import execution, riding
 from mpicoll.checks import agreement
+from mpicoll.engines.mpi import MpiPlan, persistent_collectives
 
 class Stop(Exception):
     pass
@@ -245,6 +253,10 @@ PLACES = {
     "ticket": (agreement.Lane, "ticket"),
     "issued": (execution, "_collectives_pending"),
     "posted": (execution.Operation, "advance"),
+    "riding": (riding, "_now"),
+    "rides": (riding.Ride, "look"),
+    "filled": (agreement._Slot, "fill"),
+    "planned": (MpiPlan, "start_in_place"),
 }
 
 def strike(place):
@@ -260,7 +272,12 @@ def strike(place):
     if own.rank == 0:
         setattr(home, name, struck)
 
-for call, place in [("first", "counted"), ("first", "ticket"), ("first", "issued"), ("again", "ticket"),
+AGAIN = [("again", "riding"), ("again", "rides")]
+if os.environ.get("MPICOLL_ENGINE") == "mpi":
+    AGAIN = [("again", "filled")]
+    if persistent_collectives():  # else it goes the long way
+        AGAIN.append(("again", "planned"))
+for call, place in [("first", "counted"), ("first", "ticket"), ("first", "issued"), *AGAIN,
                     ("async", "ticket"), ("async", "posted"), ("group", "counted"), ("group", "ticket")]:
     dist.init_process_group(timeout=timedelta(seconds=10), comm=MPI.COMM_WORLD, on_failure="raise")
     if call == "again":
@@ -279,7 +296,7 @@ for call, place in [("first", "counted"), ("first", "ticket"), ("first", "issued
     struck, other = own.allgather(said)
     assert struck == ["Stop", "GroupBrokenError", True], (call, place, struck, other)
     # Of what has been posted the other may see the end.
-    assert other[0] == "GroupBrokenError" or place == "posted", (call, place, struck, other)
+    assert other[0] == "GroupBrokenError" or place in ("posted", "planned"), (call, place, struck, other)
     assert other[1:] == ["GroupBrokenError", True], (call, place, struck, other)
     for group in list(execution.groups.state().groups.values()):
         group.unwaited.clear()
@@ -288,9 +305,94 @@ print("through", flush=True)
 """
 
 
-def test_a_call_that_is_struck_before_it_is_waited_for() -> None:
+@pytest.mark.parametrize("engine", ["auto", "mpi"], ids=["by shared memory", "by MPI"])
+def test_a_call_that_is_struck_before_it_is_waited_for(engine: str) -> None:
     """A handler that raises once this rank has begun a call, before it waits: its group is broken, on all ranks at once."""
-    job = run_job(STRUCK, 2, limit=60)
+    job = run_job(STRUCK, 2, limit=60, env={"MPICOLL_ENGINE": engine})
+    assert not job.timed_out, job
+    assert job.returncode == 0, job
+    assert all("through" in out for out in job.out), job
+
+
+COMPLETE = """
+import os, signal, sys, threading, time
+from pathlib import Path
+import numpy as np
+import mpicoll as dist
+from mpicoll import waiting
+
+waiting.GIVE_UP_AFTER = 10  # however late the other rank is on a busy machine
+dist.init_process_group()
+r, n = dist.get_rank(), dist.get_world_size()
+x, out = np.full(3, r + 1.0), [np.zeros(3) for _ in range(n)]
+some = [np.full(3, r + 1.0), np.full(2, r + 1.0)]
+planned = np.full(4, r + 1.0)
+plan = dist.all_reduce_init(planned)
+
+def by_plan():
+    if r == 0:
+        plan.start()
+        plan.wait()
+    else:  # the long way: its array is none that rides
+        apart = np.full(8, r + 1.0)[::2]
+        dist.all_reduce(apart)
+
+def gathered():
+    dist.all_gather(out, x)
+
+def coalesced():
+    some[0][:] = some[1][:] = r + 1
+    dist.all_reduce_coalesced(some)
+
+def interrupt(done):
+    # Once the main thread waits, so that the other rank is sure to be missing.
+    main = threading.main_thread().ident
+    while True:
+        frame = sys._current_frames()[main]
+        while frame is not None and frame.f_code is not waiting._wait_long.__code__:
+            frame = frame.f_back
+        if frame is not None:
+            break
+        time.sleep(0.005)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.03)
+    done.touch()
+
+for call in (gathered, coalesced, by_plan):
+    for turn in range(3):
+        for each in out:
+            each[:] = 0
+        planned[:] = r + 1
+        dist.barrier()
+        done = Path(os.environ["TEST_JOB_FOLDER"], f"{call.__name__}-{turn}")
+        if r == 0:
+            threading.Thread(target=interrupt, args=(done,)).start()
+        while r == 1 and not done.exists():
+            time.sleep(0.01)
+        try:
+            call()
+            if r == 0:
+                time.sleep(1)
+                raise SystemExit("not interrupted")
+        except KeyboardInterrupt:
+            assert r == 0
+        assert dist.group.WORLD.broken is None, (call, turn)
+        right = {
+            gathered: lambda: all((each == rank + 1).all() for rank, each in enumerate(out)),
+            coalesced: lambda: all((each == n * (n + 1) / 2).all() for each in some),
+            by_plan: lambda: r != 0 or (planned == n * (n + 1) / 2).all(),
+        }[call]
+        assert right(), (call, turn)
+        dist.barrier()
+        assert right(), (call, turn)
+print("through", flush=True)
+"""
+
+
+@pytest.mark.parametrize("engine", ["auto", "mpi"], ids=["by shared memory", "by MPI"])
+def test_control_c_in_a_call_that_completes_all_the_same(engine: str) -> None:
+    """It is raised when the call is over, with all its results there, and nothing left under way."""
+    job = run_job(COMPLETE, 2, limit=40, env={"MPICOLL_ENGINE": engine})
     assert not job.timed_out, job
     assert job.returncode == 0, job
     assert all("through" in out for out in job.out), job

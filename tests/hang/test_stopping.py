@@ -80,7 +80,7 @@ def report(result: JobResult) -> str:
     return "\n".join([*result.err, result.launcher])
 
 
-@pytest.mark.parametrize("launcher", [False, True])
+@pytest.mark.parametrize("launcher", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_sigterm_leaves_one_report(launcher: bool) -> None:
     """It says where each rank was, whether SIGTERM reaches the ranks or their launcher; the job is over soon."""
     told = [0.0]
@@ -109,6 +109,7 @@ def test_sigterm_leaves_one_report(launcher: bool) -> None:
     assert not result.left_running, result
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_ended_alone() -> None:
     """SIGTERM to one rank: it says where it was and where the others are, and the job ends with an error."""
 

@@ -51,6 +51,7 @@ def test_the_leader_ends_in_its_block(how: str, code: int, words: str, scope: st
         assert "ran" not in job.out[rank], job
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", SCOPES)
 def test_the_leader_is_killed(scope: str) -> None:
     """The others end within seconds, and say who died; the launcher's own reaction left aside."""
@@ -105,6 +106,7 @@ print("through", flush=True)
     assert re.search(r"rank 2: .*(ended|has left|exit|end of the program)", job.stderr), job
 
 
+@pytest.mark.slow
 def test_a_rank_skips_the_block_for_another_call_while_rolling() -> None:
     """Where small calls are not compared, ranks that hang in different calls are found, and both calls are named."""
     job = run_job(
@@ -194,6 +196,7 @@ with dist.zero_first():  # without a name
     assert "waiting" not in job.err[0] + job.err[2], job
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(family() != "mpich", reason="MPICH alone imitates several nodes on one host")
 @pytest.mark.parametrize("first", ["zero_first", "ordered"])
 def test_a_slow_node_holds_up_no_other(first: str) -> None:

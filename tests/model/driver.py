@@ -114,6 +114,14 @@ class Runner:
         shapes = correct(0, self.size).groups
         self.groups += [dist.new_group(list(members), sort_ranks=False) for members in shapes[1:]]
         self.settled = leaving.balance(self.base)  # of earlier groups, whose messages were received or dropped
+        # Who is not in the last of the groups is through first, and would fail in the next program while others make it.
+        self.together()
+
+    def together(self) -> None:
+        """Wait for the other ranks, and leave the processor to them."""
+        met = self.books.Ibarrier()
+        while not met.Test():
+            time.sleep(2e-4)
 
     def make_anew(self) -> None:
         """Destroy what the last program has used, have the board forget it, and make the groups again."""
@@ -129,7 +137,7 @@ class Runner:
             time.sleep(1e-4)
             if time.monotonic() - start > LIMIT:
                 raise RuntimeError("the ranks do not meet on the board")
-        self.books.Barrier()
+        self.together()
         dist.destroy_process_group()
         for known in (
             "failed",

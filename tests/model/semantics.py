@@ -189,8 +189,8 @@ class _Path:
         """Return whether the arguments are wrong on this rank alone, and what was started (None: nothing)."""
         members = self.program.groups[step.group]
         if rank not in members:
-            # torch's rule: who names a rank of a group that it is not in has made a mistake, other calls do nothing.
-            return step.kind in ("send", "isend", "broadcast", "scatter"), None
+            # torch's rule: a send into a group that this rank is not in raises, other calls warn and do nothing.
+            return step.kind == "send", None
         if step.kind in COLLECTIVES:
             wrong = step.kind in ROOTED and step.root not in members
             # Wrong arguments take part: they are like no other call, and the others learn of them.

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 
 import mpicoll as dist
+from mpicoll import groups
+from mpicoll.engines.choice import DEFAULT, NEVER
 
 # Below what the others get when a rank has failed, so that they come out with an error and the next test can begin.
 LIMIT = timedelta(seconds=15)
@@ -31,6 +34,28 @@ def _initialised(_mpicoll: None) -> None:
     _failed.clear()
     if not dist.is_initialized():
         dist.init_process_group(timeout=LIMIT)
+    # Groups that earlier tests broke keep their shared memory for good, and this one may need some.
+    groups.state().pool._budget = None
+
+
+@pytest.fixture
+def rounds_of_mpi(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have all groups make their rounds, and move their small data, through MPI, as on several nodes."""
+    world = dist.group.WORLD
+    assert world is not None
+    monkeypatch.setattr("mpicoll.communicators.MOST_MEMBERS", 1)
+    monkeypatch.setattr("mpicoll.communicators.DEFAULT", dict.fromkeys(DEFAULT, ((16 * 1024 + 1, NEVER),)))
+    lane, before, choice = world.pair.lane, world.pair.lane.shared, world.pair.choice
+    dist.barrier()
+    lane.share(None)
+    world.pair.choice = replace(choice, ranges=dict.fromkeys(DEFAULT, ((16 * 1024 + 1, NEVER),)))
+    world.rides.clear()
+    yield
+    if dist.is_initialized() and dist.group.WORLD is world and world.broken is None:
+        dist.barrier()
+        lane.share(before)
+        world.rides.clear()
+    world.pair.choice = choice
 
 
 _failed: list[str] = []

@@ -109,7 +109,7 @@ def test_memory_under_way_is_known_whatever_holds_it() -> None:
     del work
     dist.barrier()
     work = dist.all_reduce(held, async_op=True)
-    held[3] = 7
+    held[3] ^= 1  # whatever came meanwhile: also what another rank wrote just before it was sent
     with pytest.raises(dist.BufferInUseError, match="was written before its wait"):
         work.wait()
 

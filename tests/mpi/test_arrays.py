@@ -104,6 +104,7 @@ def test_sums_of_halves_are_right_to_the_last_place(name: str) -> None:
     assert worst_of_4096(dtype) <= 1.0
 
 
+@pytest.mark.usefixtures("rounds_of_mpi")
 @pytest.mark.mpi(min_size=3)
 @pytest.mark.parametrize("name", ["e", pytest.param("bfloat16", marks=needs_ml_dtypes)])
 def test_a_sum_formed_in_halves_would_be_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,13 @@ import gc
 import inspect
 import time
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import collective_cases as cases
 import numpy as np
 import pytest
+from polling import until
 
 import mpicoll as dist
 from mpicoll.pytest_plugin import collective_raises
@@ -21,16 +21,6 @@ from mpicoll.pytest_plugin import collective_raises
 pytestmark = pytest.mark.mpi
 
 LATE = 0.3  # seconds
-
-
-def until(condition: Callable[[], bool], limit: float = 20.0) -> bool:
-    """Poll a condition; return whether it came true within the limit."""
-    end = time.monotonic() + limit
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.001)
-    return True
 
 
 @pytest.mark.mpi(min_size=2)

@@ -253,7 +253,7 @@ def wrong_calls(async_op: bool) -> list[tuple[str, str, type[Exception], Call]]:
                 ("too many splits", RuntimeError, [4] * size + [0], None),
                 ("too few splits", RuntimeError, None, [4 * size] if size > 1 else [1, 3]),
                 ("negative splits", RuntimeError, [-1, *[4] * (size - 1), 5][: max(size, 1)], None),
-                ("a tuple of splits", TypeError, tuple([4] * size), None),
+                ("a text of splits", TypeError, "4" * size, None),
                 ("splits that are no numbers", TypeError, ["4"] * size, None),
                 ("fractions of rows", TypeError, [4.0] * size, None),
             )
@@ -273,7 +273,7 @@ def wrong_calls(async_op: bool) -> list[tuple[str, str, type[Exception], Call]]:
         ("broadcast_object_list", "a tuple", TypeError, lambda: dist.broadcast_object_list((1,), 0)),
         ("broadcast_object_list", "a root out of range", ValueError, lambda: dist.broadcast_object_list([1], size)),
         ("gather_object", "a tuple", TypeError, lambda: dist.gather_object(1, (1,) * size)),
-        ("gather_object", "a list that is too long", ValueError, lambda: dist.gather_object(1, [1] * (size + 1))),
+        ("gather_object", "a list that is too short", ValueError, lambda: dist.gather_object(1, [1] * (size - 1))),
         ("gather_object", "a root out of range", ValueError, lambda: dist.gather_object(1, group_dst=size)),
         ("gather_object", "what pickle refuses", Exception, lambda: dist.gather_object(lambda: 1, own)),
         ("scatter_object_list", "no place", ValueError, lambda: dist.scatter_object_list([], own)),

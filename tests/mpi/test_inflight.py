@@ -163,7 +163,6 @@ def test_a_write_to_what_has_been_received_is_noticed() -> None:
         other = dist.irecv(np.zeros(1), before, tag=1)
         dist.isend(np.ones(1), after, tag=1).wait()
         other.wait()
-        assert (y == 1).all()
         y[0] = 2
         with pytest.raises(dist.BufferInUseError, match="irecv"):
             work.wait()

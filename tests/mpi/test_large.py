@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import mpicoll as dist
-from mpicoll import ReduceOp, execution, groups
+from mpicoll import ReduceOp, groups, riding
 from mpicoll.engines import large
 from mpicoll.engines.mpi import MpiEngine
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("rounds_of_mpi")]
 
 LOWERED = 1000
 COUNTS = (60, 400)
@@ -56,8 +56,8 @@ def native(monkeypatch: pytest.MonkeyPatch) -> Calls:
     monkeypatch.setattr(MpiEngine, "call", noted)
     monkeypatch.setattr(large, "_contiguous", derived)
     monkeypatch.setattr(large, "COUNT_LIMIT", LOWERED)
-    monkeypatch.setattr(execution, "REPEATED_BYTES", LOWERED)
-    groups.state().world.repeated.clear()
+    monkeypatch.setattr(riding, "REPEATED_BYTES", LOWERED)
+    groups.state().world.rides.clear()
     return seen
 
 

@@ -32,9 +32,12 @@ def group_of_level(level: str) -> Iterator[Any]:
     dist.destroy_process_group(group)
 
 
+@pytest.mark.parametrize("rounds", ["as chosen", "of MPI"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_every_collective_at_every_level(level: str) -> None:
+def test_every_collective_at_every_level(level: str, rounds: str, request: pytest.FixtureRequest) -> None:
     """Sizes, roots and dtypes as ever, waited for or not, the same call again and again."""
+    if rounds == "of MPI":
+        request.getfixturevalue("rounds_of_mpi")
     me, size = dist.get_rank(), dist.get_world_size()
     with group_of_level(level) as group:
         assert group.level == level
@@ -103,6 +106,7 @@ def differ(group: Any, at: int, calls: int, **names: str) -> None:
         dist.all_reduce(np.ones(2), op, group=group)
 
 
+@pytest.mark.usefixtures("rounds_of_mpi")
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("at", [0, 3, EVERY - 1, EVERY, EVERY + 5])
 def test_the_rolling_fingerprint_finds_the_first_difference(at: int) -> None:
@@ -126,6 +130,37 @@ def test_the_rolling_fingerprint_finds_the_first_difference(at: int) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("call", ["all_reduce", "broadcast", "barrier"])
+def test_where_rounds_cost_nothing_each_call_is_compared(call: str) -> None:
+    """Members on one node find at ``roll``, too, what differs at the call itself; at ``off`` nothing is compared."""
+    me, world = dist.get_rank(), dist.group.WORLD
+    assert world is not None
+    if world.pair.lane.shared is None:
+        pytest.skip("the ranks make their rounds through MPI")
+    for level in ("roll", "full"):
+        with group_of_level(level) as group:
+            right = {
+                "all_reduce": lambda: dist.all_reduce(np.ones(2), group=group),
+                "broadcast": lambda: dist.broadcast(np.ones(2), 0, group=group),
+                "barrier": lambda: dist.barrier(group),
+            }
+            for _ in range(3):
+                right[call]()
+            with collective_raises(dist.CollectiveMismatchError, match="call 4 on group") as caught:
+                if me == 1:
+                    dist.all_reduce(np.ones(2), dist.ReduceOp.MAX, group=group)
+                else:
+                    right[call]()
+            assert "Nothing was moved, and the group can still be used" in str(caught.value), str(caught.value)
+            for _ in range(3):
+                right[call]()
+    with group_of_level("off") as group:
+        for _ in range(3):
+            dist.all_reduce(np.ones(2), dist.ReduceOp.MAX if me == 1 else dist.ReduceOp.SUM, group=group)
+
+
+@pytest.mark.usefixtures("rounds_of_mpi")
+@pytest.mark.mpi(min_size=2)
 def test_a_large_call_compares_what_came_before() -> None:
     """The rendezvous before a large transfer carries the rolling fingerprint, too."""
     with group_of_level("roll") as group:
@@ -134,6 +169,7 @@ def test_a_large_call_compares_what_came_before() -> None:
             dist.all_reduce(np.ones(100_000), group=group)
 
 
+@pytest.mark.usefixtures("rounds_of_mpi")
 @pytest.mark.mpi(min_size=2)
 def test_a_destroyed_group_is_compared_when_its_communicators_are_used_again() -> None:
     """Destroying waits for nobody; the next group of the same ranks finds what the last one's calls came to."""
@@ -149,6 +185,7 @@ def test_a_destroyed_group_is_compared_when_its_communicators_are_used_again() -
     dist.destroy_process_group(dist.new_group())
 
 
+@pytest.mark.usefixtures("rounds_of_mpi")
 @pytest.mark.mpi(min_size=2)
 def test_a_call_more_before_a_group_is_destroyed() -> None:
     """A call that one rank alone has made, and that ends by itself, is set against where the others destroyed the group."""
@@ -169,6 +206,7 @@ def test_a_call_more_before_a_group_is_destroyed() -> None:
     dist.destroy_process_group(still)
 
 
+@pytest.mark.usefixtures("rounds_of_mpi")
 @pytest.mark.mpi(min_size=2)
 def test_a_call_more_before_the_next_comparison() -> None:
     """Ranks that have made unequal numbers of calls never get in step again: the group is broken."""
@@ -184,6 +222,7 @@ def test_a_call_more_before_the_next_comparison() -> None:
             dist.broadcast(x, 0, group=group)
 
 
+@pytest.mark.usefixtures("rounds_of_mpi")
 @pytest.mark.mpi(min_size=2)
 def test_a_wrong_argument_where_calls_roll() -> None:
     """What makes a group is compared at every level: a wrong argument on one rank raises on all, and nothing hangs."""
@@ -193,6 +232,7 @@ def test_a_wrong_argument_where_calls_roll() -> None:
     before = world.level
     for level in ("roll", "off"):
         world.level = level  # type: ignore[assignment]
+        world.rides.clear()
         try:
             dist.all_reduce(np.ones(2))
             with collective_raises(ValueError if me == odd else dist.CollectiveMismatchError, match="world_size"):
@@ -208,6 +248,7 @@ def test_a_wrong_argument_where_calls_roll() -> None:
             dist.barrier()
         finally:
             world.level = before
+            world.rides.clear()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -285,6 +326,7 @@ def test_wrong_arguments_while_rolling() -> None:
         for _ in range(2 * EVERY):
             dist.all_reduce(x, group=group)
     before, world.level = world.level, "roll"
+    world.rides.clear()  # what is kept was prepared for the level before
     try:
         dist.all_reduce(x)
         with collective_raises((ValueError, dist.CollectiveMismatchError)):
@@ -293,4 +335,5 @@ def test_wrong_arguments_while_rolling() -> None:
             dist.all_reduce(x)
     finally:
         world.level = before
+        world.rides.clear()
     dist.barrier()

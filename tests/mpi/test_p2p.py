@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 import mpicoll as dist
+from mpicoll import waiting
+from mpicoll.persistent import MOST_BODIES
 
 pytestmark = pytest.mark.mpi
 
@@ -415,13 +417,15 @@ def test_batch_checks_its_list() -> None:
 
 @several
 def test_ranks_outside_the_group_are_warned() -> None:
-    """A rank that is not in the group gets a warning, and None, or -1 from recv."""
+    """A rank that is not in the group gets a warning, and None, or -1 from recv; send raises, as in torch."""
     group = dist.new_group([0])
     if dist.get_rank() == 0:
         dist.destroy_process_group(group)
         return
     x = np.zeros(2)
-    for name in ("send", "isend", "irecv"):
+    with pytest.raises(ValueError, match="Invalid process group specified"):
+        dist.send(x, group=group, group_dst=0)
+    for name in ("isend", "irecv"):
         with pytest.warns(UserWarning, match=rf"Running {name} on global rank {dist.get_rank()} which does not belong"):
             assert getattr(dist, name)(x, group=group, **{"group_src" if name == "irecv" else "group_dst": 0}) is None
     with pytest.warns(UserWarning, match="Running recv on global rank"):
@@ -587,3 +591,48 @@ def test_a_send_made_again_with_another_layout() -> None:
                 assert (b == a).all()
                 dist.recv(b.T, 0)
                 assert (b == a).all()
+
+
+@several
+@pytest.mark.parametrize("nbytes", [8_000, 40_000])
+def test_messages_from_and_into_ever_other_memory(nbytes: int) -> None:
+    """What is kept of an address serves whatever array is there next, and only so many addresses are kept."""
+    rank, world = dist.get_rank(), dist.group.WORLD
+    assert world is not None
+    if rank > 1:
+        return
+    store = np.zeros(10 * nbytes + 1, np.uint8)
+    offsets = np.random.default_rng(0).integers(0, 9 * nbytes, 60)
+    repeated = np.repeat(offsets, 2) + np.tile([0, 1], 60)  # every second one is not aligned
+    for turn, offset in enumerate(repeated.tolist()):
+        for dtype in (np.uint8, np.float64):
+            x = store[offset : offset + nbytes].view(dtype)
+            if rank == 0:
+                x[:] = turn % 200
+                dist.send(x, 1, tag=3)
+            else:
+                store[:] = 255
+                dist.recv(x, 0, tag=3)
+                assert (x == turn % 200).all()
+                assert (store[:offset] == 255).all()
+                assert (store[offset + nbytes :] == 255).all()
+    kept = [again for again in world.persistent if again.tag == 3 and again.bodies]
+    assert kept
+    assert all(len(again.bodies) <= MOST_BODIES for again in kept)
+
+
+@several
+def test_nobody_looks_for_messages_after_the_last_receive() -> None:
+    """A receive that its message met while it waited leaves nothing behind that would slow down those after it."""
+    rank, world = dist.get_rank(), dist.group.WORLD
+    assert world is not None
+    if rank > 1:
+        return
+    for turn in range(60):
+        x = np.zeros(1 + 200 * turn)
+        if rank == 0:
+            time.sleep(0.0001 * (turn % 4))
+            dist.send(x, 1, tag=3)
+        else:
+            dist.recv(x, 0, tag=3)
+            assert world.pair.receiver not in waiting.pending

@@ -234,7 +234,7 @@ def test_wrong_arguments() -> None:
                     right()
             assert not notes.held, (i, odd)
             dist.barrier()
-    with pytest.raises(TypeError, match="group"):
+    with pytest.raises(ValueError, match="group"):
         dist.should_stop(group="world")
 
 
@@ -365,3 +365,27 @@ def test_a_handler_that_raises() -> None:
             for _ in range(17):
                 step()
         dist.barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_signals_are_noted_once_the_registration_has_returned_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank notes them before the ranks agree, so none is lost on one that is slow; not where they do not agree."""
+    agree = stopping.execution.agree
+    noted = []
+
+    def watched(*given: Any) -> Any:
+        noted.append(notes.has(USR1))
+        if dist.get_rank() == 1:
+            to_me(USR1)  # another rank may be through already
+        return agree(*given)
+
+    before = signal.getsignal(USR1)
+    with monkeypatch.context() as patched:
+        patched.setattr(stopping.execution, "agree", watched)
+        dist.on_signal(lambda number: None, [USR1])
+    assert noted == [True]
+    assert [dist.should_stop() for _ in range(20)][-1]
+    dist.on_signal(None)
+    with collective_raises(dist.CollectiveMismatchError):
+        dist.on_signal(lambda number: None, [USR1 if dist.get_rank() else USR2])
+    assert signal.getsignal(USR1) == before

@@ -11,12 +11,12 @@ import pytest
 
 import mpicoll as dist
 from mpicoll import collectives, execution
-from mpicoll.buffers import array
+from mpicoll.buffers import array, handed
 from mpicoll.buffers.array import Memory
-from mpicoll.checks.call import Call, call_site
+from mpicoll.checks.call import AS_IT_IS, Call, call_site
 from mpicoll.engines.base import Kind, Movement
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("rounds_of_mpi")]
 
 
 def memberships(size: int) -> Iterator[tuple[list[int], bool]]:
@@ -202,8 +202,8 @@ def test_members_use_an_engine_that_serves_all_of_them() -> None:
     """The choice of the engine is part of the agreement: one that a single member cannot use is used by nobody."""
     group = dist.new_group()
     node, native = group.pair.node, group.pair.native
-    if node is None:
-        return  # its members are on several nodes: nothing to choose
+    if node is None or group.pair.choice.mode == "mpi":
+        return  # its members are on several nodes, or all goes through MPI: nothing to choose
     used: list[str] = []
 
     class Named:
@@ -222,7 +222,7 @@ def test_members_use_an_engine_that_serves_all_of_them() -> None:
             for everybody, able in ((True, True), (False, me > 0)):
                 used.clear()
                 flat = np.full(elements, me + 1.0)
-                call = Call("all_reduce", ("engine test", elements), call_site(), native=not able)
+                call = Call("all_reduce", ("engine test", elements), call_site(), native=0 if able else AS_IT_IS)
                 execution.run(group, call, Movement(Kind.ALL_REDUCE, recv=flat, op="SUM"), outputs=[flat])
                 expected = "node" if everybody else "native"
                 assert set(used) == {expected}, (elements, able, used)
@@ -236,7 +236,7 @@ def test_memory_that_is_packed_and_unpacked(monkeypatch: pytest.MonkeyPatch) -> 
     """Every collective gives the same through memory of the library's own that is packed when its transfer starts."""
     packs = unpacks = 0
 
-    def owned(value: Any, name: str, *, writable: bool) -> Memory:
+    def owned(value: Any, name: str, *, writable: bool, **_: Any) -> Memory:
         nonlocal packs, unpacks
         direct = array.adapt(value, name, writable=writable).flat
         flat = np.full(direct.size, 85, direct.dtype)  # whoever reads it unpacked gets wrong results
@@ -253,13 +253,14 @@ def test_memory_that_is_packed_and_unpacked(monkeypatch: pytest.MonkeyPatch) -> 
 
         return Memory(flat, value.shape, pack=pack, unpack=unpack if writable else None)
 
-    def owned_list(values: Any, name: str, *, writable: bool, length: int | None = None) -> list[Memory]:
+    def owned_list(values: Any, name: str, *, writable: bool, length: int | None = None, **_: Any) -> list[Memory]:
         array.adapt_list(values, name, writable=writable, length=length)
         return [owned(value, name, writable=writable) for value in values]
 
-    monkeypatch.setattr(collectives, "adapt", owned)
-    monkeypatch.setattr(collectives, "adapt_list", owned_list)
-    monkeypatch.setattr(collectives, "remember", lambda *_: None)  # what is remembered takes the array's own memory
+    for module in (collectives, handed):
+        monkeypatch.setattr(module, "adapt", owned)
+        monkeypatch.setattr(module, "adapt_list", owned_list)
+    monkeypatch.setattr(collectives, "_learn", lambda *_: None)  # what is kept takes the array's own memory
     group = dist.new_group()
     cases.every_collective(group, dtype="d")
     assert packs > 10

@@ -13,7 +13,13 @@ from mpicoll.errors import LaunchError
 from mpicoll.launch import library as library_module
 from mpicoll.launch import slurm as slurm_module
 
-TOLD = {"sum": 2.0, "size": 2, "hosts": ["n1"], "cuda": None, "threads": "MULTIPLE"}
+TOLD = {
+    "sum": 2.0,
+    "size": 2,
+    "hosts": ["n1"],
+    "cuda": [[], "nothing says that this MPI knows of GPUs", []],
+    "threads": "MULTIPLE",
+}
 
 
 @pytest.mark.parametrize(

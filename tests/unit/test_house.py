@@ -18,22 +18,29 @@ PACKAGE = Path(mpicoll.__file__).parent
 # Top to bottom. A room imports from the rooms below it and from itself, never from those above or beside it.
 ROOMS = (
     {"__main__"},
-    {"cli", "pytest_plugin"},
+    {"cli", "pytest_plugin", "distributed_c10d"},
     {"__init__"},
-    {"nn", "training"},
-    {"turns", "fused"},
-    {"allocation", "collectives", "object_messages", "objects", "p2p", "stopping", "subgroups"},
-    {"mesh", "stores"},
+    {"nn", "training", "methods"},
+    {"turns", "fused", "plans", "barriers", "backends", "device_mesh"},
+    {"subgroups"},
+    {"allocation", "collectives", "object_messages", "objects", "p2p", "stopping"},
+    {"tcpstore"},
+    {"stores"},
     {"runtime"},
+    {"underway"},
     {"persistent"},
+    {"riding"},
+    {"repeating"},
     {"execution"},
     {"lastwords"},
     {"patience"},
     {"leaving"},
     {"watchdog"},
+    {"progress"},
     {"communicators"},
     {"matching"},
-    {"topology", "profiles"},
+    {"topology", "devices", "capability"},
+    {"profiles"},
     {"work"},
     {"groups"},
     {"exits"},
@@ -66,8 +73,12 @@ SPEAKS_MPI = {
     "objects",
     "p2p",
     "persistent",
+    "plans",
+    "repeating",
+    "riding",
     "runtime",
     "topology",
+    "underway",
 }
 
 
@@ -178,3 +189,13 @@ def test_public_names() -> None:
         print([name for name in mpicoll.__all__ if not hasattr(mpicoll, name)])
     """
     assert in_fresh_python(source) == "[]"
+
+
+def test_one_module_knows_cupy() -> None:
+    """CuPy is imported in one place, which is loaded with the first array on a GPU."""
+    users = [
+        path
+        for path in modules()
+        if any(n.split(".")[0] == "cupy" for n in imports(ast.parse(path.read_text()), everywhere=True))
+    ]
+    assert users == [PACKAGE / "buffers" / "cuda.py"]

@@ -90,6 +90,27 @@ def test_those_whose_group_is_gone_are_passed_over() -> None:
     registry.check(_flight("isend", reads=(x,)))
 
 
+def test_what_is_lent_counts_until_it_is_taken_back() -> None:
+    """An operation that comes and goes is found while it is lent, keeps its memory for the next time, and no other's is lost."""
+    registry, x = Registry(), np.zeros(10)
+    lent, reader = _flight("all_reduce", writes=(x[:4],)), _flight("isend", reads=(x[2:],))
+    _issue(registry, "isend", reads=(x[6:],))
+    for _ in range(3):
+        registry.check(reader)
+        registry.lend(lent)
+        with pytest.raises(BufferInUseError, match="all_reduce"):
+            registry.check(reader)
+        registry.check(_flight("irecv", writes=(x[4:6],)))
+        registry._rebuild()
+        registry.take_back(lent)
+        registry.take_back(lent)
+    registry.check(reader)
+    with pytest.raises(BufferInUseError, match="isend"):
+        registry.check(_flight("irecv", writes=(x,)))
+    assert not registry.lent
+    assert len(registry.flights) == 1
+
+
 def test_a_dropped_handle_keeps_its_memory_until_the_end() -> None:
     """When nobody holds the handle any more the operation is forgotten, but not before it is over."""
     x = np.zeros(4)

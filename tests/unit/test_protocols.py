@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpicoll.buffers.array import adapt, adapt_list
-from mpicoll.buffers.protocols import as_numpy, viewed
+from mpicoll.buffers.array import adapt, adapt_list, viewed
+from mpicoll.buffers.protocols import as_numpy
 
 
 class Interface:
@@ -159,8 +159,8 @@ def test_arrays_on_devices_are_refused() -> None:
         def __dlpack_device__(self) -> Any:
             raise BufferError("on several devices")
 
-    for value in (Exported(np.ones(2), device=2), Cuda(np.ones(2))):
-        with pytest.raises(TypeError, match="parameter `x`: arrays on devices are not supported yet"):
+    for value in (Exported(np.ones(2), device=2), Exported(np.ones(2), device=10), Cuda(np.ones(2))):
+        with pytest.raises(TypeError, match="parameter `x`: of arrays on devices those of CUDA can be moved"):
             as_numpy(value, "x", writable=False)
     for value in (Exported(np.ones(2), device=3), Several(np.ones(2))):
         assert as_numpy(value, "x", writable=False) is not None, value

@@ -55,3 +55,21 @@ sys.stdin.read()
     maker.communicate()
     shared.sweep("segment")
     assert [path.name.split("-")[1] for path in folder.iterdir()] == ["other"]
+
+
+def test_a_mapping_keeps_no_descriptor(tmp_path: Path) -> None:
+    """What is written through one is read through the other, with no file open; what cannot be mapped is an OSError."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(8192))
+    before = os.listdir("/proc/self/fd")
+    with path.open("r+b") as file:
+        one, other = (shared.map_file(file.fileno(), 8192) for _ in range(2))
+    assert os.listdir("/proc/self/fd") == before
+    one[5000] = 7
+    assert (len(other), other[5000], path.read_bytes()[5000]) == (8192, 7, 7)
+    places = Path("/proc/self/maps").read_text().count(str(path))
+    assert places == 2
+    del one, other
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    with path.open("rb") as file, pytest.raises(OSError, match="denied"):
+        shared.map_file(file.fileno(), 8192)

@@ -2,7 +2,7 @@
 
 ranks: 2
 raises: DeadlockError on all
-says: recv | barrier | tag 1 | tag 2
+says: recv | barrier | tag 1 | tag 2 | pass the same tag= to its
 """
 
 import numpy as np
