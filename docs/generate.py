@@ -6,6 +6,7 @@ from the package itself.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import sys
@@ -31,19 +32,47 @@ NOT_APPLICABLE = {
     "ReduceScatterOptions": "options of torch's C++ backends",
     "ScatterOptions": "options of torch's C++ backends",
     "BackendConfig": "there is one backend, MPI",
-    "get_default_backend_for_device": "there is one backend, MPI",
+    "ProcessGroupGloo": "there is one backend, MPI; nor are the classes of other backends, such as ProcessGroupNCCL",
+    "GroupName": "a type of torch's own annotations; names are `str`",
     "register_rendezvous_handler": "ranks find each other through MPI",
     "rendezvous": "ranks find each other through MPI",
     "record_comm": "names calls in torch's profiler",
-    "reduce_op": "deprecated in torch; use ReduceOp",
+    "shrink_group": "torch has it for NCCL; in MPI the ranks that stay call `new_group(ranks, use_local_synchronization=True)`",
 }
 
 NOTES = {
-    "Work": "`get_future()` gives a `concurrent.futures.Future`",
+    "FileStore": "also `delete_key`, `num_keys`, queues",
+    "HashStore": "also queues",
+    "TCPStore": "also `secret=`: whoever does not know it is refused. After `init_process_group` it has one; a store that is "
+    "made before, to be given to it, needs one (any string that all ranks know and nobody else)",
+    "GroupMember": "`WORLD` cannot be replaced by another group",
+    "group": "`WORLD` cannot be replaced by another group",
+    "init_device_mesh": "`mesh` is an array of NumPy; one backend, so the values of `backend_override` are ignored",
+    "DeviceMesh": "`mesh` is an array of NumPy; `with mesh:` does nothing",
+    "Backend": "no other backend can be registered",
+    "DebugLevel": "the check level in torch's words",
+    "get_debug_level": "the check level: OFF, INFO for `roll`, DETAIL for `full`",
+    "get_default_backend_for_device": "MPI for every device that it serves",
+    "is_backend_available": "of MPI alone",
+    "set_debug_level": "for the next `init_process_group`: the groups that there are keep the level that their ranks agreed on",
+    "set_debug_level_from_env": "as `set_debug_level`; without the variable `MPICOLL_CHECK` counts",
+    "all_gather_into_tensor": "no FutureWarning",
+    "reduce_scatter_tensor": "no FutureWarning",
+    "monitored_barrier": "on every group; `err.ranks`, `err.calls`",
+    "new_subgroups_by_enumeration": "ranks in two groups raise before any is made",
+    "split_group": "on groups of the host, too",
+    "Work": "`get_future()` gives a `concurrent.futures.Future` that has torch's `wait`, `value` and `then`; no "
+    "`get_future_result`, `block_current_stream`, `boxed`, `unbox`",
     "ReduceOp": "AVG and PREMUL_SUM work on MPI",
+    "ProcessGroup": "the calls are its methods, without `*Options`; no `abort`, `get_group_store`, `merge_remote_group`, "
+    "`_start_coalescing`, `_end_coalescing`, `boxed`, `unbox`, nor `split_group` (`mpicoll.split_group` is)",
+    "get_process_group_ranks": "KeyError outside the group, where torch gives the ranks of another one",
+    "new_subgroups": "other ranks may divide other groups",
     "all_gather": "blocks may differ in size",
-    "all_gather_coalesced": "gives a `Work`; lists that differ raise",
-    "all_reduce_coalesced": "gives a `Work`; lists that differ raise",
+    "all_gather_coalesced": "gives a `Work` that has `done`, `value` and `then` of its Future; lists that differ raise; "
+    "no FutureWarning",
+    "all_reduce_coalesced": "gives a `Work` that has `done`, `value` and `then` of its Future; lists that differ raise; "
+    "no FutureWarning",
     "destroy_process_group": "never waits; refuses while works were never waited for",
     "get_node_local_rank": "from MPI once initialised",
     "init_process_group": "also `comm=`, `on_failure=`, `check=`; foreign backends taken with one warning",
@@ -52,6 +81,23 @@ NOTES = {
     "recv_object_list": "takes a message from any rank without `src=`",
     "recv": "a message that is too long is not lost",
 }
+
+
+OUTSIDE = {
+    "torch.distributed.nn.functional._all_gather_base": "private; `all_gather` has the gradient",
+    "torch.distributed._functional_collectives": "private, and made to be traced by `torch.compile`, which does not "
+    "see through the calls of this package; out of place, with gradients, are those of `mpicoll.nn.functional`",
+    "torch.distributed._coalescing_manager": "private, and it collects the launches of one backend's kernels; many arrays in "
+    "one call are `all_reduce_coalesced`, `all_gather_coalesced` and `average_gradients`",
+    "torch.distributed.Reducer": "of `DistributedDataParallel`, in C++; so are `GradBucket`, `Logger` and `BuiltinCommHookType`",
+    "torch.distributed.distributed_c10d": "here are the same names, as `mpicoll.distributed_c10d`; likewise `device_mesh`",
+    "torch.distributed.remote_device": "of `torch.distributed.rpc`, which is another library on its own connections; so are "
+    "`autograd` and `rpc`",
+    "torch.distributed.RankType": "a type of torch's own annotations; ranks are `int`",
+    "torch.distributed.algorithms": "models and hooks for `DistributedDataParallel`; so are `utils`, `config`, `constants`, "
+    "`c10d_logger` and `logging_handlers` torch's own affairs",
+}
+"""Why names that are not torch.distributed's own public ones, but are used, are not here."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +164,22 @@ def own_names() -> list[str]:
     return [name for name in mpicoll.__all__ if name not in torch_names() and name != "__version__"]
 
 
+def functional_rows() -> list[tuple[str, str]]:
+    """Return the calls of mpicoll.nn.functional, each with its first line; the module itself would import torch."""
+    tree = ast.parse((ROOT / "mpicoll" / "nn" / "functional.py").read_text())
+    found = []
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            arguments = node.args
+            bare = len(arguments.args) - len(arguments.defaults)
+            words = [each.arg for each in arguments.args]
+            words[bare:] = [
+                f"{word}={ast.unparse(default)}" for word, default in zip(words[bare:], arguments.defaults, strict=True)
+            ]
+            found.append((f"{node.name}({', '.join(words)})", (ast.get_docstring(node) or "").splitlines()[0]))
+    return sorted(found)
+
+
 def api_page() -> str:
     """Return docs/api.md."""
     lines = [
@@ -132,6 +194,21 @@ def api_page() -> str:
     for row in rows():
         call = f"`{row.name}({row.parameters})`" if row.parameters else f"`{row.name}`"
         lines.append(f"| {call} | {row.status} | {row.note} |")
+    lines += [
+        "",
+        "## Differentiable collectives",
+        "",
+        "`from mpicoll.nn import functional` has what `torch.distributed.nn.functional` has, with the same parameters.",
+        "Gradients of gradients flow; a rank outside the group gets a ValueError (torch warns and returns what was never set).",
+        "",
+        "| torch.distributed.nn.functional | what it returns |",
+        "|---|---|",
+        *(f"| `{call}` | {first.replace('``', '`')} |" for call, first in functional_rows()),
+        "",
+        "| not here | why |",
+        "|---|---|",
+        *(f"| `{name}` | {why} |" for name, why in OUTSIDE.items()),
+    ]
     lines += ["", "## Only here", "", "| name | what it is |", "|---|---|"]
     for name in own_names():
         first = (inspect.getdoc(getattr(mpicoll, name)) or "").splitlines()[0]

@@ -1,6 +1,7 @@
-"""Train a small neural network on handwritten digits, data-parallel, in plain NumPy.
+"""Train a small neural network on handwritten digits, data-parallel, in plain NumPy; or in CuPy, on GPUs.
 
     mpicoll run -n 4 examples/train_digits.py
+    mpicoll run -n 4 examples/train_digits.py --device cuda
 
 Needs scikit-learn (for its 1,797 digits, 8 x 8 pixels each; nothing is downloaded) and matplotlib:
 pip install "mpicoll[examples]". Prints a test accuracy of about 98 %, and draws the loss curve and the digits that the
@@ -16,6 +17,7 @@ import hashlib
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from rich.progress import Progress
@@ -25,7 +27,13 @@ import mpicoll as dist
 PIXELS, HIDDEN, DIGITS = 64, 64, 10
 BATCH, RATE, MOMENTUM, DECAY = 64, 0.1, 0.9, 1e-3
 
-Array = np.ndarray
+Array = Any  # of NumPy, or of CuPy with --device cuda
+xp: Any = np  # the package that computes; the calls of mpicoll are the same for both
+
+
+def on_host(array: Array) -> np.ndarray:
+    """Return an array of NumPy."""
+    return array if isinstance(array, np.ndarray) else array.get()
 
 
 # --- the network: one hidden layer, its parameters in one flat vector so that one all_reduce is enough ---------------
@@ -34,8 +42,8 @@ Array = np.ndarray
 def layers(flat: Array) -> list[Array]:
     """Return the weights and biases as views of a flat vector."""
     shapes = [(PIXELS, HIDDEN), (HIDDEN,), (HIDDEN, DIGITS), (DIGITS,)]
-    ends = np.cumsum([np.prod(shape) for shape in shapes])
-    return [flat[end - np.prod(shape) : end].reshape(shape) for shape, end in zip(shapes, ends, strict=True)]
+    ends = np.cumsum([np.prod(shape) for shape in shapes]).tolist()
+    return [flat[end - int(np.prod(shape)) : end].reshape(shape) for shape, end in zip(shapes, ends, strict=True)]
 
 
 def new_network(seed: int = 0) -> Array:
@@ -44,25 +52,25 @@ def new_network(seed: int = 0) -> Array:
     rng = np.random.default_rng(seed)
     for weights in layers(network)[::2]:
         weights[...] = rng.normal(scale=len(weights) ** -0.5, size=weights.shape)
-    return network
+    return xp.asarray(network)
 
 
 def predict(network: Array, images: Array) -> tuple[Array, Array]:
     """Return the probability of each digit for each image, and the hidden layer."""
     w1, b1, w2, b2 = layers(network)
-    hidden = np.tanh(images @ w1 + b1)
+    hidden = xp.tanh(images @ w1 + b1)
     scores = hidden @ w2 + b2
-    scores = np.exp(scores - scores.max(axis=1, keepdims=True))
+    scores = xp.exp(scores - scores.max(axis=1, keepdims=True))
     return scores / scores.sum(axis=1, keepdims=True), hidden
 
 
 def gradient_and_loss(network: Array, images: Array, labels: Array) -> Array:
     """Return the gradient of the cross entropy and, at its end, the loss: sums over the images."""
-    joint = np.zeros(network.size + 1)
+    joint = xp.zeros(network.size + 1)
     w1, b1, w2, b2 = layers(joint[:-1])
     probabilities, hidden = predict(network, images)
-    joint[-1] = -np.log(probabilities[np.arange(len(labels)), labels]).sum()
-    error = probabilities - np.eye(DIGITS)[labels]
+    joint[-1] = -xp.log(probabilities[xp.arange(len(labels)), labels]).sum()
+    error = probabilities - xp.eye(DIGITS)[labels]
     w2[...], b2[...] = hidden.T @ error, error.sum(axis=0)
     error = error @ layers(network)[2].T * (1 - hidden**2)
     w1[...], b1[...] = images.T @ error, error.sum(axis=0)
@@ -80,12 +88,12 @@ def train(network: Array, shard: Array, first: int, total: int, epochs: int, *, 
     """
     images, labels = shard[:, :-1], shard[:, -1].astype(int)
     world = 1 if alone else dist.get_world_size()
-    velocity = np.zeros_like(network)
+    velocity = xp.zeros_like(network)
     for epoch in range(epochs):
         rate = RATE * (1 + np.cos(np.pi * epoch / epochs)) / 2
         order = np.random.default_rng([1, epoch]).permutation(total)
         for batch in np.array_split(order, total // BATCH):
-            mine = batch[(first <= batch) & (batch < first + len(shard))] - first
+            mine = xp.asarray(batch[(first <= batch) & (batch < first + len(shard))] - first)
             joint = gradient_and_loss(network, images[mine], labels[mine])
             # The ranks hold different numbers of a batch's images. An average of their averages would be wrong: so each
             # gives its sum, and all are scaled alike, such that the average over ranks is the average over images.
@@ -105,10 +113,10 @@ def scatter_rows(rows: Array | None, total: int) -> tuple[Array, list[int]]:
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     bounds = [r * (total // world) + min(r, total % world) for r in range(world + 1)]
-    block = np.zeros((-(-total // world), PIXELS + 1))
+    block = xp.zeros((-(-total // world), PIXELS + 1))
     blocks = []
     if rows is not None:
-        blocks = [np.zeros_like(block) for _ in range(world)]
+        blocks = [xp.zeros_like(block) for _ in range(world)]
         for r, padded in enumerate(blocks):
             padded[: bounds[r + 1] - bounds[r]] = rows[bounds[r] : bounds[r + 1]]
     dist.scatter(block, blocks, src=0)
@@ -117,7 +125,7 @@ def scatter_rows(rows: Array | None, total: int) -> tuple[Array, list[int]]:
 
 def same_on_all_ranks(network: Array) -> bool:
     """Whether all ranks hold the same parameters, bit for bit."""
-    own = np.frombuffer(hashlib.sha256(network.tobytes()).digest(), np.uint8)
+    own = np.frombuffer(hashlib.sha256(on_host(network).tobytes()).digest(), np.uint8)
     everybodys = np.empty((dist.get_world_size(), own.size), np.uint8)
     dist.all_gather_into_tensor(everybodys, own)
     return bool((everybodys == own).all())
@@ -133,6 +141,7 @@ def load_digits() -> tuple[Array, Array]:
     digits = datasets.load_digits()
     rows = np.column_stack([digits.data / 16, digits.target])
     np.random.default_rng(0).shuffle(rows)
+    rows = xp.asarray(rows)
     return rows[360:], rows[:360]
 
 
@@ -191,6 +200,7 @@ def draw(path: str, losses: list[float], accuracies: list[float], test: Array, p
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to compute (default: cpu)")
     parser.add_argument("--epochs", type=int, default=30, help="passes over the training images (default: 30)")
     parser.add_argument("--plot", default="digits.png", metavar="PATH", help="where to draw (default: digits.png)")
     parser.add_argument("--no-plot", action="store_const", const=None, dest="plot", help="draw nothing")
@@ -198,12 +208,16 @@ def main() -> None:
     if options.epochs < 1:
         parser.error("--epochs must be at least 1")
 
+    if options.device == "cuda":
+        global xp
+        dist.select_device()  # this rank's GPU
+        import cupy as xp
     dist.init_process_group()
     rank, world = dist.get_rank(), dist.get_world_size()
 
     # Rank 0 has the data and the first parameters; the others get theirs from it.
     rows, test = load_digits() if rank == 0 else (None, None)
-    network = new_network() if rank == 0 else np.empty_like(new_network())
+    network = new_network() if rank == 0 else xp.empty_like(new_network())
     count = np.array([0 if rows is None else len(rows)])
     dist.broadcast(count, src=0)
     dist.broadcast(network, src=0)
@@ -224,7 +238,7 @@ def main() -> None:
                 sys.exit(f"rank {rank}: the ranks have different parameters after step {len(losses)}")
             if test is not None and len(losses) % steps == 0:
                 probabilities, _ = predict(network, test[:, :-1])
-                accuracies.append(float(np.mean(probabilities.argmax(axis=1) == test[:, -1])))
+                accuracies.append(float((probabilities.argmax(axis=1) == test[:, -1]).mean()))
                 progress.update(task, state=f"loss {loss:.3f}, test accuracy {accuracies[-1]:.1%}")
             progress.advance(task)
     seconds = time.monotonic() - started
@@ -235,10 +249,10 @@ def main() -> None:
         alone = new_network()
         for _ in train(alone, rows, 0, total, options.epochs, alone=True):
             pass
-        difference = np.abs(alone - network).max()
+        difference = float(abs(alone - network).max())
         print(f"one process that trains alone comes to the same parameters: largest difference {difference:.1e}")
         if options.plot:
-            draw(options.plot, losses, accuracies, test, probabilities)
+            draw(options.plot, losses, accuracies, on_host(test), on_host(probabilities))
             print(f"drew {options.plot}", flush=True)
         if difference > 1e-10:
             sys.exit("the ranks together did not train what one process trains alone")
