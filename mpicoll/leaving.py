@@ -415,7 +415,10 @@ def _failed(what: str, site: str) -> None:
         if base.job and not base.said:
             base.said = True
             record_failure(base.board.rank, _ending.code)
-            base.board.post("failed", (_ending.what[:1000], site, _ending.code), range(base.board.size))
+            finalizes = not _ending.in_thread and not _spoiled(base)
+            base.board.post(
+                "failed", (_ending.what[:1000], site, _ending.code, "", "", finalizes), range(base.board.size)
+            )
             base.board.flush(0.5)
 
 
@@ -559,7 +562,9 @@ def _leave_base(base: Base, reason: str, grace: float) -> None:
     if _ending.code and not _ending.because_of_others:
         _failed(_ending.what, _ending.site)
         _await_peers(board, grace)
-        alone = len(board.failed.keys() - {board.rank}) == board.size - 1  # every rank failed by itself
+        others = [failure for rank, failure in board.failed.items() if rank != board.rank]
+        # Each rank failed by itself, and none ends the job: where one does, MPI_Finalize would wait for it.
+        alone = len(others) == board.size - 1 and all(failure.finalizes for failure in others)
         if not alone or _spoiled(base) or _ending.in_thread:  # the main thread's own end would give 0
             _ending.stuck = True
         return

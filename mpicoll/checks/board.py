@@ -38,6 +38,7 @@ class Failure:
     Attributes:
         what, site: what ended it, and file:line.
         op, last: its last call and where the program made it, of one that could not say what ended it.
+        finalizes: it may call MPI_Finalize after all, when each rank has failed by itself; False: it ends the job, or is gone.
     """
 
     rank: int
@@ -46,6 +47,7 @@ class Failure:
     code: int
     op: str = ""
     last: str = ""
+    finalizes: bool = False
 
     def __str__(self) -> str:
         after = f", after its last call {self.op} at {self.last}" if self.op else ""
