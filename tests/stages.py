@@ -4,8 +4,8 @@
 multi-rank tests on several numbers of ranks, and the tests that start jobs of their own, all without those marked ``slow``.
 ``python tests/stages.py slow`` runs the rest, the tests of torch's tensors, which have an environment of their own, and some
 on Debian's Open MPI, where that is installed.
-Three stages run at a time: one that computes, and two of those that mostly wait, for jobs that hang and for Slurm. What loads
-the whole machine runs after them, alone.
+Three stages run at a time: one of tests on several ranks, one of jobs that hang, which mostly wait, and one of the rest. What
+loads the whole machine runs after them, alone.
 Options narrow it down while developing::
 
     python tests/stages.py fast --mpi openmpi --stage mpi --sizes 2,3 -- -k all_reduce
@@ -35,15 +35,22 @@ LOGS = ROOT / ".ci-logs"
 SIZES = (1, 2, 3, 4, 5)
 TENSOR_SIZES = (2, 3)
 FAST_SIZES = {"openmpi": (1, 3), "mpich": (3,)}  # in `make test`; the others in `make test-all`
-SLOW_SIZES = {"openmpi": (2, 3), "mpich": (2, 3)}  # with the long tests too, which say the same on each of these
+# The numbers of ranks with the long tests too, and with those alone that are `both_mpis`.
+SLOW_SIZES = {"openmpi": (2,), "mpich": (3,)}
+BOTH_SIZES = {"openmpi": (), "mpich": (2,)}
+TWO_NODES = {"openmpi": 0, "mpich": 4}
 THROUGH_MPI = 5  # ranks that share no memory in `make test-all`
-# The long tests on stand-ins for a GPU take a third of the time of a run, and say in `make test-all` on two ranks what they say.
+# The long tests on stand-ins for a GPU take a third of the time of a run: on the first MPI in `make test`, and then on two ranks.
+STANDINS_SIZE = 2
 STANDINS = tuple(
     f"--ignore=tests/mpi/{name}.py"
     for name in ("test_device_arrays", "test_device_link", "test_device_pieces", "test_handed_lists")
 )
-# What says little about the MPI below, or takes long: `make test` runs it on the first, the slow part on both.
-ONCE = ("unit", "hang", "examples")
+# What says little about the MPI below, or takes long: `make test` runs it on the first, the slow part on the second, without
+# what is long and not `both_mpis`.
+ONCE = ("unit", "launch", "hang", "examples")
+SHORT = ("-m", "not slow")
+SHORT_OR_BOTH = ("-m", "not slow or both_mpis")
 # Hard limits of one stage in seconds; a stage that needs more is broken or does not belong into `make test`.
 LIMITS = {"fast": 600.0, "slow": 2400.0}
 TAIL = 120  # lines of the log of a stage that failed
@@ -61,9 +68,10 @@ FOLDERS = {  # the stages that are plain pytest, and the folders they run
     "gpu": ("tests/gpu",),
     "cluster": ("tests/cluster",),
 }
-# What leaves the processors idle most of its time, and runs beside the rest.
-WAITING = {"hang": "hangs", "gpu": "hangs", "launch": "launchers", "cluster": "launchers"}
-LANES = ("computing", *dict.fromkeys(WAITING.values()))
+# What runs beside the tests on several ranks: jobs that hang, which leave the processors idle most of the time; and all others.
+BESIDE = {"hang": "hangs", "gpu": "hangs"}
+BESIDE |= dict.fromkeys(("unit", "launch", "examples", "cluster"), "others")
+LANES = ("ranks", *dict.fromkeys(BESIDE.values()))
 # What is run on the MPI that Debian has: on some ranks, and a handful of the tests of whole jobs.
 DEBIAN_SIZE = 3
 DEBIAN_HANG = ("tests/hang/test_waiting.py", "tests/hang/test_signals.py", "tests/hang/test_reports.py")
@@ -88,7 +96,7 @@ class Stage:
     def lane(self) -> str:
         """Beside what it runs: one of ``LANES``, which are driven at once, or "alone" after them."""
         kind = self.name.split()[-1]
-        return WAITING.get(kind, "alone" if kind == "scale" else LANES[0])
+        return BESIDE.get(kind, "alone" if kind == "scale" else LANES[0])
 
 
 @dataclass
@@ -126,24 +134,25 @@ def plan(
     for mpi in mpis:
         venv = f".venv-{mpi}"
         pytest = ("-m", "pytest", "-q", "--color=no", *marks, *extra)
-        multi = (*pytest, "--with-mpi", "tests/mpi")
+        ranks_of = ("--with-mpi", "tests/mpi")
+        half = (*pytest, *ranks_of)
         fast = FAST_SIZES[mpi] if tuple(sizes) == SIZES else tuple(sizes)
-        everything = ("-m", "pytest", "-q", "--color=no", *extra, "--with-mpi", "tests/mpi")
-        short = ("-m", "pytest", "-q", "--color=no", "-m", "not slow", *extra, "--with-mpi", "tests/mpi")
+        everything = ("-m", "pytest", "-q", "--color=no", *extra, *ranks_of)
+        short = ("-m", "pytest", "-q", "--color=no", *SHORT, *extra, *ranks_of)
+        short_or_both = ("-m", "pytest", "-q", "--color=no", *SHORT_OR_BOTH, *extra, *ranks_of)
         slow = SLOW_SIZES[mpi] if tuple(sizes) == SIZES else tuple(sizes)
-        ranks = [
-            Stage(
-                f"{mpi} mpi n={size}",
-                (
-                    *(multi if size in fast else everything if size in slow else short),
-                    *(STANDINS if part == "slow" and size != slow[0] else ()),
-                ),
-                venv,
-                size,
-            )
-            for size in sizes
-            if (size in fast if part == "fast" else size != THROUGH_MPI and (size in slow or size not in fast))
-        ]
+        both = BOTH_SIZES[mpi] if tuple(sizes) == SIZES else ()
+        ranks = []
+        for size in sizes:
+            if size in fast:
+                command = half  # the other in the other part
+                wanted = part == "fast" or size in slow
+            else:
+                command = everything if size in slow else short_or_both if size in both else short
+                wanted = part == "slow" and size not in (THROUGH_MPI, TWO_NODES[mpi])
+            standins = () if (mpi == mpis[0] if part == "fast" else size == STANDINS_SIZE) else STANDINS
+            if wanted:
+                ranks.append(Stage(f"{mpi} mpi n={size}", (*command, *standins), venv, size))
         if part == "slow" and THROUGH_MPI in sizes:
             # As ranks of several nodes do: without the memory that those of one node share.
             env = (("MPICOLL_ENGINE", "mpi"),)
@@ -155,11 +164,11 @@ def plan(
                 for size in sizes
                 if size in TENSOR_SIZES
             ]
-        if part == "slow" and mpi == "mpich":
-            # The tests of `make test` once more, on what MPICH takes for two nodes.
-            ranks.append(
-                Stage(f"{mpi} mpi n=4 two nodes", (*short, *STANDINS), venv, 4, (("MPIR_CVAR_NUM_CLIQUES", "2"),))
-            )
+        if part == "slow" and TWO_NODES[mpi] in sizes:
+            # On what MPICH takes for two nodes.
+            env = (("MPIR_CVAR_NUM_CLIQUES", "2"),)
+            size = TWO_NODES[mpi]
+            ranks.append(Stage(f"{mpi} mpi n={size} two nodes", (*short, *STANDINS), venv, size, env))
         for name in ("unit", "mpi", "launch", "hang", "scale", "examples", "gpu", "cluster"):
             if only and name not in only:
                 continue
@@ -168,10 +177,10 @@ def plan(
             if name == "mpi":
                 stages += ranks
             elif folders := [each for each in FOLDERS[name] if each.startswith("--") or _has_tests(ROOT / each)]:
-                other = ROOT / (".venv-mpich" if mpi == "openmpi" else ".venv-openmpi")
-                env = (("TEST_OTHER_VENV", str(other)),) if name == "launch" else ()
-                whole = name in ONCE and mpi != mpis[0]
-                chosen = ("-m", "pytest", "-q", "--color=no", *extra) if whole else pytest
+                elsewhere = ROOT / (".venv-mpich" if mpi == "openmpi" else ".venv-openmpi")
+                env = (("TEST_OTHER_VENV", str(elsewhere)),) if name == "launch" else ()
+                other = name in ONCE and mpi != mpis[0]
+                chosen = ("-m", "pytest", "-q", "--color=no", *SHORT_OR_BOTH, *extra) if other else pytest
                 stages.append(Stage(f"{mpi} {name}", (*chosen, *folders), venv, env=env))
     if _wants_debian(part, only) and _has_debian():
         tests = ("-m", "pytest", "-q", "--color=no", "-m", "not slow", *extra)

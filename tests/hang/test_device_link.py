@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from jobs import ROOT, JobResult, RunningJob, family, left_in_memory, run_job
 
+pytestmark = pytest.mark.slow
+
 START = """
 import os, signal, sys, time
 from datetime import timedelta

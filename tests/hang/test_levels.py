@@ -184,6 +184,7 @@ except dist.PeerExitedError as error:
         assert "job.py:" in text, job
 
 
+@pytest.mark.slow
 @LEVELS
 def test_a_killed_rank_is_noticed_at_every_level(level: str) -> None:
     """Ranks that wait for one that was killed raise PeerFailedError that says so, whatever is compared."""

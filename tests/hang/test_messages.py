@@ -190,6 +190,7 @@ sys.exit(7)
     assert "interrupted" in job.out[1], job
 
 
+@pytest.mark.slow
 def test_limits_and_deadlocks_of_calls_that_were_made_before() -> None:
     """A receive that is made again runs into the limit where its peer is late, and into a certificate where nobody can come."""
     job = run_job(

@@ -13,6 +13,9 @@ TESTS = Path(__file__).parent.parent
 FIRST = int(os.environ.get("TEST_MODEL_SEED", "0"))
 """Other programs than those of every run: TEST_MODEL_SEED=1000000 pytest tests/hang/test_model.py."""
 
+# With those of the first test 5,000 correct programs on MPICH, whose jobs are the faster ones.
+MANY = (2, 3, 4) if family() == "mpich" else (4,)
+
 
 def run_driver(size: int, at_most: float, **options: object) -> tuple[dict[str, dict[str, int]], JobResult]:
     """Run programs in one job, and return the table: what was flagged, harmless, missed and false, by mutation."""
@@ -48,16 +51,17 @@ def expect_right(capsys: pytest.CaptureFixture[str], size: int, at_most: float, 
 
 
 @pytest.mark.slow
+@pytest.mark.both_mpis
 def test_random_programs(capsys: pytest.CaptureFixture[str]) -> None:
     """Correct programs are never flagged; of mutated ones all that are wrong are, the harmless ones not."""
     expect_right(capsys, 3, 120, correct=500, mutated=60)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.both_mpis
+@pytest.mark.parametrize("size", MANY)
 def test_many_random_programs(capsys: pytest.CaptureFixture[str], size: int) -> None:
     """Correct programs are never flagged; of mutated ones all that are wrong are, the harmless ones not."""
-    # With those above 5,000 programs on MPICH, whose jobs are the faster ones.
     correct, mutated = (1500, 150) if family() == "mpich" else (200, 50)
     expect_right(capsys, size, 700, correct=correct, mutated=mutated)
 

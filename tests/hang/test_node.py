@@ -47,7 +47,11 @@ def run(act: int, limit: int, elements: int = 1 << 20) -> JobResult:
     return job
 
 
-@pytest.mark.parametrize("elements", [1, 5_000, 1 << 20], ids=["rides", "in one step", "in pieces"])
+@pytest.mark.parametrize(
+    "elements",
+    [1, pytest.param(5_000, marks=pytest.mark.slow), pytest.param(1 << 20, marks=pytest.mark.slow)],
+    ids=["rides", "in one step", "in pieces"],
+)
 def test_kill_nine(elements: int) -> None:
     """A rank that is killed in the middle: the others raise what says so, and no memory is left."""
     job = run(signal.SIGKILL, 20, elements)

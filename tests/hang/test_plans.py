@@ -14,7 +14,8 @@ import mpicoll as dist
 INIT = HEAD + "dist.init_process_group(timeout=timedelta(seconds=20))\nr, n = dist.get_rank(), dist.get_world_size()\n"
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 5000])
 def test_a_wait_has_a_limit(count: int) -> None:
     """The limit of one wait names the rank that has not started; then the group is broken, and a start says so.
 

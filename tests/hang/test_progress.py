@@ -61,6 +61,7 @@ def test_an_mpi_without_threads() -> None:
         assert f"mpicoll: rank {rank}: MPICOLL_PROGRESS=thread has no effect" in job.err[rank], job
 
 
+@pytest.mark.slow
 def test_it_sleeps_while_nothing_is_under_way() -> None:
     """The kernel has not once run it, and the process has hardly used the processor."""
     job = run_job(
@@ -89,7 +90,16 @@ print(switches() == before, time.process_time() - used < 0.3)
     assert job.out == ["True True\n"] * 2, job
 
 
-@pytest.mark.parametrize("ending", ["", "sys.exit(3)", "raise ValueError('of its own')", "MPI.Finalize()"])
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "",
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ("sys.exit(3)", "raise ValueError('of its own')", "MPI.Finalize()")
+        ),
+    ],
+)
 def test_a_program_ends_with_operations_under_way(ending: str) -> None:
     """It ends at once, as it does without the thread: named are the calls that nobody waited for, or what has failed."""
     job = run_job(
@@ -206,6 +216,7 @@ except dist.PeerFailedError as error:
     assert job.out[0] == "told True True\n", job
 
 
+@pytest.mark.slow
 def test_a_limit_holds() -> None:
     """The wait for an operation that the others never join ends at its limit, with the group broken."""
     job = run_job(
@@ -231,6 +242,7 @@ sys.exit(4)
     assert job.out[0] == "told True\n", job
 
 
+@pytest.mark.slow
 def test_certainty() -> None:
     """A rank that computes, with something under way, is not blocked; ranks that wait for each other for ever are."""
     job = run_job(

@@ -213,6 +213,7 @@ def test_session_that_ends_on_one_rank(suite: Suite) -> None:
     assert "rank 1 is at the end of its session" in result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_trouble_at_the_end_of_one_session(suite: Suite, tmp_path: Path) -> None:
     """A plugin that fails on one rank at the end of its session fails the job, and the others do not wait for it."""
     (tmp_path / "late.py").write_text(
@@ -505,6 +506,7 @@ def test_rank_zero_alone_writes_the_report(suite: Suite, tmp_path: Path) -> None
     assert "failed on rank 1; passed on rank 0" in (tmp_path / "report.xml").read_text()
 
 
+@pytest.mark.slow
 def test_option_limits_every_test(suite: Suite) -> None:
     """``--mpi-timeout`` is the limit of the tests without a mark."""
     result = suite("def test_it(): time.sleep(60 * rank)", 2, "--mpi-timeout=1")

@@ -230,10 +230,10 @@ print("done", flush=True)
 @pytest.mark.parametrize(
     "source",
     [
-        IN_ONE_JOB,
+        pytest.param(IN_ONE_JOB, marks=pytest.mark.slow),
         FROM_ONE_THAT_LEAVES.replace("CODE", "0"),
         FROM_ONE_THAT_LEAVES.replace("CODE", "3"),
-        ONE_NEVER_COMES,
+        pytest.param(ONE_NEVER_COMES, marks=pytest.mark.slow),
     ],
     ids=["calls", "ended", "failed", "init"],
 )

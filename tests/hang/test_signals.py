@@ -389,7 +389,9 @@ print("through", flush=True)
 """
 
 
-@pytest.mark.parametrize("engine", ["auto", "mpi"], ids=["by shared memory", "by MPI"])
+@pytest.mark.parametrize(
+    "engine", ["auto", pytest.param("mpi", marks=pytest.mark.slow)], ids=["by shared memory", "by MPI"]
+)
 def test_control_c_in_a_call_that_completes_all_the_same(engine: str) -> None:
     """It is raised when the call is over, with all its results there, and nothing left under way."""
     job = run_job(COMPLETE, 2, limit=40, env={"MPICOLL_ENGINE": engine})

@@ -204,6 +204,7 @@ print("through", dist.should_stop(), flush=True)
 """
 
 
+@pytest.mark.slow
 def test_children_end_by_sigterm() -> None:
     """Workers, forked or started, are ended by SIGTERM as ever, and their parent hears nothing of it."""
     result = run_job(CHILDREN, 1, limit=60)
@@ -214,6 +215,7 @@ def test_children_end_by_sigterm() -> None:
     assert not result.err[0], result
 
 
+@pytest.mark.slow
 def test_an_event_loop_keeps_its_place() -> None:
     """asyncio in the main thread wakes by its signals, and SIGTERM is still reported."""
     source = """

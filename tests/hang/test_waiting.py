@@ -85,7 +85,7 @@ sys.exit(4)
     assert "rank 1: has not come to it, it waits in recv float64[1] from rank 2 tag 0 at job.py:11" in job.out[0], job
 
 
-@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("before", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_initialise_again_after_a_late_rank(before: bool) -> None:
     """Ranks that gave init_process_group up call it again, and come together with the one that was late."""
     job = run_job(

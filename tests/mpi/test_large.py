@@ -250,6 +250,7 @@ def big_message(rank: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.both_mpis
 @pytest.mark.mpi_timeout(180)
 @pytest.mark.usefixtures("room")
 @pytest.mark.parametrize(
@@ -259,4 +260,4 @@ def big_message(rank: int) -> None:
 def test_more_than_2_gib(call: Callable[[int], None]) -> None:
     """Buffers, or totals, of more than 2**31 - 1 bytes move as others do."""
     call(dist.get_rank())
-    dist.barrier()
+    dist.barrier(timeout=LONG)

@@ -7,6 +7,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -378,25 +379,27 @@ def test_objects_of_more_than_2_gib() -> None:
     if dist.get_world_size() != 2:
         pytest.skip("2 ranks take 8 GiB already")
     me, count = dist.get_rank(), 2**31 + 1000
+    group = dist.new_group(timeout=timedelta(seconds=100))  # to fill them takes long on a busy machine
     marks = (0, 1, 2**30 - 1, 2**30, 2**31 - 1, 2**31, count - 1)
     objects: list[Any] = [None]
     if me == 0:
         objects = [np.zeros(count, np.uint8)]
         for i, mark in enumerate(marks):
             objects[0][mark] = i + 1
-    dist.broadcast_object_list(objects)
+    dist.broadcast_object_list(objects, group=group)
     assert objects[0].size == count
     assert [objects[0][mark] for mark in marks] == list(range(1, len(marks) + 1))
     assert np.count_nonzero(objects[0]) == len(marks)
     if me == 0:
-        dist.send_object_list([objects.pop().tobytes()], 1)
+        dist.send_object_list([objects.pop().tobytes()], 1, group=group)
     else:
         objects.clear()
         came: list[Any] = [None]
-        assert dist.recv_object_list(came, 0) == 0
+        assert dist.recv_object_list(came, 0, group=group) == 0
         assert sys.getsizeof(came[0]) > count
         assert [came[0][mark] for mark in marks] == list(range(1, len(marks) + 1))
-    dist.barrier()
+    dist.barrier(group)
+    dist.destroy_process_group(group)
 
 
 def test_the_pickle_is_of_protocol_5() -> None:
