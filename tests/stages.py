@@ -4,8 +4,8 @@
 multi-rank tests on several numbers of ranks, and the tests that start jobs of their own, all without those marked ``slow``.
 ``python tests/stages.py slow`` runs the rest, the tests of torch's tensors, which have an environment of their own, and some
 on Debian's Open MPI, where that is installed.
-Three stages run at a time: one of tests on several ranks, one of jobs that hang, which mostly wait, and one of the rest. What
-loads the whole machine runs after them, alone.
+Four stages run at a time: one of tests on several ranks, one of jobs that hang and one of Slurm, which mostly wait, and one of
+the rest. What loads the whole machine runs after them, alone.
 Options narrow it down while developing::
 
     python tests/stages.py fast --mpi openmpi --stage mpi --sizes 2,3 -- -k all_reduce
@@ -68,9 +68,13 @@ FOLDERS = {  # the stages that are plain pytest, and the folders they run
     "gpu": ("tests/gpu",),
     "cluster": ("tests/cluster",),
 }
-# What runs beside the tests on several ranks: jobs that hang, which leave the processors idle most of the time; and all others.
-BESIDE = {"hang": "hangs", "gpu": "hangs"}
-BESIDE |= dict.fromkeys(("unit", "launch", "examples", "cluster"), "others")
+# What runs beside the tests on several ranks: jobs that hang and those of Slurm, which mostly wait, and all others.
+BESIDE = {
+    "hang": "hangs",
+    "gpu": "hangs",
+    "cluster": "clusters",
+    **dict.fromkeys(("unit", "launch", "examples"), "others"),
+}
 LANES = ("ranks", *dict.fromkeys(BESIDE.values()))
 # What is run on the MPI that Debian has: on some ranks, and a handful of the tests of whole jobs.
 DEBIAN_SIZE = 3
