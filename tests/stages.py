@@ -36,11 +36,11 @@ SIZES = (1, 2, 3, 4, 5)
 TENSOR_SIZES = (2, 3)
 FAST_SIZES = {"openmpi": (1, 3), "mpich": (3,)}  # in `make test`; the others in `make test-all`
 # The numbers of ranks with the long tests too, and with those alone that are `both_mpis`.
-SLOW_SIZES = {"openmpi": (2,), "mpich": (3,)}
-BOTH_SIZES = {"openmpi": (), "mpich": (2,)}
+SLOW_SIZES = (3,)
+BOTH_SIZES = (2,)
 TWO_NODES = {"openmpi": 0, "mpich": 4}
 THROUGH_MPI = 5  # ranks that share no memory in `make test-all`
-# The long tests on stand-ins for a GPU take a third of the time of a run: on the first MPI in `make test`, and then on two ranks.
+# The tests on stand-ins for a GPU take a third of the time of a run: all on the first MPI, the short ones on the other.
 STANDINS_SIZE = 2
 STANDINS = tuple(
     f"--ignore=tests/mpi/{name}.py"
@@ -144,8 +144,8 @@ def plan(
         everything = ("-m", "pytest", "-q", "--color=no", *extra, *ranks_of)
         short = ("-m", "pytest", "-q", "--color=no", *SHORT, *extra, *ranks_of)
         short_or_both = ("-m", "pytest", "-q", "--color=no", *SHORT_OR_BOTH, *extra, *ranks_of)
-        slow = SLOW_SIZES[mpi] if tuple(sizes) == SIZES else tuple(sizes)
-        both = BOTH_SIZES[mpi] if tuple(sizes) == SIZES else ()
+        slow = SLOW_SIZES if tuple(sizes) == SIZES else tuple(sizes)
+        both = BOTH_SIZES if tuple(sizes) == SIZES else ()
         ranks = []
         for size in sizes:
             if size in fast:
@@ -154,7 +154,10 @@ def plan(
             else:
                 command = everything if size in slow else short_or_both if size in both else short
                 wanted = part == "slow" and size not in (THROUGH_MPI, TWO_NODES[mpi])
-            standins = () if (mpi == mpis[0] if part == "fast" else size == STANDINS_SIZE) else STANDINS
+            with_standins = (
+                mpi == mpis[0] if part == "fast" else size == STANDINS_SIZE or (mpi == mpis[0] and size in slow)
+            )
+            standins = () if with_standins else STANDINS
             if wanted:
                 ranks.append(Stage(f"{mpi} mpi n={size}", (*command, *standins), venv, size))
         if part == "slow" and THROUGH_MPI in sizes:
@@ -383,10 +386,11 @@ def never_run(outcomes: Sequence[Outcome]) -> list[str]:
     """Return the multi-rank tests that were skipped on every number of ranks, per MPI."""
     seen: dict[tuple[str, str], set[str]] = {}
     for outcome in outcomes:
-        # Debian's MPI is tried on one number of ranks.
-        if outcome.stage.size and not outcome.stage.env and outcome.stage.venv != ".venv-debian":
+        # Debian's MPI is tried on one number of ranks; what does not fit a special environment may be skipped there.
+        if outcome.stage.size and outcome.stage.venv != ".venv-debian":
             for name, kind in outcome.tests.items():
-                seen.setdefault((outcome.stage.venv.removeprefix(".venv-"), name), set()).add(kind)
+                if kind != "skipped" or not outcome.stage.env:
+                    seen.setdefault((outcome.stage.venv.removeprefix(".venv-"), name), set()).add(kind)
     return [f"{mpi} {name}" for (mpi, name), kinds in sorted(seen.items()) if kinds == {"skipped"}]
 
 

@@ -374,6 +374,7 @@ def test_objects_beside_operations_under_way() -> None:
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.mpi_timeout(240)
 @pytest.mark.slow
+@pytest.mark.both_mpis
 def test_objects_of_more_than_2_gib() -> None:
     """An array and bytes of 2**31 + 1000 bytes are received to the last byte."""
     if dist.get_world_size() != 2:
