@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from mpicoll.buffers.handed import Asked, Side, sides
 from mpicoll.buffers.layouts import joined
 from mpicoll.buffers.reduce_op import RedOpType, ReduceOp
 from mpicoll.buffers.staging import Fold, Held, Shadow
-from mpicoll.checks.call import AS_IT_IS, IN_PIECES, NOTHING, Call, Site, call_site
+from mpicoll.checks.call import AS_IT_IS, IN_PIECES, NOTHING, Call, Site, call_site, caller
 from mpicoll.checks.inflight import SEALED_BYTES, Flight, Seal, registry, written
 from mpicoll.engines.base import Kind, Movement
 from mpicoll.errors import wrong_argument
@@ -51,7 +50,6 @@ MOST_BLOCKS = 16
 """Members up to which blocks of an array on a GPU move in pieces: a quarter of a MiB of each is copied by itself."""
 
 _ndarray = np.ndarray
-_frame = sys._getframe
 
 
 class Prepared:
@@ -122,6 +120,7 @@ def run_prepared(
     try:
         limit = execution.call_limit(group, timeout)
         execution.check_name(name)
+        async_op = bool(async_op)
         with staging.Noted(stream) as noted:
             ready = prepare(group)
         flight = _flight(group, op, site, ready, async_op)
@@ -504,7 +503,7 @@ def all_reduce(
         except (KeyError, AttributeError, TypeError):
             pass
         else:
-            if ride.rides and tensor.flags.carray and riding.ride(known, ride, tensor, tensor, _frame(1)):
+            if ride.rides and tensor.flags.carray and riding.ride(known, ride, tensor, tensor, caller()):
                 return None
             if riding.again(group, key, tensor, tensor):
                 return None
@@ -1331,7 +1330,7 @@ def barrier(
             pass
         else:
             if known.stopping is None:
-                if ride.rides and riding.ride(known, ride, None, None, _frame(1)):
+                if ride.rides and riding.ride(known, ride, None, None, caller()):
                     return None
                 if riding.again(group, "barrier", None, None):
                     return None
@@ -1340,7 +1339,7 @@ def barrier(
         return None
     stopping = found.stopping if not async_op else None
     if plain:
-        repeating.repeat(found, _BARRIER, Movement(Kind.BARRIER), _frame(1))
+        repeating.repeat(found, _BARRIER, Movement(Kind.BARRIER), caller())
         if stopping is not None:
             stopping.deliver()
         if "barrier" not in found.rides:

@@ -155,6 +155,10 @@ class LaunchError(DistError):
     """The job was started in a way that cannot work; the message holds the command that would."""
 
 
+AGREED = "_mpicoll_agreed"
+"""Set on an exception that is an outcome of a call, which all members know of: the group is still good."""
+
+
 def in_one_line(error: BaseException) -> str:
     """Return an exception's message; of one over several lines the first, or the headline of its report."""
     lines = str(error).splitlines() or [""]

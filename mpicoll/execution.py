@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll import groups, waiting, watchdog
+from mpicoll import groups, waiting, watchdog, work
 from mpicoll.buffers import staging
 from mpicoll.buffers.staging import Shadow
 from mpicoll.checks.agreement import Flags, Ticket, When, agree_or_raise, explain
@@ -28,6 +28,7 @@ from mpicoll.engines.base import SMALL_BYTES, Engine, Kind, Movement, Request, b
 from mpicoll.engines.choice import NEVER
 from mpicoll.engines.node import OPS, NodeEngine, fold
 from mpicoll.errors import (
+    AGREED,
     CollectiveMismatchError,
     DistBackendError,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "finish_waiting",
     "guarded",
     "issue",
+    "look",
     "lost",
     "move_once",
     "native",
@@ -750,7 +752,9 @@ def drive(group: ProcessGroup, call: Call, steps: Generator[Request, None, Any],
         except CollectiveMismatchError:
             raise  # all members raise it, and the group is still good
         except BaseException as error:
-            if error is not call.error:
+            if error is call.error:
+                setattr(error, AGREED, True)
+            else:
                 # From here on the members are no longer in step: a signal handler raised, MPI or memory failed.
                 keep(steps, call)
                 keep_of(error)
@@ -832,6 +836,34 @@ def finish_waiting(operation: Operation, limit: float | None) -> None:
                     waiting.drop(operation)
     if operation.error is not None:
         raise operation.error
+
+
+def look(operation: Operation, polled: float) -> bool:
+    """Give an operation up that can never complete, or for which the program has polled too long; whether it is over.
+
+    Args:
+        polled: seconds since it was first asked for.
+    """
+    known = groups.current()
+    if known is None:
+        return False
+    waiting.serve()
+    if operation.call.explaining and polled < operation.limit:
+        return False
+    group, call = operation.group, operation.call
+    patience = (call.patience or CallWait)(group, call, operation.limit, operation.peer, operation.tag)
+    error = patience.ended(known.board, polled)
+    if error is None and polled >= operation.limit:
+        error = patience.timed_out(polled)
+    if error is None or operation.advance():
+        return operation.done
+    patience.give_up(error)
+    operation.abandon(error)
+    waiting.drop(operation)
+    return True
+
+
+work.look = look
 
 
 def _collectives_pending() -> bool:

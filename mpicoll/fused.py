@@ -24,6 +24,7 @@ from mpicoll.buffers.array import AnyArray, Memory, adapt, adapt_list, apart, sa
 from mpicoll.buffers.dtypes import Reduction, dtype_name, is_native, resolve_reduction
 from mpicoll.buffers.half import wide
 from mpicoll.buffers.reduce_op import RedOpType, ReduceOp
+from mpicoll.checks.call import caller
 from mpicoll.checks.inflight import SEALED_BYTES, registry
 from mpicoll.collectives import Prepared, run_prepared
 from mpicoll.engines.base import Kind, Movement
@@ -361,7 +362,7 @@ def all_reduce_coalesced(
         and name is None
         and type(op) is RedOpType
         and not registry.flights
-        and _repeat(found, "all_reduce_coalesced", op, tensors, BUCKET_BYTES, sys._getframe(1))
+        and _repeat(found, "all_reduce_coalesced", op, tensors, BUCKET_BYTES, caller())
     ):
         return None
 
@@ -429,7 +430,7 @@ def average_gradients(
         and name is None
         and type(bucket_bytes) is int
         and not registry.flights
-        and _repeat(found, "average_gradients", RedOpType.AVG, arrays, bucket_bytes, sys._getframe(1))
+        and _repeat(found, "average_gradients", RedOpType.AVG, arrays, bucket_bytes, caller())
     ):
         return None
 

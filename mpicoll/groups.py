@@ -368,6 +368,9 @@ class _Default:
 default = _Default()
 _state: State | None = None
 
+doomed = ""
+"""What has ended this rank's program, or a thread of it that communicated: other threads and exit handlers may still wait."""
+
 
 def set_state(new: State | None) -> None:
     """Install or remove the default group; for ``runtime`` alone."""

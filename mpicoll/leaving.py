@@ -293,6 +293,13 @@ def _excepthook(kind: type[BaseException], value: BaseException, trace: Tracebac
         return
     known = groups.current()
     board = _end_by(value)
+    hides = _hidden(value, known.world.rank() if known is not None else None)
+    if hides:
+        with _prefixed(_prefix(), value):
+            _found_hook(kind, value, trace)
+        if not _ending.because_of_others:
+            _tell_uncaught(value, trace)
+        return
     if _ending.because_of_others:
         sys.stderr.write(f"{_prefix()}{kind.__name__}: {in_one_line(value)}\n")
         sys.stderr.flush()
@@ -308,6 +315,38 @@ def _excepthook(kind: type[BaseException], value: BaseException, trace: Tracebac
         with _prefixed(_prefix(), value):
             _found_hook(kind, value, trace)
     _tell_uncaught(value, trace)
+
+
+def _hidden(error: BaseException, me: int | None) -> bool:
+    """Whether an error came while another one was handled that nobody has told, as of a ``finally`` with a barrier in it.
+
+    That is one of the program's own, or the library's with a report that this rank is to print; then the whole chain is shown,
+    without the library's own frames.
+    """
+    found, seen = False, error
+    for _ in range(20):
+        before = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+        if before is None:
+            break
+        seen = before
+        if isinstance(seen, DistError):
+            told = seen.report is not None and seen.reporter in (None, me)
+        else:
+            told = _of_program(seen.__traceback__)
+        found = found or told
+        seen.__traceback__ = _without_ours(seen.__traceback__)
+    if found:
+        error.__traceback__ = _without_ours(error.__traceback__)
+    return found
+
+
+def _of_program(trace: TracebackType | None) -> bool:
+    """Whether an exception has passed through the program's own lines."""
+    while trace is not None:
+        if not Site.inside(trace.tb_frame.f_code):
+            return True
+        trace = trace.tb_next
+    return False
 
 
 def _end_by(error: BaseException) -> Board | None:
@@ -330,7 +369,10 @@ def _tell_uncaught(error: BaseException, trace: TracebackType | None) -> None:
 
 
 def _in_words(error: BaseException) -> str:
-    said = in_one_line(error) if isinstance(error, DistError) and error.report is not None else str(error)
+    try:
+        said = in_one_line(error) if isinstance(error, DistError) and error.report is not None else str(error)
+    except Exception:
+        said = ""  # of a class whose __str__ raises
     kind = type(error).__name__
     return f"{kind}: {said}" if said else kind
 
@@ -413,6 +455,7 @@ def _failed(what: str, site: str) -> None:
     _ending.what, _ending.site = what, site
     for base in bases:
         if base.job and not base.said:
+            groups.doomed = f"{what[:200]} at {site}" if site else what[:200]
             base.said = True
             record_failure(base.board.rank, _ending.code)
             finalizes = not _ending.in_thread and not _spoiled(base)

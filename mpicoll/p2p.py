@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,7 +15,7 @@ from mpicoll import execution, groups, persistent, waiting
 from mpicoll.buffers import staging
 from mpicoll.buffers.array import AnyArray, Array, Memory, adapt
 from mpicoll.buffers.dtypes import is_native
-from mpicoll.checks.call import Call, call_site
+from mpicoll.checks.call import Call, call_site, caller
 from mpicoll.checks.envelope import SMALL_BYTES, write
 from mpicoll.checks.inflight import Flight, registry
 from mpicoll.engines.mpi import Together
@@ -30,7 +29,6 @@ from mpicoll.work import Operation, Work
 # What send and recv look up in every call.
 _default = groups.default
 _flights = registry.flights
-_frame = sys._getframe
 _get_ident = threading.get_ident
 _guard = waiting.guard
 _ndarray = np.ndarray
@@ -94,7 +92,7 @@ def send(
             again = None
         if again is not None and tensor.flags.c_contiguous and not (_pending or _flights):
             # Made before. All here, and not in functions: a call of a function takes as long as posting the message.
-            frame = _frame(1)
+            frame = caller()
             taken = False
             wrong: BaseException | None = None
             try:
@@ -184,7 +182,7 @@ def recv(
         except (KeyError, AttributeError):
             again = None
         if again is not None and not (_pending or _flights) and tensor.flags.carray:
-            frame = _frame(1)
+            frame = caller()
             receiver = known.pair.receiver
             posted = receiver.posted
             locked = False
@@ -262,7 +260,7 @@ def isend(
 
     Source: torch.distributed.isend; MPI-4.1 section 3.7.2.
     """
-    return _isend(_frame(1), tensor, dst, group, tag, group_dst, stream)
+    return _isend(caller(), tensor, dst, group, tag, group_dst, stream)
 
 
 def _isend(
@@ -310,7 +308,7 @@ def irecv(
 
     Source: torch.distributed.irecv; MPI-4.1 section 3.7.2.
     """
-    return _irecv(_frame(1), tensor, src, group, tag, group_src, stream)
+    return _irecv(caller(), tensor, src, group, tag, group_src, stream)
 
 
 def _irecv(
@@ -422,7 +420,7 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
             member_or_warn(op.group, op.op.__name__)
             continue
         start = _isend if op.op is isend else _irecv
-        work = start(_frame(1), op.tensor, op.peer, op.group, op.tag, None, None)
+        work = start(caller(), op.tensor, op.peer, op.group, op.tag, None, None)
         if work is not None:
             works.append(work)
     return works

@@ -63,6 +63,10 @@ VERDICT_WITHIN = 2.0
 GIVEN_UP_AFTER = 10.0
 
 
+DOOMED_AFTER = 0.1
+"""Seconds after which the waits of a rank that has failed end."""
+
+
 class CallWait:
     """What one wait on a group is for: its limit, who can never come, and what to say when it is over."""
 
@@ -112,9 +116,14 @@ class CallWait:
         search.look_for_dead(board, waited)
         if self.call.explaining and waited < EXPLAINED_WITHIN:
             return None  # members that have told everything raise, and end, before others have read it
-        certain = search.verdict(board)
-        if certain is not None:
-            return certain
+        return search.verdict(board) or self.ended(board, waited) or search.look(waited)
+
+    def ended(self, board: Board, waited: float) -> BaseException | None:
+        """Return an error when somebody who is needed has failed, has ended, or gave the group up; or this rank has failed."""
+        if groups.doomed and waited > DOOMED_AFTER:
+            return GroupBrokenError(
+                f"{self.describe()}: this rank has failed ({groups.doomed}), so nobody makes this call with it"
+            )
         for failure in tuple(board.failed.values()):
             if failure.rank in self.group.ranks or failure.rank not in board.announced:
                 board.announced.add(failure.rank)
@@ -129,7 +138,7 @@ class CallWait:
             broken = GroupBrokenError(f"{self.describe()}: rank {rank} gave the group up: {why}")
             broken.reporter = rank
             return broken
-        return search.look(waited)
+        return None
 
     def _verdict_comes(self, board: Board) -> bool:
         """Whether the group was given up for a certificate that names this rank, too: it comes from another one."""
@@ -505,8 +514,8 @@ def describe_state() -> State:
     rank = known.world.rank() if known is not None else -1
     waits = dict(_waits)
     # Of all threads that run Python, also those that the threading module has not started.
-    alive = set(sys._current_frames())
-    alive -= {thread.ident for thread in threading.enumerate() if thread.name.startswith("mpicoll-")}
+    alive, started = set(sys._current_frames()), threading.enumerate()
+    alive -= {thread.ident for thread in started if thread.name.startswith("mpicoll-")}
     users = (waiting.threads & alive) | {threading.main_thread().ident} | calling
     ours = list(known.groups.values()) if known is not None else []
     for group in ours:
@@ -525,8 +534,18 @@ def describe_state() -> State:
             for source, tag in group.pair.receiver.outstanding()
         ),
         doubtful=bool(alive - users),
+        patient=any(thread.ident in alive - users and not thread.daemon and not _idles(thread) for thread in started),
         looks=tuple(wait.looks for wait in waits.values()),
     )
+
+
+def _idles(thread: threading.Thread) -> bool:
+    """Whether it is a worker of a pool that has nothing to do: only another thread can give it something."""
+    pool = sys.modules.get("concurrent.futures.thread")
+    frame = sys._current_frames().get(thread.ident or 0)
+    if pool is None or frame is None:
+        return False
+    return (frame.f_code.co_filename, frame.f_code.co_name) == (pool.__file__, "_worker")
 
 
 def _of_destroyed(what: str) -> dict[Any, int]:
@@ -573,6 +592,7 @@ class Search:
     LEAVE_IT = 1.0
     AGAIN_WITHIN = 5.0
     DOUBTFUL_FOR = 2.0
+    PATIENT_FOR = 10.0
     AWAKE_WITHIN = 0.5
     PUBLISH_EVERY = 0.005
     DEAD_EVERY = 0.02
@@ -754,7 +774,8 @@ class Search:
             # One is, or this rank was, stopped, with its other threads: the time in which they do nothing begins anew.
             self._again(now)
             return None
-        if (doubtful and now - before[0] < self.DOUBTFUL_FOR) or not self._held_since(board, held, before[0]):
+        doubtful_for = self.PATIENT_FOR if any(states[rank].patient for rank in held) else self.DOUBTFUL_FOR
+        if (doubtful and now - before[0] < doubtful_for) or not self._held_since(board, held, before[0]):
             self._before = before
             self._again(now)
             return None

@@ -9,7 +9,6 @@ there, somebody makes another call) becomes an Operation, and all else is an asy
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -26,7 +25,7 @@ from mpicoll.buffers.half import wide
 from mpicoll.buffers.quiet import quietly
 from mpicoll.buffers.reduce_op import RedOpType, ReduceOp
 from mpicoll.checks.agreement import Ticket
-from mpicoll.checks.call import Call, Site, call_site
+from mpicoll.checks.call import Call, Site, call_site, caller
 from mpicoll.checks.inflight import Flight, registry, written
 from mpicoll.checks.rounds import MASK, RIDING_BYTES
 from mpicoll.engines.base import Kind, Movement
@@ -49,7 +48,6 @@ __all__ = ["Plan", "all_reduce_init"]
 _OP = "all_reduce"
 _now = time.monotonic_ns
 _ident = threading.get_ident
-_frame = sys._getframe
 _guard = waiting.guard
 _threads = waiting.threads
 _pending = waiting.pending
@@ -210,7 +208,7 @@ class Plan:
         if ride is None or _forked or group.broken is not None or group.destroyed or group.turn is not None:
             self._start_long()
             return
-        frame = _frame(1)
+        frame = caller()
         code, at = frame.f_code, frame.f_lasti
         _, known_code, known_at = self._place
         if known_code is not code or known_at != at:

@@ -18,7 +18,7 @@ from mpicoll.checks.call import NOTHING, NOWHERE, Call, Site, fingerprint
 from mpicoll.checks.levels import EVERY, Kept
 from mpicoll.engines.base import SMALL_BYTES, Kind, Movement, Request
 from mpicoll.engines.node import NodeEngine
-from mpicoll.errors import CollectiveMismatchError
+from mpicoll.errors import AGREED, CollectiveMismatchError
 from mpicoll.groups import ProcessGroup
 from mpicoll.kept import keep, keep_of
 from mpicoll.patience import CallWait, hopeless, local_wait
@@ -158,7 +158,7 @@ def repeat(group: ProcessGroup, known: Repeated, move: Movement, frame: FrameTyp
             raise execution.wrap(error, group, patience.call) from error
         except BaseException as error:
             keep_of(error)
-            if group.broken is None:
+            if group.broken is None and not getattr(error, AGREED, False):
                 patience_of(group, known, frame).give_up(error)
             raise
         finally:

@@ -31,7 +31,7 @@ from mpicoll.checks.rounds import MASK, RIDING_BYTES
 from mpicoll.engines.base import SMALL_BYTES, Kind, Movement
 from mpicoll.engines.node import OPS
 from mpicoll.engines.segment import Segment
-from mpicoll.errors import CollectiveMismatchError
+from mpicoll.errors import AGREED, CollectiveMismatchError
 from mpicoll.groups import ProcessGroup, default
 from mpicoll.kept import keep_of
 from mpicoll.repeating import REPEATED_BYTES, Repeated
@@ -316,7 +316,10 @@ def again(group: Any, key: Any, send: Any, recv: Any, depth: int = 2) -> bool:
         usual = send is recv and type(recv) is _ndarray and not found.lists and recv.flags.carray
         if not usual and not found.fits(send, recv):
             return False
-    frame = sys._getframe(depth)
+    try:
+        frame = sys._getframe(depth)
+    except ValueError:  # C called
+        frame = sys._getframe(depth - 1)
     if found.rides and ride(known, found, send, recv, frame):
         return True
     if found.crosses and cross(known, found, send if recv is None else recv, frame):
@@ -515,7 +518,7 @@ def _give_up(group: ProcessGroup, again: Repeated, frame: FrameType, error: Base
         patience = repeating.patience_of(group, again, frame)
         patience.give_up(error)
         raise execution.wrap(error, group, patience.call) from error
-    if group.broken is None:
+    if group.broken is None and not getattr(error, AGREED, False):
         repeating.patience_of(group, again, frame).give_up(error)
 
 

@@ -82,7 +82,7 @@ def new_group(
     members: tuple[int, ...] = ()
     try:
         members = _members(ranks, known.world.size(), sort_ranks)
-        _check(timeout, backend)
+        _check(timeout, backend, group_desc)
         if known.world.rank() in members:
             known.pool.check_room(members)
     except Exception as error:
@@ -296,7 +296,7 @@ def _subgroups(
     if problem is None:
         try:
             lists = [list(_members(ranks, known.world.size(), False)) for ranks in lists]
-            _check(timeout, backend)
+            _check(timeout, backend, group_desc)
         except Exception as error:
             problem = error
     key = () if problem else (("groups", len(lists)), ("ranks", tuple(map(tuple, lists))))
@@ -344,7 +344,7 @@ def split_group(
             raise ValueError("split_ranks cannot be None or empty")
         lists = [list(_members(ranks, parent.size(), True)) for ranks in split_ranks]
         _apart(lists, "split")
-        _check(timeout, backend)
+        _check(timeout, backend, group_desc)
     except Exception as error:
         problem = error
     key = () if problem else (("ranks", tuple(map(tuple, lists))),)
@@ -442,7 +442,9 @@ def _members(ranks: Any, size: int, sort_ranks: bool) -> tuple[int, ...]:
     return tuple(sorted(given) if sort_ranks else given)
 
 
-def _check(timeout: Any, backend: Any) -> None:
+def _check(timeout: Any, backend: Any, group_desc: Any) -> None:
+    if group_desc is not None and not isinstance(group_desc, str):
+        raise TypeError(f"group_desc must be a string, not {type(group_desc).__name__}")
     if timeout is not None and not isinstance(timeout, timedelta):
         raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout!r}")
     if timeout is not None and timeout <= timedelta(0):

@@ -534,8 +534,10 @@ class TCPStore(Store):
                 server.close()
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):
+        try:
             self.close()
+        except Exception:  # also at the interpreter's end, when modules have lost their names
+            pass
 
 
 _LONG = 86400.0

@@ -26,6 +26,9 @@ __all__ = ["ASLEEP", "Operation", "Work", "calling"]
 ASLEEP = 0.001
 """Seconds that who waits for an operation sleeps at a time while another thread moves it on."""
 
+LOOK_EVERY = 0.005
+"""Seconds between two looks, of a program that polls, at whether an operation can still complete."""
+
 STILL_WITHIN = 1.0
 """Seconds after which it is taken for granted that no other thread moves an operation on any more."""
 
@@ -52,8 +55,10 @@ class Operation:
         "held",
         "landing",
         "limit",
+        "next_look",
         "outputs",
         "peer",
+        "polled",
         "source",
         "tag",
     )
@@ -81,6 +86,10 @@ class Operation:
         self.tag = tag
         """Global rank at the other end of a point-to-point call (-1: any); None for a collective."""
         self.done = False
+        self.polled = (
+            0.0  # when it was first asked for and not over (time.monotonic), and when to look next at who is needed
+        )
+        self.next_look = 0.0
         self.error: BaseException | None = None
         self.future: Future[Any] | None = None
         self.landing: Callable[[], None] | None = None  # run at its end, for those who only wait for the future
@@ -273,6 +282,14 @@ class _WorkFuture(Future[Any]):
                 time.sleep(0.0002)
 
 
+def _no_look(operation: Operation, polled: float) -> bool:
+    return False
+
+
+look: Callable[[Operation, float], bool] = _no_look
+"""Gives an operation up that can never complete, given the seconds for which the program has polled (:mod:`execution`)."""
+
+
 class Work:
     """The handle of a call made with ``async_op=True``, of ``isend`` and of ``irecv``.
 
@@ -352,21 +369,36 @@ class Work:
         return True
 
     def is_completed(self) -> bool:
-        """Whether the call is done, well or not; makes progress and never waits."""
+        """Whether the call is done, well or not; makes progress and never waits.
+
+        Raises:
+            PeerFailedError, PeerExitedError, GroupBrokenError: it can never complete, as a member that it needs has failed,
+                has ended or gave the group up: a program that polls would do so for good.
+            CollectiveTimeoutError: the limit of the call has passed since this was first asked.
+        """
         with waiting.guard:
             done = self._poll()
-        if done:
+            lost = not done and self._is_lost()
+        if done or lost:
             self._observe()
             self._land()
-        return done
+        if lost and self._operation.error is not None:
+            raise self._operation.error
+        return done or lost
 
     def is_success(self) -> bool:
         """Whether the call is done and ended well."""
-        return self.is_completed() and self._operation.error is None
+        try:
+            return self.is_completed() and self._operation.error is None
+        except DistError:
+            return False
 
     def exception(self) -> BaseException | None:
         """Return what the call ended with, or None while it is under way or when it ended well."""
-        return self._operation.error if self.is_completed() else None
+        try:
+            return self._operation.error if self.is_completed() else None
+        except DistError as error:
+            return error
 
     def result(self) -> list[Any]:
         """Return the output arrays of a completed call.
@@ -437,6 +469,15 @@ class Work:
         if done:
             waiting.drop(self._operation)
         return done
+
+    def _is_lost(self) -> bool:
+        """Look, every few milliseconds, whether it can no longer complete, as a wait would, and give it up then."""
+        operation, now = self._operation, time.monotonic()
+        if now < operation.next_look:
+            return False
+        operation.polled = operation.polled or now
+        operation.next_look = now + LOOK_EVERY
+        return look(operation, now - operation.polled)
 
     def _observe(self) -> None:
         if not self._observed:

@@ -20,6 +20,7 @@ __all__ = [
     "Call",
     "Site",
     "call_site",
+    "caller",
     "compress_ranks",
     "fingerprint",
     "name_ranks",
@@ -84,6 +85,17 @@ def call_site() -> Site:
     while frame.f_code.co_filename.startswith(_no_places) and frame.f_back is not None:
         frame = frame.f_back
     return Site(frame.f_code, frame.f_lasti)
+
+
+def caller() -> FrameType:
+    """Return the frame that called the function which calls this one; that function's own, where C called it."""
+    try:
+        return _frame(2)
+    except ValueError:
+        return _frame(1)
+
+
+_frame = sys._getframe
 
 
 def program_site(frame: FrameType | None) -> str:

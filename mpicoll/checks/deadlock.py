@@ -67,6 +67,7 @@ class State:
         receives: (group, source, tag) of receives that are started and not complete; source -1: any.
         gone: the rank has ended, and will never do anything again.
         doubtful: other threads of the program are alive that have not used the library so far.
+        patient: one of them is no daemon, so the program waits for it at its end: it may well have something to do.
         looks: how often each wait has been found not to be over; it grows while the same state goes on.
     """
 
@@ -80,6 +81,7 @@ class State:
     receives: tuple[tuple[str, int, int], ...] = ()
     gone: bool = False
     doubtful: bool = False
+    patient: bool = False
     looks: tuple[int, ...] = field(default=(), compare=False)
 
     def issued(self, wait: Wait) -> float:

@@ -348,6 +348,39 @@ def test_arguments_wrong_on_one_rank(async_op: bool) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("lists", [False, True])
+def test_wrong_splits_of_a_call_that_is_made_again(lists: bool) -> None:
+    """Each time those that get too much or too little raise, the others CollectiveMismatchError, and the group goes on."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def call(more: int) -> None:
+        if lists:
+            dist.all_to_all([np.empty(1) for _ in range(size)], [np.ones(1 + more) for _ in range(size)])
+        else:
+            dist.all_to_all_single(np.empty(size), np.ones(size * (1 + more)))
+
+    for good in (2, 0, 0, 3):
+        for _ in range(good):
+            call(0)
+        problem = raised(lambda: call(int(rank == size - 1)))
+        assert isinstance(problem, (ValueError, dist.CollectiveMismatchError)), repr(problem)
+        still_works("splits that do not fit")
+
+
+@pytest.mark.parametrize("size", [1, 5000])
+def test_whether_to_wait_is_any_truth(size: int) -> None:
+    """``async_op`` may be what a comparison of NumPy gives, and what is neither true nor false raises on all."""
+    x = np.ones(size)
+    work = dist.all_reduce(x, async_op=x.sum() > 0)
+    assert work is not None
+    work.wait()
+    assert dist.all_reduce(x, async_op=x.sum() < 0) is None
+    with collective_raises((ValueError, dist.CollectiveMismatchError), match="truth value"):
+        dist.all_gather([np.empty(size) for _ in range(dist.get_world_size())], x, async_op=np.ones(2))
+    still_works("async_op")
+
+
+@pytest.mark.mpi(min_size=2)
 def test_missing_and_forbidden_lists_say_so_in_torchs_words() -> None:
     """gather_list and scatter_list belong on the root alone."""
     rank, size = dist.get_rank(), dist.get_world_size()
