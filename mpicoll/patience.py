@@ -78,6 +78,7 @@ class CallWait:
         "limit",
         "looks",
         "noted",
+        "origin",
         "peer",
         "stall_warn",
         "tag",
@@ -98,6 +99,7 @@ class CallWait:
         self.looks = 0  # times that it was found not to be over
         self.noted = False  # the ranks of this node can read that this one waits
         self.verdict_until = 0.0
+        self.origin: int | None = None  # the failed rank because of which it ends
         self._wait: Wait | None = None
 
     def describe(self) -> str:
@@ -126,8 +128,7 @@ class CallWait:
             )
         for failure in tuple(board.failed.values()):
             if failure.rank in self.group.ranks or failure.rank not in board.announced:
-                board.announced.add(failure.rank)
-                board.post("handling", None, [board.origin(failure.rank)])
+                self.origin = failure.rank
                 return self.because_failed(failure, waited)
         gone = [exit_.rank for exit_ in tuple(board.exited.values()) if self._needs(exit_)]
         if gone:
@@ -271,6 +272,9 @@ class CallWait:
         known = groups.current()
         heard = False
         if isinstance(reason, PeerFailedError) and known is not None:
+            if self.origin is not None:  # only now: where the call has come to its end after all, nothing is raised
+                known.board.announced.add(self.origin)
+                known.board.post("handling", None, [known.board.origin(self.origin)])
             for group in tuple(known.groups.values()):
                 if any(rank in group.ranks for rank in known.board.failed):
                     group.give_up(text)
