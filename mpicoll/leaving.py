@@ -293,19 +293,14 @@ def _excepthook(kind: type[BaseException], value: BaseException, trace: Tracebac
         return
     known = groups.current()
     board = _end_by(value)
-    hides = _hidden(value, known.world.rank() if known is not None else None)
-    if hides:
-        with _prefixed(_prefix(), value):
-            _found_hook(kind, value, trace)
-        if not _ending.because_of_others:
-            _tell_uncaught(value, trace)
-        return
-    if _ending.because_of_others:
+    me = known.world.rank() if known is not None else None
+    hides = _hidden(value, me)
+    if _ending.because_of_others and not hides:
         sys.stderr.write(f"{_prefix()}{kind.__name__}: {in_one_line(value)}\n")
         sys.stderr.flush()
         return
-    reporter = _reporter(value, board) if isinstance(value, DistError) else None
-    if known is not None and reporter not in (None, known.world.rank()):
+    reporter = _reporter(value, board) if isinstance(value, DistError) and not hides else None
+    if known is not None and reporter not in (None, me):
         first = in_one_line(value)
         sys.stderr.write(f"{_prefix()}{kind.__name__}: {first} ({traceback_site(trace)}; rank {reporter} tells more)\n")
         sys.stderr.flush()
@@ -314,7 +309,8 @@ def _excepthook(kind: type[BaseException], value: BaseException, trace: Tracebac
             trace = value.__traceback__ = _without_ours(trace)  # Python's own hook reads it from the exception
         with _prefixed(_prefix(), value):
             _found_hook(kind, value, trace)
-    _tell_uncaught(value, trace)
+    if not _ending.because_of_others:
+        _tell_uncaught(value, trace)
 
 
 def _hidden(error: BaseException, me: int | None) -> bool:
@@ -335,8 +331,6 @@ def _hidden(error: BaseException, me: int | None) -> bool:
             told = _of_program(seen.__traceback__)
         found = found or told
         seen.__traceback__ = _without_ours(seen.__traceback__)
-    if found:
-        error.__traceback__ = _without_ours(error.__traceback__)
     return found
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
+from types import FrameType
 from typing import Any
 
 from mpicoll import groups, waiting, watchdog
@@ -518,9 +519,10 @@ def describe_state() -> State:
     rank = known.world.rank() if known is not None else -1
     waits = dict(_waits)
     # Of all threads that run Python, also those that the threading module has not started.
-    alive, started = set(sys._current_frames()), threading.enumerate()
-    alive -= {thread.ident for thread in started if thread.name.startswith("mpicoll-")}
+    frames, started = sys._current_frames(), threading.enumerate()
+    alive = set(frames) - {thread.ident for thread in started if thread.name.startswith("mpicoll-")}
     users = (waiting.threads & alive) | {threading.main_thread().ident} | calling
+    others = alive - users
     ours = list(known.groups.values()) if known is not None else []
     for group in ours:
         _catch_up(group)
@@ -537,19 +539,16 @@ def describe_state() -> State:
             for group in ours
             for source, tag in group.pair.receiver.outstanding()
         ),
-        doubtful=bool(alive - users),
-        patient=any(thread.ident in alive - users and not thread.daemon and not _idles(thread) for thread in started),
+        doubtful=bool(others),
+        patient=any(each.ident in others and not (each.daemon or _idles(frames[each.ident])) for each in started),
         looks=tuple(wait.looks for wait in waits.values()),
     )
 
 
-def _idles(thread: threading.Thread) -> bool:
-    """Whether it is a worker of a pool that has nothing to do: only another thread can give it something."""
+def _idles(frame: FrameType) -> bool:
+    """Whether a thread is a worker of a pool that has nothing to do: only another thread can give it something."""
     pool = sys.modules.get("concurrent.futures.thread")
-    frame = sys._current_frames().get(thread.ident or 0)
-    if pool is None or frame is None:
-        return False
-    return (frame.f_code.co_filename, frame.f_code.co_name) == (pool.__file__, "_worker")
+    return pool is not None and frame.f_code is pool._worker.__code__
 
 
 def _of_destroyed(what: str) -> dict[Any, int]:

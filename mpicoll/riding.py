@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from mpicoll import execution, groups, repeating, waiting
 from mpicoll.buffers.layouts import joined
 from mpicoll.buffers.quiet import quiet_runner, quietly
 from mpicoll.checks.agreement import Ticket
-from mpicoll.checks.call import NOTHING
+from mpicoll.checks.call import NOTHING, caller
 from mpicoll.checks.inflight import registry
 from mpicoll.checks.rounds import MASK, RIDING_BYTES
 from mpicoll.engines.base import SMALL_BYTES, Kind, Movement
@@ -316,10 +315,7 @@ def again(group: Any, key: Any, send: Any, recv: Any, depth: int = 2) -> bool:
         usual = send is recv and type(recv) is _ndarray and not found.lists and recv.flags.carray
         if not usual and not found.fits(send, recv):
             return False
-    try:
-        frame = sys._getframe(depth)
-    except ValueError:  # C called
-        frame = sys._getframe(depth - 1)
+    frame = caller(depth)
     if found.rides and ride(known, found, send, recv, frame):
         return True
     if found.crosses and cross(known, found, send if recv is None else recv, frame):

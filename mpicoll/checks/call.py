@@ -87,12 +87,16 @@ def call_site() -> Site:
     return Site(frame.f_code, frame.f_lasti)
 
 
-def caller() -> FrameType:
-    """Return the frame that called the function which calls this one; that function's own, where C called it."""
+def caller(depth: int = 1) -> FrameType:
+    """Return the frame that called the function which calls this one; that function's own, where C called it.
+
+    Args:
+        depth: frames between the function that calls this one and the one looked for.
+    """
     try:
-        return _frame(2)
+        return _frame(depth + 1)
     except ValueError:
-        return _frame(1)
+        return _frame(depth)
 
 
 _frame = sys._getframe
