@@ -127,11 +127,13 @@ class CallWait:
             return GroupBrokenError(
                 f"{self.describe()}: this rank has failed ({groups.doomed}), so nobody makes this call with it"
             )
+        gone = [exit_.rank for exit_ in tuple(board.exited.values()) if self._needs(exit_)]
         for failure in tuple(board.failed.values()):
             if failure.rank in self.group.ranks or failure.rank not in board.announced:
+                if gone and failure.what.startswith(PeerExitedError.__name__):
+                    continue  # it failed since somebody is gone, as this wait does
                 self.origin = failure.rank
                 return self.because_failed(failure, waited)
-        gone = [exit_.rank for exit_ in tuple(board.exited.values()) if self._needs(exit_)]
         if gone:
             return self.because_exited([board.exited[rank] for rank in gone], waited)
         withdrawn = board.withdrawn.get(self.group.group_name)

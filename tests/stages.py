@@ -78,6 +78,8 @@ BESIDE = {
 LANES = ("ranks", *dict.fromkeys(BESIDE.values()))
 # What is run on the MPI that Debian has: on some ranks, and a handful of the tests of whole jobs.
 DEBIAN_SIZE = 3
+# How a test says that it was skipped for want of memory, say: no defect, but to be told at the end.
+LACKS = "this machine lacks"
 DEBIAN_HANG = ("tests/hang/test_waiting.py", "tests/hang/test_signals.py", "tests/hang/test_reports.py")
 
 
@@ -115,6 +117,7 @@ class Outcome:
     notes: list[str] = field(default_factory=list)
     skips: dict[tuple[str, str], int] = field(default_factory=dict)
     tests: dict[str, str] = field(default_factory=dict)
+    lacking: set[str] = field(default_factory=set)
     unsteady: list[str] = field(default_factory=list)
 
     def line(self) -> str:
@@ -207,14 +210,14 @@ def _has_debian() -> bool:
 
 
 def not_tested(part: str, only: Sequence[str], outcomes: Sequence[Outcome]) -> list[str]:
-    """Return what the tests on clusters and on Debian's MPI leave out since this machine lacks something."""
+    """Return what the tests leave out since this machine lacks something: a cluster, Debian's MPI, or memory."""
     lines = []
     for outcome in outcomes:
-        if outcome.stage.name.endswith(" cluster"):
-            reasons: dict[str, int] = {}
-            for (_, reason), count in outcome.skips.items():
+        reasons: dict[str, int] = {}
+        for (_, reason), count in outcome.skips.items():
+            if outcome.stage.name.endswith(" cluster") or reason.startswith(LACKS):
                 reasons[reason] = reasons.get(reason, 0) + count
-            lines += [f"{outcome.stage.name}: {count} tests: {reason}" for reason, count in reasons.items()]
+        lines += [f"{outcome.stage.name}: {count} tests: {reason}" for reason, count in reasons.items()]
     if _wants_debian(part, only) and not _has_debian():
         lines.append("debian: no mpirun.openmpi on this machine, or no .venv-debian (make .venv-debian/bin/mpiexec)")
     return lines
@@ -332,6 +335,8 @@ def _read(report: Path, outcome: Outcome) -> None:
             where = name.partition("[")[0]
             outcome.skipped += 1
             outcome.tests[name] = "skipped"
+            if reason.startswith(LACKS):
+                outcome.lacking.add(name)
             outcome.skips[where, reason] = outcome.skips.get((where, reason), 0) + 1
         else:
             outcome.passed += 1
@@ -383,15 +388,22 @@ def show(outcome: Outcome) -> None:
 
 
 def never_run(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return the multi-rank tests that were skipped on every number of ranks, per MPI."""
+    """Return the multi-rank tests that were skipped on every number of ranks, per MPI, but for what the machine lacks."""
     seen: dict[tuple[str, str], set[str]] = {}
+    lacking = set()
     for outcome in outcomes:
         # Debian's MPI is tried on one number of ranks; what does not fit a special environment may be skipped there.
         if outcome.stage.size and outcome.stage.venv != ".venv-debian":
+            mpi = outcome.stage.venv.removeprefix(".venv-")
+            lacking.update((mpi, name) for name in outcome.lacking)
             for name, kind in outcome.tests.items():
                 if kind != "skipped" or not outcome.stage.env:
-                    seen.setdefault((outcome.stage.venv.removeprefix(".venv-"), name), set()).add(kind)
-    return [f"{mpi} {name}" for (mpi, name), kinds in sorted(seen.items()) if kinds == {"skipped"}]
+                    seen.setdefault((mpi, name), set()).add(kind)
+    return [
+        f"{mpi} {name}"
+        for (mpi, name), kinds in sorted(seen.items())
+        if kinds == {"skipped"} and (mpi, name) not in lacking
+    ]
 
 
 def skip_lines(outcomes: Sequence[Outcome]) -> list[str]:
@@ -459,7 +471,7 @@ def main(argv: Sequence[str]) -> int:
         print("\n".join(f"  {outcome.stage.name}: {name}" for outcome in outcomes for name in outcome.unsteady))
     if lines := not_tested(options.part, only, outcomes):
         print("*" * 100)
-        print("*** NOT TESTED: this machine lacks what these need (tests/cluster/install.sh)")
+        print("*** NOT TESTED: this machine lacks what these need (for clusters: tests/cluster/install.sh)")
         print("\n".join(f"***   {line}" for line in lines))
         print("*" * 100, flush=True)
     passed, failed, skipped = (sum(getattr(o, kind) for o in outcomes) for kind in ("passed", "failed", "skipped"))

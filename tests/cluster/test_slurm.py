@@ -75,8 +75,9 @@ def test_killed_node(folder: Path) -> None:
     before = state()
     with slurm(folder) as up:
         assert not ours(state() - before, folder)
-        job = up.start(script(folder, "echo here; srun sleep 600", "-N 2 --no-requeue"))
-        up.wait_for(job, "here")
+        job = up.start(script(folder, "srun -l sh -c 'echo here; sleep 600'", "-N 2 --no-requeue"))
+        up.wait_for(job, "0: here")
+        up.wait_for(job, "1: here")
         up.kill_node("node2")
         done = up.finish(job, limit=200)
         assert done.state == "NODE_FAIL", done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -167,7 +168,8 @@ def test_messages_below_a_lowered_limit(native: Calls) -> None:
 
 BIG = 2**31 + 1000
 HALF = 1_100_000_000
-FREE = 12 << 30  # two ranks take 8.6 GiB at most
+FREE = 10 << 30  # two ranks take 8.6 GiB at most
+FREE_WITHIN = 90.0  # seconds: what runs beside this gives its memory back some time
 LONG = timedelta(seconds=150)
 PATTERN = 101
 
@@ -186,16 +188,24 @@ def is_pattern(x: Any, offset: int = 0) -> bool:
 
 @pytest.fixture
 def room() -> None:
-    """Skip unless two ranks share a machine with enough memory."""
+    """Skip unless two ranks share a machine with enough memory, now or soon."""
     if dist.get_world_size() != 2:
         pytest.skip("buffers of more than 2 GiB, only on 2 ranks")
-    free = np.zeros(1, np.int64)
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            free[0] = int(line.split()[1]) << 10
-    dist.all_reduce(free, ReduceOp.MIN)
-    if free[0] < FREE:
-        pytest.skip(f"less than {FREE >> 30} GiB of memory available")
+    until = time.monotonic() + FREE_WITHIN
+    while True:
+        state = np.array([available(), until - time.monotonic() > 0])
+        dist.all_reduce(state, ReduceOp.MIN)
+        if state[0] >= FREE:
+            return
+        if not state[1]:
+            pytest.skip(f"this machine lacks {FREE >> 30} GiB of memory")
+        time.sleep(1)
+
+
+def available() -> int:
+    """Return the bytes of memory that programs could have."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) << 10
 
 
 def big_all_reduce(rank: int) -> None:
@@ -264,7 +274,7 @@ BIG_CALLS = [
 
 @pytest.mark.slow
 @pytest.mark.both_mpis
-@pytest.mark.mpi_timeout(180)
+@pytest.mark.mpi_timeout(300)
 @pytest.mark.usefixtures("room")
 @pytest.mark.parametrize("call", BIG_CALLS if jobs.family() == "mpich" else BIG_CALLS[:3])
 def test_more_than_2_gib(call: Callable[[int], None]) -> None:

@@ -15,7 +15,7 @@ from mpicoll.checks.call import Call, call_site
 from mpicoll.checks.entries import Entry
 from mpicoll.checks.report import deadlock
 from mpicoll.checks.slots import Place
-from mpicoll.errors import DeadlockError, GroupBrokenError
+from mpicoll.errors import DeadlockError, GroupBrokenError, PeerExitedError, PeerFailedError
 from mpicoll.patience import CallWait, await_death, search, told_dead, waits_now
 
 RANKS, ME = 1_000, 500
@@ -172,3 +172,16 @@ def test_a_certificate_is_waited_for(board: SyntheticBoard, monkeypatch: pytest.
     board.withdrawn.clear()
     board._read("withdrawn", 501, ("1", "it is a deadlock", ((501, 502),)))
     assert isinstance(wait().check(0.01), GroupBrokenError)
+
+
+def test_whoever_ended_is_named_before_those_that_failed_for_it(board: SyntheticBoard) -> None:
+    """Each rank that waits for one that has ended says so itself, also where another was faster to fail."""
+    board._read("exited", 499, ({}, {}, {}, "ended the program"))
+    board._read("failed", 501, ("PeerExitedError: barrier on group WORLD", "train.py:3", 1))
+    error = wait().ended(board, 0.01)
+    assert isinstance(error, PeerExitedError)
+    assert "rank 499 ended the program" in str(error)
+    board._read("failed", 502, ("ValueError: no such file", "train.py:5", 1))
+    error = wait().ended(board, 0.01)
+    assert isinstance(error, PeerFailedError)
+    assert "rank 502 failed: ValueError" in str(error)
