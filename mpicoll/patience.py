@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
-from types import FrameType
+from types import CodeType
 from typing import Any
 
 from mpicoll import groups, waiting, watchdog
@@ -403,8 +403,8 @@ def tell_place() -> None:
     known = groups.current()
     if known is None or known.board.slots is None:
         return
-    frame = sys._current_frames().get(known.thread)
-    known.board.slots.tell_place(program_site(frame), *_last_call(known)[:2])
+    site = program_site(sys._current_frames().get(known.thread))
+    known.board.slots.tell_place(site, *_last_call(known)[:2])
 
 
 def await_death(board: Board) -> str:
@@ -521,8 +521,9 @@ def describe_state() -> State:
     rank = known.world.rank() if known is not None else -1
     waits = dict(_waits)
     # Of all threads that run Python, also those that the threading module has not started.
-    frames, started = sys._current_frames(), threading.enumerate()
-    alive = set(frames) - {thread.ident for thread in started if thread.name.startswith("mpicoll-")}
+    # What they run and no frames: this one among them would keep all that is in use here until Python looks for cycles.
+    runs, started = {ident: frame.f_code for ident, frame in sys._current_frames().items()}, threading.enumerate()
+    alive = set(runs) - {thread.ident for thread in started if thread.name.startswith("mpicoll-")}
     users = (waiting.threads & alive) | {threading.main_thread().ident} | calling
     others = alive - users
     ours = list(known.groups.values()) if known is not None else []
@@ -542,15 +543,15 @@ def describe_state() -> State:
             for source, tag in group.pair.receiver.outstanding()
         ),
         doubtful=bool(others),
-        patient=any(each.ident in others and not (each.daemon or _idles(frames[each.ident])) for each in started),
+        patient=any(each.ident in others and not (each.daemon or _idles(runs[each.ident])) for each in started),
         looks=tuple(wait.looks for wait in waits.values()),
     )
 
 
-def _idles(frame: FrameType) -> bool:
+def _idles(code: CodeType) -> bool:
     """Whether a thread is a worker of a pool that has nothing to do: only another thread can give it something."""
     pool = sys.modules.get("concurrent.futures.thread")
-    return pool is not None and frame.f_code is pool._worker.__code__
+    return pool is not None and code is pool._worker.__code__
 
 
 def _of_destroyed(what: str) -> dict[Any, int]:
