@@ -26,7 +26,7 @@ from mpicoll.errors import (
     PeerFailedError,
 )
 from mpicoll.launch.diagnosis import ask_srun, check_before_mpi, check_world, script_of, unused_allocation
-from mpicoll.launch.environment import local_rank_hint, mark_rank
+from mpicoll.launch.environment import local_rank_hint, mark_rank, read_launcher
 from mpicoll.launch.rundir import scrub
 from mpicoll.settings import LEVELS, Cuda, Level, Settings, read_settings, warn_caller
 
@@ -92,7 +92,7 @@ def init_process_group(
     Called by all ranks of ``comm``; starts MPI where nobody has yet.
 
     Args:
-        backend: None or "mpi"; "gloo", "nccl", "ucc" and "cpu:gloo,cuda:nccl" are taken with one warning.
+        backend: None or "mpi"; "gloo", "nccl", "ucc" and "cpu:gloo,cuda:nccl" are taken with one warning, on the first rank.
         init_method: taken for compatibility: ranks find each other through MPI.
         timeout: limit of every wait on this group, and on groups made from it; default ``MPICOLL_TIMEOUT`` or 1800 s.
         world_size, rank: checked against MPI; -1 when not given.
@@ -365,9 +365,11 @@ def check_backend(backend: Any) -> None:
 
 
 def _warn_once(topic: str, message: str) -> None:
+    """Warn once in a job: on its first rank."""
     if topic not in _warned:
         _warned.add(topic)
-        warn_caller(message)
+        if not read_launcher(os.environ).rank:
+            warn_caller(message)
 
 
 def _start_mpi(limit: float, world_size: Any = None) -> None:

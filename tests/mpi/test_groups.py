@@ -454,11 +454,15 @@ def test_init_refuses_wrong_arguments_on_all_ranks(monkeypatch: pytest.MonkeyPat
 
 
 def test_names_of_other_backends_are_taken_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gloo, nccl and their kin mean MPI here, and say so once."""
+    """gloo, nccl and their kin mean MPI here, and say so once in a job."""
     monkeypatch.setattr("mpicoll.runtime._warned", set())
+    me = dist.get_rank()
     with restarted():
-        with pytest.warns(UserWarning, match="gloo"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             dist.init_process_group("gloo", "env://", timeout=timedelta(seconds=30))
+        told = [str(each.message) for each in caught]
+        assert told == (["backend='gloo': mpicoll moves everything over MPI instead"] if me == 0 else [])
         assert dist.get_backend() == "mpi"
         with warnings.catch_warnings():
             warnings.simplefilter("error")
