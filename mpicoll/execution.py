@@ -52,6 +52,7 @@ __all__ = [
     "lost",
     "move_once",
     "native",
+    "over",
     "plain_print",
     "run",
     "sending",
@@ -844,17 +845,9 @@ def look(operation: Operation, polled: float) -> bool:
     Args:
         polled: seconds since it was first asked for.
     """
-    known = groups.current()
-    if known is None:
-        return False
-    waiting.serve()
-    if operation.call.explaining and polled < operation.limit:
-        return False
     group, call = operation.group, operation.call
     patience = (call.patience or CallWait)(group, call, operation.limit, operation.peer, operation.tag)
-    error = patience.ended(known.board, polled)
-    if error is None and polled >= operation.limit:
-        error = patience.timed_out(polled)
+    error = over(patience, polled)
     if error is None or operation.advance():
         return operation.done
     patience.give_up(error)
@@ -864,6 +857,17 @@ def look(operation: Operation, polled: float) -> bool:
 
 
 work.look = look
+
+
+def over(patience: CallWait, polled: float) -> BaseException | None:
+    """Return an error when what a program polls can never complete, or has been polled past its limit."""
+    known = groups.current()
+    if known is None:
+        return None
+    waiting.serve()
+    if patience.call.explaining and polled < patience.limit:
+        return None
+    return patience.ended(known.board, polled) or (patience.timed_out(polled) if polled >= patience.limit else None)
 
 
 def _collectives_pending() -> bool:

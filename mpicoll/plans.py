@@ -35,7 +35,7 @@ from mpicoll.kept import keep_of
 from mpicoll.patience import CallWait, local_wait
 from mpicoll.repeating import Repeated
 from mpicoll.riding import IN_TURN, SUM_UP, Ride
-from mpicoll.work import Operation, Work
+from mpicoll.work import LOOK_EVERY, Operation, Work
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -126,10 +126,12 @@ class Plan:
         "_key",
         "_landed",
         "_lock",
+        "_next_look",
         "_number",
         "_op",
         "_operation",
         "_place",
+        "_polled",
         "_ride",
         "_sent",
         "_site",
@@ -162,6 +164,9 @@ class Plan:
         self._error: BaseException | None = None
         self._sent = self._landed = b""
         self._number = self._calls = 0
+        self._polled = self._next_look = (
+            0.0  # when the program first asked for it (time.monotonic), and when to look next
+        )
         self._slot: Any = None
         self._ride: Ride | None = None
         self._flight: Flight | None = None
@@ -346,6 +351,9 @@ class Plan:
         """Whether nothing is under way: the call that was started is done, well or not. Makes progress and never waits.
 
         A plan that was started needs its ``wait`` all the same before it is started again.
+
+        Raises:
+            PeerFailedError, PeerExitedError, GroupBrokenError, CollectiveTimeoutError: as :meth:`mpicoll.Work.is_completed`.
         """
         work = self._work
         if work is not None:
@@ -364,7 +372,30 @@ class Plan:
             self._landed = b""
             if self._flight is not None:
                 registry.take_back(self._flight)  # the program may use its memory again
+        elif self._is_lost() and self._error is not None:
+            self.group.unwaited.pop(id(self), None)
+            raise self._error
         return done
+
+    def _is_lost(self) -> bool:
+        """Look, every few milliseconds, whether it can no longer complete, as a wait would, and give it up then."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return False
+        self._polled = self._polled or now
+        self._next_look = now + LOOK_EVERY
+        operation = self._operation
+        if operation is not None:
+            lost = execution.look(operation, now - self._polled)
+            self._error = operation.error
+            return lost
+        patience = CallWait(self.group, self.call, self.group.timeout)
+        error = execution.over(patience, now - self._polled)
+        if error is None or self._looked():
+            return False
+        patience.give_up(error)
+        self._lose(error)
+        return True
 
     def advance(self) -> bool:
         """Move on what rides, without waiting; for the waits of the process. It leaves their list by itself: False.
@@ -465,6 +496,7 @@ class Plan:
         if self._flight is not None:
             registry.take_back(self._flight)
         self._operation = self._error = None
+        self._polled = self._next_look = 0.0
         self._started = False
 
     def __repr__(self) -> str:

@@ -21,7 +21,7 @@ from mpicoll.kept import keep, keep_of
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
 
-__all__ = ["ASLEEP", "Operation", "Work", "calling"]
+__all__ = ["ASLEEP", "LOOK_EVERY", "Operation", "Work", "calling"]
 
 ASLEEP = 0.001
 """Seconds that who waits for an operation sleeps at a time while another thread moves it on."""
