@@ -6,6 +6,7 @@ Importing it starts nothing: MPI is loaded by :func:`init_process_group`, and ev
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from mpicoll._version import __version__
@@ -368,6 +369,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'mpicoll' has no attribute {name!r}")
     value = getattr(importlib.import_module(home), own_name)
     globals()[name] = value
+    if "torch" in sys.modules:
+        importlib.import_module("mpicoll.compiled").leave_alone()
     return value
 
 

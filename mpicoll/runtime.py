@@ -257,6 +257,10 @@ def init_process_group(
         state.secret = base.topology.secret
         if devices is not None:
             devices.warn_of_sharing(me, base.topology.devices, base.topology.node_of, base.topology.hosts)
+    if "torch" in sys.modules:
+        from mpicoll.compiled import leave_alone
+
+        leave_alone()
     _initialisations = flags.block_bytes
     state.world.level = level
     state.world.calls, state.world.last = 0, None  # numbers in messages are those of the program's own calls

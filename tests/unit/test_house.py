@@ -51,7 +51,7 @@ ROOMS = (
     {"kept"},
     {"engines"},
     {"buffers"},
-    {"publishing", "shared"},
+    {"publishing", "shared", "compiled"},
     {"launch"},
     {"timelimit"},
     {"settings"},
