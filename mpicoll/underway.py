@@ -331,6 +331,9 @@ class _Lent(Flight):
     def over(self) -> bool:
         return self.operation.done
 
+    def advance(self) -> bool:
+        return self.operation.advance()
+
     def seal_results(self) -> None:
         if self.array.nbytes <= SEALED_BYTES:
             self.held = self.array.tobytes()

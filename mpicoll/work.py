@@ -323,7 +323,7 @@ class Work:
         """Keep the operation's memory from others until it has been waited for."""
         if flight is not None:
             operation = self._operation
-            flight.over = lambda: operation.done
+            flight.over, flight.advance = lambda: operation.done, operation.advance
             self._flight = flight
             registry.add(flight)
         return self

@@ -152,10 +152,11 @@ class Flight:
 
     Attributes:
         over: whether it is complete; set when it is issued.
+        advance: moves it on, and says whether it is complete; set as ``over`` is.
         adrift: the program cannot wait for it, or has it tell by a future.
     """
 
-    __slots__ = ("_results", "_seal", "adrift", "gone", "group", "op", "over", "ranges", "site")
+    __slots__ = ("_results", "_seal", "adrift", "advance", "gone", "group", "op", "over", "ranges", "site")
 
     def __init__(
         self,
@@ -171,6 +172,7 @@ class Flight:
         self.site = site
         self.gone = gone
         self.over: Callable[[], bool] = _is_over
+        self.advance: Callable[[], bool] = _is_over
         self.adrift = False
         self.ranges = [_Range(array, self, True) for array in writes if array.size]
         outputs = tuple(self.ranges)
@@ -196,7 +198,7 @@ class Flight:
         A bytearray cannot change its size as long as somebody has its memory, and large arrays are to be freed.
         """
         self.ranges = []
-        self.over = _is_over
+        self.over = self.advance = _is_over
 
     def verdict(self) -> BufferInUseError | None:
         """Return an error when an array no longer holds what it held when it was sealed."""
@@ -271,6 +273,7 @@ class Registry:
             # Nobody waits for it, so it may be over, and only not have been looked at since.
             with waiting.guard:
                 waiting.progress()
+                found[1].flight.advance()  # a send is in no list of what every wait moves on
             found = self._shared(new)
         if found is not None:
             mine, other = found

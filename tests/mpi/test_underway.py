@@ -420,6 +420,25 @@ def test_arrays_go_after_a_wait_that_looked_around(async_op: bool) -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize("count", [10, 1000, 100_000])
+def test_sends_that_nobody_waits_for_leave_their_memory_when_they_are_over(count: int) -> None:
+    """The first time as when they are made again."""
+    before, after = neighbours()
+    x, y = np.ones(count), np.zeros(count)
+    unwaited = dist.group.WORLD.unwaited
+    for turn in range(4):
+        known = set(unwaited)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            dist.isend(x, after)
+        dist.recv(y, before)
+        dist.barrier()
+        dist.all_reduce(x)
+        for ident in set(unwaited) - known:  # else they would be an error at the end
+            del unwaited[ident]
+        assert (y == dist.get_world_size() ** turn).all()
+
+
 @pytest.mark.parametrize("early", [True, False], ids=["before they come", "after they have come"])
 def test_a_later_receive_is_not_given_a_later_message(early: bool) -> None:
     """A message that does not fit the first receive is not overtaken by the next one on its way to the second."""
