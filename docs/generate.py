@@ -61,8 +61,9 @@ NOTES = {
     "monitored_barrier": "on every group; `err.ranks`, `err.calls`",
     "new_subgroups_by_enumeration": "ranks in two groups raise before any is made",
     "split_group": "on groups of the host, too",
-    "Work": "`get_future()` gives a `concurrent.futures.Future` that has torch's `wait`, `value` and `then`; no "
-    "`get_future_result`, `block_current_stream`, `boxed`, `unbox`",
+    "Work": "`get_future()` gives a `concurrent.futures.Future` that has torch's `wait`, `value` and `then`; what only "
+    "sleeps until it is done (`concurrent.futures.wait`, asyncio) needs `MPICOLL_PROGRESS=thread`, and "
+    "`torch.futures.collect_all` takes it not; no `get_future_result`, `block_current_stream`, `boxed`, `unbox`",
     "ReduceOp": "AVG and PREMUL_SUM work on MPI",
     "ProcessGroup": "the calls are its methods, without `*Options`; no `abort`, `get_group_store`, `merge_remote_group`, "
     "`_start_coalescing`, `_end_coalescing`, `boxed`, `unbox`, nor `split_group` (`mpicoll.split_group` is)",

@@ -238,6 +238,7 @@ _home_of = {name: (f"mpicoll.{module}", name) for module, names in _HOME.items()
 _home_of |= {
     "_all_gather_base": ("mpicoll.collectives", "all_gather_into_tensor"),
     "_get_default_group": ("mpicoll.groups", "default_group"),
+    "_make_nccl_premul_sum": ("mpicoll.buffers.reduce_op", "premul_sum"),
     "_rank_not_in_group": ("mpicoll.groups", "rank_not_in_group"),
     "_reduce_scatter_base": ("mpicoll.collectives", "reduce_scatter_tensor"),
 }

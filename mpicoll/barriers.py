@@ -32,7 +32,7 @@ def monitored_barrier(
 
     Args:
         group: the group; default the world.
-        timeout: the limit of this call; default the group's. A number of seconds is taken with a warning, as in torch; and
+        timeout: the limit of this call; default the group's. A float, seconds, is taken with a warning, as in torch; and
             ``timedelta(0)`` is over at once, where elsewhere it means the group's limit.
         wait_all_ranks: rank 0 names all that are missing, and not the first of them alone.
 

@@ -212,6 +212,12 @@ class ProcessGroup:
     def __repr__(self) -> str:
         return f"<ProcessGroup {self.display}: rank {self._rank} of {self._size}>"
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"cannot pickle or copy {self!r}: its communicators belong to this process. Leave it out of what is copied, saved or "
+            "sent, or give the object that holds it a __getstate__ without it"
+        )
+
     def usable(self, operation: str) -> None:
         """Raise when the group is destroyed (ValueError) or was given up (GroupBrokenError)."""
         if self.destroyed:

@@ -55,7 +55,7 @@ __all__ = [
 default_pg_timeout = timedelta(seconds=1800)
 """The limit of every wait where nothing else is said (torch.distributed's constant for its CPU backends)."""
 
-_FOREIGN = {"gloo", "nccl", "ucc", "xccl"}
+_FOREIGN = {"ccl", "gloo", "nccl", "ucc", "xccl"}
 _warned: set[str] = set()
 _initialisations = 0
 _base_keyval: int | None = None

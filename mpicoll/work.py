@@ -208,9 +208,26 @@ def _settle(future: Future[Any], operation: Operation) -> None:
 class _WorkFuture(Future[Any]):
     """A Future whose waits make progress: there is no thread behind it that would."""
 
-    def __init__(self, wait: Callable[[], None]) -> None:
+    def __init__(self, wait: Callable[[], None], poll: Callable[[], object]) -> None:
         super().__init__()
         self._wait = wait
+        self._poll = poll
+
+    def done(self) -> bool:
+        """Whether the operation is over, well or not; makes progress and never waits.
+
+        One that can never complete, or has been asked for past its limit, is ended: its result raises why.
+        """
+        if not self._is_over():
+            self._poll()
+        return self._is_over()
+
+    def running(self) -> bool:
+        """Whether the operation is not over; makes progress as :meth:`done`."""
+        return not self.done()
+
+    def _is_over(self) -> bool:
+        return super().done()
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the operation and return its list of output arrays.
@@ -243,7 +260,7 @@ class _WorkFuture(Future[Any]):
 
     def then(self, callback: Callable[[Any], Any]) -> _WorkFuture:
         """Return a Future of what ``callback(self)`` returns, which is called when the operation is done."""
-        later = _WorkFuture(self._finish)
+        later = _WorkFuture(self._finish, self.done)
         later.set_running_or_notify_cancel()
 
         def call(done: Any) -> None:
@@ -264,18 +281,18 @@ class _WorkFuture(Future[Any]):
         if timeout is not None:
             # As with every Future a limit that passes changes nothing: the call stays under way.
             end = time.monotonic() + timeout
-            while not self.done() and time.monotonic() < end:
+            while not self._is_over() and time.monotonic() < end:
                 with waiting.guard:
                     waiting.progress()
                     waiting.serve()
                 time.sleep(0.0002)
-        elif not self.done():
+        elif not self._is_over():
             try:
                 self._wait()
             except Exception:
-                if not self.done():
+                if not self._is_over():
                     raise
-            while not self.done():  # another thread is about to say so, or in the callback whose value this is
+            while not self._is_over():  # another thread is about to say so, or in the callback whose value this is
                 with waiting.guard:
                     waiting.progress()
                     waiting.serve()
@@ -288,6 +305,25 @@ def _no_look(operation: Operation, polled: float) -> bool:
 
 look: Callable[[Operation, float], bool] = _no_look
 """Gives an operation up that can never complete, given the seconds for which the program has polled (:mod:`execution`)."""
+
+
+def _ask(operation: Operation) -> tuple[bool, bool]:
+    """Make progress; return whether an operation is done, and whether it has just been ended as it never can be.
+
+    That is looked for every few milliseconds, as a wait would.
+    """
+    with waiting.guard:
+        if not operation.done:
+            waiting.progress()
+        if operation.done or operation.advance():
+            waiting.drop(operation)
+            return True, False
+        now = time.monotonic()
+        if now < operation.next_look:
+            return False, False
+        operation.polled = operation.polled or now
+        operation.next_look = now + LOOK_EVERY
+        return False, look(operation, now - operation.polled)
 
 
 class Work:
@@ -376,9 +412,7 @@ class Work:
                 has ended or gave the group up: a program that polls would do so for good.
             CollectiveTimeoutError: the limit of the call has passed since this was first asked.
         """
-        with waiting.guard:
-            done = self._poll()
-            lost = not done and self._is_lost()
+        done, lost = _ask(self._operation)
         if done or lost:
             self._observe()
             self._land()
@@ -415,9 +449,10 @@ class Work:
     def get_future(self) -> Future[Any]:
         """Return a ``concurrent.futures.Future`` of the list of output arrays.
 
-        Its ``result()`` and ``exception()`` wait and make progress; its callbacks run on the thread that happens to make
-        the progress. Note that torch gives a ``torch.futures.Future``, whose ``wait()``, ``value()`` and ``then(callback)`` it
-        has, too; ``torch.futures.collect_all`` takes none but its own.
+        Its ``result()`` and ``exception()`` wait, they and ``done()`` make progress, and its callbacks run on the thread that
+        happens to make it. What only sleeps until the future is done (``concurrent.futures.wait``, ``as_completed``, asyncio's
+        ``wrap_future``) makes none: it needs ``MPICOLL_PROGRESS=thread``. Note that torch gives a ``torch.futures.Future``, whose
+        ``wait()``, ``value()`` and ``then(callback)`` it has, too; ``torch.futures.collect_all`` takes none but its own.
         """
         if self._flight is not None:
             self._flight.adrift = True
@@ -431,7 +466,7 @@ class Work:
             else:
                 operation.landing = self._land
             if operation.future is None:
-                operation.future = _WorkFuture(lambda: self._wait(operation, None))
+                operation.future = _WorkFuture(lambda: self._wait(operation, None), lambda: _ask(operation))
                 operation.future.set_running_or_notify_cancel()
                 if operation.done:
                     _settle(operation.future, operation)
@@ -461,23 +496,6 @@ class Work:
     def synchronize(self) -> None:
         """Wait for the call (for host memory the same as ``wait``)."""
         self.wait()
-
-    def _poll(self) -> bool:
-        if not self._operation.done:
-            waiting.progress()
-        done = self._operation.done or self._operation.advance()
-        if done:
-            waiting.drop(self._operation)
-        return done
-
-    def _is_lost(self) -> bool:
-        """Look, every few milliseconds, whether it can no longer complete, as a wait would, and give it up then."""
-        operation, now = self._operation, time.monotonic()
-        if now < operation.next_look:
-            return False
-        operation.polled = operation.polled or now
-        operation.next_look = now + LOOK_EVERY
-        return look(operation, now - operation.polled)
 
     def _observe(self) -> None:
         if not self._observed:

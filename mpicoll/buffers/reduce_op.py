@@ -6,7 +6,7 @@ import enum
 import warnings
 from typing import Any
 
-__all__ = ["RedOpType", "ReduceOp", "reduce_op"]
+__all__ = ["RedOpType", "ReduceOp", "premul_sum", "reduce_op"]
 
 
 class RedOpType(enum.IntEnum):
@@ -89,6 +89,11 @@ class ReduceOp(metaclass=_AnyOp):
 
     def __repr__(self) -> str:
         return str(self.op) if self.factor is None else f"{self.op}({self.factor!r})"
+
+
+def premul_sum(factor: Any) -> ReduceOp:
+    """Return PREMUL_SUM with its factor, by the private name that programs for torch's NCCL use."""
+    return ReduceOp(RedOpType.PREMUL_SUM, factor)
 
 
 class _Deprecated:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import copy
 import gc
 import inspect
+import pickle
 import time
 import warnings
 from datetime import timedelta
@@ -13,6 +15,7 @@ from typing import Any
 import collective_cases as cases
 import numpy as np
 import pytest
+from mpi4py import MPI
 from polling import until
 
 import mpicoll as dist
@@ -202,6 +205,39 @@ def test_futures() -> None:
     waited = dist.barrier(async_op=True)
     waited.wait()
     assert waited.get_future().result() == []
+
+
+@pytest.mark.parametrize("count", [2, 5000, 400_000])
+def test_a_future_that_is_polled(count: int) -> None:
+    """done() makes progress, that of what then() returns, too."""
+    x = np.ones(count)
+    future: Any = dist.all_reduce(x, async_op=True).get_future()
+    later = future.then(lambda done: done.value()[0][0])
+    end = time.monotonic() + 20
+    while (future.running() or not later.done()) and time.monotonic() < end:
+        pass
+    assert later.done()
+    assert later.value() == future.value()[0][0] == dist.get_world_size()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_future_that_is_polled_past_the_limit() -> None:
+    """It ends with the error that a wait would have raised."""
+    group = dist.new_group()
+    if dist.get_rank():
+        future: Any = dist.all_reduce(np.ones(3), group=group, async_op=True, timeout=timedelta(seconds=1)).get_future()
+        end = time.monotonic() + 20
+        while not future.done() and time.monotonic() < end:
+            time.sleep(0.001)
+        assert isinstance(future.exception(0), (dist.CollectiveTimeoutError, dist.GroupBrokenError))
+    MPI.COMM_WORLD.Barrier()
+    dist.destroy_process_group(group)
+
+
+def test_groups_are_not_copied() -> None:
+    for way in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="cannot pickle or copy <ProcessGroup WORLD"):
+            way(dist.group.WORLD)
 
 
 def test_a_callback_may_communicate() -> None:

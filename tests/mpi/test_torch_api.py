@@ -638,6 +638,8 @@ def test_private_names_that_programs_use() -> None:
     assert not library._rank_not_in_group(None)
     assert not library._rank_not_in_group(dist.group.WORLD)
     assert library._get_default_group() is dist.group.WORLD
+    assert library._make_nccl_premul_sum(0.5) == dist.ReduceOp.PREMUL_SUM(0.5)
+    assert library._make_nccl_premul_sum(0.5).factor == 0.5
     gathered, mine = np.empty(2 * size), np.full(2, float(rank))
     library._all_gather_base(gathered, mine)
     assert gathered.tolist() == [float(each) for each in range(size) for _ in range(2)]
