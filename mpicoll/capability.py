@@ -10,7 +10,6 @@ import ctypes
 import json
 import os
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import cast
 
 from mpicoll.profiles import library_name, path_of_profiles
-from mpicoll.settings import Cuda
+from mpicoll.settings import Cuda, say
 
 __all__ = [
     "KNOWN_BAD",
@@ -185,7 +184,7 @@ def loaded_mpi(choice: Cuda) -> Capability:
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
-        sys.stderr.write(f"mpicoll: {path_of_probes()}: {error}\n")
+        say(f"mpicoll: {path_of_probes()}: {error}\n")
     return decide(choice, kinds, asked, os.environ, version, probed)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -35,6 +34,7 @@ from mpicoll.errors import (
 from mpicoll.groups import ProcessGroup
 from mpicoll.kept import keep, keep_of
 from mpicoll.patience import CallWait, hopeless, local_wait
+from mpicoll.settings import say
 from mpicoll.work import ASLEEP, Operation, Work
 
 __all__ = [
@@ -316,7 +316,7 @@ def _reduce_in_order(
 def _say_why_not(group: ProcessGroup, node: NodeEngine) -> None:
     if not node.usable and node.why and not _said_why_not:
         _said_why_not.append(node.why)
-        sys.stderr.write(
+        say(
             f"mpicoll: rank {group.ranks[group.rank()]}: no shared memory for group {group.display}: {node.why}; "
             "its data moves through MPI\n"
         )

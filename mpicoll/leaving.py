@@ -33,6 +33,7 @@ from mpicoll.deadline import afterwards
 from mpicoll.errors import ARGUMENT, DistError, GroupBrokenError, PeerFailedError, in_one_line
 from mpicoll.kept import keep
 from mpicoll.launch.rundir import append_record, record_failure
+from mpicoll.settings import say
 from mpicoll.signals import notes
 from mpicoll.topology import node_communicator
 
@@ -141,13 +142,17 @@ bases: list[Base] = []
 
 @dataclass
 class _Ending:
-    """How this process is ending, as far as is known."""
+    """How this process is ending, as far as is known.
+
+    Attributes:
+        passed_over: what ended it is nothing to Python, which would end with 0: it was raised in a thread, or in an exit handler.
+    """
 
     code: int = 0
     what: str = ""
     site: str = ""
     because_of_others: bool = False
-    in_thread: bool = False
+    passed_over: bool = False
     stuck: bool = False
     interrupted: bool = False
 
@@ -159,6 +164,8 @@ _at_exit_registered = False
 _done = False
 _found_hook: Any = None
 _found_thread_hook: Any = None
+_found_unraisable_hook: Any = None
+_passed_over = ""
 _keyval: int | None = None
 
 
@@ -200,12 +207,13 @@ def install() -> None:
 
 
 def _install_hooks() -> None:
-    global _installed, _found_hook, _found_thread_hook
+    global _installed, _found_hook, _found_thread_hook, _found_unraisable_hook
     if _installed:
         return
     _installed = True
     _found_hook, sys.excepthook = sys.excepthook, _excepthook
     _found_thread_hook, threading.excepthook = threading.excepthook, _thread_hook
+    _found_unraisable_hook, sys.unraisablehook = sys.unraisablehook, _unraisable_hook
     exits.watch(_note_exit)
 
 
@@ -219,6 +227,8 @@ def uninstall() -> None:
         sys.excepthook = _found_hook
     if threading.excepthook is _thread_hook:
         threading.excepthook = _found_thread_hook
+    if sys.unraisablehook is _unraisable_hook:
+        sys.unraisablehook = _found_unraisable_hook
     waiting.guard.uninstall()
 
 
@@ -277,14 +287,12 @@ def _prefixed(prefix: str, error: BaseException | None = None) -> Iterator[None]
     finally:
         sys.stderr = found
         whole = text.getvalue()
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(Exception):  # a stream of the program's
             if isinstance(error, DistError) and error.report is not None:
                 said = str(error)
                 before, _, after = whole.rpartition(said)
                 whole = f"{before}{painted(said, found)}{after}" if said in whole else whole
-            lines = whole.splitlines()
-            found.write("".join(f"{prefix}{line}\n" for line in lines))
-            found.flush()
+        say("".join(f"{prefix}{line}\n" for line in whole.splitlines()))
 
 
 def _excepthook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
@@ -296,14 +304,12 @@ def _excepthook(kind: type[BaseException], value: BaseException, trace: Tracebac
     me = known.world.rank() if known is not None else None
     hides = _hidden(value, me)
     if _ending.because_of_others and not hides:
-        sys.stderr.write(f"{_prefix()}{kind.__name__}: {in_one_line(value)}\n")
-        sys.stderr.flush()
+        say(f"{_prefix()}{kind.__name__}: {in_one_line(value)}\n")
         return
     reporter = _reporter(value, board) if isinstance(value, DistError) and not hides else None
     if known is not None and reporter not in (None, me):
         first = in_one_line(value)
-        sys.stderr.write(f"{_prefix()}{kind.__name__}: {first} ({traceback_site(trace)}; rank {reporter} tells more)\n")
-        sys.stderr.flush()
+        say(f"{_prefix()}{kind.__name__}: {first} ({traceback_site(trace)}; rank {reporter} tells more)\n")
     else:
         if isinstance(value, DistError) or getattr(value, ARGUMENT, False):
             trace = value.__traceback__ = _without_ours(trace)  # Python's own hook reads it from the exception
@@ -422,12 +428,29 @@ def _thread_hook(arguments: threading.ExceptHookArgs) -> None:
     # A thread that communicates is one that the other ranks may wait for.
     with _prefixed(_prefix()):
         _found_thread_hook(arguments)
-    _ending.code, _ending.in_thread = 1, True
+    _ending.code, _ending.passed_over = 1, True
     name = arguments.thread.name if arguments.thread is not None else "?"
     _failed(
         f"{arguments.exc_type.__name__} in thread {name}: {arguments.exc_value}",
         traceback_site(arguments.exc_traceback),
     )
+
+
+def _unraisable_hook(arguments: Any) -> None:
+    """Take an error between ranks that has come out of an exit handler for the end of the program, which Python passes over."""
+    global _passed_over
+    error: BaseException | None = arguments.exc_value
+    handler = "atexit" in (arguments.err_msg or "")
+    if os.getpid() != _owner or error is None or not handler:
+        _found_unraisable_hook(arguments)
+    elif not isinstance(error, DistError) and not getattr(error, ARGUMENT, False):
+        # The program's own affair; but others may wait for what the handler would have called.
+        place = os.path.basename(traceback_site(arguments.exc_traceback))
+        _passed_over = f"{_in_words(error)[:200]}{f' at {place}' if place else ''}, in an exit handler"
+        _found_unraisable_hook(arguments)
+    else:
+        _ending.passed_over = True
+        _excepthook(type(error), error, arguments.exc_traceback)
 
 
 def _without_ours(trace: TracebackType | None) -> TracebackType | None:
@@ -452,7 +475,7 @@ def _failed(what: str, site: str) -> None:
             groups.doomed = f"{what[:200]} at {site}" if site else what[:200]
             base.said = True
             record_failure(base.board.rank, _ending.code)
-            finalizes = not _ending.in_thread and not _spoiled(base)
+            finalizes = not _ending.passed_over and not _spoiled(base)
             base.board.post(
                 "failed", (_ending.what[:1000], site, _ending.code, "", "", finalizes), range(base.board.size)
             )
@@ -482,18 +505,17 @@ def _at_exit() -> None:
             _tell_as_guest(error, sys.last_traceback)
         if _never_joined is not None and error is _never_joined[0]:
             _end_alone(_never_joined[1])
-        leave("ended the program")
+        leave(f"ended the program ({_passed_over})" if _passed_over else "ended the program")
         if _keyval is not None and not MPI.Is_finalized():
             MPI.COMM_SELF.Delete_attr(_keyval)
 
 
 def _end_alone(grace: float) -> None:
     """Have the job end some time after a failure that no other rank knows of."""
-    sys.stderr.write(
+    say(
         f"{_prefix()}mpicoll: the others could not be told of this error, and may wait for this rank: it ends the job in "
         f"{grace:g} s (MPICOLL_EXIT_GRACE)\n"
     )
-    sys.stderr.flush()
     with contextlib.suppress(KeyboardInterrupt):
         time.sleep(grace)
     _ending.code, _ending.stuck = 1, True
@@ -526,7 +548,7 @@ def leave(reason: str) -> None:
     if never and known is not None and known.on_failure == "job" and not _ending.code:
         _ending.code, _ending.what, _ending.stuck = 1, never, True
     if never:
-        sys.stderr.write(f"{_prefix()}{never}\n")
+        say(f"{_prefix()}{never}\n")
     parted = True
     try:
         for base in bases:
@@ -602,7 +624,7 @@ def _leave_base(base: Base, reason: str, grace: float) -> None:
         others = [failure for rank, failure in board.failed.items() if rank != board.rank]
         # Each rank failed by itself, and none ends the job: where one does, MPI_Finalize would wait for it.
         alone = len(others) == board.size - 1 and all(failure.finalizes for failure in others)
-        if not alone or _spoiled(base) or _ending.in_thread:  # the main thread's own end would give 0
+        if not alone or _spoiled(base) or _ending.passed_over:
             _ending.stuck = True
         return
     if not _ending.code:
@@ -732,11 +754,10 @@ def _name_lost(base: Base) -> None:
                 left = count - received.get(name, {}).get((sender, tag), 0)
                 if left > 0:
                     what = f"{left} message{'s' if left > 1 else ''}"
-                    sys.stderr.write(
+                    say(
                         f"{_prefix()}mpicoll: the program ended, and {what} from rank {sender} to rank {board.rank} with tag "
                         f"{tag} on group {displays.get(name, name)} had not been received{f' ({place})' if place else ''}\n"
                     )
-    sys.stderr.flush()
 
 
 def _close(base: Base) -> list[Closing]:
@@ -786,7 +807,7 @@ def _say_apart(base: Base, closings: list[Closing]) -> None:
         else:
             text = f"{in_one_line(error)} (rank {error.reporter} tells more)"
         with _prefixed(_prefix()):
-            sys.stderr.write(f"CollectiveMismatchError: {text}\n")
+            say(f"CollectiveMismatchError: {text}\n")
 
 
 base_limit = 1800.0
@@ -800,7 +821,8 @@ def _abort(code: int) -> None:
     """Have mpi4py call MPI_Abort with ``code`` at the very end, instead of MPI_Finalize."""
     from mpi4py import run as mpi4py_run
 
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # None, closed, or full
+            stream.flush()
     mpi4py_run.set_abort_status(code or 1)
     afterwards(_ABORT_LIMIT)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from mpicoll.settings import say
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -49,8 +50,8 @@ def share_profile(comm: MPI.Intracomm, setting: str, ranks: int) -> Mapping[Kind
             found = find_profile(path.read_text(), library_name(MPI.Get_library_version()), ranks)
         except FileNotFoundError as error:
             if setting:
-                sys.stderr.write(f"mpicoll: MPICOLL_PROFILE={setting}: {error.strerror}\n")
+                say(f"mpicoll: MPICOLL_PROFILE={setting}: {error.strerror}\n")
         except (OSError, RuntimeError, ValueError) as error:
-            sys.stderr.write(f"mpicoll: {path}: {error}\n")
+            say(f"mpicoll: {path}: {error}\n")
     told: Mapping[Kind, Ranges] | None = comm.bcast(found, 0)
     return told

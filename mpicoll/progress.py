@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import queue
-import sys
 import threading
 import time
 import weakref
@@ -23,6 +22,7 @@ from contextlib import contextmanager, suppress
 
 from mpicoll import waiting
 from mpicoll.buffers import staging
+from mpicoll.settings import say
 from mpicoll.work import Operation
 
 __all__ = ["ProgressThread", "nap"]
@@ -88,7 +88,7 @@ class ProgressThread:
                     thread.start()
             except RuntimeError as error:  # there are too many, or the interpreter is at its end
                 self._thread = waiting.mover = None
-                sys.stderr.write(f"mpicoll: MPICOLL_PROGRESS=thread has no effect: {error}\n")
+                say(f"mpicoll: MPICOLL_PROGRESS=thread has no effect: {error}\n")
             finally:
                 self._starting.release()
 

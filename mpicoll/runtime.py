@@ -28,7 +28,7 @@ from mpicoll.errors import (
 from mpicoll.launch.diagnosis import ask_srun, check_before_mpi, check_world, script_of, unused_allocation
 from mpicoll.launch.environment import local_rank_hint, mark_rank, read_launcher
 from mpicoll.launch.rundir import scrub
-from mpicoll.settings import LEVELS, Cuda, Level, Settings, read_settings, warn_caller
+from mpicoll.settings import LEVELS, Cuda, Level, Settings, read_settings, say, warn_caller
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -289,7 +289,7 @@ def _move_on(state: State) -> None:
     if state.settings.progress != "thread":
         return
     if not state.thread_multiple:
-        sys.stderr.write(
+        say(
             f"mpicoll: rank {state.world.rank()}: MPICOLL_PROGRESS=thread has no effect: this MPI gives no MPI_THREAD_MULTIPLE\n"
         )
         return
@@ -619,7 +619,7 @@ class _InitWait:
 
     def stalled(self, waited: float) -> None:
         """Say that ranks are missing."""
-        sys.stderr.write(f"mpicoll: {self._text(waited)}\n")
+        say(f"mpicoll: {self._text(waited)}\n")
 
     def timed_out(self, waited: float) -> BaseException:
         """Return the error for ranks that never came."""

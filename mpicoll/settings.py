@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import sys
@@ -26,6 +27,7 @@ __all__ = [
     "Setting",
     "Settings",
     "read_settings",
+    "say",
     "to_seconds",
     "warn_caller",
 ]
@@ -288,6 +290,22 @@ def warn_caller(message: str) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, UserWarning, stacklevel=level)
+
+
+def say(text: str) -> None:
+    """Write lines to stderr; where the program has closed that, or it takes nothing, to the one that the process began with.
+
+    It never raises: a message must not change how a job ends.
+    """
+    for out in (sys.stderr, sys.__stderr__):
+        try:
+            out.write(text)  # type: ignore[union-attr]
+            out.flush()  # type: ignore[union-attr]
+        except Exception:  # it is None, closed, full, of another encoding, or the program's own
+            continue
+        return
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode(errors="backslashreplace"))
 
 
 def _unknown(name: str, known: set[str]) -> str:

@@ -5,6 +5,7 @@ Nothing here knows MPI. The waiting loop asks :data:`guard` and :data:`shield` a
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import signal
@@ -513,8 +514,9 @@ def end_by(number: int) -> None:
     """End by a signal, as a process that does not handle it."""
     if threading.get_ident() == _main_ident:
         signal.signal(number, signal.SIG_DFL)  # MPI's own handler would not
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # None, closed, or full
+                stream.flush()
     elif _sigaction is not None:
         _sigaction(number, bytes(_ROOM), None)  # SIG_DFL is zero
     else:

@@ -12,7 +12,6 @@ import math
 import os
 import pickle
 import struct
-import sys
 import threading
 import time
 import traceback
@@ -39,6 +38,7 @@ from mpicoll.errors import (
 from mpicoll.groups import ProcessGroup, State
 from mpicoll.patience import CallWait, last_seen
 from mpicoll.publishing import Published, announce, await_visible, path_list
+from mpicoll.settings import say
 from mpicoll.signals import Terminated
 from mpicoll.subgroups import group_of_node
 
@@ -283,8 +283,7 @@ class _Watch:
             if self._speaks:
                 place = last_seen(self.leader)
                 text = f"mpicoll: waiting {_duration(waited)} for rank {self.leader} ({self._host}) in {self.what}"
-                sys.stderr.write(f"{text}; {place}\n" if place else f"{text}\n")
-                sys.stderr.flush()
+                say(f"{text}; {place}\n" if place else f"{text}\n")
         heard = groups.state().board.alive.get(self.leader, 0.0)
         return now - max(self._began, heard) > self.silence
 

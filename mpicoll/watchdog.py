@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from mpicoll.settings import say
+
 __all__ = ["Native", "active", "services", "start", "stop", "verdict"]
 
 
@@ -129,7 +131,7 @@ def _run() -> None:
                 told.add(call.since)
                 _write(f"{_name(call)}: all ranks had agreed to this call, and {why}.")
             if _deadly:
-                with contextlib.suppress(OSError, ValueError):
+                with contextlib.suppress(Exception):  # None, closed, or full
                     sys.stdout.flush()
                 os._exit(EXIT_CODE)
 
@@ -169,6 +171,4 @@ def _name(call: Native) -> str:
 
 
 def _write(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # closed
-        sys.stderr.write(f"mpicoll: {text}\n")
-        sys.stderr.flush()
+    say(f"mpicoll: {text}\n")

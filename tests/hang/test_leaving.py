@@ -57,6 +57,68 @@ def test_a_wrong_argument_is_shown_without_the_library() -> None:
         assert "TypeError: Invalid function argument. Expected parameter `tensor`" in err, job
 
 
+@pytest.mark.parametrize(
+    "gone",
+    [
+        "sys.stderr = None",
+        "sys.stderr.close()",
+        pytest.param("sys.stderr = open('/dev/full', 'w', buffering=1)", marks=pytest.mark.slow),
+    ],
+    ids=["none", "closed", "full"],
+)
+def test_a_failure_that_cannot_be_printed_as_usual(gone: str) -> None:
+    """The job ends at once all the same, and what the program began with takes the traceback."""
+    job = run_job(
+        HEAD
+        + f"""
+if r == 1:
+    {gone}
+    raise ValueError("silent")
+dist.barrier()
+""",
+        3,
+        limit=40,
+        env={"MPICOLL_EXIT_GRACE": "30"},
+    )
+    assert not job.timed_out, job
+    assert job.returncode == 1, job
+    assert job.seconds < 20, job
+    assert "[rank 1] ValueError: silent" in job.err[1], job
+    for rank in (0, 2):
+        assert "PeerFailedError: rank 1 failed: ValueError: silent" in job.err[rank], job
+
+
+def test_an_error_between_ranks_in_an_exit_handler() -> None:
+    """Python passes over what an exit handler raises; what ranks have to do with each other ends the job with a code."""
+    job = run_job(HEAD + "atexit.register(lambda: dist.all_reduce(np.ones(2 + (r == 1))))\n", 3, limit=20)
+    assert not job.timed_out, job
+    assert job.returncode == 1, job
+    assert "[rank 0] mpicoll.errors.CollectiveMismatchError" in job.err[0], job
+    assert "rank 1: all_reduce #1 float64[>3<] SUM at job.py:7" in job.err[0], job
+    assert "agreement.py" not in job.stderr, job
+    assert all("CollectiveMismatchError" in err for err in job.err), job
+
+
+def test_an_error_of_the_program_in_an_exit_handler() -> None:
+    """Whoever waits for what the handler would have called is told of it; else the job ends well, as Python has it."""
+    handler = """
+def flush():
+    if r == 1: raise OSError("quota")
+    {call}
+atexit.register(flush)
+"""
+    job = run_job(HEAD + handler.format(call="dist.barrier()"), 3, limit=20)
+    assert not job.timed_out, job
+    assert job.returncode == 1, job
+    assert "OSError: quota" in job.err[1], job
+    for rank in (0, 2):
+        told = " ".join(job.err[rank].replace(f"[rank {rank}]", "").split())
+        assert "rank 1 ended the program (OSError: quota at job.py:9, in an exit handler) after 0 calls" in told, job
+    job = run_job(HEAD + handler.format(call="pass"), 2, limit=20)
+    assert job.returncode == 0, job
+    assert "OSError: quota" in job.err[1], job
+
+
 def test_destroy_on_the_way_of_an_exception() -> None:
     """The usual ``finally: destroy_process_group()`` does not hide which rank failed, and with what."""
     job = run_job(
