@@ -782,8 +782,12 @@ def guarded(test: Callable[[], bool], group: ProcessGroup, call: Call) -> Callab
     return wrapped
 
 
-def enter(group: ProcessGroup, operation: str) -> None:
-    """Raise when this process or thread may not communicate, or the group cannot be used."""
+def enter(group: ProcessGroup, operation: str, *, apart: bool = False) -> None:
+    """Raise when this process or thread may not communicate, or the group cannot be used.
+
+    Args:
+        apart: the operation asks nothing of the group's other members: that it was given up is no obstacle.
+    """
     known = groups.state()
     if os.getpid() != known.pid:
         raise RuntimeError(
@@ -796,7 +800,8 @@ def enter(group: ProcessGroup, operation: str) -> None:
         )
     if MPI.Is_finalized():
         raise RuntimeError(f"{operation}: MPI has been finalised")
-    group.usable(operation)
+    if not (apart and group.broken is not None and not group.destroyed):
+        group.usable(operation)
 
 
 def _at_once(operation: Operation) -> bool:

@@ -488,6 +488,14 @@ def _before_finalize(comm: Any, keyval: int, value: Any) -> None:
 
 
 def _at_exit() -> None:
+    try:
+        _end()
+    finally:
+        if sys.unraisablehook is _unraisable_hook:
+            sys.unraisablehook = _found_unraisable_hook  # what it needs is about to go
+
+
+def _end() -> None:
     error = exits.uncaught() if not _ending.code else None
     if os.getpid() != _owner:
         exits.stop()

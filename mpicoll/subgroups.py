@@ -56,7 +56,7 @@ def new_group(
         timeout: limit of every wait on the group; default that of the world.
         backend: None or "mpi"; others as in :func:`init_process_group`.
         pg_options, device_id: taken and ignored.
-        use_local_synchronization: only the members call.
+        use_local_synchronization: only the members call, also where the world was given up: those that are left can go on so.
         group_desc: a name for messages.
         sort_ranks: number the members by their global ranks; False: in the order given.
 
@@ -77,7 +77,7 @@ def new_group(
     """
     site = call_site()
     known = state()
-    execution.enter(known.world, "new_group")
+    execution.enter(known.world, "new_group", apart=bool(use_local_synchronization))
     problem: Exception | None = None
     members: tuple[int, ...] = ()
     try:
@@ -535,6 +535,7 @@ def _make_locally(
         known.pool.disagreed(members, most)
     _local_count[counted] = count + 1
     tag = _TAGS + int.from_bytes(digest.digest(), "little") % 700
+    call.patience = lambda world, call, limit: _MakeWait(world, call, limit, members, name + SECOND, leader)
     return name, _make(known, members, index, tag, call)
 
 
@@ -667,3 +668,14 @@ class _JoinWait(CallWait):
             board.post("withdrawn", (self.meeting, board.withdrawn[self.meeting][1], ()), self.members)
         if board.rank != self.leader:
             board.post("unjoin", self.name, [self.leader])
+
+
+class _MakeWait(_JoinWait):
+    """The wait of members that have all come, while they make communicators: the other ranks of the world do not matter."""
+
+    __slots__ = ()
+    AFTERWARDS = CallWait.AFTERWARDS
+
+    def give_up(self, reason: BaseException) -> None:
+        """Withdraw from the world: something may be under way on its communicator."""
+        CallWait.give_up(self, reason)

@@ -435,7 +435,7 @@ class _Open:
             f"{op} on group {self.members.display} at {site} inside {self.block.describe()}: {why}. Move it out of the block"
             + (f", or use turn.share() to hand on what rank {self.leader} has" if self.turn is not None else "")
         )
-        error.group, error.ranks = self.members.display, (me,)
+        error.group, error.ranks = self.members.display, [me]
         return error
 
 
@@ -473,7 +473,7 @@ def _outer(members: _Members, kind: str, block: _Block | _Ordered) -> _Open | No
                 f"{_verb(waiting_there)} for the outer block to end, and cannot come to the inner one. Put the blocks one "
                 "after the other, or give them the same scope"
             )
-            error.group, error.ranks = members.display, (me,)
+            error.group, error.ranks = members.display, [me]
             raise error
     return None
 

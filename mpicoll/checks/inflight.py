@@ -368,12 +368,14 @@ class Registry:
 
 
 def _text(mine: _Range, other: _Range) -> str:
-    common = min(mine.end, other.end) - max(mine.start, other.start)
+    common = ""
+    if mine.array.flags.c_contiguous and other.array.flags.c_contiguous:  # else it is hard to tell how many
+        common = f" ({min(mine.end, other.end) - max(mine.start, other.start)} bytes in common)"
     does = {True: "writes", False: "reads"}
     new, old = mine.flight, other.flight
     return (
-        f"{new.op} at {new.site} {does[mine.writes]} memory that {old.op} at {old.site} still {does[other.writes]} ({common} "
-        f"bytes in common): call wait() on {old.op} first, or give each an array of its own"
+        f"{new.op} at {new.site} {does[mine.writes]} memory that {old.op} at {old.site} still {does[other.writes]}{common}: "
+        f"call wait() on {old.op} first, or give each an array of its own"
     )
 
 

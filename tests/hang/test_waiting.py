@@ -314,6 +314,44 @@ def test_a_rank_never_makes_the_group() -> None:
     assert "Timed out waiting 2 s in new_group #1 ranks [0] on group WORLD" in job.err[0], job
 
 
+def test_those_that_are_left_make_a_group() -> None:
+    """After the world was given up the ranks that are there go on in a group of their own, and the late one does not matter."""
+    job = run_job(
+        INIT
+        + """
+def together(times):
+    for _ in range(times):
+        group = dist.new_group([0, 1], use_local_synchronization=True)
+        x = np.ones(2)
+        dist.all_reduce(x, group=group)
+        assert (x == 2).all()
+try:
+    if r == 2:
+        time.sleep(5)
+    dist.all_reduce(np.ones(2), timeout=timedelta(seconds=1))
+except dist.DistError as error:
+    print(type(error).__name__, flush=True)
+    if r < 2:
+        together(3)
+        time.sleep(5)
+        together(3)
+        print("went on", flush=True)
+try:
+    dist.new_group([0, 1])
+except dist.GroupBrokenError as error:
+    print("broken all the same", flush=True)
+""",
+        3,
+        limit=40,
+    )
+    assert not job.timed_out, job
+    assert job.returncode == 0, job
+    assert "GroupBrokenError" in job.out[2], job
+    for rank in (0, 1):
+        assert "went on" in job.out[rank], job
+    assert all("broken all the same" in out for out in job.out), job
+
+
 def test_control_c_while_waiting() -> None:
     """Ctrl-C is answered within 0.2 s while waiting, and the peers learn of it."""
     sent = []
