@@ -13,7 +13,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -365,9 +365,9 @@ class Store:
         return self
 
 
-def late(op: str, args: Sequence[bytes], timeout: float) -> DistStoreError:
-    """Return the error of an operation that could not be done within its limit."""
-    keys = args[:1] if op in ("queue_pop", "get") else args
+def late(op: str, args: Sequence[bytes], timeout: float, there: Container[bytes]) -> DistStoreError:
+    """Return the error of an operation that could not be done within its limit; it names the keys that are not ``there``."""
+    keys = args[:1] if op in ("queue_pop", "get") else [key for key in args if key not in there] or args
     words = ", ".join(repr(key.decode(errors="replace")) for key in keys[:5]) + (", …" if len(keys) > 5 else "")
     return DistStoreError(f"wait timeout after {round(timeout * 1000)}ms, keys: {words} ({op})")
 
@@ -394,7 +394,7 @@ class HashStore(Store):
                     return found
                 left = end - time.monotonic()
                 if left <= 0 or not self._changed.wait(left):
-                    raise late(op, args, timeout)
+                    raise late(op, args, timeout, self._table.values)
 
 
 _MAGIC = b"mpicoll store 1\n"
@@ -442,7 +442,7 @@ class FileStore(Store):
             if not isinstance(found, _Wait):
                 return found
             if time.monotonic() >= end:
-                raise late(op, args, timeout)
+                raise late(op, args, timeout, self._table.values)
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
 

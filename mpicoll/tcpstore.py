@@ -168,7 +168,9 @@ class _Server:
         for client in tuple(self._waiting):
             if client.asks is not None and now >= client.asks[3]:
                 op, args, timeout, _ = client.asks
-                self._guarded(client, self._answer, [b"late", str(late(op, args, timeout)).encode()])
+                self._guarded(
+                    client, self._answer, [b"late", str(late(op, args, timeout, self._table.values)).encode()]
+                )
 
     def _accept(self) -> None:
         try:

@@ -97,6 +97,8 @@ def test_limits_of_waits(store: dist.Store) -> None:
     with pytest.raises(dist.DistStoreError, match="wait timeout after 50ms"):
         store.wait(["none"], timedelta(seconds=0.05))
     store.set("some", "1")
+    with pytest.raises(dist.DistStoreError, match=r"keys: '[^', ]*none' \(wait\)"):
+        store.wait(["some", "none"], timedelta(seconds=0.05))
     assert store.get("some") == b"1"
 
 
