@@ -368,7 +368,7 @@ class Registry:
 
 
 def _text(mine: _Range, other: _Range) -> str:
-    common = ""
+    common = " (they have bytes in common)"
     if mine.array.flags.c_contiguous and other.array.flags.c_contiguous:  # else it is hard to tell how many
         common = f" ({min(mine.end, other.end) - max(mine.start, other.start)} bytes in common)"
     does = {True: "writes", False: "reads"}
