@@ -135,7 +135,8 @@ class CallWait:
                 if gone and failure.what.startswith(PeerExitedError.__name__):
                     continue  # it failed since somebody is gone, as this wait does
                 self.origin = failure.rank
-                return self._known_mismatch() or self.because_failed(failure, waited)
+                known = failure.what.startswith(CollectiveMismatchError.__name__) and self._known_mismatch()
+                return known or self.because_failed(failure, waited)
         if gone:
             return self.because_exited([board.exited[rank] for rank in gone], waited)
         withdrawn = board.withdrawn.get(self.group.group_name)
@@ -146,7 +147,7 @@ class CallWait:
             return broken
         return None
 
-    def _known_mismatch(self) -> BaseException | None:
+    def _known_mismatch(self) -> CollectiveMismatchError | None:
         """Return the mismatch that another call of the group has ended in, for which the program has not waited yet."""
         for item in tuple(self.group.unwaited.values()):
             error: BaseException | None = item.error

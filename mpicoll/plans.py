@@ -164,9 +164,8 @@ class Plan:
         self._error: BaseException | None = None
         self._sent = self._landed = b""
         self._number = self._calls = 0
-        self._polled = self._next_look = (
-            0.0  # when the program first asked for it (time.monotonic), and when to look next
-        )
+        # When the program first asked for it and it was not over (time.monotonic), and when to look next at who is needed.
+        self._polled = self._next_look = 0.0
         self._slot: Any = None
         self._ride: Ride | None = None
         self._flight: Flight | None = None

@@ -86,10 +86,8 @@ class Operation:
         self.tag = tag
         """Global rank at the other end of a point-to-point call (-1: any); None for a collective."""
         self.done = False
-        self.polled = (
-            0.0  # when it was first asked for and not over (time.monotonic), and when to look next at who is needed
-        )
-        self.next_look = 0.0
+        # When it was first asked for and not over (time.monotonic), and when to look next at who is needed.
+        self.polled = self.next_look = 0.0
         self.error: BaseException | None = None
         self.future: Future[Any] | None = None
         self.landing: Callable[[], None] | None = None  # run at its end, for those who only wait for the future

@@ -296,8 +296,8 @@ for k in range(30):
     x[:] = r + 1.0
     dist.barrier()
     work = dist.all_reduce(x, async_op=True)
-    signal.setitimer(signal.ITIMER_REAL, 0.002)
     try:
+        signal.setitimer(signal.ITIMER_REAL, 0.002)
         end = time.monotonic() + 0.01
         while time.monotonic() < end:
             sum(range(100))
