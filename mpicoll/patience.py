@@ -22,7 +22,6 @@ from mpicoll.checks.layout import short_paths
 from mpicoll.checks.report import BROKEN, MESSAGE_WIDTH, Report, peer_exited, peer_failed, show, time_limit
 from mpicoll.checks.slots import Place
 from mpicoll.errors import (
-    CollectiveMismatchError,
     CollectiveTimeoutError,
     DeadlockError,
     GroupBrokenError,
@@ -119,8 +118,7 @@ class CallWait:
         self.note()
         search.look_for_dead(board, waited)
         if self.call.explaining and waited < EXPLAINED_WITHIN:
-            # Members that have told everything raise, and end, before others have read it.
-            return self._known_mismatch() if board.failed else None
+            return None  # members that have told everything raise, and end, before others have read it
         return search.verdict(board) or self.ended(board, waited) or search.look(waited)
 
     def ended(self, board: Board, waited: float) -> BaseException | None:
@@ -135,8 +133,7 @@ class CallWait:
                 if gone and failure.what.startswith(PeerExitedError.__name__):
                     continue  # it failed since somebody is gone, as this wait does
                 self.origin = failure.rank
-                known = failure.what.startswith(CollectiveMismatchError.__name__) and self._known_mismatch()
-                return known or self.because_failed(failure, waited)
+                return self.because_failed(failure, waited)
         if gone:
             return self.because_exited([board.exited[rank] for rank in gone], waited)
         withdrawn = board.withdrawn.get(self.group.group_name)
@@ -145,14 +142,6 @@ class CallWait:
             broken = GroupBrokenError(f"{self.describe()}: rank {rank} gave the group up: {why}")
             broken.reporter = rank
             return broken
-        return None
-
-    def _known_mismatch(self) -> CollectiveMismatchError | None:
-        """Return the mismatch that another call of the group has ended in, for which the program has not waited yet."""
-        for item in tuple(self.group.unwaited.values()):
-            error: BaseException | None = item.error
-            if isinstance(error, CollectiveMismatchError):
-                return error
         return None
 
     def _verdict_comes(self, board: Board) -> bool:

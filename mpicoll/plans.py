@@ -187,11 +187,6 @@ class Plan:
             self._flight = Flight(_OP, self._site, writes=[flat], gone=group.gone, group=group.display)
 
     @property
-    def error(self) -> BaseException | None:
-        """What was started last has ended in, if anything."""
-        return self._error if self._operation is None else self._operation.error
-
-    @property
     def call(self) -> Call:
         """What was started last."""
         print_ = 0 if self._ride is None else self._ride.body[0]

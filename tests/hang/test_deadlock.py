@@ -399,7 +399,7 @@ def test_different_calls_at_every_level(level: str, engine: str) -> None:
 dist.all_reduce(x)
 try:
     dist.all_reduce(x) if r else dist.barrier()
-except (dist.DeadlockError, dist.CollectiveMismatchError) as error:
+except (dist.DeadlockError, dist.CollectiveMismatchError, dist.GroupBrokenError) as error:
     print(error, flush=True)
     time.sleep(1)
     sys.exit(7)
@@ -411,7 +411,10 @@ except (dist.DeadlockError, dist.CollectiveMismatchError) as error:
     assert not job.timed_out, job
     assert job.returncode == 7, job
     assert job.seconds < 15, job
-    for out in job.out:
-        said = out.replace(">", "").replace("<", "")  # which mark what differs
+    # One of the two that agree may come when the others have given the group up.
+    late = [rank for rank in (1, 2) if "gave the group up: deadlock: ranks" in job.out[rank]]
+    assert len(late) < 2, job
+    for rank in {0, 1, 2}.difference(late):
+        said = job.out[rank].replace(">", "").replace("<", "")  # which mark what differs
         assert "barrier #2 " in said, job
         assert "all_reduce #2 float64[4] SUM" in said, job

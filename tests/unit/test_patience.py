@@ -69,7 +69,7 @@ def test_a_death_is_told_whoever_notices_it_first(board: SyntheticBoard) -> None
 
 
 def wait(seq: int = 41, peer: int | None = None) -> CallWait:
-    group: Any = SimpleNamespace(group_name="1", display="WORLD", ranks=tuple(range(RANKS)), unwaited={})
+    group: Any = SimpleNamespace(group_name="1", display="WORLD", ranks=tuple(range(RANKS)))
     return CallWait(group, Call("barrier", (), call_site(), seq=seq), 3.0, peer)
 
 
