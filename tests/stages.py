@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -286,6 +287,11 @@ def _run_once(stage: Stage, limit: float) -> Outcome:
     environment[MARK] = mark
     # pytest's folders of a user are numbered and swept by all sessions of this machine.
     environment["PYTEST_DEBUG_TEMPROOT"] = temporary = tempfile.mkdtemp(prefix="stage-")
+    memory = ""
+    if stage.size and os.access("/dev/shm", os.W_OK):
+        # Open MPI 5 names a job's shared memory by 16 bits: now and then a job that starts beside this one has the same, writes
+        # over it, and both end by a segmentation fault.
+        environment["OMPI_MCA_btl_sm_backing_directory"] = memory = tempfile.mkdtemp(prefix="stage-", dir="/dev/shm")
     outcome = Outcome(stage)
     started = time.monotonic()
     with open(_log(stage), "wb") as log:
@@ -306,6 +312,8 @@ def _run_once(stage: Stage, limit: float) -> Outcome:
         finally:
             end_job(process, mark)
             shutil.rmtree(temporary, ignore_errors=True)
+            if memory:
+                shutil.rmtree(memory, ignore_errors=True)
     outcome.seconds = time.monotonic() - started
     if is_pytest and report.exists():
         _read(report, outcome)
