@@ -22,8 +22,10 @@ _strategy: Any = None
 
 def leave_alone() -> None:
     """Have the compiler of a torch that is loaded leave all functions alone that are loaded by now."""
+    if "torch" not in sys.modules:
+        return
     for name, module in tuple(sys.modules.items()):
-        if name.startswith("mpicoll.") and name not in _left and "torch" in sys.modules:
+        if name.startswith("mpicoll.") and name not in _left:
             _left.add(name)
             for function in _functions(module):
                 _leave(function)

@@ -800,7 +800,7 @@ def enter(group: ProcessGroup, operation: str, *, apart: bool = False) -> None:
         )
     if MPI.Is_finalized():
         raise RuntimeError(f"{operation}: MPI has been finalised")
-    if not (apart and group.broken is not None and not group.destroyed):
+    if group.destroyed or not apart:
         group.usable(operation)
 
 

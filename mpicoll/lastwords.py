@@ -28,6 +28,7 @@ from mpicoll.checks.entries import Entry, name_runs, runs_of, table_of
 from mpicoll.checks.layout import short_paths
 from mpicoll.checks.report import MESSAGE_WIDTH, last_words
 from mpicoll.checks.slots import Slots
+from mpicoll.settings import flush_streams
 from mpicoll.signals import Terminated, end_by, guard, notes
 
 __all__ = ["start", "stop"]
@@ -157,13 +158,7 @@ def _end() -> None:
 
 def _flush() -> None:
     """Flush what the program has printed, unless that takes long: the main thread may hold the lock of its file."""
-
-    def flush() -> None:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-
-    thread = threading.Thread(target=flush, name="mpicoll-flush", daemon=True)
+    thread = threading.Thread(target=flush_streams, name="mpicoll-flush", daemon=True)
     thread.start()
     thread.join(0.2)
 

@@ -33,7 +33,7 @@ from mpicoll.deadline import afterwards
 from mpicoll.errors import ARGUMENT, DistError, GroupBrokenError, PeerFailedError, in_one_line
 from mpicoll.kept import keep
 from mpicoll.launch.rundir import append_record, record_failure
-from mpicoll.settings import say
+from mpicoll.settings import flush_streams, say
 from mpicoll.signals import notes
 from mpicoll.topology import node_communicator
 
@@ -829,8 +829,6 @@ def _abort(code: int) -> None:
     """Have mpi4py call MPI_Abort with ``code`` at the very end, instead of MPI_Finalize."""
     from mpi4py import run as mpi4py_run
 
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # None, closed, or full
-            stream.flush()
+    flush_streams()
     mpi4py_run.set_abort_status(code or 1)
     afterwards(_ABORT_LIMIT)

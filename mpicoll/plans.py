@@ -35,7 +35,7 @@ from mpicoll.kept import keep_of
 from mpicoll.patience import CallWait, local_wait
 from mpicoll.repeating import Repeated
 from mpicoll.riding import IN_TURN, SUM_UP, Ride
-from mpicoll.work import LOOK_EVERY, Operation, Work
+from mpicoll.work import Operation, Work, due
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -126,12 +126,10 @@ class Plan:
         "_key",
         "_landed",
         "_lock",
-        "_next_look",
         "_number",
         "_op",
         "_operation",
         "_place",
-        "_polled",
         "_ride",
         "_sent",
         "_site",
@@ -139,6 +137,8 @@ class Plan:
         "_started",
         "_work",
         "group",
+        "next_look",
+        "polled",
     )
 
     def __init__(
@@ -164,8 +164,7 @@ class Plan:
         self._error: BaseException | None = None
         self._sent = self._landed = b""
         self._number = self._calls = 0
-        # When the program first asked for it and it was not over (time.monotonic), and when to look next at who is needed.
-        self._polled = self._next_look = 0.0
+        self.polled = self.next_look = 0.0
         self._slot: Any = None
         self._ride: Ride | None = None
         self._flight: Flight | None = None
@@ -378,18 +377,16 @@ class Plan:
 
     def _is_lost(self) -> bool:
         """Look, every few milliseconds, whether it can no longer complete, as a wait would, and give it up then."""
-        now = time.monotonic()
-        if now < self._next_look:
+        polled = due(self)
+        if polled is None:
             return False
-        self._polled = self._polled or now
-        self._next_look = now + LOOK_EVERY
         operation = self._operation
         if operation is not None:
-            lost = execution.look(operation, now - self._polled)
+            lost = execution.look(operation, polled)
             self._error = operation.error
             return lost
         patience = CallWait(self.group, self.call, self.group.timeout)
-        error = execution.over(patience, now - self._polled)
+        error = execution.over(patience, polled)
         if error is None or self._looked():
             return False
         patience.give_up(error)
@@ -495,7 +492,7 @@ class Plan:
         if self._flight is not None:
             registry.take_back(self._flight)
         self._operation = self._error = None
-        self._polled = self._next_look = 0.0
+        self.polled = self.next_look = 0.0
         self._started = False
 
     def __repr__(self) -> str:

@@ -26,6 +26,7 @@ __all__ = [
     "Progress",
     "Setting",
     "Settings",
+    "flush_streams",
     "read_settings",
     "say",
     "to_seconds",
@@ -306,6 +307,13 @@ def say(text: str) -> None:
         return
     with contextlib.suppress(OSError):
         os.write(2, text.encode(errors="backslashreplace"))
+
+
+def flush_streams() -> None:
+    """Flush what the program has printed; never raises, as :func:`say`."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # None, closed, or full
+            stream.flush()
 
 
 def _unknown(name: str, known: set[str]) -> str:

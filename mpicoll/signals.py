@@ -5,7 +5,6 @@ Nothing here knows MPI. The waiting loop asks :data:`guard` and :data:`shield` a
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import signal
@@ -15,6 +14,8 @@ import time
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
+
+from mpicoll.settings import flush_streams
 
 try:
     import ctypes
@@ -514,9 +515,7 @@ def end_by(number: int) -> None:
     """End by a signal, as a process that does not handle it."""
     if threading.get_ident() == _main_ident:
         signal.signal(number, signal.SIG_DFL)  # MPI's own handler would not
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # None, closed, or full
-                stream.flush()
+        flush_streams()
     elif _sigaction is not None:
         _sigaction(number, bytes(_ROOM), None)  # SIG_DFL is zero
     else:

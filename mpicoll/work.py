@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mpicoll import waiting
 from mpicoll.checks.call import Call
@@ -21,7 +21,7 @@ from mpicoll.kept import keep, keep_of
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
 
-__all__ = ["ASLEEP", "LOOK_EVERY", "Operation", "Work", "calling"]
+__all__ = ["ASLEEP", "Operation", "Work", "calling", "due"]
 
 ASLEEP = 0.001
 """Seconds that who waits for an operation sleeps at a time while another thread moves it on."""
@@ -31,6 +31,18 @@ LOOK_EVERY = 0.005
 
 STILL_WITHIN = 1.0
 """Seconds after which it is taken for granted that no other thread moves an operation on any more."""
+
+
+class Polled(Protocol):
+    """What a program may ask again and again whether it is over (times of time.monotonic).
+
+    Attributes:
+        polled: when it was first asked for and not over; 0: not yet.
+        next_look: when to look next at who is needed.
+    """
+
+    polled: float
+    next_look: float
 
 
 class Operation:
@@ -86,7 +98,6 @@ class Operation:
         self.tag = tag
         """Global rank at the other end of a point-to-point call (-1: any); None for a collective."""
         self.done = False
-        # When it was first asked for and not over (time.monotonic), and when to look next at who is needed.
         self.polled = self.next_look = 0.0
         self.error: BaseException | None = None
         self.future: Future[Any] | None = None
@@ -316,12 +327,18 @@ def _ask(operation: Operation) -> tuple[bool, bool]:
         if operation.done or operation.advance():
             waiting.drop(operation)
             return True, False
-        now = time.monotonic()
-        if now < operation.next_look:
-            return False, False
-        operation.polled = operation.polled or now
-        operation.next_look = now + LOOK_EVERY
-        return False, look(operation, now - operation.polled)
+        polled = due(operation)
+        return False, polled is not None and look(operation, polled)
+
+
+def due(asked: Polled) -> float | None:
+    """Return for how many seconds the program has polled, every few milliseconds, when it is time to look; else None."""
+    now = time.monotonic()
+    if now < asked.next_look:
+        return None
+    asked.polled = asked.polled or now
+    asked.next_look = now + LOOK_EVERY
+    return now - asked.polled
 
 
 class Work:

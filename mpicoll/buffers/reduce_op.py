@@ -93,7 +93,7 @@ class ReduceOp(metaclass=_AnyOp):
 
 def premul_sum(factor: Any) -> ReduceOp:
     """Return PREMUL_SUM with its factor, by the private name that programs for torch's NCCL use."""
-    return ReduceOp(RedOpType.PREMUL_SUM, factor)
+    return RedOpType.PREMUL_SUM(factor)
 
 
 class _Deprecated:
