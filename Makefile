@@ -9,7 +9,7 @@
 
 PYTHON ?= python3
 PIP_INSTALL = install --quiet --no-compile --disable-pip-version-check --prefer-binary -c tests/constraints.txt
-METADATA = setup.cfg pyproject.toml tests/constraints.txt
+METADATA = setup.cfg setup.py mpicoll/_riding.c pyproject.toml tests/constraints.txt
 LOGS = .ci-logs
 
 .PHONY: demo test test-all lint clean python help
@@ -23,7 +23,7 @@ python:
 	@"$(PYTHON)" tests/check_python.py
 
 # One environment: $(1) its folder, $(2) (may be empty) and $(3) the extras, $(4) options of pip. Editable, so that only a change of
-# the metadata installs anew.
+# the metadata, or of the C extension, installs anew.
 comma := ,
 define environment
 $(1)/.installed: $(METADATA) | python
@@ -67,4 +67,4 @@ test-all:
 	@$(PYTHON) tests/stages.py slow
 
 clean:
-	rm -rf .venv .venv-dev .venv-openmpi .venv-mpich .venv-torch .venv-debian $(LOGS) build dist *.egg-info .mypy_cache .ruff_cache
+	rm -rf .venv .venv-dev .venv-openmpi .venv-mpich .venv-torch .venv-debian $(LOGS) build dist *.egg-info mpicoll/*.so .mypy_cache .ruff_cache

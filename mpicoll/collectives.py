@@ -503,7 +503,8 @@ def all_reduce(
         except (KeyError, AttributeError, TypeError):
             pass
         else:
-            if ride.rides and tensor.flags.carray and riding.ride(known, ride, tensor, tensor, caller()):
+            usual = ride.quick is not None or (ride.rides and tensor.flags.carray)
+            if usual and riding.ride(known, ride, tensor, tensor, caller()):
                 return None
             if riding.again(group, key, tensor, tensor):
                 return None

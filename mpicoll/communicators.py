@@ -150,6 +150,7 @@ class Pool:
         self._floor: dict[tuple[int, ...], int] = {}
         self._budget: Budget | None = None
         self.profile: Mapping[Kind, Ranges] | None = None
+        self.extension = False  # all ranks have the C extension, and shall use it
 
     def add(self, pair: Pair) -> None:
         """Take in a new pair, in use."""
@@ -174,7 +175,7 @@ class Pool:
             return
         if not ORDERED and settings.engine != "node":
             return  # untested on processors of other kinds: only where it is asked for
-        pair.node = NodeEngine(pair.data, self._budget, topology.crowded)
+        pair.node = NodeEngine(pair.data, self._budget, topology.crowded, not self.extension)
 
     def meet(self, pair: Pair) -> Generator[Request, None, None]:
         """Have the members of a pair that comes into use make their rounds where that is fastest.

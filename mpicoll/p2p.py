@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -29,8 +30,10 @@ from mpicoll.work import Operation, Work
 # What send and recv look up in every call.
 _default = groups.default
 _flights = registry.flights
+_frame = sys._getframe
 _get_ident = threading.get_ident
 _guard = waiting.guard
+_matches = persistent.matches
 _ndarray = np.ndarray
 _pending = waiting.pending
 _spins = range(waiting.SPIN_POLLS)
@@ -84,15 +87,16 @@ def send(
                 again is None
                 or again.rank != dst
                 or again.tag != tag
-                or again.dtype is not tensor.dtype
-                or again.shape != tensor.shape
+                or not _matches(tensor, again.dtype, again.shape, False)
             ):
                 again = known.sends.last = known.sends[dst, tag, tensor.shape, tensor.dtype]
-        except (KeyError, AttributeError):  # not made before; no group, or not a member
+                if not tensor.flags.c_contiguous:
+                    again = None
+            frame = _frame(1)
+        except (KeyError, AttributeError, ValueError):  # not made before; no group, or not a member; called from C
             again = None
-        if again is not None and tensor.flags.c_contiguous and not (_pending or _flights):
+        if again is not None and not (_pending or _flights):
             # Made before. All here, and not in functions: a call of a function takes as long as posting the message.
-            frame = caller()
             taken = False
             wrong: BaseException | None = None
             try:
@@ -175,14 +179,15 @@ def recv(
                 again is None
                 or again.rank != src
                 or again.tag != tag
-                or again.dtype is not tensor.dtype
-                or again.shape != tensor.shape
+                or not _matches(tensor, again.dtype, again.shape, True)
             ):
                 again = known.receives.last = known.receives[src, tag, tensor.shape, tensor.dtype]
-        except (KeyError, AttributeError):
+                if not tensor.flags.carray:
+                    again = None
+            frame = _frame(1)
+        except (KeyError, AttributeError, ValueError):
             again = None
-        if again is not None and not (_pending or _flights) and tensor.flags.carray:
-            frame = caller()
+        if again is not None and not (_pending or _flights):
             receiver = known.pair.receiver
             posted = receiver.posted
             locked = False

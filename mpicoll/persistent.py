@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll import groups, waiting
+from mpicoll import groups, riding, waiting
 from mpicoll.buffers.array import Array
 from mpicoll.buffers.dtypes import dtype_name
 from mpicoll.checks.call import Call, Site
@@ -224,6 +224,22 @@ class PersistentReceive(_Persistent):
 
 def _size(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
     return math.prod(shape) * dtype.itemsize
+
+
+def matches_in_python(tensor: Any, dtype: np.dtype[Any], shape: tuple[int, ...], writes: bool) -> bool:
+    """Whether an array can be moved as it is by what was prepared for a dtype and a shape.
+
+    Args:
+        writes: it is received into.
+    """
+    if type(tensor) is not np.ndarray or tensor.dtype is not dtype or tensor.shape != shape:
+        return False
+    flags = tensor.flags
+    return bool(flags.carray if writes else flags.c_contiguous and flags.aligned)
+
+
+matches: Callable[[Any, np.dtype[Any], tuple[int, ...], bool], bool]
+matches = matches_in_python if riding.extension is None else riding.extension.matches
 
 
 def learn(group: ProcessGroup, op: str, peer: int, tensor: Array, rank: Any, tag: Any) -> None:

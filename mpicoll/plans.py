@@ -34,7 +34,7 @@ from mpicoll.groups import ProcessGroup, member_or_warn
 from mpicoll.kept import keep_of
 from mpicoll.patience import CallWait, local_wait
 from mpicoll.repeating import Repeated
-from mpicoll.riding import IN_TURN, SUM_UP, Ride
+from mpicoll.riding import Ride, collect
 from mpicoll.work import Operation, Work, due
 
 if TYPE_CHECKING:
@@ -425,18 +425,7 @@ class Plan:
         if self._flight is not None and flat.tobytes() != self._sent:
             self._error = written(_OP, self._site, self.group.display)
         else:
-            _, views = ride.views[place] or ride.look(place)
-            combine: Any = ride.combine
-            if ride.take == SUM_UP:
-                combine(views, 0, ride.dtype, flat)
-            elif ride.take == IN_TURN:
-                flat[...] = combine(views, 0, ride.dtype)[-1]
-            else:
-                combine(views[0], views[1], out=flat)
-                for rank in range(2, len(views)):
-                    combine(flat, views[rank], out=flat)
-            if ride.again.average:
-                quietly(np.divide, flat, self.group.size(), out=flat)
+            collect(self.group, ride, flat, place)
             if self._flight is not None:
                 self._landed = flat.tobytes()
         slot.busy = False

@@ -33,15 +33,23 @@ def library_name(text: str) -> str:
     return " ".join(text.strip("\0 \n").split(",")[0].splitlines()[0].split())
 
 
-def share_profile(comm: MPI.Intracomm, setting: str, ranks: int) -> Mapping[Kind, Ranges] | None:
+def share_profile(
+    comm: MPI.Intracomm, setting: str, ranks: int, extension: bool = True
+) -> tuple[Mapping[Kind, Ranges] | None, bool]:
     """Return what was measured for this MPI and about so many ranks on a node, as rank 0 finds it; None: nothing.
 
-    Called by all ranks of ``comm``, which are known to (it uses a blocking MPI call). Of a file that cannot be read rank 0 tells,
+    Called by all ranks of ``comm``, which are known to (it uses blocking MPI calls). Of a file that cannot be read rank 0 tells,
     and the defaults count.
+
+    Args:
+        extension: this rank has the C extension.
+
+    Returns:
+        What was measured, and whether all ranks have the extension: where some have not, nobody uses it, and all reduce alike.
     """
     from mpi4py import MPI
 
-    from mpicoll.engines.choice import find_profile
+    from mpicoll.engines.choice import IN_PYTHON, find_profile
 
     found = None
     if comm.Get_rank() == 0 and setting != NONE:
@@ -53,5 +61,10 @@ def share_profile(comm: MPI.Intracomm, setting: str, ranks: int) -> Mapping[Kind
                 say(f"mpicoll: MPICOLL_PROFILE={setting}: {error.strerror}\n")
         except (OSError, RuntimeError, ValueError) as error:
             say(f"mpicoll: {path}: {error}\n")
+    have_it = comm.allreduce(int(extension))
+    everybody = have_it == comm.Get_size()
+    if comm.Get_rank() == 0 and have_it and not everybody:
+        lack = comm.Get_size() - have_it
+        say(f"mpicoll: {lack} of {comm.Get_size()} ranks lack the C extension, so none of them uses it\n")
     told: Mapping[Kind, Ranges] | None = comm.bcast(found, 0)
-    return told
+    return told if told is not None or everybody else IN_PYTHON, everybody

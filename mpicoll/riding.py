@@ -3,6 +3,9 @@
 Such a small call costs about as much as the few lines of Python here: everything that can be known before is kept, one
 attribute is looked up where a function would be called, and nothing is allocated. Whatever is not as usual, on this member or
 on another, goes the long way of ``repeating``: all members learn in the round whether everybody's data is there.
+
+Where the extension was built (``_riding.c``), it makes the same steps in place of :func:`ride_in_python`, and hands on
+to :func:`_finish` what is not as usual.
 """
 
 from __future__ import annotations
@@ -23,22 +26,26 @@ from mpi4py import MPI
 from mpicoll import execution, groups, repeating, waiting
 from mpicoll.buffers.layouts import joined
 from mpicoll.buffers.quiet import quiet_runner, quietly
-from mpicoll.checks.agreement import Ticket
+from mpicoll.checks.agreement import Lane, Ticket
 from mpicoll.checks.call import NOTHING, caller
 from mpicoll.checks.inflight import registry
-from mpicoll.checks.rounds import MASK, RIDING_BYTES
+from mpicoll.checks.rounds import MASK, RIDING_BYTES, Rounds
 from mpicoll.engines.base import SMALL_BYTES, Kind, Movement
 from mpicoll.engines.node import OPS
-from mpicoll.engines.segment import Segment
+from mpicoll.engines.segment import Meeting, Segment
 from mpicoll.errors import AGREED, CollectiveMismatchError
+from mpicoll.extension import found, name_of
+from mpicoll.extension import why_not as no_extension
 from mpicoll.groups import ProcessGroup, default
 from mpicoll.kept import keep_of
 from mpicoll.repeating import REPEATED_BYTES, Repeated
 
-__all__ = ["Ride", "again", "apart", "learn", "repeat", "ride"]
+__all__ = ["Ride", "again", "apart", "collect", "extension", "learn", "repeat", "ride", "ride_in_python", "why_not"]
 
 MOST = 256
 POLLS, POLLS_CROWDED = 400, 2
+PATIENCE, PATIENCE_CROWDED = 20_000, 500
+"""Nanoseconds for which the extension looks for the others."""
 
 _now = time.monotonic_ns
 _ident = threading.get_ident
@@ -78,6 +85,7 @@ class Ride:
             then; None for the others.
         views: for each place of the ring, or for even and odd steps, where this member writes its elements and what it reads;
             made when they are needed.
+        width: bytes of the pieces of a call that the extension makes in several; 0 for the others.
         inside: the place of this member's own elements among what it reduces, which are those of the result; or -1.
         polls: how often a member looks for another one before it waits as every call does.
     """
@@ -97,13 +105,16 @@ class Ride:
         "lane",
         "lists",
         "moves",
+        "op",
         "polls",
+        "quick",
         "rides",
         "segment",
         "take",
         "target",
         "thread",
         "views",
+        "width",
     )
 
     def __init__(self, group: ProcessGroup, again: Repeated, dtype: np.dtype[Any], send: Any, recv: Any) -> None:
@@ -114,10 +125,14 @@ class Ride:
         self.lists = isinstance(send, list) or isinstance(recv, list)
         brings = again.nbytes * (size if kind in _PARTED else 1)
         self.segment: Segment | None = None
+        self.width = 0
         small = brings <= RIDING_BYTES
         if not small and rounds is not None:
             node = group.pair.through(kind, again.nbytes)
-            self.segment = None if node is None else node.in_one_step(kind, brings)
+            if node is not None and groups.state().pool.extension:  # alike on all members
+                self.segment, self.width = node.in_pieces(kind, brings, dtype)
+            if node is not None and self.segment is None:
+                self.segment = node.in_one_step(kind, brings)
         rides = rounds is not None and groups.state().thread_multiple
         self.rides = rides and (small or self.segment is not None)
         self.target: tuple[int, ...] | None = None
@@ -125,6 +140,7 @@ class Ride:
         if self.take == COPY and kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL):
             self.target = (size, recv.size // size)
         self.moves, self.thread = kind is not Kind.BARRIER, 0
+        self.op, self.quick = again.op, None
         in_place = kind in (Kind.BARRIER, Kind.ALL_REDUCE, Kind.BROADCAST)
         self.crosses = rounds is None and group.level == "full" and groups.state().thread_multiple
         self.crosses = self.crosses and in_place and again.nbytes <= SMALL_BYTES
@@ -148,6 +164,40 @@ class Ride:
         self.views: list[tuple[Any, Any] | None] = [None] * (MASK + 1)
         self.polls = POLLS_CROWDED if waiting.crowded else POLLS + brings // 64
         self.inside = rounds.me if size == 2 and kind in (Kind.ALL_REDUCE, Kind.REDUCE) else -1
+        self.quick = self._prepared(rounds, brings)
+        if self.width and (self.quick is None or bool(self.take) != self.quick.takes):
+            self.rides, self.quick = False, None  # of elements that are NumPy's affair
+
+    def _prepared(self, rounds: Rounds, brings: int) -> Any:
+        """Return the call as the extension makes it; None where there is no extension, or the call is none for it."""
+        again, dtype = self.again, self.dtype
+        if extension is None or not groups.state().pool.extension:
+            return None
+        blocks = [shape for shapes in (self._send, self._recv) if isinstance(shapes, list) for shape in shapes]
+        if any(dtype.itemsize * math.prod(shape) != again.nbytes for shape in blocks):
+            return None
+        take = "rows" if self.target is not None else "reduce" if self.take in (FOLD, SUM_UP, IN_TURN) else self.take
+        return extension.Quick(
+            **rounds.layout(),
+            **(rounds.layout_beside() if self.segment is None else self.segment.layout()),
+            lane=self.lane,
+            segment=self.segment,
+            body=self.body,
+            dtype=dtype,
+            itemsize=max(dtype.itemsize, 1),
+            brings=0 if self._send is None else brings,
+            start=rounds.me * again.nbytes if again.kind in _PARTED else 0,
+            nbytes=again.nbytes,
+            root=again.root,
+            send=self._send,
+            recv=self._recv,
+            take=take,
+            reduction=name_of(again.mpi_op, dtype),
+            average=again.average,
+            in_place=again.kind in (Kind.ALL_REDUCE, Kind.REDUCE),
+            width=self.width or again.nbytes,
+            patience=PATIENCE_CROWDED if waiting.crowded else PATIENCE + (self.width or brings) // 2,
+        )
 
     def look(self, place: int) -> tuple[Any, Any]:
         """Return the views for a place of the ring, and keep them."""
@@ -310,13 +360,15 @@ def again(group: Any, key: Any, send: Any, recv: Any, depth: int = 2) -> bool:
         found = known.rides[key]
     except (KeyError, AttributeError, TypeError):  # not made before; no group, or not a member
         return False
+    frame = caller(depth)
+    if found.quick is not None and ride(known, found, send, recv, frame):
+        return True
     if send is not None or recv is not None:
         # What is usual here, and not in a function: a call of one takes as long as all of this.
         usual = send is recv and type(recv) is _ndarray and not found.lists and recv.flags.carray
         if not usual and not found.fits(send, recv):
             return False
-    frame = caller(depth)
-    if found.rides and ride(known, found, send, recv, frame):
+    if found.quick is None and found.rides and ride(known, found, send, recv, frame):
         return True
     if found.crosses and cross(known, found, send if recv is None else recv, frame):
         return True
@@ -335,7 +387,7 @@ def repeat(group: ProcessGroup, known: Ride, send: Any, recv: Any, frame: FrameT
     return True
 
 
-def ride(group: ProcessGroup, known: Ride, send: Any, recv: Any, frame: FrameType) -> bool:
+def ride_in_python(group: ProcessGroup, known: Ride, send: Any, recv: Any, frame: FrameType) -> bool:
     """Make a small call again; False, and nothing done, where something else is under way.
 
     Args:
@@ -360,12 +412,11 @@ def ride(group: ProcessGroup, known: Ride, send: Any, recv: Any, frame: FrameTyp
             lane.issued = call + 1
             lane.rounds = number = lane.rounds + 1
             place = number & MASK
-            mine, where, clock, others, bodies = known.at[place]
-            mine[:] = body = known.body
-            theirs: Any = None
+            mine, where, clock, others, _bodies = known.at[place]
+            mine[:] = known.body
             if known.moves:
                 which = place if segment is None else (segment.step + 1) & 1
-                own, theirs = known.views[which] or known.look(which)
+                own = (known.views[which] or known.look(which))[0]
                 if own is not None:
                     if own.__class__ is list:
                         for view, each in zip(own, send, strict=True):
@@ -373,6 +424,9 @@ def ride(group: ProcessGroup, known: Ride, send: Any, recv: Any, frame: FrameTyp
                     else:
                         own[...] = send
             group.calls += 1
+            _before = (
+                group.last
+            )  # what it alone knows of is let go when the call is over: its end may run the program's code
             group.last = again.op, frame.f_code, frame.f_lasti
             if segment is not None:
                 segment.drain()
@@ -384,42 +438,7 @@ def ride(group: ProcessGroup, known: Ride, send: Any, recv: Any, frame: FrameTyp
                     polls -= 1
                     if polls < 0:
                         _wait(group, known, frame, place, number)
-            lane.posted = call + 1
-            for each in bodies:
-                if each != body:
-                    _go_on(group, known, send, recv, frame, place, call)
-                    break
-            else:
-                lane.turn = call + 1
-                if theirs is None and segment is None:
-                    return True
-                if segment is not None:
-                    segment.come(segment.step + 1)
-                take = known.take
-                if take == FOLD:
-                    combine: Any = known.combine
-                    inside = known.inside
-                    if inside < 0:
-                        combine(theirs[0], theirs[1], out=recv)
-                    elif inside:
-                        combine(theirs[0], recv, out=recv)
-                    else:
-                        combine(recv, theirs[1], out=recv)
-                    for rank in range(2, len(theirs)):
-                        combine(recv, theirs[rank], out=recv)
-                elif take == SUM_UP:
-                    combine = known.combine
-                    combine(theirs, 0, known.dtype, recv.reshape(-1))
-                elif take == IN_TURN:
-                    combine = known.combine
-                    recv.reshape(-1)[...] = combine(theirs, 0, known.dtype)[-1]
-                elif take == COPY:
-                    (recv if known.target is None else recv.reshape(known.target))[...] = theirs
-                elif take == EACH:
-                    for each, view in zip(recv, theirs, strict=True):
-                        each[...] = view
-                if again.average:
-                    quietly(np.divide, recv, group.size(), out=recv)
+            _end(group, known, send, recv, frame, place)
             return True
     except CollectiveMismatchError as error:
         wrong = error
@@ -462,6 +481,9 @@ def cross(group: ProcessGroup, known: Ride, array: Any, frame: FrameType) -> boo
                 _threads.add(known.thread)
             lane.issued = call + 1
             group.calls += 1
+            _before = (
+                group.last
+            )  # what it alone knows of is let go when the call is over: its end may run the program's code
             group.last = again.op, frame.f_code, frame.f_lasti
             lane.rounds += 1
             slot.fill(lane.rounds, known.body)
@@ -540,7 +562,129 @@ def _go_on(group: ProcessGroup, known: Ride, send: Any, recv: Any, frame: FrameT
         after()
 
 
-waiting.guard.inside.update((ride.__code__, cross.__code__))
+def _end(group: ProcessGroup, known: Ride, send: Any, recv: Any, frame: FrameType, place: int) -> None:
+    """Wait for the others in a call that is posted, and take its result."""
+    lane, counters, body, segment = known.lane, known.counters, known.body, known.segment
+    call, number = lane.issued - 1, lane.rounds
+    _, _, _, others, bodies = known.at[place]
+    for other in others:
+        while counters[other] < number:
+            _wait(group, known, frame, place, number)
+    lane.posted = call + 1
+    for each in bodies:
+        if each != body:
+            _go_on(group, known, send, recv, frame, place, call)
+            return
+    lane.turn = call + 1
+    if segment is not None:
+        place = (segment.step + 1) & 1
+        segment.come(segment.step + 1)
+    if known.width:
+        extension.rest(group, known, send, recv, frame)
+    else:
+        collect(group, known, recv, place)
+
+
+def collect(group: ProcessGroup, known: Ride, recv: Any, place: int) -> None:
+    """Take the result of a call that is over, from a place of its memory."""
+    take, quick = known.take, known.quick
+    if not take:
+        return
+    if quick is not None and quick.takes:  # as those do it that did not have to wait: the same bits on all
+        quick.take(place, recv)
+        return
+    theirs = (known.views[place] or known.look(place))[1]
+    combine: Any = known.combine
+    if take == FOLD:
+        inside = known.inside
+        if inside < 0:
+            combine(theirs[0], theirs[1], out=recv)
+        elif inside:
+            combine(theirs[0], recv, out=recv)
+        else:
+            combine(recv, theirs[1], out=recv)
+        for rank in range(2, len(theirs)):
+            combine(recv, theirs[rank], out=recv)
+    elif take == SUM_UP:
+        combine(theirs, 0, known.dtype, recv.reshape(-1))
+    elif take == IN_TURN:
+        recv.reshape(-1)[...] = combine(theirs, 0, known.dtype)[-1]
+    elif take == COPY:
+        (recv if known.target is None else recv.reshape(known.target))[...] = theirs
+    elif take == EACH:
+        for each, view in zip(recv, theirs, strict=True):
+            each[...] = view
+    if known.again.average:
+        quietly(np.divide, recv, group.size(), out=recv)
+
+
+def _finish(group: ProcessGroup, known: Ride, send: Any, recv: Any, frame: FrameType) -> bool:
+    """Go on with a call that the extension has posted, and that it leaves to Python; the group's lock is held."""
+    wrong: BaseException | None = None
+    try:
+        _end(group, known, send, recv, frame, known.lane.rounds & MASK)
+        return True
+    except CollectiveMismatchError as error:
+        wrong = error
+        raise
+    except BaseException as error:
+        wrong = error
+        keep_of(error)
+        _give_up(group, known.again, frame, error)
+        raise
+    finally:
+        if _guard.noted is not None:
+            _guard.answer(wrong)
+
+
+def _await(group: ProcessGroup, known: Ride, frame: FrameType, step: int, root_alone: bool) -> None:
+    """Wait for the others, or for the root, in the midst of a call that the extension makes in pieces."""
+    segment = known.segment
+    assert segment is not None
+    peers = (segment.places[known.again.root],) if root_alone else segment.peers
+    wrong: BaseException | None = None
+    try:
+        repeating.finish_request(group, known.again, frame, Meeting(segment.counters, peers, step))
+    except BaseException as error:
+        wrong = error
+        keep_of(error)
+        _give_up(group, known.again, frame, error)
+        raise
+    finally:
+        if _guard.noted is not None:
+            _guard.answer(wrong)
+
+
+def _lose(group: ProcessGroup, known: Ride, frame: FrameType, call: int, error: BaseException) -> None:
+    """Give a call up that the extension has posted, where ``_finish`` could not: a signal's handler raised as it began."""
+    if known.lane.posted == call and group.broken is None:
+        keep_of(error)
+        _give_up(group, known.again, frame, error)
+
+
+waiting.guard.inside.update(
+    (ride_in_python.__code__, _finish.__code__, _await.__code__, _lose.__code__, cross.__code__)
+)
+
+
+def _prepared_extension() -> tuple[Any, str]:
+    """Return the extension, told of what it needs; or None, and why it cannot be used."""
+    if found is None:
+        return None, no_extension
+    probe = np.zeros((2, 3))
+    address = probe.__array_interface__["data"][0]
+    mine = (ride_in_python, _finish, _lose, _await, _pending, _flights, _threads)
+    try:
+        found.prepare(*mine, Ride, Lane, ProcessGroup, Segment, probe, address)
+    except TypeError as error:
+        return None, str(error)
+    return found, ""
+
+
+extension, why_not = _prepared_extension()
+ride: Callable[[ProcessGroup, Ride, Any, Any, FrameType], bool]
+ride = ride_in_python if extension is None else extension.ride
+"""Make a small call again, as :func:`ride_in_python` does it."""
 
 
 def _forget_in_child() -> None:

@@ -153,7 +153,7 @@ def init_process_group(
 
     from mpi4py import MPI
 
-    from mpicoll import execution, lastwords, leaving, waiting, watchdog
+    from mpicoll import execution, extension, lastwords, leaving, waiting, watchdog
     from mpicoll.buffers import staging
     from mpicoll.checks.call import Call, call_site
     from mpicoll.checks.inflight import registry
@@ -241,7 +241,12 @@ def init_process_group(
             if base.topology is None:
                 base.topology = state.topology = discover(pair.data, ("", 0) if devices is None else devices.chosen())
                 base.board.slots = _node_slots(pair.data, base.topology)
-                base.pool.profile = share_profile(pair.data, settings.profile, len(base.topology.local_ranks))
+                base.pool.profile, base.pool.extension = share_profile(
+                    pair.data,
+                    settings.profile,
+                    len(base.topology.local_ranks),
+                    extension.found is not None and settings.extension != "off",
+                )
                 if base.board.slots is not None and how == "job" and len(base.topology.local_ranks) > 1:
                     watchdog.watch(partial(await_death, base.board))
         base.settle(*execution.drive(state.world, call, pair.sweep(), limit))

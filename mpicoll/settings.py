@@ -16,12 +16,14 @@ __all__ = [
     "CUDA",
     "CUDA_IPC",
     "ENGINES",
+    "EXTENSION",
     "LEVELS",
     "PROGRESS",
     "SETTINGS",
     "Cuda",
     "CudaIpc",
     "Engine",
+    "Extension",
     "Level",
     "Progress",
     "Setting",
@@ -55,6 +57,11 @@ CUDA: tuple[Cuda, ...] = ("auto", "off", "aware")
 CudaIpc = Literal["auto", "off"]
 CUDA_IPC: tuple[CudaIpc, ...] = ("auto", "off")
 """Whether ranks that share a GPU reduce on it; see MPICOLL_CUDA_IPC."""
+
+
+Extension = Literal["auto", "off"]
+EXTENSION: tuple[Extension, ...] = ("auto", "off")
+"""Whether the C extension makes the calls that it can make; see MPICOLL_EXTENSION."""
 
 
 Progress = Literal["none", "thread"]
@@ -102,6 +109,10 @@ def _cuda_ipc(text: str) -> CudaIpc:
 
 def _progress(text: str) -> Progress:
     return {choice: choice for choice in PROGRESS}[cast("Progress", text.strip().lower())]
+
+
+def _extension(text: str) -> Extension:
+    return {choice: choice for choice in EXTENSION}[cast("Extension", text.strip().lower())]
 
 
 def _megabytes(text: str) -> int:
@@ -213,6 +224,14 @@ SETTINGS: tuple[Setting, ...] = (
         "pinned host memory through which a rank moves arrays on a GPU; beyond it, ordinary memory",
     ),
     Setting(
+        "MPICOLL_EXTENSION",
+        "extension",
+        _extension,
+        "auto",
+        "auto or off",
+        "whether calls that are made again go through the C extension: where it was built, or never",
+    ),
+    Setting(
         "MPICOLL_PROGRESS",
         "progress",
         _progress,
@@ -249,6 +268,7 @@ class Settings:
     cuda: Cuda = "auto"
     cuda_ipc: CudaIpc = "auto"
     pinned_mb: int = 256
+    extension: Extension = "auto"
     progress: Progress = "none"
     strict: bool = False
 

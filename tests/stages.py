@@ -41,6 +41,8 @@ SLOW_SIZES = (3,)
 BOTH_SIZES = (2,)
 TWO_NODES = {"openmpi": 0, "mpich": 4}
 THROUGH_MPI = 5  # ranks that share no memory in `make test-all`
+# The number of ranks at which the slow part does without the C extension, on the first MPI.
+WITHOUT_EXTENSION = 4
 # The tests on stand-ins for a GPU take a third of the time of a run: all on the first MPI, the short ones on the other.
 STANDINS_SIZE = 2
 STANDINS = tuple(
@@ -162,8 +164,11 @@ def plan(
                 mpi == mpis[0] if part == "fast" else size == STANDINS_SIZE or (mpi == mpis[0] and size in slow)
             )
             standins = () if with_standins else STANDINS
+            name, env = f"{mpi} mpi n={size}", ()
+            if part == "slow" and mpi == mpis[0] and size == WITHOUT_EXTENSION:
+                name, env = f"{name} in Python", (("MPICOLL_EXTENSION", "off"),)
             if wanted:
-                ranks.append(Stage(f"{mpi} mpi n={size}", (*command, *standins), venv, size))
+                ranks.append(Stage(name, (*command, *standins), venv, size, env))
         if part == "slow" and THROUGH_MPI in sizes:
             # As ranks of several nodes do: without the memory that those of one node share.
             env = (("MPICOLL_ENGINE", "mpi"),)

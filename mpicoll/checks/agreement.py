@@ -214,6 +214,21 @@ class When:
 class Lane:
     """The control and the data lane of one group, and the zero of its clock."""
 
+    __slots__ = (
+        "_first",
+        "_slots",
+        "control",
+        "data",
+        "epoch",
+        "issued",
+        "posted",
+        "rolling",
+        "rounds",
+        "shared",
+        "size",
+        "turn",
+    )
+
     def __init__(self, control: MPI.Intracomm, data: MPI.Intracomm) -> None:
         self.control = control
         self.data = data

@@ -81,6 +81,15 @@ class Rounds:
         bodies = tuple(words[start + _BODY.start : start + _BODY.stop] for start in others)
         return words[mine + _BODY.start : mine + _BODY.stop], mine, mine + _TIME, others, bodies
 
+    def layout(self) -> dict[str, Any]:
+        """Return where the records stand, in bytes, as the extension wants to know it."""
+        return {"rounds": self.counters, "part": self._whole.shape[1], "ring": _RING, "me": self.me, "size": self.size}
+
+    def layout_beside(self) -> dict[str, Any]:
+        """Return where that stands what is written beside the records."""
+        first, part = _RING * _WORDS * 8, self._whole.shape[1]
+        return {"data": self.counters, "first": first, "apart": part, "room": RIDING_BYTES, "places": _RING, "line": 0}
+
     def beside(self, place: int, rank: int, dtype: np.dtype[Any], shape: tuple[int, ...], at: int = 0) -> Any:
         """Return what a member writes beside its record at a place of the ring, as an array, from byte ``at`` on."""
         start = _RING * _WORDS * 8 + place * RIDING_BYTES + at

@@ -20,12 +20,18 @@ __all__ = ["Finding", "Report", "add_parser", "main"]
 
 State = Literal["ok", "note", "wrong", ""]
 CHECK_LIMIT = 60.0
+NO_EXTENSION = (
+    "Without its C extension the library does all that it does, and a small call takes about three times as long. To have it: "
+    "a C compiler and the headers of Python (Debian: apt-get install gcc python3-dev), and then install mpicoll again: "
+    "pip install --force-reinstall --no-deps --no-cache-dir, and what you gave it the first time"
+)
 
 # Run by each of the two ranks of the self-check; rank 0 prints what only a running MPI knows.
 _SELF_CHECK = """\
 import json
 import numpy as np
 import mpicoll as dist
+from mpicoll import riding
 from mpicoll.capability import loaded_mpi
 from mpicoll.settings import read_settings
 dist.init_process_group()
@@ -39,7 +45,7 @@ if world.rank == 0:
     order = [MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE]
     found = loaded_mpi(read_settings().cuda)
     cuda = [sorted({operation for operation, _ in found.direct}), found.evidence, [bad.why for bad in found.bad]]
-    told = {"sum": float(x[0]), "size": world.size, "hosts": sorted(set(hosts)), "cuda": cuda,
+    told = {"sum": float(x[0]), "no extension": riding.why_not, "size": world.size, "hosts": sorted(set(hosts)), "cuda": cuda,
             "threads": levels[order.index(MPI.Query_thread())]}
     print("self-check:" + json.dumps(told), flush=True)
 dist.destroy_process_group()
@@ -295,6 +301,14 @@ def judge_self_check(report: Report, told: dict[str, Any] | None, problem: str) 
         threads = told["threads"]
         advice = "" if threads == "MULTIPLE" else "This MPI allows calls from one thread only"
         report.add(section, "thread level", threads, "note" if advice else "ok", advice)
+        why_not = told["no extension"]
+        report.add(
+            section,
+            "C extension",
+            f"none: {why_not}" if why_not else "there, for calls that are made again",
+            "note" if why_not else "ok",
+            NO_EXTENSION if why_not else "",
+        )
         operations, evidence, bad = told["cuda"]
         report.add(
             section, "memory of a GPU", ("handed to MPI" if operations else "by way of the host") + f": {evidence}"

@@ -13,7 +13,7 @@ from typing import Any
 
 from mpicoll.engines.base import Kind
 
-__all__ = ["DEFAULT", "NEVER", "Choice", "Ranges", "add_profile", "find_profile"]
+__all__ = ["DEFAULT", "IN_PYTHON", "NEVER", "Choice", "Ranges", "add_profile", "find_profile"]
 
 NEVER = 1 << 62
 
@@ -21,7 +21,7 @@ Ranges = Sequence[tuple[int, int]]
 """First and last number of bytes, both among them."""
 
 _KIB = 1024
-DEFAULT: Mapping[Kind, Ranges] = {
+IN_PYTHON: Mapping[Kind, Ranges] = {
     # Between them both MPIs are faster on two ranks; from 32 MiB on their temporary memory is given back after each call.
     Kind.ALL_REDUCE: ((2 * _KIB + 1, 1024 * _KIB), (32 * 1024 * _KIB, NEVER)),
     Kind.REDUCE: ((2 * _KIB + 1, NEVER),),
@@ -33,7 +33,14 @@ DEFAULT: Mapping[Kind, Ranges] = {
     Kind.SCATTER: ((65, 512 * _KIB),),
     Kind.ALL_TO_ALL: ((65, 64 * _KIB),),
 }
-"""Bytes of the largest block with which the node engine moves a call where nothing was measured (docs/performance.md)."""
+"""Bytes of the largest block with which the node engine moves a call where nothing was measured, without the C extension."""
+
+DEFAULT: Mapping[Kind, Ranges] = {
+    **IN_PYTHON,
+    Kind.ALL_REDUCE: ((2 * _KIB + 1, 8 * 1024 * _KIB), (32 * 1024 * _KIB, NEVER)),
+    Kind.BROADCAST: ((2 * _KIB + 1, 4 * 1024 * _KIB),),
+}
+"""The same where rank 0 has the C extension, as the others should (docs/performance.md)."""
 
 
 @dataclass(frozen=True)

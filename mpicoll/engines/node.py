@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpicoll import extension
 from mpicoll.buffers.quiet import quietly
 from mpicoll.engines.base import Array, Kind, Movement, Request, starts
 from mpicoll.engines.segment import BUFFERS, ORDERED, Meeting, Segment, make_segment, map_together
@@ -32,6 +33,12 @@ Steps = Generator[Request, None, None]
 LARGEST_BUFFER = 1024 * 1024
 """Bytes of a buffer: a piece that is written, and read by the others, while it is in the caches of the cores (measured)."""
 SMALLEST_BUFFER = 32 * 1024
+
+PIECE = 256 * 1024
+"""Bytes of a piece of what the extension moves in several of them (measured): while one is read the next is written."""
+
+PATIENCE, PATIENCE_CROWDED = 20_000, 500
+"""Nanoseconds for which the extension looks for the others."""
 
 WHOLE_BYTES, WHOLE_BYTES_CROWDED = 64 * 1024, 512 * 1024
 """How much more a member may reduce to save a step: up to so many bytes all reduce everything, each for itself."""
@@ -64,8 +71,10 @@ class NodeEngine:
         why: why not, where this member knows.
     """
 
-    def __init__(self, comm: MPI.Intracomm, budget: Budget, crowded: bool) -> None:
+    def __init__(self, comm: MPI.Intracomm, budget: Budget, crowded: bool, in_python: bool = False) -> None:
         self._comm = comm
+        self._machine = None if in_python else extension.found
+        self._piece = LARGEST_BUFFER if in_python else PIECE
         self._budget = budget
         self._crowded = crowded
         self._polls = 2 if crowded else POLLS
@@ -94,13 +103,30 @@ class NodeEngine:
         most = WHOLE_BYTES_CROWDED if self._crowded or kind is Kind.REDUCE else WHOLE_BYTES
         return None if reduces_all and brings * (segment.size - 2) > most else segment
 
+    def in_pieces(self, kind: Kind, brings: int, dtype: np.dtype[Any]) -> tuple[Segment | None, int]:
+        """Return the memory of a call of one array that the extension makes in steps, and the bytes of a piece; or None, 0.
+
+        Args:
+            brings: bytes that each member, or the root alone, contributes.
+        """
+        segment = self._segment
+        reduces = kind in (Kind.ALL_REDUCE, Kind.REDUCE)
+        if segment is None or not ORDERED or self._made or not (reduces or kind is Kind.BROADCAST):
+            return None, 0
+        least = PIECE if reduces else segment.room  # what is only copied is no faster in pieces
+        if brings <= least or (reduces and segment.size > 2) or dtype.itemsize > 1024:
+            return None, 0
+        most = min(segment.room, PIECE) // dtype.itemsize
+        return segment, _even(brings // dtype.itemsize, most) * dtype.itemsize
+
     def again(self, move: Movement, largest: int) -> Steps:
         """Move as :meth:`steps` does, with less around it where that is possible."""
         flat = move.recv
         if move.kind is Kind.ALL_REDUCE and move.send is None and flat is not None:
             segment = self._segment
             assert segment is not None
-            if segment.size == 2 and flat.nbytes <= segment.room and not (self._made and flat.nbytes >= DIRECT_BYTES):
+            one = flat.nbytes <= min(segment.room, self._piece) and not (self._made and flat.nbytes >= DIRECT_BYTES)
+            if segment.size == 2 and one and self._machine is None:
                 return self._reduce_two(segment, flat, move.op)
         return self.steps(move, largest)
 
@@ -254,7 +280,16 @@ class NodeEngine:
         buffers = segment.buffers(dtype)
         mine = buffers[me]
         total = send.size
-        width = _even(total, mine[0].size)
+        width = _even(total, min(mine[0].size, self._piece // dtype.itemsize))
+        name = extension.name_of(op, dtype)
+        machine = self._machine_for(segment)
+        if machine is not None and machine.knows(name) and (recv is None or recv is send):
+            flat = _bytes(send)
+            written = [(me, 0, flat)] if root != me or me > 1 else []
+            taken = [(me, 0, flat)] if root in (-1, me) else []
+            size = dtype.itemsize
+            yield from self._in_c(segment, total * size, width * size, written, taken, name, size)
+            return
         step = segment.step
         reads = root in (-1, me)
         for start in range(0, total, width):
@@ -282,6 +317,47 @@ class NodeEngine:
             elif me > 1:
                 theirs[me] = part.copy()
             fold(ufunc, theirs, out)
+
+    def _machine_for(self, segment: Segment) -> Any:
+        """Return the extension, where it can be used: it reads and writes counters as numbers in memory."""
+        return self._machine if segment.counters is segment.lines else None
+
+    def _in_c(
+        self,
+        segment: Segment,
+        total: int,
+        width: int,
+        writes: list[tuple[int, int, Array]],
+        reads: list[tuple[int, int, Array]],
+        reduction: str = "",
+        itemsize: int = 1,
+    ) -> Steps:
+        """Make the same steps in the extension.
+
+        Args:
+            total, width: bytes of the largest block, and of a piece.
+            writes, reads: blocks of bytes, with whose buffer they are written to or read from, and where in it.
+            reduction: what is done with the blocks of all, which stand first in their buffers; its result is what is read.
+        """
+        patience = (PATIENCE_CROWDED if self._crowded else PATIENCE) + width // 4
+        assert self._machine is not None
+        mover = self._machine.Mover(
+            **segment.layout(),
+            me=segment.me,
+            size=segment.size,
+            step=segment.step,
+            total=total,
+            width=width,
+            writes=writes,
+            reads=reads,
+            reduction=reduction,
+            itemsize=itemsize,
+            patience=patience,
+        )
+        sources = segment.peers if reduction else tuple(segment.places[rank] for rank, _, _ in reads)
+        while not mover.go():
+            yield Meeting(segment.counters, sources if mover.has_written else segment.peers, mover.wanted)
+        segment.step = mover.step
 
     def _reduce_two(self, segment: Segment, flat: Array, op: str) -> Steps:
         """Reduce one piece of two members in place: as the general way does it, with less around it."""
@@ -404,8 +480,12 @@ class NodeEngine:
         me = segment.me
         buffers = segment.buffers(memory.dtype)[root]
         total = memory.size
-        width = _even(total, buffers[0].size)
+        width = _even(total, min(buffers[0].size, self._piece))
         source = (segment.places[root],)
+        if self._machine_for(segment) is not None:
+            block = [(root, 0, memory)]
+            yield from self._in_c(segment, total, width, block if me == root else [], [] if me == root else block)
+            return
         step = segment.step
         for start in range(0, total, width):
             if me == root and not segment.all_at(step):
@@ -434,7 +514,12 @@ class NodeEngine:
         writes, reads, room = self._blocks(segment, move)
         buffers = segment.buffers(_BYTE)
         mine = buffers[me]
-        width = _even(largest, room)
+        width = _even(largest, min(room, self._piece))
+        if self._machine_for(segment) is not None:
+            written = [(me, place * room, block) for place, block in writes]
+            read = [(rank, place * room, block) for rank, place, block in reads]
+            yield from self._in_c(segment, largest, width, written, read)
+            return
         step = segment.step
         for start in range(0, largest, width):
             if writes and not segment.all_at(step):

@@ -143,6 +143,18 @@ class Segment:
         start = which * self.room + at
         return whole[:, start : start + count * dtype.itemsize].view(dtype)
 
+    def layout(self) -> dict[str, Any]:
+        """Return where the buffers stand, in bytes, as the extension wants to know it."""
+        apart = BUFFERS * self.room
+        return {
+            "data": self._memory,
+            "first": _head(self.size),
+            "apart": apart,
+            "room": self.room,
+            "places": BUFFERS,
+            "line": LINE,
+        }
+
     def come(self, step: int) -> None:
         """Say that this member has come to a step, and has written all that it writes in it."""
         self.drain()

@@ -19,6 +19,7 @@ TOLD = {
     "hosts": ["n1"],
     "cuda": [[], "nothing says that this MPI knows of GPUs", []],
     "threads": "MULTIPLE",
+    "no extension": "",
 }
 
 
@@ -27,6 +28,8 @@ TOLD = {
     [
         (TOLD, "", 0, "all_reduce gave 2.0"),
         ({**TOLD, "threads": "SINGLE"}, "", 0, "one thread only"),
+        (TOLD, "", 0, "for calls that are made again"),
+        ({**TOLD, "no extension": "No module named 'mpicoll._riding'"}, "", 0, "a C compiler"),
         ({**TOLD, "size": 1, "sum": 1.0}, "", 1, "do not work together"),
         (None, "the job ended with exit code 3:\nboom", 1, "boom"),
         (None, "", 1, "said nothing"),

@@ -51,7 +51,7 @@ ROOMS = (
     {"kept"},
     {"engines"},
     {"buffers"},
-    {"publishing", "shared", "compiled"},
+    {"publishing", "shared", "compiled", "extension"},
     {"launch"},
     {"timelimit"},
     {"settings"},
