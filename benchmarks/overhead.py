@@ -1,6 +1,7 @@
-"""Where the time of a small call goes: an all_reduce of 8 bytes by two ranks of one node, in its parts.
+"""Where the time of a small call goes: an all_reduce of 8 bytes by two ranks of one node.
 
     mpicoll run -n 2 benchmarks/overhead.py
+    MPICOLL_EXTENSION=off mpicoll run -n 2 benchmarks/overhead.py   # in Python, and in its parts
 
 The parts are lines of ``mpicoll.riding``, timed alone in one process that plays both members; the whole is the call. Medians of
 alternating rounds, with the quartiles in brackets.
@@ -120,7 +121,8 @@ def main() -> None:
         work.wait()
 
     others = {"a plan, started and waited for": planned, "asynchronous, and waited for": asynchronous}
-    calls = {"MPI's own": raw, **others, "the call": whole, **parts()}
+    in_python = not groups.state().pool.extension
+    calls = {"MPI's own": raw, **others, "the call": whole, **(parts() if in_python else {})}
     for _ in range(10):
         whole()
     found = rounds(comm, lambda: tuple(time_of(call) - time_of(nothing) for call in calls.values()), ROUNDS)
@@ -128,6 +130,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         for name, column in zip(calls, columns, strict=True):
             print(f"{name:>40}  {middle(column)} us")
+        if not in_python:
+            return
         rest = [row[3] - sum(row[4:]) for row in found]
         print(f"{'the rest: other lines, and the wait':>40}  {middle(rest)} us")
 
