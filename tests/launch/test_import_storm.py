@@ -48,7 +48,7 @@ print(json.dumps({
 
 # Measured with Python 3.11: 2, 63 and 32. With room for a few more: who adds much to the start sees it here.
 MOST_ON_IMPORT = 4
-MOST_OF_OURS = 65
+MOST_OF_OURS = 66
 MOST_OF_OTHERS = 60
 
 
@@ -97,10 +97,11 @@ def test_few_files_are_opened(account: dict[str, Any]) -> None:
     print(f"\n{len(ours)} files of mpicoll, others: {dict(whose)}", *sorted(Path(path).name for path in ours))
 
 
-def test_no_library_of_ours_is_loaded(account: dict[str, Any]) -> None:
-    """What is mapped between the import and the first collective is MPI's, Python's and the system's."""
+def test_one_library_of_ours_is_loaded(account: dict[str, Any]) -> None:
+    """What is mapped between the import and the first collective is MPI's, Python's, the system's, and the C extension."""
     ours = [path for path in account["libraries"] if path.startswith(account["homes"]["mpicoll"])]
-    assert not ours
+    assert len(ours) <= 1
+    assert all(os.path.basename(path).startswith("_riding.") for path in ours), ours
     named = [path for path in account["libraries"] if ".so" in path]
     assert any("mpi" in os.path.basename(path).lower() for path in named), account["libraries"]
     print(f"\n{len(named)} shared libraries")
