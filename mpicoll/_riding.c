@@ -678,6 +678,8 @@ static void lose(PyObject *const *args, int64_t call)
     PyErr_Restore(type, value, traceback);
 }
 
+static const char CHANGED[] = "the arrays of a call were changed while it waited for the others";
+
 /* How far a call has come that moves in pieces. */
 typedef struct {
     int64_t step, wanted; /* what this member has come to, and what it waits for others to come to */
@@ -758,6 +760,10 @@ static int in_pieces(PyObject *const *args, Quick *quick, int64_t step)
         if (waited == NULL)
             return -1;
         Py_DECREF(waited);
+        if (!fits(quick, &quick->send, send, READABLE) || !fits(quick, &quick->recv, recv, CARRAY)) {
+            PyErr_SetString(PyExc_ValueError, CHANGED);
+            return -1;
+        }
     }
 }
 
@@ -768,7 +774,7 @@ static PyObject *rest(PyObject *module, PyObject *const *args, Py_ssize_t count)
                        ? (Quick *)SLOT(args[1], known.quick) : NULL;
     if (quick == NULL || !Py_IS_TYPE((PyObject *)quick, &QuickType) || quick->width >= quick->nbytes ||
         !fits(quick, &quick->send, args[2], READABLE) || !fits(quick, &quick->recv, args[3], CARRAY)) {
-        PyErr_SetString(PyExc_ValueError, "the arrays of a call were changed while it waited for the others");
+        PyErr_SetString(PyExc_ValueError, CHANGED);
         return NULL;
     }
     int64_t step = PyLong_AsLongLong(SLOT(quick->segment, known.step));

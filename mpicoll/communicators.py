@@ -16,7 +16,7 @@ from mpi4py import MPI
 from mpicoll.checks.agreement import Closing, Lane
 from mpicoll.checks.rounds import MOST_MEMBERS, PART, Rounds, make_rounds
 from mpicoll.engines.base import SMALL_BYTES, Engine, Kind, Request
-from mpicoll.engines.choice import DEFAULT, Choice, Ranges
+from mpicoll.engines.choice import DEFAULT, IN_PYTHON, Choice, Ranges
 from mpicoll.engines.mpi import MpiEngine
 from mpicoll.engines.node import Budget, NodeEngine
 from mpicoll.engines.segment import ORDERED
@@ -166,7 +166,8 @@ class Pool:
 
     def furnish(self, pair: Pair, topology: Topology, settings: Settings, level: Level) -> None:
         """Give a pair that comes into use what moves its data; all members of a group have the same settings."""
-        pair.choice = Choice(settings.engine, 1 if level == "full" else SMALL_BYTES + 1, self.profile or DEFAULT)
+        ranges = self.profile or (DEFAULT if self.extension else IN_PYTHON)
+        pair.choice = Choice(settings.engine, 1 if level == "full" else SMALL_BYTES + 1, ranges)
         if self._budget is None:
             self._budget = Budget((settings.shm_mb << 20) // len(topology.local_ranks))
         nodes = {topology.node_of[rank] for rank in pair.ranks}

@@ -49,7 +49,7 @@ def share_profile(
     """
     from mpi4py import MPI
 
-    from mpicoll.engines.choice import IN_PYTHON, find_profile
+    from mpicoll.engines.choice import find_profile
 
     found = None
     if comm.Get_rank() == 0 and setting != NONE:
@@ -67,4 +67,4 @@ def share_profile(
         lack = comm.Get_size() - have_it
         say(f"mpicoll: {lack} of {comm.Get_size()} ranks lack the C extension, so none of them uses it\n")
     told: Mapping[Kind, Ranges] | None = comm.bcast(found, 0)
-    return told if told is not None or everybody else IN_PYTHON, everybody
+    return told, everybody

@@ -40,7 +40,7 @@ DEFAULT: Mapping[Kind, Ranges] = {
     Kind.ALL_REDUCE: ((2 * _KIB + 1, 8 * 1024 * _KIB), (32 * 1024 * _KIB, NEVER)),
     Kind.BROADCAST: ((2 * _KIB + 1, 4 * 1024 * _KIB),),
 }
-"""The same where rank 0 has the C extension, as the others should (docs/performance.md)."""
+"""The same where all ranks have the C extension (docs/performance.md)."""
 
 
 @dataclass(frozen=True)

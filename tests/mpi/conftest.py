@@ -44,7 +44,8 @@ def rounds_of_mpi(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     world = dist.group.WORLD
     assert world is not None
     monkeypatch.setattr("mpicoll.communicators.MOST_MEMBERS", 1)
-    monkeypatch.setattr("mpicoll.communicators.DEFAULT", dict.fromkeys(DEFAULT, ((16 * 1024 + 1, NEVER),)))
+    for name in ("DEFAULT", "IN_PYTHON"):  # with the C extension, and without
+        monkeypatch.setattr(f"mpicoll.communicators.{name}", dict.fromkeys(DEFAULT, ((16 * 1024 + 1, NEVER),)))
     lane, before, choice = world.pair.lane, world.pair.lane.shared, world.pair.choice
     dist.barrier()
     lane.share(None)
