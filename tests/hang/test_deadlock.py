@@ -68,6 +68,7 @@ def test_a_certain_deadlock(name: str) -> None:
     source, words = STUCK[name]
     job = run_job(
         HEAD
+        + "dist.barrier()\n"  # so that all are there: two of them alone may be a cycle, of which the third would be told
         + "t = time.monotonic()\ntry:\n"
         + "".join(f"    {line}\n" for line in source.splitlines())
         + """
