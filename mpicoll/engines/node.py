@@ -114,10 +114,10 @@ class NodeEngine:
         if segment is None or not ORDERED or self._made or not (reduces or kind is Kind.BROADCAST):
             return None, 0
         least = PIECE if reduces else segment.room  # what is only copied is no faster in pieces
-        if brings <= least or (reduces and segment.size > 2) or dtype.itemsize > 1024:
+        if brings <= least or (reduces and segment.size > 2) or _UNIT % max(dtype.itemsize, 1):
             return None, 0
-        most = min(segment.room, PIECE) // dtype.itemsize
-        return segment, _even(brings // dtype.itemsize, most) * dtype.itemsize
+        # The same for each dtype: where nothing is compared, members may see the same bytes as different elements.
+        return segment, _even(-(-brings // _UNIT), min(segment.room, PIECE) // _UNIT) * _UNIT
 
     def again(self, move: Movement, largest: int) -> Steps:
         """Move as :meth:`steps` does, with less around it where that is possible."""
@@ -632,6 +632,8 @@ class Budget:
 
 
 _BYTE = np.dtype(np.uint8)
+_UNIT = 1024
+"""Bytes of which the pieces of a call are multiples: whole elements of every kind of number."""
 
 
 def _bytes(array: Array) -> Array:

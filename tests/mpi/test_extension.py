@@ -242,6 +242,19 @@ def test_in_pieces(fresh: Callable[[bool], Any]) -> None:
             assert len({each[1] for each in same}) == 1
 
 
+def test_the_same_bytes_as_other_elements(fresh: Callable[[bool], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At check level ``off`` members may see the same bytes as elements of other sizes: the pieces are the same."""
+    dist.barrier()
+    monkeypatch.setattr(dist.group.WORLD, "level", "off")
+    group = fresh(here())
+    assert group.level == "off"
+    sent = np.random.default_rng(3).integers(0, 256, 3 * 1024 * 1024 + 64, np.uint8)
+    for turn in range(5):
+        x = sent.copy() if dist.get_rank() == 0 else np.zeros(sent.size // 8)
+        dist.broadcast(x, 0, group=group)
+        assert (x.view(np.uint8) == sent).all(), turn
+
+
 def test_a_rank_that_is_gone_in_the_midst_of_pieces(
     fresh: Callable[[bool], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
