@@ -491,22 +491,27 @@ static int64_t *counter(const Quick *quick, int rank)
     return (int64_t *)((char *)quick->data.buf + rank * quick->line);
 }
 
-/* Whether a number that all others write comes to stand at a value or above it, looked for a while. */
+/* Whether a number that another member writes comes to stand at a value or above it, looked for a while since ``began``. */
+static int has_come(const int64_t *at, int64_t value, int64_t began, int64_t patience)
+{
+    for (int looks = 0; __atomic_load_n(at, __ATOMIC_ACQUIRE) < value; looks++) {
+        if (looks == LOOKS_BETWEEN_CLOCKS) {
+            looks = 0;
+            if (now() - began > patience)
+                return 0;
+        }
+        RELAX();
+    }
+    return 1;
+}
+
+/* Whether all others have posted a round (its number, at a place of the ring), or come to a step (place -1). */
 static int have_all_come(const Quick *quick, int place, int64_t value, int64_t began)
 {
-    for (int rank = 0; rank < quick->size; rank++) {
-        if (rank == quick->me)
-            continue;
-        const int64_t *at = place < 0 ? counter(quick, rank) : record(quick, rank, place);
-        for (int looks = 0; __atomic_load_n(at, __ATOMIC_ACQUIRE) < value; looks++) {
-            if (looks == LOOKS_BETWEEN_CLOCKS) {
-                looks = 0;
-                if (now() - began > quick->patience)
-                    return 0;
-            }
-            RELAX();
-        }
-    }
+    for (int rank = 0; rank < quick->size; rank++)
+        if (rank != quick->me &&
+            !has_come(place < 0 ? counter(quick, rank) : record(quick, rank, place), value, began, quick->patience))
+            return 0;
     return 1;
 }
 
@@ -690,19 +695,9 @@ typedef struct {
 /* Whether those have come to a step of which this member reads. */
 static int are_sources_there(const Quick *quick, int64_t step)
 {
-    if (quick->take != COPY)
-        return have_all_come(quick, -1, step, now());
-    const int64_t *at = counter(quick, quick->root);
-    int64_t began = now();
-    for (int looks = 0; __atomic_load_n(at, __ATOMIC_ACQUIRE) < step; looks++) {
-        if (looks == LOOKS_BETWEEN_CLOCKS) {
-            looks = 0;
-            if (now() - began > quick->patience)
-                return 0;
-        }
-        RELAX();
-    }
-    return 1;
+    if (quick->take == COPY)
+        return has_come(counter(quick, quick->root), step, now(), quick->patience);
+    return have_all_come(quick, -1, step, now());
 }
 
 /* Move on as far as the others are; whether all is done. The steps are those of the node engine (mpicoll/engines/node.py). */
@@ -924,7 +919,6 @@ typedef struct {
     int has_written;           /* the piece at ``done``: it is the others' turn */
     Block *blocks;
     Py_ssize_t writes, reads;  /* blocks of each kind, in this order */
-    int awaits_all;            /* before it reads; else those alone that it reads from */
     Reduce reduce;             /* NULL: what is read is copied */
     Py_ssize_t part;           /* bytes of what is reduced as one */
     int64_t patience;
@@ -999,7 +993,6 @@ static int mover_init(Mover *self, PyObject *args, PyObject *kwargs)
         wrong |= block->rank < 0 || block->rank >= self->size || block->at < 0 || block->at + most > self->room;
     }
     self->part = itemsize;
-    self->awaits_all = *reduction != 0;
     if (*reduction) {
         for (size_t i = 0; i < sizeof TABLE / sizeof *TABLE; i++)
             if (strcmp(TABLE[i].name, reduction) == 0 && itemsize % TABLE[i].parts == 0) {
@@ -1031,34 +1024,21 @@ static char *buffer(const Mover *self, int rank, int64_t step)
     return self->elements + rank * self->apart + (step & 1) * self->room;
 }
 
-/* Whether a member, or all others (rank < 0), have come to a step, looked for a while. */
-static int has_come(const Mover *self, int rank, int64_t step, int64_t began)
+static int have_all_others(const Mover *self, int64_t step)
 {
-    if (rank < 0) {
-        for (rank = 0; rank < self->size; rank++)
-            if (rank != self->me && !has_come(self, rank, step, began))
-                return 0;
-        return 1;
-    }
-    const int64_t *at = stand(self, rank);
-    for (int looks = 0; __atomic_load_n(at, __ATOMIC_ACQUIRE) < step; looks++) {
-        if (looks == LOOKS_BETWEEN_CLOCKS) {
-            looks = 0;
-            if (now() - began > self->patience)
-                return 0;
-        }
-        RELAX();
-    }
+    int64_t began = now();
+    for (int rank = 0; rank < self->size; rank++)
+        if (rank != self->me && !has_come(stand(self, rank), step, began, self->patience))
+            return 0;
     return 1;
 }
 
-static int are_there(const Mover *self, int64_t step)
+/* Whether those have come to a step of which this member reads. */
+static int have_sources(const Mover *self, int64_t step)
 {
     int64_t began = now();
-    if (self->awaits_all)
-        return has_come(self, -1, step, began);
     for (Py_ssize_t i = self->writes; i < self->writes + self->reads; i++)
-        if (!has_come(self, self->blocks[i].rank, step, began))
+        if (!has_come(stand(self, self->blocks[i].rank), step, began, self->patience))
             return 0;
     return 1;
 }
@@ -1105,7 +1085,7 @@ static int move_on(Mover *self)
     while (self->done < self->total) {
         if (!self->has_written) {
             self->wanted = self->step;
-            if (self->writes && !has_come(self, -1, self->step, now()))
+            if (self->writes && !have_all_others(self, self->step))
                 return 0;
             write_piece(self, self->step + 1);
             __atomic_thread_fence(__ATOMIC_SEQ_CST); /* much is copied by stores that others may pass */
@@ -1115,7 +1095,7 @@ static int move_on(Mover *self)
         }
         if (self->reads) {
             self->wanted = self->step;
-            if (!are_there(self, self->step))
+            if (!(self->reduce != NULL ? have_all_others(self, self->step) : have_sources(self, self->step)))
                 return 0;
             read_piece(self);
         }

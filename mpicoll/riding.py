@@ -31,7 +31,7 @@ from mpicoll.checks.call import NOTHING, caller
 from mpicoll.checks.inflight import registry
 from mpicoll.checks.rounds import MASK, RIDING_BYTES, Rounds
 from mpicoll.engines.base import SMALL_BYTES, Kind, Movement
-from mpicoll.engines.node import OPS
+from mpicoll.engines.node import OPS, PATIENCE, PATIENCE_CROWDED
 from mpicoll.engines.segment import Meeting, Segment
 from mpicoll.errors import AGREED, CollectiveMismatchError
 from mpicoll.extension import found, name_of
@@ -44,8 +44,6 @@ __all__ = ["Ride", "again", "apart", "collect", "extension", "learn", "repeat", 
 
 MOST = 256
 POLLS, POLLS_CROWDED = 400, 2
-PATIENCE, PATIENCE_CROWDED = 20_000, 500
-"""Nanoseconds for which the extension looks for the others."""
 
 _now = time.monotonic_ns
 _ident = threading.get_ident
@@ -424,9 +422,8 @@ def ride_in_python(group: ProcessGroup, known: Ride, send: Any, recv: Any, frame
                     else:
                         own[...] = send
             group.calls += 1
-            _before = (
-                group.last
-            )  # what it alone knows of is let go when the call is over: its end may run the program's code
+            # What it alone knows of is let go when the call is over: its end may run the program's code.
+            _before = group.last
             group.last = again.op, frame.f_code, frame.f_lasti
             if segment is not None:
                 segment.drain()
@@ -481,9 +478,8 @@ def cross(group: ProcessGroup, known: Ride, array: Any, frame: FrameType) -> boo
                 _threads.add(known.thread)
             lane.issued = call + 1
             group.calls += 1
-            _before = (
-                group.last
-            )  # what it alone knows of is let go when the call is over: its end may run the program's code
+            # What it alone knows of is let go when the call is over: its end may run the program's code.
+            _before = group.last
             group.last = again.op, frame.f_code, frame.f_lasti
             lane.rounds += 1
             slot.fill(lane.rounds, known.body)
@@ -618,12 +614,11 @@ def collect(group: ProcessGroup, known: Ride, recv: Any, place: int) -> None:
         quietly(np.divide, recv, group.size(), out=recv)
 
 
-def _finish(group: ProcessGroup, known: Ride, send: Any, recv: Any, frame: FrameType) -> bool:
-    """Go on with a call that the extension has posted, and that it leaves to Python; the group's lock is held."""
+def _or_give_up(group: ProcessGroup, known: Ride, frame: FrameType, do: Callable[[], object]) -> None:
+    """Go on with a call that the extension has posted; give it up where something strikes it."""
     wrong: BaseException | None = None
     try:
-        _end(group, known, send, recv, frame, known.lane.rounds & MASK)
-        return True
+        do()
     except CollectiveMismatchError as error:
         wrong = error
         raise
@@ -637,22 +632,19 @@ def _finish(group: ProcessGroup, known: Ride, send: Any, recv: Any, frame: Frame
             _guard.answer(wrong)
 
 
+def _finish(group: ProcessGroup, known: Ride, send: Any, recv: Any, frame: FrameType) -> bool:
+    """Go on with a call that the extension leaves to Python; the group's lock is held."""
+    _or_give_up(group, known, frame, lambda: _end(group, known, send, recv, frame, known.lane.rounds & MASK))
+    return True
+
+
 def _await(group: ProcessGroup, known: Ride, frame: FrameType, step: int, root_alone: bool) -> None:
     """Wait for the others, or for the root, in the midst of a call that the extension makes in pieces."""
     segment = known.segment
     assert segment is not None
     peers = (segment.places[known.again.root],) if root_alone else segment.peers
-    wrong: BaseException | None = None
-    try:
-        repeating.finish_request(group, known.again, frame, Meeting(segment.counters, peers, step))
-    except BaseException as error:
-        wrong = error
-        keep_of(error)
-        _give_up(group, known.again, frame, error)
-        raise
-    finally:
-        if _guard.noted is not None:
-            _guard.answer(wrong)
+    meeting = Meeting(segment.counters, peers, step)
+    _or_give_up(group, known, frame, lambda: repeating.finish_request(group, known.again, frame, meeting))
 
 
 def _lose(group: ProcessGroup, known: Ride, frame: FrameType, call: int, error: BaseException) -> None:
@@ -663,7 +655,7 @@ def _lose(group: ProcessGroup, known: Ride, frame: FrameType, call: int, error: 
 
 
 waiting.guard.inside.update(
-    (ride_in_python.__code__, _finish.__code__, _await.__code__, _lose.__code__, cross.__code__)
+    (ride_in_python.__code__, _or_give_up.__code__, _finish.__code__, _await.__code__, _lose.__code__, cross.__code__)
 )
 
 
