@@ -18,9 +18,12 @@ from mpicoll.buffers.staging import SCRATCH, DeviceArray, Fold
 try:
     import cupy  # type: ignore[import-not-found,import-untyped,unused-ignore]
 except ImportError as error:
-    raise ImportError(
-        "this needs CuPy, which is not installed: pip install cupy-cuda12x (or cupy-cuda13x, for CUDA 13)"
-    ) from error
+    if isinstance(error, ModuleNotFoundError) and error.name == "cupy":
+        _why = "is not installed: pip install cupy-cuda12x (or cupy-cuda13x, for CUDA 13)"
+    else:  # CuPy tells at length, and the reason last
+        _lines = [line.strip(" =") for line in str(error).splitlines()]
+        _why = f"cannot be loaded: {next(filter(None, reversed(_lines)), 'it does not say why')}"
+    raise ImportError(f"this needs CuPy, which {_why}") from error
 
 __all__ = ["Cuda"]
 
@@ -118,7 +121,7 @@ class Cuda:
             raise TypeError(f"parameter `{name}`: its mask would be lost: pass its elements, filled")
         strides = interface.get("strides")
         if strides is None:
-            strides = np.empty((0, *shape[1:]), dtype).strides if shape else ()
+            strides = tuple(math.prod(shape[at + 1 :]) * dtype.itemsize for at in range(len(shape)))  # C order
         number = cupy.cuda.Device().id
         if address:
             number = cupy.cuda.runtime.pointerGetAttributes(address).device

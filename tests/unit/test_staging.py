@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.abc
 import sys
 import types
 from typing import Any
@@ -46,6 +47,20 @@ def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "mpicoll.buffers.cuda", raising=False)
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(TypeError, match=r"parameter `x` is on a GPU, and this needs CuPy.*pip install cupy-cuda12x"):
+        adapt(Interface(), "x", writable=False)
+
+    class Broken(importlib.abc.MetaPathFinder):
+        def find_spec(self, name: str, *_: Any) -> None:
+            if name == "cupy":
+                raise ImportError(
+                    "\n=====\nFailed to import CuPy.\n\nOriginal error:\n  ImportError: libcudart.so: no\n=====\n"
+                )
+
+    monkeypatch.delitem(sys.modules, "cupy")
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    with pytest.raises(
+        TypeError, match=r"and this needs CuPy, which cannot be loaded: ImportError: libcudart\.so: no$"
+    ):
         adapt(Interface(), "x", writable=False)
 
     def no_driver() -> int:
