@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
+from mpi import conftest as several_ranks
 
 # As in tests/mpi: the names are fixtures and a hook of pytest.
 from mpi.conftest import _initialised, _mpicoll, pytest_runtest_logreport  # noqa: F401
+
+# Kernels are compiled where they are first used.
+several_ranks.LIMIT = timedelta(seconds=60)
+LIMIT = 240.0
 
 
 def kind() -> tuple[str, bool]:
@@ -32,6 +38,7 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     for item in items:
         if item.path.parent.name != "gpu":
             continue
+        item.add_marker(pytest.mark.mpi_timeout(LIMIT))
         if WHY_NOT:
             item.add_marker(pytest.mark.skip(reason=WHY_NOT))
         elif STANDIN and item.get_closest_marker("timed") is not None:
