@@ -210,8 +210,10 @@ def _agreed(
                 waiting.moving(most)
                 yield engine.nonblocking(piece)
                 continue
-            if number:
-                yield lane.data.Ibarrier()  # every further native call is preceded by a wait that can be left
+            if number or flags.native:
+                # Every further native call is preceded by a wait that can be left, and so is the first where somebody may still
+                # wait for its GPU.
+                yield lane.data.Ibarrier()
             with native(group, call, limit):
                 engine.blocking(piece)
     _finish(call, after)
@@ -576,6 +578,8 @@ def issue(
 ) -> Work | None:
     """Make a call that has its number and its place in the order: see :func:`run`."""
     call.asynchronous = async_op or _collectives_pending()
+    if call.behind is None:
+        call.behind = ready if call.offer is None else call.offer.come
     steps = collective(group, call, move, ticket, ready=ready, before=before, after=after, limit=limit)
     try:
         if not call.asynchronous:

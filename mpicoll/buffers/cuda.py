@@ -31,27 +31,32 @@ Array = npt.NDArray[Any]
 
 
 class _Handle:
-    """A stream of another package, by the CUDA stream protocol."""
+    """A stream of another package, by the CUDA stream protocol; it stays as long as it may be used."""
 
-    def __init__(self, handle: int) -> None:
+    def __init__(self, handle: int, owner: Any) -> None:
         self.handle = handle
+        self.owner = owner
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self.handle
 
 
-def _stream(handle: int, device: int) -> Any:
-    """Return the stream of a handle."""
+def _stream(handle: int, device: int, owner: Any = None) -> Any:
+    """Return the stream of a handle; ``owner``, if any, destroys it when it goes."""
     if not handle:
         return cupy.cuda.Stream.null
     if handle == _PER_THREAD:
         return cupy.cuda.Stream.ptds
+    held = _Handle(handle, owner)
     if hasattr(cupy.cuda.Stream, "from_external"):  # CuPy 14
-        return cupy.cuda.Stream.from_external(_Handle(handle))
-    return cupy.cuda.ExternalStream(handle, device)
+        return cupy.cuda.Stream.from_external(held)
+    stream = cupy.cuda.ExternalStream(handle, device)
+    stream.held = held
+    return stream
 
 
 _PER_THREAD = 2  # cudaStreamPerThread
+_ASKED = (0, 600)  # cudaSuccess, cudaErrorNotReady
 _LEGACY_IPC = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
 _RANGE_START = 11  # CU_POINTER_ATTRIBUTE_RANGE_START_ADDR
 
@@ -134,7 +139,7 @@ class Cuda:
         elif current == 2:
             stream = cupy.cuda.Stream.ptds
         else:
-            stream = _stream(current, found.device.id)
+            stream = _stream(current, found.device.id, value)
         return self._of(found, dtype, stream, bool(readonly))
 
     @staticmethod
@@ -181,6 +186,11 @@ class Cuda:
 
     def stream(self, given: Any, device: int) -> Any:
         """Return a stream that the program gave: CuPy's, torch's, or of the CUDA stream protocol."""
+        number = getattr(given, "device_id", getattr(given, "device_index", device))  # CuPy's and torch's
+        if isinstance(number, int) and number >= 0 and number != device:
+            raise ValueError(
+                f"stream is one of cuda:{number}, and the array is on cuda:{device}: pass a stream of that"
+            )
         if isinstance(given, (cupy.cuda.Stream, cupy.cuda.ExternalStream)):
             return given
         handle = getattr(given, "cuda_stream", None)  # torch.cuda.Stream
@@ -188,7 +198,7 @@ class Cuda:
             handle = given.__cuda_stream__()[1]
         if not isinstance(handle, int):
             raise TypeError(f"stream must be a stream of CUDA, not {type(given).__name__}")
-        return _stream(handle, device)
+        return _stream(handle, device, given)
 
     def lane(self, device: int, beside: bool = False) -> Any:
         """Return the stream of the library on a device, or the one beside it; they do not wait for the default stream."""
@@ -207,8 +217,11 @@ class Cuda:
         return event
 
     def over(self, event: Any) -> bool:
-        """Whether an event has come, without waiting."""
-        return bool(event.done)
+        """Whether an event has come, without waiting; raises where the device has failed, which CuPy's ``done`` does not."""
+        found = cupy.cuda.runtime.eventQuery(event.ptr)
+        if found not in _ASKED:
+            raise cupy.cuda.runtime.CUDARuntimeError(found)
+        return bool(found == 0)
 
     def await_(self, event: Any) -> None:
         """Have the host wait for an event."""

@@ -386,8 +386,12 @@ class _Block:
             pass
 
 
+MOST_TOO_LARGE = 4
+"""By how many times a block may be larger than what it is used for."""
+
+
 class Pool:
-    """Pinned host memory, used again and again.
+    """Pinned host memory, used again and again; none is freed before the pool is closed, as CUDA waits for the device then.
 
     Attributes:
         limit: bytes that it may have; what is needed beyond that is ordinary memory, which is copied more slowly.
@@ -417,13 +421,12 @@ class Pool:
             return None
         with self._lock:
             self._sort()
-            free = self._free.get(size, [])
-            for at, (memory, busy) in enumerate(free):
-                if busy is None or over(self._gpu, busy):
-                    del free[at]
-                    return memory
-            if self.taken + size > self.limit:
-                self._sweep()
+            for larger in sorted(each for each in self._free if size <= each <= MOST_TOO_LARGE * size):
+                free = self._free[larger]
+                for at, (memory, busy) in enumerate(free):
+                    if busy is None or over(self._gpu, busy):
+                        del free[at]
+                        return memory
             if self.taken + size > self.limit:
                 return None
             self.taken += size
@@ -438,15 +441,6 @@ class Pool:
         while self._back:
             memory, busy = self._back.popleft()
             self._free.setdefault(memory.nbytes, []).append((memory, busy))
-
-    def _sweep(self) -> None:
-        """Free what is not in use."""
-        for size, blocks in self._free.items():
-            for at in reversed(range(len(blocks))):
-                busy = blocks[at][1]
-                if busy is None or over(self._gpu, busy):
-                    del blocks[at]
-                    self.taken -= size
 
     def give_back(self, memory: Array, busy: Any) -> None:
         """Take memory back, to be used again when ``busy`` has come."""
@@ -500,9 +494,13 @@ def bound(nbytes: int) -> None:
     _limit = nbytes
 
 
+_parents: list[Any] = []
+
+
 def _in_child() -> None:
-    """Leave CUDA alone in a forked process: it does not work there."""
+    """Leave CUDA alone in a forked process: it does not work there, not even to free what is here."""
     global _pool, _runtime
+    _parents.extend((_pool, _runtime))
     _pool = _runtime = None
 
 

@@ -95,10 +95,19 @@ def after_deadlock(waits: Sequence[Entry], gone: Runs, unasked: bool = False) ->
     return "a send and its receive must name each other's rank and the same tag: compare the rows"
 
 
-def after_time_limit(rows: Iterable[Entry], late: Runs, unasked: int = 0) -> str:
-    """Return what to do about ranks that are late, where ``unasked`` others may be late as well."""
+def after_time_limit(rows: Iterable[Entry], late: Runs, unasked: int = 0, behind: bool | None = None) -> str:
+    """Return what to do about ranks that are late, where ``unasked`` others may be late as well.
+
+    ``behind``: whether this rank's GPU has not come to the call yet; None where its arrays are on the host.
+    """
     if unasked and not late:
         return "see what ranks far from this one print: they ask others who is late"
+    if not late and behind:
+        return "this rank waits for its GPU: kernels that were put on the stream before the call have not ended"
+    if not late and behind is not None:
+        return (
+            "the transfer itself does not end: is the GPU of another rank behind, a rank stopped, or the network down?"
+        )
     if not late:
         return "the transfer itself does not end: is a rank stopped, or the network down?"
     elsewhere = join(run for row in rows if row.state == "late" for run in row.ranks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from types import CodeType, FrameType, TracebackType
@@ -159,6 +160,7 @@ class Call:
         compared: it is compared at level ``roll`` however small it is.
         offer: how this rank offers to make it on the GPU that all share (see ``engines.device.Offer``).
         patience: makes the wait for it where that is a special one (see ``patience.CallWait``).
+        behind: asks whether this rank's GPU has come to it; None where no array is on one.
     """
 
     op: str
@@ -181,6 +183,7 @@ class Call:
     explaining: bool = False
     compared: bool = False
     patience: Any = None
+    behind: Callable[[], bool] | None = None
 
     @property
     def name(self) -> str:

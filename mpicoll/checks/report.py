@@ -487,6 +487,7 @@ def time_limit(
     over: bool = True,
     *,
     unasked: int = 0,
+    behind: bool | None = None,
     closing: str = BROKEN,
 ) -> Report:
     """Return the report of a wait past its limit, or (``over`` false) of one that has taken long so far.
@@ -496,6 +497,7 @@ def time_limit(
         table: what the members, or the peer, say: state ``waits``, ``late`` or ``silent``, or how they left.
         seconds: the limit, or for how long it has been waited.
         unasked: how many members have not been asked, and are not in the table.
+        behind: as :func:`advice.after_time_limit` takes it.
         closing: what holds when it is over.
     """
     late = join(run for row in table.rows if row.state != "waits" for run in row.ranks)
@@ -520,7 +522,7 @@ def time_limit(
         f"{start} in {_called(waiting, group, table)}: {who}",
         table,
         odd=late,
-        next_step=advice.after_time_limit(table.rows, late, unasked),
+        next_step=advice.after_time_limit(table.rows, late, unasked, behind),
         closing=" ".join([*limits, *([closing] if over else [])]),
         waiting=waiting,
     )

@@ -400,6 +400,10 @@ class Offer:
         self._group, self._held, self._fold, self.nbytes, self.by_host = group, held, fold, nbytes, by_host
         self.in_pieces = in_pieces
 
+    def come(self) -> bool:
+        """Whether the GPU has come to the call."""
+        return staging.over(staging.runtime(), self._held.began)
+
     @staticmethod
     def possible(group: Linked, held: Held, alone: bool) -> bool:
         """Whether this rank may offer an array.

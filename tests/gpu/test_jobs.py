@@ -6,6 +6,7 @@ import os
 import re
 
 import pytest
+from gpu.conftest import STANDIN
 from jobs import ROOT, run_job
 
 LAUNCHER = os.environ.get("TEST_LAUNCHER", "").split() or None
@@ -62,3 +63,89 @@ def test_the_example_trains() -> None:
         return found
 
     assert accuracy("cuda") == accuracy("cpu")
+
+
+@pytest.mark.skipif(not STANDIN, reason="a stand-in for CUDA alone fails when it is told to")
+@pytest.mark.parametrize("count", [1000, 300_000, 3_000_000])
+@pytest.mark.parametrize("ipc", ["auto", "off"])
+@pytest.mark.parametrize("async_op", [False, True])
+def test_a_device_that_fails_while_a_call_waits_for_it(count: int, ipc: str, async_op: bool) -> None:
+    """The rank whose kernel has done wrong gets CUDA's error at once, the other one that this rank has failed."""
+    job = run_job(
+        f"""
+        import ctypes, threading, time
+        import cupy, numpy
+        import mpicoll as dist
+
+        dist.init_process_group()
+        x = cupy.ones({count})
+        dist.all_reduce(x)
+        cupy.cuda.Device().synchronize()
+        code = 'extern "C" __global__ void spin(long long n) {{ long long t = clock64(); while (clock64() - t < n) {{}} }}'
+        spin = cupy.RawKernel(code, "spin")
+        if dist.get_rank() == 1:
+            spin((1,), (1,), (numpy.int64(3_000_000_000),))
+            threading.Timer(1.0, ctypes.CDLL("libcuda.so.1").standin_break, (700,)).start()
+        began = time.monotonic()
+        try:
+            work = dist.all_reduce(x, async_op={async_op})
+            if work is not None:
+                work.wait()
+        except Exception as error:
+            print(type(error).__name__, str(error).splitlines()[0], f"{{time.monotonic() - began:.1f}} s", flush=True)
+            raise
+        """,
+        2,
+        limit=60,
+        env={"MPICOLL_CUDA_IPC": ipc, "MPICOLL_TIMEOUT": "30"},
+        launcher=LAUNCHER,
+    )
+    assert job.out[1].startswith("CUDARuntimeError cudaErrorIllegalAddress"), job
+    assert "Error" in job.out[0], job
+    assert "rank 1" in job.out[0], job
+    assert "Timeout" not in str(job), job
+
+
+@pytest.mark.skipif(not STANDIN, reason="MPI takes memory of a stand-in for a GPU as it is, whichever MPI that is")
+@pytest.mark.parametrize(
+    ("call", "count", "cuda"),
+    [
+        ("all_reduce(x)", 1000, "off"),
+        ("all_reduce(x)", 300_000, "aware"),
+        ("all_reduce(x)", 3_000_000, "off"),
+        ("broadcast(x, 1)", 300_000, "aware"),
+        ("all_gather_into_tensor(y, x)", 300_000, "aware"),
+        ("all_gather_into_tensor(y, x)", 3_000_000, "off"),
+    ],
+)
+def test_a_kernel_that_outlasts_the_limit(call: str, count: int, cuda: str) -> None:
+    """Both ranks get a CollectiveTimeoutError, which says on whose GPU it is; nobody is left inside MPI."""
+    job = run_job(
+        f"""
+        import cupy, numpy
+        import mpicoll as dist
+
+        dist.init_process_group()
+        x, y = cupy.ones({count}), cupy.ones(2 * {count})
+        dist.{call}
+        code = 'extern "C" __global__ void spin(long long n) {{ long long t = clock64(); while (clock64() - t < n) {{}} }}'
+        spin = cupy.RawKernel(code, "spin")
+        spin((1,), (1,), (numpy.int64(0),))
+        cupy.cuda.Device().synchronize()
+        if dist.get_rank() == 1:
+            spin((1,), (1,), (numpy.int64(6_000_000_000),))
+        try:
+            dist.{call}
+        except (dist.CollectiveTimeoutError, dist.GroupBrokenError) as error:
+            print(error, flush=True)
+            dist.destroy_process_group()
+        """,
+        2,
+        limit=60,
+        env={"MPICOLL_CUDA": cuda, "MPICOLL_CUDA_IPC": "off", "MPICOLL_TIMEOUT": "2"},
+        launcher=LAUNCHER,
+    )
+    assert job.returncode == 0, job
+    assert "time limit" in job.out[0] + job.out[1], job
+    assert "this rank waits for its GPU" in job.out[1] or "rank 0 gave up" in job.out[1], job
+    assert "is the GPU of another rank behind" in job.out[0] or "rank 1 gave up" in job.out[0], job

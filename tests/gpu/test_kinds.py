@@ -64,6 +64,31 @@ def test_the_stream_of_an_interface(which: str, count: int) -> None:
             assert (y == 2 * size * (turn + 1.0)).all()
 
 
+class Protocol:
+    """A stream of another package that goes with its last reference."""
+
+    def __init__(self) -> None:
+        self.stream = cupy().cuda.Stream(non_blocking=True)
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.stream.ptr
+
+
+def test_a_stream_that_nobody_else_holds() -> None:
+    """It stays until the call is over."""
+    xp, size = cupy(), dist.get_world_size()
+    x = xp.ones(40_000)
+    xp.cuda.get_current_stream().synchronize()
+    for stream in (Protocol, lambda: xp.cuda.Stream(non_blocking=True)):
+        x[:] = 1
+        xp.cuda.get_current_stream().synchronize()
+        work = dist.all_reduce(x, stream=stream(), async_op=True)
+        assert work is not None
+        work.wait()
+        xp.cuda.Device().synchronize()
+        assert (x == size).all()
+
+
 def test_the_layout_of_an_interface() -> None:
     """With strides and without, of several dimensions, of none, and of no element."""
     xp, size = cupy(), dist.get_world_size()
@@ -164,6 +189,8 @@ def test_other_devices(count: int) -> None:
         assert holds(x, (rank - 1) % size)
     with collective_raises(ValueError, match=r"all be on the host, or all on one GPU: found cuda:\d and cuda:\d"):
         dist.all_gather_into_tensor(full(0.0, 2 * size), xp.zeros(2))
+    with collective_raises(ValueError, match=r"stream is one of cuda:\d, and the array is on cuda:\d"):
+        dist.all_reduce(xp.zeros(2), stream=stream)
     assert xp.cuda.Device().id == here
 
 

@@ -122,6 +122,21 @@ def test_the_pool_is_bounded_and_gives_memory_again() -> None:
     assert pool.taken == 0
 
 
+def test_a_full_pool_frees_nothing() -> None:
+    """CUDA would wait for the device: somewhat larger blocks serve, and ordinary memory."""
+    gpu = Gpu()
+    pool = Pool(gpu, 16384 + 4096)
+    large, small = pool.take(16384, 0)[0], pool.take(10, 0)[0]
+    where = large.ctypes.data
+    del large, small
+    assert pool.take(9000, 0)[1] is not None  # of the large one, and back again
+    memory, block = pool.take(6000, 0)
+    assert block is not None
+    assert memory.ctypes.data == where
+    assert pool.take(6000, 0)[1] is None
+    assert pool.taken == 16384 + 4096
+
+
 def test_no_pinned_memory() -> None:
     """Where the machine gives none, ordinary memory serves."""
 
@@ -172,10 +187,10 @@ def test_memory_that_comes_back_at_any_moment() -> None:
     gpu.over = over  # type: ignore[method-assign]
     del block, _
     held[:] = held[:3]  # one has come back already
-    assert pool.take(5000, 0)[1] is None
+    assert pool.take(10, 0)[1] is None
     assert not ran
     assert not held
     assert pool.taken == 4 * 4096
     gpu.await_(gpu.mark(0, lane))
-    assert pool.take(5000, 0)[1] is not None
+    assert pool.take(10, 0)[1] is not None
     assert pool.take(1 << 20, 0)[1] is None  # more than it may have in all

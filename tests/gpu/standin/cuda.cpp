@@ -53,7 +53,10 @@ const int delay = number_of("STANDIN_DELAY", 300);
 thread_local int current = 0;
 thread_local cudaError_t last = cudaSuccess;
 
+std::atomic<int> broken{0};  // once a kernel has done wrong, CUDA says so to all that is asked
+
 cudaError_t failed(cudaError_t error, const char *where) {
+    if (broken) error = cudaError_t(int(broken));
     if (getenv("STANDIN_TELL")) fprintf(stderr, "standin: %s: error %d\n", where, int(error));
     return last = error;
 }
@@ -156,6 +159,7 @@ Stream *default_of(int device) {
 
 // The stream of a handle; none where there is no such stream.
 Stream *stream_of(void *handle) {
+    if (broken) return nullptr;
     if (!handle || handle == cudaStreamLegacy) return default_of(current);
     if (handle == cudaStreamPerThread) {
         thread_local std::map<int, Stream *> own;
@@ -315,6 +319,7 @@ const char *code_of(cudaError_t error) {
     case cudaErrorInvalidDevice: return "cudaErrorInvalidDevice";
     case cudaErrorInvalidResourceHandle: return "cudaErrorInvalidResourceHandle";
     case cudaErrorNotReady: return "cudaErrorNotReady";
+    case cudaErrorIllegalAddress: return "cudaErrorIllegalAddress";
     case cudaErrorNotSupported: return "cudaErrorNotSupported";
     default: return "cudaErrorUnknown";
     }
@@ -323,6 +328,9 @@ const char *code_of(cudaError_t error) {
 }  // namespace
 
 // The runtime.
+
+// For tests: as if a kernel had done wrong; 0: as if it had not.
+STANDIN void standin_break(int error) { broken = error; }
 
 STANDIN const char *cudaGetErrorName(cudaError_t error) { return code_of(error); }
 STANDIN const char *cudaGetErrorString(cudaError_t) { return "said by a stand-in for CUDA"; }
@@ -563,13 +571,13 @@ STANDIN cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t handle) {
 }
 STANDIN cudaError_t cudaEventQuery(cudaEvent_t event) {
     auto of = event_of(event);
-    if (!of) return failed(cudaErrorInvalidResourceHandle, "eventQuery");
+    if (!of || broken) return failed(cudaErrorInvalidResourceHandle, "eventQuery");
     auto told = told_by(of);
     return !told || told->asked() ? cudaSuccess : cudaErrorNotReady;
 }
 STANDIN cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     auto of = event_of(event);
-    if (!of) return failed(cudaErrorInvalidResourceHandle, "eventSynchronize");
+    if (!of || broken) return failed(cudaErrorInvalidResourceHandle, "eventSynchronize");
     if (auto told = told_by(of)) told->wait();
     return cudaSuccess;
 }
