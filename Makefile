@@ -43,7 +43,7 @@ $(eval $(call environment,.venv-dev,dev,test))
 TORCH_TEST = torch,test
 $(eval $(call environment,.venv-torch,mpich,$(TORCH_TEST)))
 $(eval $(call environment,.venv-debian,,test))
-CUPY_TEST = cuda12,torch,test
+CUPY_TEST = cuda12,test
 $(eval $(call environment,.venv-cupy,mpich,$(CUPY_TEST)))
 
 # Debian's Open MPI, by the name that it has whichever MPI /usr/bin/mpiexec is.

@@ -330,7 +330,10 @@ def test_doctor_without_an_mpi_library() -> None:
 
 def test_dry_run(tmp_path: Path) -> None:
     """--dry-run prints a line that starts the same job by hand, and starts nothing."""
-    script = write(tmp_path, "import mpicoll as dist\ndist.init_process_group()\nprint(dist.get_world_size())\n")
+    script = write(
+        tmp_path,
+        "import sys\nimport mpicoll as dist\ndist.init_process_group()\nsys.stdout.write(f'{dist.get_world_size()}\\n')\n",
+    )
     result = call([*RUN, "-n", "2", "--dry-run", script, "an argument"])
     assert (result.code, result.err) == (0, ""), result
     assert result.out.rstrip().endswith(f"-n 2 {sys.executable} {script} 'an argument'")

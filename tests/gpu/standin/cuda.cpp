@@ -796,8 +796,8 @@ STANDIN int nvrtcCompileProgram(Program *program, int count, const char **option
             program->lowered[name] = name;
         }
     }
-    std::string command = "g++ -w -O1 -fpermissive -shared -fPIC -std=c++17" + more + " -I'" + folder + "' -o '" + stem + ".so' '" +
-                          stem + ".cpp' >'" + stem + ".log' 2>&1";
+    std::string command = "g++ -w -O1 -fpermissive -shared -fPIC -std=c++17 -I'" + folder + "' -I'" + folder + "/include'" + more +
+                          " -o '" + stem + ".so' '" + stem + ".cpp' >'" + stem + ".log' 2>&1";
     int code = system(command.c_str());
     program->log = read(stem + ".log");
     if (!code) rename((stem + ".so").c_str(), program->path.c_str());
