@@ -141,9 +141,6 @@ def run_prepared(
             return move
     else:
         call.native = _of_gpu(ready.move)
-        if call.native:
-            places = [each for each in (ready.move.send, ready.move.recv) if isinstance(each, staging.Shadow)]
-            call.behind = lambda: all(map(staging.come, places))
 
     work = execution.run(
         group,

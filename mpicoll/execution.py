@@ -161,9 +161,8 @@ def _agreed(
                 _finish(call, after)
                 return
         if call.native and not (call.native == AS_IT_IS and _permitted(move, flags)):
-            for array in (move.send, move.recv):
-                if isinstance(array, Shadow):
-                    yield When(partial(staging.come, array))
+            for array in _on_gpu(move):
+                yield When(partial(staging.come, array))
             move, after = _by_host(move, after)
     if move.kind is not Kind.BARRIER and not move.more and not flags.native:
         node = group.pair.through(move.kind, flags.block_bytes)
@@ -217,6 +216,20 @@ def _agreed(
             with native(group, call, limit):
                 engine.blocking(piece)
     _finish(call, after)
+
+
+def _on_gpu(move: Movement) -> list[Shadow]:
+    return [array for array in (move.send, move.recv) if isinstance(array, Shadow)]
+
+
+def _behind(call: Call, move: Any, ready: Callable[[], bool] | None) -> Callable[[], bool] | None:
+    """Return what asks whether this rank's GPU has come to a call; None where no array is on one."""
+    if call.offer is not None:
+        come: Callable[[], bool] = call.offer.come
+        return come
+    if call.native and isinstance(move, Movement):
+        return lambda: all(map(staging.come, _on_gpu(move)))
+    return ready
 
 
 def _permitted(move: Movement, flags: Flags) -> bool:
@@ -578,8 +591,7 @@ def issue(
 ) -> Work | None:
     """Make a call that has its number and its place in the order: see :func:`run`."""
     call.asynchronous = async_op or _collectives_pending()
-    if call.behind is None:
-        call.behind = ready if call.offer is None else call.offer.come
+    call.behind = _behind(call, move, ready)
     steps = collective(group, call, move, ticket, ready=ready, before=before, after=after, limit=limit)
     try:
         if not call.asynchronous:

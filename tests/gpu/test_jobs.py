@@ -13,6 +13,10 @@ LAUNCHER = os.environ.get("TEST_LAUNCHER", "").split() or None
 """What starts them, up to its ``-n``, where it is not the mpiexec of this environment."""
 
 
+SPIN = 'extern "C" __global__ void spin(long long n) { long long t = clock64(); while (clock64() - t < n) {} }'
+"""A kernel that keeps a stream busy for so many cycles; nanoseconds on a stand-in."""
+
+
 @pytest.fixture(autouse=True)
 def _initialised() -> None:
     """MPI is for the jobs alone."""
@@ -81,8 +85,7 @@ def test_a_device_that_fails_while_a_call_waits_for_it(count: int, ipc: str, asy
         x = cupy.ones({count})
         dist.all_reduce(x)
         cupy.cuda.Device().synchronize()
-        code = 'extern "C" __global__ void spin(long long n) {{ long long t = clock64(); while (clock64() - t < n) {{}} }}'
-        spin = cupy.RawKernel(code, "spin")
+        spin = cupy.RawKernel({SPIN!r}, "spin")
         if dist.get_rank() == 1:
             spin((1,), (1,), (numpy.int64(3_000_000_000),))
             threading.Timer(1.0, ctypes.CDLL("libcuda.so.1").standin_break, (700,)).start()
@@ -128,8 +131,7 @@ def test_a_kernel_that_outlasts_the_limit(call: str, count: int, cuda: str) -> N
         dist.init_process_group()
         x, y = cupy.ones({count}), cupy.ones(2 * {count})
         dist.{call}
-        code = 'extern "C" __global__ void spin(long long n) {{ long long t = clock64(); while (clock64() - t < n) {{}} }}'
-        spin = cupy.RawKernel(code, "spin")
+        spin = cupy.RawKernel({SPIN!r}, "spin")
         spin((1,), (1,), (numpy.int64(0),))
         cupy.cuda.Device().synchronize()
         if dist.get_rank() == 1:
