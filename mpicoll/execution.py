@@ -18,7 +18,7 @@ from mpicoll import groups, waiting, watchdog, work
 from mpicoll.buffers import staging
 from mpicoll.buffers.staging import Shadow
 from mpicoll.checks.agreement import Flags, Ticket, When, agree_or_raise, explain
-from mpicoll.checks.call import AS_IT_IS, IN_PIECES, Call, fingerprint
+from mpicoll.checks.call import AS_IT_IS, BEHIND, IN_PIECES, Call, fingerprint
 from mpicoll.checks.levels import EVERY
 from mpicoll.checks.rounds import RIDING_BYTES
 from mpicoll.communicators import mpi_text
@@ -136,6 +136,8 @@ def _agreed(
     fixed = isinstance(move, Movement)
     if not isinstance(move, Movement):
         move = move(flags)
+    if flags.behind and call.come is None:
+        call.come = _come
     if not ticket.Test():
         yield ticket
     if flags.stalled:
@@ -160,7 +162,7 @@ def _agreed(
             if in_pieces:
                 _finish(call, after)
                 return
-        if call.native and not (call.native == AS_IT_IS and _permitted(move, flags)):
+        if call.native > BEHIND and not (call.native == AS_IT_IS and _permitted(move, flags)):
             for array in _on_gpu(move):
                 yield When(partial(staging.come, array))
             move, after = _by_host(move, after)
@@ -209,7 +211,7 @@ def _agreed(
                 waiting.moving(most)
                 yield engine.nonblocking(piece)
                 continue
-            if number or flags.native:
+            if number or flags.behind:
                 # Every further native call is preceded by a wait that can be left, and so is the first where somebody may still
                 # wait for its GPU.
                 yield lane.data.Ibarrier()
@@ -222,7 +224,7 @@ def _on_gpu(move: Movement) -> list[Shadow]:
     return [array for array in (move.send, move.recv) if isinstance(array, Shadow)]
 
 
-def _behind(call: Call, move: Any, ready: Callable[[], bool] | None) -> Callable[[], bool] | None:
+def _has_come(call: Call, move: Any, ready: Callable[[], bool] | None) -> Callable[[], bool] | None:
     """Return what asks whether this rank's GPU has come to a call; None where no array is on one."""
     if call.offer is not None:
         come: Callable[[], bool] = call.offer.come
@@ -230,6 +232,11 @@ def _behind(call: Call, move: Any, ready: Callable[[], bool] | None) -> Callable
     if call.native and isinstance(move, Movement):
         return lambda: all(map(staging.come, _on_gpu(move)))
     return ready
+
+
+def _come() -> bool:
+    """Whether this rank's GPU has come to a call for which it has none, and others do."""
+    return True
 
 
 def _permitted(move: Movement, flags: Flags) -> bool:
@@ -591,7 +598,9 @@ def issue(
 ) -> Work | None:
     """Make a call that has its number and its place in the order: see :func:`run`."""
     call.asynchronous = async_op or _collectives_pending()
-    call.behind = _behind(call, move, ready)
+    call.come = _has_come(call, move, ready)
+    if call.come is not None and not call.native and not call.come():
+        call.native = BEHIND
     steps = collective(group, call, move, ticket, ready=ready, before=before, after=after, limit=limit)
     try:
         if not call.asynchronous:

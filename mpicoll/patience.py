@@ -328,7 +328,7 @@ class CallWait:
             self.limit if over and self.limit < math.inf else round(waited, 1),
             over,
             unasked=len({*wanted} - {board.rank}) - len(answers),
-            behind=None if self.call.behind is None else not self.call.behind(),
+            behind=None if self.call.come is None else not self.call.come(),
             closing=self.AFTERWARDS,
         )
         return arrived[1:], told

@@ -57,6 +57,7 @@ def _stream(handle: int, device: int, owner: Any = None) -> Any:
 
 _PER_THREAD = 2  # cudaStreamPerThread
 _ASKED = (0, 600)  # cudaSuccess, cudaErrorNotReady
+_CAPTURE_IMPLICIT = 906  # cudaErrorStreamCaptureImplicit: of the default stream, while another one is captured
 _LEGACY_IPC = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
 _RANGE_START = 11  # CU_POINTER_ATTRIBUTE_RANGE_START_ADDR
 
@@ -90,6 +91,7 @@ class Cuda:
         return self._of(found, found.dtype, cupy.cuda.get_current_stream(found.device.id), readonly=False)
 
     def _of(self, array: Any, dtype: np.dtype[Any], stream: Any, readonly: bool) -> DeviceArray:
+        _refuse_capture(stream)
         number, packed = array.device.id, None
         if not array.flags.c_contiguous:
             # Now, while what goes wrong is known to all ranks before anything moves.
@@ -192,13 +194,16 @@ class Cuda:
                 f"stream is one of cuda:{number}, and the array is on cuda:{device}: pass a stream of that"
             )
         if isinstance(given, (cupy.cuda.Stream, cupy.cuda.ExternalStream)):
+            _refuse_capture(given)
             return given
         handle = getattr(given, "cuda_stream", None)  # torch.cuda.Stream
         if handle is None and hasattr(given, "__cuda_stream__"):
             handle = given.__cuda_stream__()[1]
         if not isinstance(handle, int):
             raise TypeError(f"stream must be a stream of CUDA, not {type(given).__name__}")
-        return _stream(handle, device, given)
+        stream = _stream(handle, device, given)
+        _refuse_capture(stream)
+        return stream
 
     def lane(self, device: int, beside: bool = False) -> Any:
         """Return the stream of the library on a device, or the one beside it; they do not wait for the default stream."""
@@ -398,6 +403,21 @@ class Cuda:
                     _ufunc(fold)(total[:many], term[:many], out=total[:many])
                 _reduce(fold, total[:many], [])
                 _narrow(fold.half, total[:many], words[0])
+
+
+def _refuse_capture(stream: Any) -> None:
+    """Raise RuntimeError where a stream is being captured into a CUDA graph."""
+    try:
+        captured = cupy.cuda.runtime.streamIsCapturing(stream.ptr)
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        if error.status != _CAPTURE_IMPLICIT:
+            raise
+        captured = True
+    if captured:
+        raise RuntimeError(
+            "what is put on this stream is being captured into a CUDA graph, and a graph cannot hold a call that ranks make "
+            "together: make it outside of the capture"
+        )
 
 
 def _copy_on_device(target: int, source: int, like: DeviceArray, lane: Any) -> int:

@@ -21,7 +21,15 @@ def after_mismatch(expected: Entry | None, rows: Sequence[Entry], differs: Seque
         odd: the ranks that made them; empty where it cannot be said who is wrong.
     """
     who = name_runs(odd, _WIDTH) if odd else "the ranks"
-    if any(row.problem for row in rows):
+    lacking = {row.lacks for row in rows if row.problem}
+    if lacking == {"memory"}:
+        return f"free memory on {who}, or make the call with less data; nothing is wrong with the calls of the others"
+    if lacking == {"GPU"}:
+        return (
+            f"find what failed on the GPU of {who} before this call (CUDA_LAUNCH_BLOCKING=1 shows where); CUDA works there again "
+            "in a new process alone"
+        )
+    if lacking:
         return f"correct the arguments on {who}; nothing is wrong with the calls of the others"
     if expected is None or not rows:
         return "compare the lines above"

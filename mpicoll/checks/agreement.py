@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll.checks.call import NOTHING, Call, Site
+from mpicoll.checks.call import BEHIND, NOTHING, Call, Site
 from mpicoll.checks.entries import Table, entry_of, merge, runs_of, table_of
 from mpicoll.checks.levels import EVERY, Made, Rolling
 from mpicoll.checks.report import MESSAGE_WIDTH, mismatch
@@ -64,6 +64,7 @@ class Flags:
         detail: the common detail, or NOTHING.
         most: the largest detail.
         native: what somebody's memory asks for: ``AS_IT_IS``, else ``IN_PIECES``, else 0.
+        behind: somebody may still wait for its GPU.
         offered: everybody offers to reduce on the GPU that all share.
         waited: seconds that this member had posted before the last one did.
     """
@@ -77,6 +78,7 @@ class Flags:
     detail: int
     most: int
     native: int
+    behind: bool
     offered: bool
     waited: float
 
@@ -168,7 +170,8 @@ def _flags(words: list[int], spread: float, waited: float) -> Flags:
         stalled=spread > STALL,
         detail=most if most != NOTHING and most == -least else NOTHING,
         most=most,
-        native=native,
+        native=0 if native == BEHIND else native,
+        behind=bool(native),
         offered=refused < 0,
         waited=waited,
     )

@@ -130,8 +130,9 @@ def traceback_site(trace: TracebackType | None) -> str:
     return own or innermost
 
 
-IN_PIECES, AS_IT_IS = 1, 2
-"""How memory of a GPU is moved: by way of the host, or handed to MPI; where members differ, the larger counts."""
+BEHIND, IN_PIECES, AS_IT_IS = 1, 2, 3
+"""How memory of a GPU is moved: copied as a whole when that GPU has come to the call, which it had not when the call was made;
+by way of the host in pieces; or handed to MPI. Where members differ, the largest counts."""
 
 
 @dataclass(slots=True)
@@ -149,7 +150,8 @@ class Call:
         block_bytes: the largest block that this rank moves to or from one peer.
         detail: a number that must agree where every member gives one.
         native: ``AS_IT_IS``: this rank can use the native engine alone for it; then all members do. Else ``IN_PIECES``: it
-            moves memory of a GPU by way of the host; then all members move in pieces alike. Else 0.
+            moves memory of a GPU by way of the host; then all members move in pieces alike. Else ``BEHIND``, where its GPU has
+            not come to the call yet: then all meet before they enter MPI. Else 0.
         print: what its round compares: the fingerprint of this call, of all since the last comparison, or nothing.
         made: those calls, this one among them.
         closes: it is no call: here the group was destroyed, or the program has ended.
@@ -160,7 +162,7 @@ class Call:
         compared: it is compared at level ``roll`` however small it is.
         offer: how this rank offers to make it on the GPU that all share (see ``engines.device.Offer``).
         patience: makes the wait for it where that is a special one (see ``patience.CallWait``).
-        behind: asks whether this rank's GPU has come to it; None where no array is on one.
+        come: asks whether this rank's GPU has come to it; None where no rank is known to have an array on one.
     """
 
     op: str
@@ -183,7 +185,7 @@ class Call:
     explaining: bool = False
     compared: bool = False
     patience: Any = None
-    behind: Callable[[], bool] | None = None
+    come: Callable[[], bool] | None = None
 
     @property
     def name(self) -> str:

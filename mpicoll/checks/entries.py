@@ -158,6 +158,14 @@ class Entry:
         """Return what must be equal for two entries to be the same call, wherever the program makes it."""
         return (self.op, self.key, self.group, bool(self.problem) and self.state == "called")
 
+    @property
+    def lacks(self) -> Literal["memory", "GPU", ""]:
+        """What kept the rank from making the call, where nothing is wrong with its arguments: memory, or a GPU that works."""
+        name = self.problem.partition(":")[0]
+        if name.endswith("MemoryError"):  # Python's, NumPy's, CuPy's and torch's
+            return "memory"
+        return "GPU" if name.startswith(("CUDARuntime", "CUDADriver", "Accelerator")) else ""
+
     def fingerprint(self) -> int:
         """Return 62 bits of :meth:`call` (see :meth:`Table.missing`)."""
         return _digest(self.call())

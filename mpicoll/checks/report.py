@@ -377,7 +377,13 @@ def mismatch(group: str, members: Runs, seq: int, table: Table, closing: str = "
         closing: its last line, where the call was not compared before data moved.
     """
     wrong = join(run for row in table.rows if row.problem for run in row.ranks)
-    what = f"arguments are wrong on {name_runs(wrong, 30)}" if wrong else "its ranks made different calls"
+    lacking = {row.lacks for row in table.rows if row.problem}
+    if lacking == {"memory"}:
+        what = f"no memory for it on {name_runs(wrong, 30)}"
+    elif lacking == {"GPU"}:
+        what = f"the GPU has failed on {name_runs(wrong, 30)}"
+    else:
+        what = f"arguments are wrong on {name_runs(wrong, 30)}" if wrong else "its ranks made different calls"
     report = Report(
         "mismatch",
         group,

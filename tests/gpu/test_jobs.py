@@ -111,17 +111,20 @@ def test_a_device_that_fails_while_a_call_waits_for_it(count: int, ipc: str, asy
 
 @pytest.mark.skipif(not STANDIN, reason="MPI takes memory of a stand-in for a GPU as it is, whichever MPI that is")
 @pytest.mark.parametrize(
-    ("call", "count", "cuda"),
+    ("call", "count", "cuda", "engine"),
     [
-        ("all_reduce(x)", 1000, "off"),
-        ("all_reduce(x)", 300_000, "aware"),
-        ("all_reduce(x)", 3_000_000, "off"),
-        ("broadcast(x, 1)", 300_000, "aware"),
-        ("all_gather_into_tensor(y, x)", 300_000, "aware"),
-        ("all_gather_into_tensor(y, x)", 3_000_000, "off"),
+        ("all_reduce(x)", 1000, "off", "auto"),
+        ("all_reduce(x)", 300_000, "aware", "auto"),
+        ("all_reduce(x)", 3_000_000, "off", "auto"),
+        ("all_reduce(x)", 300_000, "off", "mpi"),
+        ("broadcast(x, 1)", 300_000, "off", "mpi"),
+        ("all_gather_into_tensor(y, x)", 10_000, "off", "mpi"),
+        ("broadcast(x, 1)", 300_000, "aware", "auto"),
+        ("all_gather_into_tensor(y, x)", 300_000, "aware", "auto"),
+        ("all_gather_into_tensor(y, x)", 3_000_000, "off", "auto"),
     ],
 )
-def test_a_kernel_that_outlasts_the_limit(call: str, count: int, cuda: str) -> None:
+def test_a_kernel_that_outlasts_the_limit(call: str, count: int, cuda: str, engine: str) -> None:
     """Both ranks get a CollectiveTimeoutError, which says on whose GPU it is; nobody is left inside MPI."""
     job = run_job(
         f"""
@@ -144,7 +147,7 @@ def test_a_kernel_that_outlasts_the_limit(call: str, count: int, cuda: str) -> N
         """,
         2,
         limit=60,
-        env={"MPICOLL_CUDA": cuda, "MPICOLL_CUDA_IPC": "off", "MPICOLL_TIMEOUT": "2"},
+        env={"MPICOLL_CUDA": cuda, "MPICOLL_CUDA_IPC": "off", "MPICOLL_TIMEOUT": "2", "MPICOLL_ENGINE": engine},
         launcher=LAUNCHER,
     )
     assert job.returncode == 0, job

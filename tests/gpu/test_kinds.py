@@ -114,6 +114,49 @@ def test_an_interface_that_is_not_taken() -> None:
         dist.all_reduce(Interface(x, mask=x))
 
 
+def test_a_stream_that_is_captured() -> None:
+    """A call is refused on all ranks while its stream is captured into a CUDA graph, and the capture is not spoilt."""
+    xp = cupy()
+    stream = xp.cuda.Stream(non_blocking=True)
+    x, rows = xp.ones(100_000), xp.ones((1000, 200))
+    dist.all_reduce(x)
+    xp.cuda.get_current_stream().synchronize()
+    stream.begin_capture()
+    try:
+        with stream:
+            for array in (x, x[:10], rows[:, ::2]):
+                with collective_raises(RuntimeError, match="captured into a CUDA graph"):
+                    dist.all_reduce(array)
+            with pytest.raises(RuntimeError, match="captured into a CUDA graph"):
+                dist.send(x, (dist.get_rank() + 1) % dist.get_world_size())
+        for given in (stream, types.SimpleNamespace(cuda_stream=stream.ptr)):
+            with collective_raises(RuntimeError, match="captured into a CUDA graph"):
+                dist.all_reduce(x, stream=given)
+    finally:
+        stream.end_capture()
+    dist.all_reduce(x, stream=stream)
+    stream.synchronize()
+    assert (x == float(dist.get_world_size() ** 2)).all()
+
+
+def test_no_memory_on_one_rank() -> None:
+    """The rank that lacks memory of its device gets CuPy's error; the others are told that, and all can go on."""
+    xp, rank, size = cupy(), dist.get_rank(), dist.get_world_size()
+    pool = xp.cuda.MemoryPool()
+    pool.set_limit(size=1 << 20)
+    rows = xp.full((1000, 2000), rank + 1.0)
+    allocator = xp.cuda.using_allocator(pool.malloc if rank == size - 1 else None)
+    with allocator, pytest.raises((MemoryError, dist.CollectiveMismatchError)) as caught:
+        dist.all_reduce(rows[:, ::2])
+    if rank == size - 1:
+        assert isinstance(caught.value, xp.cuda.memory.OutOfMemoryError)
+    else:
+        assert f"no memory for it on rank {size - 1}" in str(caught.value)
+    dist.all_reduce(rows[:, ::2])
+    assert (rows[:, ::2] == size * (size + 1) / 2).all()
+    assert (rows[:, 1::2] == rank + 1).all()
+
+
 @pytest.mark.parametrize("count", COUNTS)
 def test_dlpack(count: int) -> None:
     """An object that has DLPack alone, behind a slow kernel."""

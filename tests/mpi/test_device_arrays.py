@@ -16,7 +16,9 @@ from array_kinds import OnGpu
 from standin_gpu import Gpu, GpuArray, Stream
 
 import mpicoll as dist
+from mpicoll import execution
 from mpicoll.buffers import staging
+from mpicoll.engines.choice import Choice
 from mpicoll.pytest_plugin import collective_raises
 
 pytestmark = pytest.mark.mpi
@@ -178,6 +180,55 @@ def test_the_host_does_not_wait_for_kernels_of_an_asynchronous_call(gpu: Gpu) ->
     assert ran
     gpu.finish()
     assert (x == dist.get_world_size()).all()
+
+
+@several
+@pytest.mark.parametrize("engine", ["node", "mpi"])
+@pytest.mark.parametrize("call", ["all_reduce", "broadcast", "all_gather"])
+@pytest.mark.parametrize("others", ["gpu", "host"])
+def test_nobody_enters_mpi_before_every_gpu_has_come(
+    others: str, call: str, engine: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Past the limit a rank can leave a wait of ours by an exception, a blocking call of MPI by ending the job alone."""
+    world = dist.group.WORLD
+    assert world is not None
+    monkeypatch.setattr(world.pair, "choice", Choice(engine))
+    entered: list[float] = []
+    enter = execution.native.__enter__
+
+    def noted(self: execution.native) -> None:
+        entered.append(time.monotonic())
+        enter(self)
+
+    monkeypatch.setattr(execution.native, "__enter__", noted)
+    gpu.pace = "lazy"
+    rank, size = dist.get_rank(), dist.get_world_size()
+    last, count = rank == size - 1, 100_000
+    values, gathered = np.full(count, rank + 1.0), np.zeros((size, count))
+    here = last or others == "gpu"
+    x, rows = (gpu.array_of(values), gpu.array_of(gathered)) if here else (values, gathered)
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: dist.all_reduce(x),
+        "broadcast": lambda: dist.broadcast(x, size - 1),
+        "all_gather": lambda: dist.all_gather_into_tensor(rows, x),
+    }
+    for turn in range(6):  # some calls are made in short when they have been made before
+        gpu.seconds = 0.2 if last and turn in (0, 5) else 0.0
+        values[:] = rank + 1
+        entered.clear()
+        ran: list[float] = []
+        gpu.launch(lambda ran=ran: ran.append(time.monotonic()))
+        calls[call]()
+        gpu.finish()
+        came = [ran[0]]
+        dist.broadcast_object_list(came, size - 1)
+        if turn in (0, 5):
+            assert all(at > came[0] for at in entered), (turn, came, entered)
+        expected = {"all_reduce": size * (size + 1) / 2, "broadcast": size, "all_gather": rank + 1}[call]
+        assert (values == expected).all()
+        if call == "all_gather":
+            assert (gathered == np.arange(1, size + 1)[:, None]).all()
+        assert entered or engine == "node"
 
 
 def test_memory_in_use(gpu: Gpu) -> None:

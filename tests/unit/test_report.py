@@ -86,6 +86,18 @@ def wrong_arguments(n: int) -> Report:
     return mismatch("WORLD", runs_of(range(n)), 41, table_of([usual(without(n, 2)), odd]))
 
 
+def no_memory(n: int) -> Report:
+    problem = "OutOfMemoryError: Out of memory allocating 8,000,000,512 bytes (allocated so far: 76,000,000,000 bytes)"
+    odd = usual([2], key=(), problem=problem)
+    return mismatch("WORLD", runs_of(range(n)), 41, table_of([usual(without(n, 2)), odd]))
+
+
+def a_failed_gpu(n: int) -> Report:
+    problem = "CUDARuntimeError: cudaErrorIllegalAddress: an illegal memory access was encountered"
+    odd = usual([2, 3], key=(), problem=problem)
+    return mismatch("WORLD", runs_of(range(n)), 41, table_of([usual(without(n, 2, 3)), odd]))
+
+
 def all_different(n: int) -> Report:
     rows = [usual(range(at, n, 40), key=key(elements=1000 + at)) for at in range(min(n, 40))]
     return mismatch("[0-99999]", runs_of(range(n)), 41, table_of(rows))
@@ -195,6 +207,8 @@ CASES: dict[str, Callable[[int], Report]] = {
     "mismatch-dtype": a_dtype,
     "mismatch-skipped-call": a_skipped_call,
     "mismatch-arguments": wrong_arguments,
+    "mismatch-memory": no_memory,
+    "mismatch-gpu": a_failed_gpu,
     "mismatch-all-different": all_different,
     "deadlock-receives": receives,
     "deadlock-two-groups": two_groups,

@@ -85,6 +85,7 @@ using Told = std::shared_ptr<State>;
 struct Stream {
     int device;
     bool blocking;  // it and the default stream wait for each other
+    std::atomic<int> capture{cudaStreamCaptureStatusNone};  // what is put on it then would be kept in a graph
     std::mutex lock;
     std::condition_variable more;
     std::deque<std::function<void()>> waiting;
@@ -171,7 +172,24 @@ Stream *stream_of(void *handle) {
     return streams.count(found) ? found : nullptr;
 }
 
+// Memory that is taken, or an event that is asked for, spoils all captures that are under way (as they are begun by default).
+bool spoils_a_capture() {
+    bool any = false;
+    std::lock_guard<std::mutex> held(world);
+    for (auto each : streams)
+        if (each->capture != cudaStreamCaptureStatusNone) {
+            each->capture = cudaStreamCaptureStatusInvalidated;
+            any = true;
+        }
+    return any;
+}
+
 Told put(Stream *stream, std::function<void()> what, std::vector<Told> after = {}) {
+    if (stream->capture != cudaStreamCaptureStatusNone) {
+        auto told = std::make_shared<State>();
+        told->tell();
+        return told;
+    }
     Stream *usual = stream->blocking ? default_of(stream->device) : nullptr;
     std::vector<Stream *> others;
     if (usual == stream) {
@@ -225,6 +243,7 @@ size_t rounded(size_t nbytes) { return (nbytes + 4095) / 4096 * 4096; }
 cudaError_t take(void **found, size_t nbytes, decltype(Memory::kind) kind) {
     *found = nullptr;
     if (!nbytes) return cudaSuccess;
+    if (spoils_a_capture()) return failed(cudaErrorStreamCaptureUnsupported, "malloc");
     std::string path;
     int file = -1, flags = MAP_SHARED;
     if (kind == Memory::plain) {
@@ -321,6 +340,9 @@ const char *code_of(cudaError_t error) {
     case cudaErrorNotReady: return "cudaErrorNotReady";
     case cudaErrorIllegalAddress: return "cudaErrorIllegalAddress";
     case cudaErrorNotSupported: return "cudaErrorNotSupported";
+    case cudaErrorStreamCaptureUnsupported: return "cudaErrorStreamCaptureUnsupported";
+    case cudaErrorStreamCaptureInvalidated: return "cudaErrorStreamCaptureInvalidated";
+    case cudaErrorStreamCaptureImplicit: return "cudaErrorStreamCaptureImplicit";
     default: return "cudaErrorUnknown";
     }
 }
@@ -509,9 +531,40 @@ STANDIN cudaError_t cudaStreamGetFlags(cudaStream_t handle, unsigned *found) {
     return cudaSuccess;
 }
 STANDIN cudaError_t cudaStreamGetPriority(cudaStream_t, int *found) { return *found = 0, cudaSuccess; }
-STANDIN cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus *found) {
-    return *found = cudaStreamCaptureStatusNone, cudaSuccess;
+STANDIN cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStatus *found) {
+    auto stream = stream_of(handle);
+    if (!stream) return failed(cudaErrorInvalidResourceHandle, "streamIsCapturing");
+    *found = cudaStreamCaptureStatus(int(stream->capture));
+    if (!handle || handle == cudaStreamLegacy) {
+        std::lock_guard<std::mutex> held(world);
+        for (auto each : streams)
+            if (each->blocking && each->device == stream->device && each->capture != cudaStreamCaptureStatusNone)
+                return cudaErrorStreamCaptureImplicit;
+    }
+    return cudaSuccess;
 }
+STANDIN cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode) {
+    auto stream = stream_of(handle);
+    if (!stream || !handle || handle == cudaStreamLegacy || stream->capture != cudaStreamCaptureStatusNone)
+        return failed(cudaErrorStreamCaptureUnsupported, "streamBeginCapture");
+    stream->capture = cudaStreamCaptureStatusActive;
+    return cudaSuccess;
+}
+STANDIN cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t *found) {
+    auto stream = stream_of(handle);
+    *found = nullptr;
+    if (!stream) return failed(cudaErrorInvalidResourceHandle, "streamEndCapture");
+    int was = stream->capture.exchange(cudaStreamCaptureStatusNone);
+    if (was == cudaStreamCaptureStatusInvalidated) return failed(cudaErrorStreamCaptureInvalidated, "streamEndCapture");
+    if (was == cudaStreamCaptureStatusNone) return failed(cudaErrorStreamCaptureUnmatched, "streamEndCapture");
+    *found = reinterpret_cast<cudaGraph_t>(stream);  // graphs are made, and do nothing
+    return cudaSuccess;
+}
+STANDIN cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; }
+STANDIN cudaError_t cudaGraphInstantiate(cudaGraphExec_t *found, cudaGraph_t graph, unsigned long long) {
+    return *found = reinterpret_cast<cudaGraphExec_t>(graph), cudaSuccess;
+}
+STANDIN cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) { return cudaSuccess; }
 STANDIN cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned) {
     auto stream = stream_of(handle);
     auto of = reinterpret_cast<Event *>(event);
@@ -572,12 +625,14 @@ STANDIN cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t handle) {
 STANDIN cudaError_t cudaEventQuery(cudaEvent_t event) {
     auto of = event_of(event);
     if (!of || broken) return failed(cudaErrorInvalidResourceHandle, "eventQuery");
+    if (spoils_a_capture()) return failed(cudaErrorStreamCaptureUnsupported, "eventQuery");
     auto told = told_by(of);
     return !told || told->asked() ? cudaSuccess : cudaErrorNotReady;
 }
 STANDIN cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     auto of = event_of(event);
     if (!of || broken) return failed(cudaErrorInvalidResourceHandle, "eventSynchronize");
+    if (spoils_a_capture()) return failed(cudaErrorStreamCaptureUnsupported, "eventSynchronize");
     if (auto told = told_by(of)) told->wait();
     return cudaSuccess;
 }
