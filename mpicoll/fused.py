@@ -162,9 +162,11 @@ def _plan(dtypes: list[np.dtype[Any]], shapes: list[tuple[int, ...]], bytes_: in
         if found is None:
             found = Plan(dtypes, shapes, bytes_, names)
         _plans[key] = found  # the last used stands last
-        while len(_plans) > 1 and (
-            len(_plans) > _MOST_PLANS or sum(plan.nbytes for plan in _plans.values()) > KEPT_BYTES
-        ):
+        while True:
+            if len(_plans) == 1 or (
+                len(_plans) <= _MOST_PLANS and sum(plan.nbytes for plan in _plans.values()) <= KEPT_BYTES
+            ):
+                break
             del _plans[next(iter(_plans))]
         return found
 

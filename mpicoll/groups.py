@@ -287,8 +287,9 @@ class ProcessGroup(_Slots):
         with self._counting:
             counts = dict(counted)
             for each in self.persistent:
-                if each.sending == sending and each.count:
-                    _count(counts, each.peer, each.tag, each.count)
+                if each.sending != sending or not each.count:
+                    continue
+                _count(counts, each.peer, each.tag, each.count)
         return counts
 
     def count_sent(self, peer: int, tag: int) -> None:

@@ -562,8 +562,8 @@ def leave(reason: str) -> None:
         for base in bases:
             if base.job:
                 _leave_base(base, reason, known.settings.exit_grace if known is not None else 30.0)
-            elif not _ending.code:
-                parted = _part(base, reason) and parted
+            else:
+                parted = (_ending.code != 0 or _part(base, reason)) and parted
     except KeyboardInterrupt:
         _ending.code, _ending.stuck = 128 + signal.SIGINT, True
     watchdog.stop()

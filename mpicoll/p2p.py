@@ -110,8 +110,9 @@ def send(
                         known.last = again
                         _threads.add(_get_ident())
                         for _ in _spins:
-                            if again.test():
-                                break
+                            if not again.test():
+                                continue
+                            break
                         else:
                             persistent.finish(known, again, tensor, again.test)
                     else:
@@ -206,8 +207,9 @@ def recv(
                     known.last = again
                     _threads.add(_get_ident())
                     for _ in _spins:
-                        if again.test():
-                            break
+                        if not again.test():
+                            continue
+                        break
                     else:
                         persistent.finish(known, again, tensor, again.test)
                     if again.words[0] != again.expected:

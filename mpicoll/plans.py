@@ -312,7 +312,9 @@ class Plan:
                 slot = self._slot
                 counters, number, polls = ride.counters, slot.number, ride.polls
                 for other in ride.at[slot.place][3]:
-                    while counters[other] < number and polls > 0:
+                    while True:
+                        if counters[other] >= number or polls <= 0:
+                            break
                         polls -= 1
                 self.advance()
                 if not self._done:

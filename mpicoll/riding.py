@@ -431,10 +431,13 @@ def ride_in_python(group: ProcessGroup, known: Ride, send: Any, recv: Any, frame
             counters[where] = number  # from here on the others may go on
             polls = known.polls
             for other in others:
-                while counters[other] < number:
+                while True:
+                    if counters[other] >= number:
+                        break
                     polls -= 1
-                    if polls < 0:
-                        _wait(group, known, frame, place, number)
+                    if polls >= 0:
+                        continue
+                    _wait(group, known, frame, place, number)
             _end(group, known, send, recv, frame, place)
             return True
     except CollectiveMismatchError as error:
@@ -489,8 +492,9 @@ def cross(group: ProcessGroup, known: Ride, array: Any, frame: FrameType) -> boo
             polls = 2 if waiting.crowded else waiting.SPIN_POLLS
             test = slot.request.Test
             for _ in range(polls):
-                if test():
-                    break
+                if not test():
+                    continue
+                break
             else:
                 repeating.finish_request(group, again, frame, slot.request)
             flags = slot.plain(again.fingerprint)
@@ -503,8 +507,9 @@ def cross(group: ProcessGroup, known: Ride, array: Any, frame: FrameType) -> boo
                 request = plan.start_in_place(flat)
                 test = request.Test
                 for _ in range(polls):
-                    if test():
-                        break
+                    if not test():
+                        continue
+                    break
                 else:
                     repeating.finish_request(group, again, frame, request)
                 plan.finish_in_place(flat)

@@ -203,7 +203,9 @@ class Guard:
             self.waits = False
         if self.armed and threading.get_ident() == _main_ident:
             try:
-                while self.armed:
+                while True:
+                    if not self.armed:
+                        break
                     number = next(iter(self.armed))
                     self._give_back(number, signal.SIG_DFL)
                     self.armed.pop(number, None)
@@ -319,9 +321,10 @@ class Shield:
         try:
             for number in self.SIGNALS:
                 handler = _handler(number)
-                if callable(handler) and handler not in ours:
-                    self._found[number] = handler
-                    exchange(number, self._note)
+                if not callable(handler) or handler in ours:
+                    continue
+                self._found[number] = handler
+                exchange(number, self._note)
         except BaseException:  # out of a handler that was still in its place
             self._depth -= 1
             self._give_back()
@@ -337,7 +340,9 @@ class Shield:
     def _give_back(self) -> None:
         """Put the program's handlers back and run those whose signals have come: all, whatever one of them raises."""
         try:
-            while self._found:
+            while True:
+                if not self._found:
+                    break
                 number, handler = next(iter(self._found.items()))
                 if _handler(number) == self._note:
                     exchange(number, handler)

@@ -393,8 +393,9 @@ class HashStore(Store):
                         self._changed.notify_all()
                     return found
                 left = end - time.monotonic()
-                if left <= 0 or not self._changed.wait(left):
-                    raise late(op, args, timeout, self._table.values)
+                if left > 0 and self._changed.wait(left):
+                    continue
+                raise late(op, args, timeout, self._table.values)
 
 
 _MAGIC = b"mpicoll store 1\n"
@@ -458,7 +459,9 @@ class FileStore(Store):
                         data = encode([op.encode(), *args])
                         data = len(data).to_bytes(8, "big") + data
                         os.ftruncate(file, self._read)
-                        while data:
+                        while True:
+                            if not data:
+                                break
                             count = os.pwrite(file, data, self._read)
                             self._read += count
                             data = data[count:]

@@ -458,8 +458,9 @@ def _shrink(known: State, tag: int, call: Call) -> None:
         with execution.native(known.world, call, known.world.timeout):
             known.pool.meet_all(known.world.pair.control, tag)
         for settled in execution.drive(known.world, call, known.pool.shrink(), known.world.timeout):
-            if known.base is not None:
-                known.base.settle(*settled)
+            if known.base is None:
+                continue
+            known.base.settle(*settled)
 
 
 def _make(known: State, members: tuple[int, ...], index: int, tag: int, call: Call) -> Pair:
@@ -515,7 +516,7 @@ def _make_locally(
     with waiting.guard:
         first_wait = _JoinWait(known.world, call, limit if watch is None else watch.limit, members, name, leader, watch)
         told = _gather_and_tell(first_wait, words)
-        wrong = {rank: (text, where) for rank, (_, text, where) in told.items() if text}
+        wrong = _wrong(told)
         if problem is None and not wrong:
             _gather_and_tell(_JoinWait(known.world, call, limit, members, name + SECOND, leader), words)
     if problem is not None:
@@ -541,6 +542,11 @@ def _make_locally(
 
 _Words = tuple[int, str, str]
 """What a member says: the idle pair it knows, what is wrong with its arguments or "", and where it called."""
+
+
+def _wrong(told: dict[int, _Words]) -> dict[int, tuple[str, str]]:
+    """Return what is wrong, and where, on the ranks that say so."""
+    return {rank: (text, where) for rank, (_, text, where) in told.items() if text}
 
 
 def _gather_and_tell(patience: _JoinWait, words: _Words) -> dict[int, _Words]:

@@ -117,7 +117,9 @@ class _Server:
 
     def _serve(self) -> None:
         try:
-            while not self._over:
+            while True:
+                if self._over:
+                    break
                 for key, events in self._selector.select(0 if self._unread else self._pause()):
                     if key.fileobj is self._listener:
                         self._accept()

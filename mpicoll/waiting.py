@@ -221,8 +221,9 @@ def wait(test: Callable[[], bool], patience: Patience) -> None:
     reason: BaseException | None = None
     try:
         for _ in range(2 if crowded else SPIN_POLLS):
-            if test():
-                return
+            if not test():
+                continue
+            return
     except DistError as error:
         patience.give_up(error)
         raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
+import threading
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -75,6 +76,7 @@ class Cuda:
         self._lanes: list[Any] = [None] * count
         self._beside: list[Any] = [None] * count
         self._driver: Any = None
+        self._making = threading.Lock()
 
     def array(self, value: Any, name: str, *, writable: bool) -> DeviceArray:
         """Return what an array is: CuPy's, torch's, or one that has the CUDA array interface or DLPack."""
@@ -210,8 +212,10 @@ class Cuda:
         lanes = self._beside if beside else self._lanes
         lane = lanes[device]
         if lane is None:
-            with cupy.cuda.Device(device):
-                lane = lanes[device] = cupy.cuda.Stream(non_blocking=True)
+            with self._making, cupy.cuda.Device(device):
+                lane = lanes[device]
+                if lane is None:
+                    lane = lanes[device] = cupy.cuda.Stream(non_blocking=True)
         return lane
 
     def mark(self, device: int, stream: Any) -> Any:

@@ -424,9 +424,10 @@ class Pool:
             for larger in sorted(each for each in self._free if size <= each <= MOST_TOO_LARGE * size):
                 free = self._free[larger]
                 for at, (memory, busy) in enumerate(free):
-                    if busy is None or over(self._gpu, busy):
-                        del free[at]
-                        return memory
+                    if busy is not None and not over(self._gpu, busy):
+                        continue
+                    del free[at]
+                    return memory
             if self.taken + size > self.limit:
                 return None
             self.taken += size

@@ -93,6 +93,14 @@ class Where:
     waits: Entry
 
 
+_Sends = list[tuple[MPI.Request, Any]]
+
+
+def _under_way(sends: _Sends) -> _Sends:
+    """Return those that have not completed."""
+    return [item for item in sends if not item[0].Test()]
+
+
 @dataclass
 class Board:
     """This process's view of the others, by global rank.
@@ -133,7 +141,7 @@ class Board:
         self.size: int = self.comm.Get_size()
         self._lock = threading.Lock()
         self._asking = threading.Lock()
-        self._sending: list[tuple[MPI.Request, Any]] = []
+        self._sending: _Sends = []
         self._coming: list[tuple[MPI.Request, Any]] = []
         self._answers: dict[str, dict[int, Where]] = {}
         self.states: dict[int, State] = {}
@@ -146,11 +154,12 @@ class Board:
         message = np.frombuffer(pickle.dumps((kind, self.rank, payload)), np.uint8)
         try:
             with self._lock:
-                self._sending = [item for item in self._sending if not item[0].Test()]
+                self._sending = _under_way(self._sending)
                 for rank in ranks:
-                    if rank != self.rank and rank not in self.dead:
-                        self._sending.append((self.comm.Isend([message, MPI.BYTE], rank, _TAG), message))
-                        self.balance += 1
+                    if rank == self.rank or rank in self.dead:
+                        continue
+                    self._sending.append((self.comm.Isend([message, MPI.BYTE], rank, _TAG), message))
+                    self.balance += 1
         except BaseException as error:
             keep_of(error)  # out of a signal handler
             raise
@@ -185,8 +194,10 @@ class Board:
         """Wait until what was posted is on its way, at most ``limit`` seconds."""
         end = time.monotonic() + limit
         with self._lock:
-            while self._sending and time.monotonic() < end:
-                self._sending = [item for item in self._sending if not item[0].Test()]
+            while True:
+                if not self._sending or time.monotonic() >= end:
+                    break
+                self._sending = _under_way(self._sending)
                 time.sleep(0.0005)
 
     def poll(self) -> None:
@@ -200,7 +211,7 @@ class Board:
     def _poll(self) -> None:
         if not self._lock.acquire(blocking=False):
             return  # another thread is reading
-        answers: list[tuple[int, Any]] = []
+        answers: list[tuple[int, tuple[str, Any] | None]] = []
         try:
             while True:
                 status = MPI.Status()
@@ -217,13 +228,12 @@ class Board:
                 self._coming.remove(item)
                 self.balance -= 1
                 kind, rank, payload = pickle.loads(buffer.tobytes())
-                answer = self._read(kind, rank, payload)
-                if answer is not None:
-                    answers.append((rank, answer))
+                answers.append((rank, self._read(kind, rank, payload)))
         finally:
             self._lock.release()
-        for rank, (kind, payload) in answers:
-            self.post(kind, payload, [rank])
+        for rank, answer in answers:
+            if answer is not None:
+                self.post(*answer, [rank])
 
     def _read(self, kind: str, rank: int, payload: Any) -> tuple[str, Any] | None:
         if kind == "failed":
@@ -281,7 +291,9 @@ class Board:
             self._answers[group] = {}
             self.post("ask", group, others)
             end = time.monotonic() + ANSWER_WITHIN
-            while time.monotonic() < end and len(self._answers[group]) < len(others):
+            while True:
+                if time.monotonic() >= end or len(self._answers[group]) >= len(others):
+                    break
                 self.poll()
                 time.sleep(0.001)
             answers = self._answers.pop(group)

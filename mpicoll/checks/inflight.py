@@ -291,12 +291,14 @@ class Registry:
             for mine in new.ranges:
                 for ranges in (self._written, self._read) if mine.writes else (self._written,):
                     for other in ranges.near(mine):
-                        if other.shares(mine) and not other.flight.gone():
-                            return mine, other
+                        if not other.shares(mine) or other.flight.gone():
+                            continue
+                        return mine, other
                 for flight in tuple(self.lent):
                     for other in flight.ranges:
-                        if (mine.writes or other.writes) and other.shares(mine) and not flight.gone():
-                            return mine, other
+                        if not (mine.writes or other.writes) or not other.shares(mine) or flight.gone():
+                            continue
+                        return mine, other
         return None
 
     def add(self, new: Flight) -> None:

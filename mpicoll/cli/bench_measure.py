@@ -284,8 +284,9 @@ def _processor() -> str:
     try:
         with open("/proc/cpuinfo") as file:
             for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
+                if not line.startswith("model name"):
+                    continue
+                return line.partition(":")[2].strip()
     except OSError:
         pass
     return platform.machine()

@@ -72,7 +72,7 @@ def find_profile(text: str, library: str, ranks: int) -> Mapping[Kind, Ranges] |
     """
     try:
         told = json.loads(text)
-        known = [each for each in told["profiles"] if each["MPI"] == library]
+        known = list(filter(lambda each: each["MPI"] == library, told["profiles"]))
         if not known:
             return None
         nearest = min(known, key=lambda each: abs(math.log(each["ranks"] / ranks)))

@@ -276,7 +276,9 @@ class Job:
             if self._lifeline is not None:
                 selector.register(self._lifeline, selectors.EVENT_READ, self)
             begun = time.monotonic()
-            while process.poll() is None or sinks:
+            while True:
+                if process.poll() is not None and not sinks:
+                    break
                 ended = process.returncode is not None
                 events = selector.select(0.0 if ended else 0.05)
                 try:
@@ -292,8 +294,9 @@ class Job:
                         else:
                             del sinks[key.fd]
                             alive = False
-                        if not alive:
-                            selector.unregister(key.fd)
+                        if alive:
+                            continue
+                        selector.unregister(key.fd)
                     if streams is not None:
                         streams.show_unfinished()
                 except BrokenPipeError:

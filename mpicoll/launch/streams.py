@@ -112,7 +112,10 @@ class Streams:
         """Hand on what is still in the pipes and close them."""
         for descriptor in list(self._lines):
             try:
-                while data := os.read(descriptor, 1 << 16):
+                while True:
+                    data = os.read(descriptor, 1 << 16)
+                    if not data:
+                        break
                     lines, sink = self._lines[descriptor]
                     write_all(sink, lines.feed(data))
             except OSError:

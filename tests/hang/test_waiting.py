@@ -405,7 +405,9 @@ for i in range(60):
     try:
         end = time.monotonic() + 0.003
         signal.setitimer(signal.ITIMER_REAL, 0.0003 + 0.00001 * i)
-        while time.monotonic() < end:
+        while True:  # as Python 3.13 wants it: cpython#130279
+            if time.monotonic() >= end:
+                break
             dist.all_reduce(x, group=alone) if i else None
         while True:
             time.sleep(0.01)

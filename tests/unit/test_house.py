@@ -199,3 +199,62 @@ def test_one_module_knows_cupy() -> None:
         if any(n.split(".")[0] == "cupy" for n in imports(ast.parse(path.read_text()), everywhere=True))
     ]
     assert users == [PACKAGE / "buffers" / "cuda.py"]
+
+
+def _ends_with_a_branch(loop: ast.For | ast.While) -> bool:
+    """Whether the way back to the start of a loop comes right after a branch."""
+    if isinstance(loop, ast.While) and not (isinstance(loop.test, ast.Constant) and loop.test.value):
+        return True
+    last = loop.body[-1]
+    while isinstance(last, ast.If) and last.orelse:
+        last = last.orelse[-1]
+    return isinstance(last, (ast.If, ast.Assert))
+
+
+def _open_ways_back(node: ast.AST, guarded: bool) -> Iterator[int]:
+    """Return the lines of loops inside a ``try`` or ``with`` whose way back Python 3.13 leaves out of it."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.Lambda)):
+            yield from _open_ways_back(child, False)
+            continue
+        if guarded and isinstance(child, (ast.For, ast.While)) and _ends_with_a_branch(child):
+            yield child.lineno
+        if guarded and isinstance(child, (ast.ListComp, ast.SetComp, ast.DictComp)):
+            yield from (child.lineno for part in child.generators if part.ifs)
+        if isinstance(child, ast.Try):
+            for part in (*child.body, *child.orelse):
+                yield from _open_ways_back(ast.Module([part], []), True)
+            for rest in (*child.handlers, *child.finalbody):
+                yield from _open_ways_back(ast.Module([rest], []), guarded or bool(child.finalbody))  # type: ignore[list-item]
+        else:
+            yield from _open_ways_back(child, guarded or isinstance(child, ast.With))
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_what_a_signal_raises_in_a_loop_is_caught(path: Path) -> None:
+    """A loop inside a ``try`` or ``with`` does not end with a branch: a handler that raises on the way back would leave it.
+
+    Python 3.13 puts that jump outside of the ``try`` then: ``except`` and ``finally`` do not see the exception, and ``with`` does
+    not give its lock back (https://github.com/python/cpython/issues/130279). ``while True`` with a ``break`` at its start, and
+    ``continue`` before the last statement, are all right.
+    """
+    assert list(_open_ways_back(ast.parse(path.read_text()), False)) == []
+
+
+def test_ways_back_that_are_open_are_found() -> None:
+    """Those that Python 3.13 leaves open, and no others."""
+    loops = {
+        "while a(): b()": [2],
+        "for x in a:\n  if x: break": [2],
+        "for x in a:\n  if x: b()\n  elif c: d()": [2],
+        "for x in a:\n  if x: b()\n  else: d()": [],
+        "for x in a:\n  if not x: continue\n  break": [],
+        "while True:\n  if x: break\n  b()": [],
+        "c = [x for x in a if x]": [2],
+        "c = [x for x in a]": [],
+    }
+    for loop, lines in loops.items():
+        body = textwrap.indent(loop, "  ")
+        assert list(_open_ways_back(ast.parse(loop), False)) == []
+        for guarded in (f"try:\n{body}\nfinally: e()", f"with e:\n{body}"):
+            assert list(_open_ways_back(ast.parse(guarded), False)) == lines, guarded
