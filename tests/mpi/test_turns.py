@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from pickle import PicklingError
 from typing import Any
 
 import numpy as np
@@ -390,7 +391,7 @@ def test_run_first() -> None:
     if dist.get_world_size() > 1:
         with collective_raises((ZeroDivisionError, dist.FirstFailedError), match="division by zero"):
             dist.run_first(lambda: 1 / 0)
-        with collective_raises((AttributeError, TypeError, dist.FirstFailedError)):
+        with collective_raises((AttributeError, TypeError, PicklingError, dist.FirstFailedError)):
             dist.run_first(lambda: lambda: None)
         with collective_raises(dist.CollectiveMismatchError, match="getp"):
             dist.run_first(os.getpid if dist.get_rank() else os.getppid)

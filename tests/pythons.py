@@ -1,0 +1,45 @@
+"""Print the other Pythons of this machine that mpicoll is for, one a line: version and path.
+
+They are looked for on the path, and beside the one that runs this, where tools that install several of them put them. Standard
+library only; what lacks venv is left out.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["OTHERS", "found"]
+
+OTHERS = tuple(
+    v for v in ("3.10", "3.11", "3.12", "3.13", "3.14") if v != f"{sys.version_info[0]}.{sys.version_info[1]}"
+)
+
+
+def _candidates(version: str) -> Iterator[str]:
+    yield f"python{version}"
+    for folder in sorted(Path(sys.base_prefix).parent.glob(f"*{version}*"), reverse=True):
+        yield str(folder / "bin" / f"python{version}")
+
+
+def found(version: str) -> str | None:
+    """Return a Python of a version that can make an environment; None where there is none."""
+    question = "import sys, venv, ensurepip; print(sys.executable, '%d.%d' % sys.version_info[:2])"
+    for candidate in _candidates(version):
+        try:
+            told = subprocess.run([candidate, "-c", question], capture_output=True, text=True, timeout=60)
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+        path, _, answer = told.stdout.strip().rpartition(" ")
+        if told.returncode == 0 and answer == version:
+            return path
+    return None
+
+
+if __name__ == "__main__":
+    for each in OTHERS:
+        path = found(each)
+        if path is not None:
+            print(each, path)
