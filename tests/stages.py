@@ -462,7 +462,7 @@ def never_run(outcomes: Sequence[Outcome]) -> list[str]:
     seen: dict[tuple[str, str], set[str]] = {}
     lacking = set()
     for outcome in outcomes:
-        # Debian's MPI and other Pythons are tried on one number of ranks; what does not fit a special environment may be skipped there.
+        # Debian's MPI and other Pythons are tried on one number of ranks; a special environment skips what does not fit it.
         if outcome.stage.size and not outcome.stage.venv.startswith((".venv-debian", ".venv-python")):
             mpi = outcome.stage.venv.removeprefix(".venv-")
             lacking.update((mpi, name) for name in outcome.lacking)
