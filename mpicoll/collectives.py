@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpicoll import execution, groups, repeating, riding
+from mpicoll import deferred, execution, groups, repeating, riding
 from mpicoll.buffers import staging
 from mpicoll.buffers.array import AnyArray, Array, Memory, adapt, adapt_list, memory_of, same_dtype, viewed
 from mpicoll.buffers.dtypes import Reduction, dtype_name, resolve_reduction
@@ -19,6 +19,7 @@ from mpicoll.buffers.reduce_op import RedOpType, ReduceOp
 from mpicoll.buffers.staging import Fold, Held, Shadow
 from mpicoll.checks.call import AS_IT_IS, IN_PIECES, NOTHING, Call, Site, call_site, caller
 from mpicoll.checks.inflight import SEALED_BYTES, Flight, Seal, registry, written
+from mpicoll.checks.rounds import RIDING_BYTES
 from mpicoll.engines.base import Kind, Movement
 from mpicoll.errors import wrong_argument
 from mpicoll.groups import ProcessGroup, Stopping, default, member_or_warn, peer_rank
@@ -495,19 +496,24 @@ def all_reduce(
     Source: torch.distributed.all_reduce; MPI-4.1 section 6.9.6.
     """
     key: Any = None
-    if type(tensor) is _ndarray and type(op) is RedOpType and not async_op and timeout is None and name is None:
-        key = (op, tensor.dtype, tensor.shape)
+    if type(tensor) is _ndarray and type(op) is RedOpType and timeout is None and name is None:
         known: Any = default.world if group is None else group
-        try:  # as riding.again, without the call of it, which takes a sixth of what all takes
-            ride = known.rides[key]
-        except (KeyError, AttributeError, TypeError):
-            pass
-        else:
-            usual = ride.quick is not None or (ride.rides and tensor.flags.carray)
-            if usual and riding.ride(known, ride, tensor, tensor, caller()):
-                return None
-            if riding.again(group, key, tensor, tensor):
-                return None
+        if not async_op:
+            key = (op, tensor.dtype, tensor.shape)
+            try:  # as riding.again, without the call of it, which takes a sixth of what all takes
+                ride = known.rides[key]
+            except (KeyError, AttributeError, TypeError):
+                pass
+            else:
+                usual = ride.quick is not None or (ride.rides and tensor.flags.carray)
+                if usual and riding.ride(known, ride, tensor, tensor, caller()):
+                    return None
+                if riding.again(group, key, tensor, tensor):
+                    return None
+        elif tensor.nbytes <= RIDING_BYTES:
+            begun = deferred.later(known, op, tensor, caller())
+            if begun is not None:
+                return begun
     found = member_or_warn(group, "all_reduce")
     if found is None:
         return None

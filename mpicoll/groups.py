@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from mpicoll.checks.agreement import Flags
     from mpicoll.checks.board import Board
     from mpicoll.communicators import Pair, Pool
+    from mpicoll.deferred import Deferred
     from mpicoll.engines.base import Movement, Plan
     from mpicoll.engines.device import Link
     from mpicoll.persistent import PersistentReceive, PersistentSend
-    from mpicoll.plans import Plan as Started
     from mpicoll.riding import Ride
     from mpicoll.settings import Level, Settings
     from mpicoll.topology import Topology
@@ -161,7 +161,7 @@ class ProcessGroup(_Slots):
         self.stopping: Stopping | None = None  # what answers signals on it, on all members alike
         self.lock = threading.RLock()  # held through a collective: one at a time on a group
         self.posting = threading.Lock()  # held while a message is posted: other threads may send during a collective
-        self.unwaited: dict[int, Operation | Started] = {}
+        self.unwaited: dict[int, Operation | Deferred] = {}
         self.told = Told()
         self.sends = Kept()
         self.receives = Kept()

@@ -84,6 +84,7 @@ class Ride:
         views: for each place of the ring, or for even and odd steps, where this member writes its elements and what it reads;
             made when they are needed.
         width: bytes of the pieces of a call that the extension makes in several; 0 for the others.
+        idle: what makes it when it is waited for later, and is at rest.
         inside: the place of this member's own elements among what it reduces, which are those of the result; or -1.
         polls: how often a member looks for another one before it waits as every call does.
     """
@@ -99,6 +100,7 @@ class Ride:
         "counters",
         "crosses",
         "dtype",
+        "idle",
         "inside",
         "lane",
         "lists",
@@ -120,6 +122,7 @@ class Ride:
         kind, size = again.kind, group.size()
         self.again, self.lane, self._rounds, self.dtype = again, group.pair.lane, rounds, dtype
         self._send, self._recv = _shapes(send), _shapes(recv)
+        self.idle: list[Any] = []
         self.lists = isinstance(send, list) or isinstance(recv, list)
         brings = again.nbytes * (size if kind in _PARTED else 1)
         self.segment: Segment | None = None

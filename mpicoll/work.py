@@ -527,10 +527,11 @@ class Work:
         if flight is not None:
             registry.drop(flight)
         if not getattr(self, "_observed", True):
-            call = self._operation.call
-            warnings.warn(
-                f"{call.op} issued at {call.site} was dropped without wait()",
-                ResourceWarning,
-                stacklevel=2,
-                source=self,
-            )
+            warn_of_dropped(self._operation.call, self)
+
+
+def warn_of_dropped(call: Call, work: Work) -> None:
+    """Warn of a handle that nobody has waited for, as it goes."""
+    warnings.warn(
+        f"{call.op} issued at {call.site} was dropped without wait()", ResourceWarning, stacklevel=3, source=work
+    )

@@ -29,6 +29,7 @@ ROOMS = (
     {"runtime"},
     {"underway"},
     {"persistent"},
+    {"deferred"},
     {"riding"},
     {"repeating"},
     {"execution"},
@@ -64,6 +65,7 @@ FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 SPEAKS_MPI = {
     "checks",
     "communicators",
+    "deferred",
     "engines",
     "execution",
     "groups",

@@ -1,0 +1,353 @@
+"""Small calls that ride and are waited for later: what their handles say, whatever else is under way."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import warnings
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpicoll as dist
+from mpicoll import riding, waiting
+from mpicoll.checks.inflight import registry
+from mpicoll.checks.rounds import AHEAD, RIDING_BYTES
+from mpicoll.deferred import MOST_AT_REST, Deferred, Later
+from mpicoll.pytest_plugin import collective_raises
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+
+def group() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Any:
+    """No test leaves a call under way, or memory that counts as used."""
+    yield
+    gc.collect()
+    registry._sweep()
+    assert not group().unwaited
+    assert not registry.lent
+    assert not registry.flights
+    assert not [item for item in waiting.pending if isinstance(item, Deferred)]
+
+
+def begun(x: Any, op: Any = dist.ReduceOp.SUM, **options: Any) -> Any:
+    work = dist.all_reduce(x, op, async_op=True, **options)
+    assert work is not None
+    # By way of MPI, as between nodes, an Operation is made; and where so many are under way that one more would have to wait.
+    if sum(isinstance(item, Deferred) for item in waiting.pending) < AHEAD:
+        assert isinstance(work, Later) == (group().pair.lane.shared is not None)
+    return work
+
+
+FOLDS = {
+    dist.ReduceOp.SUM: np.add,
+    dist.ReduceOp.PRODUCT: np.multiply,
+    dist.ReduceOp.MAX: np.maximum,
+    dist.ReduceOp.MIN: np.minimum,
+    dist.ReduceOp.BAND: np.bitwise_and,
+}
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8", "i4", "u1", "c16", "g"])
+def test_results(dtype: str) -> None:
+    """Every dtype, op and shape gives the fold of all contributions, again and again, however many are under way."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    for op, fold in FOLDS.items():
+        if (dtype == "c16" and fold is not np.add) or (fold is np.bitwise_and and dtype not in ("i4", "u1")):
+            continue
+        for shape in ((1,), (), (3, 5), (RIDING_BYTES // np.dtype(dtype).itemsize,)):
+            for many in (1, 3, 2 * AHEAD + 1):
+                arrays = [np.full(shape, (me + turn) % 5 + 1, dtype) for turn in range(many)]
+                works = [begun(x, op) for x in arrays]
+                for turn, (work, x) in enumerate(zip(works, arrays, strict=True)):
+                    assert work.wait() is True
+                    terms = [np.full(shape, (rank + turn) % 5 + 1, dtype) for rank in range(size)]
+                    expected = terms[0]
+                    for term in terms[1:]:
+                        expected = fold(expected, term)
+                    np.testing.assert_array_equal(x, expected, err_msg=f"{op} {shape} {turn} of {many}")
+
+
+def test_averages_and_bools() -> None:
+    """AVG divides once; on bool SUM is logical or."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    for _ in range(3):
+        x, y = np.full(5, me + 1.0), np.array([me == 0, False, True])
+        works = begun(x, dist.ReduceOp.AVG), begun(y)
+        for work in works[::-1]:
+            work.wait()
+        assert (x == (size + 1) / 2).all()
+        assert y.tolist() == [True, False, True]
+
+
+def test_what_cannot_ride() -> None:
+    """Arrays that are no plain ones of NumPy's, or large, and what is wrong, go the long way."""
+    size = dist.get_world_size()
+    strided, large, half = np.ones((4, 4))[:, 1], np.ones(RIDING_BYTES // 8 + 1), np.ones(3, np.float16)
+    for x in (strided, large, half, np.ones(0)):
+        work = dist.all_reduce(x, async_op=True)
+        assert not isinstance(work, Later)
+        assert work is not None
+        work.wait()
+        assert (x == size).all()
+    with collective_raises(RuntimeError, match=r"BAND|bitwise"):
+        dist.all_reduce(np.ones(3), dist.ReduceOp.BAND, async_op=True)
+
+
+def test_everything_that_a_handle_says() -> None:
+    """Asked before it is over, after it, and after the wait, a handle says what that of any call says."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    total = size * (size + 1) / 2
+    for asks in ("wait", "poll", "result", "future", "synchronize", "exception", "success"):
+        for late in (False, True):
+            x = np.full(4, me + 1.0)
+            work = begun(x)
+            assert re_site(work) == "under way" or late or work.is_completed()
+            if late:
+                work.wait()
+            if asks == "wait":
+                assert work.wait() is True
+            elif asks == "poll":
+                while not work.is_completed():
+                    pass
+            elif asks == "result":
+                while not work.is_completed():
+                    pass
+                assert work.result()[0] is x
+            elif asks == "future":
+                told: list[Any] = []
+                future = work.get_future()
+                future.add_done_callback(lambda done: told.append(done.result()))  # noqa: B023
+                assert future.result()[0] is x
+                assert [each[0] is x for each in told] == [True]
+            elif asks == "synchronize":
+                work.synchronize()
+            elif asks == "exception":
+                while not work.is_completed():
+                    pass
+                assert work.exception() is None
+            else:
+                while not work.is_success():
+                    pass
+            assert work.wait() is True
+            assert work.is_completed()
+            assert work.is_success()
+            assert work.exception() is None
+            assert work.result()[0] is x
+            assert work.source_rank() == -1
+            assert "completed" in repr(work)
+            assert (x == total).all(), asks
+
+
+def re_site(work: Any) -> str:
+    """Return the state in the words of a handle."""
+    text = repr(work)
+    assert "all_reduce issued at" in text
+    assert "test_later.py" in text
+    return text.rpartition(": ")[2].rstrip(">")
+
+
+def test_against_other_forms_of_the_call() -> None:
+    """Others may wait at once, start a plan, pass an array that cannot ride, or be asynchronous in the other way."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    whole = np.ones((6, 2))
+    plan_array = np.ones(6)
+    plan = dist.all_reduce_init(plan_array)
+    assert plan is not None
+    for odd in range(size):
+        for how in ("sync", "plan", "strided", "none"):
+            x = np.full(6, 1.0)
+            if me != odd or how == "none":
+                work = begun(x)
+                work.wait()
+            elif how == "sync":
+                dist.all_reduce(x)
+            elif how == "plan":
+                plan_array[:] = 1
+                plan.start()
+                plan.wait()
+                x = plan_array
+            else:
+                x = whole[:, 0]
+                x[:] = 1
+                other = dist.all_reduce(x, async_op=True)
+                assert other is not None
+                other.wait()
+            assert (x == size).all(), (odd, how)
+
+
+def test_a_mismatch_is_told_by_wait() -> None:
+    """Calls that differ raise where they are waited for, on all ranks; the group can be used, and so can the handles."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    for _ in range(3):
+        x = np.ones(4 + (me == 0))
+        work = begun(x)
+        with collective_raises(dist.CollectiveMismatchError, match="elements"):
+            work.wait()
+        assert isinstance(work.exception(), dist.CollectiveMismatchError)
+        assert work.is_completed()
+        assert not work.is_success()
+        with pytest.raises(dist.CollectiveMismatchError):
+            work.wait()
+        good = np.ones(4)
+        begun(good).wait()
+        assert (good == size).all()
+
+
+def test_memory_in_use_and_written() -> None:
+    """Memory under way is not given to another call, and a write of it before the wait is noticed."""
+    size = dist.get_world_size()
+    x, y = np.ones(4), np.ones(4)
+    for _ in range(2):
+        work = begun(x)
+        with collective_raises(dist.BufferInUseError, match="writes memory that all_reduce"):
+            dist.all_reduce(x[1:3], async_op=True)
+        begun(y).wait()
+        work.wait()
+    assert (x == size**2).all()
+    work = begun(x)
+    x[2] = -1
+    with pytest.raises(dist.BufferInUseError, match="was written before"):
+        work.wait()
+    x[:] = 1
+    begun(x).wait()
+    assert (x == size).all()
+
+
+def test_memory_is_let_go() -> None:
+    """An array that was waited for is kept by its handle alone, and handles at rest are few."""
+    x = np.ones(7)
+    seen = weakref.ref(x)
+    work = begun(x)
+    work.wait()
+    del x
+    gc.collect()
+    assert seen() is not None  # result() gives it
+    del work
+    gc.collect()
+    assert seen() is None
+    works = [begun(np.ones(9)) for _ in range(3 * MOST_AT_REST)]
+    for each in works:
+        each.wait()
+    if group().pair.lane.shared is not None:
+        ride = group().rides[dist.ReduceOp.SUM, np.dtype(float), (9,)]
+        assert 1 <= len(ride.idle) <= MOST_AT_REST
+        assert all(each._flat is None for each in ride.idle)
+
+
+def test_a_handle_that_is_dropped() -> None:
+    """It is warned of, its memory is in use until it is over, and to destroy the group is refused."""
+    size = dist.get_world_size()
+    other = dist.new_group()
+    x = np.ones(5)
+    with pytest.warns(ResourceWarning, match=r"all_reduce issued at .* was dropped without wait"):
+        dist.all_reduce(x, group=other, async_op=True)
+    dist.barrier()
+    with pytest.raises(dist.DistError, match="nobody waited for: all_reduce issued at"):
+        dist.destroy_process_group(other)
+    while any(getattr(item, "group", None) is other for item in waiting.pending):
+        waiting.progress()
+    assert (x == size).all()
+    other.unwaited.clear()
+    dist.barrier()
+    dist.destroy_process_group(other)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        work = begun(x)
+        while not work.is_completed():
+            pass
+        del work
+        gc.collect()
+
+
+def test_in_the_midst_of_everything() -> None:
+    """Random calls, small and large, waited for in any order, on two groups; the same on all ranks."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    other = dist.new_group()
+    chance = random.Random(5)
+    under_way: list[Any] = []
+    for turn in range(400):
+        kind, count = chance.choice("llllsbxg"), chance.choice((1, 3, 200, 300, 5000))
+        where = chance.choice((None, other))
+        x = np.full(count, float(me + turn))
+        expected = float(sum(rank + turn for rank in range(size)))
+        if kind == "l":
+            under_way.append((dist.all_reduce(x, group=where, async_op=True), x, expected))
+        elif kind == "s":
+            dist.all_reduce(x, group=where)
+            assert (x == expected).all()
+        elif kind == "b":
+            dist.barrier(group=where)
+        elif kind == "x":
+            under_way.append((dist.broadcast(x, turn % size, group=where, async_op=True), x, turn % size + turn))
+        elif under_way:
+            work, done, result = under_way.pop(chance.randrange(len(under_way)))
+            work.wait()
+            assert (done == result).all()
+        if len(under_way) > 20:
+            for work, done, result in chance.sample(under_way, len(under_way)):
+                work.wait()
+                assert (done == result).all()
+            under_way.clear()
+    for work, done, result in under_way:
+        work.wait()
+        assert (done == result).all()
+    dist.destroy_process_group(other)
+
+
+def test_threads_with_a_group_each() -> None:
+    """Threads whose calls are under way at once, each on a group of its own."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    groups = [dist.new_group() for _ in range(3)]
+    wrong: list[Any] = []
+
+    def loop(index: int) -> None:
+        try:
+            for turn in range(200):
+                arrays = [np.full(1 + 40 * index, float(me + turn + i)) for i in range(3)]
+                works = [dist.all_reduce(x, group=groups[index], async_op=True) for x in arrays]
+                for i, (work, x) in enumerate(zip(works, arrays, strict=True)):
+                    assert work is not None
+                    work.wait()
+                    if not (x == size * (turn + i) + size * (size - 1) / 2).all():
+                        wrong.append((index, turn))
+        except BaseException as error:
+            wrong.append((index, error))
+
+    threads = [threading.Thread(target=loop, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    dist.barrier()
+    for each in groups:
+        dist.destroy_process_group(each)
+
+
+def test_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits in Python as in C, on all ranks."""
+    values = np.random.default_rng(dist.get_rank()).normal(size=200)
+    known = group()
+    results = []
+    for extension in (riding.extension, None):
+        monkeypatch.setattr(riding, "extension", extension)
+        known.rides.clear()
+        x = values.copy()
+        begun(x).wait()
+        results.append(x)
+    known.rides.clear()
+    assert results[0].tobytes() == results[1].tobytes()
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, results[0].tobytes())
+    assert len(set(everybody)) == 1
