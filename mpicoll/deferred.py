@@ -365,7 +365,7 @@ class Deferred:
 def _call(ride: Ride | None, site: Site, calls: int) -> Call:
     assert ride is not None
     again = ride.again
-    return Call(again.op, again.key, site, seq=calls, block_bytes=again.nbytes, print=ride.body[0])
+    return Call(again.op, again.key, site, seq=calls, asynchronous=True, block_bytes=again.nbytes, print=ride.body[0])
 
 
 class _Pooled(Deferred):
