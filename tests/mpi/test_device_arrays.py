@@ -119,6 +119,15 @@ def test_a_message_carries_what_kernels_before_it_write(gpu: Gpu) -> None:
     assert (y == 5).all()
 
 
+def test_a_call_that_copies_at_once_takes_what_kernels_before_it_write(gpu: Gpu) -> None:
+    """PREMUL_SUM scales the elements before the ranks agree on the call: those that the kernels before it have written."""
+    x = np.zeros(10)
+    gpu.launch(lambda: x.fill(3))
+    dist.all_reduce(gpu.array_of(x), dist.ReduceOp.PREMUL_SUM(2.0))
+    gpu.finish()
+    assert (x == 6 * dist.get_world_size()).all()
+
+
 def test_a_stream_of_the_programs_choice(gpu: Gpu) -> None:
     """``stream=`` orders a call with what is on that stream, and with no other."""
     (before, after), size = neighbours(), dist.get_world_size()
@@ -370,7 +379,7 @@ def test_an_array_of_the_stand_in_is_nowhere_on_the_host() -> None:
 
 
 NOTICED_BY: dict[int, Callable[[Gpu], None]] = {
-    1: test_a_message_carries_what_kernels_before_it_write,
+    1: test_a_call_that_copies_at_once_takes_what_kernels_before_it_write,
     2: test_order_with_the_programs_kernels,
     3: test_results_come_after_kernels_that_read_the_old_ones,
     4: test_order_with_the_programs_kernels,
