@@ -76,6 +76,7 @@ class Deferred:
         "_flight",
         "_landed",
         "_lock",
+        "_moving",
         "_number",
         "_operation",
         "_place",
@@ -95,7 +96,8 @@ class Deferred:
         self._flat = flat
         self._place = place
         self._site = Site(place[1], place[2])
-        self._lock = threading.Lock()  # held while it is moved on
+        self._lock = threading.RLock()  # held while it is moved on
+        self._moving = False
         self._started = False
         self._done = False  # what rode has come to its end, or goes the long way
         self._operation: Operation | None = None
@@ -143,6 +145,8 @@ class Deferred:
                 if lane.posted != call or not lane.room():
                     return False
                 self._started = True
+                self._operation = self._error = None
+                self.polled = self.next_look = 0.0
                 _threads.add(_ident())
                 self._number = call
                 lane.issued = call + 1
@@ -172,7 +176,7 @@ class Deferred:
             keep_of(error)
             if self._started:
                 self._lose(error)
-                self._rest()
+                self.rest()
             raise
         finally:
             if _guard.noted is not None:
@@ -217,7 +221,7 @@ class Deferred:
                 self._lose(error)
             raise
         finally:
-            self._rest()
+            self.rest()
             if _guard.noted is not None:
                 _guard.answer(wrong)
 
@@ -278,6 +282,20 @@ class Deferred:
         """
         if self._done or not self._lock.acquire(blocking=False):
             return False  # or another thread is at it
+        # A handler of the program's that raises just here leaves the lock taken: by this thread, which can take it again.
+        try:
+            if not self._moving:  # else this is a handler's, or a callback's, in the middle of it
+                self._moving = True
+                try:
+                    self._look()
+                finally:
+                    self._moving = False
+        finally:
+            self._lock.release()
+        return False
+
+    def _look(self) -> None:
+        """Take the others' elements, if they are there."""
         try:
             ride = self._ride
             if not self._done and ride is not None and ride.lane.turn == self._number and self._slot.Test():
@@ -288,9 +306,6 @@ class Deferred:
             keep_of(error)
             self._lose(error)
             raise
-        finally:
-            self._lock.release()
-        return False
 
     def _settle(self, ride: Ride) -> None:
         """Take the others' elements: the round is over."""
@@ -352,13 +367,20 @@ class Deferred:
         """Return what is said of a call that something foreign struck."""
         return DistError(f"{self._place[0]} issued at {self._site} was interrupted: {type(error).__name__}: {error}")
 
-    def _rest(self) -> None:
+    @property
+    def resting(self) -> bool:
+        """Whether nothing is under way that has not been waited for."""
+        return not self._started
+
+    def outcome(self) -> BaseException | None:
+        """Return the error of what is over, if it has one."""
+        return self._error if self._operation is None else self._operation.error
+
+    def rest(self) -> None:
         """Be ready to be begun again."""
         self.group.unwaited.pop(id(self), None)
         if self._flight is not None:
             registry.take_back(self._flight)
-        self._operation = self._error = None
-        self.polled = self.next_look = 0.0
         self._started = False
 
 
@@ -383,7 +405,7 @@ class _Pooled(Deferred):
 
     def free(self) -> None:
         """Let go of the array, and be at rest for the next one."""
-        self._flat = None
+        self._flat = self._operation = None
         flight, ride = self._flight, self._ride
         if flight is not None:
             flight.ranges[0].array = _nothing
@@ -414,6 +436,8 @@ class _Pooled(Deferred):
         if error is not None:
             raise error
         if flight is not None:
+            if self._landed and self._flat.tobytes() != self._landed:
+                raise written(self._place[0], self._site, self.group.display)
             flight.seal_results()
 
     def leave(self) -> None:
@@ -477,16 +501,24 @@ def _learn(group: Any, op: RedOpType, array: Any) -> Ride | None:
     return ride
 
 
-class Later(Work):
-    """The handle of a call that rides; an Operation is made only for who asks for more than ``wait`` and ``is_completed``."""
+_turning = threading.RLock()
+"""Held while a handle passes from what rides to an Operation, or to its end."""
 
-    __slots__ = ("_array", "_deferred", "_ended", "_made")
+
+class Later(Work):
+    """The handle of a call that rides; an Operation is made only for who asks for more than ``wait`` and ``is_completed``.
+
+    What rides serves one thread at a time, which takes the ``_turn`` of the handle; others ask the Operation.
+    """
+
+    __slots__ = ("_array", "_deferred", "_ended", "_made", "_turn")
 
     def __init__(self, deferred: _Pooled, array: Any) -> None:
         self._deferred: _Pooled | None = deferred
         self._array = array
         self._ended: _Ended | None = None
         self._made: Operation | None = None
+        self._turn = [None]
         self._observed = False
         self._flight = None
         self._wait = execution.finish_waiting
@@ -494,54 +526,87 @@ class Later(Work):
     @property
     def _operation(self) -> Operation:  # type: ignore[override]
         """The call, as what all handles have."""
-        made, deferred = self._made, self._deferred
-        if made is not None:
-            return made
-        if deferred is not None:
-            made = self._made = deferred.follow()
-            self._flight, self._deferred = deferred._flight, None
-            return made
-        assert self._ended is not None
-        made = self._made = self._ended.operation(self._array)
-        return made
+        with _turning:
+            if self._made is None:
+                deferred, ended = self._deferred, self._ended
+                if deferred is not None:
+                    self._made = deferred.follow()
+                    self._flight, self._deferred = deferred._flight, None
+                    if self._observed:  # somebody waits already
+                        deferred.group.unwaited.pop(id(self._made), None)
+                else:
+                    assert ended is not None
+                    self._made = ended.operation(self._array)
+            return self._made
+
+    def _end(self, deferred: _Pooled, error: BaseException | None) -> None:
+        """Note how the call has ended that rode; what it rode with serves others, unless an Operation follows it."""
+        with _turning:
+            if self._deferred is None:
+                return
+            self._ended = _Ended(deferred, error)
+            self._deferred = None
+            if error is None:
+                deferred.free()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """As :meth:`mpicoll.Work.wait`."""
-        deferred = self._deferred
-        if deferred is None:
-            return super().wait(timeout)
         if not isinstance(timeout, timedelta):
             raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout!r}")
-        self._observed = True
-        wrong: DistError | None = None
         try:
+            self._turn.pop()
+        except IndexError:  # another thread waits, or this is a handler in the middle of it
+            return super().wait(timeout)
+        deferred: _Pooled | None = None
+        try:
+            deferred = self._deferred
+            if deferred is None:
+                return super().wait(timeout)
+            self._observed = True
             deferred.finish(timeout.total_seconds() or None)
         except DistError as error:
-            wrong = error
+            if deferred is not None:
+                self._end(deferred, error)
             raise
         except BaseException as error:
-            if deferred.group.broken is not None:
-                wrong = deferred.struck(error)
+            if deferred is not None and deferred.resting:  # else it is under way, and can be waited for again
+                self._end(deferred, None if deferred.group.broken is None else deferred.struck(error))
             raise
+        else:
+            self._end(deferred, None)
         finally:
-            self._ended = _Ended(deferred, wrong)
-            self._deferred = None  # first: at rest it serves others
-            if wrong is None:
-                deferred.free()
+            self._turn.append(None)
         return True
 
     def is_completed(self) -> bool:
         """As :meth:`mpicoll.Work.is_completed`."""
-        deferred = self._deferred
-        if deferred is None:
+        try:
+            self._turn.pop()
+        except IndexError:
             return super().is_completed()
         try:
-            done = deferred.poll()
-        except DistError:
-            self._observed = True
-            raise
-        self._observed = self._observed or done
-        return done
+            deferred = self._deferred
+            if deferred is None:
+                return super().is_completed()
+            try:
+                done = deferred.poll()
+            except DistError as error:
+                self._observed = True
+                self._end(deferred, error)
+                raise
+            if done:
+                self._observed = True
+                outcome = deferred.outcome()
+                deferred.rest()
+                self._end(deferred, outcome)
+            return done
+        finally:
+            self._turn.append(None)
+
+    def get_future(self) -> Any:
+        """As :meth:`mpicoll.Work.get_future`."""
+        self._operation  # noqa: B018  its memory is adrift from now on
+        return super().get_future()
 
     def __del__(self) -> None:
         deferred = getattr(self, "_deferred", None)
@@ -559,7 +624,7 @@ class _Ended:
 
     __slots__ = ("_calls", "_error", "_group", "_ride", "_site")
 
-    def __init__(self, deferred: _Pooled, error: DistError | None) -> None:
+    def __init__(self, deferred: _Pooled, error: BaseException | None) -> None:
         self._group, self._ride, self._site, self._calls = (
             deferred.group,
             deferred._ride,

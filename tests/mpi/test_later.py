@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 import threading
 import warnings
 import weakref
@@ -351,3 +352,101 @@ def test_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, results[0].tobytes())
     assert len(set(everybody)) == 1
+
+
+def test_struck_before_it_waits() -> None:
+    """A handler that raises as a wait begins leaves the call under way: it can be waited for again."""
+
+    class Boom(Exception):
+        pass
+
+    def strike(frame: Any, event: str, arg: Any) -> Any:
+        if event == "call" and frame.f_code is Deferred.finish.__code__:
+            sys.settrace(None)
+            raise Boom
+        return None
+
+    size = dist.get_world_size()
+    x = np.ones(4)
+    work = begun(x)
+    if isinstance(work, Later):
+        before = sys.gettrace()
+        sys.settrace(strike)
+        try:
+            with pytest.raises(Boom):
+                work.wait()
+        finally:
+            sys.settrace(before)
+    assert work.wait()
+    assert (x == size).all()
+    y = np.ones(4)
+    begun(y).wait()
+    assert (y == size).all()
+
+
+def test_several_threads_wait_for_one_handle() -> None:
+    """What rides is at rest once, whoever waits for it, and however many do."""
+    size = dist.get_world_size()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for _ in range(100):
+            x = np.ones(4)
+            work = begun(x)
+            other = threading.Thread(target=work.wait)
+            other.start()
+            work.wait()
+            other.join()
+            assert (x == size).all()
+    finally:
+        sys.setswitchinterval(interval)
+    a, b = np.ones(4), np.full(4, 10.0)
+    works = begun(a), begun(b)
+    for each in works:
+        each.wait()
+    assert (a == size).all()
+    assert (b == 10 * size).all()
+
+
+def test_memory_after_it_was_found_complete() -> None:
+    """The program may write it then, whatever else it asks; what was only polled leaves nothing behind."""
+    size = dist.get_world_size()
+    for asks in (Later.result, Later.exception, Later.is_success, repr):
+        x = np.ones(4)
+        work = begun(x)
+        while not work.is_completed():
+            pass
+        if isinstance(work, Later):
+            asks(work)
+        x += 1
+        assert work.wait()
+        assert (x == size + 1).all()
+    seen = []
+    for _ in range(50):
+        x = np.ones(4)
+        seen.append(weakref.ref(x))
+        work = begun(x)
+        while not work.is_completed():
+            pass
+        del x, work
+    gc.collect()
+    assert sum(each() is not None for each in seen) == 0
+    assert not registry._dropped
+
+
+def test_memory_of_a_future() -> None:
+    """It is free when the call is over, though nobody asks; a write before the result is asked for is noticed."""
+    size = dist.get_world_size()
+    x = np.ones(4)
+    future = dist.all_reduce(x, async_op=True).get_future()  # type: ignore[union-attr]
+    dist.barrier()
+    dist.all_reduce(x, async_op=True).wait()  # type: ignore[union-attr]
+    assert (x == size**2).all()
+    assert future.result()[0] is x
+    y = np.ones(4)
+    work = begun(y)
+    dist.barrier()
+    dist.barrier()
+    y[:] = -1
+    with pytest.raises(dist.BufferInUseError):
+        work.get_future().result()
