@@ -20,12 +20,10 @@ from mpicoll.checks.call import Call, call_site, caller
 from mpicoll.checks.envelope import SMALL_BYTES, write
 from mpicoll.checks.inflight import Flight, registry
 from mpicoll.engines.mpi import Together
-from mpicoll.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerFailedError
+from mpicoll.errors import CollectiveMismatchError
 from mpicoll.groups import ProcessGroup, member_or_warn, need_member, peer_rank, resolve
 from mpicoll.matching import Message, Receive
-from mpicoll.patience import CallWait
 from mpicoll.persistent import PersistentReceive, message_call
-from mpicoll.settings import say
 from mpicoll.underway import receive_again, receiving, send_again
 from mpicoll.work import Operation, Work
 
@@ -469,7 +467,6 @@ def _start_send(
     execution.enter(group, name)
     call = _describe(name, group, memory, peer, tag)
     flight = _flight(group, call, memory)
-    _await_gpu(group, call, memory, limit, peer)
     with waiting.guard, group.posting:
         if flight is not None:
             flight.seal()
@@ -500,7 +497,6 @@ def _start_recv(
     call = _describe(name, group, memory, peer, tag)
     flight = _flight(group, call, memory)
     if memory.direct:
-        _await_gpu(group, call, memory, limit, peer)
         memory.filled()  # MPI writes there as soon as the message has come
     with waiting.guard, group.posting:
         receiver = group.pair.receiver
@@ -510,45 +506,6 @@ def _start_recv(
             if flight is not None:
                 receive.watch(flight)
             return _receive_operation(group, call, memory, receive, tensor, limit), flight
-
-
-class _GpuWait(CallWait):
-    """The wait for this rank's GPU before a message is begun: nobody else has to do with it, and nothing is given up by it."""
-
-    __slots__ = ()
-
-    def check(self, waited: float) -> BaseException | None:
-        """Return an error when the other rank has failed or ended."""
-        known = groups.current()
-        return None if known is None else self.ended(known.board, waited)
-
-    def stalled(self, waited: float) -> None:
-        """Say what is waited for."""
-        say(f"mpicoll: rank {self._me()}: {self.describe()} has waited {waited:.0f} s for its GPU\n")
-
-    def timed_out(self, waited: float) -> BaseException:
-        """Return the error for a GPU that has not come within the limit."""
-        return CollectiveTimeoutError(
-            f"time limit: rank {self._me()} waited {self.limit:g} s in {self.describe()} for its GPU: kernels that were put on "
-            "the stream before the call have not ended. Nothing was sent or received, and the group can still be used"
-        )
-
-    def give_up(self, reason: BaseException) -> None:
-        """Leave it: nothing has begun, so the group is as it was, unless another rank has failed."""
-        if isinstance(reason, PeerFailedError):
-            super().give_up(reason)
-
-    def _me(self) -> int:
-        return self.group.ranks[self.group.rank()]
-
-
-def _await_gpu(group: ProcessGroup, call: Call, memory: Memory, limit: float, peer: int) -> None:
-    """Wait until the elements of an array on a GPU can be had, within the limit of its message."""
-    if memory.ready is None or memory.ready():
-        return
-    other = group.ranks[peer] if peer >= 0 else -1
-    with waiting.guard:
-        waiting.wait(memory.ready, _GpuWait(group, call, limit, other))
 
 
 def _describe(name: str, group: ProcessGroup, memory: Memory, peer: int, tag: int) -> Call:
