@@ -374,7 +374,7 @@ class Deferred:
 
     def outcome(self) -> BaseException | None:
         """Return the error of what is over, if it has one."""
-        return self._error if self._operation is None else self._operation.error
+        return self._error if self._error is not None or self._operation is None else self._operation.error
 
     def rest(self) -> None:
         """Be ready to be begun again."""
@@ -422,6 +422,8 @@ class _Pooled(Deferred):
         )
         if known is not None:
             self.group.unwaited[id(operation)] = operation
+        if self._flight is not None:
+            self._flight.over, self._flight.advance = lambda: operation.done, operation.advance
         if not operation.done:
             _pending.append(operation)
         return operation
@@ -444,8 +446,11 @@ class _Pooled(Deferred):
         """Nobody waits for it any more: its memory is in use until it is over."""
         flight = self._flight
         if flight is not None:
-            flight.over, flight.advance = lambda: self._done, self.looked
+            flight.over, flight.advance = self._over, self.looked
             registry.drop(flight)
+
+    def _over(self) -> bool:
+        return self._done and (self._operation is None or self._operation.done)
 
 
 _nothing = np.empty(1, np.uint8)

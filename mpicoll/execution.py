@@ -599,7 +599,7 @@ def issue(
     """Make a call that has its number and its place in the order: see :func:`run`."""
     call.asynchronous = async_op or _collectives_pending()
     call.come = _has_come(call, move, ready)
-    if call.come is not None and not call.native and not call.come():
+    if call.come is not None and not call.native:
         call.native = BEHIND
     steps = collective(group, call, move, ticket, ready=ready, before=before, after=after, limit=limit)
     try:

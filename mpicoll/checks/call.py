@@ -131,8 +131,8 @@ def traceback_site(trace: TracebackType | None) -> str:
 
 
 BEHIND, IN_PIECES, AS_IT_IS = 1, 2, 3
-"""How memory of a GPU is moved: copied as a whole when that GPU has come to the call, which it had not when the call was made;
-by way of the host in pieces; or handed to MPI. Where members differ, the largest counts."""
+"""How memory of a GPU is moved: copied as a whole, when that GPU has come to the call; by way of the host in pieces; or handed to
+MPI. Where members differ, the largest counts."""
 
 
 @dataclass(slots=True)
@@ -150,8 +150,8 @@ class Call:
         block_bytes: the largest block that this rank moves to or from one peer.
         detail: a number that must agree where every member gives one.
         native: ``AS_IT_IS``: this rank can use the native engine alone for it; then all members do. Else ``IN_PIECES``: it
-            moves memory of a GPU by way of the host; then all members move in pieces alike. Else ``BEHIND``, where its GPU has
-            not come to the call yet: then all meet before they enter MPI. Else 0.
+            moves memory of a GPU by way of the host; then all members move in pieces alike. Else ``BEHIND``, where it
+            is copied as a whole: its GPU may be late, or fail, so all meet before they enter MPI. Else 0.
         print: what its round compares: the fingerprint of this call, of all since the last comparison, or nothing.
         made: those calls, this one among them.
         closes: it is no call: here the group was destroyed, or the program has ended.

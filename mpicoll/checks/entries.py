@@ -162,14 +162,27 @@ class Entry:
     def lacks(self) -> Literal["memory", "GPU", ""]:
         """What kept the rank from making the call, where nothing is wrong with its arguments: memory, or a GPU that works."""
         name = self.problem.partition(":")[0]
-        if name.endswith("MemoryError"):  # Python's, NumPy's, CuPy's and torch's
+        if (
+            name.endswith("MemoryError") or "cudaErrorMemoryAllocation" in self.problem
+        ):  # Python's, NumPy's, CuPy's, torch's
             return "memory"
-        return "GPU" if name.startswith(("CUDARuntime", "CUDADriver", "Accelerator")) else ""
+        cuda = name.startswith(("CUDARuntime", "CUDADriver", "Accelerator"))
+        return "GPU" if cuda and any(word in self.problem for word in _FOR_GOOD) else ""
 
     def fingerprint(self) -> int:
         """Return 62 bits of :meth:`call` (see :meth:`Table.missing`)."""
         return _digest(self.call())
 
+
+_FOR_GOOD = (
+    "IllegalAddress",
+    "IllegalInstruction",
+    "LaunchFailure",
+    "LaunchTimeout",
+    "MisalignedAddress",
+    "cudaErrorAssert",
+)
+"""What CUDA says of a failure after which nothing works in that process."""
 
 _SAID = tuple(field.name for field in fields(Entry) if field.name not in ("ranks", "waited"))
 
