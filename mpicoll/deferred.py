@@ -473,6 +473,8 @@ def later(group: Any, op: RedOpType, array: Any, frame: FrameType) -> Later | No
         ride = _learn(group, op, array)
     if ride is None or not ride.rides or ride.segment is not None:
         return None
+    if not array.size or array.dtype is not ride.dtype:  # int64 has two, which are equal: the extension takes its own
+        return None
     try:
         found = ride.idle.pop()
     except IndexError:

@@ -450,3 +450,17 @@ def test_memory_of_a_future() -> None:
     y[:] = -1
     with pytest.raises(dist.BufferInUseError):
         work.get_future().result()
+
+
+def test_dtypes_that_are_equal_and_not_the_same() -> None:
+    """C has two types for int64: what was kept for one is not used for the other."""
+    size = dist.get_world_size()
+    for count in (0, 3):
+        for first, second in ("lq", "ql", "LQ", "QL"):
+            dist.all_reduce(np.ones(count, first))
+            for dtype in (second, first, second):
+                x = np.ones(count, dtype)
+                work = dist.all_reduce(x, async_op=True)
+                assert work is not None
+                work.wait()
+                assert (x == size).all()
