@@ -1,0 +1,266 @@
+"""Guard the architecture at run time: how many files a call enters, and how often a lower layer calls a higher one.
+
+A walk is one call on rank 0 of two, recorded by ``tests/walks.py``. Its length is the number of files of the package that
+it enters. A climb is a call from a file of a lower layer to a function in a file of a higher layer. A climb that repeats
+counts once. Each walk is made several times, and the shortest recording counts, so a busy machine does not lengthen a walk.
+
+The numbers of `TODAY` may only shrink. A change that shortens a walk also lowers its numbers here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from jobs import ROOT, run_job
+from walks import NATIVE, PROGRAM, Recording
+
+from mpicoll import extension
+
+LAYERS = ("api", "lifecycle", "operations", "groups", "checks", "diagnosis", "transports", "memory", "runtime")
+"""From top to bottom. A call goes down or stays in its layer."""
+
+PRESENT = {
+    "allocation.py": "api",
+    "backends.py": "api",
+    "barriers.py": "api",
+    "buffers": "memory",
+    "capability.py": "transports",
+    "checks/advice.py": "diagnosis",
+    "checks/board.py": "diagnosis",
+    "checks/call.py": "diagnosis",
+    "checks/deadlock.py": "diagnosis",
+    "checks/entries.py": "diagnosis",
+    "checks/envelope.py": "transports",
+    "checks/layout.py": "diagnosis",
+    "checks/report.py": "diagnosis",
+    "checks/rounds.py": "transports",
+    "checks/slots.py": "diagnosis",
+    "collectives.py": "api",
+    "communicators.py": "groups",
+    "compiled.py": "runtime",
+    "deadline.py": "lifecycle",
+    "deferred.py": "operations",
+    "device_mesh.py": "api",
+    "devices.py": "lifecycle",
+    "engines": "transports",
+    "errors.py": "runtime",
+    "execution.py": "operations",
+    "exits.py": "lifecycle",
+    "extension.py": "runtime",
+    "fused.py": "api",
+    "groups.py": "groups",
+    "kept.py": "runtime",
+    "lastwords.py": "lifecycle",
+    "leaving.py": "lifecycle",
+    "matching.py": "transports",
+    "methods.py": "api",
+    "object_messages.py": "operations",
+    "objects.py": "operations",
+    "p2p.py": "api",
+    "patience.py": "diagnosis",
+    "persistent.py": "transports",
+    "plans.py": "api",
+    "profiles.py": "transports",
+    "progress.py": "runtime",
+    "repeating.py": "operations",
+    "riding.py": "operations",
+    "runtime.py": "lifecycle",
+    "settings.py": "runtime",
+    "shared.py": "transports",
+    "signals.py": "runtime",
+    "subgroups.py": "operations",
+    "topology.py": "transports",
+    "underway.py": "operations",
+    "waiting.py": "runtime",
+    "watchdog.py": "runtime",
+    "work.py": "operations",
+}
+"""The layers of files and folders that are not in the folder of their layer yet."""
+
+DATA = frozenset({"operations/states.py", "memory/memory.py"})
+"""Small files of data on the way, which a walk does not count."""
+
+HANDED_IN: dict[str, frozenset[str]] = {
+    # Progress of what is waited for. The second and the third name go when all that can be waited for has `Test`.
+    "Test": frozenset(),
+    "advance": frozenset(),
+    "wrapped": frozenset({"waiting.py"}),
+    # The wait policy.
+    "check": frozenset({"waiting.py"}),
+    "stalled": frozenset({"waiting.py"}),
+    "timed_out": frozenset({"waiting.py"}),
+    "give_up": frozenset({"waiting.py"}),
+    "withdraw": frozenset({"waiting.py", NATIVE}),
+    # A registered service, which answers questions of other ranks in every long wait.
+    "poll": frozenset({"waiting.py"}),
+    # The call that the extension begins and Python completes.
+    "_await": frozenset({NATIVE}),
+    "_finish": frozenset({NATIVE}),
+    "_lose": frozenset({NATIVE}),
+    "complete": frozenset({NATIVE}),
+}
+"""Functions that a lower layer may call in a higher one, because a caller handed them in.
+
+The values are the names of the files that may do so. An empty set stands for all files.
+"""
+
+
+class Row(NamedTuple):
+    """The numbers of a walk."""
+
+    files: int
+    climbs: int
+
+
+TARGETS = {
+    "prepared": Row(3, 0),
+    "late_member": Row(9, 0),
+    "over_mpi": Row(11, 0),
+    "first_time": Row(17, 0),
+    "asynchronous": Row(9, 0),
+    "messages": Row(7, 0),
+    "mismatch": Row(8, 0),
+    "device_array": Row(17, 0),
+}
+"""The numbers to reach."""
+
+TODAY = {
+    "prepared": Row(3, 0),
+    "late_member": Row(15, 3),
+    "over_mpi": Row(15, 3),
+    "first_time": Row(26, 3),
+    "asynchronous": Row(26, 3),
+    "messages": Row(14, 4),
+    "mismatch": Row(18, 3),
+    "device_array": Row(27, 6),
+}
+"""The numbers that a walk may have now; they may only shrink."""
+
+REACHED = {"prepared"}
+"""The walks whose numbers of today may not be above their targets any more."""
+
+SETTINGS: dict[str, str | None] = {
+    "MPICOLL_CHECK": None,
+    "MPICOLL_EXTENSION": None,
+    "MPICOLL_PROGRESS": None,
+    "MPICOLL_SHM_MB": None,
+    "MPICOLL_CUDA": "off",
+    "MPICOLL_CUDA_IPC": "off",  # the copies to the host are the walk, and not the reduction on a GPU that ranks share
+}
+LONGEST = 60
+"""Files of a path that a failure prints."""
+
+
+def layer_of(path: str) -> int | None:
+    """Return the number of the layer of a file, 0 for the highest; None for a file beside the layers."""
+    folder = path.split("/")[0]
+    name = "transports" if path == NATIVE else PRESENT.get(path, PRESENT.get(folder, folder))
+    return LAYERS.index(name) if name in LAYERS else None
+
+
+def files_of(recording: Recording) -> list[str]:
+    """Return the files of a walk that count, in the order in which they are entered first."""
+    return [each for each in dict.fromkeys(recording["path"]) if each not in DATA]
+
+
+def climbs_of(recording: Recording) -> list[str]:
+    """Return the calls from a lower layer into a higher one, without those of functions that were handed in."""
+    found = []
+    for caller, entered, function in recording["calls"]:
+        below, above = layer_of(caller), layer_of(entered)
+        callers = HANDED_IN.get(function)
+        handed_in = callers is not None and (not callers or caller.rpartition("/")[2] in callers)
+        if below is not None and above is not None and below > above and not handed_in:
+            found.append(f"{caller} calls {function} of {entered}")
+    return found
+
+
+def numbers_of(recording: Recording) -> Row:
+    return Row(len(files_of(recording)), len(climbs_of(recording)))
+
+
+def picture_of(recording: Recording) -> str:
+    """Return what a failure prints of a walk."""
+    path = recording["path"]
+    more = [f"... ({len(path)} in all)"] if len(path) > LONGEST else []
+    return "\n".join(
+        [
+            "files: " + ", ".join(files_of(recording)),
+            *(f"climb: {each}" for each in climbs_of(recording)),
+            "path: " + " => ".join(path[:LONGEST] + more),
+        ]
+    )
+
+
+def walk(engine: str, *names: str) -> dict[str, list[Recording]]:
+    """Make walks in a job of two ranks, and return their recordings."""
+    path = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
+    settings = {**SETTINGS, "MPICOLL_ENGINE": engine, "PYTHONPATH": path}
+    job = run_job(ROOT / "tests" / "walks.py", 2, limit=120, args=names, env=settings)
+    assert job.returncode == 0, job
+    found: dict[str, list[Recording]] = json.loads(job.out[0])
+    return found
+
+
+@pytest.fixture(scope="module")
+def walks() -> dict[str, list[Recording]]:
+    """All walks, each with the recordings that differ."""
+    if extension.found is None:
+        pytest.skip(f"the walks are those with the C extension: {extension.why_not}")
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("two ranks on one core wait for each other in every call")
+    found = walk("auto", *(name for name in TODAY if name != "over_mpi"))
+    found["over_mpi"] = walk("mpi", "late_member")["late_member"]
+    return found
+
+
+@pytest.mark.parametrize("name", TODAY)
+def test_a_walk_is_no_longer_than_today(name: str, walks: dict[str, list[Recording]]) -> None:
+    """A call enters at most as many files, and climbs at most as often, as the table says."""
+    if not walks[name] and os.getloadavg()[0] > 2 * len(os.sched_getaffinity(0)):
+        pytest.skip("the machine is so busy that the ranks never made the call at the same time")
+    assert walks[name], f"{name}: rank 0 waited in every call, or in no call where rank 1 was late"
+    shortest = min(walks[name], key=numbers_of)
+    found, today, picture = numbers_of(shortest), TODAY[name], picture_of(shortest)
+    unplaced = [each for each in shortest["path"] if layer_of(each) is None]
+    assert not unplaced, f"{name} enters files beside the layers: {unplaced}\n{picture}"
+    assert found.files <= today.files, f"{name} enters {found.files} files, not {today.files}\n{picture}"
+    assert found.climbs <= today.climbs, f"{name} climbs {found.climbs} times, not {today.climbs}\n{picture}"
+
+
+def test_targets_stay_reached() -> None:
+    """A walk that has reached its target is named, and its numbers stay there."""
+    reached = {name for name, today in TODAY.items() if all(a <= b for a, b in zip(today, TARGETS[name], strict=True))}
+    assert reached == REACHED
+
+
+def test_the_table_of_layers_names_files_that_exist() -> None:
+    """A file that is moved or deleted has no row any more, and each row names a layer."""
+    package = Path(extension.__file__).parent
+    assert [each for each in PRESENT if not (package / each).exists()] == []
+    assert set(PRESENT.values()) <= set(LAYERS)
+
+
+def test_a_climb_is_counted() -> None:
+    """A call to a higher layer counts, also out of the extension, and a call down or of what was handed in does not."""
+    calls = [
+        (PROGRAM, "api/messages.py", "send"),
+        ("api/messages.py", "memory/adapt.py", "adapt"),
+        ("memory/adapt.py", "api/messages.py", "help"),
+        ("runtime/waiting.py", "diagnosis/wait_policy.py", "check"),
+        ("memory/adapt.py", "diagnosis/wait_policy.py", "check"),
+        ("memory/adapt.py", "operations/request.py", "Test"),
+        (NATIVE, "operations/request.py", "start"),
+        (NATIVE, "operations/request.py", "complete"),
+    ]
+    recording: Recording = {"path": ["api/messages.py", "operations/states.py", "api/messages.py"], "calls": calls}
+    assert climbs_of(recording) == [
+        "memory/adapt.py calls help of api/messages.py",
+        "memory/adapt.py calls check of diagnosis/wait_policy.py",
+        f"{NATIVE} calls start of operations/request.py",
+    ]
+    assert numbers_of(recording) == Row(1, 3)
