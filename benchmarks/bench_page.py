@@ -16,8 +16,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpicoll.cli.bench_measure import GLOO, Measured, Results
-from mpicoll.cli.bench_table import in_bytes, ratio, raw_time
+from mpicoll.cli.bench.measure import GLOO, Measured, Results
+from mpicoll.cli.bench.table import in_bytes, ratio, raw_time
 
 COLUMNS = ("off", "full", "full, MPI", "full, shared memory", GLOO)
 

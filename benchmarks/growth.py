@@ -220,10 +220,10 @@ class _Members:
 
 def reading(size: int) -> tuple[Callable[[], None], Callable[[], None]]:
     """Return what one process of so many does in a barrier, and in an all_reduce of 8 bytes, when the others are there."""
-    from mpicoll.buffers.quiet import quiet_runner
-    from mpicoll.checks.rounds import PART, NodeSlot, Rounds
-    from mpicoll.engines.node import OPS
-    from mpicoll.riding import MANY
+    from mpicoll.memory.arithmetic import quiet_runner
+    from mpicoll.operations.riding import MANY
+    from mpicoll.transports.shm.control import PART, NodeSlot, Rounds
+    from mpicoll.transports.shm.transport import OPS
 
     words = (1, -1, 0, 0, 0, 8, 0, 0, 0, 9)
     largest: Any = OPS["MAX"]
@@ -306,7 +306,7 @@ def report(run: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     """Measure and print."""
-    from mpicoll.cli.bench_table import parse_sizes
+    from mpicoll.cli.bench.table import parse_sizes
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=7, help="alternating rounds, at least 3 (default: %(default)s)")

@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mpicoll.cli.bench_table import in_bytes
+from mpicoll.cli.bench.table import in_bytes
 
 BARRIER, SMALL, LARGE = CALLS = ("barrier", "all_reduce 8 B", "all_reduce 1 MiB")
 BYTES = {BARRIER: 0, SMALL: 8, LARGE: 1 << 20}

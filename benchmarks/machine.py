@@ -20,7 +20,7 @@ def about(comm: Any) -> dict[str, Any]:
     from mpi4py import MPI
 
     import mpicoll
-    from mpicoll.profiles import library_name
+    from mpicoll.runtime.mpi_library import library_name
 
     words = [f"benchmarks/{Path(sys.argv[0]).name}", *(os.path.basename(word) for word in sys.argv[1:])]
     seconds = os.environ.get("BENCHMARK_SECONDS")

@@ -3,8 +3,8 @@
     mpicoll run -n 2 benchmarks/overhead.py
     MPICOLL_EXTENSION=off mpicoll run -n 2 benchmarks/overhead.py   # in Python, and in its parts
 
-The parts are lines of ``mpicoll.riding``, timed alone in one process that plays both members; the whole is the call. Medians of
-alternating rounds, with the quartiles in brackets.
+The parts are lines of ``mpicoll.operations.riding``, timed alone in one process that plays both members; the whole is the call.
+Medians of alternating rounds, with the quartiles in brackets.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from quiet import middle, rounds
 
 import mpicoll as dist
-from mpicoll import groups
+from mpicoll.groups import registry
 
 ROUNDS = 15
 REPEATS = 5_000
@@ -29,12 +29,12 @@ REPEATS = 5_000
 
 def parts() -> dict[str, Callable[[], object]]:
     """Return the parts, ready to be timed."""
-    from mpicoll.buffers.quiet import quiet_runner
-    from mpicoll.checks.rounds import PART
+    from mpicoll.memory.arithmetic import quiet_runner
+    from mpicoll.transports.shm.control import PART
 
     x, out = np.ones(1), np.ones(1)
     known: dict[Any, int] = {(dist.ReduceOp.MAX, x.dtype, x.shape): 1}
-    world = groups.default
+    world = registry.default
     lock, run, now = threading.RLock(), quiet_runner(), time.monotonic_ns
     memory = mmap.mmap(-1, 2 * PART)
     words: Any = memoryview(memory).cast("q")
@@ -121,7 +121,7 @@ def main() -> None:
         work.wait()
 
     others = {"a plan, started and waited for": planned, "asynchronous, and waited for": asynchronous}
-    in_python = not groups.state().pool.extension
+    in_python = not registry.state().pool.extension
     calls = {"MPI's own": raw, **others, "the call": whole, **(parts() if in_python else {})}
     for _ in range(10):
         whole()

@@ -246,7 +246,7 @@ def best(values: Sequence[float], least: float, digits: int = 2) -> str:
 
 def report(run: dict[str, Any]) -> list[str]:
     """Return the table that is printed, and that stands in the page."""
-    from mpicoll.cli.bench_table import in_bytes
+    from mpicoll.cli.bench.table import in_bytes
 
     lines = [
         f"| size | progress | call alone, ms | {' | '.join(f'{kind}: overlap, % | work takes' for kind in WORKS)} | others |"
@@ -295,7 +295,7 @@ def write_page(page: Path, files: Sequence[Path]) -> None:
 
 def main() -> None:
     """Measure and print, or write a page."""
-    from mpicoll.cli.bench_table import parse_sizes
+    from mpicoll.cli.bench.table import parse_sizes
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=7, help="alternating rounds, at least 3 (default: %(default)s)")

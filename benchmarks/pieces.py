@@ -19,8 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 import mpicoll as dist
-from mpicoll.buffers import staging
-from mpicoll.buffers.staging import DeviceArray
+from mpicoll.memory.device import array as device_array
+from mpicoll.memory.device import pool as device_pool
+from mpicoll.memory.device import runtime as device_runtime
+from mpicoll.memory.device.runtime import DeviceArray
 
 Array = npt.NDArray[Any]
 NOWHERE = 0x7ABC << 48
@@ -128,7 +130,7 @@ def measure(megabytes: int, bandwidth: float, rounds: int) -> str:
     """Return a line of the table."""
     nbytes = megabytes << 20
     gpu = Simulated(1e-9 / bandwidth)
-    staging._runtime, staging._pool = gpu, None
+    device_runtime._runtime, device_pool._pool = gpu, None
     x, y = OnGpu(nbytes // 4), np.ones(nbytes // 4, np.float32)
 
     def on_gpu() -> None:
@@ -136,13 +138,13 @@ def measure(megabytes: int, bandwidth: float, rounds: int) -> str:
         gpu.await_(gpu.current.end)
 
     found = []
-    least = staging.PIECES_FROM
+    least = device_array.PIECES_FROM
     for limit in (nbytes, least):
-        staging.PIECES_FROM = limit
+        device_array.PIECES_FROM = limit
         found.append(fastest(rounds, on_gpu))
-    staging.PIECES_FROM = least
+    device_array.PIECES_FROM = least
     host, copy = fastest(rounds, lambda: dist.all_reduce(y, dist.ReduceOp.MAX) or None), nbytes * gpu.seconds
-    staging.close()
+    device_pool.close()
     whole, pieces = found
     times = " | ".join(f"{1e3 * each:.1f}" for each in (copy, host, whole, pieces))
     return f"| {megabytes} MiB | {bandwidth:g} | {times} | {pieces / max(copy, host):.2f} |"

@@ -17,7 +17,7 @@ import numpy as np
 from quiet import middle, rounds
 
 import mpicoll as dist
-from mpicoll import groups
+from mpicoll.groups import registry
 
 ROUNDS = 15
 REPEATS = 20_000
@@ -29,12 +29,12 @@ def main() -> None:
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD.Dup()
-    lane = groups.state().world.pair.lane
+    lane = registry.state().world.pair.lane
     lane.share(None)  # the round through MPI, as members on several nodes make it
     words, told = np.zeros(12, np.int64), np.zeros(12, np.int64)
 
     def agree() -> None:
-        """What a call that is made again does for its round (``repeating.repeat``)."""
+        """What a call that is made again does for its round (``operations.repeating.repeat``)."""
         ticket = lane.ticket()
         if not (ticket.may_post() and ticket.Test()):
             raise RuntimeError("a call is under way")

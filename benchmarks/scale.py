@@ -56,7 +56,7 @@ def main() -> int:
 
 def table() -> None:
     """Print how large the merged table of a mismatch is."""
-    from mpicoll.checks.entries import Entry, table_of
+    from mpicoll.diagnosis.report.entries import Entry, table_of
 
     for size in (4, 64, 1_000, 100_000):
         odd = size // 2

@@ -3,11 +3,12 @@
     python benchmarks/searches.py [--seconds 30] [RANKS RANKS_PER_NODE ...]
     MPIR_CVAR_NOLOCAL=1 mpicoll run -n 8 benchmarks/searches.py
 
-On one process all ranks are made up: the library's own searches and boards (``mpicoll.patience.Search``, ``checks.board.Board``)
-with a clock and messages that this script keeps, so any number of ranks can be tried. On several ranks the messages of a real
-job are counted, while the last rank sleeps for ten seconds; MPICH takes each rank for a node of its own with that variable.
-Prints how many searches and messages there were (questions, and answers of the ranks that wait) in the first second, in the
-next nine, and a second after that; of a real job also what a message of the board takes to post and to read.
+On one process all ranks are made up: the library's own searches and boards (``diagnosis.deadlock_search.Search``,
+``diagnosis.board.Board``) with a clock and messages that this script keeps, so any number of ranks can be tried. On several
+ranks the messages of a real job are counted, while the last rank sleeps for ten seconds; MPICH takes each rank for a node of
+its own with that variable. Prints how many searches and messages there were (questions, and answers of the ranks that wait)
+in the first second, in the next nine, and a second after that; of a real job also what a message of the board takes to
+post and to read.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ KINDS = ("search", "state")
 
 def made_up(size: int, node: int, seconds: float, lowest: int = 0) -> None:
     """Have ranks ``lowest`` to ``size - 2`` wait for the others, in nodes of ``node`` ranks, and print what they sent."""
-    import mpicoll.checks.board as boards
-    from mpicoll import patience
-    from mpicoll.checks.deadlock import State
+    import mpicoll.diagnosis.board as boards
+    from mpicoll.diagnosis import deadlock_search
+    from mpicoll.diagnosis.deadlock import State
 
     clock = SimpleNamespace(now=0.0)
     boards.time = SimpleNamespace(monotonic=lambda: clock.now)  # type: ignore[attr-defined]
-    patience.describe_state = lambda: State(0, free=True)  # what is waited for computes: nobody is held
+    deadlock_search.describe_state = lambda: State(0, free=True)  # what is waited for computes: nobody is held
     letters: list[list[tuple[float, int, str, Any]]] = [[] for _ in range(size)]
     sent: list[tuple[float, str]] = []
 
@@ -93,9 +94,9 @@ def made_up(size: int, node: int, seconds: float, lowest: int = 0) -> None:
     for rank in range(lowest, size - 1):
         comm: Any = SimpleNamespace(Get_rank=lambda rank=rank: rank, Get_size=lambda: size)
         board = MadeUp(comm, lambda group: (0, None))  # type: ignore[arg-type, return-value]
-        board.state = patience.describe_state
+        board.state = deadlock_search.describe_state
         board.slots = nodes[rank // node].of(rank) if node > 1 else None
-        search = patience.Search()
+        search = deadlock_search.Search()
         search.epoch = 1
         known = SimpleNamespace(board=board, topology=SimpleNamespace(node=rank // node))
         waiting.append((known, search))
@@ -135,8 +136,8 @@ def real(seconds: float = 10.0) -> None:
     dist.init_process_group()
     from mpi4py import MPI
 
-    from mpicoll import groups
-    from mpicoll.checks.board import Board
+    from mpicoll.diagnosis.board import Board
+    from mpicoll.groups import registry
 
     comm = MPI.COMM_WORLD.Dup()
     sent: list[tuple[float, str]] = []
@@ -160,10 +161,10 @@ def real(seconds: float = 10.0) -> None:
     mine = [] if asleep else [item for item in sent if item[1] in KINDS and item[0] < seconds]
     told = comm.gather(mine, 0)
     if told is not None:
-        remote = comm.Get_size() - len(groups.state().topology.local_ranks)
+        remote = comm.Get_size() - len(registry.state().topology.local_ranks)
         every = [item for of_one in told for item in of_one]
         show(f"{comm.Get_size()} real ranks, {remote} on other nodes", every, remote, seconds)
-    board = groups.state().board
+    board = registry.state().board
     costs = message_cost(board, comm)
     if board.rank == 0:
         print(f"a message takes {costs[0] * 1e6:.1f} us to post and {costs[1] * 1e6:.1f} us to read", flush=True)

@@ -167,7 +167,7 @@ def main() -> None:
     kinds = ["mpicoll", *(["torch"] if util.find_spec("torch") is not None else [])]
     for kind in kinds:
         import_module(
-            {"mpicoll": "mpicoll.tcpstore", "torch": "torch.distributed"}[kind]
+            {"mpicoll": "mpicoll.stores.tcp_server", "torch": "torch.distributed"}[kind]
         )  # once, and not in every process
     context = multiprocessing.get_context("fork")
     ports = {kind: free_port() for kind in kinds}

@@ -24,7 +24,7 @@ ROUNDS, BLOCKS = 21, 50
 
 def moved_by(block: Callable[[], object]) -> str:
     """Return what one block moves through the group's engine on this rank, apart from agreements."""
-    from mpicoll.engines.mpi import MpiEngine, MpiPlan
+    from mpicoll.transports.mpi.collectives import MpiEngine, MpiPlan
 
     seen: list[str] = []
     start, blocking = MpiPlan.start, MpiEngine.blocking
@@ -54,7 +54,7 @@ def main() -> None:
     dist.init_process_group()
     from mpi4py import MPI
 
-    from mpicoll.groups import state
+    from mpicoll.groups.registry import state
 
     comm = MPI.COMM_WORLD.Dup()
     x = np.zeros(1)

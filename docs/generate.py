@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import mpicoll
-from mpicoll.settings import SETTINGS
+from mpicoll.runtime.settings import SETTINGS
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent

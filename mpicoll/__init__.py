@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from mpicoll._version import __version__
 
 if TYPE_CHECKING:
-    from mpicoll.allocation import empty
-    from mpicoll.backends import (
+    from mpicoll.api.allocation import empty
+    from mpicoll.api.backends import (
         Backend,
         DebugLevel,
         get_backend_config,
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
         set_debug_level_from_env,
         supports_complex,
     )
-    from mpicoll.barriers import breakpoint, monitored_barrier
-    from mpicoll.buffers.reduce_op import ReduceOp, reduce_op
-    from mpicoll.collectives import (
+    from mpicoll.api.barriers import breakpoint, monitored_barrier
+    from mpicoll.api.coalesced import all_gather_coalesced, all_reduce_coalesced, average_gradients
+    from mpicoll.api.collectives import (
         all_gather,
         all_gather_into_tensor,
         all_gather_single,
@@ -48,8 +48,36 @@ if TYPE_CHECKING:
         reduce_scatter_tensor,
         scatter,
     )
+    from mpicoll.api.groups import (
+        GroupMember,
+        get_backend,
+        get_global_rank,
+        get_group_rank,
+        get_process_group_ranks,
+        get_rank,
+        get_world_size,
+        group,
+        is_initialized,
+        leaders_group,
+        new_group,
+        new_subgroups,
+        new_subgroups_by_enumeration,
+        node_group,
+        split_group,
+    )
+    from mpicoll.api.job import (
+        default_pg_timeout,
+        destroy_process_group,
+        get_node_local_rank,
+        init_process_group,
+        is_available,
+        is_mpi_available,
+    )
+    from mpicoll.api.messages import P2POp, batch_isend_irecv, irecv, isend, recv, send
+    from mpicoll.api.object_messages import recv_object_list, send_object_list
+    from mpicoll.api.objects import all_gather_object, broadcast_object_list, gather_object, scatter_object_list
+    from mpicoll.api.persistent import Plan, all_reduce_init
     from mpicoll.device_mesh import DeviceMesh, init_device_mesh
-    from mpicoll.devices import select_device
     from mpicoll.errors import (
         BufferInUseError,
         CollectiveMismatchError,
@@ -66,51 +94,9 @@ if TYPE_CHECKING:
         PeerFailedError,
         QueueEmptyError,
     )
-    from mpicoll.fused import all_gather_coalesced, all_reduce_coalesced, average_gradients
-    from mpicoll.groups import (
-        GroupMember,
-        ProcessGroup,
-        get_backend,
-        get_global_rank,
-        get_group_rank,
-        get_process_group_ranks,
-        get_rank,
-        get_world_size,
-        group,
-        is_initialized,
-    )
+    from mpicoll.groups.process_group import ProcessGroup
     from mpicoll.launch.spawn import ProcessExitedException, ProcessRaisedException, spawn
-    from mpicoll.object_messages import recv_object_list, send_object_list
-    from mpicoll.objects import (
-        all_gather_object,
-        broadcast_object_list,
-        gather_object,
-        scatter_object_list,
-    )
-    from mpicoll.p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
-    from mpicoll.plans import Plan, all_reduce_init
-    from mpicoll.runtime import (
-        default_pg_timeout,
-        destroy_process_group,
-        get_node_local_rank,
-        init_process_group,
-        is_available,
-        is_mpi_available,
-    )
-    from mpicoll.stopping import on_signal, should_stop
-    from mpicoll.stores import FileStore, HashStore, PrefixStore, Store
-    from mpicoll.subgroups import (
-        leaders_group,
-        new_group,
-        new_subgroups,
-        new_subgroups_by_enumeration,
-        node_group,
-        split_group,
-    )
-    from mpicoll.tcpstore import TCPStore
-    from mpicoll.timelimit import time_left
-    from mpicoll.training import DistributedSampler, broadcast_parameters
-    from mpicoll.turns import (
+    from mpicoll.leader_blocks.blocks import (
         Turn,
         first,
         local_zero_first,
@@ -122,12 +108,20 @@ if TYPE_CHECKING:
         wait_for_the_master,
         zero_first,
     )
-    from mpicoll.work import Work
+    from mpicoll.lifecycle.devices import select_device
+    from mpicoll.memory.reduce_op import ReduceOp, reduce_op
+    from mpicoll.operations.work import Work
+    from mpicoll.stores.base import Store
+    from mpicoll.stores.local import FileStore, HashStore, PrefixStore
+    from mpicoll.stores.tcp_client import TCPStore
+    from mpicoll.training import DistributedSampler, broadcast_parameters
+    from mpicoll.training.stop_requests import on_signal, should_stop
+    from mpicoll.training.time_limit import time_left
 
 # Where each public name comes from: it is imported when it is first asked for.
 _HOME = {
-    "allocation": ("empty",),
-    "backends": (
+    "api.allocation": ("empty",),
+    "api.backends": (
         "Backend",
         "DebugLevel",
         "get_backend_config",
@@ -144,9 +138,16 @@ _HOME = {
         "set_debug_level_from_env",
         "supports_complex",
     ),
-    "barriers": ("breakpoint", "monitored_barrier"),
-    "buffers.reduce_op": ("ReduceOp", "reduce_op"),
-    "collectives": (
+    "api.barriers": (
+        "breakpoint",
+        "monitored_barrier",
+    ),
+    "api.coalesced": (
+        "all_gather_coalesced",
+        "all_reduce_coalesced",
+        "average_gradients",
+    ),
+    "api.collectives": (
         "all_gather",
         "all_gather_into_tensor",
         "all_gather_single",
@@ -162,7 +163,49 @@ _HOME = {
         "reduce_scatter_tensor",
         "scatter",
     ),
-    "devices": ("select_device",),
+    "api.device_mesh": (
+        "DeviceMesh",
+        "init_device_mesh",
+    ),
+    "api.groups": (
+        "GroupMember",
+        "get_backend",
+        "get_global_rank",
+        "get_group_rank",
+        "get_process_group_ranks",
+        "get_rank",
+        "get_world_size",
+        "group",
+        "is_initialized",
+        "leaders_group",
+        "new_group",
+        "new_subgroups",
+        "new_subgroups_by_enumeration",
+        "node_group",
+        "split_group",
+    ),
+    "api.messages": (
+        "P2POp",
+        "batch_isend_irecv",
+        "irecv",
+        "isend",
+        "recv",
+        "send",
+    ),
+    "api.object_messages": (
+        "recv_object_list",
+        "send_object_list",
+    ),
+    "api.objects": (
+        "all_gather_object",
+        "broadcast_object_list",
+        "gather_object",
+        "scatter_object_list",
+    ),
+    "api.persistent": (
+        "Plan",
+        "all_reduce_init",
+    ),
     "errors": (
         "BufferInUseError",
         "CollectiveMismatchError",
@@ -179,47 +222,13 @@ _HOME = {
         "PeerFailedError",
         "QueueEmptyError",
     ),
-    "fused": ("all_gather_coalesced", "all_reduce_coalesced", "average_gradients"),
-    "groups": (
-        "GroupMember",
-        "ProcessGroup",
-        "get_backend",
-        "get_global_rank",
-        "get_group_rank",
-        "get_process_group_ranks",
-        "get_rank",
-        "get_world_size",
-        "group",
-        "is_initialized",
+    "groups.process_group": ("ProcessGroup",),
+    "launch.spawn": (
+        "ProcessExitedException",
+        "ProcessRaisedException",
+        "spawn",
     ),
-    "launch.spawn": ("ProcessExitedException", "ProcessRaisedException", "spawn"),
-    "device_mesh": ("DeviceMesh", "init_device_mesh"),
-    "object_messages": ("recv_object_list", "send_object_list"),
-    "objects": ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"),
-    "p2p": ("P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"),
-    "plans": ("Plan", "all_reduce_init"),
-    "runtime": (
-        "default_pg_timeout",
-        "destroy_process_group",
-        "get_node_local_rank",
-        "init_process_group",
-        "is_available",
-        "is_mpi_available",
-    ),
-    "stores": ("FileStore", "HashStore", "PrefixStore", "Store"),
-    "tcpstore": ("TCPStore",),
-    "stopping": ("on_signal", "should_stop"),
-    "subgroups": (
-        "leaders_group",
-        "new_group",
-        "new_subgroups",
-        "new_subgroups_by_enumeration",
-        "node_group",
-        "split_group",
-    ),
-    "timelimit": ("time_left",),
-    "training": ("DistributedSampler", "broadcast_parameters"),
-    "turns": (
+    "leader_blocks.blocks": (
         "Turn",
         "first",
         "local_zero_first",
@@ -231,16 +240,45 @@ _HOME = {
         "wait_for_the_master",
         "zero_first",
     ),
-    "work": ("Work",),
+    "lifecycle.devices": ("select_device",),
+    "api.job": (
+        "default_pg_timeout",
+        "destroy_process_group",
+        "get_node_local_rank",
+        "init_process_group",
+        "is_available",
+        "is_mpi_available",
+    ),
+    "memory.reduce_op": (
+        "ReduceOp",
+        "reduce_op",
+    ),
+    "operations.work": ("Work",),
+    "stores.base": ("Store",),
+    "stores.local": (
+        "FileStore",
+        "HashStore",
+        "PrefixStore",
+    ),
+    "stores.tcp_client": ("TCPStore",),
+    "training.data_parallel": (
+        "DistributedSampler",
+        "broadcast_parameters",
+    ),
+    "training.stop_requests": (
+        "on_signal",
+        "should_stop",
+    ),
+    "training.time_limit": ("time_left",),
 }
 _home_of = {name: (f"mpicoll.{module}", name) for module, names in _HOME.items() for name in names}
 # Private names of torch.distributed that programs and libraries use all the same.
 _home_of |= {
-    "_all_gather_base": ("mpicoll.collectives", "all_gather_into_tensor"),
-    "_get_default_group": ("mpicoll.groups", "default_group"),
-    "_make_nccl_premul_sum": ("mpicoll.buffers.reduce_op", "premul_sum"),
-    "_rank_not_in_group": ("mpicoll.groups", "rank_not_in_group"),
-    "_reduce_scatter_base": ("mpicoll.collectives", "reduce_scatter_tensor"),
+    "_all_gather_base": ("mpicoll.api.collectives", "all_gather_into_tensor"),
+    "_get_default_group": ("mpicoll.api.groups", "default_group"),
+    "_make_nccl_premul_sum": ("mpicoll.memory.reduce_op", "premul_sum"),
+    "_rank_not_in_group": ("mpicoll.api.groups", "rank_not_in_group"),
+    "_reduce_scatter_base": ("mpicoll.api.collectives", "reduce_scatter_tensor"),
 }
 
 __all__ = [
@@ -371,7 +409,7 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(home), own_name)
     globals()[name] = value
     if "torch" in sys.modules:
-        importlib.import_module("mpicoll.compiled").leave_alone()
+        importlib.import_module("mpicoll.runtime.torch_compile").leave_alone()
     return value
 
 

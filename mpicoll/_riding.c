@@ -1,11 +1,11 @@
-/* Calls that are made again, as mpicoll/riding.py makes them: the same steps on the same memory, without the interpreter.
+/* Calls that are made again, as mpicoll/operations/riding.py makes them: the same steps on the same memory, without the interpreter.
 
    Only what is usual is here. A call that has to wait for longer than a moment, whose members do not all say the same, or whose
    elements are of a kind that is not in the table below, is gone on with in Python (riding._finish), from where it stands. Ranks
    that have this module and ranks that have it not make the same calls with each other.
 
    The order in which memory is written and read is said by atomic loads and stores: what a member has written before it stores a
-   number (release) is there for who has loaded that number (acquire). C11, 5.1.2.4; mpicoll/engines/segment.py says it for Python.
+   number (release) is there for who has loaded that number (acquire). C11, 5.1.2.4; mpicoll/transports/shm/segment.py says it for Python.
 
    A call holds the interpreter lock all along, but where the lock of the group is waited for. Nothing of the program's runs between
    the first word that is written and the last one that is taken, and nothing there can fail. Larger movements let go of it. */
@@ -25,10 +25,10 @@
 #endif
 
 #ifndef VERSION
-#define VERSION "unknown" /* setup.py gives the sum of this file, which mpicoll/extension.py looks for */
+#define VERSION "unknown" /* setup.py gives the sum of this file, which mpicoll/runtime/native.py looks for */
 #endif
 
-enum { WORDS = 16, BODY = 1, BODY_WORDS = 10, TIME = 11 }; /* of a record: checks/rounds.py */
+enum { WORDS = 16, BODY = 1, BODY_WORDS = 10, TIME = 11 }; /* of a record: transports/shm/control.py */
 enum { LOOKS_BETWEEN_CLOCKS = 32 };
 enum { READABLE = 0x101, CARRAY = 0x501 }; /* NumPy's flags: contiguous as in C and aligned; and writeable */
 
@@ -700,7 +700,7 @@ static int are_sources_there(const Quick *quick, int64_t step)
     return have_all_come(quick, -1, step, now());
 }
 
-/* Move on as far as the others are; whether all is done. The steps are those of the node engine (mpicoll/engines/node.py). */
+/* Move on as far as the others are; whether all is done. The steps are those of the node engine (mpicoll/transports/shm/transport.py). */
 static int go_on(const Quick *quick, PyObject *send, PyObject *recv, Progress *progress)
 {
     for (;;)
@@ -899,7 +899,7 @@ static PyObject *ride(PyObject *module, PyObject *const *args, Py_ssize_t count)
     return made;
 }
 
-/* ---- larger movements of the node engine, in pieces: mpicoll/engines/node.py ---- */
+/* ---- larger movements of the node engine, in pieces: mpicoll/transports/shm/transport.py ---- */
 
 /* A block of bytes that this member writes for others, or reads from one. */
 typedef struct {
@@ -1178,9 +1178,9 @@ static PyObject *knows(PyObject *module, PyObject *reduction)
 static PyMethodDef methods[] = {
     {"knows", knows, METH_O, "Whether a reduction is one of those that are made here: \"SUM f8\"."},
     {"prepare", prepare, METH_VARARGS, "Take what the call needs of the rest of the library, and see that it is as expected."},
-    {"matches", (PyCFunction)(void (*)(void))matches, METH_FASTCALL, "As mpicoll.persistent.matches_in_python."},
+    {"matches", (PyCFunction)(void (*)(void))matches, METH_FASTCALL, "As mpicoll.operations.persistent.matches_in_python."},
     {"rest", (PyCFunction)(void (*)(void))rest, METH_FASTCALL, "Move what is left of a call that is made in pieces; as ride."},
-    {"ride", (PyCFunction)(void (*)(void))ride, METH_FASTCALL, "Make a small call again: as mpicoll.riding.ride_in_python."},
+    {"ride", (PyCFunction)(void (*)(void))ride, METH_FASTCALL, "Make a small call again: as mpicoll.operations.riding.ride_in_python."},
     {NULL},
 };
 

@@ -78,14 +78,14 @@ class DistError(RuntimeError):
     Attributes:
         reporter: where all members of a group raise the same text, the global rank that prints all of it when the
             program ends with it; the others print one line. None: every rank prints its own.
-        report: what the message is made from (``mpicoll.checks.report.Report``), where several ranks were heard.
+        report: what the message is made from (``mpicoll.diagnosis.report.report.Report``), where several ranks were heard.
         group: the group that it concerns, as it is displayed.
         ranks: the global ranks at fault as far as can be told (they differ from the others, are late, or have left), else
             all that it concerns.
         calls: what the ranks said: a dict for each different call. Its keys are ranks (list of int), op, arguments (dict of
             strings), seq (int, 0: not numbered), site (file:line), group, async (bool), state (see
-            ``mpicoll.checks.entries.Standing``), problem, needs, waited (the least and the most seconds of one of the ranks,
-            or None) and text; all others are strings, empty where nothing is known.
+            ``mpicoll.diagnosis.report.entries.Standing``), problem, needs, waited (the least and the most seconds of one of
+            the ranks, or None) and text; all others are strings, empty where nothing is known.
     """
 
     reporter: int | None = None

@@ -18,11 +18,11 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from mpicoll.buffers import half
-from mpicoll.buffers.quiet import quietly
-from mpicoll.buffers.staging import DeviceArray, Fold
-from mpicoll.capability import REDUCTIONS
-from mpicoll.engines.node import OPS
+from mpicoll.memory import half
+from mpicoll.memory.arithmetic import quietly
+from mpicoll.memory.device.runtime import DeviceArray, Fold
+from mpicoll.transports.device.capability import REDUCTIONS
+from mpicoll.transports.shm.transport import OPS
 
 __all__ = ["Gpu", "GpuArray", "Stream", "Window"]
 
@@ -138,7 +138,7 @@ class GpuArray:
 
 
 class Gpu:
-    """The stand-in for CUDA (a :class:`mpicoll.buffers.staging.Runtime`).
+    """The stand-in for CUDA (a :class:`mpicoll.memory.device.runtime.Runtime`).
 
     Args:
         pace: how soon the library's copies run.

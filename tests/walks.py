@@ -219,10 +219,10 @@ def device_array() -> list[Recording]:
     """Make a blocking call on arrays of new shapes that a GPU has, of which MPI knows nothing."""
     from standin_gpu import Gpu
 
-    from mpicoll.buffers import staging
+    from mpicoll.memory.device import runtime as device_runtime
 
     gpu = Gpu("eager")
-    staging._runtime = gpu
+    device_runtime._runtime = gpu
     arrays: list[Any] = [gpu.array_of(np.ones(COUNT + more)) for more in range(WARM + MOST_LATE_CALLS)]
     return record(lambda number: dist.all_reduce(arrays[number]))
 

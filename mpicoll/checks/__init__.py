@@ -1,1 +1,1 @@
-"""Does everybody make the same call?"""
+"""Check that all members of a group make the same calls, and that memory in use is left alone."""

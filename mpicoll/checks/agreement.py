@@ -3,7 +3,7 @@
 A round carries twelve 64-bit words: a fingerprint of the call and its negative (equal maxima of both mean that all are
 equal), flags, the largest block, and the posting time and its negative, whose maxima give the spread. Whatever two
 members call, the round itself is always the same operation, so a mismatch can neither hang nor corrupt: everybody sees it.
-Members on one node make their rounds through memory that they share (:mod:`mpicoll.checks.rounds`).
+Members on one node make their rounds through memory that they share (:mod:`mpicoll.transports.shm.control`).
 
 Two lanes, because MPI matches collectives on one communicator by their order alone. The *control lane* carries exactly
 one round for every call, in the order in which calls are issued; all that follows (who called what, sizes, a second round,
@@ -22,26 +22,16 @@ from typing import Any, TypeVar
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll.checks.call import BEHIND, NOTHING, Call, Site
-from mpicoll.checks.entries import Table, entry_of, merge, runs_of, table_of
-from mpicoll.checks.levels import EVERY, Made, Rolling
-from mpicoll.checks.report import MESSAGE_WIDTH, mismatch
-from mpicoll.checks.rounds import AHEAD, MASK, NodeSlot, Rounds
-from mpicoll.engines.base import Request
-from mpicoll.engines.mpi import persistent_collectives
+from mpicoll.checks.levels import EVERY, Rolling
+from mpicoll.diagnosis.call import BEHIND, NOTHING, Call, Made
+from mpicoll.diagnosis.report.entries import Table, entry_of, merge, runs_of, table_of
+from mpicoll.diagnosis.report.report import MESSAGE_WIDTH, mismatch
 from mpicoll.errors import CollectiveMismatchError
-from mpicoll.waiting import STALL
-
-__all__ = [
-    "Closing",
-    "Flags",
-    "Lane",
-    "Ticket",
-    "When",
-    "agree",
-    "agree_or_raise",
-    "explain",
-]
+from mpicoll.runtime.call_site import Site
+from mpicoll.runtime.waiting import STALL, Condition
+from mpicoll.transports.base import Request
+from mpicoll.transports.mpi.collectives import persistent_collectives
+from mpicoll.transports.shm.control import AHEAD, MASK, NodeSlot, Rounds
 
 _ROUND = struct.Struct("=12q")
 _NO_FLAGS = (0, 0, 0, NOTHING, 0, 0)
@@ -203,15 +193,6 @@ class Ticket:
         """Let the next call of the group onto the data lane."""
         if self.lane.turn == self.number:
             self.lane.turn += 1
-
-
-class When:
-    """A condition as a Request."""
-
-    __slots__ = ("Test",)
-
-    def __init__(self, test: Callable[[], bool]) -> None:
-        self.Test = test
 
 
 class Lane:
@@ -385,7 +366,7 @@ def agree(ticket: Ticket, call: Call) -> Generator[Request, None, Flags]:
     """
     lane = ticket.lane
     if not ticket.may_post():
-        yield When(ticket.may_post)
+        yield Condition(ticket.may_post)
     slot, request = lane.post(
         call.print,
         call.block_bytes,

@@ -6,30 +6,12 @@ members compare at the same ones.
 
 from __future__ import annotations
 
-from types import CodeType
-from typing import NamedTuple
-
-__all__ = ["EVERY", "Kept", "Made", "Rolling"]
+from mpicoll.diagnosis.call import Kept
 
 EVERY = 16
 """Calls between two comparisons of the rolling fingerprint, at most."""
 
 _MASK = (1 << 62) - 1
-
-
-class Made(NamedTuple):
-    """A call that was made without a comparison."""
-
-    seq: int
-    fingerprint: int
-    op: str
-    key: tuple[object, ...]
-    code: CodeType
-    instruction: int
-
-
-Kept = tuple[int, int, str, tuple[object, ...], CodeType, int]
-"""The fields of a :class:`Made`, which is made of them when somebody asks."""
 
 
 class Rolling:

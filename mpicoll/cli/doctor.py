@@ -16,8 +16,6 @@ from typing import Any, Literal
 from mpicoll._version import __version__
 from mpicoll.errors import LaunchError
 
-__all__ = ["Finding", "Report", "add_parser", "main"]
-
 State = Literal["ok", "note", "wrong", ""]
 CHECK_LIMIT = 60.0
 NO_EXTENSION = (
@@ -31,9 +29,9 @@ _SELF_CHECK = """\
 import json
 import numpy as np
 import mpicoll as dist
-from mpicoll import riding
-from mpicoll.capability import loaded_mpi
-from mpicoll.settings import read_settings
+from mpicoll.operations import riding
+from mpicoll.transports.device.capability import loaded_mpi
+from mpicoll.runtime.settings import read_settings
 dist.init_process_group()
 x = np.ones(1)
 dist.all_reduce(x)
@@ -117,7 +115,7 @@ def main(options: argparse.Namespace) -> int:
     if options.gpu:
         return _gpu(options.save)
     if options.job:
-        from mpicoll.cli.job_map import show_map
+        from mpicoll.cli.job.command import show_map
 
         return show_map(options.plot)
     if options.plot is not None:
@@ -143,14 +141,14 @@ def _gpu(keep: bool) -> int:
     """Try every operation on memory of a GPU; the exit code is 0 when that could be done, whatever was found."""
     from rich.console import Console
 
-    from mpicoll.buffers import staging
     from mpicoll.cli.gpu_probe import probe_all, probe_sharing, save
-    from mpicoll.launch.library import find_library
-    from mpicoll.profiles import library_name
+    from mpicoll.launch.mpi_library import find_library
+    from mpicoll.memory.device import runtime as device_runtime
+    from mpicoll.runtime.mpi_library import library_name
 
     library = find_library()
     try:
-        count = staging.runtime().count()
+        count = device_runtime.runtime().count()
     except ImportError as error:
         raise LaunchError(f"--gpu: {error}") from error
     console = Console(highlight=False, soft_wrap=True)
@@ -165,7 +163,7 @@ def _gpu(keep: bool) -> int:
 
 
 def _packages(report: Report) -> None:
-    from mpicoll.launch.library import INSTALL_HINT, conflicting_wheels, installed_version
+    from mpicoll.launch.mpi_library import INSTALL_HINT, conflicting_wheels, installed_version
 
     report.add("versions", "Python", f"{platform.python_version()} ({sys.executable})")
     report.add("versions", "mpicoll", __version__)
@@ -190,7 +188,7 @@ def _packages(report: Report) -> None:
 
 def _mpi(report: Report) -> bool:
     """Report on library and launcher; return whether a job can be started."""
-    from mpicoll.launch.library import find_library
+    from mpicoll.launch.mpi_library import find_library
     from mpicoll.launch.mpiexec import find_mpiexec, identify
 
     try:

@@ -10,10 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mpicoll.capability import OPERATIONS, path_of_probes
 from mpicoll.errors import LaunchError
-
-__all__ = ["judge", "probe", "probe_all", "probe_sharing", "save"]
+from mpicoll.transports.device.capability import OPERATIONS, path_of_probes
 
 LIMIT = 60.0
 
@@ -97,10 +95,10 @@ if sys.argv[1] == "cuda":
     x = cupy.ones(1 << 20)
 else:
     import numpy, standin_gpu
-    from mpicoll.buffers import staging
-    staging._runtime = standin_gpu.Gpu()
-    staging._runtime.refuses.update(sys.argv[2:])
-    x = staging._runtime.array_of(numpy.ones(1 << 20))
+    from mpicoll.memory.device import runtime as device_runtime
+    device_runtime._runtime = standin_gpu.Gpu()
+    device_runtime._runtime.refuses.update(sys.argv[2:])
+    x = device_runtime._runtime.array_of(numpy.ones(1 << 20))
 dist.init_process_group()
 dist.all_reduce(x)
 link = dist.group.WORLD.link

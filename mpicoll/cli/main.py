@@ -8,10 +8,9 @@ import sys
 from collections.abc import Sequence
 
 from mpicoll._version import __version__
-from mpicoll.cli import bench, doctor, run, slurm_script, tune
+from mpicoll.cli import doctor, run, slurm_script, tune
+from mpicoll.cli.bench import command
 from mpicoll.errors import LaunchError
-
-__all__ = ["main", "parser"]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -21,7 +20,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(title="commands", metavar="command", required=True)
     run.add_parser(commands)
     doctor.add_parser(commands)
-    bench.add_parser(commands)
+    command.add_parser(commands)
     tune.add_parser(commands)
     slurm_script.add_parser(commands)
     return top

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 from mpicoll.errors import LaunchError
 
-__all__ = ["add_parser", "main", "rank_command"]
-
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to ``mpicoll``."""
@@ -74,9 +72,9 @@ def rank_command(target: str, args: Sequence[str], *, module: bool, python: str)
 
 def main(options: argparse.Namespace) -> int:
     """Run the job and return its exit code."""
-    from mpicoll.launch.diagnosis import check_runner
     from mpicoll.launch.environment import allocated_tasks
     from mpicoll.launch.job import Options, planned_line, run_job
+    from mpicoll.launch.wrong_starts import check_runner
 
     script = shlex.join(["-m"] * options.module + [options.script, *options.args])
     check_runner(os.environ, options.nprocs, script)

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 from mpicoll.errors import LaunchError
 
 if TYPE_CHECKING:
-    from mpicoll.launch.library import MpiLibrary
+    from mpicoll.launch.mpi_library import MpiLibrary
     from mpicoll.launch.slurm import Way
 
-__all__ = ["Plan", "Wanted", "add_parser", "main", "script"]
 
 # Slurm's forms: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, d-hours:minutes:seconds.
 _TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
@@ -108,7 +107,7 @@ def _word(text: str) -> str:
 def main(options: argparse.Namespace) -> int:
     """Print what was asked for and return the exit code."""
     from mpicoll.cli.run import rank_command
-    from mpicoll.launch.library import find_library
+    from mpicoll.launch.mpi_library import find_library
 
     if options.mpi_type:
         print(_mpi_type(find_library()))

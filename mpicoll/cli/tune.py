@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 from mpicoll.errors import LaunchError
 
 if TYPE_CHECKING:
-    from mpicoll.engines.choice import Ranges
+    from mpicoll.transports.selection import Ranges
 
-__all__ = ["add_parser", "faster", "main"]
 
 SIZES = "1K:64M"
 CLEARLY = 0.97
@@ -54,7 +53,7 @@ def faster(sizes: Sequence[int], ratios: Sequence[float]) -> Ranges:
     Between two sizes the nearer one decides, on a logarithmic scale; the last one stands for all above it, and below the first
     nothing is faster.
     """
-    from mpicoll.engines.choice import NEVER
+    from mpicoll.transports.selection import NEVER
 
     wins = [ratio < CLEARLY for ratio in ratios]
     for at in range(1, len(wins) - 1):
@@ -74,8 +73,8 @@ def faster(sizes: Sequence[int], ratios: Sequence[float]) -> Ranges:
 
 def main(options: argparse.Namespace) -> int:
     """Measure, and write the profile on rank 0; return the exit code."""
-    from mpicoll.cli.bench import ready, started, without_n
-    from mpicoll.cli.bench_table import parse_sizes
+    from mpicoll.cli.bench.command import ready, started, without_n
+    from mpicoll.cli.bench.table import parse_sizes
 
     try:
         sizes = parse_sizes(options.sizes)
@@ -86,8 +85,8 @@ def main(options: argparse.Namespace) -> int:
     if options.nprocs is not None:
         return started(options.nprocs, without_n(sys.argv[1:]))
     rank = ready("tune")
-    from mpicoll.cli.bench import progress
-    from mpicoll.cli.bench_measure import OPS, Config, measure
+    from mpicoll.cli.bench.command import progress
+    from mpicoll.cli.bench.measure import OPS, Config, measure
 
     tell, done = progress() if rank == 0 else ((lambda text, share: None), (lambda: None))
     ways = (Config("MPI", "full", "mpi"), Config("shared memory", "full", "node"))
@@ -110,11 +109,10 @@ def _share(each: Any) -> float:
 
 
 def _write(results: Any, sizes: Sequence[int], output: str | None) -> None:
-    from mpicoll.cli.bench_table import in_bytes
-    from mpicoll.engines.base import Kind
-    from mpicoll.engines.choice import NEVER, add_profile
-    from mpicoll.profiles import path_of_profiles
-    from mpicoll.settings import read_settings
+    from mpicoll.cli.bench.table import in_bytes
+    from mpicoll.runtime.settings import read_settings
+    from mpicoll.transports.base import Kind
+    from mpicoll.transports.selection import NEVER, add_profile, path_of_profiles
 
     ranges = {}
     for kind in Kind:

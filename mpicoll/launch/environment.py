@@ -14,21 +14,6 @@ from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = [
-    "KINDS",
-    "Family",
-    "Launcher",
-    "allocated_tasks",
-    "inherited",
-    "is_step",
-    "launched_by",
-    "local_rank_hint",
-    "mark_rank",
-    "mpi_family",
-    "read_launcher",
-    "without_launcher",
-]
-
 Family = Literal["openmpi", "mpich", "unknown"]
 
 MARK = "MPICOLL_RANK_PID"

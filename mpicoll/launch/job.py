@@ -20,7 +20,8 @@ from typing import Literal
 
 from mpicoll.errors import LaunchError
 from mpicoll.launch.environment import Family, allocated_tasks
-from mpicoll.launch.library import MpiLibrary, conflicting_wheels, find_library
+from mpicoll.launch.job_folder import RUN_DIR, Record, read_records, write_ours
+from mpicoll.launch.mpi_library import MpiLibrary, conflicting_wheels, find_library
 from mpicoll.launch.mpiexec import (
     Launch,
     find_mpiexec,
@@ -31,11 +32,8 @@ from mpicoll.launch.mpiexec import (
     srun_command,
     this_machine,
 )
-from mpicoll.launch.rundir import RUN_DIR, Record, read_records, write_ours
 from mpicoll.launch.slurm import find_plugins, how
 from mpicoll.launch.streams import Streams, write_all
-
-__all__ = ["Job", "Options", "Outcome", "decide", "plan_job", "planned_line", "run_job", "run_job_for_spawn"]
 
 GRACE = 1.0  # seconds between asking the launcher to end the job and killing what is left of it
 FAR_GRACE = 10.0  # where ranks are on other hosts, which only the launcher can reach

@@ -17,23 +17,8 @@ from pathlib import Path
 
 from mpicoll.errors import LaunchError
 from mpicoll.launch.environment import Family, allocated_tasks, is_step, without_launcher
-from mpicoll.launch.library import MpiLibrary
-from mpicoll.launch.rundir import RUN_DIR, WRAPPER
-
-__all__ = [
-    "Launch",
-    "Machine",
-    "Mpiexec",
-    "candidates",
-    "find_mpiexec",
-    "is_local",
-    "launch_command",
-    "parameter_files",
-    "parse_version",
-    "settings_in_files",
-    "srun_command",
-    "this_machine",
-]
+from mpicoll.launch.job_folder import RUN_DIR, WRAPPER
+from mpicoll.launch.mpi_library import MpiLibrary
 
 MOST_STREAMS = 200  # ranks; two descriptors each, four on a terminal, and 1024 open files is a common limit
 

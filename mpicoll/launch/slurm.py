@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from mpicoll.errors import LaunchError
 from mpicoll.launch.environment import mpi_family, without_launcher
 
-__all__ = ["Way", "find_plugins", "how", "plugins"]
-
 _LISTED = re.compile(r"[a-z][a-z0-9_]*")
 
 

@@ -19,11 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from mpicoll.errors import LaunchError
-from mpicoll.launch.rundir import read_records
+from mpicoll.launch.job_folder import read_records
 
-__all__ = ["ProcessException", "ProcessExitedException", "ProcessRaisedException", "SpawnContext", "spawn"]
-
-CHILD = Path(__file__).with_name("child.py")
+CHILD = Path(__file__).with_name("spawn_child.py")
 bootstrapping = False  # True in a rank while it imports the script that called spawn
 
 

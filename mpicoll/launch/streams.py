@@ -11,8 +11,6 @@ import time
 import tty
 from pathlib import Path
 
-__all__ = ["Lines", "Streams", "write_all"]
-
 IDLE = 0.05  # seconds after which an unfinished line (a prompt, a progress bar) is shown all the same
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r(?=[^\n]))")
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch  # type: ignore[import-not-found,unused-ignore]
 
-from mpicoll import collectives
-from mpicoll.buffers.reduce_op import RedOpType, ReduceOp
-from mpicoll.checks.call import pass_through
-from mpicoll.compiled import leave_alone
-from mpicoll.groups import get_group_rank, get_rank, get_world_size
+from mpicoll.api import collectives
+from mpicoll.api.groups import get_group_rank, get_rank, get_world_size
+from mpicoll.memory.reduce_op import RedOpType, ReduceOp
+from mpicoll.runtime.call_site import pass_through
+from mpicoll.runtime.torch_compile import leave_alone
 
 __all__ = [
     "all_gather",

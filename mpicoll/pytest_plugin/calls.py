@@ -7,10 +7,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpicoll.checks.entries import Entry, Table, merge, runs_of, table_of
-from mpicoll.checks.report import calls_now
-
-__all__ = ["account_of", "lines_of"]
+from mpicoll.diagnosis.report.entries import Entry, Table, merge, runs_of, table_of
+from mpicoll.diagnosis.report.report import calls_now
 
 
 def account_of(rank: int, size: int) -> dict[str, Any]:
@@ -20,7 +18,7 @@ def account_of(rank: int, size: int) -> dict[str, Any]:
         rank, size: in the world of the plugin, which is the job's.
     """
     # Importing waits for a thread that hangs in an import: where these are not there yet nothing has been called.
-    groups, patience = sys.modules.get("mpicoll.groups"), sys.modules.get("mpicoll.patience")
+    groups, patience = sys.modules.get("mpicoll.groups.process_group"), sys.modules.get("mpicoll.diagnosis.wait_policy")
     try:
         if groups is None or patience is None or (known := groups.current()) is None:
             return {}
@@ -59,7 +57,11 @@ def _lines(accounts: Mapping[int, Mapping[str, Any]], silent: Sequence[int]) -> 
     same = all(account.get("same", True) for account in accounts.values())
     for rank in silent:
         # Ranks of this node write down where they are, for such as do not answer.
-        seen = sys.modules["mpicoll.patience"].last_seen(rank) if same and "mpicoll.patience" in sys.modules else ""
+        seen = (
+            sys.modules["mpicoll.diagnosis.wait_policy"].last_seen(rank)
+            if same and "mpicoll.diagnosis.wait_policy" in sys.modules
+            else ""
+        )
         entries.append(
             Entry(((rank, rank),), state="silent", problem="does not answer" + (f": {seen}" if seen else ""))
         )

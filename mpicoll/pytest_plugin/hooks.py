@@ -29,8 +29,6 @@ from mpicoll.pytest_plugin.verdicts import (
 )
 from mpicoll.pytest_plugin.watchdog import Watchdog
 
-__all__ = ["MultiRank"]
-
 
 class MultiRank:
     """The hooks of one rank."""

@@ -14,13 +14,11 @@ from typing import Any, Generic, TypeVar
 
 import pytest
 
-from mpicoll.checks.call import name_ranks
-from mpicoll.checks.layout import clip
+from mpicoll.diagnosis.call import name_ranks
+from mpicoll.diagnosis.report.text_layout import clip
 from mpicoll.errors import in_one_line
 from mpicoll.pytest_plugin.ranks import MOST_TEXT
 from mpicoll.pytest_plugin.watchdog import Watchdog
-
-__all__ = ["CollectiveInfo", "collective_raises", "difference"]
 
 E = TypeVar("E", bound=BaseException)
 

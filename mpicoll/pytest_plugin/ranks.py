@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Ranks"]
 
 MOST_TEXT = 1 << 20  # bytes of failure text that one phase sends to every rank, all ranks together
 

@@ -6,19 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from mpicoll.checks.call import name_ranks
-
-__all__ = [
-    "OUTCOMES",
-    "PeerRepr",
-    "different_collections",
-    "gist",
-    "judge",
-    "outcome_of",
-    "prefixed",
-    "summary",
-    "words_of",
-]
+from mpicoll.diagnosis.call import name_ranks
 
 OUTCOMES = ("passed", "failed", "skipped", "xfailed", "xpassed", "xpassed strictly", "ended the session")
 

@@ -16,12 +16,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from mpicoll.checks.call import name_ranks
+from mpicoll.diagnosis.call import name_ranks
 from mpicoll.pytest_plugin.calls import account_of, lines_of
 from mpicoll.pytest_plugin.ranks import Ranks
 from mpicoll.pytest_plugin.verdicts import prefixed
-
-__all__ = ["Watchdog"]
 
 AFTER_FAILURE = 1 / 3  # of the limit is what the others get to come out of a test which a rank has failed
 ANSWERS = 2.0  # seconds in which all ranks write down their stacks

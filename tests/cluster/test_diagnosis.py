@@ -46,7 +46,7 @@ leaders = dist.leaders_group()
 if rank in first:
     assert dist.get_process_group_ranks(leaders) == first, hosts
 dist.barrier(dist.node_group())
-from mpicoll.groups import state
+from mpicoll.groups.registry import state
 topology = state().topology
 assert [topology.hosts[node] for node in topology.node_of] == hosts, (topology, hosts)
 if rank == 0:

@@ -16,10 +16,10 @@ from array_kinds import Returned, Through
 from gpu.conftest import STANDIN
 
 import mpicoll as dist
-from mpicoll import groups
-from mpicoll.buffers import staging
-from mpicoll.engines import staged
+from mpicoll.groups import registry
+from mpicoll.memory.device import array as device_array
 from mpicoll.pytest_plugin import collective_raises
+from mpicoll.transports.device import staged
 
 pytestmark = pytest.mark.mpi
 
@@ -100,7 +100,7 @@ def test_every_collective(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def apart() -> Iterator[None]:
     """Have reductions leave the GPU that the ranks share, as if each rank had its own."""
-    state = groups.state()
+    state = registry.state()
     found = state.settings
     state.settings = replace(found, cuda_ipc="off")
     yield
@@ -202,7 +202,7 @@ def test_the_device_is_never_waited_for(capfd: pytest.CaptureFixture[str], monke
 @pytest.mark.parametrize("async_op", [False, True])
 def test_in_pieces(dtype: str, async_op: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Large arrays in many small pieces, behind slow kernels and before others, some ranks with memory of the host."""
-    monkeypatch.setattr(staging, "PIECES_FROM", 1 << 18)
+    monkeypatch.setattr(device_array, "PIECES_FROM", 1 << 18)
     monkeypatch.setattr(staged, "PIECE_BYTES", 1 << 16)
     rank, size = dist.get_rank(), dist.get_world_size()
     xp = cupy() if rank != size - 1 or size == 2 else np

@@ -15,8 +15,8 @@ from collective_cases import UFUNCS
 from gpu.test_gpu import cupy, spin
 
 import mpicoll as dist
-from mpicoll import groups
-from mpicoll.engines import device
+from mpicoll.groups import registry
+from mpicoll.transports.device import ipc
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -26,19 +26,19 @@ MIB = 1 << 20
 @pytest.fixture
 def group() -> Iterator[Any]:
     """A group that has no window yet, with all ranks on the first GPU; also where the job does without windows."""
-    state = groups.state()
+    state = registry.state()
     settings = state.settings
     state.settings = replace(settings, cuda_ipc="auto")
     with cupy().cuda.Device(0):
         yield dist.new_group()
     state.settings = settings
-    found = [each for each in groups.state().groups.values() if each is not groups.state().world]
+    found = [each for each in registry.state().groups.values() if each is not registry.state().world]
     dist.barrier()
     for each in found:
         dist.destroy_process_group(each)
     dist.barrier()
-    device.sweep(5)
-    assert not device._closing
+    ipc.sweep(5)
+    assert not ipc._closing
 
 
 def proven(group: Any) -> None:
@@ -57,14 +57,14 @@ def test_it_is_used(group: Any) -> None:
 @pytest.mark.parametrize("dtype", "?bBhHiIlLqQefdFD")
 def test_every_op(dtype: str, group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every op gives what NumPy does, below, at and above the bounds of a chunk, and the same bits on all ranks."""
-    monkeypatch.setattr(device, "LARGEST_BUFFER", 2 * MIB)
+    monkeypatch.setattr(ipc, "LARGEST_BUFFER", 2 * MIB)
     proven(group)
     xp, size, ops = cupy(), group.size(), dist.ReduceOp
     wanted = [ops.SUM]
     if dtype in "?iqefd":  # each op on each dtype is a kernel to be compiled
         wanted += [ops.PRODUCT, ops.MIN, ops.MAX]
     wanted += [ops.AVG] if dtype in "efdFD" else [ops.BAND, ops.BOR, ops.BXOR] if dtype in "?iq" else []
-    chunk = device.buffer_bytes(size) // np.dtype(dtype).itemsize
+    chunk = ipc.buffer_bytes(size) // np.dtype(dtype).itemsize
     counts = (MIB, chunk - 1, chunk, 2 * chunk + size + 1)
     for op in wanted:
         for count in counts if op is ops.SUM else counts[:1]:
@@ -170,7 +170,7 @@ def test_two_groups_in_turn(group: Any) -> None:
 def test_how_fast(group: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Printed, for the report: all_reduce of float32 on the GPU and by way of the host, in turn, median of nine calls each."""
     proven(group)
-    xp, state = cupy(), groups.state()
+    xp, state = cupy(), registry.state()
     on, off = (replace(state.settings, cuda_ipc=choice) for choice in ("auto", "off"))
     lines = []
     for mib in (1, 4, 16, 64, 256):

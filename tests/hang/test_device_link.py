@@ -17,10 +17,10 @@ from datetime import timedelta
 import numpy as np
 from standin_gpu import Gpu
 import mpicoll as dist
-from mpicoll.buffers import staging
-from mpicoll.engines import device
-device.LEAST_BYTES, device.SMALLEST_BUFFER, device.LARGEST_BUFFER = 32768, 4096, 262144
-gpu = staging._runtime = Gpu("lazy")
+from mpicoll.memory.device import runtime as device_runtime
+from mpicoll.transports.device import ipc
+ipc.LEAST_BYTES, ipc.SMALLEST_BUFFER, ipc.LARGEST_BUFFER = 32768, 4096, 262144
+gpu = device_runtime._runtime = Gpu("lazy")
 dist.init_process_group(timeout=timedelta(seconds=20))
 r, n = dist.get_rank(), dist.get_world_size()
 x = np.ones(1 << 20)
@@ -80,7 +80,7 @@ class PerThread(Gpu):
 
     current = property(lambda self: self.own.__dict__.setdefault("stream", Stream()), lambda self, stream: None)
 
-gpu = staging._runtime = PerThread()
+gpu = device_runtime._runtime = PerThread()
 groups, right = [dist.new_group() for _ in range(3)], []
 
 def work(i):

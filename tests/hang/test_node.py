@@ -117,12 +117,12 @@ import os, signal, time
 import numpy as np
 import mpicoll as dist
 dist.init_process_group()
-from mpicoll.engines import node
-made = node.make_segment
+from mpicoll.transports.shm import transport
+made = transport.make_segment
 def late(*given):
     time.sleep(2)
     yield from made(*given)
-if dist.get_rank(): node.make_segment = late
+if dist.get_rank(): transport.make_segment = late
 else: signal.setitimer(signal.ITIMER_REAL, 0.7); signal.signal(signal.SIGALRM, signal.default_int_handler)
 dist.all_reduce(np.ones(50_000))
 """,

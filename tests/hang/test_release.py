@@ -14,7 +14,7 @@ def test_release_after_a_straggler() -> None:
 import os, time
 import numpy as np
 import mpicoll as dist
-from mpicoll import waiting
+from mpicoll.runtime import waiting
 dist.init_process_group()
 r, n = dist.get_rank(), dist.get_world_size()
 from mpi4py import MPI

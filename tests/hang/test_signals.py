@@ -11,7 +11,7 @@ from datetime import timedelta
 import numpy as np
 from mpi4py import MPI
 import mpicoll as dist
-from mpicoll import execution
+from mpicoll.operations import execution
 
 class Stop(Exception):
     pass
@@ -114,11 +114,11 @@ def test_a_message_that_never_comes_is_no_hang() -> None:
 from datetime import timedelta
 from mpi4py import MPI
 import mpicoll as dist
-from mpicoll import groups
+from mpicoll.groups import registry
 start = dict(timeout=timedelta(seconds=2), comm=MPI.COMM_WORLD, on_failure="raise")
 dist.init_process_group(**start)
 if dist.get_rank() == 0:
-    groups.state().world.count_sent(1, 0)
+    registry.state().world.count_sent(1, 0)
 dist.destroy_process_group()
 try:
     dist.init_process_group(**start)
@@ -176,7 +176,7 @@ def test_a_child_that_another_thread_forks_during_a_wait() -> None:
 import os, signal, threading, time
 import numpy as np
 import mpicoll as dist
-from mpicoll import signals
+from mpicoll.runtime import signals
 dist.init_process_group()
 signal.signal(signal.SIGUSR2, lambda *_: print("handler", flush=True))
 
@@ -229,9 +229,9 @@ from datetime import timedelta
 import numpy as np
 from mpi4py import MPI
 import mpicoll as dist
-from mpicoll import deferred, execution, riding
+from mpicoll.operations import deferred, execution, riding
 from mpicoll.checks import agreement
-from mpicoll.engines.mpi import MpiPlan, persistent_collectives
+from mpicoll.transports.mpi.collectives import MpiPlan, persistent_collectives
 
 class Stop(Exception):
     pass
@@ -333,7 +333,7 @@ import os, signal, sys, threading, time
 from pathlib import Path
 import numpy as np
 import mpicoll as dist
-from mpicoll import waiting
+from mpicoll.runtime import waiting
 
 waiting.GIVE_UP_AFTER = 10  # however late the other rank is on a busy machine
 dist.init_process_group()

@@ -204,7 +204,7 @@ def test_a_slow_node_holds_up_no_other(first: str) -> None:
     job = run_job(
         HEAD
         + f"""
-from mpicoll.groups import state
+from mpicoll.groups.registry import state
 node = state().topology.node
 dist.barrier()
 began = time.monotonic()
@@ -318,7 +318,7 @@ def test_control_c_just_before_the_leader_is_through(level: str) -> None:
     job = run_job(
         HEAD
         + """
-from mpicoll import waiting
+from mpicoll.runtime import waiting
 
 def strike():
     waiting.remove_service(strike)

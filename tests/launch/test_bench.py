@@ -77,8 +77,8 @@ def test_short_tuning(tmp_path: Path) -> None:
     profile.write_text(json.dumps(told))
     script = tmp_path / "script.py"
     script.write_text(
-        "import numpy as np\nimport mpicoll as dist\nfrom mpicoll.groups import state\ndist.init_process_group()\n"
-        "pair = state().world.pair\nfrom mpicoll.engines.base import Kind\n"
+        "import numpy as np\nimport mpicoll as dist\nfrom mpicoll.groups.registry import state\ndist.init_process_group()\n"
+        "pair = state().world.pair\nfrom mpicoll.transports.base import Kind\n"
         "print([size for size in (8, 32, 64, 65, 1 << 20) if pair.through(Kind.BROADCAST, size)], "
         "pair.through(Kind.REDUCE, 1 << 20))\ndist.destroy_process_group()\n"
     )

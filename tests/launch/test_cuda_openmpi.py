@@ -59,14 +59,14 @@ def test_table(tmp_path: Path) -> None:
         tmp_path,
         """
         import mpicoll as dist
-        from mpicoll.buffers import staging
-        from mpicoll.capability import OPERATIONS, REDUCTIONS
+        from mpicoll.memory.device.array import permits
+        from mpicoll.transports.device.capability import OPERATIONS, REDUCTIONS
 
         dist.init_process_group()
         for operation in OPERATIONS:
             for nonblocking in (False, True):
                 expected = not (nonblocking and operation in REDUCTIONS)
-                assert staging.permits(operation, nonblocking) == expected, (operation, nonblocking)
+                assert permits(operation, nonblocking) == expected, (operation, nonblocking)
         dist.barrier()
         print("rank", dist.get_rank(), "is well")
         """,

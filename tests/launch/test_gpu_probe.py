@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from jobs import ROOT
 
-from mpicoll.capability import OPERATIONS
 from mpicoll.cli import gpu_probe
+from mpicoll.transports.device.capability import OPERATIONS
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from launch.launching import RUN, call, end, environment, marked, wait_until, write
 
-from mpicoll.launch.library import find_library
+from mpicoll.launch.mpi_library import find_library
 from mpicoll.launch.mpiexec import find_mpiexec
 
 

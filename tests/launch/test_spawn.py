@@ -15,7 +15,7 @@ from launch.spawned import alone, work
 
 from mpicoll.errors import LaunchError
 from mpicoll.launch.job import decide
-from mpicoll.launch.rundir import read_records
+from mpicoll.launch.job_folder import read_records
 from mpicoll.launch.spawn import ProcessExitedException, ProcessRaisedException, outcome, spawn
 
 

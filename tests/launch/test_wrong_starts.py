@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from launch.launching import OTHER, RUN, call, write
 
-from mpicoll.launch.library import find_library
+from mpicoll.launch.mpi_library import find_library
 from mpicoll.launch.mpiexec import find_mpiexec, identify
 
 SCRIPT = """

@@ -36,9 +36,12 @@ from model.semantics import Checks, Verdict, verdicts
 from mpi4py import MPI
 
 import mpicoll as dist
-from mpicoll import execution, leaving, patience, waiting
-from mpicoll import groups as library_groups
-from mpicoll.checks.deadlock import State, stuck
+from mpicoll.diagnosis import deadlock_search
+from mpicoll.diagnosis.deadlock import State, stuck
+from mpicoll.groups import process_group, registry
+from mpicoll.lifecycle import teardown
+from mpicoll.operations import execution
+from mpicoll.runtime import waiting
 
 LIMIT = 20.0
 BATCH = 50
@@ -107,13 +110,13 @@ class Runner:
         """Make the default group, and the groups of the programs."""
         self.made += 1
         dist.init_process_group(comm=self.comm, timeout=timedelta(seconds=self.limit))
-        known = library_groups.state()
+        known = registry.state()
         self.board = known.board
-        self.base = next(base for base in leaving.bases if base.board is known.board)
+        self.base = next(base for base in teardown.bases if base.board is known.board)
         self.groups: list[Any] = [None]
         shapes = correct(0, self.size).groups
         self.groups += [dist.new_group(list(members), sort_ranks=False) for members in shapes[1:]]
-        self.settled = leaving.balance(self.base)  # of earlier groups, whose messages were received or dropped
+        self.settled = teardown.balance(self.base)  # of earlier groups, whose messages were received or dropped
         # Who is not in the last of the groups is through first, and would fail in the next program while others make it.
         self.together()
 
@@ -183,7 +186,7 @@ class Runner:
             if not isinstance(error, (dist.DistError, ValueError, TypeError, WrongData)):
                 traceback.print_exc()
             return Ending(type(error).__name__, at, str(error))
-        never = leaving._never_waited(library_groups.state())
+        never = teardown._never_waited(registry.state())
         return Ending("done", text=never, unwaited=bool(never))
 
     def call(self, step: Step, members: tuple[int, ...]) -> tuple[Any, Callable[[], None]]:
@@ -275,14 +278,14 @@ class Runner:
                 told = True
                 self.tell(mine)
             time.sleep(2e-4)
-        everybody = self.books.allgather((mine, told, leaving.balance(self.base) - self.settled, self.counted()))
+        everybody = self.books.allgather((mine, told, teardown.balance(self.base) - self.settled, self.counted()))
         endings, said, balances, counted = zip(*everybody, strict=True)
         # As at the end of a job: the sum says whether a message is lost, and only then the ranks look for which.
         return Outcome(endings, any(said), named(counted) if sum(balances) else ())
 
     def counted(self) -> tuple[dict[tuple[int, int, int], int], dict[tuple[int, int, int], int]]:
         """Return the messages sent and received on the groups that are there, by (group, other rank, tag)."""
-        known = [library_groups.state().world, *self.groups[1:]]
+        known = [registry.state().world, *self.groups[1:]]
         index = {group.group_name: at for at, group in enumerate(known) if group != dist.GroupMember.NON_GROUP_MEMBER}
         sent, received = (
             {
@@ -291,7 +294,7 @@ class Runner:
                 if name in index
                 for (rank, tag), count in there.items()
             }
-            for by_group in (leaving._sent(self.base), leaving._received(self.base))
+            for by_group in (teardown._sent(self.base), teardown._received(self.base))
         )
         return sent, received
 
@@ -445,18 +448,18 @@ def plant(fault: str) -> None:
     elif fault == "busy":  # a rank that does not answer is taken for one that has ended
 
         def wrong(states: Any) -> set[int]:
-            size = library_groups.state().board.size
+            size = registry.state().board.size
             return stuck({rank: State(rank, gone=True) for rank in range(size)} | dict(states))
 
-        vars(patience)["stuck"] = wrong
+        vars(deadlock_search)["stuck"] = wrong
     elif fault == "blind":  # no deadlock is ever found
-        vars(patience)["stuck"] = lambda states: set()
+        vars(deadlock_search)["stuck"] = lambda states: set()
     elif fault == "uncounted":  # messages are not counted, but for those that are sent or received again
 
         def forget(self: object, peer: int, tag: int) -> None: ...
 
-        vars(library_groups)["ProcessGroup"].count_sent = forget
-        vars(library_groups)["ProcessGroup"].count_received = forget
+        vars(process_group)["ProcessGroup"].count_sent = forget
+        vars(process_group)["ProcessGroup"].count_received = forget
     elif fault:
         raise ValueError(fault)
 

@@ -10,8 +10,8 @@ from datetime import timedelta
 import pytest
 
 import mpicoll as dist
-from mpicoll import groups
-from mpicoll.engines.choice import DEFAULT, NEVER
+from mpicoll.groups import registry
+from mpicoll.transports.selection import DEFAULT, NEVER
 
 # Below what the others get when a rank has failed, so that they come out with an error and the next test can begin.
 LIMIT = timedelta(seconds=15)
@@ -35,7 +35,7 @@ def _initialised(_mpicoll: None) -> None:
     if not dist.is_initialized():
         dist.init_process_group(timeout=LIMIT)
     # Groups that earlier tests broke keep their shared memory for good, and this one may need some.
-    groups.state().pool._budget = None
+    registry.state().pool._budget = None
 
 
 @pytest.fixture
@@ -43,9 +43,9 @@ def rounds_of_mpi(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Have all groups make their rounds, and move their small data, through MPI, as on several nodes."""
     world = dist.group.WORLD
     assert world is not None
-    monkeypatch.setattr("mpicoll.communicators.MOST_MEMBERS", 1)
+    monkeypatch.setattr("mpicoll.groups.communicators.MOST_MEMBERS", 1)
     for name in ("DEFAULT", "IN_PYTHON"):  # with the C extension, and without
-        monkeypatch.setattr(f"mpicoll.communicators.{name}", dict.fromkeys(DEFAULT, ((16 * 1024 + 1, NEVER),)))
+        monkeypatch.setattr(f"mpicoll.groups.communicators.{name}", dict.fromkeys(DEFAULT, ((16 * 1024 + 1, NEVER),)))
     lane, before, choice = world.pair.lane, world.pair.lane.shared, world.pair.choice
     dist.barrier()
     lane.share(None)

@@ -26,8 +26,8 @@ from mpi4py import MPI
 
 import mpicoll as dist
 from mpicoll import ReduceOp
-from mpicoll.engines.mpi import MpiEngine
 from mpicoll.pytest_plugin import collective_raises
+from mpicoll.transports.mpi.collectives import MpiEngine
 
 pytestmark = pytest.mark.mpi
 needs_ml_dtypes = pytest.mark.skipif(ml_dtypes is None, reason="ml_dtypes is not installed")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpicoll as dist
-from mpicoll import barriers
+from mpicoll.api import barriers
 
 pytestmark = pytest.mark.mpi
 

@@ -94,7 +94,7 @@ def test_barrier_holds_everybody_until_the_last_has_come() -> None:
 @pytest.mark.parametrize("name", [*cases.ALL])
 def test_blocks_above_the_limit_of_one_native_call(name: str) -> None:
     """Arrays of more than one native call's bytes move in pieces, and arrive whole."""
-    from mpicoll import execution
+    from mpicoll.operations import execution
 
     blocks = 1 if name in ("broadcast", "all_reduce", "reduce") else dist.get_world_size()
     # The uneven forms multiply the number by up to six.

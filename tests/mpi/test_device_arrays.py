@@ -16,10 +16,12 @@ from array_kinds import OnGpu
 from standin_gpu import Gpu, GpuArray, Stream
 
 import mpicoll as dist
-from mpicoll import execution
-from mpicoll.buffers import staging
-from mpicoll.engines.choice import Choice
+from mpicoll.memory.device import array as device_array
+from mpicoll.memory.device import pool as device_pool
+from mpicoll.memory.device import runtime as device_runtime
+from mpicoll.operations import execution
 from mpicoll.pytest_plugin import collective_raises
+from mpicoll.transports.selection import Choice
 
 pytestmark = pytest.mark.mpi
 
@@ -30,17 +32,17 @@ several = pytest.mark.mpi(min_size=2)
 @pytest.fixture(autouse=True)
 def _by_way_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is handed to MPI, which may know of GPUs, and takes the addresses of the stand-in for theirs."""
-    monkeypatch.setattr(staging, "_permitted", lambda operation, nonblocking: False)
+    monkeypatch.setattr(device_array, "_permitted", lambda operation, nonblocking: False)
 
 
 @pytest.fixture(params=["eager", "lazy"])
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     """The stand-in, as the GPU of this rank."""
     found = Gpu(request.param)
-    monkeypatch.setattr(staging, "_runtime", found)
-    monkeypatch.setattr(staging, "_pool", None)
+    monkeypatch.setattr(device_runtime, "_runtime", found)
+    monkeypatch.setattr(device_pool, "_pool", None)
     yield found
-    staging.close()
+    device_pool.close()
 
 
 @pytest.mark.parametrize("name", cases.ALL)
@@ -320,8 +322,8 @@ class Failing(Gpu):
 def test_a_gpu_that_fails(async_op: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the device says is raised soon, and the library can be left and begun again."""
     gpu = Failing("lazy")
-    monkeypatch.setattr(staging, "_runtime", gpu)
-    monkeypatch.setattr(staging, "_pool", None)
+    monkeypatch.setattr(device_runtime, "_runtime", gpu)
+    monkeypatch.setattr(device_pool, "_pool", None)
     x = gpu.array_of(np.ones(10))
     started = time.monotonic()
     with pytest.raises((RuntimeError, dist.DistError), match="cudaErrorIllegalAddress"):
@@ -361,7 +363,7 @@ def test_pinned_memory_is_used_again(gpu: Gpu) -> None:
     for _ in range(20):
         dist.all_reduce(gpu.array_of(x))
     gpu.finish()
-    pool = staging.pool()
+    pool = device_pool.pool()
     assert 0 < pool.taken <= (8192 if gpu.pace == "eager" else 8 * 8192)
     pool.limit = pool.taken
     big = np.ones(100_000)
@@ -391,19 +393,19 @@ NOTICED_BY: dict[int, Callable[[Gpu], None]] = {
 @pytest.mark.parametrize("wait", [0, *NOTICED_BY])
 def test_every_wait_is_needed(wait: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Without any one of the waits, numbered in the source, a test of those above fails at some pace; with all, none."""
-    lines = inspect.getsource(staging._copies).splitlines()
+    lines = inspect.getsource(device_array._copies).splitlines()
     kept = [line for line in lines if not line.endswith(f"# {wait}")]
     assert len(lines) - len(kept) == (1 if wait else 0)
     source = "\n".join(kept).replace("is not None:\n        else", "is not None:\n            pass\n        else")
-    copies = staging._copies
-    exec(compile("from __future__ import annotations\n" + source, staging.__file__, "exec"), vars(staging))
-    request.addfinalizer(lambda: setattr(staging, "_copies", copies))
+    copies = device_array._copies
+    exec(compile("from __future__ import annotations\n" + source, device_array.__file__, "exec"), vars(device_array))
+    request.addfinalizer(lambda: setattr(device_array, "_copies", copies))
     failed = []
     for check in [NOTICED_BY[wait]] if wait else dict.fromkeys(NOTICED_BY.values()):
         for pace in ("eager", "lazy"):
             gpu = Gpu(pace)
-            monkeypatch.setattr(staging, "_runtime", gpu)
-            monkeypatch.setattr(staging, "_pool", None)
+            monkeypatch.setattr(device_runtime, "_runtime", gpu)
+            monkeypatch.setattr(device_pool, "_pool", None)
             try:
                 check(gpu)
             except AssertionError:

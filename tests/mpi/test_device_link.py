@@ -14,9 +14,10 @@ from standin_gpu import Gpu, Stream, Window
 from striking import Struck
 
 import mpicoll as dist
-from mpicoll.buffers import staging
-from mpicoll.engines import device
+from mpicoll.memory.device import pool as device_pool
+from mpicoll.memory.device import runtime as device_runtime
 from mpicoll.pytest_plugin import collective_raises
+from mpicoll.transports.device import ipc
 
 pytestmark = pytest.mark.mpi
 
@@ -29,19 +30,19 @@ LEAST = 20 * 1024
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers of a few pages, so that small arrays take many chunks."""
-    monkeypatch.setattr(device, "LEAST_BYTES", LEAST)
-    monkeypatch.setattr(device, "LARGEST_BUFFER", BUFFER)
-    monkeypatch.setattr(device, "SMALLEST_BUFFER", 4096)
+    monkeypatch.setattr(ipc, "LEAST_BYTES", LEAST)
+    monkeypatch.setattr(ipc, "LARGEST_BUFFER", BUFFER)
+    monkeypatch.setattr(ipc, "SMALLEST_BUFFER", 4096)
 
 
 @pytest.fixture(params=[pytest.param("eager", marks=pytest.mark.slow), "lazy"])
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     """The stand-in, as the GPU of this rank."""
     found = Gpu(request.param)
-    monkeypatch.setattr(staging, "_runtime", found)
-    monkeypatch.setattr(staging, "_pool", None)
+    monkeypatch.setattr(device_runtime, "_runtime", found)
+    monkeypatch.setattr(device_pool, "_pool", None)
     yield found
-    staging.close()
+    device_pool.close()
 
 
 @pytest.fixture
@@ -58,10 +59,10 @@ def leave(group: Any) -> None:
         dist.barrier(group)
     dist.destroy_process_group(group)
     dist.barrier()
-    device.sweep(5)
+    ipc.sweep(5)
     dist.barrier()
-    assert not device._closing
-    assert not device._open
+    assert not ipc._closing
+    assert not ipc._open
     assert not Window.named
 
 
@@ -201,9 +202,9 @@ def test_off(gpu: Gpu, group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """MPICOLL_CUDA_IPC=off, on one rank alone: all go by way of the host."""
     from dataclasses import replace
 
-    from mpicoll import groups
+    from mpicoll.groups import registry
 
-    state = groups.state()
+    state = registry.state()
     if group.rank() == 0:
         monkeypatch.setattr(state, "settings", replace(state.settings, cuda_ipc="off"))
     x = np.ones(LEAST)
@@ -303,7 +304,7 @@ def test_two_groups(gpu: Gpu, group: Any) -> None:
 @several
 def test_windows_are_bounded(gpu: Gpu, group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the windows of other groups take what there may be, a group goes by way of the host."""
-    monkeypatch.setattr(device, "MOST_BYTES", 1000)
+    monkeypatch.setattr(ipc, "MOST_BYTES", 1000)
     x = np.ones(LEAST)
     dist.all_reduce(gpu.array_of(x), group=group)
     gpu.finish()
@@ -315,13 +316,13 @@ def test_windows_are_bounded(gpu: Gpu, group: Any, monkeypatch: pytest.MonkeyPat
 def test_buffers() -> None:
     """A window is bounded whatever the number of its members, and there is none for too many."""
     for size in range(2, 200):
-        buffer = device.buffer_bytes(size)
-        part = 2 * buffer + staging.SCRATCH
-        assert not buffer or part * size <= device.WINDOW_BYTES
+        buffer = ipc.buffer_bytes(size)
+        part = 2 * buffer + device_runtime.SCRATCH
+        assert not buffer or part * size <= ipc.WINDOW_BYTES
         assert buffer % 16 == 0
-        assert buffer <= device.LARGEST_BUFFER
-    assert device.buffer_bytes(2)
-    assert not device.buffer_bytes(64)
+        assert buffer <= ipc.LARGEST_BUFFER
+    assert ipc.buffer_bytes(2)
+    assert not ipc.buffer_bytes(64)
 
 
 class Failing(Gpu):
@@ -340,8 +341,8 @@ class Failing(Gpu):
 def test_a_rank_that_fails_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
     """It raises what its GPU says, the others that the group is broken, at once; everything is closed."""
     gpu = Failing("lazy")
-    monkeypatch.setattr(staging, "_runtime", gpu)
-    monkeypatch.setattr(staging, "_pool", None)
+    monkeypatch.setattr(device_runtime, "_runtime", gpu)
+    monkeypatch.setattr(device_pool, "_pool", None)
     group = dist.new_group()
     dist.all_reduce(gpu.array_of(np.ones(LEAST)), group=group)
     if group.rank() == 0:
@@ -355,7 +356,7 @@ def test_a_rank_that_fails_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(dist.GroupBrokenError):
         dist.all_reduce(gpu.array_of(np.ones(LEAST)), group=group)
     leave(group)
-    staging.close()
+    device_pool.close()
 
 
 @several
@@ -405,7 +406,7 @@ def test_levels(level: Any, gpu: Gpu) -> None:
     with pytest.raises((dist.DistError, ValueError)):
         dist.all_reduce(gpu.array_of(np.ones(LEAST + group.rank())), group=group)
     dist.destroy_process_group()
-    assert not device._closing
+    assert not ipc._closing
     assert not Window.named
 
 
@@ -458,8 +459,8 @@ def test_many_chunks(slow: int, gpu: Gpu, group: Any) -> None:
 def test_a_call_that_is_struck_leaves_no_copy_behind(last: bool, gpu: Gpu, group: Any) -> None:
     """Nothing is copied into an array after what the program does next, when a call ends between two of its chunks."""
     dist.all_reduce(gpu.array_of(np.ones(LEAST)), group=group)
-    count = 5 * device.buffer_bytes(dist.get_world_size()) // 16
-    assert count * 8 >= device.LEAST_BYTES
+    count = 5 * ipc.buffer_bytes(dist.get_world_size()) // 16
+    assert count * 8 >= ipc.LEAST_BYTES
     x, puts = np.ones(count), 0
     found = gpu.put
 
@@ -500,20 +501,20 @@ NOTICED_BY: dict[int, Callable[[Gpu, Any], None]] = {
 @pytest.mark.parametrize("wait", [0, *NOTICED_BY])
 def test_every_wait_is_needed(wait: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without any one of the lines numbered in the source a check fails on some rank, at some pace; with all, none."""
-    lines = inspect.getsource(device.Link.all_reduce).splitlines()
+    lines = inspect.getsource(ipc.Link.all_reduce).splitlines()
     kept = [line[4:] for line in lines if not line.endswith(f"# {wait}")]
     assert len(lines) - len(kept) == (1 if wait else 0)
-    space = dict(vars(device))
-    exec(compile("from __future__ import annotations\n" + "\n".join(kept), device.__file__, "exec"), space)
-    monkeypatch.setattr(device.Link, "all_reduce", space["all_reduce"])
+    space = dict(vars(ipc))
+    exec(compile("from __future__ import annotations\n" + "\n".join(kept), ipc.__file__, "exec"), space)
+    monkeypatch.setattr(ipc.Link, "all_reduce", space["all_reduce"])
     failed = []
     for check in [NOTICED_BY[wait]] if wait else dict.fromkeys(NOTICED_BY.values()):
         for pace, slow in (("eager", 0), ("lazy", 0), ("lazy", 1), ("lazy", -1)):
             gpu = Gpu(pace)  # type: ignore[arg-type]
             if dist.get_rank() == slow:
                 gpu.seconds = 0.02
-            monkeypatch.setattr(staging, "_runtime", gpu)
-            monkeypatch.setattr(staging, "_pool", None)
+            monkeypatch.setattr(device_runtime, "_runtime", gpu)
+            monkeypatch.setattr(device_pool, "_pool", None)
             group = dist.new_group()
             try:
                 check(gpu, group)
@@ -521,7 +522,7 @@ def test_every_wait_is_needed(wait: int, monkeypatch: pytest.MonkeyPatch) -> Non
                 failed.append((pace, slow))
             dist.barrier()
             leave(group)
-            staging.close()
+            device_pool.close()
             found: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(found, failed)
             if wait and any(found):

@@ -17,11 +17,13 @@ from standin_gpu import Gpu, Stream
 from striking import strike
 
 import mpicoll as dist
-from mpicoll.buffers import staging
-from mpicoll.buffers.dtypes import named_element
-from mpicoll.engines import staged
-from mpicoll.engines.base import Movement
-from mpicoll.engines.choice import Choice
+from mpicoll.memory.device import array as device_array
+from mpicoll.memory.device import pool as device_pool
+from mpicoll.memory.device import runtime as device_runtime
+from mpicoll.memory.dtypes import named_element
+from mpicoll.transports.base import Movement
+from mpicoll.transports.device import staged
+from mpicoll.transports.selection import Choice
 
 pytestmark = pytest.mark.mpi
 
@@ -56,9 +58,9 @@ class Recording(Gpu):
 
 def use(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, piece: int = PIECE) -> None:
     """Make a stand-in the GPU of this rank, and have arrays move in small pieces."""
-    monkeypatch.setattr(staging, "_runtime", gpu)
-    monkeypatch.setattr(staging, "_pool", None)
-    monkeypatch.setattr(staging, "PIECES_FROM", FROM)
+    monkeypatch.setattr(device_runtime, "_runtime", gpu)
+    monkeypatch.setattr(device_pool, "_pool", None)
+    monkeypatch.setattr(device_array, "PIECES_FROM", FROM)
     monkeypatch.setattr(staged, "PIECE_BYTES", piece)
 
 
@@ -68,7 +70,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     found = Recording(request.param)
     use(found, monkeypatch)
     yield found
-    staging.close()
+    device_pool.close()
 
 
 @pytest.fixture(params=["node", "mpi"])
@@ -157,7 +159,7 @@ def test_the_same_bits(op: Any, dtype: str, engine: str, gpu: Recording, monkeyp
     given = given.astype(np.dtype(dtype))
     results: list[list[bytes]] = []
     for least in (FROM, 1 << 40):
-        monkeypatch.setattr(staging, "PIECES_FROM", least)
+        monkeypatch.setattr(device_array, "PIECES_FROM", least)
         copies = len(gpu.log)
         x, y, part = given.copy(), given.copy(), np.zeros(count // size, given.dtype)
         work = dist.all_reduce(gpu.array_of(x), op, async_op=True)
@@ -205,8 +207,8 @@ def test_what_others_hand_to_mpi(dtype: str, async_op: bool, engine: str, monkey
     gpu = Recording("lazy", known_to_mpi=True)
     gpu.allocates_plainly = rank == 0
     use(gpu, monkeypatch)
-    monkeypatch.setattr(staging, "_permitted", lambda operation, nonblocking: True)
-    count = staging.DIRECT_BYTES
+    monkeypatch.setattr(device_array, "_permitted", lambda operation, nonblocking: True)
+    count = device_array.DIRECT_BYTES
     x, y = np.zeros(count, dtype), np.zeros(count * size, dtype)
     gpu.launch(lambda: x.fill(rank + 1))
     calls: list[Callable[[], dist.Work | None]] = [
@@ -222,7 +224,7 @@ def test_what_others_hand_to_mpi(dtype: str, async_op: bool, engine: str, monkey
     assert (y == np.repeat(np.arange(size) + 1, count)).all()
     assert (x == size * (size + 1) / 2).all()
     assert bool(gpu.log) == (dtype == "float16")  # which nobody can hand to MPI
-    staging.close()
+    device_pool.close()
 
 
 def elements(rank: int) -> Array:
@@ -267,7 +269,7 @@ def test_little_pinned_memory(engine: str, gpu: Recording) -> None:
         dist.all_reduce(gpu.array_of(x))
         gpu.finish()
         assert (x == size).all()
-    pool = staging.pool()
+    pool = device_pool.pool()
     assert 0 < pool.taken <= 2 * staged.TURNS * PIECE
     pool.limit = 0
     pool._free.clear()
@@ -417,7 +419,7 @@ def test_a_gpu_that_ends_in_the_middle(
     if isinstance(gpu, Ending):
         gpu.left = 1 << 30
     dist.barrier()
-    staging.close()
+    device_pool.close()
 
 
 @several

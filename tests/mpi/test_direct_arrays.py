@@ -10,8 +10,10 @@ import pytest
 from standin_gpu import Gpu
 
 import mpicoll as dist
-from mpicoll.buffers import staging
-from mpicoll.buffers.staging import DIRECT_BYTES, Shadow, shadow
+from mpicoll.memory.device import array as device_array
+from mpicoll.memory.device import pool as device_pool
+from mpicoll.memory.device import runtime as device_runtime
+from mpicoll.memory.device.array import DIRECT_BYTES, Shadow, shadow
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -23,11 +25,11 @@ MANY = DIRECT_BYTES // 8 + 1000
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     """A stand-in whose memory MPI knows, on all ranks."""
     found = Gpu(request.param, known_to_mpi=True)
-    monkeypatch.setattr(staging, "_runtime", found)
-    monkeypatch.setattr(staging, "_pool", None)
-    monkeypatch.setattr(staging, "_permitted", found.permitted)
+    monkeypatch.setattr(device_runtime, "_runtime", found)
+    monkeypatch.setattr(device_pool, "_pool", None)
+    monkeypatch.setattr(device_array, "_permitted", found.permitted)
     yield found
-    staging.close()
+    device_pool.close()
 
 
 def numbers(rank: int, count: int = MANY, dtype: str = "d") -> Array:
@@ -150,7 +152,7 @@ def test_ranks_that_differ(gpu: Gpu) -> None:
 
 def test_nonblocking_forms_that_fail(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where MPI's nonblocking form must not have memory of a GPU, that goes by way of the host, whichever rank wants it."""
-    monkeypatch.setattr(staging, "_permitted", lambda operation, nonblocking: not nonblocking)
+    monkeypatch.setattr(device_array, "_permitted", lambda operation, nonblocking: not nonblocking)
     rank, size = dist.get_rank(), dist.get_world_size()
     total = sum(numbers(each) for each in range(size))
     for starter in (None, 0, 1):
@@ -170,7 +172,7 @@ def test_arrays_of_the_host_ask_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(operation: str, nonblocking: bool) -> bool:
         raise AssertionError(f"{operation} asks for GPUs")
 
-    monkeypatch.setattr(staging, "_permitted", asked)
+    monkeypatch.setattr(device_array, "_permitted", asked)
     rank, size = dist.get_rank(), dist.get_world_size()
     for count in (4, MANY):
         x, y = numbers(rank, count), np.zeros(count)

@@ -13,7 +13,7 @@ import pytest
 from mpi4py import MPI
 
 import mpicoll as dist
-from mpicoll import groups
+from mpicoll.groups import registry
 from mpicoll.pytest_plugin import collective_raises
 
 pytestmark = pytest.mark.mpi
@@ -455,7 +455,7 @@ def test_init_refuses_wrong_arguments_on_all_ranks(monkeypatch: pytest.MonkeyPat
 
 def test_names_of_other_backends_are_taken_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """gloo, nccl and their kin mean MPI here, and say so once in a job."""
-    monkeypatch.setattr("mpicoll.runtime._warned", set())
+    monkeypatch.setattr("mpicoll.runtime.backend_names._warned", set())
     me = dist.get_rank()
     with restarted():
         with warnings.catch_warnings(record=True) as caught:
@@ -516,9 +516,9 @@ def test_more_groups_than_mpi_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where MPI would hang for want of a communicator all members raise; what is destroyed makes room again."""
     world = dist.group.WORLD
     assert world is not None
-    pool = groups.state().pool
+    pool = registry.state().pool
     before = dist.new_group()
-    monkeypatch.setattr("mpicoll.communicators.MOST_PAIRS", len(pool.all()))
+    monkeypatch.setattr("mpicoll.groups.communicators.MOST_PAIRS", len(pool.all()))
     every = list(range(dist.get_world_size()))[::-1]
     with collective_raises(dist.DistBackendError, match="could not make a communicator"):
         for _ in range(3):

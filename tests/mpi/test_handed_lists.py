@@ -14,12 +14,14 @@ from collective_cases import Case
 from standin_gpu import Gpu, Stream
 
 import mpicoll as dist
-from mpicoll import execution
-from mpicoll.buffers import handed, staging
-from mpicoll.buffers.staging import DIRECT_BYTES, Shadow
-from mpicoll.capability import decide
-from mpicoll.engines import large
-from mpicoll.engines.mpi import MpiEngine, MpiPlan
+from mpicoll.memory.device import array as device_array
+from mpicoll.memory.device import pool as device_pool
+from mpicoll.memory.device import runtime as device_runtime
+from mpicoll.memory.device.array import DIRECT_BYTES, Shadow
+from mpicoll.operations import execution
+from mpicoll.transports import large_counts
+from mpicoll.transports.device.capability import decide
+from mpicoll.transports.mpi.collectives import MpiEngine, MpiPlan
 
 pytestmark = pytest.mark.mpi
 
@@ -32,9 +34,9 @@ LISTS = [name for name in NAMES if "single" not in name and "tensor" not in name
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, pace: Any) -> Gpu:
     found = Gpu(pace, known_to_mpi=True)
-    monkeypatch.setattr(staging, "_runtime", found)
-    monkeypatch.setattr(staging, "_pool", None)
-    monkeypatch.setattr(staging, "_permitted", found.permitted)
+    monkeypatch.setattr(device_runtime, "_runtime", found)
+    monkeypatch.setattr(device_pool, "_pool", None)
+    monkeypatch.setattr(device_array, "_permitted", found.permitted)
     return found
 
 
@@ -42,7 +44,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, pace: Any) -> Gpu:
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     """A stand-in whose memory MPI knows, on all ranks."""
     yield stand_in(monkeypatch, request.param)
-    staging.close()
+    device_pool.close()
 
 
 def many(dtype: str) -> int:
@@ -225,7 +227,7 @@ def test_ranks_that_differ(name: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch)
 def test_nonblocking_forms_that_fail(name: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """What Open MPI must not have in a nonblocking call goes by way of the host then, whichever rank is asynchronous."""
     table = decide("auto", None, True, {}, "Open MPI v5.0.7, package")
-    monkeypatch.setattr(staging, "_permitted", table.allows)
+    monkeypatch.setattr(device_array, "_permitted", table.allows)
     monkeypatch.setattr(cases, "dist", OnGpu(gpu))
     rank, size = dist.get_rank(), dist.get_world_size()
     for turn, starter in enumerate((None, 0, size - 1)):
@@ -242,7 +244,9 @@ def test_in_pieces(name: str, beyond: bool, gpu: Gpu, monkeypatch: pytest.Monkey
     size = dist.get_world_size()
     monkeypatch.setattr(execution, "NATIVE_BYTES", 40_000)
     if beyond:
-        monkeypatch.setattr(large, "COUNT_LIMIT", size * 112_000)  # elements of all blocks together are never more
+        monkeypatch.setattr(
+            large_counts, "COUNT_LIMIT", size * 112_000
+        )  # elements of all blocks together are never more
     monkeypatch.setattr(cases, "dist", OnGpu(gpu))
     call = MpiEngine.call
 
@@ -280,7 +284,7 @@ def test_small_blocks_of_what_is_large(gpu: Gpu, monkeypatch: pytest.MonkeyPatch
         return start(self, move)
 
     monkeypatch.setattr(MpiPlan, "start", checked)
-    monkeypatch.setattr(handed.staging, "DIRECT_BYTES", 1000)
+    monkeypatch.setattr(device_array, "DIRECT_BYTES", 1000)
     for count in (200, 3000):
         x, y = np.repeat(np.arange(size) + 10.0 * rank, count), np.zeros(size * count)
         before = gpu.copied
@@ -368,12 +372,12 @@ NOTICED_BY: dict[int, Callable[[Gpu], None]] = {
 @pytest.mark.parametrize("wait", [0, *NOTICED_BY])
 def test_every_wait_is_needed(wait: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without any one of the waits, numbered in the source, a test of those above fails at some pace; with all, none."""
-    lines = inspect.getsource(staging.room).splitlines()
+    lines = inspect.getsource(device_array.room).splitlines()
     kept = [line for line in lines if not line.endswith(f"# {wait}")]
     assert len(lines) - len(kept) == (1 if wait else 0)
-    room = staging.room
+    room = device_array.room
     source = "\n".join(["from __future__ import annotations", *kept]).replace(".append(array.stream)\n\n", "\n")
-    exec(compile(source, staging.__file__, "exec"), vars(staging))
+    exec(compile(source, device_array.__file__, "exec"), vars(device_array))
     failed = []
     try:
         for check in [NOTICED_BY[wait]] if wait else dict.fromkeys(NOTICED_BY.values()):
@@ -384,5 +388,5 @@ def test_every_wait_is_needed(wait: int, monkeypatch: pytest.MonkeyPatch) -> Non
                     failed.append(pace)
                 dist.barrier()
     finally:
-        staging.room = room
+        device_array.room = room
     assert any(agreed(bool(failed))) == bool(wait)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mpicoll as dist
-from mpicoll.checks.inflight import registry
+from mpicoll.checks.memory_in_use import claims
 from mpicoll.pytest_plugin import collective_raises
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -20,14 +20,14 @@ pytestmark = pytest.mark.mpi(min_size=2)
 def nothing_left() -> Any:
     """Every operation has left the registry in the end."""
     yield
-    registry.check(registry_flight())
-    assert not registry.flights
+    claims.check(registry_flight())
+    assert not claims.flights
     dist.barrier()
 
 
 def registry_flight() -> Any:
-    from mpicoll.checks.call import call_site
-    from mpicoll.checks.inflight import Flight
+    from mpicoll.checks.memory_in_use import Flight
+    from mpicoll.runtime.call_site import call_site
 
     return Flight("check", call_site())
 

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 import mpicoll as dist
-from mpicoll import ReduceOp, groups, riding
-from mpicoll.engines import large
-from mpicoll.engines.mpi import MpiEngine
+from mpicoll import ReduceOp
+from mpicoll.groups import registry
+from mpicoll.operations import riding
+from mpicoll.transports import large_counts
+from mpicoll.transports.mpi.collectives import MpiEngine
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("rounds_of_mpi")]
 
@@ -44,7 +46,7 @@ def largest(arguments: tuple[Any, ...]) -> int:
 def native(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """Lower the limit, and note the name and the largest number of every native collective."""
     seen: Calls = []
-    call, contiguous = MpiEngine.call, large._contiguous
+    call, contiguous = MpiEngine.call, large_counts._contiguous
 
     def noted(self: MpiEngine, move: Any) -> tuple[str, tuple[Any, ...]]:
         name, arguments = call(self, move)
@@ -56,10 +58,10 @@ def native(monkeypatch: pytest.MonkeyPatch) -> Calls:
         return contiguous(array)
 
     monkeypatch.setattr(MpiEngine, "call", noted)
-    monkeypatch.setattr(large, "_contiguous", derived)
-    monkeypatch.setattr(large, "COUNT_LIMIT", LOWERED)
+    monkeypatch.setattr(large_counts, "_contiguous", derived)
+    monkeypatch.setattr(large_counts, "COUNT_LIMIT", LOWERED)
     monkeypatch.setattr(riding, "REPEATED_BYTES", LOWERED)
-    groups.state().world.rides.clear()
+    registry.state().world.rides.clear()
     return seen
 
 
@@ -93,7 +95,7 @@ def test_many_dtypes_below_a_lowered_limit(native: Calls) -> None:
 def test_at_other_check_levels(native: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not compared is cut alike."""
     for level in ("roll", "off"):
-        monkeypatch.setattr(groups.state().world, "level", level)
+        monkeypatch.setattr(registry.state().world, "level", level)
         for name in cases.ALL:
             for count in COUNTS:
                 cases.run(name, iter([cases.Case("d", count, async_op=count % 2 == 0)]))

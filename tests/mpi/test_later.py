@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 import mpicoll as dist
-from mpicoll import riding, waiting
-from mpicoll.checks.inflight import registry
-from mpicoll.checks.rounds import AHEAD, RIDING_BYTES
-from mpicoll.deferred import MOST_AT_REST, Deferred, Later
+from mpicoll.checks.memory_in_use import claims
+from mpicoll.operations import riding
+from mpicoll.operations.deferred import MOST_AT_REST, Deferred, Later
 from mpicoll.pytest_plugin import collective_raises
+from mpicoll.runtime import waiting
+from mpicoll.transports.shm.control import AHEAD, RIDING_BYTES
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -34,10 +35,10 @@ def _nothing_is_left() -> Any:
     """No test leaves a call under way, or memory that counts as used."""
     yield
     gc.collect()
-    registry._sweep()
+    claims._sweep()
     assert not group().unwaited
-    assert not registry.lent
-    assert not registry.flights
+    assert not claims.lent
+    assert not claims.flights
     assert not [item for item in waiting.pending if isinstance(item, Deferred)]
 
 
@@ -431,7 +432,7 @@ def test_memory_after_it_was_found_complete() -> None:
         del x, work
     gc.collect()
     assert sum(each() is not None for each in seen) == 0
-    assert not registry._dropped
+    assert not claims._dropped
 
 
 def test_memory_of_a_future() -> None:

@@ -19,9 +19,9 @@ import pytest
 from mpi4py import MPI
 
 import mpicoll as dist
-from mpicoll import shared
-from mpicoll.groups import state
+from mpicoll.groups.registry import state
 from mpicoll.pytest_plugin import collective_raises
+from mpicoll.transports.shm import mapping
 
 pytestmark = [
     pytest.mark.mpi(min_size=3),
@@ -90,7 +90,7 @@ def held() -> dict[str, int]:
         "communicators": 2 * len(state().pool.all()),
         "files that are open": len(os.listdir("/proc/self/fd")),
         "shared memory": maps.count("mpicoll-"),
-        "names in /dev/shm": len(shared._named),
+        "names in /dev/shm": len(mapping._named),
         "threads": threading.active_count(),
         "groups": len(state().groups),
     }
@@ -99,7 +99,7 @@ def held() -> dict[str, int]:
 def test_ten_thousand_groups_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is left of them, and the last ones take no longer than the first."""
     monkeypatch.setattr(
-        "mpicoll.leaving.MOST_REMEMBERED", 100
+        "mpicoll.lifecycle.teardown.MOST_REMEMBERED", 100
     )  # so that what is kept of the last ones is soon kept anew
     making = new_groups()
     for _ in range(60):  # communicators of every list of ranks
@@ -152,7 +152,7 @@ def test_ten_thousand_groups_one_after_the_other(monkeypatch: pytest.MonkeyPatch
 
 def test_communicators_of_groups_that_are_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """What no group uses goes back to MPI, with its shared memory, once there is much of it; groups that live are left alone."""
-    monkeypatch.setattr("mpicoll.communicators.MOST_MADE", 0)
+    monkeypatch.setattr("mpicoll.groups.communicators.MOST_MADE", 0)
     size, me, pool = dist.get_world_size(), dist.get_rank(), state().pool
     lives = [dist.new_group(), dist.new_group([size - 1])]
     lists = [list(order) for count in range(1, size + 1) for order in permutations(range(size), count)]

@@ -13,11 +13,10 @@ import pytest
 from jobs import left_in_memory
 
 import mpicoll as dist
-from mpicoll import shared
-from mpicoll.engines import node as node_engine
-from mpicoll.engines import segment
-from mpicoll.engines.base import Kind
-from mpicoll.engines.choice import Choice
+from mpicoll.transports.base import Kind
+from mpicoll.transports.selection import Choice
+from mpicoll.transports.shm import mapping, segment
+from mpicoll.transports.shm import transport as node_engine
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -228,18 +227,18 @@ def test_without_shared_memory(
     group = dist.new_group()
     if group.pair.node is None or group.pair.choice.mode == "mpi":
         return
-    monkeypatch.setattr("mpicoll.execution._said_why_not", [])
+    monkeypatch.setattr("mpicoll.operations.execution._said_why_not", [])
     budget = node_engine.Budget(0 if missing == "budget" and me == 1 else 1 << 24)
     group.pair.node = node_engine.NodeEngine(group.pair.data, budget, False)
     before = left_in_memory("segment")
     if missing == "folder" and me == 0:
-        monkeypatch.setattr(shared, "DIRECTORY", str(tmp_path / "missing"))
+        monkeypatch.setattr(mapping, "DIRECTORY", str(tmp_path / "missing"))
     if missing == "space" and me == 1:
 
         def full(descriptor: int, start: int, size: int) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(shared, "reserve", full)
+        monkeypatch.setattr(mapping, "reserve", full)
     for _ in range(2):
         x = np.full(50_000, me + 1.0)
         dist.all_reduce(x, group=group)
@@ -323,7 +322,7 @@ def test_ranks_that_count_their_cores_differently(monkeypatch: pytest.MonkeyPatc
     """Whether a node is crowded is agreed, since what is done depends on it."""
     from mpi4py import MPI
 
-    from mpicoll.topology import discover
+    from mpicoll.transports.topology import discover
 
     me = dist.get_rank()
     monkeypatch.setattr(os, "cpu_count", lambda: 64 if me == 0 else 1)

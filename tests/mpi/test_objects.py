@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import mpicoll as dist
-from mpicoll import objects as implementation
-from mpicoll.buffers import pickled
+from mpicoll.api import objects as implementation
 from mpicoll.checks.levels import EVERY
+from mpicoll.memory import pickled
 from mpicoll.pytest_plugin import collective_raises
 
 pytestmark = pytest.mark.mpi

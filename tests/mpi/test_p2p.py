@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import mpicoll as dist
-from mpicoll import waiting
-from mpicoll.persistent import MOST_BODIES
+from mpicoll.operations.persistent import MOST_BODIES
+from mpicoll.runtime import waiting
 
 pytestmark = pytest.mark.mpi
 

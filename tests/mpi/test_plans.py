@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 import mpicoll as dist
-from mpicoll import waiting
-from mpicoll.checks.inflight import registry
-from mpicoll.checks.rounds import AHEAD, RIDING_BYTES
+from mpicoll.checks.memory_in_use import claims
 from mpicoll.pytest_plugin import collective_raises
+from mpicoll.runtime import waiting
+from mpicoll.transports.shm.control import AHEAD, RIDING_BYTES
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -35,8 +35,8 @@ def _nothing_is_left() -> Any:
     world = dist.group.WORLD
     assert world is not None
     assert not world.unwaited
-    assert not registry.lent
-    assert not registry.flights
+    assert not claims.lent
+    assert not claims.flights
     assert not [item for item in waiting.pending if isinstance(item, dist.Plan)]
 
 

@@ -16,10 +16,10 @@ from mpi4py import MPI
 from polling import until
 
 import mpicoll as dist
-from mpicoll import waiting
-from mpicoll.patience import describe_state
-from mpicoll.progress import NAME
+from mpicoll.diagnosis.deadlock_search import describe_state
 from mpicoll.pytest_plugin import collective_raises
+from mpicoll.runtime import waiting
+from mpicoll.runtime.progress import NAME
 
 pytestmark = pytest.mark.mpi
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import mpicoll as dist
-from mpicoll import riding
-from mpicoll.checks.rounds import MASK, RIDING_BYTES
+from mpicoll.operations import riding
 from mpicoll.pytest_plugin import collective_raises
+from mpicoll.transports.shm.control import MASK, RIDING_BYTES
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

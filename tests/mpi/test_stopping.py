@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 import mpicoll as dist
-from mpicoll import groups, stopping, timelimit
+from mpicoll.groups import registry
 from mpicoll.pytest_plugin import collective_raises
-from mpicoll.signals import notes
+from mpicoll.runtime.signals import notes
+from mpicoll.training import stop_requests, time_limit
 
 pytestmark = pytest.mark.mpi
 
@@ -129,8 +130,8 @@ def test_slow_steps_agree_more_often() -> None:
     dist.on_signal(lambda number: None)
     for _ in range(50):
         dist.should_stop()
-    registered = groups.state().world.stopping
-    assert isinstance(registered, stopping.OnSignal)
+    registered = registry.state().world.stopping
+    assert isinstance(registered, stop_requests.OnSignal)
     assert same_everywhere(registered.passes)
     while registered.passes:
         dist.should_stop()
@@ -148,12 +149,12 @@ def test_slow_steps_agree_more_often() -> None:
 def test_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Less time than ``before`` on one rank is the end for all; more is not, nor is no limit at all."""
     size, me = dist.get_world_size(), dist.get_rank()
-    monkeypatch.setattr(timelimit, "clock", timelimit.Clock({}, lambda command: ""))
+    monkeypatch.setattr(time_limit, "clock", time_limit.Clock({}, lambda command: ""))
     assert dist.time_left() is None
     for _ in range(5):
         assert not dist.should_stop(before=60)
     left = 30 if me == size - 1 else 3600
-    monkeypatch.setattr(timelimit, "clock", timelimit.Clock({"MPICOLL_JOB_END": str(time.time() + left)}))
+    monkeypatch.setattr(time_limit, "clock", time_limit.Clock({"MPICOLL_JOB_END": str(time.time() + left)}))
     assert left - 20 < (dist.time_left() or 0) <= left
     steps = 0
     while not dist.should_stop(before=60):
@@ -170,7 +171,7 @@ def test_only_the_first_rank_asks(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(command)
         return "7 0:30"
 
-    monkeypatch.setattr(timelimit, "clock", timelimit.Clock({"SLURM_JOB_ID": "7"}, answer))
+    monkeypatch.setattr(time_limit, "clock", time_limit.Clock({"SLURM_JOB_ID": "7"}, answer))
     for _ in range(20):
         dist.should_stop(before=60)
     assert dist.should_stop(before=60)
@@ -370,7 +371,7 @@ def test_a_handler_that_raises() -> None:
 @pytest.mark.mpi(min_size=2)
 def test_signals_are_noted_once_the_registration_has_returned_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank notes them before the ranks agree, so none is lost on one that is slow; not where they do not agree."""
-    agree = stopping.execution.agree
+    agree = stop_requests.execution.agree
     noted = []
 
     def watched(*given: Any) -> Any:
@@ -381,7 +382,7 @@ def test_signals_are_noted_once_the_registration_has_returned_anywhere(monkeypat
 
     before = signal.getsignal(USR1)
     with monkeypatch.context() as patched:
-        patched.setattr(stopping.execution, "agree", watched)
+        patched.setattr(stop_requests.execution, "agree", watched)
         dist.on_signal(lambda number: None, [USR1])
     assert noted == [True]
     assert [dist.should_stop() for _ in range(20)][-1]

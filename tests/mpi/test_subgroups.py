@@ -10,7 +10,7 @@ import pytest
 from standin_gpu import Gpu
 
 import mpicoll as dist
-from mpicoll.buffers import staging
+from mpicoll.memory.device import runtime as device_runtime
 from mpicoll.pytest_plugin import collective_raises
 
 pytestmark = pytest.mark.mpi
@@ -57,14 +57,14 @@ def test_size_by_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a size it is the number of GPUs, and an error where there is none."""
     gpu = Gpu()
     gpu.devices = dist.get_world_size()
-    monkeypatch.setattr(staging, "_runtime", gpu)
+    monkeypatch.setattr(device_runtime, "_runtime", gpu)
     mine, every = dist.new_subgroups()
     assert every == [mine]
 
     def none() -> Any:
         raise ImportError("CuPy finds no GPU")
 
-    monkeypatch.setattr(staging, "runtime", none)
+    monkeypatch.setattr(device_runtime, "runtime", none)
     with collective_raises(ValueError, match="Default group size only takes effect when CUDA is available"):
         dist.new_subgroups()
 

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 import mpicoll as dist
-from mpicoll import groups, leaving
+from mpicoll.groups import registry
+from mpicoll.lifecycle import teardown
 
 
 @pytest.mark.mpi
 def test_node_table_is_the_same_everywhere() -> None:
     """All ranks hold the same node table, numbered by lowest rank, and local ranks count from 0 on each node."""
-    topology = groups.state().topology
+    topology = registry.state().topology
     size = dist.get_world_size()
     told: list[object] = [None] * size
     dist.all_gather_object(told, (topology.node_of, topology.hosts, topology.local_rank, dist.get_node_local_rank()))
@@ -32,14 +33,14 @@ def test_mpich_cliques_are_nodes() -> None:
     cliques = int(os.environ.get("MPIR_CVAR_NUM_CLIQUES", "1"))
     if cliques > dist.get_world_size():
         pytest.skip("fewer ranks than imitated nodes")
-    assert groups.state().topology.node_of == tuple(r % cliques for r in range(dist.get_world_size()))
+    assert registry.state().topology.node_of == tuple(r % cliques for r in range(dist.get_world_size()))
 
 
 @pytest.mark.mpi
 def test_node_communicator_is_made_once() -> None:
     """The communicator of a node holds its ranks in order, and asking again makes no other."""
-    state = groups.state()
-    base = next(base for base in leaving.bases if base.board is state.board)
+    state = registry.state()
+    base = next(base for base in teardown.bases if base.board is state.board)
     comm = base.node_communicator(state.world.pair.control)
     assert comm is base.node_communicator(state.world.pair.control)
     assert comm.Get_size() == len(state.topology.local_ranks)
@@ -52,7 +53,7 @@ def test_node_communicator_is_made_once() -> None:
 @pytest.mark.mpi
 def test_the_groups_of_a_node_and_of_the_first_ranks() -> None:
     """Each is made once, by its members alone, and anew when it has been destroyed; collectives and blocks work on it."""
-    topology, me = groups.state().topology, dist.get_rank()
+    topology, me = registry.state().topology, dist.get_rank()
     firsts = [topology.node_of.index(node) for node in range(max(topology.node_of) + 1)]
     for _ in range(2):
         node = dist.node_group()

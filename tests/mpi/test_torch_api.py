@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import mpicoll as dist
-from mpicoll import ReduceOp, settings
+from mpicoll import ReduceOp
 from mpicoll.pytest_plugin import collective_raises
+from mpicoll.runtime import settings
 
 pytestmark = pytest.mark.mpi
 

@@ -45,7 +45,7 @@ def scope_of(kind: str, level: str = "full") -> Iterator[tuple[Any, int]]:
 
 def node_leader() -> int:
     """Return the rank that goes first on this node, also where nodes have every other rank."""
-    from mpicoll.groups import state
+    from mpicoll.groups.registry import state
 
     return state().topology.local_ranks[0]
 
@@ -73,7 +73,7 @@ def good(group: Any = None) -> None:
 
 def alone(scope: Any) -> bool:
     """Whether this rank is the only one of its scope."""
-    from mpicoll.groups import state
+    from mpicoll.groups.registry import state
 
     return len(state().topology.local_ranks if scope == "node" else range(dist.get_world_size())) == 1
 
@@ -243,7 +243,7 @@ def test_a_follower_fails(kind: str) -> None:
 
 
 def _local_ranks() -> tuple[int, ...]:
-    from mpicoll.groups import state
+    from mpicoll.groups.registry import state
 
     return state().topology.local_ranks
 

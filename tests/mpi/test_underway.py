@@ -17,8 +17,9 @@ from mpi4py import MPI
 from striking import strike
 
 import mpicoll as dist
-from mpicoll import underway, waiting
-from mpicoll.checks.inflight import registry
+from mpicoll.checks.memory_in_use import claims
+from mpicoll.operations import underway
+from mpicoll.runtime import waiting
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -33,7 +34,7 @@ def neighbours(group: Any = None) -> tuple[int, int]:
 
 def kept(work: Any) -> bool:
     """Whether an operation took a request that is kept."""
-    return type(work._operation).__module__ == "mpicoll.underway"
+    return type(work._operation).__module__ == "mpicoll.operations.underway"
 
 
 def receive(y: Any, group: Any = None, tag: int = 0) -> Any:
@@ -78,7 +79,7 @@ def test_ring(level: str) -> None:
                     assert work.wait() is True
                 assert (y == 100 * before + turn).all()
                 assert works[0].source_rank() == before
-                assert not registry.flights
+                assert not claims.flights
                 assert not waiting.pending
             world: Any = dist.group.WORLD
             for each in (*world.sends.values(), *world.receives.values()):
@@ -169,7 +170,7 @@ def test_writes_are_noticed(count: int) -> None:
         received.wait()
     practise(x, y)
     assert (y == before).all()
-    assert not registry.flights
+    assert not claims.flights
 
 
 @pytest.mark.parametrize("count", [1, 3000])
@@ -263,7 +264,7 @@ def test_what_a_work_says() -> None:
     assert futures[1].result() == [x]
     assert (y == before + 5).all()
     del received, sent
-    assert not registry.flights
+    assert not claims.flights
 
 
 def test_works_that_are_dropped() -> None:
@@ -305,7 +306,7 @@ def test_a_receive_of_a_group_that_is_destroyed() -> None:
     dist.destroy_process_group(group)
     with pytest.raises(dist.GroupBrokenError, match="it was destroyed while an operation was under way"):
         future.result()
-    assert not registry.flights
+    assert not claims.flights
     assert not waiting.pending
     group = dist.new_group()
     z = np.zeros(3)

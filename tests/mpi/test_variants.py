@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 import mpicoll as dist
-from mpicoll import collectives, execution
-from mpicoll.buffers import array, handed
-from mpicoll.buffers.array import Memory
-from mpicoll.checks.call import AS_IT_IS, Call, call_site
-from mpicoll.engines.base import Kind, Movement
+from mpicoll.api import collectives
+from mpicoll.diagnosis.call import AS_IT_IS, Call
+from mpicoll.memory import adapt, lists
+from mpicoll.memory.memory import Memory
+from mpicoll.operations import execution
+from mpicoll.runtime.call_site import call_site
+from mpicoll.transports.base import Kind, Movement
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("rounds_of_mpi")]
 
@@ -46,7 +48,7 @@ def test_every_collective_on_subgroups() -> None:
 def test_every_way_of_moving_gives_the_same(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocking calls whole or in pieces, polled requests, persistent or not: all of them agree with NumPy."""
     if mode == "without MPI-4":
-        monkeypatch.setattr("mpicoll.engines.mpi.persistent_collectives", lambda: False)
+        monkeypatch.setattr("mpicoll.transports.mpi.collectives.persistent_collectives", lambda: False)
         monkeypatch.setattr("mpicoll.checks.agreement.persistent_collectives", lambda: False)
     elif mode != "owned buffers":
         limit = {"pieces": 300, "one piece": 1 << 20, "one byte a piece": 1}[mode]
@@ -72,7 +74,7 @@ def test_the_same_call_again_and_again() -> None:
 
 def test_more_calls_than_plans_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are dropped when there are too many, and made again."""
-    monkeypatch.setattr("mpicoll.groups.MOST_PLANS", 3)
+    monkeypatch.setattr("mpicoll.groups.process_group.MOST_PLANS", 3)
     group = dist.new_group()
     for turn in range(12):
         cases.run("all_reduce", iter((cases.Case("d", 1 + turn % 5, group=group, seed=turn),)))
@@ -238,7 +240,7 @@ def test_memory_that_is_packed_and_unpacked(monkeypatch: pytest.MonkeyPatch) -> 
 
     def owned(value: Any, name: str, *, writable: bool, **_: Any) -> Memory:
         nonlocal packs, unpacks
-        direct = array.adapt(value, name, writable=writable).flat
+        direct = adapt.adapt(value, name, writable=writable).flat
         flat = np.full(direct.size, 85, direct.dtype)  # whoever reads it unpacked gets wrong results
 
         def pack() -> None:
@@ -254,10 +256,10 @@ def test_memory_that_is_packed_and_unpacked(monkeypatch: pytest.MonkeyPatch) -> 
         return Memory(flat, value.shape, pack=pack, unpack=unpack if writable else None)
 
     def owned_list(values: Any, name: str, *, writable: bool, length: int | None = None, **_: Any) -> list[Memory]:
-        array.adapt_list(values, name, writable=writable, length=length)
+        adapt.adapt_list(values, name, writable=writable, length=length)
         return [owned(value, name, writable=writable) for value in values]
 
-    for module in (collectives, handed):
+    for module in (collectives, lists):
         monkeypatch.setattr(module, "adapt", owned)
         monkeypatch.setattr(module, "adapt_list", owned_list)
     monkeypatch.setattr(collectives, "_learn", lambda *_: None)  # what is kept takes the array's own memory

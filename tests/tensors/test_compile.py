@@ -12,8 +12,8 @@ import torch
 from torch._dynamo.utils import counters
 
 import mpicoll as dist
-from mpicoll import compiled
 from mpicoll.nn import functional as F
+from mpicoll.runtime import torch_compile
 
 pytestmark = pytest.mark.mpi
 
@@ -33,7 +33,7 @@ def fresh() -> Iterator[None]:
 
 def breaks() -> set[str]:
     """Return the functions at which compiled ones were interrupted; all else that was compiled is the test's."""
-    reasons = [reason for reason in counters["graph_break"] if f"reason: {compiled.REASON}" not in reason]
+    reasons = [reason for reason in counters["graph_break"] if f"reason: {torch_compile.REASON}" not in reason]
     assert not reasons
     assert not [name for name in counters["resumes"] if not name.startswith("torch_dynamo_resume_in_step_at_")]
     return {reason.split("<function ")[1].split()[0] for reason in counters["graph_break"]}
@@ -92,11 +92,11 @@ def test_gradients() -> None:
 
 def test_torch_that_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules are marked as soon as there is a torch, each once."""
-    monkeypatch.setattr(compiled, "_left", set())
+    monkeypatch.setattr(torch_compile, "_left", set())
     torch_ = sys.modules.pop("torch")
-    compiled.leave_alone()
-    assert not compiled._left
+    torch_compile.leave_alone()
+    assert not torch_compile._left
     sys.modules["torch"] = torch_
-    compiled.leave_alone()
-    assert "mpicoll.collectives" in compiled._left
+    torch_compile.leave_alone()
+    assert "mpicoll.api.collectives" in torch_compile._left
     assert dist.all_reduce._torchdynamo_disable  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ from array_kinds import Through
 
 import mpicoll as dist
 from mpicoll import ReduceOp
-from mpicoll.buffers.array import adapt
+from mpicoll.memory.adapt import adapt
 from mpicoll.pytest_plugin import collective_raises
 
 pytestmark = pytest.mark.mpi

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mpicoll.cli.bench import without_n
-from mpicoll.cli.bench_measure import CONFIGS, Measured, Results
-from mpicoll.cli.bench_table import in_bytes, parse_sizes, ratio, summary, table, to_json
+from mpicoll.cli.bench.command import without_n
+from mpicoll.cli.bench.measure import CONFIGS, Measured, Results
+from mpicoll.cli.bench.table import in_bytes, parse_sizes, ratio, summary, table, to_json
 
 
 def made() -> Results:
@@ -59,7 +59,7 @@ def test_words_and_table() -> None:
 def test_picture(tmp_path: Path) -> None:
     """It is drawn, where matplotlib is installed."""
     pytest.importorskip("matplotlib", reason="the picture needs matplotlib")
-    from mpicoll.cli.bench_plot import draw
+    from mpicoll.cli.bench.plot import draw
 
     draw(made(), str(tmp_path / "bench.png"))
     assert (tmp_path / "bench.png").read_bytes()[:4] == b"\x89PNG"

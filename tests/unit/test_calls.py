@@ -8,7 +8,8 @@ import subprocess
 import sys
 from typing import Any
 
-from mpicoll.checks.call import Call, Site, call_site, compress_ranks, fingerprint, name_ranks
+from mpicoll.diagnosis.call import Call, compress_ranks, fingerprint, name_ranks
+from mpicoll.runtime.call_site import Site, call_site
 
 KEY = ("ReduceOp.SUM", "float64", ("elements", 1000), ("blocks", (1, 2, 3)))
 
@@ -22,7 +23,7 @@ def place() -> Site:
 
 def test_fingerprints_are_the_same_in_every_process() -> None:
     """The fingerprint of a call does not depend on the hash seed of a process."""
-    program = f"from mpicoll.checks.call import fingerprint; print(fingerprint('all_reduce', {KEY!r}))"
+    program = f"from mpicoll.diagnosis.call import fingerprint; print(fingerprint('all_reduce', {KEY!r}))"
     prints = {str(fingerprint("all_reduce", KEY))}
     for seed in ("1", "2"):
         done = subprocess.run(

@@ -8,11 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from mpicoll.buffers import staging
-from mpicoll.capability import KNOWN_BAD, OPERATIONS, REDUCTIONS, ask, decide, path_of_probes, read_probes
 from mpicoll.cli import doctor
 from mpicoll.cli.gpu_probe import judge, probe_all, save
 from mpicoll.errors import LaunchError
+from mpicoll.memory.device import runtime as device_runtime
+from mpicoll.transports.device.capability import (
+    KNOWN_BAD,
+    OPERATIONS,
+    REDUCTIONS,
+    ask,
+    decide,
+    path_of_probes,
+    read_probes,
+)
 
 MPICH = "MPICH Version:      5.0.2\n"
 OPEN_MPI = "Open MPI v5.0.11, package: x, ident: 5.0.11"
@@ -118,8 +126,8 @@ def test_how_probes_end() -> None:
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says what is missing, and that --save belongs to --gpu."""
-    monkeypatch.setattr(staging, "_runtime", None)
-    monkeypatch.delitem(sys.modules, "mpicoll.buffers.cuda", raising=False)
+    monkeypatch.setattr(device_runtime, "_runtime", None)
+    monkeypatch.delitem(sys.modules, "mpicoll.memory.device.cuda", raising=False)
     monkeypatch.setitem(sys.modules, "cupy", None)
     parser = argparse.ArgumentParser()
     doctor.add_parser(parser.add_subparsers())

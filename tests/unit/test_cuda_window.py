@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpicoll.buffers.half import narrow, widen
-from mpicoll.buffers.staging import SCRATCH, DeviceArray, Fold
+from mpicoll.memory.device.runtime import SCRATCH, DeviceArray, Fold
+from mpicoll.memory.half import narrow, widen
 
 Array = np.ndarray[Any, Any]
 
@@ -103,13 +103,13 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
         MemoryPointer=lambda memory, at: (memory, at),
     )
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.delitem(sys.modules, "mpicoll.buffers.cuda", raising=False)
+    monkeypatch.delitem(sys.modules, "mpicoll.memory.device.cuda", raising=False)
     yield found
-    sys.modules.pop("mpicoll.buffers.cuda", None)
+    sys.modules.pop("mpicoll.memory.device.cuda", None)
 
 
 def gpu() -> Any:
-    return importlib.import_module("mpicoll.buffers.cuda").Cuda()
+    return importlib.import_module("mpicoll.memory.device.cuda").Cuda()
 
 
 class OnDevice:

@@ -11,13 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from mpicoll.deadline import within
-from mpicoll.signals import c_handler
+from mpicoll.lifecycle.hard_deadline import within
+from mpicoll.runtime.signals import c_handler
 
 
 def test_it_ends_what_holds_the_interpreter() -> None:
     """The process is ended in time, with the stack of its main thread; other threads and handlers could not run."""
-    source = "import ctypes\nfrom mpicoll.deadline import within\nwith within(0.3):\n    ctypes.PyDLL(None).sleep(20)\n"
+    source = (
+        "import ctypes\nfrom mpicoll.lifecycle.hard_deadline import within\n"
+        "with within(0.3):\n    ctypes.PyDLL(None).sleep(20)\n"
+    )
     start = time.monotonic()
     command = [sys.executable, "-c", source]
     done = subprocess.run(
@@ -33,7 +36,7 @@ def test_it_ends_what_outlives_the_interpreter() -> None:
     """A process that hangs in C after all of Python's exit handlers is ended in time; the handlers have longer."""
     source = """
 import atexit, ctypes, time
-from mpicoll.deadline import afterwards
+from mpicoll.lifecycle.hard_deadline import afterwards
 ctypes.pythonapi.Py_AtExit(ctypes.cast(ctypes.CDLL(None).pause, ctypes.CFUNCTYPE(None)))
 atexit.register(lambda: (time.sleep(0.3), print("handled", flush=True)))
 afterwards(0.1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mpicoll.checks.deadlock import State, Wait, report, stuck
-from mpicoll.checks.entries import Entry
+from mpicoll.diagnosis.deadlock import State, Wait, report, stuck
+from mpicoll.diagnosis.report.entries import Entry
 
 
 def _entry(op: str, group: str, peer: str = "", seq: int = 0) -> Entry:

@@ -10,15 +10,15 @@ import pytest
 from standin_gpu import Gpu
 
 import mpicoll as dist
-from mpicoll import devices
-from mpicoll.buffers import staging
-from mpicoll.devices import idle_while_shared, warn_of_sharing
+from mpicoll.lifecycle import devices
+from mpicoll.lifecycle.devices import idle_while_shared, warn_of_sharing
+from mpicoll.memory.device import runtime as device_runtime
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     found = Gpu()
-    monkeypatch.setattr(staging, "_runtime", found)
+    monkeypatch.setattr(device_runtime, "_runtime", found)
     monkeypatch.setattr(devices, "_chosen", ("", 0))
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     return found
@@ -50,8 +50,8 @@ def test_by_name(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says what is missing."""
-    monkeypatch.setattr(staging, "_runtime", None)
-    monkeypatch.delitem(sys.modules, "mpicoll.buffers.cuda", raising=False)
+    monkeypatch.setattr(device_runtime, "_runtime", None)
+    monkeypatch.delitem(sys.modules, "mpicoll.memory.device.cuda", raising=False)
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(RuntimeError, match="select_device: this needs CuPy"):
         dist.select_device()

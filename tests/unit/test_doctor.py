@@ -10,7 +10,7 @@ import pytest
 from mpicoll.cli import doctor
 from mpicoll.cli.main import main
 from mpicoll.errors import LaunchError
-from mpicoll.launch import library as library_module
+from mpicoll.launch import mpi_library as library_module
 from mpicoll.launch import slurm as slurm_module
 
 TOLD = {

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpicoll.buffers.dtypes import FOREIGN, MOVABLE, Element, element, movable, resolve_reduction
-from mpicoll.buffers.reduce_op import RedOpType, ReduceOp
+from mpicoll.memory.dtypes import FOREIGN, MOVABLE, Element, element, movable, resolve_reduction
+from mpicoll.memory.reduce_op import RedOpType, ReduceOp
 
 OPS = [op for op in RedOpType if op is not RedOpType.PREMUL_SUM]
 

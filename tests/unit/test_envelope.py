@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpicoll.buffers.array import adapt
-from mpicoll.buffers.dtypes import MOVABLE
-from mpicoll.checks.call import Site, call_site
-from mpicoll.checks.envelope import ROOM, SMALL_BYTES, WORDS, Told, first_word, open_message, write
+from mpicoll.memory.adapt import adapt
+from mpicoll.memory.dtypes import MOVABLE
+from mpicoll.runtime.call_site import Site, call_site
+from mpicoll.transports.mpi.envelope import ROOM, SMALL_BYTES, WORDS, Told, first_word, open_message, write
 
 
 @pytest.mark.parametrize("char", sorted(MOVABLE))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from mpicoll.errors import LaunchError
-from mpicoll.launch.diagnosis import check_before_mpi, check_runner, check_world, script_of, unused_allocation
 from mpicoll.launch.environment import (
     Launcher,
     allocated_tasks,
@@ -15,6 +14,7 @@ from mpicoll.launch.environment import (
     read_launcher,
     without_launcher,
 )
+from mpicoll.launch.wrong_starts import check_before_mpi, check_runner, check_world, script_of, unused_allocation
 
 OPENMPI_LIBRARY = "Open MPI v5.0.11, package: Open MPI user@host Distribution, ident: 5.0.11, Sep 16, 2026"
 MPICH_LIBRARY = "MPICH Version:      5.0.2\nMPICH Device:   ch4:ucx ofi\nMPICH configure: --with-pm=hydra:gforker"

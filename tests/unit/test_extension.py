@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpicoll import extension as extension_module
-from mpicoll import riding
+import mpicoll
 from mpicoll.checks.agreement import Lane
-from mpicoll.engines.segment import Segment
-from mpicoll.groups import ProcessGroup
+from mpicoll.groups.process_group import ProcessGroup
+from mpicoll.operations import riding
+from mpicoll.runtime import native as extension_module
+from mpicoll.transports.shm.segment import Segment
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,8 +41,8 @@ def test_it_is_there() -> None:
 
 
 def test_the_version_is_the_sum_of_the_source() -> None:
-    """Who changes the source changes the number in ``extension.py`` to this, so that no older build of it is used."""
-    source = Path(riding.__file__).with_name("_riding.c")
+    """Who changes the source changes the number in ``runtime/native.py`` to this, so that no older build of it is used."""
+    source = Path(mpicoll.__file__).with_name("_riding.c")
     if not source.exists():
         pytest.skip("installed without its source")
     assert f"{zlib.crc32(source.read_bytes()):08x}" == extension_module.VERSION
@@ -50,7 +51,7 @@ def test_the_version_is_the_sum_of_the_source() -> None:
 ABSENT = """
 import sys
 sys.modules["mpicoll._riding"] = None
-from mpicoll import riding
+from mpicoll.operations import riding
 assert riding.extension is None
 assert riding.ride is riding.ride_in_python
 print(riding.why_not)
@@ -59,7 +60,7 @@ print(riding.why_not)
 STALE = """
 import types, sys
 sys.modules["mpicoll._riding"] = types.SimpleNamespace(VERSION="unknown")
-from mpicoll import riding
+from mpicoll.operations import riding
 assert riding.extension is None
 assert riding.ride is riding.ride_in_python
 print(riding.why_not)
@@ -257,7 +258,7 @@ def test_a_wheel(compiler: str, tmp_path: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     built = "mpicoll/_riding" + str(sysconfig.get_config_var("EXT_SUFFIX")) in names
     assert built == (not compiler and can_build()), names
-    assert "mpicoll/riding.py" in names
+    assert "mpicoll/operations/riding.py" in names
     assert "mpicoll/py.typed" in names
 
 
@@ -309,7 +310,7 @@ def test_a_movement_in_turns(extension: Any) -> None:
 @pytest.mark.parametrize(("op", "dtype"), [("SUM", "f8"), ("PROD", "i2"), ("MAX", "f4"), ("SUM", "c16"), ("LXOR", "?")])
 def test_a_reduction_in_turns(extension: Any, op: str, dtype: str) -> None:
     """Both members get the same, in place, and what NumPy says."""
-    from mpicoll.engines.node import OPS
+    from mpicoll.transports.shm.transport import OPS
 
     kind = np.dtype(dtype)
     terms = [(np.arange(100) % (7 + rank)).astype(kind) for rank in range(2)]

@@ -10,7 +10,7 @@ import numpy as np
 
 mpi4py.rc.initialize = False  # nothing here moves
 
-from mpicoll.fused import Plan, layout  # noqa: E402
+from mpicoll.api.coalesced import Plan, layout  # noqa: E402
 
 DTYPES = [np.dtype(char) for char in "dfD"]
 

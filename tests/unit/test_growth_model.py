@@ -143,9 +143,9 @@ def test_it_grows_with_the_logarithm_of_ranks() -> None:
 def test_constants_of_the_library() -> None:
     """Those that the model repeats are those of the code."""
     from mpicoll.checks.agreement import _ROUND
-    from mpicoll.checks.rounds import MOST_MEMBERS
-    from mpicoll.engines.node import Budget
-    from mpicoll.settings import Settings
+    from mpicoll.runtime.settings import Settings
+    from mpicoll.transports.shm.control import MOST_MEMBERS
+    from mpicoll.transports.shm.transport import Budget
 
     assert (_ROUND.size, MOST_MEMBERS, Settings().shm_mb << 20) == (model.ROUND, model.NODE, model.SHM)
     for ranks in (2, 8, 33, 64):

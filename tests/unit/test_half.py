@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpicoll.buffers.array import Memory
-from mpicoll.buffers.half import narrow, wide, widen
+from mpicoll.memory.half import narrow, wide, widen
+from mpicoll.memory.memory import Memory
 
 WORDS = np.arange(1 << 16, dtype=np.uint16)
 

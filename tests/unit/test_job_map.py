@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from mpicoll.cli.job_links import MOST_PAIRS, Link, pairs_between, pairs_within
-from mpicoll.cli.job_map import JobMap, Place, few, in_microseconds, in_rate, link_rows, place_here, rows
-from mpicoll.cli.job_picture import draw, matrix
-from mpicoll.cli.job_warnings import warnings
+from mpicoll.cli.job.links import MOST_PAIRS, Link, pairs_between, pairs_within
+from mpicoll.cli.job.model import JobMap, Place, few, in_microseconds, in_rate, link_rows, place_here, rows
+from mpicoll.cli.job.picture import draw, matrix
+from mpicoll.cli.job.warnings import warnings
 
 OMP1: Mapping[str, str] = {"OMP_NUM_THREADS": "1"}
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numpy.lib.stride_tricks import as_strided, sliding_window_view
 
-from mpicoll.buffers.array import adapt, adapt_list, same_dtype
-from mpicoll.buffers.layouts import in_common, overlaps
+from mpicoll.memory.adapt import adapt, adapt_list, same_dtype
+from mpicoll.memory.layouts import in_common, overlaps
 
 
 def views(base: Any) -> dict[str, Any]:

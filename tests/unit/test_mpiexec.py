@@ -13,10 +13,11 @@ import pytest
 from mpicoll.cli.main import parser
 from mpicoll.cli.run import rank_command
 from mpicoll.errors import LaunchError
-from mpicoll.launch import library as library_module
-from mpicoll.launch import rundir
+from mpicoll.launch import job_folder
+from mpicoll.launch import mpi_library as library_module
 from mpicoll.launch.job import decide, describe
-from mpicoll.launch.library import MpiLibrary, conflicting_wheels, parse_probe
+from mpicoll.launch.job_folder import Record, read_records, record_failure, scrub, write_ours
+from mpicoll.launch.mpi_library import MpiLibrary, conflicting_wheels, parse_probe
 from mpicoll.launch.mpiexec import (
     Launch,
     Machine,
@@ -29,7 +30,6 @@ from mpicoll.launch.mpiexec import (
     settings_in_files,
     srun_command,
 )
-from mpicoll.launch.rundir import Record, read_records, record_failure, scrub, write_ours
 from mpicoll.launch.streams import Lines
 
 OMPI5 = Mpiexec("/opt/ompi/bin/mpiexec", "openmpi", "5.0.11")
@@ -193,7 +193,7 @@ def test_user_mapping_is_left_alone() -> None:
     argv = plan(OMPI5, environ=chosen).argv
     assert "--bind-to" not in argv
     assert "--oversubscribe" not in argv
-    assert "--bind-to" not in plan(OMPI5, extra=("--bind-to", "core")).argv[: -len(rundir.WRAPPER.split())]
+    assert "--bind-to" not in plan(OMPI5, extra=("--bind-to", "core")).argv[: -len(job_folder.WRAPPER.split())]
 
 
 def test_hosts_and_tags() -> None:
@@ -282,7 +282,7 @@ def test_the_line_by_hand() -> None:
     """The line that --dry-run prints holds the variables, the launcher and the script, and no wrapper."""
     launch = plan(MPICH, environ={**TWO_NODES, "A": "b"})
     assert launch.line == "SLURM_MPI_TYPE=none /opt/mpich/bin/mpiexec -n 4 python s.py"
-    assert rundir.WRAPPER in launch.argv
+    assert job_folder.WRAPPER in launch.argv
 
 
 def test_settings_in_files(tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def test_describe() -> None:
 
 def test_records_and_scrub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the job set for itself goes out of the environment; what was changed since stays; failures are recorded."""
-    monkeypatch.setattr(rundir, "_where", None)
+    monkeypatch.setattr(job_folder, "_where", None)
     record_failure(1, 3, {})
     scrub({})
     (tmp_path / "records").write_text("start 0 12\nhalf a\n")
@@ -345,7 +345,7 @@ def test_records_and_scrub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert environ == {"OMPI_MCA_btl": "self,tcp", "HOME": "/h"}
     record_failure(1, 3, environ)
     assert read_records(tmp_path) == [Record("start", 0, 12), Record("fail", 1, 3)]
-    monkeypatch.setattr(rundir, "_where", str(tmp_path / "gone"))
+    monkeypatch.setattr(job_folder, "_where", str(tmp_path / "gone"))
     record_failure(1, 3, environ)
     assert read_records(tmp_path / "gone") == []
 
@@ -357,7 +357,7 @@ def test_wrapper_survives_group_signals(shell: str, tmp_path: Path) -> None:
         pytest.skip(f"no {shell} here")
     (tmp_path / "records").touch()
     env = {"PATH": os.environ["PATH"], "MPICOLL_RUN_DIR": str(tmp_path), "PMI_RANK": "2"}
-    command = [shell, "-c", rundir.WRAPPER, "rank", "/bin/sh", "-c", "kill -TERM 0; sleep 5"]
+    command = [shell, "-c", job_folder.WRAPPER, "rank", "/bin/sh", "-c", "kill -TERM 0; sleep 5"]
     done = subprocess.run(command, env=env, start_new_session=True, timeout=20, capture_output=True)
     assert done.returncode == 143
     assert [(r.kind, r.rank, r.value) for r in read_records(tmp_path)][1:] == [("exit", 2, 143)]

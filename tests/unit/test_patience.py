@@ -8,15 +8,19 @@ from typing import Any
 
 import pytest
 
-from mpicoll import groups, patience
-from mpicoll.checks import board as boards
-from mpicoll.checks.board import Board
-from mpicoll.checks.call import Call, call_site
-from mpicoll.checks.entries import Entry
-from mpicoll.checks.report import deadlock
-from mpicoll.checks.slots import Place
+from mpicoll.diagnosis import board as boards
+from mpicoll.diagnosis import wait_policy
+from mpicoll.diagnosis.board import Board
+from mpicoll.diagnosis.call import Call
+from mpicoll.diagnosis.deadlock_search import search
+from mpicoll.diagnosis.job_state import await_death, told_dead, waits_now
+from mpicoll.diagnosis.node_board import Place
+from mpicoll.diagnosis.report.entries import Entry
+from mpicoll.diagnosis.report.report import deadlock
+from mpicoll.diagnosis.wait_policy import CallWait
 from mpicoll.errors import DeadlockError, GroupBrokenError, PeerExitedError, PeerFailedError
-from mpicoll.patience import CallWait, await_death, search, told_dead, waits_now
+from mpicoll.groups import registry
+from mpicoll.runtime.call_site import call_site
 
 RANKS, ME = 1_000, 500
 
@@ -51,9 +55,9 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[SyntheticBoard]:
         settings=SimpleNamespace(stall_warn=60.0),
         groups={},
     )
-    groups.set_state(state)
+    registry.set_state(state)
     yield made
-    groups.set_state(None)
+    registry.set_state(None)
 
 
 def test_a_death_is_told_whoever_notices_it_first(board: SyntheticBoard) -> None:
@@ -113,7 +117,7 @@ def test_the_last_call_of_those_that_are_late(board: SyntheticBoard) -> None:
     called: Any = SimpleNamespace(calls=40, last="…", display="WORLD", last_call=lambda: "barrier at /a b/train.py:17")
     other: Any = SimpleNamespace(calls=50, last="…", display="rows", last_call=lambda: "all_reduce at /a b/train.py:18")
     unused: Any = SimpleNamespace(calls=0, last=None, display="columns", last_call=lambda: "")
-    groups.state().groups.update({"1": called, "1.1": other, "1.2": unused})
+    registry.state().groups.update({"1": called, "1.1": other, "1.2": unused})
     calls, entry = waits_now("1")
     assert (calls, entry.state, entry.op, entry.site, entry.group) == (
         40,
@@ -165,7 +169,7 @@ def test_a_certificate_is_waited_for(board: SyntheticBoard, monkeypatch: pytest.
     assert isinstance(certain, DeadlockError)
     assert certain.ranks == [ME, 501]
     late = wait()
-    monkeypatch.setattr(patience, "VERDICT_WITHIN", 0.0)
+    monkeypatch.setattr(wait_policy, "VERDICT_WITHIN", 0.0)
     broken = late.check(0.01)
     assert isinstance(broken, GroupBrokenError)
     assert "rank 501 gave the group up: it is a deadlock" in str(broken)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpicoll.buffers import pickled
-from mpicoll.buffers.pickled import HEADER, IN_BAND_BYTES, Arriving, Packed, WireError, pack, read_header
+from mpicoll.memory import pickled
+from mpicoll.memory.pickled import HEADER, IN_BAND_BYTES, Arriving, Packed, WireError, pack, read_header
 
 LARGE = 1 << 50
 

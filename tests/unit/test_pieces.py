@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpicoll.engines.base import Kind, Movement, block_bytes, block_elements, pieces, starts
+from mpicoll.transports.base import Kind, Movement, block_bytes, block_elements, pieces, starts
 
 WHOLE = (Kind.BROADCAST, Kind.ALL_REDUCE, Kind.REDUCE)
 BLOCKS = (Kind.ALL_GATHER, Kind.GATHER, Kind.SCATTER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL)

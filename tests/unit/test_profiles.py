@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from mpicoll.cli.tune import faster
-from mpicoll.engines.base import Kind
-from mpicoll.engines.choice import NEVER, Choice, add_profile, find_profile
-from mpicoll.profiles import library_name, path_of_profiles
+from mpicoll.runtime.mpi_library import library_name
+from mpicoll.transports.base import Kind
+from mpicoll.transports.selection import NEVER, Choice, add_profile, find_profile, path_of_profiles
 
 SIZES = [1024, 4096, 16384, 65536]
 

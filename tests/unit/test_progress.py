@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from polling import until
 
-from mpicoll import waiting
-from mpicoll.progress import FIRST_NAP, MOST_AT_ONCE, MOST_NAP, NAME, ProgressThread, nap
+from mpicoll.runtime import waiting
+from mpicoll.runtime.progress import FIRST_NAP, MOST_AT_ONCE, MOST_NAP, NAME, ProgressThread, nap
 
 
 class Made:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpicoll.buffers.array import adapt, adapt_list, viewed
-from mpicoll.buffers.protocols import as_numpy
+from mpicoll.memory.adapt import adapt, adapt_list, viewed
+from mpicoll.memory.protocols import as_numpy
 
 
 class Interface:

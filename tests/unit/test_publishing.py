@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mpicoll import publishing
-from mpicoll.publishing import Published, announce, await_visible, path_list
+from mpicoll.leader_blocks import published_files
+from mpicoll.leader_blocks.published_files import Published, announce, await_visible, path_list
 
 
 class Clock:
@@ -129,7 +129,7 @@ def test_times_of_other_file_systems(tmp_path: Path) -> None:
 
 def test_a_folder_with_very_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their number and bytes are compared; more than announced is right, as others may have written since."""
-    monkeypatch.setattr(publishing, "MOST_LISTED", 3)
+    monkeypatch.setattr(published_files, "MOST_LISTED", 3)
     for i in range(5):
         (tmp_path / str(i)).write_text("x" * i)
     published = announce([str(tmp_path)])

@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 
-from mpicoll.buffers.quiet import _with_errstate, quietly
+from mpicoll.memory.arithmetic import _with_errstate, quietly
 
 
 def test_nothing_is_said() -> None:

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from mpicoll.checks import report as reports
-from mpicoll.checks.call import Call, call_site
-from mpicoll.checks.entries import (
+from mpicoll.diagnosis.call import Call
+from mpicoll.diagnosis.report import report as reports
+from mpicoll.diagnosis.report.entries import (
     MOST_COUNTED,
     MOST_ROWS,
     Entry,
@@ -36,8 +36,7 @@ from mpicoll.checks.entries import (
     size_bound,
     table_of,
 )
-from mpicoll.checks.layout import columns, short_paths
-from mpicoll.checks.report import (
+from mpicoll.diagnosis.report.report import (
     Report,
     call_text,
     calls_now,
@@ -48,6 +47,8 @@ from mpicoll.checks.report import (
     show,
     time_limit,
 )
+from mpicoll.diagnosis.report.text_layout import columns, short_paths
+from mpicoll.runtime.call_site import call_site
 
 GOLDEN = Path(__file__).parent / "golden"
 SIZES = (4, 64, 1_000, 100_000)

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 
-from mpicoll.settings import INTERNAL, SETTINGS, Settings, read_settings, to_seconds
+from mpicoll.runtime.settings import INTERNAL, SETTINGS, Settings, read_settings, to_seconds
 
 
 def test_defaults() -> None:

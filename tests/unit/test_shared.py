@@ -9,23 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from mpicoll import shared
+from mpicoll.transports.shm import mapping
 
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setattr(shared, "DIRECTORY", str(tmp_path))
+    monkeypatch.setattr(mapping, "DIRECTORY", str(tmp_path))
     return tmp_path
 
 
 def test_names_are_taken_away(folder: Path) -> None:
     """One by one, or all that are left."""
-    made = [shared.create("test", 4096) for _ in range(3)]
+    made = [mapping.create("test", 4096) for _ in range(3)]
     assert len(list(folder.iterdir())) == 3
-    shared.remove(made[0][1])
+    mapping.remove(made[0][1])
     assert len(list(folder.iterdir())) == 2
-    shared.remove()
-    shared.remove(made[0][1])
+    mapping.remove()
+    mapping.remove(made[0][1])
     assert not list(folder.iterdir())
     for descriptor, _, _ in made:
         os.close(descriptor)
@@ -35,25 +35,25 @@ def test_what_a_killed_process_has_left_is_swept(folder: Path) -> None:
     """Only if it is old, of this kind, and its maker gone."""
     program = f"""
 import os, sys, time
-from mpicoll import shared
-shared.DIRECTORY = {str(folder)!r}
+from mpicoll.transports.shm import mapping
+mapping.DIRECTORY = {str(folder)!r}
 for kind in ("segment", "other"):
-    shared.create(kind, 4096)
+    mapping.create(kind, 4096)
 print("made", flush=True)
 sys.stdin.read()
 """
     maker = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert maker.stdout is not None
     assert maker.stdout.readline() == b"made\n"
-    shared.sweep("segment")
+    mapping.sweep("segment")
     assert len(list(folder.iterdir())) == 2  # young
     for path in folder.iterdir():
         os.utime(path, (1, 1))
-    shared.sweep("segment")
+    mapping.sweep("segment")
     assert len(list(folder.iterdir())) == 2  # its maker lives
     maker.kill()
     maker.communicate()
-    shared.sweep("segment")
+    mapping.sweep("segment")
     assert [path.name.split("-")[1] for path in folder.iterdir()] == ["other"]
 
 
@@ -63,7 +63,7 @@ def test_a_mapping_keeps_no_descriptor(tmp_path: Path) -> None:
     path.write_bytes(bytes(8192))
     before = os.listdir("/proc/self/fd")
     with path.open("r+b") as file:
-        one, other = (shared.map_file(file.fileno(), 8192) for _ in range(2))
+        one, other = (mapping.map_file(file.fileno(), 8192) for _ in range(2))
     assert os.listdir("/proc/self/fd") == before
     one[5000] = 7
     assert (len(other), other[5000], path.read_bytes()[5000]) == (8192, 7, 7)
@@ -72,4 +72,4 @@ def test_a_mapping_keeps_no_descriptor(tmp_path: Path) -> None:
     del one, other
     assert str(path) not in Path("/proc/self/maps").read_text()
     with path.open("rb") as file, pytest.raises(OSError, match="denied"):
-        shared.map_file(file.fileno(), 8192)
+        mapping.map_file(file.fileno(), 8192)

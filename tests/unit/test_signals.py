@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from mpicoll import signals
-from mpicoll.signals import Guard, Shield, c_handler, unhandled
+from mpicoll.runtime import signals
+from mpicoll.runtime.signals import Guard, Shield, c_handler, unhandled
 
 USED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 

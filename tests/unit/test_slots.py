@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mpicoll import shared
-from mpicoll.checks import slots as slots_module
-from mpicoll.checks.slots import SLOT_BYTES, Place, Slots
+from mpicoll.diagnosis import node_board as slots_module
+from mpicoll.diagnosis.node_board import SLOT_BYTES, Place, Slots
+from mpicoll.transports.shm import mapping
 
 RANKS = (4, 7, 9)
 
@@ -130,8 +130,8 @@ def test_waiting_follows_ranks_that_leave(path: Path) -> None:
 
 def test_no_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Where the memory cannot be had, nothing is left behind."""
-    monkeypatch.setattr(shared, "DIRECTORY", str(tmp_path))
-    descriptor, path, why = shared.create("test", 4096)
+    monkeypatch.setattr(mapping, "DIRECTORY", str(tmp_path))
+    descriptor, path, why = mapping.create("test", 4096)
     os.close(descriptor)
     assert (Path(path).stat().st_size, why) == (4096, "")
 
@@ -139,10 +139,10 @@ def test_no_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    assert shared.create("test", 4096) == (-1, "", f"No space left on device (4 KiB in {tmp_path})")
+    assert mapping.create("test", 4096) == (-1, "", f"No space left on device (4 KiB in {tmp_path})")
     assert len(list(tmp_path.iterdir())) == 1
-    monkeypatch.setattr(shared, "DIRECTORY", str(tmp_path / "missing"))
-    assert shared.create("test", 4096)[:2] == (-1, "")
+    monkeypatch.setattr(mapping, "DIRECTORY", str(tmp_path / "missing"))
+    assert mapping.create("test", 4096)[:2] == (-1, "")
 
 
 def test_news_of_the_ranks_that_wait(path: Path) -> None:

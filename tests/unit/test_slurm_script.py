@@ -13,10 +13,10 @@ from mpicoll.cli import slurm_script
 from mpicoll.cli.main import main
 from mpicoll.cli.slurm_script import Plan, Wanted, script
 from mpicoll.errors import LaunchError
-from mpicoll.launch import library as library_module
+from mpicoll.launch import mpi_library as library_module
 from mpicoll.launch import mpiexec as mpiexec_module
 from mpicoll.launch import slurm
-from mpicoll.launch.library import MpiLibrary
+from mpicoll.launch.mpi_library import MpiLibrary
 from mpicoll.launch.mpiexec import Mpiexec
 
 OPEN_MPI = MpiLibrary("openmpi", "Open MPI", "5.0.11", (3, 1), "", "Open MPI v5.0.11, package: ...")

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from standin_gpu import Gpu
 
-from mpicoll.buffers import staging
-from mpicoll.buffers.array import adapt
-from mpicoll.buffers.staging import Pool, Shadow, on_device, shadow
+from mpicoll.memory.adapt import adapt
+from mpicoll.memory.device import runtime as device_runtime
+from mpicoll.memory.device.array import Shadow, on_device, shadow
+from mpicoll.memory.device.pool import Pool
 
 
 class OnDevice:
@@ -43,8 +44,8 @@ def test_what_is_on_a_gpu() -> None:
 
 def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     """An array on a GPU without CuPy, or without a GPU: the error names the package, or what CuPy says."""
-    monkeypatch.setattr(staging, "_runtime", None)
-    monkeypatch.delitem(sys.modules, "mpicoll.buffers.cuda", raising=False)
+    monkeypatch.setattr(device_runtime, "_runtime", None)
+    monkeypatch.delitem(sys.modules, "mpicoll.memory.device.cuda", raising=False)
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(TypeError, match=r"parameter `x` is on a GPU, and this needs CuPy.*pip install cupy-cuda12x"):
         adapt(Interface(), "x", writable=False)
@@ -72,7 +73,7 @@ def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     with pytest.raises(TypeError, match="parameter `x` is on a GPU, and CuPy finds no GPU: CUDA driver version"):
         adapt(Interface(), "x", writable=True)
-    monkeypatch.delitem(sys.modules, "mpicoll.buffers.cuda", raising=False)
+    monkeypatch.delitem(sys.modules, "mpicoll.memory.device.cuda", raising=False)
 
 
 def test_a_shadow_is_an_address() -> None:

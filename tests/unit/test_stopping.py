@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from mpicoll import signals
-from mpicoll.signals import Notes, c_handler, unhandled
-from mpicoll.stopping import MOST_CALLS, calls_until_next
+from mpicoll.runtime import signals
+from mpicoll.runtime.signals import Notes, c_handler, unhandled
+from mpicoll.training.stop_requests import MOST_CALLS, calls_until_next
 
 USED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from mpicoll.settings import read_settings
-from mpicoll.timelimit import Clock, duration, hours_and_minutes, qstat_left
+from mpicoll.runtime.settings import read_settings
+from mpicoll.training.time_limit import Clock, duration, hours_and_minutes, qstat_left
 
 
 @pytest.mark.parametrize(

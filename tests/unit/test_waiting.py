@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import mpi4py
 import pytest
 
-from mpicoll import waiting, watchdog
 from mpicoll.errors import CollectiveTimeoutError, DistBackendError, PeerFailedError
-from mpicoll.signals import Shield
+from mpicoll.runtime import signals, waiting, watchdog
+from mpicoll.runtime.signals import Shield
 
 
 class Clock:
@@ -62,7 +62,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "pending", [])
     monkeypatch.setattr(waiting, "_services", [])
     monkeypatch.setattr(waiting, "crowded", False)
-    monkeypatch.setattr(waiting.guard, "noted", None)
+    monkeypatch.setattr(signals.guard, "noted", None)
 
 
 def after(clock: Clock, seconds: float) -> Callable[[], bool]:
@@ -257,13 +257,13 @@ def test_a_call_that_completes_meanwhile_is_finished_first() -> None:
         return clock.now - 1000.0 > waiting.GIVE_UP_AFTER / 2
 
     def call() -> None:
-        with waiting.guard:
+        with signals.guard:
             waiting.wait_long(test, patience, clock=clock, sleep=clock.sleep)
 
     with pytest.raises(Alarm):
         call()
     assert patience.given_up == []
-    assert waiting.guard.noted is None
+    assert signals.guard.noted is None
 
 
 @pytest.mark.parametrize("how", ["handler", "Ctrl-C"])
@@ -280,9 +280,9 @@ def test_a_call_that_completes_just_before_it_is_left_is_complete(how: str) -> N
         return looks > 1
 
     def call() -> None:
-        with waiting.guard:
+        with signals.guard:
             if how == "Ctrl-C":
-                waiting.guard.noted = KeyboardInterrupt()
+                signals.guard.noted = KeyboardInterrupt()
             waiting.wait_long(test, patience, clock=clock, sleep=clock.sleep)
             assert clock.now - 1000.0 > waiting.GIVE_UP_AFTER
 
@@ -294,7 +294,7 @@ def test_a_call_that_completes_just_before_it_is_left_is_complete(how: str) -> N
 
 def test_a_wait_inside_another_leaves_it_its_signals(monkeypatch: pytest.MonkeyPatch) -> None:
     """A callback that communicates ends with a wait of its own; the outer one answers SIGTERM again soon after."""
-    monkeypatch.setattr(waiting.guard, "installed", True)
+    monkeypatch.setattr(signals.guard, "installed", True)
     clock, inner = Clock(), Clock()
     armed: list[tuple[float, bool]] = []
     nested = False
@@ -302,11 +302,11 @@ def test_a_wait_inside_another_leaves_it_its_signals(monkeypatch: pytest.MonkeyP
     def test() -> bool:
         nonlocal nested
         waited = clock.now - 1000.0
-        armed.append((waited, signal.getsignal(signal.SIGTERM) == waiting.guard._terminate))
+        armed.append((waited, signal.getsignal(signal.SIGTERM) == signals.guard._terminate))
         if waited > 0.1 and not nested:
             nested = True
             waiting.wait_long(after(inner, 0.1), Patience(), clock=inner, sleep=inner.sleep)
-            armed.append((waited, signal.getsignal(signal.SIGTERM) == waiting.guard._terminate))
+            armed.append((waited, signal.getsignal(signal.SIGTERM) == signals.guard._terminate))
         return waited > 0.2
 
     waiting.wait_long(test, Patience(), clock=clock, sleep=clock.sleep)
@@ -318,7 +318,7 @@ def test_a_wait_inside_another_leaves_it_its_signals(monkeypatch: pytest.MonkeyP
 
 def test_ctrl_c_is_noted_inside_and_raised_outside() -> None:
     """The guard's handler raises between calls, and notes inside one what the wait then answers."""
-    guard = waiting.Guard()
+    guard = signals.Guard()
     with pytest.raises(KeyboardInterrupt):
         guard._handle(2, None)  # type: ignore[arg-type]
 
@@ -424,7 +424,7 @@ def test_the_watchdog_outlives_what_fails_in_it(
 def test_a_place_is_told_while_groups_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watchdog reads the groups while other threads of the program make and destroy some."""
     monkeypatch.setattr(mpi4py.rc, "initialize", False)
-    patience = importlib.import_module("mpicoll.patience")
+    job_state = importlib.import_module("mpicoll.diagnosis.job_state")
     told: list[tuple[str, ...]] = []
     slots = SimpleNamespace(tell_place=lambda *words: told.append(words))
     known = SimpleNamespace(groups={}, thread=0, board=SimpleNamespace(slots=slots))
@@ -441,8 +441,8 @@ def test_a_place_is_told_while_groups_come_and_go(monkeypatch: pytest.MonkeyPatc
             return "barrier at here.py:1"
 
     known.groups["1"] = Group()
-    monkeypatch.setattr(patience.groups, "current", lambda: known)
-    patience.tell_place()
+    monkeypatch.setattr(job_state, "current", lambda: known)
+    job_state.tell_place()
     assert told == [("", "barrier", "here.py:1")]
 
 

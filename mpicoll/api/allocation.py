@@ -1,0 +1,85 @@
+"""Arrays in memory that the ranks of a node share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+
+from mpicoll.checks.agreement import Flags
+from mpicoll.diagnosis.call import Call
+from mpicoll.errors import ARGUMENT
+from mpicoll.groups.registry import member_or_warn
+from mpicoll.memory.dtypes import element
+from mpicoll.operations import execution
+from mpicoll.runtime.call_site import call_site
+from mpicoll.transports.base import Request
+
+
+def empty(shape: Any, dtype: Any = float, *, group: Any = None, shared: bool = True) -> Any:
+    """Return an array without set elements, in memory that the members of the group share where they are on one node.
+
+    Called by all members with the same arguments. An ``all_reduce`` in place of such an array, or of the same contiguous part
+    of it on all members, is done where it is: nothing is copied into other memory first. Everything else takes it as any array.
+    The others can read the memory, so the array may change as soon as it is passed to a call, as any array of a call.
+
+    Args:
+        shape: an int or a tuple of ints, as for numpy.empty.
+        dtype: a dtype that can be moved (docs/arrays.md).
+        group: the group; default the world. Its calls alone profit.
+        shared: False: an ordinary array, and no communication.
+
+    Returns:
+        A numpy.ndarray. Where the members are on several nodes, where shared memory is not to be had, and with
+        ``MPICOLL_ENGINE=mpi`` it is an ordinary one. The memory is given back when no array of any member uses it. It is in
+        ``/dev/shm`` (a container may have little there) and does not count for ``MPICOLL_SHM_MB``.
+
+    Raises:
+        TypeError, ValueError: a shape or dtype that cannot be; all members raise.
+        CollectiveMismatchError: the members passed different ones.
+
+    Source: torch.distributed._symmetric_memory.empty; MPI_Win_allocate_shared (MPI-4.1 section 12.2.3).
+    """
+    if not shared:
+        return np.empty(shape, dtype)
+    found = member_or_warn(group, "empty")
+    if found is None:
+        return None
+    execution.enter(found, "empty")
+    error: Exception | None = None
+    size: tuple[int, ...] = ()
+    kind = np.dtype(float)
+    try:
+        size, kind = _shape(shape), np.dtype(dtype)
+        element(kind)
+    except Exception as wrong:
+        setattr(wrong, ARGUMENT, True)
+        error = wrong
+    nbytes = math.prod(size) * kind.itemsize
+    call = Call("empty", (size, str(kind)) if error is None else (), call_site(), error=error)
+    node = found.pair.node
+    memory: list[Any] = []
+
+    def steps(flags: Flags) -> Generator[Request, None, None]:
+        if node is not None and nbytes and found.pair.choice.mode != "mpi":
+            yield from node.prepare()
+            if node.usable:
+                made = yield from node.share(nbytes)
+                if not isinstance(made, str):
+                    memory.append(made)
+                    found.rides.clear()  # what moves by copies may be in such an array from now on
+
+    execution.conduct(found, call, steps)
+    return np.asarray(memory[0]).view(kind).reshape(size) if memory else np.empty(size, kind)
+
+
+def _shape(shape: Any) -> tuple[int, ...]:
+    given = (shape,) if hasattr(shape, "__index__") else tuple(shape)
+    if any(not hasattr(each, "__index__") or isinstance(each, bool) for each in given):
+        raise TypeError(f"shape must be an integer or a tuple of integers, got {shape!r}")
+    size = tuple(int(each) for each in given)
+    if min(size, default=0) < 0:
+        raise ValueError(f"negative dimensions are not allowed: {shape!r}")
+    return size

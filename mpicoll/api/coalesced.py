@@ -1,0 +1,576 @@
+"""Many arrays in few collectives: coalesced reductions and gathers, and the average of gradients in buckets.
+
+The arrays are copied into flat buffers, a bucket each, and every bucket is one movement of one call: so the members agree once,
+on the number, the order, the shapes and the dtypes of all arrays. An array that fills a bucket alone moves where it is.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from hashlib import blake2b
+from itertools import groupby
+from operator import attrgetter
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from mpicoll.api.collectives import Prepared, run_prepared
+from mpicoll.checks.memory_in_use import SEALED_BYTES, claims
+from mpicoll.groups.process_group import ProcessGroup
+from mpicoll.groups.registry import member_or_warn
+from mpicoll.memory.adapt import adapt, adapt_list, apart, same_dtype, viewed
+from mpicoll.memory.dtypes import Reduction, dtype_name, is_native, resolve_reduction
+from mpicoll.memory.half import wide
+from mpicoll.memory.memory import AnyArray, Memory
+from mpicoll.memory.reduce_op import RedOpType, ReduceOp
+from mpicoll.operations import riding
+from mpicoll.operations.repeating import Repeated
+from mpicoll.operations.work import Work
+from mpicoll.runtime import signals
+from mpicoll.runtime.call_site import caller
+from mpicoll.transports.base import Kind, Movement
+
+BUCKET_BYTES = 25 * 1024 * 1024
+"""Bytes of a bucket (torch's DistributedDataParallel has the same)."""
+
+KEPT_BYTES = 256 * 1024 * 1024
+"""Bytes of flat buffers that are kept for lists of the same shapes and dtypes, all together."""
+
+_MOST_PLANS = 16
+_MOST_WORDS = 60
+_plain = attrgetter("flags.carray")
+
+
+class _Bucket:
+    """Arrays of one dtype that are reduced together.
+
+    Attributes:
+        dtype: as which they are reduced.
+        named: the name of the program's dtype where it is another one.
+        places: where they stand in the list.
+        starts: where each begins in the flat buffer; the last is its length.
+    """
+
+    __slots__ = ("dtype", "named", "places", "starts")
+
+    def __init__(self, dtype: np.dtype[Any], named: str) -> None:
+        self.dtype = dtype
+        self.named = named
+        self.places: list[int] = []
+        self.starts = [0]
+
+    def add(self, place: int, elements: int) -> None:
+        """Take one more array."""
+        self.places.append(place)
+        self.starts.append(self.starts[-1] + elements)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of its elements."""
+        return self.starts[-1] * self.dtype.itemsize
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is one array, too large to be worth a copy (and for a small one to be watched for writes)."""
+        return len(self.places) == 1 and self.nbytes > SEALED_BYTES
+
+
+class _Flat:
+    """The flat buffer of a bucket, and its parts in the shapes of the arrays."""
+
+    __slots__ = ("parts", "whole")
+
+    def __init__(self, bucket: _Bucket, shapes: Sequence[tuple[int, ...]]) -> None:
+        self.whole = np.empty(bucket.starts[-1], bucket.dtype)
+        ends = zip(bucket.places, bucket.starts, bucket.starts[1:], strict=False)
+        self.parts = [self.whole[start:end].reshape(shapes[place]) for place, start, end in ends]
+
+
+class Plan:
+    """How a list of arrays, known by their dtypes and shapes, goes into buckets.
+
+    Args:
+        bytes_: of a bucket; an array that is larger gets one of its own.
+        names: of the program's dtypes, as ``Memory.named``; none at all where every one is "".
+
+    Attributes:
+        bytes: of a bucket.
+        words: the dtypes and shapes, in short, with a checksum where they are too long.
+    """
+
+    def __init__(
+        self,
+        dtypes: Sequence[np.dtype[Any]],
+        shapes: Sequence[tuple[int, ...]],
+        bytes_: int,
+        names: Sequence[str] = (),
+    ) -> None:
+        names = names or ("",) * len(dtypes)
+        self.shapes = shapes
+        self.bytes = bytes_
+        self.buckets: list[_Bucket] = []
+        self.words = layout([name or dtype_name(dtype) for dtype, name in zip(dtypes, names, strict=True)], shapes)
+        self._free: list[list[_Flat | None]] = []
+        filling: dict[tuple[np.dtype[Any], str], _Bucket] = {}
+        for place, (dtype, name, shape) in enumerate(zip(dtypes, names, shapes, strict=True)):
+            elements = int(np.prod(shape, dtype=np.int64))
+            bucket = filling.get((dtype, name))
+            if bucket is None or (bucket.places and bucket.nbytes + elements * dtype.itemsize > bytes_):
+                bucket = filling[dtype, name] = _Bucket(dtype, name)
+                self.buckets.append(bucket)
+            bucket.add(place, elements)
+        self.nbytes = sum(bucket.nbytes for bucket in self.buckets if not bucket.alone)
+
+    def take(self) -> list[_Flat | None]:
+        """Return a flat buffer for each bucket that needs one, which nobody else has until :meth:`give_back`."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return [None if bucket.alone else _Flat(bucket, self.shapes) for bucket in self.buckets]
+
+    def give_back(self, flats: list[_Flat | None]) -> None:
+        """Keep the buffers for the next call."""
+        if not self._free and self.nbytes <= KEPT_BYTES:
+            self._free.append(flats)
+
+
+def layout(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> str:
+    """Return ``2 x float32(3, 4), float64()``: texts of other lists are others, also where they are cut."""
+    words = []
+    for (name, shape), same in groupby(zip(names, shapes, strict=True)):
+        count = sum(1 for _ in same)
+        text = f"{name}({', '.join(map(str, shape))})"
+        words.append(f"{count} x {text}" if count > 1 else text)
+    whole = ", ".join(words)
+    if len(whole) <= _MOST_WORDS:
+        return whole
+    return f"{whole[: _MOST_WORDS - 20]}… {blake2b(whole.encode(), digest_size=8).hexdigest()}"
+
+
+_plans: dict[Any, Plan] = {}
+_plans_lock = threading.Lock()
+
+
+def _plan(dtypes: list[np.dtype[Any]], shapes: list[tuple[int, ...]], bytes_: int, names: tuple[str, ...] = ()) -> Plan:
+    key = (bytes_, tuple(dtypes), tuple(shapes), names)
+    with _plans_lock:
+        found = _plans.pop(key, None)
+        if found is None:
+            found = Plan(dtypes, shapes, bytes_, names)
+        _plans[key] = found  # the last used stands last
+        while True:
+            if len(_plans) == 1 or (
+                len(_plans) <= _MOST_PLANS and sum(plan.nbytes for plan in _plans.values()) <= KEPT_BYTES
+            ):
+                break
+            del _plans[next(iter(_plans))]
+        return found
+
+
+@dataclass(slots=True)
+class _List:
+    """The arrays of a call: as they are, where they are plain NumPy arrays, else the memories of all of them."""
+
+    arrays: list[Any]
+    memories: list[Memory] | None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the program's dtypes, if any is another than the one that is reduced."""
+        names = tuple(memory.named for memory in self.memories or ())
+        return names if any(names) else ()
+
+    def into(self, bucket: _Bucket, flat: _Flat) -> None:
+        """Copy the arrays of a bucket into its flat buffer."""
+        if self.memories is None:
+            arrays = self.arrays
+            for place, part in zip(bucket.places, flat.parts, strict=True):
+                part[...] = arrays[place]
+        else:
+            for place, part in zip(bucket.places, flat.parts, strict=True):
+                part.reshape(-1)[...] = self.memories[place].filled()
+
+    def out_of(self, bucket: _Bucket, flat: _Flat) -> None:
+        """Copy the results of a bucket to its arrays."""
+        if self.memories is None:
+            arrays = self.arrays
+            for place, part in zip(bucket.places, flat.parts, strict=True):
+                arrays[place][...] = part
+        else:
+            for place, part in zip(bucket.places, flat.parts, strict=True):
+                memory = self.memories[place]
+                memory.flat[...] = part.reshape(-1)
+                if memory.unpack is not None:
+                    memory.unpack()
+
+    def memory(self, place: int) -> Memory:
+        """Return the memory of one array."""
+        if self.memories is not None:
+            return self.memories[place]
+        array = self.arrays[place]
+        return Memory(array.reshape(-1), array.shape)
+
+
+def _plain_list(arrays: Any) -> tuple[list[np.dtype[Any]], list[tuple[int, ...]]] | None:
+    """Return the dtypes and shapes of a list of NumPy arrays that MPI takes as they are; None where it is not one."""
+    if type(arrays) is not list or set(map(type, arrays)) != {np.ndarray} or not all(map(_plain, arrays)):
+        return None
+    dtypes = [array.dtype for array in arrays]
+    if not all(map(is_native, set(dtypes))):
+        return None
+    return dtypes, [array.shape for array in arrays]
+
+
+def _adapted(arrays: Any, name: str, one_dtype: bool) -> tuple[_List, list[np.dtype[Any]], list[tuple[int, ...]]]:
+    """Return the arrays of a list, which the call writes, with their dtypes and shapes."""
+    plain = _plain_list(arrays)
+    if plain is not None and (len(set(plain[0])) == 1 or not one_dtype):
+        apart(arrays, name)
+        return _List(arrays, None), *plain
+    if one_dtype or not isinstance(arrays, list):
+        memories = adapt_list(arrays, name, writable=True)
+    else:
+        memories = [adapt(array, f"{name}[{i}]", writable=True) for i, array in enumerate(arrays)]
+        apart([memory.own for memory in memories], name)
+    memories = [wide(memory) for memory in memories]
+    return (
+        _List(list(arrays), memories),
+        [memory.dtype for memory in memories],
+        [memory.shape for memory in memories],
+    )
+
+
+_PAIRS = ({"float32", "complex64"}, {"float64", "complex128"})
+
+
+def _complex_among_real(arrays: Any) -> bool:
+    """Whether a list holds complex arrays, and arrays of what their parts are, and no others: torch takes both in one call."""
+    if not isinstance(arrays, list):
+        return False
+    return {str(getattr(array, "dtype", "")).removeprefix("torch.") for array in arrays} in _PAIRS
+
+
+def _learn(
+    g: ProcessGroup, function: str, given: _List, plan: Plan, reductions: list[Reduction], key: tuple[Any, ...]
+) -> None:
+    """Keep a call in one bucket, so that it costs less when it is made again."""
+    if len(plan.buckets) != 1 or given.memories is not None or reductions[0].factor is not None:
+        return
+    if plan.buckets[0].alone:
+        return
+    (reduction,), flats = reductions, plan.take()
+    flat = flats[0]
+    assert flat is not None
+    whole: Any = flat.whole
+    again = Repeated(function, key, Kind.ALL_REDUCE, whole.nbytes, mpi_op=reduction.mpi_op, average=reduction.average)
+    riding.learn(g, (function, reduction.op, plan.words, plan.bytes), again, whole.dtype, whole, whole)
+    plan.give_back(flats)
+
+
+def _repeat(g: ProcessGroup, function: str, op: RedOpType, arrays: Any, bytes_: int, frame: FrameType) -> bool:
+    """Make a call again that has been made before; False, and nothing done, where it has not."""
+    plain = _plain_list(arrays)
+    if plain is None or not riding.apart(arrays):
+        return False
+    plan = _plan(*plain, bytes_)
+    known = g.rides.get((function, op, plan.words, bytes_))
+    if known is None:
+        return False
+    given, flats = _List(arrays, None), plan.take()
+    bucket, flat = plan.buckets[0], flats[0]
+    assert flat is not None
+    whole = flat.whole
+    with signals.guard:  # to the end: a Ctrl-C that is noted in a call that is complete must not keep its results back
+        given.into(bucket, flat)
+        made = known.rides and riding.ride(g, known, whole, whole, frame)
+        made = made or riding.repeat(g, known, whole, whole, frame)
+        if made:
+            given.out_of(bucket, flat)
+    plan.give_back(flats)
+    return made
+
+
+def _reduced(g: ProcessGroup, given: _List, plan: Plan, reductions: list[Reduction], key: tuple[Any, ...]) -> Prepared:
+    """Return the call that reduces the buckets of a plan, one movement each."""
+    flats = plan.take()
+    moves, steps = [], []
+    for bucket, flat, reduction in zip(plan.buckets, flats, reductions, strict=True):
+        memory = given.memory(bucket.places[0]) if flat is None else None
+        whole = memory.flat if memory is not None else flat.whole  # type: ignore[union-attr]
+        moves.append(Movement(Kind.ALL_REDUCE, recv=whole, op=reduction.mpi_op))
+        steps.append((bucket, flat, memory, whole, reduction))
+
+    def before() -> None:
+        for bucket, flat, memory, whole, reduction in steps:
+            if flat is not None:
+                given.into(bucket, flat)
+            elif memory is not None:
+                memory.filled()
+            if reduction.factor is not None:
+                whole[...] = reduction.before(whole)
+
+    def after() -> None:
+        for bucket, flat, memory, whole, reduction in steps:
+            reduction.after(whole, g.size())
+            if flat is not None:
+                given.out_of(bucket, flat)
+            elif memory is not None and memory.unpack is not None:
+                memory.unpack()
+        plan.give_back(flats)
+
+    move = replace(moves[0], more=tuple(moves[1:])) if moves else Movement(Kind.BARRIER)
+    awaits = tuple(given.memories or ())
+    return Prepared(key, move, list(given.arrays), awaits=awaits, before=before, after=after)
+
+
+def all_reduce_coalesced(
+    tensors: list[AnyArray] | AnyArray,
+    op: RedOpType | ReduceOp = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    *,
+    timeout: timedelta | None = None,
+    name: str | None = None,
+    stream: Any = None,
+) -> Work | None:
+    """Reduce every array of a list over all members, in place, in one call; all of them hold the results.
+
+    Called by all members with the same op, and as many arrays of the same dtype and shapes in the same order: a list that
+    differs raises on all members (torch would mix them up).
+
+    Args:
+        tensors: inputs and outputs, of one dtype (complex arrays may stand among those of their parts' dtype, as in torch); or
+            one array.
+        op: as in :func:`all_reduce`.
+        group, timeout, name, stream: as in :func:`broadcast`.
+        async_op: return a :class:`Work` of the whole at once (torch: its Future, here ``get_future()``).
+
+    Raises:
+        ValueError: the list is empty, or its dtypes differ.
+        Others as :func:`all_reduce`.
+
+    Source: torch.distributed.all_reduce_coalesced.
+    """
+    found = member_or_warn(group, "all_reduce_coalesced")
+    if found is None:
+        return None
+    if (
+        not async_op
+        and timeout is None
+        and name is None
+        and type(op) is RedOpType
+        and not claims.flights
+        and _repeat(found, "all_reduce_coalesced", op, tensors, BUCKET_BYTES, caller())
+    ):
+        return None
+
+    def prepare(g: ProcessGroup) -> Prepared:
+        one = not isinstance(tensors, list) and viewed(tensors) is not None
+        given, dtypes, shapes = _adapted([tensors] if one else tensors, "tensors", not _complex_among_real(tensors))
+        if not dtypes:
+            raise ValueError("all_reduce_coalesced: parameter `tensors` must hold one array at least")
+        plan = _plan(dtypes, shapes, BUCKET_BYTES, given.names)
+        named = plan.buckets[0].named
+        # The name in messages is all_reduce, as in torch.
+        reductions = [resolve_reduction("all_reduce", op, bucket.dtype, bucket.named) for bucket in plan.buckets]
+        key = (str(reductions[0].op), named or dtype_name(dtypes[0]), ("arrays", len(dtypes)), ("layout", plan.words))
+        _learn(g, "all_reduce_coalesced", given, plan, reductions, key)
+        return _reduced(g, given, plan, reductions, key)
+
+    return run_prepared("all_reduce_coalesced", found, async_op, timeout, prepare, name, stream=stream)
+
+
+def average_gradients(
+    arrays: Any,
+    group: Any = None,
+    async_op: bool = False,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    timeout: timedelta | None = None,
+    name: str | None = None,
+    stream: Any = None,
+) -> Work | None:
+    """Average every array over all members, in place: the sum, divided once by their number.
+
+    Called by all members with as many arrays of the same shapes and dtypes in the same order, which may be of several dtypes: a
+    list that differs raises on all members, before anything moves. The arrays travel in flat buffers of ``bucket_bytes``, one
+    collective each, behind one agreement; the buffers are kept for the next call with such arrays.
+
+    Waited for on the spot its movements are blocking ones, which are faster than asynchronous ones and their wait, or as fast
+    with ``MPICOLL_PROGRESS=thread``. To average layer by layer with ``async_op=True`` while the next one is computed pays with
+    that thread, large layers and cores to spare (docs/performance.md, "Overlap").
+
+    Args:
+        arrays: a list of floating-point or complex arrays; or an object with ``parameters()``, such as a module of torch, whose
+            parameters' ``grad`` is averaged: those without one (None) are left out, the same ones on all members.
+        bucket_bytes: size of a bucket, the same on all members; an array that is larger travels alone, without a copy.
+        group, timeout, name, stream: as in :func:`broadcast`.
+        async_op: return a :class:`Work` of the whole at once.
+
+    Raises:
+        RuntimeError: an array of integers or bools, which cannot hold an average.
+        ValueError: ``bucket_bytes`` is not positive.
+        Others as :func:`all_reduce`.
+
+    Example::
+
+        x, y = np.full(3, 2.0 * dist.get_rank()), np.ones((2, 2), np.float32)
+        dist.average_gradients([x, y])  # on two ranks x holds 1.0 now
+
+    Source: what torch's DistributedDataParallel does with its buckets; Li et al., VLDB 2020, section 3.2.
+    """
+    found = member_or_warn(group, "average_gradients")
+    if found is None:
+        return None
+    if (
+        not async_op
+        and timeout is None
+        and name is None
+        and type(bucket_bytes) is int
+        and not claims.flights
+        and _repeat(found, "average_gradients", RedOpType.AVG, arrays, bucket_bytes, caller())
+    ):
+        return None
+
+    def prepare(g: ProcessGroup) -> Prepared:
+        if not hasattr(bucket_bytes, "__index__") or isinstance(bucket_bytes, bool):
+            raise TypeError(f"bucket_bytes must be an integer, not {type(bucket_bytes).__name__}")
+        if bucket_bytes <= 0:
+            raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
+        listed, without = _gradients(arrays)
+        given, dtypes, shapes = _adapted(listed, "arrays", False)
+        plan = _plan(dtypes, shapes, int(bucket_bytes), given.names)
+        reductions = [
+            resolve_reduction("average_gradients", ReduceOp.AVG, bucket.dtype, bucket.named) for bucket in plan.buckets
+        ]
+        key: tuple[Any, ...] = (("arrays", len(dtypes)), ("layout", plan.words), ("bucket_bytes", int(bucket_bytes)))
+        if without:
+            key = (*key, ("without gradient", without))
+        else:
+            _learn(g, "average_gradients", given, plan, reductions, key)
+        return _reduced(g, given, plan, reductions, key)
+
+    return run_prepared("average_gradients", found, async_op, timeout, prepare, name, stream=stream)
+
+
+def _gradients(arrays: Any) -> tuple[Any, str]:
+    """Return the list of arrays, and which parameters have no gradient."""
+    parameters: Callable[[], Iterable[Any]] | None = getattr(arrays, "parameters", None)
+    if not callable(parameters):
+        torch = sys.modules.get("torch")
+        leaves = isinstance(arrays, list) and any(
+            getattr(each, "requires_grad", False) and getattr(each, "is_leaf", False) for each in arrays
+        )
+        if isinstance(arrays, Iterator) or (leaves and torch is not None and torch.is_grad_enabled()):
+            what = "a list of tensors that require grad" if leaves else f"a {type(arrays).__name__}, not a list"
+            raise TypeError(
+                f"average_gradients: parameter `arrays` is {what}. For the gradients of a module pass the module itself, or "
+                "[p.grad for p in module.parameters()]"
+            )
+        return arrays, ""
+    gradients = [parameter.grad for parameter in parameters()]
+    without = ", ".join(str(place) for place, gradient in enumerate(gradients) if gradient is None)
+    if len(without) > _MOST_WORDS:
+        without = f"{without[: _MOST_WORDS - 20]}… {blake2b(without.encode(), digest_size=8).hexdigest()}"
+    return [gradient for gradient in gradients if gradient is not None], without
+
+
+def all_gather_coalesced(
+    output_tensor_lists: list[list[AnyArray]],
+    input_tensor_list: list[AnyArray],
+    group: Any = None,
+    async_op: bool = False,
+    *,
+    timeout: timedelta | None = None,
+    name: str | None = None,
+    stream: Any = None,
+) -> Work | None:
+    """Gather every array of a list from all members, in one call: ``output_tensor_lists[r][k]`` is rank r's k-th array.
+
+    Called by all members with the same dtype, the same number of arrays, and output lists of the same shapes. What one rank
+    brings may have other shapes than what another brings (torch: the same).
+
+    Args:
+        output_tensor_lists: one list of output arrays for each member, by rank in the group.
+        input_tensor_list: this rank's inputs, of the shapes of its own output list.
+        group, timeout, name, stream: as in :func:`broadcast`.
+        async_op: return a :class:`Work` of the whole at once (torch: its Future, here ``get_future()``).
+
+    Raises:
+        TypeError, ValueError: not lists of arrays of one dtype; a list that is empty, too long or too short; an array of
+            another shape than the input that it is for.
+        Others as :func:`broadcast`.
+
+    Source: torch.distributed.all_gather_coalesced.
+    """
+    found = member_or_warn(group, "all_gather_coalesced")
+    if found is None:
+        return None
+
+    def prepare(g: ProcessGroup) -> Prepared:
+        inputs, rows = _gathered_lists(g, output_tensor_lists, input_tensor_list)
+        dtype = inputs[0].dtype
+        counts = tuple(sum(memory.flat.size for memory in row) for row in rows)
+        uneven = len(set(counts)) > 1
+        shapes = [[memory.shape for memory in row] for row in rows]
+        texts = [layout([inputs[0].name] * len(row), row) for row in shapes]
+        words = texts[0] if len(set(texts)) == 1 else tuple(texts)
+        key = (inputs[0].name, ("arrays", len(inputs)), ("layout", words))
+        send, packed = np.empty(counts[g.rank()], dtype), np.empty(sum(counts), dtype)
+
+        def before() -> None:
+            at = 0
+            for memory in inputs:
+                send[at : at + memory.flat.size] = memory.flat
+                at += memory.flat.size
+
+        def after() -> None:
+            at = 0
+            for row in rows:
+                for memory in row:
+                    memory.flat[...] = packed[at : at + memory.flat.size]
+                    at += memory.flat.size
+                    if memory.unpack is not None:
+                        memory.unpack()
+
+        move = Movement(Kind.ALL_GATHER, send=send, recv=packed, recvcounts=counts if uneven else None, vector=uneven)
+        outputs = [array for row in output_tensor_lists for array in row]
+        return Prepared(key, move, outputs, inputs=tuple(inputs), before=before, after=after)
+
+    return run_prepared("all_gather_coalesced", found, async_op, timeout, prepare, name, stream=stream)
+
+
+def _gathered_lists(g: ProcessGroup, outputs: Any, given: Any) -> tuple[list[Memory], list[list[Memory]]]:
+    inputs = adapt_list(given, "input_tensor_list", writable=False)
+    if not inputs:
+        raise ValueError("all_gather_coalesced: parameter `input_tensor_list` must hold one array at least")
+    if not isinstance(outputs, list):
+        raise TypeError("Invalid function argument: output_tensor_lists should be a list")
+    if len(outputs) != g.size():
+        raise ValueError(
+            "all_gather_coalesced: output lists should be equal to world size: output_tensor_lists must hold one list for "
+            f"each of the {g.size()} ranks, got {len(outputs)}"
+        )
+    rows = []
+    for rank, row in enumerate(outputs):
+        memories = adapt_list(row, f"output_tensor_lists[{rank}]", writable=True)
+        if len(memories) != len(inputs):
+            raise ValueError(
+                f"all_gather_coalesced: invalid output size: output_tensor_lists[{rank}] must hold {len(inputs)} arrays, as "
+                f"input_tensor_list does, got {len(memories)}"
+            )
+        same_dtype(inputs[0], *memories)
+        rows.append(memories)
+    apart([memory.own for row in rows for memory in row], "output_tensor_lists", [len(inputs)] * len(rows))
+    for place, (mine, memory) in enumerate(zip(inputs, rows[g.rank()], strict=True)):
+        if mine.shape != memory.shape:
+            raise ValueError(
+                f"all_gather_coalesced: input_tensor_list[{place}] has shape {mine.shape}, but its place "
+                f"output_tensor_lists[{g.rank()}][{place}] has {memory.shape}"
+            )
+    return inputs, rows

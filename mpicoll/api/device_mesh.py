@@ -1,0 +1,458 @@
+"""Ranks on a grid of several dimensions, with a group for each line of each dimension: torch's DeviceMesh."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpicoll.api.groups import (
+    get_process_group_ranks,
+    get_rank,
+    get_world_size,
+    group,
+    is_initialized,
+    new_subgroups_by_enumeration,
+)
+from mpicoll.api.job import init_process_group
+from mpicoll.groups.process_group import ProcessGroup
+from mpicoll.groups.registry import NON_MEMBER, state
+
+Ranks = npt.NDArray[np.int64]
+
+
+def init_device_mesh(
+    device_type: str,
+    mesh_shape: tuple[int, ...],
+    *,
+    mesh_dim_names: tuple[str, ...] | None = None,
+    backend_override: Any = None,
+) -> DeviceMesh:
+    """Lay the ranks of the world out on a grid, in C order, and make a group for each line of it.
+
+    Called by all ranks of the world; initialises the default group where that has not been done.
+
+    Args:
+        device_type: "cpu", "cuda" or another word for where the arrays are; it changes nothing.
+        mesh_shape: ranks along each dimension; their product is the size of the world, or less: the ranks that are left
+            over are in no group.
+        mesh_dim_names: a name for each dimension, by which it can be asked for.
+        backend_override: a backend for dimensions, by their numbers or names; the keys are checked, and MPI it is for all.
+
+    Raises:
+        RuntimeError: more places than ranks, names that are not unique or too many or too few, a device with a number, a key of
+            ``backend_override`` that is no dimension.
+        Others as :func:`new_group`.
+
+    Source: torch.distributed.init_device_mesh.
+    """
+    if not is_initialized():
+        init_process_group()
+    if mesh_dim_names is not None and len(set(mesh_dim_names)) != len(mesh_dim_names):
+        raise RuntimeError(f"Each mesh_dim_name must be unique, got {mesh_dim_names}")
+    if mesh_dim_names is not None and len(mesh_dim_names) != len(mesh_shape):
+        raise RuntimeError(
+            f"mesh_shape and mesh_dim_names should have same length, got {len(mesh_shape)} and {len(mesh_dim_names)}"
+        )
+    _check_override(backend_override, len(mesh_shape), mesh_dim_names)
+    if not device_type.isalpha():
+        raise RuntimeError(f"a device type without its number is needed, such as 'cuda', got {device_type!r}")
+    shape = tuple(int(length) for length in mesh_shape)
+    if any(length <= 0 for length in shape):
+        raise RuntimeError(f"mesh_shape must be of positive lengths, got {shape}")
+    places = math.prod(shape)
+    _check_size(places)
+    return DeviceMesh(device_type, np.arange(places).reshape(shape), mesh_dim_names=mesh_dim_names)
+
+
+def _check_override(override: Any, ndim: int, names: tuple[str, ...] | None) -> None:
+    for dim, name in enumerate(names or ()):
+        if override and dim in override and name in override:
+            raise RuntimeError(f"backend_override has the dimension {name!r} twice: by its number {dim}, too")
+    wrong = [key for key in override or () if key not in range(ndim) and key not in (names or ())]
+    if wrong:
+        raise RuntimeError(
+            f"backend_override has the keys {wrong}: the dimensions are 0 to {ndim - 1}, and by name {names or ()}"
+        )
+
+
+def _check_size(places: int) -> None:
+    if places > get_world_size():
+        raise RuntimeError(
+            f"Mesh should not be bigger than default world size {get_world_size()}, but found {places} ranks!"
+        )
+
+
+class DeviceMesh:
+    """Ranks on a grid.
+
+    Made by all ranks of the world, as :func:`new_group` is; slices of it are made by each rank for itself.
+
+    Args:
+        device_type: a word for where the arrays are.
+        mesh: the global rank at each place, as an array, a tensor or nested lists.
+        mesh_dim_names: a name for each dimension.
+        backend_override: as torch's, one backend for each dimension; taken and ignored.
+
+    Attributes:
+        mesh: the ranks, as an array; of a slice those of the places that this rank is among.
+        device_type, mesh_dim_names: as given.
+
+    As in torch it can stand in a ``with``; there is nothing here that would ask for the mesh of the block.
+
+    Source: torch.distributed.DeviceMesh.
+    """
+
+    def __init__(
+        self,
+        device_type: str,
+        mesh: Any,
+        *,
+        mesh_dim_names: tuple[str, ...] | None = None,
+        backend_override: Any = None,
+    ) -> None:
+        if not is_initialized():
+            init_process_group()
+        ranks = _ranks(mesh)
+        if ranks.size != np.unique(ranks).size:
+            raise RuntimeError(f"a rank can be at one place of the mesh alone, got {ranks.tolist()}")
+        _check_size(ranks.size)
+        names = None if mesh_dim_names is None else tuple(mesh_dim_names)
+        if names is not None and len(names) != ranks.ndim:
+            raise RuntimeError(f"the mesh has {ranks.ndim} dimensions and {len(names)} names")
+        if backend_override is not None and len(backend_override) != ranks.ndim:
+            raise ValueError(f"backend_override has {len(backend_override)} entries for {ranks.ndim} dimensions")
+        self._set(device_type, ranks, names, [_line(ranks, dim, names) for dim in range(ranks.ndim)])
+
+    def __copy__(self) -> DeviceMesh:
+        return self
+
+    def __deepcopy__(self, memo: object) -> DeviceMesh:
+        """Return this mesh: its groups are the same ones in every copy of what has it."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle it by the names of its groups; it is read where they are, on the same rank."""
+        known = [None if each is NON_MEMBER else each.group_name for each in self._groups]
+        return _with_groups, (self.device_type, self.mesh.tolist(), self.mesh.shape, self.mesh_dim_names, known)
+
+    def _set(self, device_type: str, ranks: Ranks, names: tuple[str, ...] | None, groups: list[Any]) -> None:
+        self.device_type = device_type
+        self.mesh = ranks
+        self.mesh_dim_names = names
+        self._groups = groups
+        self._root = self
+        self._of: list[tuple[int, ...]] | None = [
+            (dim,) for dim in range(ranks.ndim)
+        ]  # dimensions of the root, of each
+        self._flat: dict[str, DeviceMesh] = {}  # of the root: what was flattened, by its name
+
+    @staticmethod
+    def from_group(
+        group: ProcessGroup | list[ProcessGroup],
+        device_type: str,
+        mesh: Any = None,
+        *,
+        mesh_dim_names: tuple[str, ...] | None = None,
+    ) -> DeviceMesh:
+        """Return a mesh over groups that there are already: one dimension for each; nobody is waited for.
+
+        Args:
+            group: one group, whose ranks are the mesh, or a list with one for each dimension of ``mesh``.
+            device_type, mesh, mesh_dim_names: as for the class; with a list of groups both are needed.
+
+        Raises:
+            ValueError: ``mesh`` or the names are missing, or do not fit the groups.
+
+        Source: torch.distributed.device_mesh.DeviceMesh.from_group.
+        """
+        several = isinstance(group, (list, tuple))
+        groups = list(group) if isinstance(group, (list, tuple)) else [group]
+        if not groups:
+            raise ValueError("Expects at least one ProcessGroup to be passed")
+        for word, given in (("mesh", mesh), ("mesh_dim_names", mesh_dim_names)):
+            if several and given is None:
+                raise ValueError(f"Must pass {word} if passing multiple ProcessGroups")
+        ranks = _ranks(get_process_group_ranks(groups[0]) if mesh is None else mesh)
+        names = None if mesh_dim_names is None else tuple(mesh_dim_names)
+        if ranks.ndim != len(groups) or (names is not None and len(names) != len(groups)):
+            raise ValueError(
+                f"{len(groups)} groups, {ranks.ndim} dimensions and the names {names} do not fit each other"
+            )
+        if len(groups) == 1 and ranks.tolist() != get_process_group_ranks(groups[0]):
+            raise ValueError(
+                f"Invalid mesh {ranks.tolist()} for a group of the ranks {get_process_group_ranks(groups[0])}"
+            )
+        made = DeviceMesh.__new__(DeviceMesh)
+        made._set(device_type, ranks, names, groups)
+        return made
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return self.mesh.ndim
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Ranks along each dimension."""
+        return self.mesh.shape
+
+    def size(self, mesh_dim: int | None = None) -> int:
+        """Return the number of ranks along a dimension, or of all."""
+        return int(self.mesh.size) if mesh_dim is None else self.mesh.shape[mesh_dim]
+
+    def get_rank(self) -> int:
+        """Return the global rank of this rank."""
+        return get_rank()
+
+    def get_coordinate(self) -> tuple[int, ...] | None:
+        """Return this rank's place along each dimension; None where it is not in the mesh."""
+        found = np.argwhere(self.mesh == get_rank())
+        return tuple(found[0].tolist()) if len(found) else None
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        """Return this rank's rank in the group of a dimension, or of a flattened mesh by its name.
+
+        That is its place along the dimension where the ranks ascend there. The dimension may be left out where there is one
+        alone.
+
+        Raises:
+            RuntimeError: several dimensions, and none is named; this rank is not in the mesh.
+            KeyError: there is no dimension of that name.
+        """
+        rank = get_rank(self._group(mesh_dim, "get_local_rank"))
+        if rank < 0:
+            raise RuntimeError(f"rank {get_rank()} is not in {self!r}")
+        return rank
+
+    def get_group(self, mesh_dim: int | str | None = None) -> Any:
+        """Return the group of the ranks that differ from this one along a dimension alone, or of a flattened mesh by its name.
+
+        Raises: as :meth:`get_local_rank`, but ``GroupMember.NON_GROUP_MEMBER`` is what a rank gets that is not in the mesh.
+        """
+        return self._group(mesh_dim, "get_group")
+
+    def _group(self, mesh_dim: int | str | None, what: str) -> Any:
+        if isinstance(mesh_dim, str) and mesh_dim in self._root._flat:
+            return self._root._flat[mesh_dim]._groups[0]
+        return self._groups[self._dim(mesh_dim, what)]
+
+    def get_all_groups(self) -> list[Any]:
+        """Return the groups of all dimensions, in order."""
+        return list(self._groups)
+
+    def _dim(self, mesh_dim: int | str | None, what: str) -> int:
+        if mesh_dim is None:
+            if self.ndim > 1:
+                raise RuntimeError(
+                    f"Found the DeviceMesh have {self.ndim} dimensions. Optional kwarg `mesh_dim` needs to be specified when "
+                    f"device_mesh.ndim > 1: {what}(0), or by a name"
+                )
+            return 0
+        if isinstance(mesh_dim, str):
+            return self._named(mesh_dim)
+        return range(self.ndim)[mesh_dim]
+
+    def _named(self, name: str) -> int:
+        if self.mesh_dim_names is None or name not in self.mesh_dim_names:
+            raise KeyError(f"Invalid mesh_dim_name {name!r}: the dimensions are {self.mesh_dim_names}")
+        return self.mesh_dim_names.index(name)
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
+        """Return the mesh of some dimensions: of the ranks that differ from this one along these alone; nobody is waited for.
+
+        Of the whole mesh, what was flattened is a dimension, too. On a rank that is not in the mesh it has no places.
+
+        Raises:
+            RuntimeError: the dimensions of the mesh have no names, or one is named twice, or also by what it is flattened in.
+            KeyError: there is no dimension of that name, or they are not named in the mesh's order.
+        """
+        if self.mesh_dim_names is None:
+            raise RuntimeError("Cannot slice a DeviceMesh without mesh_dim_names!")
+        wanted = (names,) if isinstance(names, str) else tuple(names)
+        if wanted == self.mesh_dim_names:
+            return self
+        if len(wanted) == 1 and wanted[0] in self._root._flat and self == self._root:
+            return self._root._flat[wanted[0]]
+        parts = [self._part(name) for name in wanted]
+        dims = [dim for part in parts for dim in part]
+        if len(dims) != len(set(dims)):
+            raise RuntimeError(f"Slicing overlapping dim_names {wanted} is not allowed: a dimension is named twice")
+        long = [dim for dim in dims if self.shape[dim] != 1]  # as torch, which does not see the others
+        if long != sorted(long):
+            raise KeyError(
+                f"Invalid mesh_dim_names {wanted}: name them in the order of the mesh's dimensions, {self.mesh_dim_names}"
+            )
+        place = self.get_coordinate()
+        if place is None:
+            ranks: Ranks = np.empty((0,) * len(parts), np.int64)
+        else:
+            at = tuple(slice(None) if dim in dims else place[dim] for dim in range(self.ndim))
+            ranks = self.mesh[at].transpose([sorted(dims).index(dim) for dim in dims])
+            ranks = ranks.reshape([math.prod(self.shape[dim] for dim in part) for part in parts])
+        made = self._slice(ranks, wanted, [self._group(name, "") for name in wanted])
+        made._of = None if self._of is None else [sum((self._of[dim] for dim in part), ()) for part in parts]
+        return made
+
+    def _part(self, name: str) -> tuple[int, ...]:
+        """Return the dimensions that are meant by a name, of one or of what was flattened."""
+        if name not in (self.mesh_dim_names or ()) and name in self._root._flat and self == self._root:
+            of = self._root._flat[name]._of
+            if of is not None:
+                return of[0]
+        return (self._named(name),)
+
+    def _slice(self, ranks: Ranks, names: tuple[str, ...], groups: list[Any]) -> DeviceMesh:
+        made = DeviceMesh.__new__(DeviceMesh)
+        made._set(self.device_type, ranks, names, groups)
+        made._root, made._of = self._root, None
+        return made
+
+    def _flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
+        """Return a mesh of one dimension of the same ranks; the whole mesh knows it by its name from then on.
+
+        Called by all ranks of the world, each on its own slice where this is one.
+
+        Raises:
+            RuntimeError: the dimensions of the mesh have no names.
+            ValueError: the name is that of a dimension, or of another mesh that was flattened.
+        """
+        if self.mesh_dim_names is None:
+            raise RuntimeError("Cannot flatten a DeviceMesh without mesh_dim_names!")
+        name = mesh_dim_name or "_".join(self.mesh_dim_names)
+        if self.mesh_dim_names == (name,):
+            return self
+        root, ranks = self._root, self.mesh.reshape(-1)
+        if name in (root.mesh_dim_names or ()):
+            raise ValueError(f"{name!r} is a dimension of {root!r} already: flatten under another name")
+        known = root._flat.get(name)
+        if known is not None:
+            if known.mesh.tolist() != ranks.tolist():
+                raise ValueError(f"{name!r} is the name of another flattened mesh already: {known!r}")
+            return known
+        mine = self._groups[0] if self.ndim == 1 else _everybodys(ranks, name)
+        made = root._flat[name] = self._slice(ranks, (name,), [mine])
+        made._of = None if self._of is None else [sum(self._of, ())]
+        return made
+
+    def _unflatten(
+        self,
+        dim: int | str,
+        mesh_sizes: tuple[int, ...],
+        mesh_dim_names: tuple[str, ...],
+        backend_override: Any = None,
+    ) -> DeviceMesh:
+        """Return a mesh of the same ranks in which several dimensions, with groups of their own, stand for one.
+
+        Called by all ranks of the world, each on its own slice where this is one.
+
+        Args:
+            dim: the dimension, by its number or name.
+            mesh_sizes, mesh_dim_names: ranks along each of the dimensions that stand for it, and their names.
+            backend_override: as for :func:`init_device_mesh`, of the new dimensions.
+
+        Raises:
+            ValueError: no such dimension, or the sizes do not make up its length.
+            RuntimeError: not as many names as sizes, the dimensions of the mesh have no names, or two would have the same.
+        """
+        if self.mesh_dim_names is None:
+            raise RuntimeError("Cannot unflatten a DeviceMesh without mesh_dim_names!")
+        if (dim not in self.mesh_dim_names) if isinstance(dim, str) else dim not in range(-self.ndim, self.ndim):
+            raise ValueError(f"dim {dim!r} specified in `_unflatten` is not one of {self.mesh_dim_names}")
+        at, sizes, inner = self._dim(dim, "_unflatten"), tuple(mesh_sizes), tuple(mesh_dim_names)
+        if len(sizes) != len(inner):
+            raise RuntimeError("mesh_dim_names must have same length as mesh_sizes in _unflatten!")
+        names = self.mesh_dim_names[:at] + inner + self.mesh_dim_names[at + 1 :]
+        if len(set(names)) != len(names):
+            raise RuntimeError(f"Each mesh_dim_name must be unique, got {names}")
+        _check_override(backend_override, len(sizes), inner)
+        inside = self.mesh.size > 0
+        if inside and (math.prod(sizes) != self.shape[at] or min(sizes, default=0) < 1):
+            raise ValueError(f"mesh_sizes={sizes} do not make up the {self.shape[at]} ranks along {dim!r}")
+        shape = self.shape[:at] + (sizes if inside else (0,) * len(sizes)) + self.shape[at + 1 :]
+        ranks = self.mesh.reshape(shape)
+        place = np.argwhere(ranks == get_rank())
+        made = []
+        for new, name in enumerate(inner, at):
+            line: Ranks = np.empty(0, np.int64)
+            if len(place):
+                line = ranks[tuple(slice(None) if each == new else place[0][each] for each in range(ranks.ndim))]
+            made.append(_everybodys(line, name))
+        return self._slice(ranks, names, self._groups[:at] + made + self._groups[at + 1 :])
+
+    def __enter__(self) -> DeviceMesh:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, DeviceMesh)
+            and self.device_type == other.device_type
+            and self.mesh_dim_names == other.mesh_dim_names
+            and np.array_equal(self.mesh, other.mesh)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.device_type, self.mesh_dim_names, self.mesh.tobytes(), self.mesh.shape))
+
+    def __repr__(self) -> str:
+        if self.mesh_dim_names is None:
+            return f"DeviceMesh({self.device_type!r}, {self.mesh.tolist()})"
+        named = ", ".join(f"{name}={length}" for name, length in zip(self.mesh_dim_names, self.shape, strict=True))
+        return f"DeviceMesh(({named}), {self.device_type!r}, {self.mesh.tolist()})"
+
+
+def _ranks(mesh: Any) -> Ranks:
+    """Return a mesh as an array; a tensor's numbers, as NumPy would warn of how torch hands out its memory."""
+    return np.array(mesh.tolist() if hasattr(mesh, "tolist") else mesh, dtype=np.int64)
+
+
+def _with_groups(
+    device_type: str, ranks: Any, shape: tuple[int, ...], names: tuple[str, ...] | None, known: list[str | None]
+) -> DeviceMesh:
+    """Return a mesh that was pickled in this program."""
+    there = state().groups
+    lost = [each for each in known if each is not None and each not in there]
+    if lost:
+        raise ValueError(f"the groups {lost} of a mesh that was pickled are not in this process: make the mesh anew")
+    made = DeviceMesh.__new__(DeviceMesh)
+    groups = [NON_MEMBER if each is None else there[each] for each in known]
+    made._set(device_type, np.array(ranks, np.int64).reshape(shape), names, groups)
+    return made
+
+
+def _is_world(lists: list[list[int]]) -> bool:
+    """Whether the only group of these ranks is the default one."""
+    return lists == [list(range(get_world_size()))]
+
+
+def _line(ranks: Ranks, dim: int, names: tuple[str, ...] | None) -> Any:
+    """Make the groups of all lines along a dimension, and return this rank's."""
+    lines = np.moveaxis(ranks, dim, -1).reshape(-1, ranks.shape[dim])
+    if _is_world(lines.tolist()):
+        return group.WORLD
+    return _described(new_subgroups_by_enumeration(lines.tolist())[0], f"dim_{dim}" if names is None else names[dim])
+
+
+def _everybodys(ranks: Ranks, name: str) -> Any:
+    """Make the groups that the ranks of the world name, each its own, and return this rank's."""
+    from mpicoll.api.objects import all_gather_object
+
+    told: list[Any] = [None] * get_world_size()
+    all_gather_object(told, ranks.reshape(-1).tolist())
+    lists = [list(each) for each in dict.fromkeys(tuple(each) for each in told) if each]
+    if _is_world(lists):
+        return group.WORLD
+    return _described(new_subgroups_by_enumeration(lists)[0], name)
+
+
+def _described(mine: ProcessGroup | None, name: str) -> Any:
+    """Describe a group as torch does; errors go on to show its ranks, which tell the lines of a dimension apart."""
+    if mine is None:
+        return NON_MEMBER
+    mine.group_desc = f"mesh_{name}"
+    return mine

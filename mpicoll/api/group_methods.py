@@ -1,0 +1,200 @@
+"""The methods that torch's ProcessGroup has besides: each call by its older name, with ranks of the group, returning a Work.
+
+``ProcessGroup`` looks here for what it has not itself. As in torch a call takes a tensor, or a list of one where torch's backends
+take a list for each device of a process.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from mpicoll.api import barriers, coalesced, collectives, messages
+from mpicoll.groups.process_group import ProcessGroup
+from mpicoll.lifecycle.init import destroy_process_group
+from mpicoll.memory.memory import AnyArray
+from mpicoll.memory.reduce_op import RedOpType, ReduceOp
+from mpicoll.operations.work import Work
+
+Op = RedOpType | ReduceOp
+Tensors = AnyArray | list[AnyArray]
+Made = Work | None
+
+
+def _one(given: Any, name: str) -> Any:
+    """Return the one tensor, or list, of a list of one; what is no list as it is."""
+    if not isinstance(given, list):
+        return given
+    if len(given) != 1:
+        raise ValueError(f"{name} must hold one tensor, as there is one device in a process, got {len(given)}")
+    return given[0]
+
+
+def _inner(given: Any, name: str) -> Any:
+    """Return the list of tensors of a list of one list; a list of tensors as it is."""
+    return _one(given, name) if isinstance(given, list) and given and isinstance(given[0], list) else given
+
+
+def allreduce(group: ProcessGroup, tensors: Tensors, op: Op = ReduceOp.SUM, timeout: timedelta | None = None) -> Made:
+    """Start :func:`mpicoll.all_reduce`."""
+    return collectives.all_reduce(_one(tensors, "tensors"), op, group, True, timeout=timeout)
+
+
+def allreduce_coalesced(
+    group: ProcessGroup, tensors: list[AnyArray], op: Op = ReduceOp.SUM, timeout: timedelta | None = None
+) -> Made:
+    """Start :func:`mpicoll.all_reduce_coalesced`."""
+    return coalesced.all_reduce_coalesced(tensors, op, group, True, timeout=timeout)
+
+
+def broadcast(group: ProcessGroup, tensors: Tensors, root: int, timeout: timedelta | None = None) -> Made:
+    """Start :func:`mpicoll.broadcast`."""
+    return collectives.broadcast(_one(tensors, "tensors"), None, group, True, root, timeout=timeout)
+
+
+def reduce(
+    group: ProcessGroup, tensors: Tensors, root: int, op: Op = ReduceOp.SUM, timeout: timedelta | None = None
+) -> Made:
+    """Start :func:`mpicoll.reduce`."""
+    return collectives.reduce(_one(tensors, "tensors"), None, op, group, True, root, timeout=timeout)
+
+
+def allgather(
+    group: ProcessGroup, output_tensors: Any, input_tensors: Tensors, timeout: timedelta | None = None
+) -> Made:
+    """Start :func:`mpicoll.all_gather`."""
+    outputs, source = _inner(output_tensors, "output_tensors"), _one(input_tensors, "input_tensors")
+    return collectives.all_gather(outputs, source, group, True, timeout=timeout)
+
+
+def allgather_coalesced(
+    group: ProcessGroup,
+    output_lists: list[list[AnyArray]],
+    input_list: list[AnyArray],
+    timeout: timedelta | None = None,
+) -> Made:
+    """Start :func:`mpicoll.all_gather_coalesced`."""
+    return coalesced.all_gather_coalesced(output_lists, input_list, group, True, timeout=timeout)
+
+
+def all_gather_single(group: ProcessGroup, output: AnyArray, input: AnyArray, timeout: timedelta | None = None) -> Made:
+    """Start :func:`mpicoll.all_gather_single`."""
+    return collectives.all_gather_single(output, input, group, True, timeout=timeout)
+
+
+def gather(
+    group: ProcessGroup, output_tensors: Any, input_tensors: Tensors, root: int, timeout: timedelta | None = None
+) -> Made:
+    """Start :func:`mpicoll.gather`."""
+    outputs, source = _inner(output_tensors, "output_tensors"), _one(input_tensors, "input_tensors")
+    return collectives.gather(source, outputs, None, group, True, root, timeout=timeout)
+
+
+def scatter(
+    group: ProcessGroup, output_tensors: Tensors, input_tensors: Any, root: int, timeout: timedelta | None = None
+) -> Made:
+    """Start :func:`mpicoll.scatter`."""
+    result, inputs = _one(output_tensors, "output_tensors"), _inner(input_tensors, "input_tensors")
+    return collectives.scatter(result, inputs, None, group, True, root, timeout=timeout)
+
+
+def reduce_scatter(
+    group: ProcessGroup,
+    output_tensors: Tensors,
+    input_tensors: Any,
+    op: Op = ReduceOp.SUM,
+    timeout: timedelta | None = None,
+) -> Made:
+    """Start :func:`mpicoll.reduce_scatter`."""
+    result, inputs = _one(output_tensors, "output_tensors"), _inner(input_tensors, "input_tensors")
+    return collectives.reduce_scatter(result, inputs, op, group, True, timeout=timeout)
+
+
+def reduce_scatter_single(
+    group: ProcessGroup, output: AnyArray, input: AnyArray, op: Op = ReduceOp.SUM, timeout: timedelta | None = None
+) -> Made:
+    """Start :func:`mpicoll.reduce_scatter_single`."""
+    return collectives.reduce_scatter_single(output, input, op, group, True, timeout=timeout)
+
+
+def alltoall(
+    group: ProcessGroup, output: list[AnyArray], input: list[AnyArray], timeout: timedelta | None = None
+) -> Made:
+    """Start :func:`mpicoll.all_to_all`."""
+    return collectives.all_to_all(output, input, group, True, timeout=timeout)
+
+
+def all_to_all_single(
+    group: ProcessGroup,
+    output: AnyArray,
+    input: AnyArray,
+    output_split_sizes: list[int],
+    input_split_sizes: list[int],
+    timeout: timedelta | None = None,
+) -> Made:
+    """Start :func:`mpicoll.all_to_all_single`."""
+    return collectives.all_to_all_single(
+        output, input, output_split_sizes, input_split_sizes, group, True, timeout=timeout
+    )
+
+
+def send(group: ProcessGroup, tensors: Tensors, dst: int, tag: int = 0) -> Made:
+    """Start :func:`mpicoll.isend`."""
+    return messages.isend(_one(tensors, "tensors"), None, group, tag, dst)
+
+
+def recv(group: ProcessGroup, tensors: Tensors, src: int, tag: int = 0) -> Made:
+    """Start :func:`mpicoll.irecv`."""
+    return messages.irecv(_one(tensors, "tensors"), None, group, tag, src)
+
+
+def recv_anysource(group: ProcessGroup, tensors: Tensors, tag: int = 0) -> Made:
+    """Start :func:`mpicoll.irecv` of a message from any member."""
+    return messages.irecv(_one(tensors, "tensors"), None, group, tag)
+
+
+def barrier(group: ProcessGroup, timeout: timedelta | None = None) -> Made:
+    """Start :func:`mpicoll.barrier`."""
+    return collectives.barrier(group, True, None, timeout)
+
+
+def monitored_barrier(group: ProcessGroup, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    """Call :func:`mpicoll.monitored_barrier`."""
+    barriers.monitored_barrier(group, timeout, wait_all_ranks)
+
+
+def shutdown(group: ProcessGroup) -> None:
+    """Destroy the group: :func:`mpicoll.destroy_process_group`."""
+    destroy_process_group(group)
+
+
+METHODS = {
+    function.__name__: function
+    for function in (
+        allreduce,
+        allreduce_coalesced,
+        broadcast,
+        reduce,
+        allgather,
+        allgather_coalesced,
+        all_gather_single,
+        gather,
+        scatter,
+        reduce_scatter,
+        reduce_scatter_single,
+        alltoall,
+        all_to_all_single,
+        send,
+        recv,
+        recv_anysource,
+        barrier,
+        monitored_barrier,
+        shutdown,
+    )
+}
+"""By their names, the older ones of torch among them."""
+METHODS |= {
+    "_allgather_base": all_gather_single,
+    "_reduce_scatter_base": reduce_scatter_single,
+    "alltoall_base": all_to_all_single,
+}

@@ -1,0 +1,440 @@
+"""Groups as torch.distributed has them: questions about them, and making them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from mpicoll.api.objects import all_gather_object
+from mpicoll.diagnosis.call import Call
+from mpicoll.groups.process_group import ProcessGroup
+from mpicoll.groups.registry import NON_MEMBER, current, member_or_warn, peer_rank, resolve, state
+from mpicoll.memory.device import runtime as device_runtime
+from mpicoll.operations import execution
+from mpicoll.operations.group_creation import (
+    check_arguments,
+    check_members,
+    create_by_members,
+    create_group,
+    group_of_node,
+)
+from mpicoll.runtime import signals
+from mpicoll.runtime.call_site import call_site
+
+
+def is_initialized() -> bool:
+    """Whether the default process group has been initialised (torch.distributed.is_initialized)."""
+    return current() is not None
+
+
+def rank_not_in_group(group: Any) -> bool:
+    """Whether this rank is no member of a group (torch.distributed._rank_not_in_group)."""
+    return group is not None and resolve(group) is None
+
+
+def default_group() -> ProcessGroup:
+    """Return the default group; ValueError where there is none (torch.distributed.distributed_c10d._get_default_group)."""
+    return state().world
+
+
+def get_rank(group: Any = None) -> int:
+    """Return this process's rank in ``group`` (default: the world), or -1 when it is not a member.
+
+    Raises:
+        ValueError: there is no default group.
+
+    Source: torch.distributed.get_rank.
+    """
+    found = resolve(group)
+    return -1 if found is None else found.rank()
+
+
+def get_world_size(group: Any = None) -> int:
+    """Return the number of ranks in ``group`` (default: the world), or -1 when this rank is not a member.
+
+    Source: torch.distributed.get_world_size.
+    """
+    found = resolve(group)
+    return -1 if found is None else found.size()
+
+
+def get_backend(group: Any = None) -> str:
+    """Return ``"mpi"``.
+
+    Raises:
+        ValueError: there is no default group, or this rank is not a member.
+
+    Source: torch.distributed.get_backend.
+    """
+    if resolve(group) is None:
+        raise ValueError("Invalid process group specified")
+    return "mpi"
+
+
+def get_process_group_ranks(group: Any) -> list[int]:
+    """Return the global ranks of ``group`` (None: the world), by rank in the group.
+
+    Raises:
+        KeyError: this rank is not a member (as torch).
+
+    Source: torch.distributed.get_process_group_ranks.
+    """
+    found = resolve(group)
+    if found is None:
+        raise KeyError(group)
+    return list(found.ranks)
+
+
+def get_group_rank(group: Any, global_rank: int) -> int:
+    """Return the rank in ``group`` of a global rank (on the world: the rank itself).
+
+    Raises:
+        ValueError: the rank is not in the group.
+
+    Source: torch.distributed.get_group_rank.
+    """
+    found = resolve(group)
+    if found is state().world:
+        return global_rank
+    if found is None:
+        raise ValueError(f"Group {group} is not registered, please create group with new_group API")
+    return peer_rank(found, global_rank, None, "global_rank")
+
+
+def get_global_rank(group: Any, group_rank: int) -> int:
+    """Return the global rank of a rank in ``group`` (on the world: the rank itself).
+
+    Raises:
+        ValueError: the group has no such rank.
+
+    Source: torch.distributed.get_global_rank.
+    """
+    found = resolve(group)
+    if found is state().world:
+        return group_rank
+    if found is None:
+        raise ValueError(f"Group {group} is not registered, please create group with new_group API")
+    if not 0 <= group_rank < found.size():
+        raise ValueError(f"Group rank {group_rank} is not part of group {found.display}")
+    return found.ranks[group_rank]
+
+
+class _WorldMeta(type):
+    """Makes ``group.WORLD`` a live view of the default group."""
+
+    @property
+    def WORLD(cls) -> ProcessGroup | None:
+        """The default group, or None before ``init_process_group``."""
+        known = current()
+        return None if known is None else known.world
+
+    @WORLD.setter
+    def WORLD(cls, to: ProcessGroup | None) -> None:
+        """Raise, where it is not the default group already: on it all ranks agree on what concerns the job as a whole."""
+        if to is not cls.WORLD:
+            raise AttributeError(
+                "group.WORLD is set by init_process_group alone, as all ranks of the job meet in it: pass group= to calls, or "
+                "give init_process_group a communicator of the ranks as comm="
+            )
+
+
+class group(metaclass=_WorldMeta):
+    """``group.WORLD``: the default group (torch.distributed.group)."""
+
+
+class GroupMember(metaclass=_WorldMeta):
+    """``GroupMember.WORLD`` and ``GroupMember.NON_GROUP_MEMBER`` (torch.distributed.GroupMember)."""
+
+    NON_GROUP_MEMBER = NON_MEMBER
+
+
+def new_group(
+    ranks: list[int] | None = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: Any = None,
+    sort_ranks: bool = True,
+) -> Any:
+    """Make a group of some ranks of the world.
+
+    Called by all ranks of the world in the same order, members or not; with ``use_local_synchronization`` by the members
+    alone.
+
+    Args:
+        ranks: global ranks of the members; None: all.
+        timeout: limit of every wait on the group; default that of the world.
+        backend: None or "mpi"; others as in :func:`init_process_group`.
+        pg_options, device_id: taken and ignored.
+        use_local_synchronization: only the members call, also where the world was given up: those that are left can go on so.
+        group_desc: a name for messages.
+        sort_ranks: number the members by their global ranks; False: in the order given.
+
+    Returns:
+        The ProcessGroup; ``GroupMember.NON_GROUP_MEMBER`` (-100) on ranks that are not members, and None on those with
+        ``use_local_synchronization`` (as torch).
+
+    Raises:
+        TypeError, ValueError: wrong arguments (ranks repeated, out of range), on all ranks alike; with
+            ``use_local_synchronization`` wrong ``ranks`` raise on this rank alone, as they do not say who else is meant.
+        CollectiveMismatchError: the ranks asked for different groups; at check level ``roll`` also where their calls on a
+            destroyed group of the same ranks had differed.
+        CollectiveTimeoutError: a rank that has to call it did not, within the limit of the world.
+        PeerFailedError, PeerExitedError, DeadlockError, GroupBrokenError: as :func:`mpicoll.broadcast`, on the world.
+        DistBackendError: MPI has no communicator left.
+
+    Source: torch.distributed.new_group; MPI_Comm_create_group (MPI-4.1 section 7.4.2).
+    """
+    site = call_site()
+    known = state()
+    execution.enter(known.world, "new_group", apart=bool(use_local_synchronization))
+    problem: Exception | None = None
+    members: tuple[int, ...] = ()
+    try:
+        members = check_members(ranks, known.world.size(), sort_ranks)
+        check_arguments(timeout, backend, group_desc)
+        if known.world.rank() in members:
+            known.pool.check_room(members)
+    except Exception as error:
+        problem = error
+    with signals.shield:
+        return create_group(known, members, problem, site, timeout, use_local_synchronization, group_desc)
+
+
+def new_subgroups(
+    group_size: int | None = None,
+    group: Any = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> tuple[Any, list[Any]]:
+    """Divide a group into groups of equal size, of ranks that stand side by side in it.
+
+    Called by all ranks of the world, as :func:`new_group` is.
+
+    Args:
+        group_size: ranks in each; it must divide the size of the group. None: the number of GPUs that this rank sees.
+        group: the group that is divided; default the world. All ranks of the world pass the group that they are in, which may be
+            another one on other ranks: then the groups of all are made. On a rank outside a group nothing can be known of it.
+        timeout, backend, pg_options, group_desc: of each of the groups, as for :func:`new_group`.
+
+    Returns:
+        The group that this rank is in, and all of those that the group is divided into, in order
+        (``GroupMember.NON_GROUP_MEMBER`` for those it is not in).
+
+    Raises:
+        ValueError: the size is not positive, too large, or does not divide that of the group; there is no GPU to count.
+        Others as :func:`new_group`.
+
+    Source: torch.distributed.new_subgroups.
+    """
+    known = state()
+    execution.enter(known.world, "new_subgroups")
+    problem: Exception | None = None
+    lists: list[list[int]] = []
+    try:
+        found = resolve(group)
+        if found is None:
+            raise ValueError("Invalid process group specified: this rank is not in it")
+        size = _gpus() if group_size is None else group_size
+        lists = _divided(found, size)
+    except Exception as error:
+        problem = error
+    if group is None or group is known.world:
+        return _subgroups("new_subgroups", lists, problem, timeout, backend, pg_options, group_desc)
+    told: list[Any] = [None] * known.world.size()
+    all_gather_object(told, None if problem else lists)
+    every = list(dict.fromkeys(tuple(ranks) for each in told for ranks in each or ()))
+    _, made = _subgroups(
+        "new_subgroups", [list(ranks) for ranks in every], problem, timeout, backend, pg_options, group_desc
+    )
+    parts = [made[every.index(tuple(ranks))] for ranks in lists]
+    return next(part for part in parts if part is not NON_MEMBER), parts
+
+
+def _gpus() -> int:
+    try:
+        return device_runtime.runtime().count()
+    except ImportError as error:
+        raise ValueError(
+            f"Default group size only takes effect when CUDA is available: pass group_size ({error})"
+        ) from error
+
+
+def _divided(group: ProcessGroup, size: Any) -> list[list[int]]:
+    whole = group.size()
+    if not hasattr(size, "__index__") or isinstance(size, bool):
+        raise TypeError(f"group_size must be an integer, not {type(size).__name__}")
+    size = int(size)
+    if size <= 0:
+        raise ValueError(f"The arg 'group_size' ({size}) must be positive")
+    if size > whole:
+        raise ValueError(f"The arg 'group_size' ({size}) must not exceed the world size ({whole})")
+    if whole % size:
+        raise ValueError(f"The world size ({whole}) must be divisible by 'group_size={size}'")
+    return [list(group.ranks[at : at + size]) for at in range(0, whole, size)]
+
+
+def new_subgroups_by_enumeration(
+    ranks_per_subgroup_list: list[list[int]],
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> tuple[Any, list[Any]]:
+    """Make several groups that have no rank in common.
+
+    Called by all ranks of the world, as :func:`new_group` is.
+
+    Args:
+        ranks_per_subgroup_list: the global ranks of each group.
+        timeout, backend, pg_options, group_desc: of each of the groups, as for :func:`new_group`.
+
+    Returns:
+        The group that this rank is in, or None, and all of them in order (``GroupMember.NON_GROUP_MEMBER`` for those it is not
+        in).
+
+    Raises:
+        ValueError: the list is empty, or a rank is in two groups; then none is made (torch makes those before).
+        Others as :func:`new_group`.
+
+    Source: torch.distributed.new_subgroups_by_enumeration.
+    """
+    execution.enter(state().world, "new_subgroups_by_enumeration")
+    problem: Exception | None = None
+    lists: list[list[int]] = []
+    try:
+        if not ranks_per_subgroup_list:
+            raise ValueError("The arg 'ranks_per_subgroup_list' cannot be empty")
+        lists = [list(ranks) for ranks in ranks_per_subgroup_list]
+        _apart(lists, "subgroup")
+    except Exception as error:
+        problem = error
+    return _subgroups("new_subgroups_by_enumeration", lists, problem, timeout, backend, pg_options, group_desc)
+
+
+def _apart(lists: list[list[int]], word: str) -> None:
+    """Raise ValueError when a rank stands in two of the lists."""
+    seen: dict[int, list[int]] = {}
+    for ranks in lists:
+        for rank in ranks:
+            if rank in seen:
+                raise ValueError(f"Rank {rank} has appeared in both {word} {seen[rank]} and {ranks}")
+        seen.update(dict.fromkeys(ranks, ranks))
+
+
+def _subgroups(
+    op: str,
+    lists: list[list[int]],
+    problem: Exception | None,
+    timeout: timedelta | None,
+    backend: str | None,
+    pg_options: Any,
+    group_desc: str | None,
+) -> tuple[Any, list[Any]]:
+    """Agree on all groups at once, so that what is wrong with one of them raises on all ranks before any is made."""
+    known = state()
+    if problem is None:
+        try:
+            lists = [list(check_members(ranks, known.world.size(), False)) for ranks in lists]
+            check_arguments(timeout, backend, group_desc)
+        except Exception as error:
+            problem = error
+    key = () if problem else (("groups", len(lists)), ("ranks", tuple(map(tuple, lists))))
+    execution.agree(known.world, Call(op, key, call_site(), error=problem), known.world.timeout)
+    made = [new_group(ranks, timeout, backend, pg_options, group_desc=group_desc) for ranks in lists]
+    mine = [group for group in made if group is not NON_MEMBER]
+    return mine[0] if mine else None, made
+
+
+def split_group(
+    parent_pg: Any = None,
+    split_ranks: list[list[int]] | None = None,
+    timeout: timedelta | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+    backend: str | None = None,
+) -> ProcessGroup | None:
+    """Make groups of the ranks of a group, each rank being in one of them at most.
+
+    Called by all members of the parent.
+
+    Args:
+        parent_pg: the group; default the world.
+        split_ranks: the ranks of each new group, as numbered in the parent.
+        timeout, group_desc, backend: as for :func:`new_group`.
+        pg_options: taken and ignored.
+
+    Returns:
+        The group that this rank is in; None where it is in none of them, and on ranks that are not in the parent.
+
+    Raises:
+        ValueError: nothing to split, a rank that the parent has not, or one that is in two groups.
+        Others as :func:`new_group`, on the parent.
+
+    Source: torch.distributed.split_group (there on a GPU alone); MPI_Comm_split (MPI-4.1 section 7.4.2).
+    """
+    parent = member_or_warn(parent_pg, "split_group")
+    if parent is None:
+        return None
+    execution.enter(parent, "split_group")
+    problem: Exception | None = None
+    lists: list[list[int]] = []
+    try:
+        if not split_ranks or not all(split_ranks):
+            raise ValueError("split_ranks cannot be None or empty")
+        lists = [list(check_members(ranks, parent.size(), True)) for ranks in split_ranks]
+        _apart(lists, "split")
+        check_arguments(timeout, backend, group_desc)
+    except Exception as error:
+        problem = error
+    key = () if problem else (("ranks", tuple(map(tuple, lists))),)
+    execution.agree(parent, Call("split_group", key, call_site(), error=problem), parent.timeout)
+    for ranks in lists:
+        if parent.rank() in ranks:
+            members = [parent.ranks[rank] for rank in ranks]
+            limit = timedelta(seconds=parent.timeout) if timeout is None else timeout
+            made: ProcessGroup = new_group(
+                members, limit, use_local_synchronization=True, group_desc=group_desc, sort_ranks=False
+            )
+            return made
+    return None
+
+
+def node_group() -> ProcessGroup:
+    """Return the group of the ranks of this node, in the order of their global ranks.
+
+    Called by all ranks of the node; no other node is waited for. The group is made once: later calls return it without
+    communication, until it is destroyed. The blocks of ``zero_first(scope="node")`` are of the same group.
+
+    Raises:
+        CollectiveTimeoutError: a rank of the node did not call it within the limit of the world.
+        Others as :func:`new_group`.
+    """
+    known = state()
+    execution.enter(known.world, "node_group")
+    return group_of_node(known, "node_group", call_site())
+
+
+def leaders_group() -> Any:
+    """Return the group of the first rank of each node, in the order of the nodes, which are numbered by their lowest rank.
+
+    Called by these ranks; on the others it returns ``GroupMember.NON_GROUP_MEMBER`` at once. The group is made once: later
+    calls return it without communication, until it is destroyed.
+
+    Raises:
+        CollectiveTimeoutError: the first rank of a node did not call it within the limit of the world.
+        Others as :func:`new_group`.
+    """
+    known = state()
+    execution.enter(known.world, "leaders_group")
+    node_of = known.topology.node_of
+    members = tuple(node_of.index(node) for node in range(max(node_of) + 1))
+    if known.world.rank() not in members:
+        return NON_MEMBER
+    if known.leaders is None:
+        known.leaders = create_by_members(known, members, "the first rank of each node", "leaders_group", call_site())
+    return known.leaders

@@ -1,0 +1,242 @@
+"""Lists of objects point to point: send_object_list and recv_object_list.
+
+An ordinary message with tag 0 carries the list's length and the head of its pickle (``memory.pickled``). What does not
+fit there, a long head and the buffers, follows synchronously on the control communicator, with a tag of the library's own
+that goes by the number of the message: so several threads may receive at once.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpicoll.checks.memory_in_use import look_at
+from mpicoll.diagnosis.call import Call
+from mpicoll.diagnosis.report.entries import Entry, entry_of
+from mpicoll.diagnosis.report.report import with_calls
+from mpicoll.errors import CollectiveMismatchError, DistError
+from mpicoll.groups.process_group import ProcessGroup
+from mpicoll.groups.registry import need_member, peer_rank
+from mpicoll.memory import pickled
+from mpicoll.memory.pickled import HEADER, Arriving, Packed, WireError, need_list
+from mpicoll.operations import execution
+from mpicoll.operations.work import Operation
+from mpicoll.runtime import signals, waiting
+from mpicoll.runtime.call_site import call_site
+from mpicoll.transports.base import Request
+from mpicoll.transports.mpi.collectives import Post, Together, library_tag, post_all
+from mpicoll.transports.mpi.envelope import SMALL_BYTES, Envelope, describe_list, write
+from mpicoll.transports.mpi.matching import OBJECT_TAGS, ObjectReceive
+
+_KIND = b"M"
+_TAG = 0
+_LENGTH = struct.Struct("=q")
+_INSIDE = SMALL_BYTES - _LENGTH.size
+_MOST = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # bytes of memory: what is larger cannot be
+
+
+def send_object_list(
+    object_list: list[Any],
+    dst: int | None = None,
+    group: Any = None,
+    device: Any = None,
+    group_dst: int | None = None,
+    use_batch: bool = False,
+) -> None:
+    """Send the objects of a list to one rank; return when they may be changed again.
+
+    Called by this rank alone; the destination calls :func:`recv_object_list` with a list of the same length. The objects may
+    be of any kind and size. Up to about 4,000 bytes may be sent before they are received, more are not. Arrays of 16 KiB and
+    more are sent from where they are.
+
+    Args:
+        object_list: what to send.
+        dst: global rank of the destination; or ``group_dst``, its rank in the group.
+        group: the group; default the world.
+        device, use_batch: taken and ignored, as objects travel through host memory, in one way.
+
+    Raises:
+        TypeError: not a list.
+        ValueError: the destination is this rank itself, or it or this rank is not in the group.
+        Exception: what pickle raises for an object that cannot be pickled.
+        Others as :func:`mpicoll.send`.
+
+    Source: torch.distributed.send_object_list.
+    """
+    found = need_member(group)
+    peer = peer_rank(found, dst, group_dst, "dst")
+    if peer == found.rank():
+        raise ValueError(
+            "Invalid destination rank: destination rank should not be the same as the rank of the current process."
+        )
+    need_list(object_list, "object_list")
+    execution.enter(found, "send_object_list")
+    operation = _start_send(found, pickled.pack(object_list), len(object_list), peer)
+    execution.finish_waiting(operation, found.timeout)
+
+
+def recv_object_list(
+    object_list: list[Any],
+    src: int | None = None,
+    group: Any = None,
+    device: Any = None,
+    group_src: int | None = None,
+    use_batch: bool = False,
+) -> int:
+    """Receive objects into a list; return the global rank of the sender.
+
+    Called by this rank alone; the source calls :func:`send_object_list` with a list of the same length. Arrays inside the
+    objects are received into memory of their own, each for itself, and can be written unless they were read-only.
+
+    Args:
+        object_list: a list whose elements are replaced.
+        src: global rank of the source; or ``group_src``, its rank in the group; neither: any member (torch refuses that).
+        group: the group; default the world.
+        device, use_batch: taken and ignored, as in :func:`send_object_list`.
+
+    Raises:
+        TypeError: not a list.
+        ValueError: the source is this rank itself, or it or this rank is not in the group.
+        CollectiveMismatchError: the message is a list of another length, or an array; it stays where it is, for another
+            receive, and the group is still good.
+        Exception: what pickle raises for an object that cannot be unpickled; the message is gone then, the list as it was.
+        Others as :func:`mpicoll.recv`.
+
+    Source: torch.distributed.recv_object_list.
+    """
+    found = need_member(group)
+    peer = MPI.ANY_SOURCE
+    if src is not None or group_src is not None:
+        peer = peer_rank(found, src, group_src, "src")
+    if peer == found.rank():
+        raise ValueError("Invalid source rank: source rank should not be the same as the rank of the current process.")
+    need_list(object_list, "object_list")
+    execution.enter(found, "recv_object_list")
+    operation, arrived = _start_recv(found, len(object_list), peer)
+    execution.finish_waiting(operation, found.timeout)
+    object_list[:] = arrived[0].load(f"recv_object_list: what rank {operation.group.ranks[operation.source]} sent")
+    return found.ranks[operation.source]
+
+
+def _call(op: str, group: ProcessGroup, length: int, peer: int) -> Call:
+    other = f"rank {group.ranks[peer]}" if peer >= 0 else "any rank"
+    key = (("to " if op == "send" else "from ") + other, ("tag", _TAG), ("objects", length))
+    return Call(op, key, call_site(), alias=f"{op}_object_list")
+
+
+def _start_send(group: ProcessGroup, packed: Packed, length: int, peer: int) -> Operation:
+    call = _call("send", group, length, peer)
+    if group.compares:
+        look_at(call.name, call.site, packed.parts, group.gone, group.display)
+    with signals.guard, group.posting:
+        number = group.objects_sent[peer] = group.objects_sent.get(peer, 0) + 1
+        prefix = packed.prefix(_KIND, number)
+        first = _first_bytes(packed.head_bytes)
+        inside = np.empty(_LENGTH.size + first, np.uint8)
+        _LENGTH.pack_into(inside.data, 0, length)
+        packed.block(prefix, inside[_LENGTH.size :])
+        message = write(inside, "", *group.told.place(peer, _TAG, call.name, call.site), objects=True)
+        rest = [*packed.rest(prefix, first), *pickled.pieces(packed.parts)]
+        held = message, rest
+        with execution.begun(group, call, group.timeout, held, peer=group.ranks[peer], tag=_TAG):
+            control, tag = group.pair.control, _tag_of(number)
+            posts: list[Post] = [(group.pair.data.Isend, message, peer, _TAG)]
+            posts += [(control.Issend, piece, peer, tag) for piece in rest]
+            requests = post_all(posts)
+            group.count_sent(peer, _TAG)
+            waiting.moving(sum(piece.nbytes for piece in rest))
+            steps = execution.sending(group, call, Together(requests, held))
+            where = group.ranks[peer]
+            return Operation(group, call, steps, [], group.timeout, peer=where, tag=_TAG, give_up=execution.lost)
+
+
+def _start_recv(group: ProcessGroup, length: int, peer: int) -> tuple[Operation, list[Arriving]]:
+    call = _call("recv", group, length, peer)
+    with signals.guard, group.posting:
+        receiver = group.pair.receiver
+        where = group.ranks[peer] if peer >= 0 else -1
+        receive = ObjectReceive(receiver, length, peer, _TAG, group.objects_received)
+        with execution.begun(group, call, group.timeout, receive, peer=where, tag=_TAG):
+            receiver.begin(receive)
+            arrived: list[Arriving] = []
+            operation = Operation(
+                group,
+                call,
+                _receiving(group, call, receive, arrived),
+                [],
+                group.timeout,
+                peer=where,
+                tag=_TAG,
+                withdraw=lambda: receiver.withdraw(receive),
+                give_up=execution.lost,
+            )
+            receiver.watch()
+            return operation, arrived
+
+
+def _receiving(
+    group: ProcessGroup, call: Call, receive: ObjectReceive, arrived: list[Arriving]
+) -> Generator[Request, None, int | None]:
+    mpi_error = MPI.Exception  # as in execution
+    try:
+        yield receive
+        if receive.refused is not None:
+            raise _misfit(group, call, receive, receive.refused)
+        block = receive.memory.flat[_LENGTH.size :]
+        header = pickled.read_header(block, _KIND, receive.number, _MOST, _MOST)
+        first = _first_bytes(header.head_bytes)
+        arriving = Arriving(block[:first], header)
+        yield from _rest(group, receive, arriving.rest(first))
+        arriving.open()
+        yield from _rest(group, receive, pickled.pieces(arriving.parts))
+    except mpi_error as error:
+        raise execution.wrap(error, group, call) from error
+    except WireError as error:
+        group.count_received(receive.sender, _TAG)
+        group.give_up(f"what came for {call.name} is no list of objects")
+        raise DistError(
+            f"{call.describe()} on group {group.display}, rank {group.ranks[group.rank()]}, at {call.site}: what came from "
+            f"rank {group.ranks[receive.sender]} is no list of objects, since {error}"
+        ) from error
+    receive.receiver.taken(receive)
+    group.count_received(receive.sender, _TAG)
+    arrived.append(arriving)
+    return receive.sender
+
+
+def _rest(group: ProcessGroup, receive: ObjectReceive, pieces: list[Any]) -> Generator[Request, None, None]:
+    control, tag = group.pair.control, _tag_of(receive.number)
+    if pieces:
+        waiting.moving(sum(piece.nbytes for piece in pieces))
+        yield Together(post_all((control.Irecv, piece, receive.sender, tag) for piece in pieces))
+
+
+def _first_bytes(head: int) -> int:
+    """Return how many bytes of the head stand in the message."""
+    return head if head <= _INSIDE else HEADER.size
+
+
+def _tag_of(number: int) -> int:
+    return library_tag(16 + number % OBJECT_TAGS)
+
+
+def _misfit(group: ProcessGroup, call: Call, receive: ObjectReceive, sent: Envelope) -> CollectiveMismatchError:
+    """Return the error of a receive whose message is another list, or no list."""
+    sender, me = group.ranks[receive.sender], group.ranks[group.rank()]
+    takes = "recv_object_list" if sent.objects >= 0 else "recv"
+    error = CollectiveMismatchError(
+        f"{call.name} on group {group.display}: rank {sender} sent {sent.describe()} (tag {receive.tag}, "
+        f"{receive.place or 'from a place that is not known'}), {call.name} on rank {me} of "
+        f"{describe_list(receive.length)} at {call.site}. The message is not lost: a {takes} of {sent.describe()} takes it"
+    )
+    op, _, site = receive.place.partition(" at ")
+    what = ("objects", str(sent.objects)) if sent.objects >= 0 else ("elements", str(sent.count))
+    key = (("peer", f"to rank {me}"), ("tag", str(receive.tag)), what)
+    taken = entry_of(call, me, peer=sender)
+    theirs = Entry(((sender, sender),), op or "send", key, site=site, peer=me)
+    return with_calls(error, group.display, [sender, me], [theirs, taken])

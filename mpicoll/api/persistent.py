@@ -1,0 +1,192 @@
+"""Calls that a loop makes again and again: a handle that is started, and waited for.
+
+A small array of members on one node rides in the round of its call (:mod:`mpicoll.operations.deferred`); all else is an
+asynchronous call as any other.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from mpicoll.api import collectives
+from mpicoll.diagnosis.call import Call
+from mpicoll.errors import ARGUMENT
+from mpicoll.groups import registry
+from mpicoll.groups.process_group import ProcessGroup
+from mpicoll.groups.registry import member_or_warn
+from mpicoll.memory.adapt import adapt
+from mpicoll.memory.dtypes import Reduction, resolve_reduction
+from mpicoll.memory.half import wide
+from mpicoll.memory.memory import AnyArray
+from mpicoll.memory.reduce_op import RedOpType, ReduceOp
+from mpicoll.operations import execution
+from mpicoll.operations.deferred import Deferred
+from mpicoll.operations.repeating import Repeated
+from mpicoll.operations.riding import Ride
+from mpicoll.operations.work import Work
+from mpicoll.runtime.call_site import Site, call_site, caller
+from mpicoll.transports.base import Kind
+from mpicoll.transports.shm.control import RIDING_BYTES
+
+_OP = "all_reduce"
+
+
+def all_reduce_init(tensor: AnyArray, op: RedOpType | ReduceOp = ReduceOp.SUM, group: Any = None) -> Plan | None:
+    """Make a :class:`Plan`: an ``all_reduce`` of ``tensor`` that is started, and waited for, as often as the program likes.
+
+    Called by all members with the same op, dtype and number of elements; it waits for them, and moves nothing::
+
+        plan = dist.all_reduce_init(x)
+        for step in range(1000):
+            fill(x)
+            plan.start()
+            something_else()
+            plan.wait()  # x holds the sum
+
+    Args:
+        tensor: input and output of every start, any array that :func:`mpicoll.all_reduce` takes. The plan stays with the memory
+            that it has now, and keeps it alive.
+        op: as in :func:`mpicoll.all_reduce`.
+        group: the group; default the world. A rank that is not in it gets None, and a warning.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: wrong arguments, as for :func:`mpicoll.all_reduce`. The other members raise
+            CollectiveMismatchError, at every check level.
+        CollectiveMismatchError: the members made different calls, or the arguments of one are wrong; the group is still good.
+        CollectiveTimeoutError, PeerFailedError, PeerExitedError, DeadlockError, GroupBrokenError, DistBackendError: as
+            :func:`mpicoll.broadcast`.
+
+    Source: MPI-4.1 section 6.13 (MPI_Allreduce_init, MPI_Start, MPI_Wait).
+    """
+    found = member_or_warn(group, "all_reduce_init")
+    if found is None:
+        return None
+    site = call_site()
+    execution.enter(found, "all_reduce_init")
+    key: tuple[Any, ...] = ()
+    error: Exception | None = None
+    plan: Plan | None = None
+    try:
+        memory = wide(adapt(tensor, "tensor", writable=True))
+        reduction = resolve_reduction(_OP, op, memory.dtype, memory.named)
+        key = (str(reduction.op), memory.name, ("elements", memory.flat.size))
+        plain = memory.pack is None and not memory.named
+        plan = Plan(found, memory.flat if plain else tensor, op, site, key, reduction if plain else None)
+    except Exception as wrong:
+        setattr(wrong, ARGUMENT, True)
+        error = wrong
+    execution.agree(found, Call("all_reduce_init", key, site, error=error), found.timeout)
+    return plan
+
+
+class Plan(Deferred):
+    """An ``all_reduce`` of one array, made once by :func:`all_reduce_init`, and started as often as the program likes.
+
+    Every ``start`` counts as a call of ``all_reduce`` with ``async_op=True``: it is compared with what the other members
+    call, who may start a plan of theirs or call ``all_reduce``. Between ``start`` and ``wait`` the program may compute and
+    make other calls, in an order that is the same on all members of a group; the array must not be read or written.
+    A plan that was started and never waited for is an error when its group is destroyed or the program ends. Nothing is to be
+    freed. One thread uses it at a time.
+
+    Source: MPI-4.1 section 6.13.
+    """
+
+    __slots__ = ("_array", "_key", "_op", "_work")
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        array: Any,
+        op: RedOpType | ReduceOp,
+        site: Site,
+        key: tuple[Any, ...],
+        reduction: Reduction | None,
+    ) -> None:
+        ride: Ride | None = None
+        small = reduction is not None and reduction.factor is None and array.nbytes <= RIDING_BYTES
+        if reduction is not None and small and group.pair.lane.shared is not None and registry.state().thread_multiple:
+            again = Repeated(
+                _OP, key, Kind.ALL_REDUCE, array.nbytes, mpi_op=reduction.mpi_op, average=reduction.average
+            )
+            ride = Ride(group, again, array.dtype, array, array)
+        super().__init__(group, ride, array if ride is not None else None, (_OP, site.code, site.instruction))
+        self._array = array
+        self._op = op
+        self._key = key
+        self._work: Work | None = None
+
+    def start(self) -> None:
+        """Begin an ``all_reduce`` of what the array holds now.
+
+        Called by all members, or ``all_reduce`` with the same op, dtype and number of elements in its stead. It never waits.
+
+        Raises:
+            RuntimeError: it was started and not waited for; nothing was begun.
+            BufferInUseError: an operation under way uses the same memory (of this the other members raise
+                CollectiveMismatchError). At check level ``full`` alone.
+            GroupBrokenError, ValueError: the group was given up, or destroyed.
+
+        Source: MPI-4.1 section 3.9 (MPI_Start).
+        """
+        if self._started:
+            raise RuntimeError(f"{self!r} was started and has not been waited for: call wait() before start()")
+        if not self.begin(caller()):
+            self._start_long()
+
+    def _start_long(self) -> None:
+        self._work = collectives.all_reduce(self._array, self._op, self.group, async_op=True)
+        self._started = True
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Return when the call that was started is complete on this rank: the array holds the result.
+
+        Args:
+            timeout: the limit of this wait; default that of the group.
+
+        Raises:
+            RuntimeError: it was not started.
+            TypeError: ``timeout`` is not a timedelta.
+            Others as :meth:`mpicoll.Work.wait`. It can be started again after a mismatch.
+
+        Source: MPI-4.1 section 3.7.3 (MPI_Wait).
+        """
+        if not self._started:
+            raise RuntimeError(f"{self!r} was not started: call start() before wait()")
+        if timeout is not None and not isinstance(timeout, timedelta):
+            raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout!r}")
+        work, ride = self._work, self._ride
+        if work is not None or ride is None:
+            try:
+                if work is not None:
+                    work.wait(timeout or timedelta(0))
+            finally:
+                self._work = None
+                self._started = False
+            return
+        self.finish(None if timeout is None else timeout.total_seconds() or None)
+
+    def is_completed(self) -> bool:
+        """Whether nothing is under way: the call that was started is done, well or not. Makes progress and never waits.
+
+        A plan that was started needs its ``wait`` all the same before it is started again.
+
+        Raises:
+            PeerFailedError, PeerExitedError, GroupBrokenError, CollectiveTimeoutError: as :meth:`mpicoll.Work.is_completed`.
+        """
+        work = self._work
+        if work is not None:
+            return work.is_completed()
+        if not self._started or self._ride is None:
+            return True
+        return self.poll()
+
+    def __repr__(self) -> str:
+        state = "at rest"
+        if self._started:
+            operation = self._operation
+            over = self._done and (operation is None or operation.done)
+            state = "complete" if self._work is None and over else "under way"
+            state += f", started at {self._site}" if self._work is None else ""
+        name = Call(_OP, self._key, self._site).describe() if self._key else _OP
+        return f"<Plan {name} on group {self.group.display}: {state}>"

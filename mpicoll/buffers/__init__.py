@@ -1,1 +1,0 @@
-"""What the user passed, as memory."""

@@ -1,0 +1,120 @@
+"""Show where the ranks of a job are: the map of ``mpicoll doctor``."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mpicoll.cli.job.model import JobMap, Place, link_rows, place_here, rows
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def show_map(plot: str | None = None) -> int:
+    """Find out where the ranks are and what their links give; rank 0 prints it. All ranks of the job call it.
+
+    ``plot`` is a file for the picture, of rank 0's choice of formats (PNG, PDF, SVG).
+    """
+    if plot is not None:
+        from importlib.util import find_spec
+
+        from mpicoll.errors import LaunchError
+
+        if find_spec("matplotlib") is None:
+            raise LaunchError('--plot needs matplotlib: pip install "mpicoll[plot]"')
+    import mpicoll as dist
+
+    code = 0
+    started = not dist.is_initialized()
+    if started:
+        dist.init_process_group()
+    try:
+        job = _collect()
+        if dist.get_rank() == 0:
+            _print(job)
+            code = 0 if plot is None else _draw(job, plot)
+            sys.stdout.flush()
+        dist.barrier()
+    finally:
+        if started and sys.exc_info()[0] is None:
+            dist.destroy_process_group()
+    return code
+
+
+def _draw(job: JobMap, path: str) -> int:
+    from mpicoll.cli.job.picture import draw
+
+    try:
+        draw(job, path)
+    except (OSError, ValueError) as error:  # no such folder; a format that matplotlib does not know
+        print(f"mpicoll: could not draw the map: {error}", file=sys.stderr)
+        return 1
+    print(f"The picture is in {path}")
+    return 0
+
+
+def _collect() -> JobMap:
+    from mpi4py import MPI
+
+    import mpicoll as dist
+    from mpicoll.cli.job.links import measure
+    from mpicoll.groups.registry import state
+    from mpicoll.launch.environment import read_launcher
+
+    topology = state().topology
+    rank, size = dist.get_rank(), dist.get_world_size()
+    places: list[Place | None] | None = [None] * size if rank == 0 else None
+    dist.gather_object(place_here(rank, topology.node, topology.local_rank), places)
+    links = measure(topology.node_of)
+    library = MPI.Get_library_version().replace("\n", ",").split(",")[0].rstrip("\0")
+    nodes = len(topology.hosts)
+    known = tuple(place for place in places or () if place is not None)
+    return JobMap(known, links, " ".join(library.split()), read_launcher(os.environ).kind, nodes * (nodes - 1) // 2)
+
+
+def _print(job: JobMap) -> None:
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from mpicoll.cli.job.warnings import warnings
+
+    # No colours: under Open MPI's mpirun a rank's output is a terminal, also where the job's goes to a file.
+    width = shutil.get_terminal_size((160, 24)).columns
+    console = Console(highlight=False, color_system=None, width=max(width, 100))
+    number, nodes = len(job.places), len(job.hosts)
+    title = f"{number} rank{'s' * (number != 1)} on {nodes} node{'s' * (nodes != 1)}, {job.library}"
+    console.print(escape(title) + (f", started by {job.launcher}" if job.launcher != "none" else ""))
+    lines = rows(job)
+    columns = ["rank", "node", "local", "pid", "cores", "GPU", "threads"]
+    values = [[row.ranks, row.node, row.local, row.pid, row.cores, row.gpus, row.threads] for row in lines]
+    console.print(_table(Table(box=SIMPLE), columns, values))
+    models = sorted({model for place in job.places for model in place.models})
+    if models:
+        console.print(f"GPUs of the nodes: {escape(', '.join(models))}\n")
+    if job.links:
+        columns = ["link", "ranks", "latency", "bandwidth"]
+        console.print(_table(Table(box=SIMPLE), columns, link_rows(job)))
+    between = sum(link.nodes[0] != link.nodes[1] for link in job.links)
+    if between < job.pairs:
+        console.print(f"{between} of {job.pairs} pairs of nodes were measured.\n")
+    for warning in warnings(job):
+        console.print(f"- {escape(warning)}", soft_wrap=True)
+
+
+def _table(table: Table, columns: Sequence[str], values: Sequence[Sequence[str]]) -> Table:
+    """Fill a table, without the columns that say nothing."""
+    from rich.markup import escape
+
+    kept = [index for index in range(len(columns)) if any(row[index] for row in values)]
+    for index in kept:
+        right = columns[index] in ("rank", "local", "pid", "latency", "bandwidth")
+        table.add_column(columns[index], justify="right" if right else "left", overflow="fold")
+    for row in values:
+        table.add_row(*(escape(row[index]) for index in kept))
+    return table

@@ -1,0 +1,1 @@
+"""What ranks tell each other when something is wrong, and the reports made of it."""

@@ -1,0 +1,298 @@
+"""What the ranks tell each other outside the collectives: failures, exits, withdrawals, and who waits where.
+
+Small messages on a communicator of the library's own. Nothing is sent while all goes well; a rank reads them when it
+waits for more than a few milliseconds, and while it lingers at its exit. A rank that computes does not answer, which is
+right: it is not blocked.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpicoll.diagnosis.deadlock import State
+from mpicoll.diagnosis.node_board import Place, Slots
+from mpicoll.diagnosis.report.entries import Entry, Runs
+from mpicoll.diagnosis.report.report import Report
+from mpicoll.runtime.mpi_library import keep_of
+
+_TAG = 1
+MOST_ASKED = 256
+"""Ranks that one waiting rank asks where they are; in a larger group it asks the nearest ones."""
+ANSWER_WITHIN = 0.3
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank that ended with an uncaught exception or a nonzero exit code, or whose process is gone.
+
+    Attributes:
+        what, site: what ended it, and file:line.
+        op, last: its last call and where the program made it, of one that could not say what ended it.
+        finalizes: it may call MPI_Finalize after all, when each rank has failed by itself; False: it ends the job, or is gone.
+    """
+
+    rank: int
+    what: str
+    site: str
+    code: int
+    op: str = ""
+    last: str = ""
+    finalizes: bool = False
+
+    def __str__(self) -> str:
+        after = f", after its last call {self.op} at {self.last}" if self.op else ""
+        return f"rank {self.rank} failed: {self.what}" + (f" (at {self.site}{after})" if self.site else "")
+
+
+@dataclass(frozen=True)
+class Exit:
+    """A rank that will make no call any more.
+
+    Attributes:
+        calls: made on each group.
+        sent: messages sent to this rank on each group, by their tag; of those long ago all under -1.
+        last: its last call on each group, with its place in the program.
+        reason: what it did, as the end of a sentence about it.
+    """
+
+    rank: int
+    calls: dict[str, int]
+    sent: dict[str, dict[int, int]]
+    last: dict[str, str]
+    reason: str
+
+    def sent_on(self, group: str) -> int:
+        """Return how many messages it has sent to this rank on a group."""
+        return sum(self.sent.get(group, {}).values())
+
+    def describe(self, group: str | None) -> str:
+        """Return what it did, and after which calls on ``group``; None: leave the calls out."""
+        if group is None:
+            return self.reason
+        calls = self.calls.get(group, 0)
+        text = f"{self.reason} after {calls} call{'s' if calls != 1 else ''} on this group"
+        return f"{text}, the last {self.last[group]}" if group in self.last else text
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where a waiting rank is: calls it has issued on the group asked about and the call that it waits in, if any."""
+
+    rank: int
+    calls: int
+    waits: Entry
+
+
+_Sends = list[tuple[MPI.Request, Any]]
+
+
+def _under_way(sends: _Sends) -> _Sends:
+    """Return those that have not completed."""
+    return [item for item in sends if not item[0].Test()]
+
+
+@dataclass
+class Board:
+    """This process's view of the others, by global rank.
+
+    Attributes:
+        comm: a communicator that nobody else uses.
+        where: answers a question: a group's name -> calls made on it, what this rank waits in.
+        state: says of this rank what a search for deadlocks needs.
+        slots: the shared memory of this node's ranks, where it can be had.
+        sent: what ranks say at the end, when messages are lost: group's name -> tag -> (messages to this rank, place).
+        dead: ranks whose process is gone without a word; nothing is sent to them.
+        verdict: (epoch, report) of a certificate that another rank found and that names this one.
+        certain: the ranks of the certificate for which a group was given up, by its name.
+        alive: when (time.monotonic) a rank in a long block last gave a sign of life.
+    """
+
+    comm: MPI.Intracomm
+    where: Callable[[str], tuple[int, Entry]]
+    failed: dict[int, Failure] = field(default_factory=dict)
+    exited: dict[int, Exit] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
+    handling: set[int] = field(default_factory=set)
+    withdrawn: dict[str, tuple[int, str]] = field(default_factory=dict)
+    leavers: dict[str, set[int]] = field(default_factory=dict)
+    certain: dict[str, Runs] = field(default_factory=dict)
+    joins: dict[Any, dict[int, Any]] = field(default_factory=dict)
+    left: dict[Any, set[int]] = field(default_factory=dict)
+    announced: set[int] = field(default_factory=set)
+    state: Callable[[], State] | None = None
+    slots: Slots | None = None
+    dead: set[int] = field(default_factory=set)
+    sent: dict[int, dict[str, dict[int, tuple[int, str]]]] = field(default_factory=dict)
+    verdict: tuple[int, Report] | None = None
+    alive: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rank: int = self.comm.Get_rank()
+        self.size: int = self.comm.Get_size()
+        self._lock = threading.Lock()
+        self._asking = threading.Lock()
+        self._sending: _Sends = []
+        self._coming: list[tuple[MPI.Request, Any]] = []
+        self._answers: dict[str, dict[int, Where]] = {}
+        self.states: dict[int, State] = {}
+        self.search = 0
+        self.balance = 0  # messages posted here, less those read here
+        self.searched_by: dict[int, float] = {}
+
+    def post(self, kind: str, payload: Any, ranks: Iterable[int]) -> None:
+        """Send ``(kind, payload)`` to every rank of ``ranks`` but this one; never waits."""
+        message = np.frombuffer(pickle.dumps((kind, self.rank, payload)), np.uint8)
+        try:
+            with self._lock:
+                self._sending = _under_way(self._sending)
+                for rank in ranks:
+                    if rank == self.rank or rank in self.dead:
+                        continue
+                    self._sending.append((self.comm.Isend([message, MPI.BYTE], rank, _TAG), message))
+                    self.balance += 1
+        except BaseException as error:
+            keep_of(error)  # out of a signal handler
+            raise
+
+    def notice_dead(self) -> bool:
+        """Look for ranks of this node whose process is gone, and say so on the other nodes; whether there are any."""
+        if self.slots is None:
+            return bool(self.dead)
+        new = [rank for rank in self.slots.dead() if rank not in self.dead and rank not in self.exited]
+        for rank in new:
+            self.dead.add(rank)
+            self._bury(rank, self.slots.place(rank), ended=self.slots.ended(rank))
+        local = set(self.slots.ranks)
+        if new and self.rank == min(local - self.dead):
+            for rank in new:
+                place = self.slots.place(rank)
+                self.post("died", (rank, place), [r for r in range(self.size) if r not in local])
+        return bool(self.dead)
+
+    def _bury(self, rank: int, place: Place, *, ended: bool = False) -> None:
+        self.dead.add(rank)
+        what = "its process is gone without a word: killed by a signal, or os._exit"
+        if ended:
+            what = "it was ended by SIGTERM"
+        self.failed.setdefault(rank, Failure(rank, what, place.site, 1, place.op, place.last))
+
+    def origin(self, rank: int) -> int:
+        """Return who ends the job because ``rank`` failed: itself, or for one that is dead the lowest that lives."""
+        return rank if rank not in self.dead else min(set(range(self.size)) - self.dead)
+
+    def flush(self, limit: float) -> None:
+        """Wait until what was posted is on its way, at most ``limit`` seconds."""
+        end = time.monotonic() + limit
+        with self._lock:
+            while True:
+                if not self._sending or time.monotonic() >= end:
+                    break
+                self._sending = _under_way(self._sending)
+                time.sleep(0.0005)
+
+    def poll(self) -> None:
+        """Read every message that has come, and answer questions."""
+        try:
+            self._poll()
+        except BaseException as error:
+            keep_of(error)  # out of a signal handler
+            raise
+
+    def _poll(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            return  # another thread is reading
+        answers: list[tuple[int, tuple[str, Any] | None]] = []
+        try:
+            while True:
+                status = MPI.Status()
+                found = self.comm.Improbe(MPI.ANY_SOURCE, _TAG, status)
+                if found is None:
+                    break
+                buffer = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+                # Not waited for: a large message comes when its sender is in MPI again.
+                self._coming.append((found.Irecv([buffer, MPI.BYTE]), buffer))
+            for item in tuple(self._coming):
+                request, buffer = item
+                if not request.Test():
+                    continue
+                self._coming.remove(item)
+                self.balance -= 1
+                kind, rank, payload = pickle.loads(buffer.tobytes())
+                answers.append((rank, self._read(kind, rank, payload)))
+        finally:
+            self._lock.release()
+        for rank, answer in answers:
+            if answer is not None:
+                self.post(*answer, [rank])
+
+    def _read(self, kind: str, rank: int, payload: Any) -> tuple[str, Any] | None:
+        if kind == "failed":
+            self.failed.setdefault(rank, Failure(rank, *payload))
+        elif kind == "exited":
+            self.exited[rank] = Exit(rank, *payload)
+        elif kind == "sent":
+            self.sent[rank] = payload
+        elif kind == "died":
+            self._bury(*payload)
+        elif kind == "alive":
+            self.alive[rank] = time.monotonic()
+        elif kind == "ended":
+            self.ended.add(rank)
+        elif kind == "handling":
+            self.handling.add(rank)
+        elif kind == "withdrawn":
+            group, why, certain = payload
+            self.withdrawn.setdefault(group, (rank, why))
+            self.certain[group] = certain
+            self.leavers.setdefault(group, set()).add(rank)
+        elif kind == "ask":
+            return ("where", (payload, *self.where(payload)))
+        elif kind == "where":
+            group, calls, waits = payload
+            self._answers.setdefault(group, {})[rank] = Where(rank, calls, waits)
+        elif kind == "search":
+            self.searched_by[rank] = time.monotonic()
+            return ("state", (payload, self.state())) if self.state is not None else None
+        elif kind == "state":
+            number, state = payload
+            if number == self.search:
+                self.states[rank] = state
+        elif kind == "deadlock":
+            epochs, report = payload
+            self.verdict = (epochs[self.rank], report)
+        elif kind == "join":
+            key, value = payload
+            self.joins.setdefault(key, {})[rank] = value
+            self.left.setdefault(key, set()).discard(rank)
+        elif kind == "unjoin":
+            self.left.setdefault(payload, set()).add(rank)
+        return None
+
+    def ask(self, group: str, ranks: Iterable[int]) -> dict[int, Where | None]:
+        """Ask ``ranks`` where they are, or the nearest of them where they are many.
+
+        Returns:
+            For each that was asked what it answered within 0.3 s (those that wait in the library do), else None.
+        """
+        others = [rank for rank in ranks if rank != self.rank]
+        others.sort(key=lambda rank: abs(rank - self.rank))
+        others = others[:MOST_ASKED]
+        with self._asking:
+            self._answers[group] = {}
+            self.post("ask", group, others)
+            end = time.monotonic() + ANSWER_WITHIN
+            while True:
+                if time.monotonic() >= end or len(self._answers[group]) >= len(others):
+                    break
+                self.poll()
+                time.sleep(0.001)
+            answers = self._answers.pop(group)
+        return {rank: answers.get(rank) for rank in others}

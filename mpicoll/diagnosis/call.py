@@ -1,0 +1,141 @@
+"""Describe a call of a rank: the operation, what must agree between the members, and where the program calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from types import CodeType
+from typing import Any, NamedTuple
+
+from mpicoll.runtime.call_site import Site
+
+NOTHING = -(2**63)
+"""A detail that takes no part in the comparison (the neutral element of MAX on int64)."""
+
+BEHIND, IN_PIECES, AS_IT_IS = 1, 2, 3
+"""How memory of a GPU is moved: copied as a whole, when that GPU has come to the call; by way of the host in pieces; or handed to
+MPI. Where members differ, the largest counts."""
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of one rank on one group.
+
+    Attributes:
+        op: the public function's name.
+        key: what must be the same on every member; never the call site (the same call from different lines is legal).
+        site: where the program calls it.
+        seq: number of the call on its group, from 1.
+        asynchronous: this rank issued it with ``async_op=True``, or has other calls under way.
+        error: what is wrong with this rank's arguments; raised after all members know.
+        uneven: this rank's blocks differ in size.
+        block_bytes: the largest block that this rank moves to or from one peer.
+        detail: a number that must agree where every member gives one.
+        native: ``AS_IT_IS``: this rank can use the native engine alone for it; then all members do. Else ``IN_PIECES``: it
+            moves memory of a GPU by way of the host; then all members move in pieces alike. Else ``BEHIND``, where it
+            is copied as a whole: its GPU may be late, or fail, so all meet before they enter MPI. Else 0.
+        print: what its round compares: the fingerprint of this call, of all since the last comparison, or nothing.
+        made: those calls, this one among them.
+        closes: it is no call: here the group was destroyed, or the program has ended.
+        apart: the members have made unequal numbers of calls since the last comparison, and cannot get in step again.
+        passes: it makes no round at all.
+        alias: another name of the public function, under which this rank called it.
+        explaining: the members differ, and tell each other what they called.
+        compared: it is compared at level ``roll`` however small it is.
+        offer: how this rank offers to make it on the GPU that all share (see ``transports.device.ipc.Offer``).
+        patience: makes the wait for it where that is a special one (see ``diagnosis.wait_policy.CallWait``).
+        come: asks whether this rank's GPU has come to it; None where no rank is known to have an array on one.
+    """
+
+    op: str
+    key: tuple[Any, ...]
+    site: Site
+    seq: int = 0
+    asynchronous: bool = False
+    error: Exception | None = None
+    uneven: bool = False
+    block_bytes: int = 0
+    detail: int = NOTHING
+    native: int = 0
+    print: int = 0
+    made: list[Kept] = field(default_factory=list)
+    closes: bool = False
+    apart: bool = False
+    passes: bool = False
+    alias: str = ""
+    offer: Any = None
+    explaining: bool = False
+    compared: bool = False
+    patience: Any = None
+    come: Callable[[], bool] | None = None
+
+    @property
+    def name(self) -> str:
+        """The name by which the program made the call."""
+        return self.alias or self.op
+
+    def describe(self) -> str:
+        """Return the call as a reader would write it: ``all_reduce(ReduceOp.SUM, float32, 1000 elements)``."""
+        if self.error is not None and not self.key:
+            return f"{self.name}(…)"
+        return f"{self.name}({', '.join(_word(part) for part in self.key)})"
+
+
+def _word(part: Any) -> str:
+    if isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], str):
+        return f"{part[0]} {_short(part[1])}" if part[0] != "elements" else f"{_short(part[1])} elements"
+    return _short(part)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, tuple):
+        text = ", ".join(str(item) for item in value[:8])
+        return f"[{text}{', …' if len(value) > 8 else ''}]"
+    return str(value)
+
+
+_prints: dict[tuple[Any, ...], int] = {}
+
+
+def fingerprint(op: str, key: tuple[Any, ...]) -> int:
+    """Return 62 bits that are the same in every process for the same call (never ``hash()``: it is salted)."""
+    full = (op, key)
+    known = _prints.get(full)
+    if known is None:
+        if len(_prints) >= 4096:
+            _prints.clear()
+        digest = blake2b(repr(full).encode(), digest_size=8).digest()
+        known = _prints[full] = int.from_bytes(digest, "little") >> 2
+    return known
+
+
+def compress_ranks(ranks: list[int] | tuple[int, ...] | set[int]) -> str:
+    """Return ranks as a reader wants them: ``0, 2-7``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def name_ranks(ranks: list[int] | tuple[int, ...] | set[int]) -> str:
+    """Return ``rank 3`` or ``ranks 0, 2-7``."""
+    return f"rank{'s' if len(ranks) != 1 else ''} {compress_ranks(ranks)}"
+
+
+class Made(NamedTuple):
+    """A call that was made without a comparison."""
+
+    seq: int
+    fingerprint: int
+    op: str
+    key: tuple[object, ...]
+    code: CodeType
+    instruction: int
+
+
+Kept = tuple[int, int, str, tuple[object, ...], CodeType, int]
+"""The fields of a :class:`Made`, which is made of them when somebody asks."""

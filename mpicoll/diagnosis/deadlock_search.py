@@ -1,0 +1,338 @@
+"""Search for deadlocks while a rank waits: collect the states of all ranks twice, and report a certificate."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import sys
+import threading
+import time
+from dataclasses import replace
+from itertools import islice
+from types import CodeType
+from typing import Any
+
+from mpicoll.diagnosis import job_state
+from mpicoll.diagnosis.board import Board
+from mpicoll.diagnosis.deadlock import State, report, stuck
+from mpicoll.diagnosis.job_state import JobState, joined, waits_by_thread
+from mpicoll.diagnosis.membership import Membership
+from mpicoll.diagnosis.report.report import MESSAGE_WIDTH, Report
+from mpicoll.errors import (
+    DeadlockError,
+)
+from mpicoll.runtime import signals, waiting
+
+DESTROYED = 32
+"""Destroyed groups that a rank still speaks of; with one that it does not name nothing is certain."""
+
+
+def describe_state() -> State:
+    """Return what this rank says of itself to a search for deadlocks."""
+    known = job_state.current()
+    rank = known.world.rank() if known is not None else -1
+    waits = dict(waits_by_thread)
+    # Of all threads that run Python, also those that the threading module has not started.
+    # What they run and no frames: this one among them would keep all that is in use here until Python looks for cycles.
+    runs, started = {ident: frame.f_code for ident, frame in sys._current_frames().items()}, threading.enumerate()
+    alive = set(runs) - {thread.ident for thread in started if thread.name.startswith("mpicoll-")}
+    users = (signals.threads & alive) | {threading.main_thread().ident} | waiting.calling
+    others = alive - users
+    ours = list(known.groups.values()) if known is not None else []
+    for group in ours:
+        catch_up(group)
+    return State(
+        rank,
+        search.epoch,
+        tuple(wait.as_wait() for wait in waits.values()),
+        free=any(ident not in waits for ident in users),
+        calls={**joined, **_of_destroyed("calls"), **{group.group_name: group.calls for group in ours}},
+        sent={**_of_destroyed("sent"), **_messages(ours, "sent")},
+        received={**_of_destroyed("received"), **_messages(ours, "received")},
+        receives=tuple(
+            (group.group_name, group.ranks[source] if source >= 0 else -1, tag)
+            for group in ours
+            for source, tag in group.receiver.outstanding()
+        ),
+        doubtful=bool(others),
+        patient=any(each.ident in others and not (each.daemon or _idles(runs[each.ident])) for each in started),
+        looks=tuple(wait.looks for wait in waits.values()),
+    )
+
+
+def _idles(code: CodeType) -> bool:
+    """Whether a thread is a worker of a pool that has nothing to do: only another thread can give it something."""
+    pool = sys.modules.get("concurrent.futures.thread")
+    return pool is not None and code is pool._worker.__code__
+
+
+def _of_destroyed(what: str) -> dict[Any, int]:
+    """Return the same of the groups that were destroyed last: others may still be in their last calls."""
+    known = job_state.current()
+    if known is None or known.base is None:
+        return {}
+    counts = getattr(known.base, what)
+    recent = tuple(islice(reversed(counts), DESTROYED))
+    if what == "calls":
+        return {name: counts[name] for name in recent}
+    return {(name, peer, tag): count for name in recent for (peer, tag), count in counts[name].items()}
+
+
+def catch_up(group: Membership) -> None:
+    """Count the messages that have come for receives that nobody waits for yet: they are no longer on their way."""
+    for operation in tuple(group.unwaited.values()):
+        operation.advance()
+
+
+def _messages(ours: list[Membership], what: str) -> dict[tuple[str, int, int], int]:
+    return {
+        (group.group_name, group.ranks[peer], tag): count
+        for group in ours
+        for (peer, tag), count in getattr(group, what).items()
+    }
+
+
+class Search:
+    """The search of one process for deadlocks, while it waits.
+
+    One rank of those that wait searches, the lowest as a rule: the others leave it to a lower one that has searched since
+    they began to wait. The state of each rank of this node is read from shared memory, where ranks that wait keep it up to
+    date; those of other nodes are asked. All that twice, and each state is said to hold again after the first reading, so
+    that all held at one moment. The ranks that the certificate names are told.
+
+    A search that finds nothing is made again later and later. Meanwhile the lowest rank of each node that waits looks at the
+    time of its neighbours' last change, which costs some microseconds, and searches among them when there is a new one: what
+    a rank that blocks after all others completes is found at once. Searches for news take a twentieth of the time at most.
+    """
+
+    FIRST_AFTER = 0.1
+    STAGGER = 0.02
+    LEAVE_IT = 1.0
+    AGAIN_WITHIN = 5.0
+    DOUBTFUL_FOR = 2.0
+    PATIENT_FOR = 10.0
+    AWAKE_WITHIN = 0.5
+    PUBLISH_EVERY = 0.005
+    DEAD_EVERY = 0.02
+    NEWS_EVERY = 0.02
+    NEAR_SHARE = 1 / 20
+    STANDS_FOR = 0.25
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.published: State | None = None
+        self._lock = threading.Lock()
+        self._mine = -1
+        self._since = 0.0
+        self._next = 0.0
+        self._pause = 0.0
+        self._asked: list[int] | None = None
+        self._until = 0.0
+        self._before: tuple[float, dict[int, State]] | None = None
+        self._next_publish = 0.0
+        self._next_dead = 0.0
+        self._stated: tuple[tuple[int, ...], int] = (), 0
+        self._read_at = 0.0
+        self._near = False  # the search that is under way is among the ranks of this node alone
+        self._near_at = math.inf
+        self._rest_until = 0.0
+        self._news = (0, 0)
+        self._next_news = 0.0
+
+    def verdict(self, board: Board) -> DeadlockError | None:
+        """Return the error of a certificate that another rank found, if this rank still waits as it did then."""
+        if board.verdict is None:
+            return None
+        (epoch, told), board.verdict = board.verdict, None
+        return self._error(told, board.rank) if epoch == self.epoch else None
+
+    @staticmethod
+    def _error(told: Report, me: int) -> DeadlockError:
+        error = DeadlockError(told.text(me, MESSAGE_WIDTH))
+        told.put_on(error)
+        error.reporter = told.members[0][0]
+        return error
+
+    def look_for_dead(self, board: Board, waited: float) -> None:
+        """Look, every now and then, whether a process of this node is gone."""
+        now = time.monotonic()
+        if waited > self.DEAD_EVERY and now >= self._next_dead:
+            self._next_dead = now + self.DEAD_EVERY
+            if board.notice_dead():
+                signals.guard.ignore_news()
+
+    def look(self, waited: float) -> BaseException | None:
+        """Go on with the search; return the error when this rank is in a certificate. Called every few milliseconds."""
+        known = job_state.current()
+        if known is None or known.world.size() == 1 or waited < self.FIRST_AFTER:
+            return None
+        if not self._lock.acquire(blocking=False):
+            return None  # another thread is at it
+        try:
+            return self._look(known, waited, time.monotonic())
+        finally:
+            self._lock.release()
+
+    def _look(self, known: JobState, waited: float, now: float) -> BaseException | None:
+        board = known.board
+        slots = board.slots
+        new = self._mine != self.epoch
+        if new:
+            self._mine, self._since, self._pause = self.epoch, now, self.FIRST_AFTER
+            turn = board.rank if slots is None else slots.waiting_below() + known.topology.node
+            self._next = now + min(turn, 50) * self.STAGGER
+            self._near_at = math.inf
+            self._asked, self._before = None, None
+        self._publish(board, now)
+        if new and slots is not None:
+            self._news = slots.changed(), len(board.exited)
+        if self._asked is not None:
+            return self._read(known, now)
+        if now >= self._near_at:
+            return self._start(known, now, near=True)
+        if now >= self._next and not self._left_to_another(board, now):
+            return self._start(known, now, near=False)
+        self._watch(board, now)
+        return None
+
+    def _watch(self, board: Board, now: float) -> None:
+        """Arrange for a search among the ranks of this node when there is news of them, where no lower one of them does."""
+        slots = board.slots
+        if slots is None or now < self._next_news:
+            return
+        self._next_news = now + self.NEWS_EVERY
+        news = slots.changed(), len(board.exited)
+        if news != self._news:
+            self._news = news
+            if not slots.waiting_below(int((now - self.STANDS_FOR) * 1e9)):
+                self._near_at = max(now, self._rest_until)
+
+    def _start(self, known: JobState, now: float, *, near: bool) -> BaseException | None:
+        board = known.board
+        remote = [r for r in range(board.size) if not _is_local(board, r) and r not in board.exited]
+        board.search += 1
+        board.states = {}
+        if board.slots is not None and not (near and remote):
+            board.slots.searching()
+        if near:
+            remote = []
+        board.post("search", board.search, remote)
+        self._asked, self._until = remote, now + 0.3
+        self._near, self._near_at = near, math.inf
+        error = self._read(known, now)
+        if near:
+            over = time.monotonic()
+            self._rest_until = over + (over - now) / self.NEAR_SHARE
+        return error
+
+    def _again(self, now: float) -> None:
+        if self._near:
+            self._near_at = now + self.STAGGER
+        else:
+            self._next = now + self.STAGGER
+
+    def _publish(self, board: Board, now: float) -> None:
+        """Keep this rank's state in shared memory up to date."""
+        if board.slots is None or now < self._next_publish:
+            return
+        self._next_publish = now + self.PUBLISH_EVERY
+        state = describe_state()
+        if state != self.published:
+            board.slots.write_state(pickle.dumps(state))
+            self.published, self._stated = state, (state.looks, time.monotonic_ns())
+        elif state.looked_since(self._stated[0]):
+            # No wait was over when it was looked at since then, so all held then.
+            board.slots.confirm(self._stated[1])
+            self._stated = state.looks, time.monotonic_ns()
+
+    def unpublish(self) -> None:
+        """Take this rank's state back: it does not wait any more."""
+        known = job_state.current()
+        if known is not None and known.board.slots is not None:
+            known.board.slots.write("state", b"")
+        self.published = None
+
+    def _left_to_another(self, board: Board, now: float) -> bool:
+        """Whether a lower rank has searched lately, and since this one began to wait."""
+        recent = max(self._since, now - self.LEAVE_IT)
+        if any(rank < board.rank and when > recent for rank, when in tuple(board.searched_by.items())):
+            return True
+        if board.slots is None:
+            return False
+        return any(rank < board.rank and board.slots.searched(rank) > recent * 1e9 for rank in board.slots.ranks)
+
+    def _read(self, known: JobState, now: float) -> BaseException | None:
+        board = known.board
+        assert self._asked is not None
+        if any(rank not in board.states and rank not in board.exited for rank in self._asked) and now < self._until:
+            return None
+        self._asked = None
+        states = {**board.states, board.rank: describe_state()}
+        for rank in board.slots.ranks if board.slots is not None else ():
+            data = board.slots.read(rank, "state") if board.slots is not None and rank != board.rank else b""
+            if data:
+                states[rank] = pickle.loads(data)
+        for exit_ in tuple(board.exited.values()):
+            sent = {(name, board.rank, tag): n for name, by_tag in exit_.sent.items() for tag, n in by_tag.items()}
+            states[exit_.rank] = State(exit_.rank, gone=True, calls=exit_.calls, sent=sent)
+        held = stuck(states)
+        before, self._before = self._before, (now, states)
+        read_before, self._read_at = self._read_at, now
+        if not held:
+            self._before = None
+            if not self._near:
+                self._pause = min(2 * self._pause, self.AGAIN_WITHIN)
+                self._next = now + self._pause
+            return None
+        if before is None or any(not _goes_on(board, before[1].get(rank), states[rank]) for rank in held):
+            self._again(now)
+            return None
+        doubtful = any(states[rank].doubtful for rank in held)
+        if doubtful and min(read_before, self._awake(board, held)) < now - self.AWAKE_WITHIN:
+            # One is, or this rank was, stopped, with its other threads: the time in which they do nothing begins anew.
+            self._again(now)
+            return None
+        doubtful_for = self.PATIENT_FOR if any(states[rank].patient for rank in held) else self.DOUBTFUL_FOR
+        if (doubtful and now - before[0] < doubtful_for) or not self._held_since(board, held, before[0]):
+            self._before = before
+            self._again(now)
+            return None
+        told = report(states, held, time.time())
+        if doubtful:
+            told = replace(told, closing=f"Other threads are alive; nothing has changed for {now - before[0]:.1f} s.")
+        board.post("deadlock", ({rank: states[rank].epoch for rank in held}, told), held)
+        if board.rank not in held:
+            if not self._near:
+                self._next = now + self.AGAIN_WITHIN
+            return None
+        return self._error(told, board.rank)
+
+    @staticmethod
+    def _held_since(board: Board, held: set[int], first: float) -> bool:
+        """Whether each state that was read from shared memory has been confirmed after the first reading."""
+        if board.slots is None:
+            return True
+        mine = [rank for rank in held if rank != board.rank and _is_local(board, rank)]
+        return all(board.slots.confirmed(rank) > first * 1e9 for rank in mine)
+
+    @staticmethod
+    def _awake(board: Board, held: set[int]) -> float:
+        """Return when the last of these ranks of this node was awake (ranks of others have just answered)."""
+        if board.slots is None:
+            return math.inf
+        times = [board.slots.confirmed(rank) for rank in held if rank != board.rank and _is_local(board, rank)]
+        return min(times, default=math.inf) / 1e9
+
+
+def _goes_on(board: Board, before: State | None, now: State) -> bool:
+    """Whether a rank still says the same, and one of another node has looked at its waits since it said so first."""
+    if before is None or before != now:
+        return False
+    return now.gone or _is_local(board, now.rank) or now.looked_since(before.looks)
+
+
+def _is_local(board: Board, rank: int) -> bool:
+    return board.slots is not None and rank in board.slots.ranks
+
+
+search = Search()

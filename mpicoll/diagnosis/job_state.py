@@ -1,0 +1,263 @@
+"""What this rank tells other ranks of itself: what its threads wait in, its last call, where its program is."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mpicoll.diagnosis.board import Board
+from mpicoll.diagnosis.deadlock import Wait
+from mpicoll.diagnosis.membership import Membership
+from mpicoll.diagnosis.node_board import Place
+from mpicoll.diagnosis.report.entries import Entry, entry_of
+from mpicoll.runtime import watchdog
+from mpicoll.runtime.call_site import program_site
+
+if TYPE_CHECKING:
+    from mpicoll.runtime.settings import Settings
+    from mpicoll.transports.topology import Topology
+
+NOT_INITIALIZED = "Default process group has not been initialized, please make sure to call init_process_group."
+
+
+class Counters(Protocol):
+    """What is kept of groups that were destroyed, by their names, the last one last."""
+
+    calls: dict[str, int]
+    sent: dict[str, dict[tuple[int, int], int]]
+    received: dict[str, dict[tuple[int, int], int]]
+
+    def settle(self, name: str, to: set[int], by: set[int]) -> None:
+        """Forget the messages on one of them that all have come."""
+
+
+@dataclass(kw_only=True)
+class JobState:
+    """What diagnosis knows of the job while a default group lives.
+
+    Attributes:
+        world: the default group.
+        groups: all groups of this process, by name.
+        board: where ranks write what others must know when something is wrong.
+        on_failure: "job" if a rank that fails ends the job, else "raise".
+        pid: this process; a forked child has another one.
+        thread_multiple: whether MPI allows calls from several threads at once.
+        thread: the thread that called ``init_process_group``.
+        base: what is kept of groups that were destroyed.
+    """
+
+    world: Membership
+    groups: Mapping[str, Membership] = field(default_factory=dict)
+    board: Board
+    settings: Settings
+    topology: Topology
+    on_failure: str
+    pid: int
+    thread_multiple: bool
+    thread: int
+    base: Counters | None = None
+
+
+class Waiting(Protocol):
+    """A call that a thread of this process waits in (:class:`mpicoll.diagnosis.wait_policy.CallWait`)."""
+
+    group: Membership
+    call: Any
+    peer: int | None
+    began: float
+    looks: int
+
+    def describe(self) -> str:
+        """Return the call, its group and its place in the program."""
+
+    def meets(self) -> tuple[str, tuple[int, ...], int]:
+        """Return the group whose ranks all have to come to this call, these ranks, and its number there."""
+
+    def as_wait(self) -> Wait:
+        """Return this wait as a search for deadlocks sees it."""
+
+
+_job: JobState | None = None
+
+doomed = ""
+"""What has ended this rank's program, or a thread of it that communicated: other threads and exit handlers may still wait."""
+
+
+def set_job(new: JobState | None) -> None:
+    """Install or remove what is known of the job; for ``groups.registry`` only."""
+    global _job
+    _job = new
+
+
+def job() -> JobState:
+    """Return what is known of the job, or raise torch's ValueError when there is no default group."""
+    if _job is None:
+        raise ValueError(NOT_INITIALIZED)
+    return _job
+
+
+def current() -> JobState | None:
+    """Return what is known of the job, or None when there is no default group."""
+    return _job
+
+
+waits_by_thread: dict[int, Waiting] = {}
+"""Thread → the call that it waits in."""
+
+joined: dict[str, int] = {}
+"""Meetings of the listed ranks of a new group that this rank has come to: as if each was a group with one call."""
+BETWEEN = "between two calls, or at the end"
+GIVEN_UP_AFTER = 10.0
+
+
+def note_waits() -> None:
+    """Write down for the ranks of this node in which collectives the threads of this one wait."""
+    known = current()
+    if known is not None and known.board.slots is not None:
+        waits = [wait for wait in tuple(waits_by_thread.values()) if wait.peer is None]
+        said = []
+        for wait in waits[:3]:
+            name, _, seq = wait.meets()
+            said.append((name, seq, wait.began, str(wait.call.site)[-200:]))
+        known.board.slots.write("waits", pickle.dumps(said) if said else b"")
+
+
+def place_of(board: Board, rank: int) -> Place:
+    """Return where a rank is that does not answer; without a site if it is not of this node."""
+    return board.slots.place(rank) if board.slots is not None and rank in board.slots.ranks else Place()
+
+
+def seen_ago(ago: float, where: str) -> str:
+    """Return where a rank is, or was some seconds ago, as the end of a sentence."""
+    if ago < 1.0:
+        return f"it is at {where}"
+    return f"it was last seen {ago:.0f} s ago at {where} (stopped, or in native code)"
+
+
+def _last_call(known: JobState, group: Membership | None = None) -> tuple[str, str, str]:
+    """Return the last call on a group, or where there is none that on the group with most: op, site, group; or empty."""
+    if group is None or group.last is None:
+        group = max(tuple(known.groups.values()), key=lambda group: group.calls, default=None)
+    op, _, site = (group.last_call() if group is not None else "").partition(" at ")
+    return op, site, group.display if group is not None and op else ""
+
+
+def tell_place() -> None:
+    """Write down for the ranks of this node where the program is just now (a watchdog service: it never calls MPI)."""
+    known = current()
+    if known is None or known.board.slots is None:
+        return
+    site = program_site(sys._current_frames().get(known.thread))
+    known.board.slots.tell_place(site, *_last_call(known)[:2])
+
+
+def await_death(board: Board) -> str:
+    """Block until the next rank of this node is gone without a word, and return what to say; "" when nobody is left.
+
+    For a thread of its own (see :meth:`mpicoll.diagnosis.node_board.Slots.await_death`).
+    """
+    slots = board.slots
+    try:
+        rank = slots.await_death() if slots is not None else -1
+        if rank < 0 or slots is None or rank in told_dead or board.failed:
+            return ""  # after a failure that is known already, it is the launcher that ends the others
+        told_dead.add(rank)
+        place = slots.place(rank)
+    except (OSError, ValueError):
+        return ""  # the communicator was freed
+    waits = [wait.describe() for wait in tuple(waits_by_thread.values())]
+    waits += [call.describe() for call in tuple(watchdog.active.values())]
+    return (
+        f"rank {rank}'s process is gone without a word: killed by a signal, or os._exit"
+        + (f" (at {place})" if place.site else "")
+        + (f"; rank {board.rank} waits in {waits[0]}" if waits else "")
+    )
+
+
+told_dead: set[int] = set()
+
+
+def hopeless(group: Membership, inside: float) -> str:
+    """Return why a native call of a group can never end, or "", from what stands in shared memory alone.
+
+    Args:
+        inside: seconds that it has taken. A member may give a group up in a later call, while others are still within the
+            transfer that they are through with: that is not looked at before it has taken far too long.
+    """
+    known = current()
+    slots = known.board.slots if known is not None else None
+    if slots is None:
+        return ""
+    for rank in slots.dead():
+        if rank in group.ranks:
+            return f"rank {rank} will never finish it: its process is gone"
+    for rank in slots.ranks:
+        if inside > GIVEN_UP_AFTER and rank in group.ranks:
+            given_up = slots.read(rank, "withdrawn").decode(errors="replace").split("\n")
+            if group.group_name in given_up:
+                return f"rank {rank} will never finish it: it gave the group up"
+    return ""
+
+
+FRESH = 0.5
+"""Seconds for which a wait looks at all that is pending at least every millisecond."""
+
+
+def waits_lately() -> bool:
+    """Whether some thread has begun a short while ago to wait, and so moves everything on that is pending."""
+    since = time.time() - FRESH
+    return any(wait.began > since for wait in tuple(waits_by_thread.values()))
+
+
+def waits_now(group_name: str) -> tuple[int, Entry]:
+    """Return this rank's part of the answer to a question (see ``diagnosis.board.Where``)."""
+    known = current()
+    found = known.groups.get(group_name) if known is not None else None
+    rank = known.world.rank() if known is not None else -1
+    for wait in tuple(waits_by_thread.values())[:1]:
+        entry = entry_of(wait.call, rank, wait.group.display, state="late")
+        break
+    else:
+        op, site, display = _last_call(known, found) if known is not None else ("", "", "")
+        entry = Entry(((rank, rank),), op, site=site, group=display, state="late", problem=BETWEEN)
+    return found.calls if found is not None else joined.get(group_name, 0), entry
+
+
+def calls_now(rank: int) -> list[Entry]:
+    """Return what each thread of this process waits in, or else its last call; for a report of where all ranks are.
+
+    Reads only, takes no lock and never calls MPI: any thread may ask, whatever the others hang in.
+
+    Args:
+        rank: this process, as the report numbers it.
+    """
+    known = current()
+    ranks = ((rank, rank),)
+    if known is None:
+        return [Entry(ranks, state="late", problem="has no default group")]
+    now = time.time()
+    entries = [
+        entry_of(wait.call, rank, wait.group.display, state="waits", waited=now - wait.began)
+        for wait in tuple(waits_by_thread.values())
+    ]
+    entries += [
+        Entry(ranks, state="late", problem=f"{time.monotonic() - call.since:.1f} s inside MPI for {call.describe()}")
+        for call in tuple(watchdog.active.values())
+    ]
+    if entries:
+        return entries
+    op, site, display = _last_call(known)
+    waited_for = sum(len(group.unwaited) for group in tuple(known.groups.values()))
+    more = f" ({waited_for} under way that it has not waited for)" if waited_for else ""
+    return [Entry(ranks, op, site=site, group=display, state="late", problem=f"in no call of mpicoll{more}")]
+
+
+def last_seen(rank: int) -> str:
+    """Return where a rank of this node was when it last wrote it down, as the end of a sentence, or ""."""
+    known = current()
+    place = place_of(known.board, rank) if known is not None else Place()
+    return seen_ago(place.ago, str(place)) if place.site else ""

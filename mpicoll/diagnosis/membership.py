@@ -1,0 +1,136 @@
+"""What reports and searches for deadlocks need to know of a group."""
+
+from __future__ import annotations
+
+import threading
+from types import CodeType
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from mpicoll.runtime.call_site import Site
+
+if TYPE_CHECKING:
+    from mpicoll.runtime.settings import Level
+
+T = TypeVar("T")
+
+
+class Turn(Protocol):
+    """A block that is open in this process, whose other ranks wait for its end or are about to meet there."""
+
+    def refuse(self, op: str, site: Site) -> Exception:
+        """Return the error of a collective inside it."""
+
+    def group(self) -> Membership | None:
+        """Return its group, if that has been made."""
+
+
+class _Slots:
+    """What each call of a group reads or writes, at a known place in it: machine code finds it there."""
+
+    __slots__ = ("calls", "last", "lock", "turn")
+
+
+class Membership(_Slots):
+    """The members of a group, and what this rank has done on it.
+
+    Attributes:
+        group_name: its name, the same on all members.
+        display: its name as users read it.
+        ranks: global ranks of the members.
+        timeout: limit of a wait in seconds.
+        level: how much of the calls is compared.
+        calls: collective calls that this rank has made on it.
+        last: its last call: op, code and instruction, or an object that has them as ``place``; None before the first call.
+        receiver: the receives of this rank.
+        unwaited: asynchronous calls that nobody has waited for.
+        persistent: persistent sends and receives, which count their messages themselves.
+        broken: why it cannot be used any more; None while it can.
+        destroyed: whether ``destroy_process_group`` was called on it.
+    """
+
+    def __init__(
+        self, name: str, display: str, ranks: tuple[int, ...], rank: int, timeout: float, level: Level, receiver: Any
+    ) -> None:
+        self.group_name = name
+        self.display = display
+        self.ranks = ranks
+        self.timeout = timeout
+        self.level = level
+        self.calls = 0
+        self.last: tuple[str, CodeType, int] | Any | None = None
+        self.receiver = receiver
+        self.unwaited: dict[int, Any] = {}
+        self.persistent: list[Any] = []
+        self.broken: str | None = None
+        self.destroyed = False
+        self._rank = rank
+        self._size = len(ranks)
+        self._counting = threading.Lock()
+        self._sent: dict[tuple[int, int], int] = {}
+        self._received: dict[tuple[int, int], int] = {}
+
+    def rank(self) -> int:
+        """Return this rank in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """Return the number of members."""
+        return self._size
+
+    def last_call(self) -> str:
+        """Return the last call that was made on this group and its place in the program, or ""."""
+        if self.last is None:
+            return ""
+        op, code, instruction = self.last if isinstance(self.last, tuple) else self.last.place
+        return f"{op} at {Site(code, instruction)}"
+
+    def give_up(self, why: str) -> None:
+        """Mark the group broken; the first reason stays."""
+        if self.broken is None:
+            self.broken = why
+
+    def by_rank(self, counts: dict[tuple[int, int], T]) -> dict[tuple[int, int], T]:
+        """Return what is known of messages by (global rank, tag) from the same by (rank in the group, tag)."""
+        return {(self.ranks[peer], tag): count for (peer, tag), count in counts.items()}
+
+    @property
+    def sent(self) -> dict[tuple[int, int], int]:
+        """Messages sent so far, by (rank in the group, tag)."""
+        return self._with_persistent(self._sent, True)
+
+    @property
+    def received(self) -> dict[tuple[int, int], int]:
+        """Messages received so far, by (rank in the group, tag)."""
+        return self._with_persistent(self._received, False)
+
+    def _with_persistent(self, counted: dict[tuple[int, int], int], sending: bool) -> dict[tuple[int, int], int]:
+        with self._counting:
+            counts = dict(counted)
+            for each in self.persistent:
+                if each.sending != sending or not each.count:
+                    continue
+                count(counts, each.peer, each.tag, each.count)
+        return counts
+
+    def count_sent(self, peer: int, tag: int) -> None:
+        """Count a message that was sent."""
+        with self._counting:
+            count(self._sent, peer, tag, 1)
+
+    def count_received(self, peer: int, tag: int) -> None:
+        """Count a message that was received."""
+        with self._counting:
+            count(self._received, peer, tag, 1)
+
+    @staticmethod
+    def by_peer(counts: dict[tuple[int, int], int]) -> dict[int, int]:
+        """Return messages for each peer from messages for each peer and tag."""
+        totals: dict[int, int] = {}
+        for (peer, _), count in counts.items():
+            totals[peer] = totals.get(peer, 0) + count
+        return totals
+
+
+def count(counts: dict[tuple[int, int], int], peer: int, tag: int, messages: int) -> None:
+    """Add a number of messages to those of a peer and a tag."""
+    counts[peer, tag] = counts.get((peer, tag), 0) + messages

@@ -1,0 +1,272 @@
+"""The node's part of the call board: a slot of shared memory for each rank of a node, and a lock that says who is alive.
+
+A rank writes into its own slot alone: where it is, four times a second and from a thread; and when it waits for long, gives
+a group up, or leaves. The others read it whatever its owner does, also from a thread that must not call MPI. What is read
+is checked by its CRC, so that nothing depends on the order in which another core's stores are seen.
+
+Who is alive is told by a record lock on the file: the kernel drops it when the process is gone, whatever ended it, where
+asking for a process id fails on zombies, across containers and when ids are used again (fcntl(2), "record locks").
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+import time
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+from mpi4py import MPI
+
+from mpicoll.transports.shm import mapping
+
+SLOT_BYTES = 20 * 1024
+
+_STATUS, _CONFIRMED, _SEARCHED, _CHANGED, _SINCE, _REPORTED = 0, 8, 16, 24, 32, 40
+_THERE, _LEFT, _ENDS_JOB, _ENDED = 1, 2, 3, 4
+_WORD = struct.Struct("=q")
+_HEAD = struct.Struct("=II")  # length, CRC
+_FLOCK = struct.Struct("hhqqi")  # struct flock of 64-bit Linux
+_AREAS = {
+    "state": (64, 12 * 1024),
+    "place": (12 * 1024 + 64, 1024),
+    "withdrawn": (13 * 1024 + 64, 2048),
+    "waits": (15 * 1024 + 64, 960),
+    "last": (16 * 1024, 4 * 1024),
+}
+
+ENDED_FOR = 1.5
+"""Seconds after which a rank that a signal ends counts as dead: as a rule the same signal ends the others, too."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank was when it last wrote it down.
+
+    Attributes:
+        ago: seconds since then.
+        site: file:line and function; empty where it has written nothing.
+        op, last: its last call and where in the program it was made; empty where there was none.
+    """
+
+    ago: float = 0.0
+    site: str = ""
+    op: str = ""
+    last: str = ""
+
+    def __str__(self) -> str:
+        return self.site + (f", after its last call {self.op} at {self.last}" if self.op else "")
+
+
+class Slots:
+    """The slots of the ranks of one node; ranks are those of the base communicator.
+
+    Attributes:
+        ranks: the ranks of this node, this one among them.
+        me: this rank.
+    """
+
+    def __init__(self, descriptor: int, me: int, ranks: tuple[int, ...]) -> None:
+        self.me = me
+        self.ranks = ranks
+        self._place = {rank: place for place, rank in enumerate(ranks)}
+        # Closing any descriptor of the file would drop the lock, so this one stays open as long as the slots are used.
+        self._file = descriptor
+        self._second = -1
+        self._memory = mmap.mmap(descriptor, len(ranks) * SLOT_BYTES)
+        self._mine = self._place[me] * SLOT_BYTES
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._place[me])
+        self._put(_STATUS, _THERE)
+
+    def wait_through(self, descriptor: int) -> None:
+        """Take the descriptor through which :meth:`await_death` waits; it is never closed while the lock is held."""
+        self._second = descriptor
+
+    def _put(self, at: int, value: int) -> None:
+        _WORD.pack_into(self._memory, self._mine + at, value)
+
+    def _word(self, rank: int, at: int) -> int:
+        value: int = _WORD.unpack_from(self._memory, self._place[rank] * SLOT_BYTES + at)[0]
+        return value
+
+    def write(self, area: str, data: bytes) -> bool:
+        """Put ``data`` into an area of this rank's slot (b"": nothing); return whether there was room."""
+        at, room = _AREAS[area]
+        at += self._mine
+        fits = len(data) + _HEAD.size <= room
+        if not fits:
+            data = b""
+        _HEAD.pack_into(self._memory, at, 0, 0)
+        self._memory[at + _HEAD.size : at + _HEAD.size + len(data)] = data
+        _HEAD.pack_into(self._memory, at, len(data), zlib.crc32(data))
+        return fits
+
+    def read(self, rank: int, area: str) -> bytes:
+        """Return what stands in an area of a rank's slot; b"" when there is nothing, or it is just being written."""
+        at, room = _AREAS[area]
+        at += self._place[rank] * SLOT_BYTES
+        length, crc = _HEAD.unpack_from(self._memory, at)
+        if not 0 < length <= room - _HEAD.size:
+            return b""
+        data = self._memory[at + _HEAD.size : at + _HEAD.size + length]
+        return data if zlib.crc32(data) == crc else b""
+
+    def write_state(self, data: bytes) -> None:
+        """Put another state of this rank into its slot: what it waits in, for those who search for deadlocks."""
+        self.write("state", data)  # one without room is as one that does not answer
+        self._put(_CHANGED, time.monotonic_ns())
+
+    def changed(self) -> int:
+        """Return when a rank of this node last wrote another state (``time.monotonic_ns``)."""
+        return max(self._word(rank, _CHANGED) for rank in self.ranks)
+
+    def waiting_below(self, since: int = 0) -> int:
+        """Return how many lower ranks of this node have a state there, confirmed since then (``time.monotonic_ns``)."""
+        return sum(rank < self.me and self._has_state(rank) and self.confirmed(rank) >= since for rank in self.ranks)
+
+    def _has_state(self, rank: int) -> bool:
+        length: int = _HEAD.unpack_from(self._memory, self._place[rank] * SLOT_BYTES + _AREAS["state"][0])[0]
+        return length > 0
+
+    def confirm(self, when: int) -> None:
+        """Say that this rank's state was what stands there at a moment (``time.monotonic_ns``)."""
+        self._put(_CONFIRMED, when)
+
+    def confirmed(self, rank: int) -> int:
+        """Return when a rank last said so, on the clock of ``time.monotonic_ns`` (one for all processes of a node)."""
+        return self._word(rank, _CONFIRMED)
+
+    def searching(self) -> None:
+        """Say that this rank searches now."""
+        self._put(_SEARCHED, time.monotonic_ns())
+
+    def searched(self, rank: int) -> int:
+        """Return when a rank last searched (``time.monotonic_ns``)."""
+        return self._word(rank, _SEARCHED)
+
+    def tell_place(self, site: str, op: str = "", last: str = "") -> None:
+        """Write down where this rank is just now, and its last call (see :class:`Place`)."""
+        words = (site.encode()[-420:], op.encode()[:60], last.encode()[-420:])
+        self.write("place", _WORD.pack(time.monotonic_ns()) + b"\0".join(words))
+
+    def place(self, rank: int) -> Place:
+        """Return what a rank last wrote down."""
+        data = self.read(rank, "place")
+        if len(data) < _WORD.size:
+            return Place()
+        when: int = _WORD.unpack_from(data)[0]
+        site, op, last = (word.decode(errors="replace") for word in data[_WORD.size :].split(b"\0"))
+        return Place((time.monotonic_ns() - when) / 1e9, site, op, last)
+
+    def leave(self, *, ends_job: bool = False) -> None:
+        """Say that this rank ends in an orderly way; and that it ends the job, so that the launcher will kill the others."""
+        self._put(_STATUS, _ENDS_JOB if ends_job else _LEFT)
+
+    def end(self) -> None:
+        """Say that a signal ends this rank."""
+        self._put(_SINCE, time.monotonic_ns())
+        self._put(_STATUS, _ENDED)
+
+    def ended(self, rank: int) -> bool:
+        """Whether a rank has said that a signal ends it."""
+        return self._word(rank, _STATUS) == _ENDED
+
+    def orderly(self, rank: int) -> bool:
+        """Whether a rank has ended in an orderly way."""
+        return self._word(rank, _STATUS) in (_LEFT, _ENDS_JOB)
+
+    def ends_job(self) -> bool:
+        """Whether a rank of this node has ended the job: the launcher ends the others then."""
+        return any(self._word(rank, _STATUS) == _ENDS_JOB for rank in self.ranks)
+
+    def report(self) -> None:
+        """Say that this rank has reported where the ranks of this node are."""
+        self._put(_REPORTED, time.monotonic_ns())
+
+    def reported(self, within: float) -> bool:
+        """Whether a rank has done so within these last seconds."""
+        since = time.monotonic_ns() - int(within * 1e9)
+        return any(self._word(rank, _REPORTED) > since for rank in self.ranks)
+
+    def dead(self) -> list[int]:
+        """Return the ranks of this node whose process is gone without having said so, or was ended by a signal a while ago."""
+        return [rank for rank in self.ranks if rank != self.me and not self._lives(rank)]
+
+    def _lives(self, rank: int) -> bool:
+        if not self._may_die(rank):
+            return True
+        question = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, self._place[rank], 1, 0)
+        kind: int = _FLOCK.unpack(fcntl.fcntl(self._file, fcntl.F_GETLK, question))[0]
+        return kind != fcntl.F_UNLCK or not self._may_die(rank)
+
+    def _may_die(self, rank: int) -> bool:
+        """Whether the end of a rank's process would be news."""
+        status = self._word(rank, _STATUS)
+        ended_at = self._word(rank, _SINCE)
+        return status == _THERE or (status == _ENDED and time.monotonic_ns() - ended_at > ENDED_FOR * 1e9)
+
+    def await_death(self) -> int:
+        """Return the rank after this one on the node when its process is gone without a word; -1 when none will be.
+
+        Blocks, for a thread of its own: the kernel wakes it the moment the process is gone, before a launcher can have
+        ended this one because of it. A rank that ends in an orderly way is followed by the next. When one has ended the job,
+        it is the launcher that kills the others: that is no news.
+        """
+        here = self.ranks.index(self.me)
+        for rank in (*self.ranks[here + 1 :], *self.ranks[:here]):
+            # Waiting by a lock of the open file, for which the kernel does not look for cycles; these would be one.
+            question = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, self._place[rank], 1, 0)
+            fcntl.fcntl(self._second, fcntl.F_OFD_SETLKW, question)
+            answer = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, self._place[rank], 1, 0)
+            fcntl.fcntl(self._second, fcntl.F_OFD_SETLK, answer)
+            if self.ends_job():
+                break
+            if self._word(rank, _STATUS) == _THERE:
+                return rank
+        return -1
+
+    def close(self) -> None:
+        """Give the memory back; the lock goes with it."""
+        if self._word(self.me, _STATUS) == _THERE:
+            self.leave()
+        self._memory.close()
+        os.close(self._file)
+        if self._second >= 0:
+            os.close(self._second)
+
+
+def make_slots(node: MPI.Comm, me: int, ranks: tuple[int, ...]) -> Slots | None:
+    """Make the slots of a node; None, on all its ranks alike, where shared memory cannot be had.
+
+    Called by all ranks of ``node``, which are known to (it uses blocking MPI calls).
+
+    Args:
+        node: the ranks of one node.
+        me: this rank in the base communicator.
+        ranks: all ranks of the node in the base communicator, by rank in ``node``.
+    """
+    path = ""
+    if node.Get_rank() == 0:
+        created, path, _ = mapping.create("slots", len(ranks) * SLOT_BYTES)
+        if created >= 0:
+            os.close(created)
+    path = node.bcast(path, 0)
+    slots: Slots | None = None
+    if path:
+        try:
+            second = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # opened first: closing it would drop the lock
+            slots = Slots(os.open(path, os.O_RDWR | os.O_CLOEXEC), me, ranks)
+            slots.wait_through(second)
+        except (OSError, ValueError):
+            slots = None
+    everybody: Any = node.allreduce(slots is not None, MPI.LAND)
+    if path and node.Get_rank() == 0:
+        mapping.remove(path)
+    if everybody:
+        return slots
+    if slots is not None:
+        slots.close()
+    return None

@@ -1,0 +1,383 @@
+"""What ranks say of their calls, and the table of it that is merged up a tree: bounded, however many ranks there are.
+
+Pure: no MPI, no effects. An :class:`Entry` is what one rank says, or many that say the same; a :class:`Table` holds the
+distinct ones. Merging tables is associative and commutative, so that a tree of any shape comes to the same. At most
+``MOST_ROWS`` distinct entries are kept. Which ones depends on the entries alone, never on the order of merging, and so
+those that are kept have all their ranks; of the others the ranks and (up to ``MOST_COUNTED``) the number are kept.
+
+The call that more than half of the ranks made must not be among those left out: the table counts, bit by bit, the
+fingerprints of all calls, so that :meth:`Table.missing` says which call the members should tell once more.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import zlib
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from hashlib import blake2b
+from itertools import pairwise
+from typing import Any, Literal
+
+from mpicoll.diagnosis.call import NOTHING, Call
+from mpicoll.diagnosis.report.text_layout import clip, columns
+
+MOST_ROWS = 24
+MOST_COUNTED = 256
+_BITS = 62
+_MOST_PARTS = 10
+_LENGTHS = {"op": 48, "site": 300, "group": 60, "problem": 500, "needs": 160}
+_PART_NAME, _PART_TEXT = 24, 80
+_ROW_BYTES = 4 * (sum(_LENGTHS.values()) + _MOST_PARTS * (_PART_NAME + _PART_TEXT)) + 512
+
+Runs = tuple[tuple[int, int], ...]
+"""Ranks as runs (first, last), in order and apart from each other: all ranks of any job are one run."""
+
+Standing = Literal["called", "waits", "late", "exited", "failed", "killed", "withdrawn", "silent"]
+"""``called`` it made this call; ``waits`` in it; ``late`` has not come, it waits in the call of its entry, or, where there is a
+problem, has made that call last; ``silent`` has not come and does not answer; the others say how it left."""
+
+
+def runs_of(ranks: Iterable[int]) -> Runs:
+    """Return ranks, in any order, as runs."""
+    return join((rank, rank) for rank in ranks)
+
+
+def join(runs: Iterable[tuple[int, int]]) -> Runs:
+    """Return the union of runs, in any order, as runs."""
+    joined: list[tuple[int, int]] = []
+    for first, last in sorted(runs):
+        if joined and first <= joined[-1][1] + 1:
+            joined[-1] = (joined[-1][0], max(last, joined[-1][1]))
+        else:
+            joined.append((first, last))
+    return tuple(joined)
+
+
+def count(runs: Runs) -> int:
+    """Return how many ranks there are."""
+    return sum(last - first + 1 for first, last in runs)
+
+
+def listed(runs: Runs) -> list[int]:
+    """Return the ranks one by one."""
+    return [rank for first, last in runs for rank in range(first, last + 1)]
+
+
+def holds(runs: Runs, rank: int | None) -> bool:
+    """Whether a rank is among them."""
+    return rank is not None and any(first <= rank <= last for first, last in runs)
+
+
+def name_runs(runs: Runs, width: int = 60) -> str:
+    """Return ``rank 3``, ``ranks 0, 2-7``, or what fits of it: ``ranks 0, 2, 4, …, 998 (500 ranks)``."""
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    number = count(runs)
+    whole = f"rank{'' if number == 1 else 's'} {', '.join(words)}"
+    if len(whole) <= width:
+        return whole
+    end = f"…, {words[-1]} ({number} ranks)"
+    text = "ranks "
+    for at, word in enumerate(words[:-1]):
+        if at and len(text) + len(word) + 2 + len(end) > width:
+            break
+        text += f"{word}, "
+    return text + end
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What one rank says of itself, or many ranks that say the same. Texts are cut to a length when it is made.
+
+    Attributes:
+        ranks: those who say it.
+        op, key, seq: the call (see ``diagnosis.call.Call``), its key as named texts; empty where no call is known.
+        site: file:line of the call, or of what ended the rank.
+        group: the group as it is displayed.
+        asynchronous: it was issued with ``async_op=True``.
+        state: what the ranks do (see :data:`Standing`).
+        problem: what is wrong with the arguments, or how the rank left.
+        needs: what it waits for.
+        peer: the rank at the other end of a point-to-point call; -1 any.
+        waited: the least and the most seconds that one of the ranks has waited.
+    """
+
+    ranks: Runs
+    op: str = ""
+    key: tuple[tuple[str, str], ...] = ()
+    seq: int = 0
+    site: str = ""
+    group: str = ""
+    asynchronous: bool = False
+    state: Standing = "called"
+    problem: str = ""
+    needs: str = ""
+    peer: int | None = None
+    waited: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        for name, length in _LENGTHS.items():
+            text = getattr(self, name)
+            if text:
+                tail = length - 1 if name == "site" else length // 3
+                object.__setattr__(self, name, clip(text, length, tail=tail))
+        parts = [(clip(name, _PART_NAME), _short(text)) for name, text in self.key]
+        if len(parts) > _MOST_PARTS:
+            rest = repr(parts[_MOST_PARTS - 1 :])
+            parts[_MOST_PARTS - 1 :] = [
+                ("further", f"{len(parts) - _MOST_PARTS + 1} arguments, {_digest(rest):06x}"[:40])
+            ]
+        object.__setattr__(self, "key", tuple(parts))
+
+    def said(self) -> tuple[Any, ...]:
+        """Return what must be equal for two entries to be one row: everything but who says it and how long he waited."""
+        return tuple(getattr(self, name) for name in _SAID)
+
+    def call(self) -> tuple[Any, ...]:
+        """Return what must be equal for two entries to be the same call, wherever the program makes it."""
+        return (self.op, self.key, self.group, bool(self.problem) and self.state == "called")
+
+    @property
+    def lacks(self) -> Literal["memory", "GPU", ""]:
+        """What kept the rank from making the call, where nothing is wrong with its arguments: memory, or a GPU that works."""
+        name = self.problem.partition(":")[0]
+        if (
+            name.endswith("MemoryError") or "cudaErrorMemoryAllocation" in self.problem
+        ):  # Python's, NumPy's, CuPy's, torch's
+            return "memory"
+        cuda = name.startswith(("CUDARuntime", "CUDADriver", "Accelerator"))
+        return "GPU" if cuda and any(word in self.problem for word in _FOR_GOOD) else ""
+
+    def fingerprint(self) -> int:
+        """Return 62 bits of :meth:`call` (see :meth:`Table.missing`)."""
+        return _digest(self.call())
+
+
+_FOR_GOOD = (
+    "IllegalAddress",
+    "IllegalInstruction",
+    "LaunchFailure",
+    "LaunchTimeout",
+    "MisalignedAddress",
+    "cudaErrorAssert",
+)
+"""What CUDA says of a failure after which nothing works in that process."""
+
+_SAID = tuple(field.name for field in fields(Entry) if field.name not in ("ranks", "waited"))
+
+
+def _short(text: str) -> str:
+    """Return a text that fits into a part; another text stays another one."""
+    if len(text) <= _PART_TEXT and columns(text) <= _PART_TEXT:
+        return clip(text, _PART_TEXT)
+    return f"{clip(text, _PART_TEXT - 9)} {_digest(text) & 0xFFFFFFFF:08x}"
+
+
+def entry_of(
+    call: Call,
+    rank: int,
+    group: str = "",
+    *,
+    state: Standing = "called",
+    needs: str = "",
+    peer: int | None = None,
+    waited: float | None = None,
+) -> Entry:
+    """Return what ``rank`` says of a call that it makes or waits in."""
+    error = call.error
+    parts = [_part(part) for part in call.key]
+    if call.detail != NOTHING and not call.uneven and "elements" not in dict(parts):
+        parts.append(("elements", str(call.detail)))
+    return Entry(
+        ((rank, rank),),
+        op=call.name,
+        key=tuple(parts),
+        seq=0 if call.closes else call.seq,
+        site=str(call.site),
+        group=group,
+        asynchronous=call.asynchronous,
+        state=state,
+        problem="" if error is None else f"{type(error).__name__}: {error}",
+        needs=needs,
+        peer=peer,
+        waited=None if waited is None else (waited, waited),
+    )
+
+
+_DTYPE = re.compile(
+    r"(bool|[bu]?int|b?float|b?complex|c?longdouble)[0-9a-z_]*$|(date|time)[a-z]*64(\[.*\])?$|[<>|][SUV]\d+$|\[\(|\{'names'"
+)
+
+
+def _part(part: Any) -> tuple[str, str]:
+    """Return one part of a call's key with its name."""
+    if isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], str):
+        return part[0], _value(part[1])
+    text = _value(part)
+    if text.startswith("ReduceOp."):
+        return "op", text.removeprefix("ReduceOp.")
+    if text.startswith(("from ", "to ")):
+        return "peer", text
+    return ("dtype" if _DTYPE.match(text) else "", text)
+
+
+def _value(value: Any) -> str:
+    if not isinstance(value, (tuple, list)):
+        return str(value)
+    if len(value) > 8 and all(type(item) is int for item in value):
+        if all(a < b for a, b in pairwise(value)):
+            runs = runs_of(value)
+            if len(runs) <= 8:
+                return f"[{', '.join(str(a) if a == b else f'{a}-{b}' for a, b in runs)}]"
+        return f"[{', '.join(map(str, value[:6]))}, … {len(value)} values, {_digest(repr(value)) & 0xFFFFFF:06x}]"
+    return f"[{', '.join(map(str, value))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The distinct entries of some ranks.
+
+    Attributes:
+        rows: at most ``MOST_ROWS`` of them, with all ranks of each: those with a problem first, then by fingerprint.
+        more: the ranks of all others.
+        others: fingerprints of the others, the ``MOST_COUNTED`` smallest.
+        votes: for each bit of a call's fingerprint, how many ranks have it set.
+        ranks: how many ranks there are.
+    """
+
+    rows: tuple[Entry, ...] = ()
+    more: Runs = ()
+    others: tuple[int, ...] = ()
+    votes: tuple[int, ...] = (0,) * _BITS
+    ranks: int = 0
+
+    def missing(self) -> int | None:
+        """Return the fingerprint of the call that more than half of the ranks made, if rows of it may be left out."""
+        if not self.more:
+            return None
+        return sum(1 << bit for bit, votes in enumerate(self.votes) if 2 * votes > self.ranks)
+
+    def with_rows(self, found: Table) -> Table:
+        """Return this table with the rows of a second reduction, of the entries that :meth:`missing` asked for."""
+        rows = {row.said(): row for row in (*self.rows, *found.rows)}
+        taken = join(run for row in found.rows for run in row.ranks)
+        others = set(self.others) - {_digest(said) for said in rows}
+        return Table(tuple(rows.values()), _without(self.more, taken), tuple(sorted(others)), self.votes, self.ranks)
+
+    def pack(self) -> bytes:
+        """Return the table as bytes, at most :func:`size_bound`; only :meth:`unpack` reads them."""
+        numbers = array("q")
+        lengths = []
+        for runs in (self.more, *(row.ranks for row in self.rows)):
+            lengths.append(len(runs))
+            at = 0
+            for first, last in runs:
+                numbers.extend((first - at, last - first))
+                at = last
+        rows = [(row.said(), row.waited) for row in self.rows]
+        whole = (rows, lengths, numbers.tobytes(), self.others, self.votes, self.ranks)
+        return zlib.compress(pickle.dumps(whole, protocol=5), 1)
+
+    @staticmethod
+    def unpack(packed: bytes) -> Table:
+        """Return the table that another rank has packed."""
+        said, lengths, raw, others, votes, ranks = pickle.loads(zlib.decompress(packed))
+        numbers = iter(array("q", raw))
+        found: list[Runs] = []
+        for length in lengths:
+            runs, at = [], 0
+            for _ in range(length):
+                first = at + next(numbers)
+                at = first + next(numbers)
+                runs.append((first, at))
+            found.append(tuple(runs))
+        rows = [
+            Entry(ranks=runs, waited=waited, **dict(zip(_SAID, values, strict=True)))
+            for runs, (values, waited) in zip(found[1:], said, strict=True)
+        ]
+        return Table(tuple(rows), found[0], others, votes, ranks)
+
+
+def size_bound(ranks: int) -> int:
+    """Return the most bytes that a packed table of so many ranks takes; a usual one takes some hundred.
+
+    Where every rank's neighbour calls something else each rank is a run of its own (16 bytes before compression).
+    """
+    return 2048 + MOST_ROWS * _ROW_BYTES + 10 * MOST_COUNTED + 10 * _BITS + 17 * ranks
+
+
+def table_of(entries: Iterable[Entry]) -> Table:
+    """Return the table of entries."""
+    found = list(entries)
+    votes = [0] * _BITS
+    total = 0
+    weights: dict[tuple[Any, ...], int] = {}
+    for entry in found:
+        number = count(entry.ranks)
+        total += number
+        weights[entry.call()] = weights.get(entry.call(), 0) + number
+    for call, number in weights.items():
+        digest = _digest(call)
+        for bit in range(_BITS):
+            if digest >> bit & 1:
+                votes[bit] += number
+    return _bounded(found, (), set(), votes, total)
+
+
+def merge(a: Table, b: Table) -> Table:
+    """Return the table of the ranks of both; associative and commutative."""
+    votes = [x + y for x, y in zip(a.votes, b.votes, strict=True)]
+    return _bounded((*a.rows, *b.rows), (*a.more, *b.more), {*a.others, *b.others}, votes, a.ranks + b.ranks)
+
+
+def _bounded(entries: Sequence[Entry], more: Runs, others: set[int], votes: Sequence[int], ranks: int) -> Table:
+    alike: dict[tuple[Any, ...], list[Entry]] = {}
+    for entry in entries:
+        alike.setdefault(entry.said(), []).append(entry)
+    order = sorted(
+        ((not _wrong(same[0]), _digest(said), same) for said, same in alike.items()), key=lambda item: item[:2]
+    )
+    out = order[MOST_ROWS:]
+    smallest = tuple(sorted(others.union(digest for _, digest, _ in out))[:MOST_COUNTED])
+    left = join((*more, *(run for _, _, same in out for entry in same for run in entry.ranks)))
+    return Table(tuple(_one(same) for _, _, same in order[:MOST_ROWS]), left, smallest, tuple(votes), ranks)
+
+
+def _wrong(entry: Entry) -> bool:
+    return bool(entry.problem)
+
+
+def _one(same: Sequence[Entry]) -> Entry:
+    if len(same) == 1:
+        return same[0]
+    times = [time for entry in same if entry.waited is not None for time in entry.waited]
+    return _replace(
+        same[0],
+        join(run for entry in same for run in entry.ranks),
+        (min(times), max(times)) if times else None,
+    )
+
+
+def _replace(entry: Entry, ranks: Runs, waited: tuple[float, float] | None) -> Entry:
+    return Entry(ranks=ranks, waited=waited, **dict(zip(_SAID, entry.said(), strict=True)))
+
+
+def _without(runs: Runs, taken: Runs) -> Runs:
+    left = []
+    for first, last in runs:
+        at = first
+        for a, b in taken:
+            if a > last or b < at:
+                continue
+            if a > at:
+                left.append((at, a - 1))
+            at = b + 1
+        if at <= last:
+            left.append((at, last))
+    return tuple(left)
+
+
+def _digest(value: Any) -> int:
+    return int.from_bytes(blake2b(repr(value).encode(errors="replace"), digest_size=8).digest(), "little") >> 2

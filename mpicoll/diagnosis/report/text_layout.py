@@ -1,0 +1,115 @@
+"""Text that fits: cut, wrapped and shortened to a number of columns. Pure."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterable
+
+
+def columns(text: str) -> int:
+    """Return how many columns a terminal takes for a text."""
+    return len(text) if text.isascii() else sum(1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
+
+
+def clip(text: str, width: int, *, tail: int = 0) -> str:
+    """Return a text in one line of at most ``width`` columns: cut at its end, or before its last ``tail`` columns."""
+    if len(text) <= width and text.isascii() and text.isprintable() and "  " not in text and text == text.strip():
+        return text
+    text = " ".join(text.split())
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else "?" for c in text)
+    if columns(text) <= width:
+        return text
+    kept = _ending(text, tail) if tail else ""
+    room = width - 1 - columns(kept)
+    head = text
+    if columns(head) > room:
+        at = used = 0
+        while at < len(head) and used + columns(head[at]) <= room:
+            used += columns(head[at])
+            at += 1
+        head = head[:at]
+    return f"{head}…{kept}"
+
+
+def _ending(text: str, width: int) -> str:
+    at, used = len(text), 0
+    while at and used + columns(text[at - 1]) <= width:
+        at -= 1
+        used += columns(text[at])
+    return text[at:]
+
+
+def short_paths(sites: Iterable[str]) -> dict[str, str]:
+    """Return for each file:line the shortest end of its path that is not the end of another one's, too."""
+    wanted = {site for site in sites if site}
+    split = {site: [part for part in site.rpartition(":")[0].split("/") if part] or [site] for site in wanted}
+    depth = {site: 2 if parts[-1] in ("__init__.py", "__main__.py") else 1 for site, parts in split.items()}
+    while True:
+        ends: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
+        for site, parts in split.items():
+            ends.setdefault(tuple(parts[-depth[site] :]), set()).add(tuple(parts))
+        longer = [
+            site
+            for site, parts in split.items()
+            if len(ends[tuple(parts[-depth[site] :])]) > 1 and depth[site] < len(parts)
+        ]
+        if not longer:
+            break
+        for site in longer:
+            depth[site] += 1
+    short = {}
+    for site, parts in split.items():
+        line = site.rpartition(":")[2] if ":" in site else ""
+        path = "/".join(parts[-depth[site] :])
+        short[site] = clip(f"{path}:{line}" if line else path, 60, tail=59)
+    return short
+
+
+_BREAK = re.compile(r" (?!s\b)")  # a number is not parted from its unit
+
+
+def wrap(text: str, width: int, *, first: int = 0, rest: int = 4, most: int = 3) -> list[str]:
+    """Return a text in lines of at most ``width`` columns, at most ``most`` of them.
+
+    Args:
+        first, rest: columns that the first line and the others are indented.
+    """
+    words = _BREAK.split(clip(text, max(len(text) * 2, 1)))
+    lines: list[str] = []
+    line, started = " " * first, False
+    while words:
+        word = words.pop(0)
+        longer = line + (" " if started else "") + word
+        if columns(longer) <= width:
+            line, started = longer, True
+        elif len(lines) == most - 1:
+            return [*lines, clip_line(" ".join((longer, *words)), width)]
+        elif started:
+            lines.append(line)
+            words.insert(0, word)
+            line, started = " " * rest, False
+        else:
+            fit = _fitting(word, width - columns(line))
+            lines.append(line + word[:fit])
+            words.insert(0, word[fit:])
+            line = " " * rest
+    return [*lines, line]
+
+
+def _fitting(word: str, room: int) -> int:
+    at = used = 0
+    while at < len(word) and used + columns(word[at]) <= room:
+        used += columns(word[at])
+        at += 1
+    return max(at, 1)
+
+
+def clip_line(line: str, width: int) -> str:
+    """Return a line cut to ``width`` columns, with its indentation."""
+    if columns(line) <= width:
+        return line
+    body = line.lstrip(" ")
+    indent = len(line) - len(body)
+    return " " * indent + clip(body, width - indent)

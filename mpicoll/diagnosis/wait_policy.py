@@ -1,0 +1,362 @@
+"""Wait policy of calls on a group: when a wait must end early, and the error that it raises.
+
+The errors are: a peer failed, a peer exited, a deadlock, the time limit.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from mpicoll.diagnosis import job_state
+from mpicoll.diagnosis.board import Board, Exit, Failure
+from mpicoll.diagnosis.call import Call, fingerprint
+from mpicoll.diagnosis.deadlock import Wait
+from mpicoll.diagnosis.deadlock_search import catch_up, search
+from mpicoll.diagnosis.job_state import note_waits, place_of, seen_ago, waits_by_thread
+from mpicoll.diagnosis.membership import Membership
+from mpicoll.diagnosis.report.entries import Entry, Runs, Table, entry_of, holds, join, runs_of, table_of
+from mpicoll.diagnosis.report.report import BROKEN, MESSAGE_WIDTH, Report, peer_exited, peer_failed, show, time_limit
+from mpicoll.diagnosis.report.text_layout import short_paths
+from mpicoll.errors import (
+    CollectiveTimeoutError,
+    DeadlockError,
+    GroupBrokenError,
+    PeerExitedError,
+    PeerFailedError,
+    in_one_line,
+)
+from mpicoll.runtime import waiting
+
+MOST_PLACES = 6  # rows of a report for each way to be missing: so they all fit into its table
+EXPLAINED_WITHIN = 3.0
+VERDICT_WITHIN = 2.0
+
+DOOMED_AFTER = 0.1
+"""Seconds after which the waits of a rank that has failed end."""
+
+
+class CallWait:
+    """What one wait on a group is for: its limit, who can never come, and what to say when it is over."""
+
+    __slots__ = (
+        "_wait",
+        "began",
+        "call",
+        "group",
+        "limit",
+        "looks",
+        "noted",
+        "origin",
+        "peer",
+        "stall_warn",
+        "tag",
+        "verdict_until",
+    )
+
+    AFTERWARDS = BROKEN
+    """What holds when it has ended without success."""
+
+    def __init__(self, group: Membership, call: Call, limit: float, peer: int | None = None, tag: int = 0) -> None:
+        self.group = group
+        self.call = call
+        self.limit = limit
+        self.peer = peer  # global rank this point-to-point call waits for; None: all members; -1: any source
+        self.tag = tag
+        self.stall_warn = job_state.job().settings.stall_warn
+        self.began = time.time()
+        self.looks = 0  # times that it was found not to be over
+        self.noted = False  # the ranks of this node can read that this one waits
+        self.verdict_until = 0.0
+        self.origin: int | None = None  # the failed rank because of which it ends
+        self._wait: Wait | None = None
+
+    def describe(self) -> str:
+        """Return the call, its group and its place in the program."""
+        number = f", call {self.call.seq}" if self.call.seq else ""
+        return f"{self.call.describe()} on group {self.group.display}{number} at {self.call.site}"
+
+    def check(self, waited: float) -> BaseException | None:
+        """Return an error when this wait can never end."""
+        self.looks += 1
+        known = job_state.current()
+        if known is None:
+            return None
+        board = known.board
+        self.note()
+        search.look_for_dead(board, waited)
+        if self.call.explaining and waited < EXPLAINED_WITHIN:
+            return None  # members that have told everything raise, and end, before others have read it
+        return search.verdict(board) or self.ended(board, waited) or search.look(waited)
+
+    def ended(self, board: Board, waited: float) -> BaseException | None:
+        """Return an error when somebody who is needed has failed, has ended, or gave the group up; or this rank has failed."""
+        if job_state.doomed and waited > DOOMED_AFTER:
+            return GroupBrokenError(
+                f"{self.describe()}: this rank has failed ({job_state.doomed}), so nobody makes this call with it"
+            )
+        gone = [exit_.rank for exit_ in tuple(board.exited.values()) if self._needs(exit_)]
+        for failure in tuple(board.failed.values()):
+            if failure.rank in self.group.ranks or failure.rank not in board.announced:
+                if gone and failure.what.startswith(PeerExitedError.__name__):
+                    continue  # it failed since somebody is gone, as this wait does
+                self.origin = failure.rank
+                return self.because_failed(failure, waited)
+        if gone:
+            return self.because_exited([board.exited[rank] for rank in gone], waited)
+        withdrawn = board.withdrawn.get(self.group.group_name)
+        if withdrawn is not None and not self._verdict_comes(board):
+            rank, why = withdrawn
+            broken = GroupBrokenError(f"{self.describe()}: rank {rank} gave the group up: {why}")
+            broken.reporter = rank
+            return broken
+        return None
+
+    def _verdict_comes(self, board: Board) -> bool:
+        """Whether the group was given up for a certificate that names this rank, too: it comes from another one."""
+        if not holds(board.certain.get(self.group.group_name, ()), board.rank):
+            return False
+        now = time.monotonic()
+        self.verdict_until = self.verdict_until or now + VERDICT_WITHIN
+        return now < self.verdict_until
+
+    def because_failed(self, failure: Failure, waited: float) -> PeerFailedError:
+        """Return the error of a wait that cannot end because a rank has failed."""
+        told = self._report(peer_failed, [failed_entry(failure)], waited)
+        error = PeerFailedError(told.text(job_state.job().world.rank(), MESSAGE_WIDTH))
+        told.put_on(error)
+        return error
+
+    def because_exited(self, exits: list[Exit], waited: float) -> PeerExitedError:
+        """Return the error of a wait that cannot end because ranks have ended."""
+        told = self._report(peer_exited, [self._end(exit_) for exit_ in exits], waited)
+        error = PeerExitedError(told.text(job_state.job().world.rank(), MESSAGE_WIDTH))
+        told.put_on(error)
+        return error
+
+    def _end(self, exit_: Exit) -> Entry:
+        """Return what a rank did that has left, with its last call on the group."""
+        name = self.meets()[0]
+        what = exit_.describe(name if self.peer is None and name == self.group.group_name else None)
+        op, _, site = exit_.last.get(self.group.group_name, "").rpartition(" at ")
+        ranks = ((exit_.rank, exit_.rank),)
+        return Entry(ranks, op, site=site, state="exited", problem=what.partition(", the last ")[0])
+
+    def _report(
+        self, kind: Callable[[Entry, str, Runs, Table, str], Report], said: list[Entry], waited: float
+    ) -> Report:
+        """Return the report of a call that cannot complete, because of what ``said`` tells."""
+        mine = entry_of(self.call, job_state.job().world.rank())
+        gone = join(run for entry in said for run in entry.ranks)
+        waits = [Entry(mine.ranks, state="waits", waited=(waited, waited)), *self._beside(mine, gone)]
+        members = runs_of(self.meets()[1])
+        return kind(mine, self.group.display, members, table_of([*said, *waits]), self.AFTERWARDS)
+
+    def meets(self) -> tuple[str, tuple[int, ...], int]:
+        """Return the group whose ranks all have to come to this call, these ranks, and its number there."""
+        return self.group.group_name, self.group.ranks, self.call.seq
+
+    def came(self) -> set[int]:
+        """Return ranks that are known to have come to it, whatever they do now."""
+        return set()
+
+    def note(self) -> None:
+        """Write down for the ranks of this node which collectives this one waits in, once; it costs some microseconds."""
+        if not self.noted:
+            self.noted = True
+            note_waits()
+
+    def _beside(self, mine: Entry, gone: Runs) -> list[Entry]:
+        """Return those ranks of this node, but ``gone``, that wait in this collective, or left it for the same reason."""
+        slots, (name, ranks, seq) = job_state.job().board.slots, self.meets()
+        if slots is None or self.peer is not None:
+            return []
+        found = []
+        now = time.time()
+        for rank in set(slots.ranks).intersection(ranks) - {slots.me}:
+            data = b"" if holds(gone, rank) else slots.read(rank, "waits")
+            for group, number, began, site in pickle.loads(data) if data else ():
+                if (group, number) == (name, seq):
+                    call = (
+                        Entry((), state="waits")
+                        if mine.site.endswith(site)
+                        else replace(mine, site=site, state="waits")
+                    )
+                    found.append(replace(call, ranks=((rank, rank),), waited=(now - began, now - began)))
+        return found
+
+    def as_wait(self) -> Wait:
+        """Return this wait as a search for deadlocks sees it."""
+        if self._wait is None:
+            me = self.group.ranks[self.group.rank()]
+            sending = self.peer is not None and self.call.op in ("send", "isend")
+            entry = entry_of(self.call, me, self.group.display, state="waits", peer=self.peer)
+            self._wait = Wait(
+                self.group.group_name,
+                self.group.ranks,
+                entry,
+                self.peer,
+                self.call.seq,
+                sending,
+                self.tag,
+                self.began,
+                fingerprint(self.call.op, self.call.key) if self.peer is None and self.group.level != "full" else 0,
+                needs=_needs(self.call, me, self.group.level) if self.peer is None else None,
+            )
+        return self._wait
+
+    def _needs(self, exit_: Any) -> bool:
+        name = self.group.group_name
+        if self.peer is not None:
+            catch_up(self.group)
+        if self.peer is None:
+            return exit_.rank in self.group.ranks and exit_.calls.get(name, 0) < self.call.seq
+        if self.peer < 0:
+            others = [rank for rank in self.group.ranks if rank != exit_.rank and rank != job_state.job().world.rank()]
+            if exit_.rank not in self.group.ranks or not all(rank in job_state.job().board.exited for rank in others):
+                return False
+            received = self.group.by_peer(self.group.received).get(self.group.ranks.index(exit_.rank), 0)
+            return bool(exit_.sent_on(name) <= received)
+        if self.peer != exit_.rank:
+            return False
+        if self.call.op in ("send", "isend"):
+            return True  # it has left without receiving
+        received = self.group.by_peer(self.group.received).get(self.group.ranks.index(self.peer), 0)
+        return bool(exit_.sent_on(name) <= received)
+
+    def stalled(self, waited: float) -> None:
+        """Say who is missing: once a job, by the lowest rank that waits."""
+        arrived, told = self._told(waited)
+        if all(rank > job_state.job().world.rank() for rank in arrived):
+            show(told, width=MESSAGE_WIDTH, before="mpicoll: ")
+
+    def timed_out(self, waited: float) -> BaseException:
+        """Return the error for a wait that passed its limit, naming who is late and where."""
+        _, told = self._told(waited, over=True)
+        error = CollectiveTimeoutError(told.text(job_state.job().world.rank(), MESSAGE_WIDTH))
+        told.put_on(error)
+        return error
+
+    def give_up(self, reason: BaseException) -> None:
+        """Withdraw: mark the group broken and tell its members."""
+        text = in_one_line(reason) or type(reason).__name__
+        known = job_state.current()
+        heard = False
+        if isinstance(reason, PeerFailedError) and known is not None:
+            if self.origin is not None:  # only now: where the call has come to its end after all, nothing is raised
+                known.board.announced.add(self.origin)
+                known.board.post("handling", None, [known.board.origin(self.origin)])
+            for group in tuple(known.groups.values()):
+                if any(rank in group.ranks for rank in known.board.failed):
+                    group.give_up(text)
+                    heard = heard or group is self.group
+        # The failed rank may be no member: the others here do not learn from it that this rank has left their call.
+        self.group.give_up(f"rank {self.group.ranks[self.group.rank()]} gave up: {text}")
+        if heard or isinstance(reason, GroupBrokenError) or known is None:
+            return
+        known.board.withdrawn.setdefault(self.group.group_name, (known.board.rank, text))
+        if known.board.slots is not None:
+            mine = [name for name, (rank, _) in known.board.withdrawn.items() if rank == known.board.rank]
+            known.board.slots.write("withdrawn", "\n".join(mine[-40:]).encode())
+        certain = reason.report.members if isinstance(reason, DeadlockError) and reason.report is not None else ()
+        known.board.post("withdrawn", (self.group.group_name, text, certain), self.group.ranks)
+
+    def _told(self, waited: float, over: bool = False) -> tuple[list[int], Report]:
+        """Ask the others where they are; return who has come to the call, too, and the report."""
+        board, (name, members, seq) = job_state.job().board, self.meets()
+        wanted = members if self.peer is None or self.peer < 0 else (self.peer,)
+        answers, came = board.ask(name, wanted), self.came()
+        arrived = [board.rank]
+        late, silent, left = [], [], []
+        for rank, where in answers.items():
+            ranks = ((rank, rank),)
+            if rank in came or (where is not None and self.peer is None and where.calls >= seq):
+                arrived.append(rank)
+            elif rank in board.exited:
+                left.append(self._end(board.exited[rank]))
+            elif where is not None:
+                late.append(replace(where.waits, ranks=ranks))
+            elif (place := place_of(board, rank)).site:
+                seen = seen_ago(place.ago, place.site)
+                silent.append(Entry(ranks, place.op, site=place.last, state="silent", problem=seen))
+            else:
+                silent.append(Entry(ranks, state="silent"))
+        entries = [
+            *_largest(late, Entry((), state="late")),
+            *_largest(silent, Entry((), state="silent")),
+            *_largest(left, Entry((), state="exited")),
+            Entry(runs_of(arrived), state="waits", waited=(waited, waited)),
+        ]
+        mine = entry_of(self.call, board.rank)
+        told = time_limit(
+            mine,
+            self.group.display,
+            runs_of(members),
+            table_of(entries),
+            self.limit if over and self.limit < math.inf else round(waited, 1),
+            over,
+            unasked=len({*wanted} - {board.rank}) - len(answers),
+            behind=None if self.call.come is None else not self.call.come(),
+            closing=self.AFTERWARDS,
+        )
+        return arrived[1:], told
+
+
+def _largest(entries: list[Entry], rest: Entry) -> list[Entry]:
+    """Return what most of the ranks say, in at most ``MOST_PLACES`` entries, and who says something else as ``rest``."""
+    rows: dict[tuple[Any, ...], list[Entry]] = {}
+    for entry in entries:
+        rows.setdefault(entry.said(), []).append(entry)
+    alike = sorted(rows.values(), key=len, reverse=True)
+    others = [run for row in alike[MOST_PLACES:] for entry in row for run in entry.ranks]
+    kept = [entry for row in alike[:MOST_PLACES] for entry in row]
+    return [*kept, replace(rest, ranks=join(others))] if others else kept
+
+
+def _needs(call: Call, me: int, level: str) -> tuple[int, ...] | None:
+    """Return whom a call that makes no round needs; None: all members. A root that sends to all waits for nobody."""
+    if level == "full" or not call.passes:
+        return None
+    named = dict(part for part in call.key if isinstance(part, tuple) and len(part) == 2)
+    root = named.get("root")
+    if root is None:
+        return None
+    if call.op in ("reduce", "gather"):
+        return None if me == root else ()
+    return () if me == root else (root,)
+
+
+def failed_entry(failure: Failure) -> Entry:
+    """Return how a rank failed, as a report has it."""
+    ranks = ((failure.rank, failure.rank),)
+    if not failure.op:
+        return Entry(ranks, state="failed", problem=failure.what, site=failure.site)
+    where = f" (at {short_paths([failure.site])[failure.site]})" if failure.site else ""
+    return Entry(ranks, failure.op, site=failure.last, state="failed", problem=failure.what + where)
+
+
+def local_wait(test: Callable[[], bool], patience: CallWait) -> None:
+    """Wait, and be found waiting by those who ask."""
+    ident = threading.get_ident()
+    outer = waits_by_thread.get(ident)
+    waits_by_thread[ident] = patience
+    search.epoch += 1
+    over = False
+    try:
+        waiting.wait(test, patience)
+        over = True
+    finally:
+        search.epoch += 1
+        if outer is None:
+            del waits_by_thread[ident]
+        else:
+            waits_by_thread[ident] = outer
+        if search.published is not None:
+            search.unpublish()
+        if over and patience.noted:  # else it stays for those who leave the call after this rank
+            note_waits()

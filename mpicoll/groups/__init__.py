@@ -1,0 +1,1 @@
+"""Process groups: members, communicators, and the state of this process."""

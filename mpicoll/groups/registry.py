@@ -1,0 +1,147 @@
+"""The groups of this process: the default group, the state of the job, and what a ``group=`` argument means."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+from mpicoll.diagnosis import job_state
+from mpicoll.diagnosis.job_state import JobState
+from mpicoll.diagnosis.membership import Turn
+from mpicoll.groups.process_group import ProcessGroup
+
+if TYPE_CHECKING:
+    from mpicoll.groups.communicators import Pool
+
+
+NON_MEMBER = -100
+"""What ``new_group`` returns to a rank that is not in the group (``GroupMember.NON_GROUP_MEMBER``)."""
+
+
+@dataclass(kw_only=True)
+class State(JobState):
+    """What this process knows while a default group lives.
+
+    Attributes:
+        pool: the communicators that groups use and have used.
+        created: groups made so far, on all ranks alike.
+        secret: known to the ranks of the job only.
+        node: the group of the ranks of this node, once it was made.
+        leaders: the group of the first rank of each node, once it was made.
+        blocks: open blocks that one rank runs first, the innermost last.
+    """
+
+    world: ProcessGroup
+    groups: dict[str, ProcessGroup] = field(default_factory=dict)
+    pool: Pool
+    created: int = 0
+    secret: bytes = b""
+    node: ProcessGroup | None = None
+    leaders: ProcessGroup | None = None
+    blocks: list[Turn] = field(default_factory=list)
+
+
+class _Default:
+    """The default group, for those who ask in every call."""
+
+    __slots__ = ("world",)
+
+    def __init__(self) -> None:
+        self.world: ProcessGroup | None = None
+
+
+default = _Default()
+
+
+def set_state(new: State | None) -> None:
+    """Install or remove the default group; for ``lifecycle`` only."""
+    job_state.set_job(new)
+    default.world = None if new is None else new.world
+
+
+def state() -> State:
+    """Return the state, or raise torch's ValueError when there is no default group."""
+    return cast(State, job_state.job())
+
+
+def current() -> State | None:
+    """Return the state, or None when there is no default group."""
+    return cast("State | None", job_state.current())
+
+
+def resolve(group: Any) -> ProcessGroup | None:
+    """Return the group that a ``group=`` argument means, or None when this rank is not a member.
+
+    Raises:
+        ValueError: there is no default group, or the group is destroyed or belongs to an earlier default group, or it is no
+            group at all (as torch).
+    """
+    known = state()
+    if group is None:
+        return known.world
+    if isinstance(group, ProcessGroup):
+        if known.groups.get(group.group_name) is not group:
+            raise ValueError(
+                f"Invalid process group specified: group {group.display} was destroyed or is not of this process"
+            )
+        return group
+    if isinstance(group, int) and group == NON_MEMBER:
+        return None
+    raise ValueError(
+        f"Invalid process group specified: group must be a ProcessGroup or None, not {type(group).__name__}"
+    )
+
+
+def member_or_warn(group: Any, operation: str, stacklevel: int = 3) -> ProcessGroup | None:
+    """Return the group, or warn as torch does and return None when this rank is not in it."""
+    found = resolve(group)
+    if found is None:
+        warnings.warn(
+            f"Running {operation} on global rank {state().world.rank()} which does not belong to the given group.",
+            stacklevel=stacklevel,
+        )
+    return found
+
+
+def need_member(group: Any) -> ProcessGroup:
+    """Return the group, or raise, as torch's send does, when this rank is not in it."""
+    found = resolve(group)
+    if found is None:
+        raise ValueError("Invalid process group specified: this rank is not in the group")
+    return found
+
+
+def peer_rank(
+    group: ProcessGroup, global_rank: int | None, group_rank: int | None, name: str, default: int | None = None
+) -> int:
+    """Return the rank in the group that ``src=``/``group_src=`` (or dst, peer) means.
+
+    Raises:
+        ValueError: both given, neither given, or not a member (torch's texts).
+        TypeError: not an integer.
+    """
+    if global_rank is not None and group_rank is not None:
+        raise ValueError(f"Can't specify both group_rank and global_rank ({name}= and group_{name}=)")
+    if global_rank is None and group_rank is None:
+        global_rank = default
+        if default is None:
+            raise ValueError(f"Must specify global_rank or group_rank ({name}= or group_{name}=)")
+    if group_rank is not None:
+        _integer(group_rank, f"group_{name}")
+        if not 0 <= group_rank < group.size():
+            raise ValueError(
+                f"group_{name}={group_rank} is not a rank of group {group.display} of {group.size()} ranks"
+            )
+        return group_rank
+    assert global_rank is not None
+    _integer(global_rank, name)
+    try:
+        return group.ranks.index(global_rank)
+    except ValueError:
+        raise ValueError(f"Global rank {global_rank} is not part of group {group.display}") from None
+
+
+def _integer(value: Any, name: str) -> None:
+    if not hasattr(value, "__index__") or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, not {type(value).__name__}")

@@ -1,0 +1,110 @@
+"""The private directory through which `mpicoll run` and its ranks talk: who started, who ended how, whose settings.
+
+Every line of ``records`` is appended by one write, so the order of the lines is the order of the events on this host.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+
+RUN_DIR = "MPICOLL_RUN_DIR"
+
+_where: str | None = None  # the directory, once scrub() has taken it out of the environment
+
+# What every rank runs under. A plain shell costs about 1 ms; it is in the rank's process group, so the signals that
+# launchers send to the group reach the rank itself, and the shell survives them to write down how the rank ended.
+# SIGUSR1 is ignored unless the program handles it: MPICH's mpiexec sends it to all ranks when one has died.
+# Where the directory is missing (another host) the rank runs as if there was no wrapper.
+WRAPPER = """\
+r=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$PMIX_RANK}}
+d=$MPICOLL_RUN_DIR
+[ -n "$r" ] && [ -d "$d" ] || exec "$@"
+trap : HUP INT TERM USR2; trap '' USR1
+echo "start $r $$" >>"$d/records"
+if [ -e "$d/err.$r" ]; then
+i=/dev/null; [ -e "$d/in.$r" ] && i=$d/in.$r
+exec <"$i" >"$d/out.$r" 2>/dev/null; (exec "$@" 2>"$d/err.$r")
+else "$@"; fi
+s=$?
+echo "exit $r $s" >>"$d/records"
+exit $s"""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line: ``start``, ``pid`` (value: process id of the shell, of the rank), ``exit``, ``fail`` (exit code).
+
+    ``blame`` is a failure in consequence of another rank's.
+    """
+
+    kind: str
+    rank: int
+    value: int
+
+
+def read_records(directory: Path) -> list[Record]:
+    """Return the records in the order in which they were written."""
+    try:
+        text = (directory / "records").read_text()
+    except OSError:
+        return []
+    rows = (line.split() for line in text.splitlines())
+    return [Record(row[0], int(row[1]), int(row[2])) for row in rows if len(row) == 3]
+
+
+def write_ours(directory: Path, settings: Mapping[str, str]) -> None:
+    """Note which variables `mpicoll run` set for this job only."""
+    (directory / "ours").write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
+
+
+def scrub(environ: MutableMapping[str, str]) -> None:
+    """Take out of ``environ`` what `mpicoll run` set for this job only, so that child processes do not inherit it.
+
+    The runtime calls it right after MPI is initialised: until then MPI needs the settings. A variable that was
+    changed since is left alone. Without `mpicoll run` it does nothing.
+    """
+    global _where
+    directory = environ.pop(RUN_DIR, None)
+    if directory is None:
+        return
+    _where = directory
+    for name, value in _ours(Path(directory)):
+        if environ.get(name) == value:
+            del environ[name]
+
+
+def _ours(directory: Path) -> Iterable[tuple[str, str]]:
+    try:
+        text = (directory / "ours").read_text()
+    except OSError:
+        return []
+    return [(name, value) for name, _, value in (line.partition("=") for line in text.splitlines())]
+
+
+def record_failure(rank: int, code: int, environ: Mapping[str, str] | None = None) -> None:
+    """Tell `mpicoll run` that this rank has failed and which exit code it is going to end with.
+
+    The runtime calls it the moment a rank has failed, before it tells the others: the job's exit code is that of the
+    rank that failed first, not of the one that was first to end. Never raises; without `mpicoll run` does nothing.
+    """
+    append_record("fail", rank, code, environ)
+
+
+def append_record(kind: str, rank: int, value: int, environ: Mapping[str, str] | None = None) -> None:
+    """Append one record, in one write. Never raises; without `mpicoll run` does nothing."""
+    directory = _where or (os.environ if environ is None else environ).get(RUN_DIR)
+    if directory is None:
+        return
+    try:
+        descriptor = os.open(os.path.join(directory, "records"), os.O_WRONLY | os.O_APPEND)
+    except OSError:
+        return
+    try:
+        os.write(descriptor, f"{kind} {rank} {value}\n".encode())
+    except OSError:
+        pass
+    finally:
+        os.close(descriptor)

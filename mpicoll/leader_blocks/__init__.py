@@ -1,0 +1,1 @@
+"""Blocks that one rank runs first: zero_first and its kin."""

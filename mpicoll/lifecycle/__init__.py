@@ -1,0 +1,1 @@
+"""How a rank joins and leaves a job."""

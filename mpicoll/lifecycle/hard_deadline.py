@@ -1,0 +1,114 @@
+"""Ends the process when a call into C that keeps the interpreter to itself takes too long.
+
+No thread and no handler of Python's runs then. faulthandler.dump_traceback_later would, but there is one of it in a process,
+and it is the program's, or its test runner's. So a timer of our own (timer_create(2)) sends a real-time signal that nobody
+uses. On it faulthandler writes down where all threads are, from C, before it takes its default effect.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+from mpicoll.runtime.signals import unhandled
+
+_LONGEST = 1e9
+
+
+class _Event(ctypes.Structure):
+    """``struct sigevent``, to its third field; SIGEV_SIGNAL is 0."""
+
+    _fields_ = (
+        ("value", ctypes.c_void_p),
+        ("signal", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("rest", ctypes.c_char * 64),
+    )
+
+
+class _Times(ctypes.Structure):
+    """``struct itimerspec``: the interval and the first time, in seconds and nanoseconds."""
+
+    _fields_ = tuple((name, ctypes.c_long) for name in ("every", "every_ns", "first", "first_ns"))
+
+
+def _library() -> Any:
+    """Return the library that has timers, or None: the C library of Linux, or librt beside it before glibc 2.34."""
+    if sys.platform != "linux":
+        return None
+    for name in (None, "librt.so.1"):
+        try:
+            library = ctypes.PyDLL(name)
+            library.timer_create  # noqa: B018
+        except (OSError, AttributeError):
+            continue
+        return library
+    return None
+
+
+def _free_signal() -> int | None:
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    for number in range(signal.SIGRTMAX, signal.SIGRTMIN - 1, -1):
+        if unhandled(number) and number not in blocked:
+            return number
+    return None
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """End the process, and write the stacks of all threads to its standard error, unless the block ends in time."""
+    seconds = min(seconds, _LONGEST)
+    with ExitStack() as undo:
+        start = _timer(seconds, undo)
+        if start is None or start():
+            faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+            undo.callback(faulthandler.cancel_dump_traceback_later)
+        yield
+
+
+def afterwards(seconds: float) -> None:
+    """Give what runs when the interpreter is gone so many seconds; then the process is ended, without a word.
+
+    That is what libraries do at exit(3), MPI_Abort by mpi4py among them. Python's own exit handlers have all the time they want.
+    The first call counts.
+    """
+    if hasattr(sys, "_mpicoll_afterwards"):
+        return
+    with ExitStack() as undo:
+        start = _timer(seconds, undo)
+        undo.pop_all()
+    if start is not None:
+        sys._mpicoll_afterwards = _Afterwards(start)  # type: ignore[attr-defined]
+
+
+class _Afterwards:
+    """Starts the timer when Python clears the ``sys`` module, which it does last: it holds all that it needs."""
+
+    def __init__(self, start: Callable[[], int]) -> None:
+        self.start = start
+
+    def __del__(self) -> None:
+        self.start()
+
+
+def _timer(seconds: float, undo: ExitStack) -> Callable[[], int] | None:
+    """Make a timer of our own and return what starts it (0 if well), or None where this machine has them not."""
+    library, number = _library(), _free_signal()
+    if library is None or number is None:
+        return None
+    timer = ctypes.c_void_p()
+    event = _Event(signal=number)
+    if library.timer_create(time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)):
+        return None
+    faulthandler.register(number, file=2, chain=True)
+    undo.callback(faulthandler.unregister, number)
+    undo.callback(library.timer_delete, timer)
+    times = _Times(first=int(seconds), first_ns=max(1, int(seconds % 1 * 1e9)))
+    return partial(library.timer_settime, timer, 0, ctypes.byref(times), None)

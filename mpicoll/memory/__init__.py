@@ -1,0 +1,1 @@
+"""What the program passes, as flat memory: layouts, dtypes, devices, pickled objects."""

@@ -1,0 +1,161 @@
+"""Pinned host memory that is used again, for copies from and to a device."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from mpicoll.memory.device.runtime import Array, Runtime, over, runtime
+
+_SMALLEST = 4096
+
+
+class _Block:
+    """Memory of the pool that is in use: it goes back when the last array of it has gone."""
+
+    __slots__ = ("__array_interface__", "busy", "memory", "pool")
+
+    def __init__(self, pool: Pool, memory: Array) -> None:
+        self.pool, self.memory = pool, memory
+        self.busy: Any = None
+        self.__array_interface__ = memory.__array_interface__
+
+    def __del__(self) -> None:
+        try:
+            self.pool.give_back(self.memory, self.busy)
+        except Exception:  # at the end of the interpreter
+            pass
+
+
+MOST_TOO_LARGE = 4
+"""By how many times a block may be larger than what it is used for."""
+
+
+class Pool:
+    """Pinned host memory, used again and again; none is freed before the pool is closed, as CUDA waits for the device then.
+
+    Attributes:
+        limit: bytes that it may have; what is needed beyond that is ordinary memory, which is copied more slowly.
+        taken: bytes that it has, in use or not.
+    """
+
+    def __init__(self, gpu: Runtime, limit: int) -> None:
+        self._gpu = gpu
+        self.limit = limit
+        self.taken = 0
+        self._closed = False
+        self._lock = threading.Lock()
+        # What comes back does so in the middle of anything, by the garbage collector: it is put here without a lock.
+        self._back: deque[tuple[Array, Any]] = deque()
+        self._free: dict[int, list[tuple[Array, Any]]] = {}
+
+    def take(self, nbytes: int, device: int) -> tuple[Array, _Block | None]:
+        """Return bytes of host memory, and the block that they are of; None for ordinary memory."""
+        memory = self._found(_rounded(nbytes), device)
+        if memory is None:
+            return np.empty(nbytes, np.uint8), None
+        block = _Block(self, memory)
+        return np.asarray(block)[:nbytes], block
+
+    def _found(self, size: int, device: int) -> Array | None:
+        if size > self.limit:
+            return None
+        with self._lock:
+            self._sort()
+            for larger in sorted(each for each in self._free if size <= each <= MOST_TOO_LARGE * size):
+                free = self._free[larger]
+                for at, (memory, busy) in enumerate(free):
+                    if busy is not None and not over(self._gpu, busy):
+                        continue
+                    del free[at]
+                    return memory
+            if self.taken + size > self.limit:
+                return None
+            self.taken += size
+        try:
+            return self._gpu.pinned(size, device)
+        except MemoryError:
+            with self._lock:
+                self.taken -= size
+            return None
+
+    def _sort(self) -> None:
+        while self._back:
+            memory, busy = self._back.popleft()
+            self._free.setdefault(memory.nbytes, []).append((memory, busy))
+
+    def give_back(self, memory: Array, busy: Any) -> None:
+        """Take memory back, to be used again when ``busy`` has come."""
+        if self._closed:
+            self._let_go(memory, busy)
+        else:
+            self._back.append((memory, busy))
+
+    def _let_go(self, memory: Array, busy: Any) -> None:
+        try:
+            if busy is not None:
+                self._gpu.await_(busy)
+        except Exception:  # the device has failed, and copies nothing any more
+            pass
+        self.taken -= memory.nbytes
+
+    def close(self) -> None:
+        """Free all that is not in use, and the rest when it comes back."""
+        with self._lock:
+            self._closed = True
+            self._sort()
+            for blocks in self._free.values():
+                for memory, busy in blocks:
+                    self._let_go(memory, busy)
+            self._free.clear()
+
+
+def _rounded(nbytes: int) -> int:
+    """Return the size of the block for so many bytes: blocks are used again for what needs a little less."""
+    if nbytes <= _SMALLEST:
+        return _SMALLEST
+    step = 1 << max(0, (nbytes - 1).bit_length() - (3 if nbytes > 1 << 20 else 0))
+    return -(-nbytes // step) * step
+
+
+_pool: Pool | None = None
+_limit = 256 << 20
+
+
+def pool() -> Pool:
+    """Return the pool of this process."""
+    global _pool
+    if _pool is None:
+        _pool = Pool(runtime(), _limit)
+    return _pool
+
+
+def bound(nbytes: int) -> None:
+    """Say how many bytes of pinned memory there may be, from the next pool on."""
+    global _limit
+    _limit = nbytes
+
+
+def close() -> None:
+    """Free the pinned memory; the next call makes a new pool."""
+    global _pool
+    found, _pool = _pool, None
+    if found is not None:
+        found.close()
+
+
+_parents: list[Any] = []
+
+
+def _in_child() -> None:
+    """Leave CUDA alone in a forked process: it does not work there, not even to free what is here."""
+    global _pool
+    _parents.append(_pool)
+    _pool = None
+
+
+os.register_at_fork(after_in_child=_in_child)

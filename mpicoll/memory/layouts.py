@@ -1,0 +1,140 @@
+"""Arrays whose elements do not stand in C order, natively and one behind the other, by way of packed memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpicoll.memory.dtypes import Element
+
+Array = npt.NDArray[Any]
+
+
+def packed(value: Array, element: Element) -> tuple[Array, Callable[[], None], Callable[[], None]]:
+    """Return memory for the elements of an array in C order, what fills it, and what writes it back.
+
+    Where elements have gaps, what stands in the array's own gaps is kept: it may be fields of another view.
+    """
+    if element.swapped:
+        source, own = value, np.empty(value.shape, value.dtype.newbyteorder("="))
+    else:
+        source = value.view(element.wire)  # NumPy would copy a structured dtype field by field
+        own = np.empty(value.shape, element.wire)
+    target = own.view(value.dtype) if element.gaps else own
+
+    def pack() -> None:
+        own[...] = source
+
+    def unpack() -> None:
+        if element.gaps:
+            _copy_fields(value, target)
+        else:
+            source[...] = own
+
+    return own.reshape(-1).view(element.wire), pack, unpack
+
+
+def _copy_fields(into: Array, out_of: Array) -> None:
+    assert into.dtype.names is not None
+    for name in into.dtype.names:
+        if into.dtype[name].base.names is not None:
+            _copy_fields(into[name], out_of[name])
+        else:
+            into[name][...] = out_of[name]
+
+
+def joined(arrays: Sequence[Array]) -> Array | None:
+    """Return one flat array over those of a list that stand one behind the other in another one's memory, or None.
+
+    So are the parts that a program cuts an array into: ``list(x.reshape(n, -1))``, ``numpy.split``, ``torch.chunk``.
+
+    Args:
+        arrays: of one dtype, each contiguous.
+    """
+    base = arrays[0].base
+    if base is None or any(each.base is not base for each in arrays):
+        return None
+    at = start = arrays[0].__array_interface__["data"][0]
+    for each in arrays:
+        if each.__array_interface__["data"][0] != at:
+            return None
+        at += each.nbytes
+    first = arrays[0].reshape(-1)
+    if not first.size or at == start:
+        return None
+    count = (at - start) // first.itemsize
+    return np.lib.stride_tricks.as_strided(first, (count,), (first.itemsize,), writeable=first.flags.writeable)
+
+
+_MOST_COMPARED = 4096
+_MOST_WORK: Any = 10_000
+
+
+def in_common(arrays: Sequence[Array]) -> tuple[int, int] | None:
+    """Return the places of two arrays of a list that have memory in common, or None.
+
+    Of arrays that interleave, such as the columns of one matrix, some thousand pairs are looked at.
+    """
+    seen: dict[Any, int] = {}
+    for place, array in enumerate(arrays):
+        if array.size:
+            first = seen.setdefault((array.__array_interface__["data"][0], array.shape, array.strides), place)
+            if first != place:
+                return first, place
+    spans = sorted((*_span(array), place) for place, array in enumerate(arrays) if array.size)
+    compared = 0
+    before: list[tuple[int, int]] = []  # end and place of those that begin before, and may reach as far
+    for start, end, place in spans:
+        before = [(stop, other) for stop, other in before if stop > start]
+        for _, other in before:
+            compared += 1
+            if compared > _MOST_COMPARED:
+                return None
+            try:
+                common = np.shares_memory(arrays[place], arrays[other], max_work=_MOST_WORK)
+            except RuntimeError:  # TooHardError
+                common = False
+            if common:
+                return min(place, other), max(place, other)
+        before.append((end, place))
+    return None
+
+
+def _span(array: Array) -> tuple[int, int]:
+    """Return the address of the first byte of an array, and that behind its last."""
+    start = end = array.__array_interface__["data"][0]
+    for length, stride in zip(array.shape, array.strides, strict=True):
+        if stride < 0:
+            start += (length - 1) * stride
+        else:
+            end += (length - 1) * stride
+    return start, end + array.itemsize
+
+
+def overlaps(value: Array) -> bool:
+    """Whether two elements of an array have a byte in common, as in a broadcast view."""
+    flags = value.flags
+    if flags.c_contiguous or flags.f_contiguous or value.size < 2:
+        return False
+    # A view made by indexing: seen from the smallest stride to the largest, each steps over all before it.
+    axes = sorted(
+        (abs(stride), length) for stride, length in zip(value.strides, value.shape, strict=True) if length > 1
+    )
+    if axes and axes[0][0] < value.itemsize:
+        return True  # neighbours along this axis
+    reach = value.itemsize
+    for stride, length in axes:
+        if stride < reach:
+            break
+        reach += stride * (length - 1)
+    else:
+        return False
+    # Anything else comes from as_strided.
+    starts = np.zeros(1, np.int64)
+    for stride, length in axes:
+        starts = np.add.outer(starts, stride * np.arange(length)).reshape(-1)
+    starts.sort()
+    return bool((np.diff(starts) < value.itemsize).any())

@@ -1,0 +1,290 @@
+"""Arrays of other packages as NumPy arrays of the same memory, without importing their packages.
+
+:func:`as_numpy` knows torch's CPU tensors, and what offers the buffer protocol, ``__array_interface__`` or DLPack. These
+give the memory itself, never a copy. An array that offers ``__array__`` alone can only be read: what that gives may be a copy.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+def _bare(name: str, element: type[np.generic]) -> np.dtype[Any]:
+    return np.dtype([(name, element)])
+
+
+BARE = {
+    "bfloat16": _bare("bfloat16", np.uint16),
+    "complex32": _bare("complex32", np.uint32),
+    "float8_e4m3fn": _bare("float8_e4m3fn", np.uint8),
+    "float8_e4m3fnuz": _bare("float8_e4m3fnuz", np.uint8),
+    "float8_e5m2": _bare("float8_e5m2", np.uint8),
+    "float8_e5m2fnuz": _bare("float8_e5m2fnuz", np.uint8),
+    "float8_e8m0fnu": _bare("float8_e8m0fnu", np.uint8),
+}
+"""Torch's dtypes that NumPy has not: their bits, as the one field of a dtype that is named after them.
+
+A dtype of its own, and not a plain unsigned integer, so that nobody takes one for the other.
+"""
+
+_BARE_NAMES = {dtype: name for name, dtype in BARE.items()}
+
+_TORCH_NAMES = {
+    f"torch.{name}": np.dtype(name)
+    for name in (
+        "bool",
+        *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    )
+} | {f"torch.{name}": dtype for name, dtype in BARE.items()}
+
+_torch_dtypes: dict[Any, np.dtype[Any]] = {}
+"""Those that were met, by torch's own objects: making their names anew in each call takes longer than all else."""
+
+# What the host reads (DLDeviceType of DLPack): its own memory, and memory of it that CUDA or ROCm has pinned.
+_HOST = (1, 3, 11)
+
+# They have some of the protocols, and are no arrays: a class itself has those of its instances.
+_NO_ARRAYS = (type(None), bool, int, float, complex, str, list, tuple, dict, set, type, np.generic)
+
+# What the protocols of a foreign object may raise; of others the program should see its own traceback.
+_FOREIGN = (TypeError, ValueError, BufferError, RuntimeError, NotImplementedError, AttributeError)
+
+_INSTEAD = "pass numpy.array(x), and make the result an array of its kind again"
+
+
+def bare_name(dtype: np.dtype[Any]) -> str | None:
+    """Return the name that a dtype of :data:`BARE` has in torch, or None for every other dtype."""
+    return _BARE_NAMES.get(dtype)
+
+
+def as_numpy(value: Any, name: str, *, writable: bool) -> Array | None:
+    """Return a NumPy array of the memory of ``value``, or None when it is no array.
+
+    Args:
+        value: anything but a NumPy array.
+        name: the parameter's name, for messages.
+        writable: the call writes into it; then the result is never a copy.
+
+    Raises:
+        TypeError: an array whose memory cannot be had, such as one on a device, or a sparse one.
+        ValueError: its memory must not be written, and the call writes into it.
+    """
+    if isinstance(value, _NO_ARRAYS):
+        return None
+    torch = sys.modules.get("torch")
+    tensor = getattr(torch, "Tensor", None)
+    if isinstance(tensor, type) and isinstance(value, tensor):
+        try:
+            array = _torch_array(torch, value, name, writable)
+        except RuntimeError as error:  # torch's own, of a tensor that vmap or grad has wrapped
+            raise TypeError(f"parameter `{name}`: this tensor has no memory of its own: {error}") from error
+    else:
+        found = _foreign_array(value, name, writable)
+        if found is None:
+            return None
+        array = found
+    if writable:
+        _check_writable(array, value, name)
+    return array
+
+
+def _check_writable(array: Array, value: Any, name: str) -> None:
+    if not array.flags.writeable:
+        raise ValueError(
+            f"parameter `{name}` ({_kind(value)}) is read-only, and this call writes its result into it: {_INSTEAD}"
+        )
+
+
+class _Holder:
+    """What tells NumPy of memory, and keeps its owner alive as long as an array of it."""
+
+    __slots__ = ("__array_interface__", "owner")
+
+    def __init__(self, interface: Any, owner: Any) -> None:
+        self.__array_interface__ = interface
+        self.owner = owner
+
+
+def _torch_array(torch: Any, tensor: Any, name: str, writable: bool) -> Array:
+    """Return the memory of a tensor.
+
+    By its address: ``tensor.numpy()`` would forbid the program to resize its storage from then on, and needs a NumPy of the
+    version that torch was built with.
+    """
+    dtype = torch_dtype(torch, tensor, name, "cpu")
+    if not writable and (tensor.is_conj() or tensor.is_neg()):
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+    shape = tuple(tensor.shape)
+    address = tensor.data_ptr()
+    if not address and 0 not in shape:
+        raise RuntimeError("is it being traced?")
+    if writable:
+        check_torch_result(torch, tensor, name)
+    if 0 in shape:
+        return np.empty(shape, dtype)
+    raw = dtype if dtype.names is None else dtype[0]
+    interface = {
+        "version": 3,
+        "data": (address, False),
+        "shape": shape,
+        "strides": tuple(stride * raw.itemsize for stride in tensor.stride()),
+        "typestr": raw.str,
+    }
+    # The storage is held, and not the tensor: ``x.data = y`` and ``x.set_(y)`` give a tensor another one.
+    array: Array = np.asarray(_Holder(interface, tensor.untyped_storage())).view(dtype)
+    return array
+
+
+def torch_dtype(torch: Any, tensor: Any, name: str, device: str) -> np.dtype[Any]:
+    """Return the dtype of a tensor on a kind of device, ``cpu`` or ``cuda``.
+
+    Raises:
+        TypeError: the memory of such a tensor cannot be had; ``name`` is the parameter's, for the message.
+    """
+    dtype = _torch_dtypes.get(tensor.dtype)
+    if dtype is None:
+        from mpicoll.runtime.torch_compile import leave_alone
+
+        leave_alone()  # that may have been loaded after this package
+        dtype = _TORCH_NAMES.get(str(tensor.dtype))
+        if dtype is not None:
+            _torch_dtypes[tensor.dtype] = dtype
+    why = _torch_refusal(torch, tensor, dtype, device)
+    if why is not None:
+        raise TypeError(f"parameter `{name}`: {why}")
+    assert dtype is not None
+    return dtype
+
+
+def _torch_refusal(torch: Any, tensor: Any, dtype: np.dtype[Any] | None, wanted: str) -> str | None:
+    """Return why the memory of a tensor cannot be had, or None when it can."""
+    if torch.nn.parameter.is_lazy(tensor):
+        return "this parameter of a lazy module has no shape yet: call the module once before"
+    if tensor.is_nested:
+        return "nested tensors are not supported: pass the tensors in it, one by one"
+    if getattr(type(tensor), "__torch_dispatch__", None) is not getattr(torch.Tensor, "__torch_dispatch__", None):
+        return f"a {_kind(tensor)} has no memory of its own: pass the plain tensor in it, such as x.to_local() of a DTensor"
+    device = tensor.device.type
+    if device == "meta":
+        return "a tensor on the meta device has no elements"
+    if device != wanted:
+        return _on_device(str(tensor.device), "x.cpu()")
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {tensor.layout} is not supported: pass x.to_dense()"
+    if tensor.is_quantized:
+        return f"a quantized tensor ({tensor.dtype}) is not supported: pass x.int_repr() or x.dequantize()"
+    if dtype is None:
+        return f"dtype {tensor.dtype} is not supported: pass x.view(torch.uint8), or convert it"
+    return None
+
+
+def check_torch_result(torch: Any, tensor: Any, name: str) -> None:
+    """Raise ValueError when a tensor is not to be written as it is."""
+    for lazy, method in ((tensor.is_conj(), "resolve_conj"), (tensor.is_neg(), "resolve_neg")):
+        if lazy:
+            what = "conjugate" if method == "resolve_conj" else "negative"
+            raise ValueError(
+                f"parameter `{name}` is a tensor whose memory holds the {what} of its values, and this call writes its "
+                f"result into it: pass x.{method}(), and keep that"
+            )
+
+
+def _foreign_array(value: Any, name: str, writable: bool) -> Array | None:
+    """Return the memory of an array of any package, by the first protocol that gives it."""
+    _check_device(value, name)
+    problem: Exception | None = None
+    for protocol in _PROTOCOLS:
+        try:
+            found = protocol(value)
+        except _FOREIGN as error:
+            problem = error
+            continue
+        if found is not None:
+            return found
+    if hasattr(value, "__array__"):
+        if writable:
+            raise TypeError(
+                f"parameter `{name}`: a {_kind(value)} gives its elements perhaps as a copy (__array__ alone), and this call "
+                f"writes its result into it: {_INSTEAD}"
+            )
+        try:
+            return np.asarray(value)
+        except _FOREIGN as error:
+            problem = error
+    if problem is not None:
+        raise TypeError(
+            f"parameter `{name}`: the elements of a {_kind(value)} cannot be had: {problem or type(problem).__name__}"
+        ) from problem
+    return None
+
+
+def _check_device(value: Any, name: str) -> None:
+    """Raise TypeError when an array is in the memory of a device."""
+    asks = getattr(value, "__dlpack_device__", None)
+    device = None
+    if asks is not None:
+        try:
+            device = int(asks()[0])
+        except Exception:
+            pass  # an array on several devices, in JAX: the protocols tell
+    if device is not None and device not in _HOST:
+        raise TypeError(f"parameter `{name}`: {_on_device(f'a device (DLPack type {device})', 'a copy on the host')}")
+    if device is None and hasattr(value, "__cuda_array_interface__"):
+        raise TypeError(f"parameter `{name}`: {_on_device('a CUDA device', 'a copy on the host')}")
+
+
+def _on_device(device: str, instead: str) -> str:
+    return f"of arrays on devices those of CUDA can be moved, and this one is on {device}: pass {instead}"
+
+
+def _by_buffer(value: Any) -> Array | None:
+    try:
+        view = memoryview(value)
+    except TypeError:
+        return None  # it does not have the protocol
+    return np.asarray(view)
+
+
+def _by_interface(value: Any) -> Array | None:
+    for attribute in ("__array_struct__", "__array_interface__"):
+        interface = getattr(value, attribute, None)
+        if interface is not None:
+            # The holder has nothing else, so that NumPy does not go on to __array__, which may copy.
+            holder = (
+                _Holder(interface, value) if attribute == "__array_interface__" else _StructHolder(interface, value)
+            )
+            return np.asarray(holder)
+    return None
+
+
+class _StructHolder:
+    """A :class:`_Holder` of the C form of the interface."""
+
+    __slots__ = ("__array_struct__", "owner")
+
+    def __init__(self, interface: Any, owner: Any) -> None:
+        self.__array_struct__ = interface
+        self.owner = owner
+
+
+def _by_dlpack(value: Any) -> Array | None:
+    if not hasattr(value, "__dlpack__") or not hasattr(value, "__dlpack_device__"):
+        return None
+    # An array that says nothing of writing, as before DLPack 1.0, comes read-only.
+    return np.from_dlpack(value)
+
+
+_PROTOCOLS: tuple[Callable[[Any], Array | None], ...] = (_by_buffer, _by_interface, _by_dlpack)
+
+
+def _kind(value: Any) -> str:
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,1 @@
+"""Calls as they are made: prepared, started, completed."""

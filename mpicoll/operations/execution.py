@@ -1,0 +1,884 @@
+"""One call from agreement to result: waited for on the spot, or as a Work."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from datetime import timedelta
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpicoll.checks.agreement import Flags, Ticket, agree_or_raise, explain
+from mpicoll.checks.levels import EVERY
+from mpicoll.diagnosis.call import AS_IT_IS, BEHIND, IN_PIECES, Call, fingerprint
+from mpicoll.diagnosis.job_state import hopeless
+from mpicoll.diagnosis.wait_policy import CallWait, local_wait
+from mpicoll.errors import (
+    AGREED,
+    CollectiveMismatchError,
+    DistBackendError,
+)
+from mpicoll.groups import registry
+from mpicoll.groups.communicators import mpi_text
+from mpicoll.groups.process_group import ProcessGroup
+from mpicoll.memory.device import array as device_array
+from mpicoll.memory.device.array import Shadow
+from mpicoll.operations import work
+from mpicoll.operations.work import ASLEEP, Operation, Work
+from mpicoll.runtime import signals, waiting, watchdog
+from mpicoll.runtime.mpi_library import keep, keep_of
+from mpicoll.runtime.output import say
+from mpicoll.transports import large_counts
+from mpicoll.transports.base import SMALL_BYTES, Engine, Kind, Movement, Request, block_bytes, piece_elements, pieces
+from mpicoll.transports.selection import NEVER
+from mpicoll.transports.shm.control import RIDING_BYTES
+from mpicoll.transports.shm.transport import OPS, NodeEngine, fold
+
+NATIVE_BYTES = 32 * 1024 * 1024
+"""Bytes that one blocking native call moves at most, so that it ends within about half a second."""
+
+
+def call_limit(group: ProcessGroup, timeout: Any) -> float:
+    """Return the limit in seconds of a call: its own ``timeout=``, or the group's.
+
+    Raises:
+        TypeError: not a timedelta (as torch).
+    """
+    if timeout is None:
+        return group.timeout
+    if not isinstance(timeout, timedelta):
+        raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout!r}")
+    return timeout.total_seconds() or group.timeout
+
+
+def check_name(name: Any) -> None:
+    """Raise TypeError unless ``name=`` is a string or None."""
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name must be a string or None, not {type(name).__name__}")
+
+
+def collective(
+    group: ProcessGroup,
+    call: Call,
+    move: Movement | Callable[[Flags], Movement] | None,
+    ticket: Ticket,
+    *,
+    ready: Callable[[], bool] | None = None,
+    before: Callable[[], None] | None = None,
+    after: Callable[[], None] | None = None,
+    limit: float,
+) -> Generator[Request, None, None]:
+    """Agree, move and finish one collective; yields what has to complete before it goes on.
+
+    Args:
+        move: what to move, or what says it when the agreement is known; None where this rank's arguments are wrong.
+        ready: whether a GPU has come to the call; awaited before ``before``.
+        before: run when all members are known to make this call, just before data moves.
+        after: run when this rank's part has moved.
+    """
+    mpi_error = MPI.Exception  # at the end of the interpreter the module's names are gone before kept generators
+    try:
+        if call.passes:
+            assert isinstance(move, Movement)
+            yield from _uncompared(group, call, move, ticket, ready, before, after)
+            return
+        flags = yield from agree_or_raise(ticket, call, group.display, group.ranks, group.rank())
+        assert move is not None
+        yield from _agreed(group, call, move, ticket, flags, ready, before, after, limit)
+    except mpi_error as error:
+        raise wrap(error, group, call) from error
+    finally:
+        ticket.pass_on()
+        if call.apart:
+            group.give_up("its ranks made unequal numbers of calls")
+
+
+def _agreed(
+    group: ProcessGroup,
+    call: Call,
+    move: Movement | Callable[[Flags], Movement],
+    ticket: Ticket,
+    flags: Flags,
+    ready: Callable[[], bool] | None,
+    before: Callable[[], None] | None,
+    after: Callable[[], None] | None,
+    limit: float,
+) -> Generator[Request, None, None]:
+    """Move and finish one collective that all members are known to make."""
+    rank, size, lane = group.rank(), group.size(), group.pair.lane
+    engine = group.pair.native
+    fixed = isinstance(move, Movement)
+    if not isinstance(move, Movement):
+        move = move(flags)
+    if flags.behind and call.come is None:
+        call.come = _come
+    if not ticket.Test():
+        yield ticket
+    if flags.stalled:
+        # Somebody may have withdrawn after posting: such a rank never joins a second round.
+        yield lane.data.Ibarrier()
+    if call.offer is not None:
+        if flags.offered and (yield from _on_device(call, lane.data, flags)):
+            return
+        by_host, ready, before, after = call.offer.by_host()
+        assert isinstance(by_host, Movement)
+        move = by_host
+    if flags.uneven and move.kind is Kind.ALL_TO_ALL:
+        yield from _check_splits(group, call, move, ticket)
+        move = replace(move, vector=True)
+    if ready is not None and not ready():
+        yield waiting.Condition(ready)
+    if before is not None:
+        before()
+    if flags.native:
+        if flags.native == IN_PIECES and not move.more:
+            in_pieces = yield from _in_pieces(group, call, move, flags, limit)
+            if in_pieces:
+                _finish(call, after)
+                return
+        if call.native > BEHIND and not (call.native == AS_IT_IS and _permitted(move, flags)):
+            for array in _on_gpu(move):
+                yield waiting.Condition(partial(device_array.come, array))
+            move, after = _by_host(move, after)
+    if move.kind is not Kind.BARRIER and not move.more and not flags.native:
+        node = group.pair.through(move.kind, flags.block_bytes)
+        if node is not None:
+            if not node.ready:
+                yield from node.prepare()
+                _say_why_not(group, node)
+            if node.usable:
+                waiting.moving(flags.block_bytes * (1 if move.root < 0 and move.op else size))
+                yield from node.steps(move, flags.block_bytes)
+                _finish(call, after)
+                return
+    beyond = large_counts.beyond(move, size, flags.block_bytes)
+    brings = flags.block_bytes * (size if move.kind is Kind.REDUCE_SCATTER else 1)
+    if (
+        move.op
+        and lane.shared is not None
+        and brings <= RIDING_BYTES
+        and not (move.vector or move.more or flags.native)
+    ):
+        yield from _reduce_in_order(engine, ticket, move, rank, size)
+    elif move.kind is Kind.BARRIER:
+        pass  # the round itself was one: nobody sees its end before everybody has posted it
+    elif flags.nonblocking and not beyond:
+        requests = [engine.nonblocking(part) for part in move.parts]
+        ticket.pass_on()
+        waiting.moving(flags.block_bytes * len(requests) * (1 if move.root < 0 and move.op else size))
+        yield from requests
+    elif flags.block_bytes <= SMALL_BYTES and not (beyond or flags.native):
+        if move.vector or move.more or not fixed:
+            yield from [engine.nonblocking(part) for part in move.parts]
+        else:
+            key = (call.op, call.key, flags.detail)
+            plan = group.plan(group.plans, key)
+            if plan is None:
+                plan = engine.plan(move)
+                group.keep_plan(group.plans, key, plan)
+            yield plan.start(move)
+            plan.finish(move)
+    else:
+        most = min(NATIVE_BYTES, large_counts.COUNT_LIMIT)
+        for number, piece in enumerate(pieces(move, rank, size, flags.block_bytes, most)):
+            if flags.nonblocking:  # one behind the other, and the data of later calls behind the last
+                waiting.moving(most)
+                yield engine.nonblocking(piece)
+                continue
+            if number or flags.behind:
+                # Every further native call is preceded by a wait that can be left, and so is the first where somebody may still
+                # wait for its GPU.
+                yield lane.data.Ibarrier()
+            with native(group, call, limit):
+                engine.blocking(piece)
+    _finish(call, after)
+
+
+def _on_gpu(move: Movement) -> list[Shadow]:
+    return [array for array in (move.send, move.recv) if isinstance(array, Shadow)]
+
+
+def _has_come(call: Call, move: Any, ready: Callable[[], bool] | None) -> Callable[[], bool] | None:
+    """Return what asks whether this rank's GPU has come to a call; None where no array is on one."""
+    if call.offer is not None:
+        come: Callable[[], bool] = call.offer.come
+        return come
+    if call.native and isinstance(move, Movement):
+        return lambda: all(map(device_array.come, _on_gpu(move)))
+    return ready
+
+
+def _come() -> bool:
+    """Whether this rank's GPU has come to a call for which it has none, and others do."""
+    return True
+
+
+def _permitted(move: Movement, flags: Flags) -> bool:
+    """Whether MPI may be handed memory of a GPU, in the form that all use now."""
+    return not flags.nonblocking or device_array.permits(move.kind.value, True)
+
+
+def _in_pieces(
+    group: ProcessGroup, call: Call, move: Movement, flags: Flags, limit: float
+) -> Generator[Request, None, bool]:
+    """Move in pieces, as somebody's memory is a GPU's and goes by way of the host; return whether that was done.
+
+    All members know alike whether it is done, and how large the pieces are. Where MPI reduces and the order of the ranks
+    matters, they are those of an array of the host, and so the bits of the result: it may be the whole.
+    """
+    from mpicoll.transports.device import staged
+
+    rank, size, lane = group.rank(), group.size(), group.pair.lane
+    engine = group.pair.native
+    # What is reduced goes through shared memory as the largest arrays do: there pieces of any size give the same bits.
+    node = group.pair.through(move.kind, NEVER if move.op else flags.block_bytes)
+    if node is not None:
+        if not node.ready:
+            yield from node.prepare()
+            _say_why_not(group, node)
+        if not node.usable:
+            node = None
+    most = staged.PIECE_BYTES
+    if node is None and staged.rank_order_matters(move):
+        if flags.nonblocking and not large_counts.beyond(move, size, flags.block_bytes):
+            return False
+        most = NATIVE_BYTES
+    most = min(most, large_counts.COUNT_LIMIT)
+    buffer = move.recv if move.recv is not None else move.send
+    assert buffer is not None
+    block = piece_elements(move, buffer.itemsize, size, most) * buffer.itemsize
+
+    def moved(piece: Movement) -> Generator[Request, None, None]:
+        if node is not None:
+            waiting.moving(most)
+            yield from node.steps(piece, min(block, flags.block_bytes))
+        elif flags.nonblocking:
+            waiting.moving(most)
+            yield engine.nonblocking(piece)
+        else:
+            yield lane.data.Ibarrier()  # a member whose GPU is late, or has failed, does not come
+            with native(group, call, limit):
+                engine.blocking(piece)
+
+    yield from staged.move_pieces(move, rank, size, flags.block_bytes, most, moved)
+    return True
+
+
+def _on_device(call: Call, comm: MPI.Intracomm, flags: Flags) -> Generator[Request, None, bool]:
+    """Reduce on the GPU that all members share, which all have offered; whether that was done, the same on all."""
+    if flags.block_bytes != call.block_bytes:  # at check level "off" nobody compares them
+        raise ValueError(f"{call.describe()}: another rank passes an array of another size")
+    waiting.moving(flags.block_bytes)
+    done: bool = yield from call.offer.steps(comm)
+    return done
+
+
+def _by_host(move: Movement, after: Callable[[], None] | None) -> tuple[Movement, Callable[[], None] | None]:
+    """Return a movement by way of the host in place of one whose nonblocking form MPI must not be handed memory of a GPU."""
+    send, recv = move.send, move.recv
+    steps = [] if after is None else [after]
+    if isinstance(send, Shadow):
+        send, pack, _ = device_array.on_host(send)
+        pack()
+    if isinstance(recv, Shadow):
+        recv, pack, unpack = device_array.on_host(recv)
+        if move.reads_recv:
+            pack()
+        steps.insert(0, unpack)
+
+    def then() -> None:
+        for step in steps:
+            step()
+
+    return replace(move, send=send, recv=recv), then
+
+
+def _reduce_in_order(
+    engine: Engine, ticket: Ticket, move: Movement, rank: int, size: int
+) -> Generator[Request, None, None]:
+    """Reduce little data in the order of the ranks, as calls do that ride: so the result is the same whichever way it takes."""
+    given = move.recv if move.send is None else move.send
+    assert given is not None
+    parted = move.kind is Kind.REDUCE_SCATTER
+    got = np.empty(given.size * (1 if parted else size), given.dtype)
+    yield from [
+        engine.nonblocking(Movement(Kind.ALL_TO_ALL if parted else Kind.ALL_GATHER, send=given.copy(), recv=got))
+    ]
+    ticket.pass_on()
+    if move.recv is not None and (move.root < 0 or move.root == rank):
+        fold(OPS[move.op], list(got.reshape(size, -1)), move.recv)
+
+
+def _say_why_not(group: ProcessGroup, node: NodeEngine) -> None:
+    if not node.usable and node.why and not _said_why_not:
+        _said_why_not.append(node.why)
+        say(
+            f"mpicoll: rank {group.ranks[group.rank()]}: no shared memory for group {group.display}: {node.why}; "
+            "its data moves through MPI\n"
+        )
+
+
+_said_why_not: list[str] = []
+
+
+def _finish(call: Call, after: Callable[[], None] | None) -> None:
+    if after is not None:
+        try:
+            after()
+        except Exception as error:
+            call.error = error  # all has moved: this concerns this rank alone, and the group is still good
+            raise
+
+
+class native:
+    """Have the watchdog look at a blocking MPI call (a context manager)."""
+
+    __slots__ = ("_call", "group", "limit", "since")
+
+    def __init__(self, group: ProcessGroup, call: Call, limit: float) -> None:
+        self.group = group
+        self.limit = limit
+        self.since = 0.0
+        self._call = call
+
+    def describe(self) -> str:
+        """Return what the call is."""
+        return f"{self._call.describe()} on group {self.group.display} at {self._call.site}"
+
+    def hopeless(self, inside: float) -> str:
+        """Return why it can never end, or "", given the seconds that it has taken."""
+        return hopeless(self.group, inside)
+
+    def __enter__(self) -> None:
+        self.since = time.monotonic()
+        watchdog.active[threading.get_ident()] = self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        del watchdog.active[threading.get_ident()]
+
+
+def _check_splits(group: ProcessGroup, call: Call, move: Movement, ticket: Ticket) -> Generator[Request, None, None]:
+    """Exchange how much each member sends to each, so that a split that nobody expects raises instead of corrupting."""
+    assert move.send is not None
+    assert move.recv is not None
+    size, data = group.size(), group.pair.lane.data
+
+    def counts(buffer: Any, given: Any) -> Any:
+        return np.asarray([buffer.size // size] * size if given is None else given, np.int64)
+
+    sends, expects = counts(move.send, move.sendcounts), counts(move.recv, move.recvcounts)
+    told = np.empty(size, np.int64)
+    yield data.Ialltoall(sends, told)
+    wrong = np.flatnonzero(told != expects)
+    if wrong.size:
+        peer = int(wrong[0])
+        call.error = ValueError(
+            f"{call.op}: rank {group.ranks[peer]} sends {told[peer]} elements to rank {group.ranks[group.rank()]}, "
+            f"which expects {expects[peer]}: output split sizes here do not fit the input split sizes there"
+        )
+    bad = np.array([wrong.size], np.int64)
+    yield data.Iallreduce(MPI.IN_PLACE, bad, MPI.MAX)
+    if bad[0]:
+        yield from explain(ticket.lane, call, group.display, group.ranks, group.rank())
+
+
+def wrap(error: MPI.Exception, group: ProcessGroup, call: Call) -> DistBackendError:
+    """Return MPI's error as ours: operation, group, this rank, MPI's own text."""
+    group.give_up(f"MPI reported an error in {call.op}")
+    hint = (
+        ""
+        if group.level == "full"
+        else (f". At check level {group.level!r} different calls may end so: run with MPICOLL_CHECK=full to see which")
+    )
+    return DistBackendError(
+        f"{call.describe()} on group {group.display}, rank {group.ranks[group.rank()]}, at {call.site}: {mpi_text(error)}{hint}"
+    )
+
+
+def run(
+    group: ProcessGroup,
+    call: Call,
+    move: Movement | Callable[[Flags], Movement] | None,
+    *,
+    outputs: list[Any],
+    async_op: bool = False,
+    limit: float | None = None,
+    ready: Callable[[], bool] | None = None,
+    before: Callable[[], None] | None = None,
+    after: Callable[[], None] | None = None,
+) -> Work | None:
+    """Make one collective call: return its Work with ``async_op``, else wait for it and return None.
+
+    The caller has asked :func:`enter` whether the group can be used.
+    """
+    limit = group.timeout if limit is None else limit
+    if group.turn is not None:
+        raise group.turn.refuse(call.describe(), call.site)
+    if call.error is not None and group.level != "full":
+        raise call.error  # the others do not compare, so nobody asks what was wrong here
+    with signals.guard, group.lock:
+        try:
+            group.calls += 1
+            call.seq = group.calls
+            group.last = call.op, call.site.code, call.site.instruction
+            if isinstance(move, Movement):
+                call.block_bytes = block_bytes(move, group.size())
+            _print(group, call, compares=not _passes(group, call, move))
+            ticket = group.pair.lane.ticket()
+            return issue(group, call, move, ticket, outputs, async_op, limit, ready, before, after)
+        except BaseException as error:
+            _leave_begun(group, call, limit, error)
+            raise
+
+
+def _leave_begun(group: ProcessGroup, call: Call, limit: float, error: BaseException) -> None:
+    """Give the group up when a call that this rank has begun ends by an error that is no outcome of it.
+
+    A signal handler of the program's may raise between any two lines: with the call counted and nothing posted, or with its
+    place in the order taken and nobody there to pass it on. The other members make the call, so there is no way back.
+    """
+    if group.broken is None and error is not call.error and not isinstance(error, CollectiveMismatchError):
+        (call.patience or CallWait)(group, call, limit).give_up(error)
+
+
+class begun:
+    """Where a message is posted: an exception of anybody else's in between gives the group up (a context manager).
+
+    A signal handler of the program's may raise between any two lines: with the message posted and not counted, or counted and
+    nobody there to wait for it.
+
+    Args:
+        held: the memory that MPI may use then, kept for good.
+    """
+
+    __slots__ = ("_call", "_group", "_held", "_limit", "_peer", "_tag")
+
+    def __init__(self, group: ProcessGroup, call: Call, limit: float, held: Any, *, peer: int, tag: int) -> None:
+        self._group, self._call, self._limit, self._held, self._peer, self._tag = group, call, limit, held, peer, tag
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            return
+        keep(self._held)
+        keep_of(error)
+        if isinstance(error, MPI.Exception):
+            raise wrap(error, self._group, self._call) from error
+        if self._group.broken is None:
+            CallWait(self._group, self._call, self._limit, self._peer, self._tag).give_up(error)
+
+
+UNCOMPARED = frozenset(Kind) - {Kind.BARRIER, Kind.ALL_TO_ALL}
+"""What may move without a comparison: where every member knows from its own arguments how large the blocks are."""
+
+
+def _passes(group: ProcessGroup, call: Call, move: Movement | Callable[[Flags], Movement] | None) -> bool:
+    """Whether a call makes no round; the same on all members that make the same calls."""
+    return (
+        group.level != "full"
+        and group.pair.lane.shared is None  # where they are, a round costs as little as none
+        and isinstance(move, Movement)
+        and move.kind in UNCOMPARED
+        and not (call.uneven or move.vector or move.more)
+        and call.block_bytes <= SMALL_BYTES
+        and not large_counts.beyond(move, group.size(), call.block_bytes)
+        and not (group.level == "roll" and (call.compared or group.calls % EVERY == 0))
+    )
+
+
+def _print(group: ProcessGroup, call: Call, compares: bool) -> None:
+    """Set what the round of a call compares, and note a call that makes none."""
+    shared = group.pair.lane.shared is not None
+    print_ = fingerprint(call.op, call.key) if group.level != "off" else 0
+    if group.level != "roll" or shared:
+        call.print = plain_print(group, call.op, print_)
+    else:
+        rolling = group.pair.lane.rolling
+        rolling.made.append((call.seq, print_, call.op, call.key, call.site.code, call.site.instruction))
+        if compares:
+            call.print, call.made = rolling.cut()
+    call.passes = not compares
+
+
+def plain_print(group: ProcessGroup, op: str, print_: int) -> int:
+    """Return what a round compares that compares nothing of the calls before it.
+
+    Members on one node, where a round costs nothing, compare each call at level ``roll``, too, and at ``off`` which function
+    it is: without that, two that wait for each other in different ones could go on with half of each.
+
+    Args:
+        print_: the fingerprint of the call.
+    """
+    if group.level == "full":
+        return print_
+    if group.pair.lane.shared is None:
+        return 0
+    return print_ if group.level == "roll" else _print_of_function(op)
+
+
+@cache
+def _print_of_function(op: str) -> int:
+    return fingerprint(op, ())
+
+
+def _uncompared(
+    group: ProcessGroup,
+    call: Call,
+    move: Movement,
+    ticket: Ticket,
+    ready: Callable[[], bool] | None,
+    before: Callable[[], None] | None,
+    after: Callable[[], None] | None,
+) -> Generator[Request, None, None]:
+    """Move a small call whose members have not compared it; by the nonblocking call, as some may be asynchronous."""
+    if not ticket.may_pass():
+        yield waiting.Condition(ticket.may_pass)
+    ticket.lane.pass_by()
+    if not ticket.Test():
+        yield ticket
+    if ready is not None and not ready():
+        yield waiting.Condition(ready)
+    if before is not None:
+        before()
+    engine = group.pair.native
+    if call.asynchronous:
+        request = engine.nonblocking(move)
+        ticket.pass_on()
+        yield request
+    else:
+        key = (call.op, call.key)
+        plan = group.plan(group.own_plans, key)
+        if plan is None:
+            plan = engine.plan(move, persistent=False)
+            group.keep_plan(group.own_plans, key, plan)
+        yield plan.start(move)
+        plan.finish(move)
+    _finish(call, after)
+
+
+def issue(
+    group: ProcessGroup,
+    call: Call,
+    move: Movement | Callable[[Flags], Movement] | None,
+    ticket: Ticket,
+    outputs: list[Any],
+    async_op: bool,
+    limit: float,
+    ready: Callable[[], bool] | None = None,
+    before: Callable[[], None] | None = None,
+    after: Callable[[], None] | None = None,
+) -> Work | None:
+    """Make a call that has its number and its place in the order: see :func:`run`."""
+    call.asynchronous = async_op or _collectives_pending()
+    call.come = _has_come(call, move, ready)
+    if call.come is not None and not call.native:
+        call.native = BEHIND
+    steps = collective(group, call, move, ticket, ready=ready, before=before, after=after, limit=limit)
+    try:
+        if not call.asynchronous:
+            with signals.shield:
+                drive(group, call, steps, limit)
+            return None
+        operation = Operation(group, call, steps, outputs, limit, give_up=lost, held=move)
+        if not operation.done:
+            waiting.pending.append(operation)
+    except BaseException:
+        if getattr(steps, "gi_frame", None) is not None:  # not at its end: MPI may still write there
+            keep(steps)
+        raise
+    if async_op:
+        return Work(operation, finish_waiting)
+    finish_waiting(operation, limit)
+    return None
+
+
+def unusual(
+    group: ProcessGroup, call: Call, move: Movement | Callable[[Flags], Movement], ticket: Ticket, flags: Flags
+) -> Generator[Request, None, None]:
+    """Go on after a round that says that something differs, or that somebody is late or asynchronous."""
+    mpi_error = MPI.Exception  # at the end of the interpreter the module's names are gone before kept generators
+    try:
+        if not flags.same or flags.error:
+            yield from explain(ticket.lane, call, group.display, group.ranks, group.rank(), flags.waited)
+        yield from _agreed(group, call, move, ticket, flags, None, None, None, group.timeout)
+    except mpi_error as error:
+        raise wrap(error, group, call) from error
+    finally:
+        ticket.pass_on()
+        if call.apart:
+            group.give_up("its ranks made unequal numbers of calls")
+
+
+def agree(group: ProcessGroup, call: Call, limit: float) -> Flags:
+    """Make the round of a call that moves no data, and return what all members now know.
+
+    Raises:
+        Exception: ``call.error`` here, CollectiveMismatchError on the other members.
+    """
+    enter(group, call.op)
+    if group.turn is not None:
+        raise group.turn.refuse(call.describe(), call.site)
+    with signals.guard, group.lock:
+        try:
+            group.calls += 1
+            call.seq = group.calls
+            group.last = call.op, call.site.code, call.site.instruction
+            _print(group, call, compares=True)
+            # What makes a group or the world is always compared.
+            if group.level == "off":
+                call.print = fingerprint(call.op, call.key)
+            ticket = group.pair.lane.ticket()
+            flags: Flags = drive(group, call, _conducted(group, call, ticket), limit)
+            return flags
+        except BaseException as error:
+            _leave_begun(group, call, limit, error)
+            raise
+
+
+def conduct(group: ProcessGroup, call: Call, steps: Callable[[Flags], Generator[Request, None, None]]) -> None:
+    """Make one collective call that moves its data in several steps, and wait for it.
+
+    The caller has asked :func:`enter` whether the group can be used.
+
+    Args:
+        steps: given what all members know, yields what has to complete next. It may raise CollectiveMismatchError or
+            ``call.error`` before it moves anything, if all members do.
+    """
+    if group.turn is not None:
+        raise group.turn.refuse(call.describe(), call.site)
+    if call.error is not None and group.level != "full":
+        raise call.error  # the others do not compare, so nobody asks what was wrong here
+    with signals.guard, group.lock:
+        try:
+            group.calls += 1
+            call.seq = group.calls
+            group.last = call.op, call.site.code, call.site.instruction
+            call.asynchronous = _collectives_pending()
+            _print(group, call, compares=True)
+            conducted = _conducted(group, call, group.pair.lane.ticket(), steps)
+            with signals.shield:
+                drive(group, call, conducted, group.timeout)
+        except BaseException as error:
+            _leave_begun(group, call, group.timeout, error)
+            raise
+
+
+def _conducted(
+    group: ProcessGroup,
+    call: Call,
+    ticket: Ticket,
+    steps: Callable[[Flags], Generator[Request, None, None]] | None = None,
+) -> Generator[Request, None, Flags]:
+    mpi_error = MPI.Exception  # at the end of the interpreter the module's names are gone before kept generators
+    try:
+        flags = yield from agree_or_raise(ticket, call, group.display, group.ranks, group.rank())
+        if not ticket.Test():
+            yield ticket
+        if flags.stalled:
+            yield group.pair.lane.data.Ibarrier()
+        if steps is not None:
+            yield from steps(flags)
+        return flags
+    except mpi_error as error:
+        raise wrap(error, group, call) from error
+    finally:
+        ticket.pass_on()
+        if call.apart:
+            group.give_up("its ranks made unequal numbers of calls")
+
+
+def move_once(
+    group: ProcessGroup, call: Call, flags: Flags, move: Movement, moved: int
+) -> Generator[Request, None, int]:
+    """Move a flat buffer within the steps of a conducted call: by blocking calls unless somebody is asynchronous.
+
+    Args:
+        move: of a kind whose blocks all members know to be equal.
+        moved: what this returned for the movement before it in the call, or 0.
+
+    Returns:
+        Bytes moved since the last wait that can be left.
+    """
+    engine, lane = group.pair.native, group.pair.lane
+    size, nbytes = group.size(), block_bytes(move, group.size())
+    node = group.pair.through(move.kind, nbytes) if not flags.native else None
+    if node is not None:
+        if not node.ready:
+            yield from node.prepare()
+            _say_why_not(group, node)
+        if node.usable:
+            yield from node.steps(move, nbytes)
+            return moved
+    for piece in pieces(move, group.rank(), size, nbytes, NATIVE_BYTES):
+        step = block_bytes(piece, size)
+        if flags.nonblocking:
+            waiting.moving(step)
+            yield engine.nonblocking(piece)
+            continue
+        moved += step
+        if moved > NATIVE_BYTES:
+            moved = step
+            yield lane.data.Ibarrier()  # as in _agreed
+        with native(group, call, group.timeout):
+            engine.blocking(piece)
+    return moved
+
+
+def sending(group: ProcessGroup, call: Call, request: Request) -> Generator[Request, None, int | None]:
+    """Wait for what has been sent; the steps of an Operation."""
+    mpi_error = MPI.Exception  # at the end of the interpreter the module's names are gone before kept generators
+    try:
+        yield request
+    except mpi_error as error:
+        raise wrap(error, group, call) from error
+    return None
+
+
+def lost(operation: Operation, reason: BaseException) -> None:
+    """Give up a call that something foreign struck while it was moved on."""
+    CallWait(operation.group, operation.call, operation.limit, operation.peer).give_up(reason)
+
+
+def drive(group: ProcessGroup, call: Call, steps: Generator[Request, None, Any], limit: float) -> Any:
+    """Run ``steps`` to their end, waiting for each; one limit for the whole call."""
+    patience = (call.patience or CallWait)(group, call, limit)
+    while True:
+        try:
+            request = next(steps)
+        except StopIteration as stop:
+            return stop.value
+        except CollectiveMismatchError:
+            raise  # all members raise it, and the group is still good
+        except BaseException as error:
+            if error is call.error:
+                setattr(error, AGREED, True)
+            else:
+                # From here on the members are no longer in step: a signal handler raised, MPI or memory failed.
+                keep(steps, call)
+                keep_of(error)
+                patience.give_up(error)
+            raise
+        try:
+            test = guarded(request.Test, group, call)
+            if not test():
+                local_wait(test, patience)
+        except BaseException:
+            keep(steps, request)
+            raise
+
+
+def guarded(test: Callable[[], bool], group: ProcessGroup, call: Call) -> Callable[[], bool]:
+    """Return ``test`` with MPI's errors as ours."""
+
+    def wrapped() -> bool:
+        try:
+            return test()
+        except MPI.Exception as error:
+            raise wrap(error, group, call) from error
+
+    return wrapped
+
+
+def enter(group: ProcessGroup, operation: str, *, apart: bool = False) -> None:
+    """Raise when this process or thread may not communicate, or the group cannot be used.
+
+    Args:
+        apart: the operation asks nothing of the group's other members: that it was given up is no obstacle.
+    """
+    known = registry.state()
+    if os.getpid() != known.pid:
+        raise RuntimeError(
+            f"{operation}: this is a forked child (process {os.getpid()}) of rank {known.world.rank()}: only the process "
+            "that started MPI may communicate. Start workers with the spawn method, and let them return their results"
+        )
+    if not known.thread_multiple and threading.get_ident() != known.thread:
+        raise RuntimeError(
+            f"{operation}: this MPI gives no MPI_THREAD_MULTIPLE, so only the thread that initialised may communicate"
+        )
+    if MPI.Is_finalized():
+        raise RuntimeError(f"{operation}: MPI has been finalised")
+    if group.destroyed or not apart:
+        group.usable(operation)
+
+
+def _at_once(operation: Operation) -> bool:
+    """Whether an operation ends without a wait, as most small ones do: nothing is noted then of who waits for what."""
+    try:
+        return operation.advance() or operation.advance()
+    except BaseException as error:
+        if not operation.done:  # out of a signal handler, between two lines
+            lost(operation, error)
+            operation.abandon(error)
+        raise
+
+
+def finish_waiting(operation: Operation, limit: float | None) -> None:
+    """Wait for an operation and raise its error."""
+    if operation.done:
+        waiting.drop(operation)
+    else:
+        with signals.guard:
+            if _at_once(operation):
+                waiting.drop(operation)
+                if operation.error is not None:
+                    raise operation.error
+                return
+            group, call = operation.group, operation.call
+            limit = operation.limit if limit is None else limit
+            special = call.patience
+            patience = (
+                special(group, call, limit) if special else CallWait(group, call, limit, operation.peer, operation.tag)
+            )
+            try:
+                local_wait(partial(operation.advance, ASLEEP), patience)
+            except BaseException as error:
+                operation.abandon(error)
+                raise
+            finally:
+                if operation.done:
+                    waiting.drop(operation)
+    if operation.error is not None:
+        raise operation.error
+
+
+def look(operation: Operation, polled: float) -> bool:
+    """Give an operation up that can never complete, or for which the program has polled too long; whether it is over.
+
+    Args:
+        polled: seconds since it was first asked for.
+    """
+    group, call = operation.group, operation.call
+    patience = (call.patience or CallWait)(group, call, operation.limit, operation.peer, operation.tag)
+    error = over(patience, polled)
+    if error is None or operation.advance():
+        return operation.done
+    patience.give_up(error)
+    operation.abandon(error)
+    waiting.drop(operation)
+    return True
+
+
+work.look = look
+
+
+def over(patience: CallWait, polled: float) -> BaseException | None:
+    """Return an error when what a program polls can never complete, or has been polled past its limit."""
+    known = registry.current()
+    if known is None:
+        return None
+    waiting.serve()
+    if patience.call.explaining and polled < patience.limit:
+        return None
+    return patience.ended(known.board, polled) or (patience.timed_out(polled) if polled >= patience.limit else None)
+
+
+def _collectives_pending() -> bool:
+    return any(isinstance(item, Operation) and item.peer is None for item in tuple(waiting.pending))

@@ -1,0 +1,392 @@
+"""Create the communicators of a group, agreed upon before anything could block."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from datetime import timedelta
+from hashlib import blake2b
+from typing import Any, Protocol
+
+from mpicoll.diagnosis.call import NOTHING, Call, compress_ranks, name_ranks
+from mpicoll.diagnosis.deadlock import Wait
+from mpicoll.diagnosis.deadlock_search import search
+from mpicoll.diagnosis.job_state import joined
+from mpicoll.diagnosis.report.entries import Entry, entry_of
+from mpicoll.diagnosis.report.report import with_calls
+from mpicoll.diagnosis.wait_policy import CallWait, local_wait
+from mpicoll.errors import (
+    CollectiveMismatchError,
+    GroupBrokenError,
+    PeerFailedError,
+    in_one_line,
+)
+from mpicoll.groups.communicators import Pair, make_pair
+from mpicoll.groups.process_group import ProcessGroup
+from mpicoll.groups.registry import NON_MEMBER, State, state
+from mpicoll.operations import execution
+from mpicoll.runtime import signals
+from mpicoll.runtime.backend_names import check_backend
+from mpicoll.runtime.call_site import Site
+
+MOST_JOINED = 256
+_TAGS = 32000  # MPI guarantees tags up to 32767
+
+
+def create_group(
+    known: State,
+    members: tuple[int, ...],
+    problem: Exception | None,
+    site: Site,
+    timeout: timedelta | None,
+    use_local_synchronization: bool,
+    group_desc: str | None,
+) -> Any:
+    me = known.world.rank()
+    if use_local_synchronization:
+        if problem is not None and me not in members:
+            raise problem  # nobody can know who else was meant
+        if me not in members:
+            return None
+        name, pair = _make_locally(known, members, site, problem)
+    else:
+        candidate = known.pool.candidate(members) if me in members else NOTHING
+        call = Call(
+            "new_group",
+            () if problem else (("ranks", members),),
+            site,
+            error=problem,
+            uneven=True,
+            detail=candidate,
+        )
+        flags = execution.agree(known.world, call, known.world.timeout)
+        known.created += 1
+        name = f"{known.world.group_name}.{known.created}"
+        tag = known.created % _TAGS
+        made = flags.detail == NOTHING or flags.detail < 0
+        if not made and me in members:
+            known.pool.take(members, flags.detail)  # before others are given back
+        if known.pool.full():
+            _shrink(known, tag, call)
+        if me not in members:
+            if made:
+                known.pool.made_together(None)
+            return NON_MEMBER
+        if flags.detail == NOTHING:
+            known.pool.disagreed(members, flags.most)
+        try:
+            pair = _make(known, members, flags.detail, tag, call)
+        except BaseException:
+            if made:
+                known.pool.made_together(None)
+            raise
+        if made:
+            known.pool.made_together(pair)
+    limit = known.world.timeout if timeout is None else timeout.total_seconds()
+    in_order = list(members) == sorted(members)
+    display = group_desc or (f"[{compress_ranks(members)}]" if in_order else str(list(members)))
+    group = ProcessGroup(
+        name, pair, members.index(me), limit, level=known.world.level, display=display, desc=group_desc
+    )
+    known.groups[name] = group
+    return group
+
+
+class Watch(Protocol):
+    """A wait for members that are known to come late."""
+
+    limit: float
+
+    def look(self) -> bool:
+        """Say now and then for whom this rank waits; whether there has been no sign of life for too long."""
+
+
+def group_of_node(known: State, op: str, site: Site, watch: Watch | None = None) -> ProcessGroup:
+    """Return the group of the ranks of this node; made once, when all of them have come, and by them alone.
+
+    Args:
+        op, site: what the program needs it for, and where.
+        watch: how to wait for the others; None: within the limit of the world.
+    """
+    if known.node is None:
+        host = known.topology.hosts[known.topology.node]
+        known.node = create_by_members(known, known.topology.local_ranks, f"node {host}", op, site, watch)
+    return known.node
+
+
+def create_by_members(
+    known: State, members: tuple[int, ...], display: str, op: str, site: Site, watch: Watch | None = None
+) -> ProcessGroup:
+    world = known.world
+    with signals.shield:
+        name, pair = _make_locally(known, members, site, None, op, watch)
+    group = ProcessGroup(name, pair, members.index(world.rank()), world.timeout, level=world.level, display=display)
+    known.groups[name] = group
+    return group
+
+
+def check_members(ranks: Any, size: int, sort_ranks: bool) -> tuple[int, ...]:
+    if ranks is None:
+        return tuple(range(size))
+    if isinstance(ranks, (str, bytes)) or not hasattr(ranks, "__iter__"):
+        raise TypeError(f"ranks must be a list of integers or None, not {type(ranks).__name__}")
+    given = list(ranks)
+    if any(not hasattr(rank, "__index__") or isinstance(rank, bool) for rank in given):
+        raise TypeError(f"ranks must be a list of integers, got {given}")
+    given = [int(rank) for rank in given]
+    if not given:
+        raise ValueError("the new group's ranks must not be empty")
+    if len(set(given)) != len(given):
+        raise ValueError(f"the new group's ranks list must not contain duplicate entries, got {given}")
+    wrong = [rank for rank in given if not 0 <= rank < size]
+    if wrong:
+        raise ValueError(
+            f"Rank {wrong[0]} is out of range. Valid ranks are 0 to {size - 1} (world_size={size}): the new group's ranks are "
+            f"{given}"
+        )
+    return tuple(sorted(given) if sort_ranks else given)
+
+
+def check_arguments(timeout: Any, backend: Any, group_desc: Any) -> None:
+    if group_desc is not None and not isinstance(group_desc, str):
+        raise TypeError(f"group_desc must be a string, not {type(group_desc).__name__}")
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout!r}")
+    if timeout is not None and timeout <= timedelta(0):
+        raise ValueError(f"timeout must be positive, got {timeout}")
+    check_backend(backend, lambda: state().world.rank() == 0)
+
+
+def _shrink(known: State, tag: int, call: Call) -> None:
+    """Free communicators of destroyed groups; all ranks of the world are known to be here."""
+    with signals.guard:
+        with execution.native(known.world, call, known.world.timeout):
+            known.pool.meet_all(known.world.pair.control, tag)
+        for settled in execution.drive(known.world, call, known.pool.shrink(), known.world.timeout):
+            if known.base is None:
+                continue
+            known.base.settle(*settled)
+
+
+def _make(known: State, members: tuple[int, ...], index: int, tag: int, call: Call) -> Pair:
+    """Take the pair that all members agreed is idle, or make a new one; all members are known to be here."""
+    if index != NOTHING and index >= 0:
+        pair = known.pool.take(members, index)
+        known.pool.furnish(pair, known.topology, known.settings, known.world.level)
+        with signals.guard:
+            settled = execution.drive(known.world, call, pair.sweep(), known.world.timeout)
+            if known.base is not None:
+                known.base.settle(*settled)
+            execution.drive(known.world, call, known.pool.meet(pair), known.world.timeout)
+        return pair
+    with signals.guard, execution.native(known.world, call, known.world.timeout):
+        pair = make_pair(known.world.pair.control, members, tag)
+    pair.lane.epoch = known.world.pair.lane.epoch
+    known.pool.furnish(pair, known.topology, known.settings, known.world.level)
+    known.pool.add(pair)
+    with signals.guard:
+        execution.drive(known.world, call, known.pool.meet(pair), known.world.timeout)
+    return pair
+
+
+SECOND = "!"
+"""What the name of the second round of a meeting ends with."""
+
+_local_count: dict[tuple[str, tuple[int, ...]], int] = {}
+
+
+def _make_locally(
+    known: State,
+    members: tuple[int, ...],
+    site: Site,
+    problem: Exception | None,
+    op: str = "new_group",
+    watch: Watch | None = None,
+) -> tuple[str, Pair]:
+    """Agree among the members alone: each tells the first of them, which tells all when everybody has come.
+
+    In two rounds: a member that gave up before it heard of the first never answers it, so nobody goes on into the blocking
+    calls that make a communicator.
+    """
+    counted = (known.world.group_name, members)
+    count = _local_count.get(counted, 0)
+    digest = blake2b(repr((members, count, op == "new_group")).encode(), digest_size=6)
+    name = f"{known.world.group_name}.L{digest.hexdigest()}"
+    leader = members[0]
+    candidate = known.pool.candidate(members)
+    how = ("use_local_synchronization",) if op == "new_group" else ()
+    call = Call(op, (("ranks", members), *how), site)
+    words = (candidate, "" if problem is None else f"{type(problem).__name__}: {problem}", str(site))
+    limit = known.world.timeout
+    with signals.guard:
+        first_wait = _JoinWait(known.world, call, limit if watch is None else watch.limit, members, name, leader, watch)
+        told = _gather_and_tell(first_wait, words)
+        wrong = _wrong(told)
+        if problem is None and not wrong:
+            _gather_and_tell(_JoinWait(known.world, call, limit, members, name + SECOND, leader), words)
+    if problem is not None:
+        raise problem
+    if wrong:
+        rank, (text, where) = min(wrong.items())
+        error = CollectiveMismatchError(
+            f"new_group({name_ranks(members)}, use_local_synchronization) at {site}: arguments are wrong on rank {rank} "
+            f"(at {where}), which raised {text}. Nothing was made"
+        )
+        calls = [Entry(((r, r),), call.op, site=its, problem=said) for r, (said, its) in sorted(wrong.items())]
+        raise with_calls(error, known.world.display, sorted(wrong), [entry_of(call, known.world.rank()), *calls])
+    found = {index for index, _, _ in told.values()}
+    most = max(found)
+    index = most if len(found) == 1 else -1
+    if index < 0:
+        known.pool.disagreed(members, most)
+    _local_count[counted] = count + 1
+    tag = _TAGS + int.from_bytes(digest.digest(), "little") % 700
+    call.patience = lambda world, call, limit: _MakeWait(world, call, limit, members, name + SECOND, leader)
+    return name, _make(known, members, index, tag, call)
+
+
+_Words = tuple[int, str, str]
+"""What a member says: the idle pair it knows, what is wrong with its arguments or "", and where it called."""
+
+
+def _wrong(told: dict[int, _Words]) -> dict[int, tuple[str, str]]:
+    """Return what is wrong, and where, on the ranks that say so."""
+    return {rank: (text, where) for rank, (_, text, where) in told.items() if text}
+
+
+def _gather_and_tell(patience: _JoinWait, words: _Words) -> dict[int, _Words]:
+    """Return what every member says, when all have said it; the first of them gathers and tells the others."""
+    board, name, leader = state().board, patience.name, patience.leader
+    board.poll()
+    gone = patience.given_up()
+    if gone is not None:
+        raise gone
+    while len(joined) >= MOST_JOINED:
+        del joined[next(iter(joined))]
+    joined[name] = 1
+    others = [rank for rank in patience.members if rank != board.rank]
+    if board.rank != leader:
+        board.post("join", (name, words), [leader])
+        local_wait(lambda: patience.poll() and (name, "all") in board.joins, patience)
+        told: dict[int, _Words] = board.joins.pop((name, "all"))[leader]
+        board.left.pop((name, "all"), None)
+        return told
+    local_wait(lambda: patience.poll() and patience.joined() >= set(others), patience)
+    told = {**board.joins.pop(name, {}), leader: words}
+    board.left.pop(name, None)
+    board.post("join", ((name, "all"), told), others)
+    return told
+
+
+class _JoinWait(CallWait):
+    """The wait of one member for the others that were listed."""
+
+    __slots__ = ("for_good", "leader", "members", "name", "next_poll", "watch")
+    AFTERWARDS = "No group was made."
+
+    def __init__(
+        self,
+        world: ProcessGroup,
+        call: Call,
+        limit: float,
+        members: tuple[int, ...],
+        name: str,
+        leader: int,
+        watch: Watch | None = None,
+    ) -> None:
+        super().__init__(world, call, limit)
+        self.members = members
+        self.name = name
+        self.leader = leader
+        self.next_poll = 0.0
+        self.watch = watch
+        self.for_good = call.op != "new_group"  # the one group of a node: who gives it up does not come again
+
+    def poll(self) -> bool:
+        """Read messages, at most every tenth of a millisecond; always True, so that it can stand in a condition."""
+        now = time.monotonic()
+        if now >= self.next_poll:
+            self.next_poll = now + 1e-4
+            state().board.poll()
+        return True
+
+    def joined(self) -> set[int]:
+        """Return the members that have told this rank that they are here, and have not left."""
+        board = state().board
+        return set(board.joins.get(self.name, {})) - board.left.get(self.name, set())
+
+    def check(self, waited: float) -> BaseException | None:
+        """Return an error when a listed rank failed or ended."""
+        self.looks += 1
+        board = state().board
+        self.note()
+        search.look_for_dead(board, waited)
+        certain = search.verdict(board)
+        if certain is not None:
+            return certain
+        for rank in self.members:
+            if rank in board.failed:
+                return self.because_failed(board.failed[rank], waited)
+        leads = board.rank == self.leader
+        ended = [board.exited[rank] for rank in self.members if rank in board.exited]
+        missing = [exit_ for exit_ in ended if exit_.rank == self.leader or (leads and exit_.rank not in self.joined())]
+        if missing:
+            return self.because_exited(
+                [replace(exit_, reason=f"{exit_.reason} without this call") for exit_ in missing], waited
+            )
+        gone = self.given_up()
+        if gone is not None:
+            return gone
+        if self.watch is not None and self.watch.look():
+            return self.timed_out(waited)
+        return search.look(waited)
+
+    @property
+    def meeting(self) -> str:
+        """The name of the meeting that this round is of: who gives one round up comes to no other."""
+        return self.name.removesuffix(SECOND)
+
+    def given_up(self) -> GroupBrokenError | None:
+        """Return an error when a member has given the meeting up for good."""
+        gone = state().board.withdrawn.get(self.meeting)
+        return None if gone is None else GroupBrokenError(f"{self.describe()}: rank {gone[0]} gave it up: {gone[1]}")
+
+    def came(self) -> set[int]:
+        """Return the members that have told this rank that they are here, also if they have left since."""
+        return set(state().board.joins.get(self.name, {}))
+
+    def meets(self) -> tuple[str, tuple[int, ...], int]:
+        """Return the meeting, as if it was a group with one call, and who has to come."""
+        return self.name, self.members, 1
+
+    def stalled(self, waited: float) -> None:
+        """Say who is missing, where the watch does not."""
+        if self.watch is None:
+            super().stalled(waited)
+
+    def as_wait(self) -> Wait:
+        """Return this wait as a search for deadlocks sees it: a call that all listed ranks have to come to."""
+        entry = entry_of(self.call, state().world.rank(), state().world.display, state="waits")
+        return Wait(self.name, self.members, entry, seq=1, since=self.began, meeting=True)
+
+    def give_up(self, reason: BaseException) -> None:
+        """Take this rank's word back; nothing was posted to MPI, so the world is still good."""
+        board = state().board
+        if self.for_good and isinstance(reason, (PeerFailedError, GroupBrokenError)):
+            pass  # the others know, or will
+        elif self.for_good:
+            board.withdrawn.setdefault(self.meeting, (board.rank, in_one_line(reason) or type(reason).__name__))
+            board.post("withdrawn", (self.meeting, board.withdrawn[self.meeting][1], ()), self.members)
+        if board.rank != self.leader:
+            board.post("unjoin", self.name, [self.leader])
+
+
+class _MakeWait(_JoinWait):
+    """The wait of members that have all come, while they make communicators: the other ranks of the world do not matter."""
+
+    __slots__ = ()
+    AFTERWARDS = CallWait.AFTERWARDS
+
+    def give_up(self, reason: BaseException) -> None:
+        """Withdraw from the world: something may be under way on its communicator."""
+        CallWait.give_up(self, reason)

@@ -1,0 +1,1 @@
+"""Services that all other packages use: settings, output, call sites, waiting, signals."""

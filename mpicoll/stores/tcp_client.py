@@ -1,0 +1,252 @@
+"""A store that is kept by a server on one rank, as its clients use it."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+from mpicoll.errors import DistNetworkError, DistStoreError
+from mpicoll.groups import registry
+from mpicoll.stores.base import DEFAULT_TIMEOUT, Store, to_seconds
+from mpicoll.stores.tcp_server import (
+    LARGEST,
+    MOST_GREETING,
+    MOST_SILENT,
+    REFUSED,
+    Server,
+    limit_waits,
+    of_this_process,
+    post,
+    proof_of,
+    receive,
+    servers,
+)
+
+
+class TCPStore(Store):
+    """A store that one process serves to others over TCP.
+
+    Args:
+        host_name: where the server is; the server itself listens on all addresses of its host.
+        port: of the server; 0 on the server: any that is free, then in ``port``.
+        world_size: with ``wait_for_workers`` the number of stores, the server's own among them, that the server waits for.
+        is_master: this process serves.
+        timeout: the limit of the waits, and of the connecting.
+        wait_for_workers: whether the server waits for the others when it is made.
+        multi_tenant: several stores of this process may share one server on the same port.
+        master_listen_fd: a socket that listens already, for the server to use and to close (as torch).
+        use_libuv: taken for compatibility.
+        secret: what proves that a process belongs to the job. Default: after ``init_process_group`` one that all its ranks
+            know, which has travelled over MPI.
+
+    Raises:
+        TypeError: a port that is none.
+        ValueError: no secret, and no default group; a server without a port.
+        DistNetworkError: nobody serves there within the limit, the port is taken, or the other side does not know the secret.
+        DistStoreError: the workers did not come within the limit; ``master_listen_fd`` is bound to another port.
+
+    Source: torch.distributed.TCPStore (which has no secret).
+    """
+
+    def __init__(
+        self,
+        host_name: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        wait_for_workers: bool = True,
+        multi_tenant: bool = False,
+        master_listen_fd: int | None = None,
+        use_libuv: bool = True,
+        *,
+        secret: str | bytes | None = None,
+    ) -> None:
+        super().__init__()
+        self.set_timeout(timeout)
+        if not 0 <= port < 1 << 16:
+            raise TypeError(f"TCPStore: port must be from 0 to 65535, got {port}")
+        self.host = host_name
+        self.world_size = world_size
+        self.is_master = is_master
+        self._secret = _secret(secret)
+        self._server: Server | None = None
+        self._pid = os.getpid()
+        self._closed = False
+        self._lock = threading.Lock()
+        self._connection: socket.socket | None = None
+        self._waits = -1.0  # limit of its waits that the connection knows
+        of_this_process.add(self)
+        if is_master:
+            shared = servers.get((port, self._secret)) if multi_tenant and port else None
+            if shared is None or not shared.alive:
+                shared = Server(port, self._secret, master_listen_fd)
+                if multi_tenant:
+                    servers[shared.port, self._secret] = shared
+            self._server = shared
+            shared.users += 1
+            port = shared.port
+        elif not port:
+            raise ValueError("TCPStore: the port of the server is needed")
+        self.port = port
+        self._own = "localhost" if self._server is None else self._server.address
+        try:
+            self._connect(self._limit())
+            if world_size is not None and world_size > 0:
+                self._arrive(world_size, is_master and wait_for_workers)
+                if wait_for_workers:
+                    self.set(_MET, b"")
+        except BaseException:
+            self.close()
+            raise
+
+    def _limit(self) -> float:
+        return to_seconds(self._timeout)
+
+    def _arrive(self, world_size: int, waits: bool) -> None:
+        if self.add(_WORKERS, 1) >= world_size:
+            self.set(_ALL, b"1")
+        if waits:
+            try:
+                self.wait([_ALL])
+            except DistStoreError:
+                came = int(self.get(_WORKERS))
+                raise DistStoreError(
+                    f"TCPStore on port {self.port}: {came} of {world_size} workers came within "
+                    f"{self._timeout.total_seconds():g} s"
+                ) from None
+
+    def _connect(self, limit: float) -> None:
+        """Make the connection within ``limit`` seconds, and show each other the secret."""
+        end = time.monotonic() + limit
+        pause = 0.01
+        host = self._own if self.is_master else self.host
+        while True:
+            try:
+                connection = socket.create_connection((host, self.port), timeout=max(0.1, min(limit, 5.0)))
+                try:
+                    self._greet(connection, max(0.1, min(end - time.monotonic(), MOST_SILENT)))
+                except BaseException:
+                    connection.close()
+                    raise
+                self._connection = connection
+                return
+            except (OSError, ValueError) as error:
+                if time.monotonic() >= end:
+                    raise DistNetworkError(
+                        f"TCPStore: nobody serves at {self.host}:{self.port} within {limit:g} s: {error or type(error).__name__}"
+                    ) from error
+            time.sleep(max(0.0, min(pause, end - time.monotonic())))
+            pause = min(2 * pause, 0.5)
+
+    def _greet(self, connection: socket.socket, limit: float) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.settimeout(limit)
+        ours = secrets.token_bytes(32)
+        (theirs,) = receive(connection, MOST_GREETING)
+        post(connection, [ours, proof_of(self._secret, b"client", ours, theirs)])
+        (proof,) = receive(connection, MOST_GREETING)
+        if proof == REFUSED:
+            raise DistNetworkError(
+                f"TCPStore: the server at {self.host}:{self.port} has another secret, and refuses this one"
+            )
+        if not hmac.compare_digest(proof, proof_of(self._secret, b"server", theirs, ours)):
+            raise DistNetworkError(f"TCPStore: the server at {self.host}:{self.port} does not know the secret")
+
+    def _ask(self, op: str, args: Sequence[bytes], timeout: float) -> list[bytes]:
+        if self._closed:
+            raise DistNetworkError(f"TCPStore {self.host}:{self.port}: {op} after close()")
+        if sum(map(len, args)) > LARGEST - 4 * len(args) - 100:
+            raise DistStoreError(f"{op}: more than {LARGEST} bytes in one call")
+        with self._lock:
+            if self._connection is None:
+                self._connect(min(timeout, self._limit()))
+            connection = self._connection
+            assert connection is not None
+            try:
+                limit = timeout + MOST_SILENT if timeout < _LONG else 0.0
+                if limit != self._waits:
+                    limit_waits(connection, limit)
+                    self._waits = limit
+                post(connection, [op.encode(), repr(float(timeout)).encode(), *args])
+                kind, *found = receive(connection, LARGEST + 4096)
+            except BaseException as error:
+                self._hang_up()  # what comes there now would be taken for the answer to the next
+                if isinstance(error, (OSError, ValueError)):
+                    raise DistNetworkError(
+                        f"TCPStore: the connection to {self.host}:{self.port} is lost: {error or type(error).__name__}"
+                    ) from error
+                raise
+        if kind != b"done":
+            raise DistStoreError(found[0].decode(errors="replace"))
+        return found
+
+    def _leave(self) -> None:
+        """Have a connection of its own in a process that was forked: the other is the parent's, and so is the server."""
+        self._pid, self._lock, self._server = os.getpid(), threading.Lock(), None
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        connection, self._connection, self._waits = self._connection, None, -1.0
+        if connection is not None:
+            connection.close()
+
+    def clone(self) -> Store:
+        """Return a store with a connection of its own."""
+        return TCPStore(self.host, self.port, None, False, self._timeout, secret=self._secret)
+
+    def num_keys(self) -> int:
+        """Return the number of keys, and one more where its makers waited for the workers (as torch)."""
+        keys = super().list_keys()
+        return len(keys) - sum(key in keys for key in (_WORKERS, _ALL))
+
+    def list_keys(self) -> list[str]:
+        """Return the keys (without those by which the workers are counted)."""
+        return [key for key in super().list_keys() if key not in (_WORKERS, _ALL, _MET)]
+
+    def close(self) -> None:
+        """End the connection; and the server with the last store of this process that uses it. It is not used afterwards."""
+        if self._closed:
+            return
+        self._closed = True
+        self._hang_up()
+        server, self._server = self._server, None
+        if server is not None and self._pid == os.getpid():
+            server.users -= 1
+            if not server.users:
+                servers.pop((server.port, self._secret), None)
+                server.close()
+
+    def __del__(self) -> None:
+        try:
+            self.close()
+        except Exception:  # also at the interpreter's end, when modules have lost their names
+            pass
+
+
+_LONG = 86400.0
+_WORKERS, _ALL, _MET = "mpicoll/workers", "mpicoll/all workers", "mpicoll/met"
+
+
+def _secret(given: str | bytes | None) -> bytes:
+    if given is None:
+        known = registry.current()
+        if known is None:
+            raise ValueError(
+                "TCPStore needs secret=, the same for all: any process that can reach the port could read and write it. After "
+                "init_process_group it has one that its ranks know"
+            )
+        given = known.secret
+    if not isinstance(given, (str, bytes, bytearray)):
+        raise TypeError(f"TCPStore: the secret must be a string or bytes, not {type(given).__name__}")
+    secret = given.encode() if isinstance(given, str) else bytes(given)
+    if not secret:
+        raise ValueError("TCPStore: the secret must not be empty")
+    return secret

@@ -1,0 +1,396 @@
+"""TCPStore: one process has the table and serves it; the others ask it over TCP, and prove first that they belong to the job.
+
+A frame is its length (32 bits, big end first) and a list of bytes (``stores.base.encode``); nothing in it is executed. Server and
+client show each other that they know a secret, by HMAC-SHA256 (RFC 2104) over numbers that both have just made up, before the
+server looks at anything else. What travels is not encrypted. Before that a frame may have a few hundred bytes, afterwards
+``LARGEST``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpicoll.errors import DistNetworkError, DistStoreError
+from mpicoll.stores.base import CHANGES, FOR_EVER, Table, Wait, decode, encode, late
+
+LARGEST = 64 << 20
+"""Bytes of the largest frame."""
+
+MOST_GREETING = 512
+_MOST_CLIENTS = 65_536
+_MOST_STRANGERS = 256
+_AT_ONCE = 1 << 18
+"""Bytes that are read of a connection before others have their turn."""
+_FRAMES_AT_ONCE = 256
+_PAUSE = 3600.0
+REFUSED = b"refused"
+MOST_SILENT = 10.0  # seconds for which a connection may say nothing before it has shown that it knows the secret
+
+
+def proof_of(secret: bytes, role: bytes, ours: bytes, theirs: bytes) -> bytes:
+    return hmac.digest(secret, role + ours + theirs, "sha256")
+
+
+class _Client:
+    """What the server knows of a connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.nonce = secrets.token_bytes(32)
+        self.known = False
+        self.since = time.monotonic()
+        self.came = bytearray()
+        self.goes = memoryview(b"")  # of one answer at most: while it is under way no further question is looked at
+        self.asks: tuple[str, list[bytes], float, float] | None = None
+        self.waits_for: Sequence[bytes] = ()
+
+
+class Server:
+    """The table, and a thread that serves it."""
+
+    def __init__(self, port: int, secret: bytes, listening: int | None) -> None:
+        self._secret = secret
+        self._table = Table()
+        self._pid = os.getpid()
+        self.users = 0
+        try:
+            self._listener = _listen(port) if listening is None else socket.socket(fileno=listening)
+        except OSError as error:
+            raise DistNetworkError(f"TCPStore cannot listen on port {port}: {error}") from error
+        self.address, self.port = _where(self._listener)
+        if listening is not None and port not in (0, self.port):
+            self._listener.detach()  # it is still the caller's
+            raise DistStoreError(f"TCPStore: listen fd {listening} is bound to port {self.port}, and not to {port}")
+        self._listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._waker, self._wakes = socket.socketpair()
+        self._wakes.setblocking(False)
+        self._selector.register(self._wakes, selectors.EVENT_READ)
+        self._clients: dict[_Client, None] = {}  # in the order in which they came
+        self._strangers = 0
+        self._waiting: dict[_Client, None] = {}
+        self._waiting_for: dict[bytes, dict[_Client, None]] = {}  # by each key that would let one go on
+        self._buffer = bytearray(_AT_ONCE)
+        self._unread: dict[_Client, None] = {}  # those of which more may have come that has not been looked at
+        self._over = False
+        of_this_process.add(self)
+        self._thread = threading.Thread(target=self._serve, name="mpicoll TCPStore", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it serves, in this process."""
+        return not self._over and self._pid == os.getpid() and self._thread.is_alive()
+
+    def close(self) -> None:
+        """End the thread and every connection; in a forked process nothing, as all of it is the parent's."""
+        if self._pid != os.getpid():
+            return
+        self._over = True
+        with contextlib.suppress(OSError):
+            self._waker.send(b"x")
+        if threading.current_thread() is not self._thread:
+            self._thread.join(5)
+
+    def _leave(self) -> None:
+        """Have nothing open in a process that was forked; what was open stays registered for the parent."""
+        for each in (self._listener, self._wakes, self._waker, *(client.connection for client in self._clients)):
+            each.close()
+        self._selector.close()
+
+    def _serve(self) -> None:
+        try:
+            while True:
+                if self._over:
+                    break
+                for key, events in self._selector.select(0 if self._unread else self._pause()):
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif key.data is not None:
+                        self._guarded(key.data, self._move, events)
+                    else:
+                        with contextlib.suppress(OSError):
+                            self._wakes.recv(100)
+                unread, self._unread = self._unread, {}
+                for client in unread:
+                    self._guarded(client, self._read)
+                self._sweep()
+        finally:
+            for client in tuple(self._clients):
+                self._drop(client)
+            for each in (self._listener, self._wakes, self._waker):
+                each.close()
+            self._selector.close()
+
+    def _guarded(self, client: _Client, step: Callable[..., None], *args: Any) -> None:
+        """Do something for a client; whatever it has sent, the others are served."""
+        if client not in self._clients:
+            return
+        try:
+            step(client, *args)
+        except (BlockingIOError, InterruptedError):
+            pass
+        except Exception:
+            self._drop(client)
+
+    def _pause(self) -> float:
+        """Return the seconds until something has to be looked at."""
+        if not self._waiting and not self._strangers:
+            return _PAUSE
+        ends = [client.asks[3] for client in self._waiting if client.asks is not None]
+        if self._strangers:
+            ends += [client.since + MOST_SILENT for client in self._clients if not client.known]
+        return max(0.0, min(min(ends, default=_PAUSE) - time.monotonic(), _PAUSE)) if ends else _PAUSE
+
+    def _sweep(self) -> None:
+        if not self._waiting and not self._strangers:
+            return
+        now = time.monotonic()
+        if self._strangers:
+            for client in tuple(self._clients):
+                if not client.known and now > client.since + MOST_SILENT:
+                    self._drop(client)
+        for client in tuple(self._waiting):
+            if client.asks is not None and now >= client.asks[3]:
+                op, args, timeout, _ = client.asks
+                self._guarded(
+                    client, self._answer, [b"late", str(late(op, args, timeout, self._table.values)).encode()]
+                )
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:
+            time.sleep(0.05)  # there are no descriptors left
+            return
+        if self._strangers >= _MOST_STRANGERS:
+            self._drop(next(client for client in self._clients if not client.known))
+        if len(self._clients) >= _MOST_CLIENTS:
+            connection.close()
+            return
+        connection.setblocking(False)
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a host that is lost does not hang up
+        client = _Client(connection)
+        self._clients[client] = None
+        self._strangers += 1
+        self._guarded(client, self._greet)
+
+    def _greet(self, client: _Client) -> None:
+        self._selector.register(client.connection, selectors.EVENT_READ, client)
+        self._send(client, [client.nonce])
+
+    def _drop(self, client: _Client) -> None:
+        if client in self._clients:
+            del self._clients[client]
+            self._strangers -= not client.known
+        self._go_on(client)
+        with contextlib.suppress(KeyError, ValueError, OSError):
+            self._selector.unregister(client.connection)
+        client.connection.close()
+
+    def _move(self, client: _Client, events: int) -> None:
+        if events & selectors.EVENT_WRITE and client.goes:
+            client.goes = client.goes[client.connection.send(client.goes) :]
+            if not client.goes:
+                client.goes = memoryview(b"")
+                self._selector.modify(client.connection, selectors.EVENT_READ, client)
+                self._unread[client] = None
+        elif events & selectors.EVENT_READ:
+            count = client.connection.recv_into(self._buffer)
+            if not count:
+                self._drop(client)
+                return
+            client.came += memoryview(self._buffer)[:count]
+            if len(client.came) > LARGEST + (1 << 20):
+                raise ValueError("too long")
+            self._read(client)
+
+    def _read(self, client: _Client) -> None:
+        """Take what has come of a client, one frame after the other, but no further one while it waits or has to be answered."""
+        came = client.came
+        for _ in range(_FRAMES_AT_ONCE):
+            if client.asks is not None or client.goes or len(came) < 4:
+                return
+            length = int.from_bytes(came[:4], "big")
+            if length > (LARGEST if client.known else MOST_GREETING):
+                raise ValueError("too long")
+            if len(came) < 4 + length:
+                return
+            frame = bytes(memoryview(came)[4 : 4 + length])
+            del came[: 4 + length]
+            if client.known:
+                self._do(client, decode(frame))
+            else:
+                self._meet(client, decode(frame))
+        self._unread[client] = None  # after the others
+
+    def _meet(self, client: _Client, parts: list[bytes]) -> None:
+        nonce, proof = parts
+        if not hmac.compare_digest(proof, proof_of(self._secret, b"client", nonce, client.nonce)):
+            self._send(client, [REFUSED])
+            raise ValueError("wrong secret")
+        client.known = True
+        self._strangers -= 1
+        self._send(client, [proof_of(self._secret, b"server", client.nonce, nonce)])
+
+    def _do(self, client: _Client, parts: list[bytes]) -> None:
+        op, timeout = parts[0].decode(), float(parts[1])
+        if not 0 <= timeout <= FOR_EVER:
+            raise ValueError("no limit")
+        client.asks = op, parts[2:], timeout, time.monotonic() + timeout
+        try:
+            self._try(client)
+        finally:  # also where it has hung up before it was answered: what it has changed is changed
+            if client.asks is None and self._waiting_for and op in CHANGES:
+                for key in parts[2::2] if op == "multi_set" else parts[2:3]:
+                    for other in tuple(self._waiting_for.get(key, ())):
+                        self._guarded(other, self._try)
+
+    def _try(self, client: _Client) -> None:
+        if client.asks is None:
+            return
+        op, args, _, _ = client.asks
+        try:
+            found = self._table.do(op, args)
+        except DistStoreError as error:
+            self._answer(client, [b"wrong", str(error).encode()])
+            return
+        if isinstance(found, Wait):
+            self._wait(client, args if op in ("wait", "multi_get") else args[:1])
+        elif sum(map(len, found)) > LARGEST - 4 * len(found) - 100:
+            self._answer(client, [b"wrong", f"{op}: the answer has more than {LARGEST} bytes".encode()])
+        else:
+            self._answer(client, [b"done", *found])
+
+    def _wait(self, client: _Client, keys: Sequence[bytes]) -> None:
+        """Try again when one of these keys has changed."""
+        if client in self._waiting:
+            return
+        self._waiting[client] = None
+        client.waits_for = keys
+        for key in keys:
+            self._waiting_for.setdefault(key, {})[client] = None
+
+    def _go_on(self, client: _Client) -> None:
+        """Note that it waits no more."""
+        if self._waiting.pop(client, self) is self:
+            return
+        for key in client.waits_for:
+            others = self._waiting_for.get(key, {})
+            others.pop(client, None)
+            if not others:
+                self._waiting_for.pop(key, None)
+        client.waits_for = ()
+
+    def _answer(self, client: _Client, parts: list[bytes]) -> None:
+        client.asks = None
+        self._go_on(client)
+        if client.came:
+            self._unread[client] = None
+        self._send(client, parts)
+
+    def _send(self, client: _Client, parts: list[bytes]) -> None:
+        data = encode(parts)
+        data = len(data).to_bytes(4, "big") + data
+        count = 0
+        with contextlib.suppress(BlockingIOError, InterruptedError):
+            count = client.connection.send(data)
+        if count < len(data):
+            client.goes = memoryview(data)[count:]
+            self._selector.modify(client.connection, selectors.EVENT_WRITE, client)
+
+
+def _where(listener: socket.socket) -> tuple[str, int]:
+    """Return where this process reaches a socket that listens."""
+    address, port = listener.getsockname()[:2]
+    return ("localhost" if address in ("0.0.0.0", "::", "") else address), port
+
+
+def _listen(port: int) -> socket.socket:
+    """Return a socket that listens on all addresses of this host, of both families where there are both."""
+    if socket.has_dualstack_ipv6():
+        try:
+            return socket.create_server(("", port), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise
+    return socket.create_server(("", port), backlog=4096)
+
+
+servers: dict[tuple[int, bytes], Server] = {}
+of_this_process: weakref.WeakSet[Any] = weakref.WeakSet()
+_TIMEVAL = struct.Struct("ll")
+
+
+def post(connection: socket.socket, parts: list[bytes]) -> None:
+    data = encode(parts)
+    try:
+        connection.sendall(len(data).to_bytes(4, "big") + data)
+    except BlockingIOError:
+        raise TimeoutError("timed out") from None
+
+
+def limit_waits(connection: socket.socket, limit: float) -> None:
+    """Have the kernel end each wait after ``limit`` seconds (0: none): a timeout of Python's costs a call of poll each."""
+    connection.setblocking(True)
+    seconds = _TIMEVAL.pack(int(limit), int(limit % 1 * 1e6) or (limit > 0))
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connection.setsockopt(socket.SOL_SOCKET, option, seconds)
+
+
+def receive(connection: socket.socket, most: int) -> list[bytes]:
+    """Return the next frame; nothing comes behind it, as there is one answer to each question."""
+    data = _some(connection, 1 << 16)
+    while len(data) < 4:
+        data += _some(connection, 1 << 16)
+    length = 4 + int.from_bytes(data[:4], "big")
+    if length > 4 + most or len(data) > length:
+        raise ValueError("too long")
+    if len(data) < length:
+        whole = bytearray(data)
+        while len(whole) < length:
+            whole += _some(connection, min(length - len(whole), 1 << 20))
+        data = bytes(whole)
+    return decode(data[4:])
+
+
+def _some(connection: socket.socket, most: int) -> bytes:
+    try:
+        data = connection.recv(most)
+    except BlockingIOError:
+        raise TimeoutError("timed out") from None
+    if not data:
+        raise ConnectionError("closed")
+    return data
+
+
+def _in_child() -> None:
+    """Hold nothing of the parent's open: what it closes would not be closed, and its ports would stay taken."""
+    servers.clear()
+    known = tuple(of_this_process)
+    of_this_process.clear()
+    for each in known:
+        with contextlib.suppress(OSError):
+            each._leave()
+        if not isinstance(each, Server):
+            of_this_process.add(each)
+
+
+os.register_at_fork(after_in_child=_in_child)

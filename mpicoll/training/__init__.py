@@ -1,0 +1,18 @@
+"""What training programs need beside collectives: samplers, and parameters that are equal on all ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpicoll.training.data_parallel import DistributedSampler, broadcast_parameters
+
+__all__ = ["DistributedSampler", "broadcast_parameters"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'mpicoll.training' has no attribute {name!r}")
+    from mpicoll.training import data_parallel
+
+    return getattr(data_parallel, name)

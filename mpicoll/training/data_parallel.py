@@ -1,0 +1,144 @@
+"""What data-parallel training needs beside collectives: the same parameters everywhere, and each rank its part of the data."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from mpicoll.api.collectives import broadcast
+from mpicoll.api.groups import get_rank, get_world_size, is_initialized
+from mpicoll.groups.registry import member_or_warn
+from mpicoll.memory.memory import AnyArray
+
+_MASK = (1 << 64) - 1
+
+
+def broadcast_parameters(
+    parameters: Mapping[str, AnyArray] | Iterable[Any],
+    src: int | None = None,
+    group: Any = None,
+    *,
+    group_src: int | None = None,
+) -> None:
+    """Give all members the parameters of one of them, in place.
+
+    Called by all members, with parameters of the same names, shapes and dtypes in the same order.
+
+    Args:
+        parameters: a mapping of names to arrays (``state_dict()``), pairs of both (``named_parameters()``), or arrays alone
+            (``parameters()``). Mappings, lists and tuples may hold further ones: their names are joined by dots. What else is no
+            array is left out inside of them. torch's leaves that require grad are written all the same: training begins with
+            them.
+        src: global rank whose parameters they are, default 0; or ``group_src``, its rank in the group.
+        group: the group; default the world.
+
+    Raises: as :func:`broadcast`; what differs is told with the parameter's name.
+
+    Source: horovod.torch.broadcast_parameters; what torch's DistributedDataParallel does when it is made.
+    """
+    found = member_or_warn(group, "broadcast_parameters")
+    if found is None:
+        return
+    if src is None and group_src is None:
+        group_src = 0
+    for name, array in _named(parameters):
+        writable = array.detach() if getattr(array, "requires_grad", False) else array
+        broadcast(writable, src, found, group_src=group_src, name=f"parameter {name}")
+
+
+def _named(parameters: Any) -> Iterator[tuple[str, Any]]:
+    """Return the arrays and their names; what stands right in the iterable and is no container goes to ``broadcast`` as it is."""
+    if isinstance(parameters, Mapping):
+        yield from _inside("", parameters)
+        return
+    for place, each in enumerate(parameters):
+        pair = isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], str)
+        name, value = each if pair else (str(place), each)
+        if isinstance(value, (Mapping, list, tuple)):
+            yield from _inside(name, value)
+        else:
+            yield name, value
+
+
+def _inside(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (Mapping, list, tuple)):
+        for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _inside(f"{name}.{key}" if name else str(key), each)
+    elif hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, np.generic):
+        yield name, value
+
+
+class DistributedSampler:
+    """This rank's part of the numbers 0 to n - 1, dealt out anew in each epoch, alike on all ranks.
+
+    Nothing is communicated: every rank draws the same order and takes every ``num_replicas``-th number of it, so all get equally
+    many. Where n cannot be divided some numbers come twice, or with ``drop_last`` some do not come. It serves as the ``sampler=``
+    of torch's DataLoader, and as an iterable of indices into an array.
+
+    Args:
+        dataset: what has a length, or the length itself.
+        num_replicas, rank: among how many, and which part; default the world and this rank's, and 1 and 0 before
+            ``init_process_group``.
+        shuffle: whether the order is random; otherwise it is 0, 1, 2 and so on.
+        seed: of the order; the same on all ranks.
+        drop_last: whether the numbers that cannot be dealt out evenly are left out.
+
+    Attributes:
+        num_samples, total_size: numbers that each rank gets in an epoch, and all together.
+
+    Raises:
+        ValueError: no rank of that number, a negative length.
+
+    Source: torch.utils.data.DistributedSampler (whose random order is another one).
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        ready = is_initialized()
+        self.num_replicas = (get_world_size() if ready else 1) if num_replicas is None else operator.index(num_replicas)
+        self.rank = (get_rank() if ready else 0) if rank is None else operator.index(rank)
+        self.dataset = dataset
+        self.length = len(dataset) if hasattr(dataset, "__len__") else operator.index(dataset)
+        if self.num_replicas < 1 or not 0 <= self.rank < self.num_replicas:
+            raise ValueError(
+                f"Invalid rank {self.rank}, rank should be in the interval [0, {self.num_replicas - 1}] of num_replicas"
+            )
+        if self.length < 0:
+            raise ValueError(f"the length of the data must not be negative, got {self.length}")
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.epoch = 0
+        even, rest = divmod(self.length, self.num_replicas)
+        self.num_samples = even if drop_last or not rest else even + 1
+        self.total_size = self.num_samples * self.num_replicas
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch it is, before its loop and alike on all ranks; without it every epoch has the same order."""
+        self.epoch = operator.index(epoch)
+
+    def indices(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Return this rank's numbers of the epoch, in order: int64[num_samples]."""
+        order = np.arange(self.length)
+        if self.shuffle:
+            np.random.default_rng([self.seed & _MASK, self.epoch & _MASK]).shuffle(order)
+        wanted = self.total_size
+        if wanted > len(order) > 0:
+            order = np.resize(order, wanted)  # from the beginning again
+        return order[:wanted][self.rank :: self.num_replicas]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices().tolist())
+
+    def __len__(self) -> int:
+        return self.num_samples

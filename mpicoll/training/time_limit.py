@@ -1,0 +1,126 @@
+"""How long the job may still run, as its environment or its batch system says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+
+ASKED_WITHIN = 10.0
+"""Seconds that a batch system has for its answer."""
+
+ENDS = ("MPICOLL_JOB_END", "SLURM_JOB_END_TIME")
+"""Variables with the moment of the end in seconds since 1970; Slurm 22.05 does not set its own yet."""
+
+
+def duration(text: str) -> float | None:
+    """Return seconds from ``[days-]hours:minutes:seconds``, ``minutes:seconds`` or ``days-hours``; None: it is no duration."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
+    if found is None:
+        return None
+    days, first, second, third = (int(part) if part else 0 for part in found.groups())
+    if third or found[4]:
+        hours, minutes, seconds = first, second, third
+    elif found[1]:
+        hours, minutes, seconds = first, second, 0
+    elif found[3]:
+        hours, minutes, seconds = 0, first, second
+    else:
+        return None
+    return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
+
+
+def hours_and_minutes(text: str) -> float | None:
+    """Return seconds from LSF's ``hours:minutes L``; None where it has no limit (``-``)."""
+    found = re.match(r"\s*(\d+):(\d+)", text)
+    return int(found[1]) * 3600.0 + int(found[2]) * 60.0 if found is not None else None
+
+
+def qstat_left(text: str, now: float) -> float | None:
+    """Return the seconds left from what PBS's ``qstat -f`` prints of a job; ``now``: seconds since 1970."""
+    fields = dict(re.findall(r"^\s*([\w.]+) = (.*?)\s*$", text, re.MULTILINE))
+    limit = duration(fields.get("Resource_List.walltime", ""))
+    if limit is None:
+        return None
+    try:
+        used = now - datetime.strptime(fields["stime"], "%a %b %d %H:%M:%S %Y").timestamp()
+    except (KeyError, ValueError):
+        used = duration(fields.get("resources_used.walltime", "")) or 0.0
+    return limit - used
+
+
+def _answer(command: Sequence[str]) -> str:
+    """Return what a command of the batch system prints, "" where it is not there or fails."""
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            timeout=ASKED_WITHIN,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+class Clock:
+    """When the job ends; the batch system is asked once, and then this process's own clock counts."""
+
+    def __init__(
+        self, environ: Mapping[str, str] | None = None, answer: Callable[[Sequence[str]], str] = _answer
+    ) -> None:
+        self._environ = os.environ if environ is None else environ
+        self._answer = answer
+        self._asked = False
+        self._until: float | None = None  # time.monotonic
+
+    def left(self, *, ask: bool) -> float | None:
+        """Return the seconds left, None where that is not known; ``ask``: the batch system, if nothing else tells."""
+        for name in ENDS:
+            try:
+                end = float(self._environ.get(name, ""))
+            except ValueError:
+                continue
+            if end > 0:
+                return end - time.time()
+        if ask and not self._asked:
+            self._asked = True
+            left = self._ask()
+            self._until = None if left is None else time.monotonic() + left
+        return None if self._until is None else self._until - time.monotonic()
+
+    def _ask(self) -> float | None:
+        get = self._environ.get
+        if job := get("SLURM_JOB_ID"):
+            # Of a job array the id of one of its tasks is that of the whole, of which all tasks are listed.
+            lines = (line.split() for line in self._answer(["squeue", "-h", "-j", job, "-o", "%A %L"]).splitlines())
+            return next((duration(line[1]) for line in lines if line[:1] == [job] and len(line) == 2), None)
+        if job := get("PBS_JOBID"):
+            return qstat_left(self._answer(["qstat", "-f", job]), time.time())
+        if job := get("LSB_JOBID"):
+            return hours_and_minutes(self._answer(["bjobs", "-noheader", "-o", "time_left", job]))
+        return None
+
+
+clock = Clock()
+
+
+def time_left() -> float | None:
+    """Return the seconds that are left until the time limit of the job, or None where there is none or nothing tells it.
+
+    Not a collective: each rank may call it when it likes, before ``init_process_group``, too. It reads ``MPICOLL_JOB_END`` or
+    ``SLURM_JOB_END_TIME`` (seconds since 1970) where one is set. Else the first call of a process asks the batch system
+    (Slurm's ``squeue``, PBS's ``qstat``, LSF's ``bjobs``), which takes some milliseconds or, where it is busy, up to 10 s;
+    later ones look at the clock. So on many ranks call it on one, or set the variable in the batch script.
+
+    The clocks of ranks differ: what all of them have to decide alike is for ``should_stop(before=seconds)``.
+
+    Source: squeue(1), format %L; LSF's bjobs, field time_left.
+    """
+    return clock.left(ask=True)

@@ -1,0 +1,281 @@
+"""What an engine is given to move, in flat buffers, and how a movement is cut into pieces.
+
+An engine sees contiguous one-dimensional arrays of one dtype, counts in elements, the root as a rank of the group, and
+the kind of memory. What the user passed, and who agreed to it, is not its business.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from mpicoll.memory.device.array import Shadow, picked
+from mpicoll.memory.memory import MemoryKind
+
+Array = npt.NDArray[Any]
+
+SMALL_BYTES = 16 * 1024
+"""Up to this block size data moves by polled requests through buffers of the library (to be tuned, see docs)."""
+
+
+class Kind(enum.Enum):
+    """The collective movements (MPI-4.1 chapter 6)."""
+
+    BARRIER = "barrier"
+    BROADCAST = "broadcast"
+    ALL_REDUCE = "all_reduce"
+    REDUCE = "reduce"
+    ALL_GATHER = "all_gather"
+    GATHER = "gather"
+    SCATTER = "scatter"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+
+
+@dataclass(slots=True)
+class Movement:
+    """One rank's part in one collective.
+
+    Attributes:
+        kind: which collective.
+        send: what this rank contributes; None where it contributes nothing, or where it is ``recv`` (in place).
+        recv: where its result goes; None where it gets none.
+        sendcounts, recvcounts: elements for, or from, each rank; None when all blocks are equal.
+        senddispls, recvdispls: where each block starts; None when the blocks stand one behind the other.
+        root: rank in the group; -1 where there is none.
+        op: name of the MPI operation; "" where nothing is reduced.
+        vector: blocks may differ in size, on some rank at least; all members must say the same (MPI does not match
+            Gather with Gatherv).
+        memory: where the buffers live.
+        more: further movements of the same call, made after this one; each member knows from its own arguments how large
+            their blocks are, and so do the others.
+    """
+
+    kind: Kind
+    send: Array | None = None
+    recv: Array | None = None
+    sendcounts: Sequence[int] | None = None
+    recvcounts: Sequence[int] | None = None
+    senddispls: Sequence[int] | None = None
+    recvdispls: Sequence[int] | None = None
+    root: int = -1
+    op: str = ""
+    vector: bool = False
+    memory: MemoryKind = "host"
+    more: tuple[Movement, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Movement, ...]:
+        """This movement alone, and each of those that follow it."""
+        return (replace(self, more=()), *self.more) if self.more else (self,)
+
+    def into(self, recv: Array) -> Movement:
+        """Return the same with other memory for the result (as ``replace``, in a tenth of its time)."""
+        return Movement(
+            self.kind,
+            self.send,
+            recv,
+            self.sendcounts,
+            self.recvcounts,
+            self.senddispls,
+            self.recvdispls,
+            self.root,
+            self.op,
+            self.vector,
+            self.memory,
+            self.more,
+        )
+
+    @property
+    def reads_recv(self) -> bool:
+        """Whether ``recv`` holds this rank's contribution as well (in place), or must keep its elements (broadcast)."""
+        return self.send is None
+
+
+class Request(Protocol):
+    """Something that has been posted: ``Test()`` makes progress and says whether it is complete."""
+
+    def Test(self) -> bool:
+        """Return whether it is complete."""
+
+
+class Engine(Protocol):
+    """A way to move bytes between the members of one group."""
+
+    def blocking(self, move: Movement) -> None:
+        """Move, and return when this rank's part is complete; all members are known to make the same call."""
+
+    def nonblocking(self, move: Movement) -> Request:
+        """Post the movement and return at once."""
+
+    def transfer(self, move: Movement) -> tuple[Callable[..., object], Callable[[Movement], tuple[Any, ...]]] | None:
+        """Return the blocking call of a movement, and what makes its arguments; None where it has no such call.
+
+        For a movement that is made again with other memory of the same dtype and size. The call is no Python function, so no
+        signal handler runs in it.
+        """
+
+    def plan(self, move: Movement, persistent: bool = True) -> Plan:
+        """Return a reusable form of a small movement; not ``persistent``: one that fits nonblocking calls of others."""
+
+
+class Plan(Protocol):
+    """A small movement that is made again and again, through buffers that its engine owns."""
+
+    def start(self, move: Movement) -> Request:
+        """Copy this rank's part in and post it."""
+
+    def finish(self, move: Movement) -> None:
+        """Copy the result out."""
+
+    def start_in_place(self, flat: Any) -> Request:
+        """Copy a buffer that is input and output in, and post it."""
+
+    def finish_in_place(self, flat: Any) -> None:
+        """Copy the result out into that buffer."""
+
+    def free(self) -> None:
+        """Give back what it holds; nothing may be under way."""
+
+
+def block_elements(move: Movement, size: int) -> int:
+    """Return the largest number of elements that this rank moves to or from one peer."""
+    if move.kind in (Kind.BARRIER,):
+        return 0
+    if move.kind in (Kind.BROADCAST, Kind.ALL_REDUCE, Kind.REDUCE):
+        buffer = move.recv if move.recv is not None else move.send
+        return 0 if buffer is None else buffer.size
+    most = 0
+    for buffer, counts, whole in (
+        (move.send, move.sendcounts, move.kind in (Kind.ALL_GATHER, Kind.GATHER)),
+        (move.recv, move.recvcounts, move.kind in (Kind.SCATTER, Kind.REDUCE_SCATTER)),
+    ):
+        if buffer is None:
+            continue
+        if counts is not None:
+            most = max(most, max(counts, default=0))
+        else:
+            most = max(most, buffer.size if whole else buffer.size // size)
+    return most
+
+
+def block_bytes(move: Movement, size: int) -> int:
+    """Return the largest number of bytes that this rank moves to or from one peer."""
+    most = 0
+    for part in move.parts:
+        buffer = part.recv if part.recv is not None else part.send
+        if buffer is not None:
+            most = max(most, block_elements(part, size) * buffer.dtype.itemsize)
+    return most
+
+
+Pack = Callable[[list[Array]], Any]
+
+
+def piece_elements(move: Movement, itemsize: int, size: int, limit: int) -> int:
+    """Return how many elements of a block are in one piece of a movement."""
+    spread = 1 if move.kind in (Kind.BROADCAST, Kind.ALL_REDUCE, Kind.REDUCE) else size
+    return max(1, limit // (itemsize * spread))
+
+
+def pieces(
+    move: Movement, rank: int, size: int, largest: int, limit: int, pack: Pack = np.concatenate
+) -> Iterator[Movement]:
+    """Cut a movement so that no rank passes more than about ``limit`` bytes through one native call.
+
+    Args:
+        move: what to cut.
+        rank, size: of this rank in its group.
+        largest: bytes of the largest block that any member moves (agreed, so that all cut alike).
+        limit: bytes a native call.
+        pack: makes what is passed of parts that have to stand one behind the other.
+    """
+    if move.more:
+        for part in move.parts:
+            yield from pieces(part, rank, size, block_bytes(part, size), limit, pack)
+        return
+    buffer = move.recv if move.recv is not None else move.send
+    if buffer is None:  # a barrier
+        yield move
+        return
+    itemsize = buffer.dtype.itemsize
+    step = piece_elements(move, itemsize, size, limit)
+    total = -(-largest // itemsize)
+    if total <= step:
+        yield move
+        return
+    for start in range(0, total, step):
+        yield _piece(move, rank, size, start, start + step, pack)
+
+
+def _piece(move: Movement, rank: int, size: int, start: int, stop: int, pack: Pack) -> Movement:
+    if move.kind in (Kind.BROADCAST, Kind.ALL_REDUCE, Kind.REDUCE):
+        return replace(
+            move,
+            send=None if move.send is None else move.send[start:stop],
+            recv=None if move.recv is None else move.recv[start:stop],
+        )
+    if move.kind is Kind.REDUCE_SCATTER:
+        return _reduce_scatter_piece(move, size, start, stop, pack)
+    # Each block keeps its place in the whole buffer, and only its part from start to stop moves.
+    send, sendcounts, senddispls = move.send, move.sendcounts, move.senddispls
+    recv, recvcounts, recvdispls = move.recv, move.recvcounts, move.recvdispls
+    if send is not None:
+        if move.kind in (Kind.ALL_GATHER, Kind.GATHER):
+            send = send[start:stop]
+        else:
+            sendcounts, senddispls = _cut(send, sendcounts, senddispls, size, start, stop)
+    if recv is not None:
+        if move.kind is Kind.SCATTER:
+            recv = recv[start:stop]
+        else:
+            recvcounts, recvdispls = _cut(recv, recvcounts, recvdispls, size, start, stop)
+    return replace(
+        move,
+        send=send,
+        recv=recv,
+        sendcounts=sendcounts,
+        senddispls=senddispls,
+        recvcounts=recvcounts,
+        recvdispls=recvdispls,
+        vector=True,
+    )
+
+
+def _cut(
+    buffer: Array, counts: Sequence[int] | None, displs: Sequence[int] | None, size: int, start: int, stop: int
+) -> tuple[list[int], list[int]]:
+    counts = [buffer.size // size] * size if counts is None else counts
+    displs = starts(counts) if displs is None else displs
+    lengths = [max(0, min(count, stop) - start) for count in counts]
+    return lengths, [displ + min(start, count) for displ, count in zip(displs, counts, strict=True)]
+
+
+def starts(counts: Sequence[int]) -> list[int]:
+    """Return where each block starts when blocks of ``counts`` elements stand one behind the other."""
+    offsets, total = [], 0
+    for count in counts:
+        offsets.append(total)
+        total += count
+    return offsets
+
+
+def _reduce_scatter_piece(move: Movement, size: int, start: int, stop: int, pack: Pack) -> Movement:
+    # MPI wants the blocks of a reduce-scatter one behind the other, so a piece is packed.
+    assert move.send is not None
+    assert move.recv is not None
+    counts, displs = _cut(move.send, move.sendcounts, None, size, start, stop)
+    parts = [slice(at, at + count) for at, count in zip(displs, counts, strict=True)]
+    if pack is np.concatenate and isinstance(move.send, Shadow):
+        packed: Any = picked(move.send, parts)
+    else:
+        packed = pack([move.send[part] for part in parts])
+    # Equal blocks stay such: Open MPI has a form of that call for GPUs, and none of the one with counts.
+    if not move.vector:
+        return replace(move, send=packed, recv=move.recv[start:stop])
+    return replace(move, send=packed, recv=move.recv[start:stop], sendcounts=counts)

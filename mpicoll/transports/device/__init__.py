@@ -1,0 +1,1 @@
+"""Transport of memory of a GPU."""

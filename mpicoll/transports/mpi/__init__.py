@@ -1,0 +1,1 @@
+"""Transport over MPI."""

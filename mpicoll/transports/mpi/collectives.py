@@ -1,0 +1,280 @@
+"""The native engine: every movement is one MPI collective on the group's data communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import cache, lru_cache, partial
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpicoll.transports import large_counts
+from mpicoll.transports.base import Kind, Movement, Request, starts
+
+
+@lru_cache(maxsize=1)
+def persistent_collectives() -> bool:
+    """Whether this MPI has the persistent collectives of MPI-4 (the same answer on all ranks of a job).
+
+    Asked by making one: Open MPI 5.0 has them and reports version 3.1.
+    """
+    try:
+        MPI.COMM_SELF.Barrier_init().Free()
+    except (NotImplementedError, MPI.Exception):
+        return False
+    return True
+
+
+@lru_cache
+def library_tag(number: int) -> int:
+    """Return one of the 32 tags that are the library's own, the largest there are; 1 and 2 are those of the agreement."""
+    return (MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767) - number  # what MPI gives at least
+
+
+class Together:
+    """Several requests of MPI as one, and what has to live as long (a Request)."""
+
+    __slots__ = ("_held", "_requests")
+
+    def __init__(self, requests: list[MPI.Request], held: Any = None) -> None:
+        self._requests = requests
+        self._held = held
+
+    def Test(self) -> bool:
+        """Return whether all are complete."""
+        return bool(MPI.Request.Testall(self._requests))
+
+
+Post = tuple[Callable[..., MPI.Request], Any, int, int]
+"""The method that posts a message of bytes, the bytes, the other rank and the tag."""
+
+_left: list[Any] = []
+
+
+def post_all(posts: Iterable[Post]) -> list[MPI.Request]:
+    """Post messages; those before one that fails are kept for good, since MPI may still write into their memory."""
+    requests: list[MPI.Request] = []
+    try:
+        for post, piece, peer, tag in posts:
+            requests.append(post([piece, MPI.BYTE], peer, tag))
+    except BaseException:
+        _left.append(requests)
+        raise
+    return requests
+
+
+# One name each for the blocking call; the nonblocking one is "I" and the same name in lower case.
+_EVEN = {
+    Kind.BROADCAST: "Bcast",
+    Kind.ALL_REDUCE: "Allreduce",
+    Kind.REDUCE: "Reduce",
+    Kind.ALL_GATHER: "Allgather",
+    Kind.GATHER: "Gather",
+    Kind.SCATTER: "Scatter",
+    Kind.REDUCE_SCATTER: "Reduce_scatter_block",
+    Kind.ALL_TO_ALL: "Alltoall",
+}
+_UNEVEN = {
+    Kind.ALL_GATHER: "Allgatherv",
+    Kind.GATHER: "Gatherv",
+    Kind.SCATTER: "Scatterv",
+    Kind.REDUCE_SCATTER: "Reduce_scatter",
+    Kind.ALL_TO_ALL: "Alltoallv",
+}
+
+
+class MpiPlan:
+    """A small movement that is made again and again: owned buffers, and one persistent request where MPI-4 has them.
+
+    A rank that gives up in the middle leaves MPI writing into these buffers, never into the user's.
+    """
+
+    __slots__ = ("_again", "_recv", "_request", "_send", "_writes")
+
+    def __init__(self, engine: MpiEngine, comm: MPI.Intracomm, move: Movement, persistent: bool = True) -> None:
+        self._send = None if move.send is None else np.empty_like(move.send)
+        self._recv = None if move.recv is None else np.empty_like(move.recv)
+        # The source of a broadcast has its elements already, perhaps in an array that cannot be written.
+        self._writes = not (move.kind is Kind.BROADCAST and move.root == comm.Get_rank())
+        owned = replace(move, send=self._send, recv=self._recv)
+        self._request: MPI.Prequest | None = None
+        self._again: Callable[[], Request] = partial(engine.nonblocking, owned)
+        if persistent and persistent_collectives():
+            if move.kind is Kind.BARRIER:
+                self._request = comm.Barrier_init()
+            else:
+                name, arguments = engine.call(owned)
+                self._request = getattr(comm, name + "_init")(*arguments)
+
+    def start(self, move: Movement) -> Request:
+        """Copy this rank's part in and post it."""
+        if self._send is not None:
+            self._send[...] = move.send
+        if self._recv is not None and move.reads_recv:
+            self._recv[...] = move.recv
+        if self._request is None:
+            return self._again()
+        self._request.Start()
+        return self._request
+
+    def start_in_place(self, flat: Any) -> Request:
+        """Copy a buffer that is input and output in, and post it."""
+        self._recv[:] = flat  # type: ignore[index]
+        if self._request is None:
+            return self._again()
+        self._request.Start()
+        return self._request
+
+    def finish_in_place(self, flat: Any) -> None:
+        """Copy the result out into that buffer."""
+        if self._writes:
+            flat[:] = self._recv
+
+    def finish(self, move: Movement) -> None:
+        """Copy the result out."""
+        if self._recv is not None and self._writes:
+            assert move.recv is not None
+            move.recv[...] = self._recv
+
+    def free(self) -> None:
+        """Give the persistent request back to MPI; nothing may be under way."""
+        if self._request is not None:
+            self._request.Free()
+            self._request = None
+
+
+def _without_long_complex(move: Movement) -> Movement:
+    """Return a movement of clongdouble as one of twice as many longdouble; others as they are.
+
+    MPICH 5.0.2: Gather and Igather of MPI_C_LONG_DOUBLE_COMPLEX abort on 4 ranks and more, in blocks of a few KiB
+    (typerep_yaksa_pack.c:326, element_size < 0 || *actual_unpack_bytes % element_size == 0).
+    """
+    buffer = move.recv if move.recv is not None else move.send
+    if buffer is None or buffer.dtype.char != "G":
+        return move
+
+    def halves(array: Any) -> Any:
+        return None if array is None else array.view(np.longdouble)
+
+    def doubled(counts: Any) -> Any:
+        return None if counts is None else [2 * count for count in counts]
+
+    return replace(
+        move,
+        send=halves(move.send),
+        recv=halves(move.recv),
+        sendcounts=doubled(move.sendcounts),
+        recvcounts=doubled(move.recvcounts),
+        senddispls=doubled(move.senddispls),
+        recvdispls=doubled(move.recvdispls),
+    )
+
+
+@cache
+def _type_of_bytes(count: int) -> MPI.Datatype:
+    """Return a type of so many bytes, for elements of which MPI knows no more; kept, as messages under way may have it."""
+    return MPI.BYTE.Create_contiguous(count).Commit()
+
+
+class MpiEngine:
+    """Moves host memory by the collectives of MPI (MPI-4.1 chapter 6)."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm
+        self._types: dict[str, MPI.Datatype] = {}
+
+    def blocking(self, move: Movement) -> None:
+        """Move by the blocking call."""
+        if move.kind is Kind.BARRIER:
+            self._comm.Barrier()
+            return
+        moved = large_counts.near(move) if move.vector else None
+        name, arguments = self.call(move if moved is None else moved[0])
+        getattr(self._comm, name)(*arguments)
+        if moved is not None:
+            moved[1]()
+
+    def transfer(self, move: Movement) -> tuple[Callable[..., object], Callable[[Movement], tuple[Any, ...]]] | None:
+        """Return the blocking call of a movement, to be made again, and what makes its arguments; None: in pieces or odd."""
+        if move.vector or move.more or move.kind is Kind.BARRIER or _without_long_complex(move) is not move:
+            return None
+        if move.send is None and move.recv is not None:
+            kind = self._type(move.recv)
+            if move.kind is Kind.ALL_REDUCE:
+                return partial(self._comm.Allreduce, MPI.IN_PLACE, op=self._op(move)), lambda again: (
+                    (again.recv, kind),
+                )
+            if move.kind is Kind.BROADCAST:
+                return partial(self._comm.Bcast, root=move.root), lambda again: ((again.recv, kind),)
+        return getattr(self._comm, self.call(move)[0]), lambda again: self.call(again)[1]
+
+    def nonblocking(self, move: Movement) -> Request:
+        """Post the nonblocking call."""
+        if move.kind is Kind.BARRIER:
+            return self._comm.Ibarrier()
+        moved = large_counts.near(move) if move.vector else None
+        name, arguments = self.call(move if moved is None else moved[0])
+        request: MPI.Request = getattr(self._comm, "I" + name.lower())(*arguments)
+        return request if moved is None else large_counts.Landing(request, moved[1])
+
+    def plan(self, move: Movement, persistent: bool = True) -> MpiPlan:
+        """Return a reusable form of a small movement, through buffers that the engine owns.
+
+        Args:
+            persistent: use the persistent collectives of MPI-4, which do not match the nonblocking ones of others.
+        """
+        return MpiPlan(self, self._comm, move, persistent)
+
+    def _type(self, array: Any) -> MPI.Datatype:
+        char = array.dtype.char
+        if char == "V":
+            return _type_of_bytes(array.dtype.itemsize)
+        found = self._types.get(char)
+        if found is None:
+            # One type for dtypes that differ by name alone: on Linux long and long long, which mpi4py would not let meet.
+            found = self._types[char] = MPI.Datatype.fromcode(np.dtype(array.dtype.str).char)
+        return found
+
+    def call(self, move: Movement) -> tuple[str, tuple[Any, ...]]:
+        """Return the name of the MPI call and its arguments."""
+        if not move.op:
+            move = _without_long_complex(move)
+        kind, send, recv = move.kind, move.send, move.recv
+        sending = None if send is None else (send, self._type(send))
+        receiving = None if recv is None else (recv, self._type(recv))
+        if kind is Kind.BROADCAST:
+            return "Bcast", (receiving, move.root)
+        if kind is Kind.ALL_REDUCE:
+            return "Allreduce", (MPI.IN_PLACE if send is None else sending, receiving, self._op(move))
+        if kind is Kind.REDUCE:
+            if recv is None:
+                return "Reduce", (sending, None, self._op(move), move.root)
+            return "Reduce", (MPI.IN_PLACE if send is None else sending, receiving, self._op(move), move.root)
+        name = (_UNEVEN if move.vector else _EVEN)[kind]
+        if kind is Kind.REDUCE_SCATTER:
+            if move.vector:
+                return name, (sending, receiving, self._counts(send, move.sendcounts), self._op(move))
+            return name, (sending, receiving, self._op(move))
+        if move.vector:
+            if send is not None and kind in (Kind.SCATTER, Kind.ALL_TO_ALL):
+                sending = self._vector(send, move.sendcounts, move.senddispls)
+            if recv is not None and kind is not Kind.SCATTER:
+                receiving = self._vector(recv, move.recvcounts, move.recvdispls)
+        if kind in (Kind.GATHER, Kind.SCATTER):
+            return name, (sending, receiving, move.root)
+        return name, (sending, receiving)
+
+    def _vector(self, buffer: Any, counts: Any, displs: Any) -> Any:
+        counts = self._counts(buffer, counts)
+        return (buffer, (counts, starts(counts) if displs is None else list(displs)), self._type(buffer))
+
+    def _counts(self, buffer: Any, counts: Any) -> list[int]:
+        size = self._comm.Get_size()
+        return [buffer.size // size] * size if counts is None else list(counts)
+
+    @staticmethod
+    def _op(move: Movement) -> MPI.Op:
+        op: MPI.Op = getattr(MPI, move.op)
+        return op

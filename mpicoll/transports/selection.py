@@ -1,0 +1,153 @@
+"""Which engine moves a call: a function of what all members know, so that all choose alike.
+
+Profiles are what ``mpicoll tune`` has measured on a machine, for one MPI and one number of ranks on a node each, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpicoll.runtime.mpi_library import library_name
+from mpicoll.runtime.output import say
+from mpicoll.transports.base import Kind
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpicoll.transports.base import Kind
+
+
+NEVER = 1 << 62
+
+Ranges = Sequence[tuple[int, int]]
+"""First and last number of bytes, both among them."""
+
+_KIB = 1024
+IN_PYTHON: Mapping[Kind, Ranges] = {
+    # Between them both MPIs are faster on two ranks; from 32 MiB on their temporary memory is given back after each call.
+    Kind.ALL_REDUCE: ((2 * _KIB + 1, 1024 * _KIB), (32 * 1024 * _KIB, NEVER)),
+    Kind.REDUCE: ((2 * _KIB + 1, NEVER),),
+    Kind.REDUCE_SCATTER: ((65, NEVER),),
+    # What is only moved both MPIs copy once, from the other process's memory, where this engine copies twice.
+    Kind.BROADCAST: ((2 * _KIB + 1, 1024 * _KIB),),
+    Kind.ALL_GATHER: ((2 * _KIB + 1, 64 * _KIB),),
+    Kind.GATHER: ((2 * _KIB + 1, 512 * _KIB),),
+    Kind.SCATTER: ((65, 512 * _KIB),),
+    Kind.ALL_TO_ALL: ((65, 64 * _KIB),),
+}
+"""Bytes of the largest block with which the node engine moves a call where nothing was measured, without the C extension."""
+
+DEFAULT: Mapping[Kind, Ranges] = {
+    **IN_PYTHON,
+    Kind.ALL_REDUCE: ((2 * _KIB + 1, 8 * 1024 * _KIB), (32 * 1024 * _KIB, NEVER)),
+    Kind.BROADCAST: ((2 * _KIB + 1, 4 * 1024 * _KIB),),
+}
+"""The same where all ranks have the C extension (docs/performance.md)."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What decides for the groups of one world; agreed when it was made.
+
+    Attributes:
+        mode: ``auto``, ``mpi`` or ``node``.
+        least: bytes below which no call is moved through shared memory: small ones that are not compared go through MPI.
+        ranges: bytes of the largest block of a call with which the node engine moves it.
+    """
+
+    mode: str = "auto"
+    least: int = 1
+    ranges: Mapping[Kind, Ranges] = field(default_factory=lambda: DEFAULT)
+
+    def node(self, kind: Kind, nbytes: int) -> bool:
+        """Whether the members of a group on one node move a call of such blocks through shared memory."""
+        if self.mode == "mpi" or kind is Kind.BARRIER or nbytes < self.least:
+            return False
+        return self.mode == "node" or any(first <= nbytes <= last for first, last in self.ranges.get(kind, ()))
+
+
+def find_profile(text: str, library: str, ranks: int) -> Mapping[Kind, Ranges] | None:
+    """Return what a file of profiles says of an MPI library, for about so many ranks on a node; None: nothing.
+
+    Raises:
+        ValueError: it is no such file.
+    """
+    try:
+        told = json.loads(text)
+        known = list(filter(lambda each: each["MPI"] == library, told["profiles"]))
+        if not known:
+            return None
+        nearest = min(known, key=lambda each: abs(math.log(each["ranks"] / ranks)))
+        return {Kind(kind): [_range(*each) for each in ranges] for kind, ranges in nearest["node"].items()}
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"it is no file of profiles as mpicoll tune writes them: {error!r}") from None
+
+
+def _range(first: Any, last: Any) -> tuple[int, int]:
+    if not isinstance(first, int) or not isinstance(last, (int, type(None))):
+        raise TypeError(f"{first!r} to {last!r} are no numbers of bytes")
+    return first, NEVER if last is None else last
+
+
+def add_profile(text: str, library: str, ranks: int, ranges: Mapping[Kind, Ranges], about: Mapping[str, str]) -> str:
+    """Return a file of profiles with one more, which takes the place of one for the same library and number of ranks."""
+    profiles = json.loads(text)["profiles"] if text else []
+    kept = [each for each in profiles if (each["MPI"], each["ranks"]) != (library, ranks)]
+    node = {
+        kind.value: [[first, None if last == NEVER else last] for first, last in found]
+        for kind, found in ranges.items()
+    }
+    kept.append({"MPI": library, "ranks": ranks, "node": node, "about": dict(about)})
+    return json.dumps({"profiles": kept}, indent=1) + "\n"
+
+
+NONE = "none"
+
+
+def path_of_profiles(setting: str, environ: Mapping[str, str] | None = None) -> Path:
+    """Return the file: that of ``MPICOLL_PROFILE``, or ``profiles.json`` in the user's folder for settings."""
+    if setting:
+        return Path(setting).expanduser()
+    env = os.environ if environ is None else environ
+    return Path(env.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "mpicoll" / "profiles.json"
+
+
+def share_profile(
+    comm: MPI.Intracomm, setting: str, ranks: int, extension: bool = True
+) -> tuple[Mapping[Kind, Ranges] | None, bool]:
+    """Return what was measured for this MPI and about so many ranks on a node, as rank 0 finds it; None: nothing.
+
+    Called by all ranks of ``comm``, which are known to (it uses blocking MPI calls). Of a file that cannot be read rank 0 tells,
+    and the defaults count.
+
+    Args:
+        extension: this rank has the C extension.
+
+    Returns:
+        What was measured, and whether all ranks have the extension: where some have not, nobody uses it, and all reduce alike.
+    """
+    from mpi4py import MPI
+
+    found = None
+    if comm.Get_rank() == 0 and setting != NONE:
+        path = path_of_profiles(setting)
+        try:
+            found = find_profile(path.read_text(), library_name(MPI.Get_library_version()), ranks)
+        except FileNotFoundError as error:
+            if setting:
+                say(f"mpicoll: MPICOLL_PROFILE={setting}: {error.strerror}\n")
+        except (OSError, RuntimeError, ValueError) as error:
+            say(f"mpicoll: {path}: {error}\n")
+    have_it = comm.allreduce(int(extension))
+    everybody = have_it == comm.Get_size()
+    if comm.Get_rank() == 0 and have_it and not everybody:
+        lack = comm.Get_size() - have_it
+        say(f"mpicoll: {lack} of {comm.Get_size()} ranks lack the C extension, so none of them uses it\n")
+    told: Mapping[Kind, Ranges] | None = comm.bcast(found, 0)
+    return told, everybody

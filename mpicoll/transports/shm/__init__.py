@@ -1,0 +1,1 @@
+"""Transport through memory that the ranks of a node share."""
