@@ -49,15 +49,6 @@ if TYPE_CHECKING:
         scatter,
     )
     from mpicoll.api.groups import (
-        GroupMember,
-        get_backend,
-        get_global_rank,
-        get_group_rank,
-        get_process_group_ranks,
-        get_rank,
-        get_world_size,
-        group,
-        is_initialized,
         leaders_group,
         new_group,
         new_subgroups,
@@ -66,11 +57,20 @@ if TYPE_CHECKING:
         split_group,
     )
     from mpicoll.api.job import (
+        GroupMember,
         default_pg_timeout,
         destroy_process_group,
+        get_backend,
+        get_global_rank,
+        get_group_rank,
         get_node_local_rank,
+        get_process_group_ranks,
+        get_rank,
+        get_world_size,
+        group,
         init_process_group,
         is_available,
+        is_initialized,
         is_mpi_available,
     )
     from mpicoll.api.messages import P2POp, batch_isend_irecv, irecv, isend, recv, send
@@ -168,15 +168,6 @@ _HOME = {
         "init_device_mesh",
     ),
     "api.groups": (
-        "GroupMember",
-        "get_backend",
-        "get_global_rank",
-        "get_group_rank",
-        "get_process_group_ranks",
-        "get_rank",
-        "get_world_size",
-        "group",
-        "is_initialized",
         "leaders_group",
         "new_group",
         "new_subgroups",
@@ -242,11 +233,20 @@ _HOME = {
     ),
     "lifecycle.devices": ("select_device",),
     "api.job": (
+        "GroupMember",
         "default_pg_timeout",
         "destroy_process_group",
+        "get_backend",
+        "get_global_rank",
+        "get_group_rank",
         "get_node_local_rank",
+        "get_process_group_ranks",
+        "get_rank",
+        "get_world_size",
+        "group",
         "init_process_group",
         "is_available",
+        "is_initialized",
         "is_mpi_available",
     ),
     "memory.reduce_op": (
@@ -275,9 +275,9 @@ _home_of = {name: (f"mpicoll.{module}", name) for module, names in _HOME.items()
 # Private names of torch.distributed that programs and libraries use all the same.
 _home_of |= {
     "_all_gather_base": ("mpicoll.api.collectives", "all_gather_into_tensor"),
-    "_get_default_group": ("mpicoll.api.groups", "default_group"),
+    "_get_default_group": ("mpicoll.api.job", "default_group"),
     "_make_nccl_premul_sum": ("mpicoll.memory.reduce_op", "premul_sum"),
-    "_rank_not_in_group": ("mpicoll.api.groups", "rank_not_in_group"),
+    "_rank_not_in_group": ("mpicoll.api.job", "rank_not_in_group"),
     "_reduce_scatter_base": ("mpicoll.api.collectives", "reduce_scatter_tensor"),
 }
 

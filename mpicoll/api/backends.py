@@ -6,7 +6,7 @@ import enum
 import os
 from typing import Any
 
-from mpicoll.api import groups as api_groups
+from mpicoll.api import job as api_job
 from mpicoll.groups import registry
 from mpicoll.lifecycle.init import is_mpi_available
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
@@ -47,7 +47,7 @@ def get_backend_config(group: Any = None) -> str:
 
     Source: torch.distributed.get_backend_config.
     """
-    backend = api_groups.get_backend(group)
+    backend = api_job.get_backend(group)
     return f"cpu:{backend},cuda:{backend}"
 
 

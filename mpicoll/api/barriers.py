@@ -9,7 +9,6 @@ from datetime import timedelta
 from typing import Any
 
 from mpicoll.api.collectives import barrier
-from mpicoll.api.groups import get_rank
 from mpicoll.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -19,7 +18,7 @@ from mpicoll.errors import (
     PeerFailedError,
 )
 from mpicoll.groups.process_group import ProcessGroup
-from mpicoll.groups.registry import member_or_warn
+from mpicoll.groups.registry import member_or_warn, state
 
 
 def monitored_barrier(
@@ -114,7 +113,7 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float = 3600) -> None:
     if _skipped < skip:
         _skipped += 1
         return
-    if get_rank() == rank:
+    if state().world.rank() == rank:
         sys.stdout.write(
             f"mpicoll: rank {rank} stops here, and the others wait: `up` is the line that called breakpoint\n"
         )

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpicoll.api.groups import (
+from mpicoll.api.groups import new_subgroups_by_enumeration
+from mpicoll.api.job import (
     get_process_group_ranks,
     get_rank,
     get_world_size,
     group,
+    init_process_group,
     is_initialized,
-    new_subgroups_by_enumeration,
 )
-from mpicoll.api.job import init_process_group
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import NON_MEMBER, state
 

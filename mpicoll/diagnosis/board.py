@@ -18,7 +18,8 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll.diagnosis.deadlock import State
-from mpicoll.diagnosis.node_board import Place, Slots
+from mpicoll.diagnosis.node_board import Slots
+from mpicoll.diagnosis.place import Place
 from mpicoll.diagnosis.report.entries import Entry, Runs
 from mpicoll.diagnosis.report.report import Report
 from mpicoll.runtime.mpi_library import keep_of

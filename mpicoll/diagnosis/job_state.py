@@ -9,15 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mpicoll.diagnosis.board import Board
 from mpicoll.diagnosis.deadlock import Wait
 from mpicoll.diagnosis.membership import Membership
-from mpicoll.diagnosis.node_board import Place
+from mpicoll.diagnosis.place import Place
 from mpicoll.diagnosis.report.entries import Entry, entry_of
 from mpicoll.runtime import watchdog
 from mpicoll.runtime.call_site import program_site
 
 if TYPE_CHECKING:
+    from mpicoll.diagnosis.board import Board
     from mpicoll.runtime.settings import Settings
     from mpicoll.transports.topology import Topology
 

@@ -16,11 +16,11 @@ import os
 import struct
 import time
 import zlib
-from dataclasses import dataclass
 from typing import Any
 
 from mpi4py import MPI
 
+from mpicoll.diagnosis.place import Place
 from mpicoll.transports.shm import mapping
 
 SLOT_BYTES = 20 * 1024
@@ -40,25 +40,6 @@ _AREAS = {
 
 ENDED_FOR = 1.5
 """Seconds after which a rank that a signal ends counts as dead: as a rule the same signal ends the others, too."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a rank was when it last wrote it down.
-
-    Attributes:
-        ago: seconds since then.
-        site: file:line and function; empty where it has written nothing.
-        op, last: its last call and where in the program it was made; empty where there was none.
-    """
-
-    ago: float = 0.0
-    site: str = ""
-    op: str = ""
-    last: str = ""
-
-    def __str__(self) -> str:
-        return self.site + (f", after its last call {self.op} at {self.last}" if self.op else "")
 
 
 class Slots:

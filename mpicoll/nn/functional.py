@@ -16,7 +16,7 @@ from typing import Any
 import torch  # type: ignore[import-not-found,unused-ignore]
 
 from mpicoll.api import collectives
-from mpicoll.api.groups import get_group_rank, get_rank, get_world_size
+from mpicoll.api.job import get_group_rank, get_rank, get_world_size
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
 from mpicoll.runtime.call_site import pass_through
 from mpicoll.runtime.torch_compile import leave_alone

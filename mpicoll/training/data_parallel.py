@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpicoll.api.collectives import broadcast
-from mpicoll.api.groups import get_rank, get_world_size, is_initialized
+from mpicoll.api.job import get_rank, get_world_size, is_initialized
 from mpicoll.groups.registry import member_or_warn
 from mpicoll.memory.memory import AnyArray
 

@@ -11,6 +11,7 @@ from datetime import timedelta
 import numpy as np
 from mpi4py import MPI
 import mpicoll as dist
+from mpicoll.groups import registry
 from mpicoll.operations import execution
 
 class Stop(Exception):
@@ -83,7 +84,7 @@ while own.bcast(time.monotonic() - began < 15, 0):
     try:
         dist.destroy_process_group()
     except dist.DistError:
-        for group in list(execution.groups.state().groups.values()):
+        for group in list(registry.state().groups.values()):
             group.unwaited.clear()
         dist.destroy_process_group()
 print(dict(seen), flush=True)
@@ -229,6 +230,7 @@ from datetime import timedelta
 import numpy as np
 from mpi4py import MPI
 import mpicoll as dist
+from mpicoll.groups import registry
 from mpicoll.operations import deferred, execution, riding
 from mpicoll.checks import agreement
 from mpicoll.transports.mpi.collectives import MpiPlan, persistent_collectives
@@ -308,7 +310,7 @@ for call, place in [("first", "counted"), ("first", "ticket"), ("first", "issued
     # Of what has been posted the other may see the end.
     assert other[0] == "GroupBrokenError" or place in ("posted", "planned", "looks", "finished"), (call, place, struck, other)
     assert other[1:] == ["GroupBrokenError", True], (call, place, struck, other)
-    for group in list(execution.groups.state().groups.values()):
+    for group in list(registry.state().groups.values()):
         group.unwaited.clear()
     dist.destroy_process_group()
 print("through", flush=True)

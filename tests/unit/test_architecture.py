@@ -312,6 +312,20 @@ def test_import_starts_nothing() -> None:
     assert in_fresh_python(source) == "True"
 
 
+def test_questions_start_no_mpi() -> None:
+    """What a program may ask before ``init_process_group`` neither imports MPI nor starts it.
+
+    A child process of a rank has to be refused before MPI starts, which it would wait for without end.
+    """
+    source = """
+        import sys, mpicoll
+        import mpicoll.groups.registry, mpicoll.lifecycle.init
+        asked = mpicoll.is_initialized(), mpicoll.is_available()
+        print(asked, "mpi4py.MPI" in sys.modules)
+    """
+    assert in_fresh_python(source) == "(False, True) False"
+
+
 def test_import_without_mpi() -> None:
     """Without mpi4py the package can be imported, and says that MPI is not available."""
     source = """

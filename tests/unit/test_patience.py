@@ -14,7 +14,7 @@ from mpicoll.diagnosis.board import Board
 from mpicoll.diagnosis.call import Call
 from mpicoll.diagnosis.deadlock_search import search
 from mpicoll.diagnosis.job_state import await_death, told_dead, waits_now
-from mpicoll.diagnosis.node_board import Place
+from mpicoll.diagnosis.place import Place
 from mpicoll.diagnosis.report.entries import Entry
 from mpicoll.diagnosis.report.report import deadlock
 from mpicoll.diagnosis.wait_policy import CallWait

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from mpicoll.diagnosis import node_board as slots_module
-from mpicoll.diagnosis.node_board import SLOT_BYTES, Place, Slots
+from mpicoll.diagnosis.node_board import SLOT_BYTES, Slots
+from mpicoll.diagnosis.place import Place
 from mpicoll.transports.shm import mapping
 
 RANKS = (4, 7, 9)

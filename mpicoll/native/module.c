@@ -1,0 +1,1366 @@
+/* The extension module mpicoll._native: shared memory of the members of a group on one node, for Python.
+
+   Ring (ring.c) and Segment (segment.c) are the memory. A SharedTransfer moves larger data through a segment. A
+   SharedOperation is a collective call prepared for its arrays: run() makes the whole call with the interpreter lock held, from the
+   lock of the group to the result. A call that has to wait longer than a moment, or whose members differ, is continued in Python
+   (operations/riding.py) from where it stands.
+
+   Between the first word that run() writes and the last element that it reads nothing can fail, and nothing of the program
+   runs. Larger movements release the interpreter lock. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <frameobject.h>
+#include <structmember.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "copy.h"
+#include "poll.h"
+#include "reduce.h"
+#include "ring.h"
+#include "segment.h"
+
+#ifndef VERSION
+#define VERSION "unknown" /* setup.py gives the sum of the sources, which mpicoll/runtime/native.py compares */
+#endif
+
+enum { READABLE = 0x101, WRITABLE = 0x501 }; /* NumPy's flags: C-contiguous and aligned; and writeable */
+
+/* The head of an ndarray, which NumPy's own macros read in every extension module. configure() compares it with an array. */
+typedef struct {
+    PyObject_HEAD
+    char *data;
+    int nd;
+    Py_ssize_t *dimensions;
+    Py_ssize_t *strides;
+    PyObject *base;
+    PyObject *descr;
+    int flags;
+} Array;
+
+/* The head of a dtype, which has been the same since NumPy 1. configure() compares it, too. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *typeobj;
+    char kind, type, byteorder, flags;
+    int type_num;
+} Descr;
+
+/* ---- rounds ---- */
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer memory;
+    Ring ring;
+} RingObject;
+
+static int ring_init(RingObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"memory", "me", "size", "stride", NULL};
+    PyObject *memory;
+    Ring ring = {0};
+    if (self->memory.obj != NULL) {
+        PyErr_SetString(PyExc_TypeError, "a ring is made once");
+        return -1;
+    }
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Oiin", names, &memory, &ring.me, &ring.size, &ring.stride))
+        return -1;
+    if (PyObject_GetBuffer(memory, &self->memory, PyBUF_SIMPLE | PyBUF_WRITABLE) < 0)
+        return -1;
+    if (ring.size < 1 || ring.me < 0 || ring.me >= ring.size || ring.stride < RING_BYTES || ring.stride % 8 ||
+        ring.stride > self->memory.len / ring.size || (uintptr_t)self->memory.buf % 16) {
+        PyBuffer_Release(&self->memory);
+        PyErr_SetString(PyExc_ValueError, "the memory is not that of a ring of these members");
+        return -1;
+    }
+    ring.base = self->memory.buf;
+    self->ring = ring;
+    return 0;
+}
+
+static void ring_dealloc(RingObject *self)
+{
+    if (self->memory.obj != NULL)
+        PyBuffer_Release(&self->memory);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static int is_made(const void *base, const char *what)
+{
+    if (base == NULL)
+        PyErr_Format(PyExc_ValueError, "the %s was not made", what);
+    return base != NULL;
+}
+
+static PyObject *ring_write_words(RingObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    int64_t words[RING_COMPARED];
+    if (!is_made(self->ring.base, "ring"))
+        return NULL;
+    if (count != 2 || !PyTuple_Check(args[1]) || PyTuple_GET_SIZE(args[1]) != RING_COMPARED) {
+        PyErr_Format(PyExc_TypeError, "write(number, words): a tuple of %d integers", RING_COMPARED);
+        return NULL;
+    }
+    const int64_t number = PyLong_AsLongLong(args[0]);
+    for (int i = 0; i < RING_COMPARED; i++)
+        words[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(args[1], i));
+    if (PyErr_Occurred())
+        return NULL;
+    ring_write(&self->ring, number, words);
+    Py_RETURN_NONE;
+}
+
+/* Parse the number of a round, of which there is at least one. */
+static int round_number(RingObject *self, PyObject *given, int64_t *number)
+{
+    if (!is_made(self->ring.base, "ring"))
+        return 0;
+    *number = PyLong_AsLongLong(given);
+    if (*number < 0 && !PyErr_Occurred())
+        PyErr_SetString(PyExc_ValueError, "rounds are numbered from 0");
+    return !PyErr_Occurred();
+}
+
+static PyObject *ring_post_round(RingObject *self, PyObject *given)
+{
+    int64_t number;
+    if (!round_number(self, given, &number))
+        return NULL;
+    ring_post(&self->ring, number);
+    Py_RETURN_NONE;
+}
+
+static PyObject *ring_over(RingObject *self, PyObject *given)
+{
+    int64_t number;
+    if (!round_number(self, given, &number))
+        return NULL;
+    return PyBool_FromLong(ring_is_over(&self->ring, number, 0, -1));
+}
+
+static PyObject *ring_unanimous(RingObject *self, PyObject *given)
+{
+    int64_t number;
+    if (!round_number(self, given, &number))
+        return NULL;
+    return PyBool_FromLong(ring_is_unanimous(&self->ring, number));
+}
+
+static PyObject *ring_spread_of(RingObject *self, PyObject *given)
+{
+    int64_t number;
+    if (!round_number(self, given, &number))
+        return NULL;
+    return PyLong_FromLongLong(ring_spread(&self->ring, number));
+}
+
+static PyObject *ring_maxima_of(RingObject *self, PyObject *given)
+{
+    int64_t number, mine;
+    RingMaxima maxima = {{0}, 0, 0};
+    if (!round_number(self, given, &number))
+        return NULL;
+    ring_maxima(&self->ring, number, &maxima);
+    memcpy(&mine, ring_record(&self->ring, self->ring.me, number) + 8 * RECORD_TIME, sizeof mine);
+    PyObject *words = PyList_New(RING_COMPARED);
+    for (int i = 0; words != NULL && i < RING_COMPARED; i++) {
+        PyObject *word = PyLong_FromLongLong(maxima.words[i]);
+        if (word == NULL)
+            Py_CLEAR(words);
+        else
+            PyList_SET_ITEM(words, i, word);
+    }
+    return words == NULL ? NULL : Py_BuildValue("NLL", words, (long long)(maxima.last - maxima.first), (long long)(maxima.last - mine));
+}
+
+static PyMethodDef ring_methods[] = {
+    {"write", (PyCFunction)(void (*)(void))ring_write_words, METH_FASTCALL,
+     "Write the record of a round, with the time: write(number, words)."},
+    {"post", (PyCFunction)ring_post_round, METH_O, "Post a round whose record is written."},
+    {"is_over", (PyCFunction)ring_over, METH_O, "Return whether all others have posted a round."},
+    {"is_unanimous", (PyCFunction)ring_unanimous, METH_O, "Return whether all members posted the same words in a round that is over."},
+    {"spread", (PyCFunction)ring_spread_of, METH_O, "Return the nanoseconds between the first and the last post of a round."},
+    {"maxima", (PyCFunction)ring_maxima_of, METH_O,
+     "Return the largest of each word, and the nanoseconds from the first post, and from this member's, to the last."},
+    {NULL},
+};
+
+static PyMemberDef ring_members[] = {
+    {"me", T_INT, offsetof(RingObject, ring.me), READONLY, "The rank of this member."},
+    {"size", T_INT, offsetof(RingObject, ring.size), READONLY, "The number of members."},
+    {NULL},
+};
+
+static PyTypeObject RingType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpicoll._native.Ring",
+    .tp_basicsize = sizeof(RingObject),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_doc = "Ring(memory, me, size, stride): rounds of the members of a group on one node.",
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)ring_init,
+    .tp_dealloc = (destructor)ring_dealloc,
+    .tp_methods = ring_methods,
+    .tp_members = ring_members,
+};
+
+/* ---- segments ---- */
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer memory;
+    Segment segment;
+} SegmentObject;
+
+static int segment_init(SegmentObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"memory", "me", "size", "first", "room", NULL};
+    PyObject *memory;
+    Segment segment = {0};
+    if (self->memory.obj != NULL) {
+        PyErr_SetString(PyExc_TypeError, "a segment is made once");
+        return -1;
+    }
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Oiinn", names, &memory, &segment.me, &segment.size, &segment.first,
+                                     &segment.room))
+        return -1;
+    if (PyObject_GetBuffer(memory, &self->memory, PyBUF_SIMPLE | PyBUF_WRITABLE) < 0)
+        return -1;
+    if (segment.size < 1 || segment.me < 0 || segment.me >= segment.size || segment.room <= 0 || segment.room % 16 ||
+        segment.first % 16 || segment.first < (Py_ssize_t)segment.size * SEGMENT_LINE || (uintptr_t)self->memory.buf % 16 ||
+        segment.first > self->memory.len || segment.room > (self->memory.len - segment.first) / SEGMENT_BUFFERS / segment.size) {
+        PyBuffer_Release(&self->memory);
+        PyErr_SetString(PyExc_ValueError, "the memory is not that of a segment of these members");
+        return -1;
+    }
+    segment.base = self->memory.buf;
+    self->segment = segment;
+    return 0;
+}
+
+static void segment_dealloc(SegmentObject *self)
+{
+    if (self->memory.obj != NULL)
+        PyBuffer_Release(&self->memory);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyObject *segment_advance_step(SegmentObject *self, PyObject *Py_UNUSED(nothing))
+{
+    if (!is_made(self->segment.base, "segment"))
+        return NULL;
+    segment_advance(&self->segment);
+    Py_RETURN_NONE;
+}
+
+static PyObject *segment_reached(SegmentObject *self, PyObject *args)
+{
+    long long step;
+    int rank = -1;
+    if (!is_made(self->segment.base, "segment") || !PyArg_ParseTuple(args, "L|i", &step, &rank))
+        return NULL;
+    if (rank >= self->segment.size) {
+        PyErr_SetString(PyExc_ValueError, "no such member");
+        return NULL;
+    }
+    return PyBool_FromLong(rank < 0 ? segment_all_at(&self->segment, step, 0, -1)
+                                    : load(segment_counter(&self->segment, rank)) >= step);
+}
+
+static PyObject *segment_announced(SegmentObject *self, PyObject *args)
+{
+    int rank;
+    int64_t words[2];
+    if (!is_made(self->segment.base, "segment") || !PyArg_ParseTuple(args, "i", &rank))
+        return NULL;
+    if (rank < 0 || rank >= self->segment.size) {
+        PyErr_SetString(PyExc_ValueError, "no such member");
+        return NULL;
+    }
+    memcpy(words, segment_counter(&self->segment, rank) + 8, sizeof words);
+    return Py_BuildValue("LL", (long long)words[0], (long long)words[1]);
+}
+
+static PyMethodDef segment_methods[] = {
+    {"advance", (PyCFunction)segment_advance_step, METH_NOARGS, "Go to the next step: what this member has written may be read."},
+    {"has_reached", (PyCFunction)segment_reached, METH_VARARGS,
+     "Return whether all others, or one member, are at a step: has_reached(step, rank=-1)."},
+    {"announced", (PyCFunction)segment_announced, METH_VARARGS, "Return the two words that a member has announced last."},
+    {NULL},
+};
+
+static PyMemberDef segment_members[] = {
+    {"me", T_INT, offsetof(SegmentObject, segment.me), READONLY, "The rank of this member."},
+    {"size", T_INT, offsetof(SegmentObject, segment.size), READONLY, "The number of members."},
+    {"room", T_PYSSIZET, offsetof(SegmentObject, segment.room), READONLY, "Bytes of a buffer."},
+    {"step", T_LONGLONG, offsetof(SegmentObject, segment.step), READONLY, "The step that this member is at."},
+    {NULL},
+};
+
+static PyTypeObject SegmentType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpicoll._native.Segment",
+    .tp_basicsize = sizeof(SegmentObject),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_doc = "Segment(memory, me, size, first, room): a counter and two buffers for each member of a group on one node.",
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)segment_init,
+    .tp_dealloc = (destructor)segment_dealloc,
+    .tp_methods = segment_methods,
+    .tp_members = segment_members,
+};
+
+/* ---- transfers through a segment ---- */
+
+typedef struct {
+    PyObject_HEAD
+    SegmentObject *segment;
+    Transfer transfer;
+    Py_buffer *held; /* the memory that the transfer reads and writes */
+    Py_ssize_t holds;
+    int is_running;  /* in a thread that has released the interpreter lock */
+} TransferObject;
+
+static void transfer_dealloc(TransferObject *self)
+{
+    for (Py_ssize_t i = 0; i < self->holds; i++)
+        PyBuffer_Release(&self->held[i]);
+    PyMem_Free(self->held);
+    PyMem_Free(self->transfer.blocks);
+    PyMem_Free(self->transfer.arrays);
+    Py_XDECREF(self->segment);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static Py_buffer *hold(TransferObject *self, PyObject *memory, int flags)
+{
+    Py_buffer *buffer = &self->held[self->holds];
+    if (PyObject_GetBuffer(memory, buffer, flags) < 0)
+        return NULL;
+    self->holds++;
+    return buffer;
+}
+
+static int add_blocks(TransferObject *self, PyObject *given, int flags, int *count)
+{
+    Transfer *transfer = &self->transfer;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(given); i++) {
+        Block *block = &transfer->blocks[transfer->writes + transfer->reads];
+        PyObject *memory, *tuple = PyList_GET_ITEM(given, i);
+        if (!PyTuple_Check(tuple)) {
+            PyErr_SetString(PyExc_TypeError, "a block is a tuple: the member whose buffer it is in, where in it, the memory");
+            return -1;
+        }
+        if (!PyArg_ParseTuple(tuple, "inO", &block->rank, &block->at, &memory))
+            return -1;
+        const Py_buffer *buffer = hold(self, memory, flags);
+        if (buffer == NULL)
+            return -1;
+        block->memory = buffer->buf;
+        block->bytes = buffer->len;
+        (*count)++;
+    }
+    return 0;
+}
+
+/* What cannot be true of a transfer that stays in its memory. */
+static int is_wrong(const Transfer *transfer, Py_ssize_t sent, Py_ssize_t arrays, int is_reduction)
+{
+    const Segment *segment = transfer->segment;
+    int wrong = transfer->width <= 0 || transfer->total < 0 || transfer->itemsize <= 0;
+    for (int i = 0; i < transfer->writes + transfer->reads; i++) {
+        const Block *block = &transfer->blocks[i];
+        const ptrdiff_t most = block->bytes < transfer->width ? block->bytes : transfer->width;
+        wrong |= block->rank < 0 || block->rank >= segment->size || block->at < 0 || block->at > segment->room - most;
+        wrong |= block->bytes > transfer->total || (i < transfer->writes && block->rank != segment->me);
+    }
+    if (!is_reduction)
+        return wrong || (transfer->kind != COPY_BLOCKS && transfer->kind != ANNOUNCE);
+    wrong |= transfer->reduce == NULL || segment->size < 2 || transfer->reads > 0 || transfer->width % transfer->itemsize != 0;
+    wrong |= transfer->read_at < 0 || transfer->read_at > segment->room - (transfer->result < transfer->width ? transfer->result : transfer->width);
+    wrong |= transfer->result > transfer->total || transfer->result % transfer->itemsize != 0;
+    if (transfer->kind == REDUCE_IN_PLACE)
+        return wrong || arrays != segment->size || transfer->total % transfer->itemsize != 0;
+    if (transfer->kind == REDUCE_PARTS)
+        return wrong || sent != transfer->total || transfer->width > segment->room || transfer->writes ||
+               (transfer->recv != NULL && transfer->result != transfer->total);
+    return wrong || transfer->kind != REDUCE || (transfer->recv != NULL && sent < transfer->result);
+}
+
+static int transfer_init(TransferObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"segment", "kind", "total", "width", "poll_ns", "writes", "reads", "send", "recv", "read_at",
+                            "reduction", "itemsize", "words", "arrays", NULL};
+    Transfer *transfer = &self->transfer;
+    PyObject *writes, *reads, *send = Py_None, *recv = Py_None, *arrays = Py_None;
+    const char *kind, *reduction = "";
+    long long budget, words[2] = {0, 0};
+    Py_ssize_t sent = 0, itemsize = 1, read_at = 0, many = 0;
+    static const char *const kinds[] = {
+        [COPY_BLOCKS] = "copy", [REDUCE] = "reduce", [REDUCE_PARTS] = "parts", [ANNOUNCE] = "announce",
+        [REDUCE_IN_PLACE] = "in place",
+    };
+    if (self->segment != NULL) {
+        PyErr_SetString(PyExc_TypeError, "a transfer is made once");
+        return -1;
+    }
+    writes = reads = NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!snnL|O!O!OOnsn(LL)O", names, &SegmentType, &self->segment, &kind,
+                                     &transfer->total, &transfer->width, &budget, &PyList_Type, &writes, &PyList_Type, &reads,
+                                     &send, &recv, &read_at, &reduction, &itemsize, &words[0], &words[1], &arrays)) {
+        self->segment = NULL;
+        return -1;
+    }
+    Py_INCREF(self->segment);
+    if (!is_made(self->segment->segment.base, "segment"))
+        return -1;
+    int found = -1;
+    for (int i = 0; i < (int)(sizeof kinds / sizeof *kinds); i++)
+        if (strcmp(kinds[i], kind) == 0)
+            found = i;
+    const Reduction *row = *reduction ? find_reduction(reduction) : NULL;
+    if (found < 0 || (arrays != Py_None && !PyList_Check(arrays))) {
+        PyErr_SetString(PyExc_TypeError, "no such kind of transfer, or arrays that are no list");
+        return -1;
+    }
+    const Py_ssize_t blocks = (writes ? PyList_GET_SIZE(writes) : 0) + (reads ? PyList_GET_SIZE(reads) : 0);
+    many = arrays == Py_None ? 0 : PyList_GET_SIZE(arrays);
+    self->held = PyMem_Calloc((size_t)(blocks + many + 2), sizeof *self->held);
+    transfer->blocks = PyMem_Calloc((size_t)blocks + 1, sizeof *transfer->blocks);
+    transfer->arrays = PyMem_Calloc((size_t)many + 1, sizeof *transfer->arrays);
+    if (self->held == NULL || transfer->blocks == NULL || transfer->arrays == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    transfer->kind = (enum TransferKind)found;
+    transfer->segment = &self->segment->segment;
+    transfer->budget = budget;
+    transfer->itemsize = itemsize;
+    transfer->read_at = read_at;
+    transfer->words[0] = words[0];
+    transfer->words[1] = words[1];
+    if (row != NULL && itemsize > 0 && itemsize % row->parts == 0) {
+        transfer->reduce = row->reduce;
+        transfer->part = itemsize / row->parts;
+    }
+    if (writes != NULL && add_blocks(self, writes, PyBUF_SIMPLE, &transfer->writes) < 0)
+        return -1;
+    if (reads != NULL && add_blocks(self, reads, PyBUF_WRITABLE, &transfer->reads) < 0)
+        return -1;
+    if (send != Py_None) {
+        const Py_buffer *buffer = hold(self, send, PyBUF_SIMPLE);
+        if (buffer == NULL)
+            return -1;
+        transfer->send = buffer->buf;
+        sent = buffer->len;
+    }
+    if (recv != Py_None) {
+        const Py_buffer *buffer = hold(self, recv, PyBUF_WRITABLE);
+        if (buffer == NULL)
+            return -1;
+        transfer->recv = buffer->buf;
+        transfer->result = buffer->len;
+    }
+    int wrong = 0;
+    for (Py_ssize_t i = 0; i < many; i++) {
+        const Py_buffer *buffer = hold(self, PyList_GET_ITEM(arrays, i), PyBUF_WRITABLE);
+        if (buffer == NULL)
+            return -1;
+        transfer->arrays[i] = buffer->buf;
+        wrong |= buffer->len != transfer->total;
+    }
+    if (wrong || is_wrong(transfer, sent, many, *reduction != 0)) {
+        PyErr_SetString(PyExc_ValueError, "the transfer does not fit into its memory");
+        transfer->segment = NULL;
+        return -1;
+    }
+    return 0;
+}
+
+static PyObject *transfer_test(TransferObject *self, PyObject *Py_UNUSED(nothing))
+{
+    int over;
+    if (!is_made(self->transfer.segment, "transfer"))
+        return NULL;
+    if (self->is_running) /* another thread progresses the transfer */
+        Py_RETURN_FALSE;
+    self->is_running = 1;
+    Py_BEGIN_ALLOW_THREADS
+    over = transfer_advance(&self->transfer);
+    Py_END_ALLOW_THREADS
+    self->is_running = 0;
+    return PyBool_FromLong(over);
+}
+
+static PyObject *transfer_waiting(TransferObject *self, void *Py_UNUSED(closure))
+{
+    if (!is_made(self->transfer.segment, "transfer"))
+        return NULL;
+    PyObject *ranks = PyList_New(0);
+    for (int rank = 0; ranks != NULL && rank < self->transfer.segment->size; rank++)
+        if (transfer_waits_for(&self->transfer, rank)) {
+            PyObject *number = PyLong_FromLong(rank);
+            if (number == NULL || PyList_Append(ranks, number) < 0)
+                Py_CLEAR(ranks);
+            Py_XDECREF(number);
+        }
+    return ranks == NULL ? NULL : Py_BuildValue("LN", (long long)self->transfer.wanted, ranks);
+}
+
+static PyMethodDef transfer_methods[] = {
+    {"Test", (PyCFunction)transfer_test, METH_NOARGS,
+     "Move on as far as the others are, without the interpreter lock. Return whether the transfer is complete."},
+    {NULL},
+};
+
+static PyGetSetDef transfer_getset[] = {
+    {"waits_for", (getter)transfer_waiting, NULL, "The step that others have to reach, and the ranks that have not.", NULL},
+    {NULL},
+};
+
+static PyTypeObject TransferType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpicoll._native.SharedTransfer",
+    .tp_basicsize = sizeof(TransferObject),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_doc = "One movement through a segment, as this member makes it; complete when Test() returns True.",
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)transfer_init,
+    .tp_dealloc = (destructor)transfer_dealloc,
+    .tp_methods = transfer_methods,
+    .tp_getset = transfer_getset,
+};
+
+/* ---- what the module knows of the rest of the library ---- */
+
+typedef struct {
+    PyObject *finish, *withdraw, *await; /* of operations/riding.py: continue a posted call, give a call up, wait in the midst of one */
+    PyObject *pending, *claims, *threads;
+    PyTypeObject *array, *prepared, *lane, *group;
+    Py_ssize_t shared, op;                   /* slots of a prepared call */
+    Py_ssize_t issued, posted, turn, rounds; /* of a lane */
+    Py_ssize_t calls, last, lock, block;     /* of a group */
+    PyObject *acquire, *release, *f_lasti;   /* names */
+} Known;
+
+static Known known;
+
+#define SLOT(OBJECT, OFFSET) (*(PyObject **)((char *)(OBJECT) + (OFFSET)))
+
+/* ---- a collective call, prepared for its arrays ---- */
+
+enum Result { NOTHING, REDUCED, COPIED, ROWS, LIST };
+
+/* The arrays that a member passes, or that its result goes to. */
+typedef struct {
+    Py_ssize_t arrays; /* 0: none; -1: one, in no list */
+    Py_ssize_t count;  /* elements of the one array */
+    Py_ssize_t *counts; /* elements of each in a list */
+    int *nd;
+    Py_ssize_t **dimensions; /* of each in a list: one piece of memory */
+} Given;
+
+typedef struct {
+    PyObject_HEAD
+    RingObject *ring;
+    SegmentObject *segment; /* NULL: the data stands beside the records */
+    PyObject *lane, *dtype;
+    int64_t words[RING_COMPARED];
+    Py_ssize_t itemsize;
+    Py_ssize_t sends;         /* bytes that this member writes */
+    Py_ssize_t offset, block; /* bytes: where that begins what this member reads of the data of another, and its length */
+    Py_ssize_t width;         /* bytes of a piece; `block` if the call has one piece only */
+    int root;
+    enum Result result;
+    int in_place; /* the terms of this member stand where the result goes */
+    const Reduction *reduction;
+    int average;
+    Given send, recv;
+    int64_t budget; /* nanoseconds of polling for others before Python waits */
+    unsigned long thread;
+} SharedOperation;
+
+static PyTypeObject SharedOperationType;
+static int fits(const SharedOperation *self, const Given *wanted, PyObject *given, int flags);
+
+static void given_free(Given *given)
+{
+    PyMem_Free(given->counts);
+    PyMem_Free(given->nd);
+    PyMem_Free(given->dimensions);
+    memset(given, 0, sizeof *given);
+}
+
+/* Return the number of elements of a shape, -1 and an exception if it is none. */
+static Py_ssize_t elements_of(PyObject *shape, Py_ssize_t *dimensions)
+{
+    Py_ssize_t count = 1;
+    if (!PyTuple_Check(shape)) {
+        PyErr_SetString(PyExc_TypeError, "a shape is a tuple");
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(shape); i++) {
+        const Py_ssize_t length = PyLong_AsSsize_t(PyTuple_GET_ITEM(shape, i));
+        if (length == -1 && PyErr_Occurred())
+            return -1;
+        if (length < 0 || (length > 0 && count > PY_SSIZE_T_MAX / 64 / length)) {
+            PyErr_SetString(PyExc_ValueError, "no such shape");
+            return -1;
+        }
+        count *= length;
+        if (dimensions != NULL)
+            dimensions[i] = length;
+    }
+    return count;
+}
+
+/* From None, the shape of an array, or a list of shapes. */
+static int given_init(Given *given, PyObject *shapes)
+{
+    if (shapes == Py_None)
+        return 0;
+    if (PyTuple_Check(shapes)) {
+        given->arrays = -1;
+        given->count = elements_of(shapes, NULL);
+        return given->count < 0 ? -1 : 0;
+    }
+    if (!PyList_Check(shapes)) {
+        PyErr_SetString(PyExc_TypeError, "shapes are None, a tuple, or a list of tuples");
+        return -1;
+    }
+    const Py_ssize_t many = PyList_GET_SIZE(shapes);
+    Py_ssize_t lengths = 0;
+    for (Py_ssize_t i = 0; i < many; i++)
+        lengths += PyTuple_Check(PyList_GET_ITEM(shapes, i)) ? PyTuple_GET_SIZE(PyList_GET_ITEM(shapes, i)) : 0;
+    given->counts = PyMem_Calloc((size_t)many + 1, sizeof *given->counts);
+    given->nd = PyMem_Calloc((size_t)many + 1, sizeof *given->nd);
+    given->dimensions = PyMem_Malloc((size_t)(many + 1) * sizeof *given->dimensions + (size_t)(lengths + 1) * sizeof **given->dimensions);
+    if (given->counts == NULL || given->nd == NULL || given->dimensions == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    Py_ssize_t *next = (Py_ssize_t *)(given->dimensions + many + 1);
+    for (Py_ssize_t i = 0; i < many; i++) {
+        PyObject *shape = PyList_GET_ITEM(shapes, i);
+        given->dimensions[i] = next;
+        given->counts[i] = elements_of(shape, next);
+        if (given->counts[i] < 0)
+            return -1;
+        given->nd[i] = (int)PyTuple_GET_SIZE(shape);
+        next += given->nd[i];
+    }
+    given->arrays = many;
+    return 0;
+}
+
+static int shared_traverse(SharedOperation *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->lane);
+    Py_VISIT(self->dtype);
+    return 0;
+}
+
+static int shared_clear(SharedOperation *self)
+{
+    Py_CLEAR(self->lane);
+    Py_CLEAR(self->dtype);
+    return 0;
+}
+
+static void shared_dealloc(SharedOperation *self)
+{
+    PyObject_GC_UnTrack(self);
+    shared_clear(self);
+    Py_CLEAR(self->ring);
+    Py_CLEAR(self->segment);
+    given_free(&self->send);
+    given_free(&self->recv);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+/* Whether all that is written and read stays in the room of a member, and the arrays are those of the result. */
+static int is_consistent(const SharedOperation *self)
+{
+    const int size = self->ring->ring.size;
+    const Py_ssize_t room = self->segment == NULL ? RING_EAGER_BYTES : self->segment->segment.room;
+    const Given *send = &self->send, *recv = &self->recv;
+    if (self->itemsize <= 0 || self->sends < 0 || self->block < 0 || self->offset < 0 || self->width <= 0 || self->root >= size)
+        return 0;
+    if (self->segment != NULL && (self->segment->segment.size != size || self->segment->segment.me != self->ring->ring.me))
+        return 0;
+    if (self->width < self->block) { /* one array in several pieces */
+        if (self->segment == NULL || self->width > room || self->width % self->itemsize || self->offset != 0 ||
+            (self->sends != 0 && self->sends != self->block) || send->arrays > 0 || recv->arrays > 0 || self->result == ROWS)
+            return 0;
+    } else if (self->sends > room || self->offset > room - self->block)
+        return 0;
+    if (send->arrays < 0 && send->count * self->itemsize != self->sends)
+        return 0;
+    for (Py_ssize_t i = 0; i < send->arrays; i++)
+        if (send->counts[i] * self->itemsize > self->block || i * self->block > self->sends - send->counts[i] * self->itemsize)
+            return 0;
+    for (Py_ssize_t i = 0; i < recv->arrays; i++)
+        if (recv->counts[i] * self->itemsize > self->block)
+            return 0;
+    switch (self->result) {
+    case NOTHING:
+        return 1;
+    case REDUCED:
+        return recv->arrays < 0 && self->reduction != NULL && recv->count * self->itemsize <= self->block && size > 0 &&
+               self->itemsize % self->reduction->parts == 0 && (!self->average || self->reduction->divide != NULL);
+    case COPIED:
+        return recv->arrays < 0 && self->root >= 0 && recv->count * self->itemsize <= self->block;
+    case ROWS:
+        return recv->arrays < 0 && recv->count * self->itemsize == size * self->block;
+    case LIST:
+        return recv->arrays == size;
+    }
+    return 0;
+}
+
+static PyObject *shared_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"ring", "segment", "lane", "words", "dtype", "itemsize", "sends", "offset", "block", "width", "root",
+                            "send", "recv", "result", "reduction", "average", "in_place", "poll_ns", NULL};
+    static const char *const results[] = {
+        [NOTHING] = "", [REDUCED] = "reduced", [COPIED] = "copied", [ROWS] = "rows", [LIST] = "list"};
+    PyObject *ring, *segment, *lane, *words, *dtype, *send, *recv;
+    const char *result, *reduction;
+    Py_ssize_t itemsize, sends, offset, block, width;
+    int root, average, in_place;
+    long long budget;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OOO!OnnnnniOOssppL", names, &RingType, &ring, &segment, &lane, &PyTuple_Type,
+                                     &words, &dtype, &itemsize, &sends, &offset, &block, &width, &root, &send, &recv, &result,
+                                     &reduction, &average, &in_place, &budget))
+        return NULL;
+    if (!is_made(((RingObject *)ring)->ring.base, "ring") ||
+        (segment != Py_None && Py_IS_TYPE(segment, &SegmentType) && !is_made(((SegmentObject *)segment)->segment.base, "segment")))
+        return NULL;
+    SharedOperation *self = (SharedOperation *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->ring = (RingObject *)Py_NewRef(ring);
+    int wrong = segment != Py_None && !Py_IS_TYPE(segment, &SegmentType);
+    if (!wrong && segment != Py_None)
+        self->segment = (SegmentObject *)Py_NewRef(segment);
+    wrong |= !PyObject_TypeCheck(lane, known.lane) || PyTuple_GET_SIZE(words) != RING_COMPARED;
+    for (int i = 0; !wrong && i < RING_COMPARED; i++)
+        self->words[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(words, i));
+    self->lane = Py_NewRef(lane);
+    self->dtype = Py_NewRef(dtype);
+    self->itemsize = itemsize;
+    self->sends = sends;
+    self->offset = offset;
+    self->block = block;
+    self->width = width;
+    self->root = root;
+    self->average = average;
+    self->in_place = in_place;
+    self->budget = budget;
+    self->reduction = find_reduction(reduction);
+    if (PyErr_Occurred() || given_init(&self->send, send) < 0 || given_init(&self->recv, recv) < 0)
+        goto failed;
+    int found = -1;
+    for (int i = 0; i < (int)(sizeof results / sizeof *results); i++)
+        if (strcmp(results[i], result) == 0)
+            found = i;
+    self->result = found < 0 ? NOTHING : (enum Result)found;
+    if (wrong || found < 0 || !is_consistent(self)) {
+        PyErr_SetString(PyExc_ValueError, "the call does not fit into its memory");
+        goto failed;
+    }
+    return (PyObject *)self;
+failed:
+    Py_DECREF(self);
+    return NULL;
+}
+
+/* Where the data of a member stands: for a step of the segment, or for a round. */
+static char *data_of(const SharedOperation *self, int rank, int64_t at)
+{
+    return self->segment == NULL ? ring_eager(&self->ring->ring, rank, at) : segment_buffer(&self->segment->segment, rank, at);
+}
+
+static char *memory(PyObject *array)
+{
+    return ((Array *)array)->data;
+}
+
+/* Bytes of the piece that begins at `from`. */
+static Py_ssize_t piece(const SharedOperation *self, Py_ssize_t from)
+{
+    return self->block - from < self->width ? self->block - from : self->width;
+}
+
+static void write_data(const SharedOperation *self, int64_t at, PyObject *send, Py_ssize_t from)
+{
+    char *to = data_of(self, self->ring->ring.me, at);
+    if (self->send.arrays < 0)
+        copy_out(to, memory(send) + from, self->width < self->block ? piece(self, from) : self->sends);
+    for (Py_ssize_t i = 0; i < self->send.arrays; i++)
+        copy_out(to + i * self->block, memory(PyList_GET_ITEM(send, i)), self->send.counts[i] * self->itemsize);
+}
+
+/* Return the terms of a member. Two of them may stand where the result goes: the third finds its place overwritten. */
+static const char *terms(const SharedOperation *self, int rank, int64_t at, const char *out)
+{
+    return rank == self->ring->ring.me && self->in_place && rank < 2 ? out : data_of(self, rank, at) + self->offset;
+}
+
+/* Read the piece of the result that begins at `from`. */
+static void read_result(const SharedOperation *self, int64_t at, PyObject *recv, Py_ssize_t from)
+{
+    const int size = self->ring->ring.size;
+    const Py_ssize_t bytes = self->width < self->block ? piece(self, from) : self->recv.count * self->itemsize;
+    char *out;
+    switch (self->result) {
+    case REDUCED: /* in the order of the ranks */
+        out = memory(recv) + from;
+        if (size == 1)
+            memcpy(out, data_of(self, 0, at) + self->offset, (size_t)bytes);
+        for (int rank = 1; rank < size; rank++)
+            self->reduction->reduce(out, rank == 1 ? terms(self, 0, at, out) : out, terms(self, rank, at, out),
+                                    bytes / self->itemsize * self->reduction->parts);
+        if (self->average)
+            self->reduction->divide(out, bytes / self->itemsize, size);
+        break;
+    case COPIED:
+        memcpy(memory(recv) + from, data_of(self, self->root, at) + self->offset, (size_t)bytes);
+        break;
+    case ROWS:
+        for (int rank = 0; rank < size; rank++)
+            memcpy(memory(recv) + rank * self->block, data_of(self, rank, at) + self->offset, (size_t)self->block);
+        break;
+    case LIST:
+        for (int rank = 0; rank < size; rank++)
+            memcpy(memory(PyList_GET_ITEM(recv, rank)), data_of(self, rank, at) + self->offset,
+                   (size_t)(self->recv.counts[rank] * self->itemsize));
+        break;
+    case NOTHING:
+        break;
+    }
+}
+
+/* ---- whether what a program passes is what the call was prepared for ---- */
+
+/* Whether two dtypes are the same. Those of arrays that were unpickled are other objects. No code of Python runs here. */
+static int is_same(PyObject *dtype, PyObject *wanted)
+{
+    const Descr *one = (Descr *)dtype, *other = (Descr *)wanted;
+    if (dtype == wanted)
+        return 1;
+    return Py_TYPE(dtype) == Py_TYPE(wanted) && strchr("biufc", one->kind) != NULL && one->type_num == other->type_num &&
+           one->byteorder == other->byteorder;
+}
+
+static int has(const SharedOperation *self, PyObject *given, Py_ssize_t count, int flags)
+{
+    if (!Py_IS_TYPE(given, known.array))
+        return 0;
+    const Array *array = (Array *)given;
+    if ((array->flags & flags) != flags || !is_same(array->descr, self->dtype))
+        return 0;
+    Py_ssize_t found = 1;
+    for (int i = 0; i < array->nd; i++)
+        found *= array->dimensions[i];
+    return found == count;
+}
+
+static int fits(const SharedOperation *self, const Given *wanted, PyObject *given, int flags)
+{
+    if (wanted->arrays == 0) /* an array that is input on one member and output on another is passed as both */
+        return given == Py_None || Py_IS_TYPE(given, known.array);
+    if (wanted->arrays < 0)
+        return has(self, given, wanted->count, flags);
+    if (!PyList_CheckExact(given) || PyList_GET_SIZE(given) != wanted->arrays)
+        return 0;
+    for (Py_ssize_t i = 0; i < wanted->arrays; i++) {
+        PyObject *each = PyList_GET_ITEM(given, i);
+        if (!has(self, each, wanted->counts[i], flags))
+            return 0;
+        const Array *array = (Array *)each;
+        if (array->nd != wanted->nd[i])
+            return 0;
+        for (int j = 0; j < array->nd; j++)
+            if (array->dimensions[j] != wanted->dimensions[i][j])
+                return 0;
+        if (flags == WRITABLE) /* results go into memory of their own */
+            for (Py_ssize_t j = 0; j < i; j++) {
+                const char *other = memory(PyList_GET_ITEM(given, j));
+                if (array->data < other + wanted->counts[j] * self->itemsize &&
+                    other < array->data + wanted->counts[i] * self->itemsize)
+                    return 0;
+            }
+    }
+    return 1;
+}
+
+static const char CHANGED[] = "the arrays of a call were changed while it waited for the others";
+
+static PyObject *shared_write(SharedOperation *self, PyObject *args)
+{
+    long long number;
+    PyObject *send;
+    if (!PyArg_ParseTuple(args, "LO", &number, &send))
+        return NULL;
+    if (number < 0 || self->segment != NULL || !fits(self, &self->send, send, READABLE)) {
+        PyErr_SetString(PyExc_ValueError, "the arrays are not those that the call was prepared for");
+        return NULL;
+    }
+    write_data(self, number, send, 0);
+    Py_RETURN_NONE;
+}
+
+static PyObject *shared_read(SharedOperation *self, PyObject *args)
+{
+    long long at;
+    PyObject *recv;
+    if (!PyArg_ParseTuple(args, "LO", &at, &recv))
+        return NULL;
+    if (at < 0 || self->width < self->block || !fits(self, &self->recv, recv, WRITABLE)) {
+        PyErr_SetString(PyExc_ValueError, CHANGED);
+        return NULL;
+    }
+    read_result(self, at, recv, 0);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef shared_methods[] = {
+    {"write", (PyCFunction)shared_write, METH_VARARGS, "Write the data of a round that is not posted yet: write(number, send)."},
+    {"read", (PyCFunction)shared_read, METH_VARARGS,
+     "Read the result of a call in one piece that is over: read(number of the round, or the step, recv)."},
+    {NULL},
+};
+
+static PyTypeObject SharedOperationType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpicoll._native.SharedOperation",
+    .tp_basicsize = sizeof(SharedOperation),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_doc = "A collective call of a group on one node, prepared for its arrays.",
+    .tp_new = shared_new,
+    .tp_traverse = (traverseproc)shared_traverse,
+    .tp_clear = (inquiry)shared_clear,
+    .tp_dealloc = (destructor)shared_dealloc,
+    .tp_methods = shared_methods,
+};
+
+/* ---- configuration ---- */
+
+/* Return where an attribute that a class names in __slots__ stands in its instances; -1 and an exception if it is none. */
+static Py_ssize_t find_slot(PyTypeObject *type, const char *name)
+{
+    PyObject *found = PyObject_GetAttrString((PyObject *)type, name);
+    if (found == NULL)
+        return -1;
+    Py_ssize_t offset = -1;
+    if (Py_IS_TYPE(found, &PyMemberDescr_Type) && ((PyMemberDescrObject *)found)->d_member->type == T_OBJECT_EX)
+        offset = ((PyMemberDescrObject *)found)->d_member->offset;
+    else
+        PyErr_Format(PyExc_TypeError, "%s.%s is no slot", type->tp_name, name);
+    Py_DECREF(found);
+    return offset;
+}
+
+static PyObject *configure(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *finish, *withdraw, *await, *pending, *claims, *threads, *probe;
+    PyTypeObject *prepared, *lane, *group;
+    unsigned long long address;
+    if (!PyArg_ParseTuple(args, "OOOO!O!O!O!O!O!OK", &finish, &withdraw, &await, &PyList_Type, &pending, &PySet_Type, &claims,
+                          &PySet_Type, &threads, &PyType_Type, &prepared, &PyType_Type, &lane, &PyType_Type, &group, &probe,
+                          &address))
+        return NULL;
+    Known next = {.acquire = known.acquire, .release = known.release, .f_lasti = known.f_lasti};
+    const struct {
+        Py_ssize_t *at;
+        PyTypeObject *type;
+        const char *name;
+    } slots[] = {
+        {&next.shared, prepared, "shared"}, {&next.op, prepared, "op"}, {&next.issued, lane, "issued"},
+        {&next.posted, lane, "posted"},     {&next.turn, lane, "turn"}, {&next.rounds, lane, "rounds"},
+        {&next.calls, group, "calls"},      {&next.last, group, "last"}, {&next.lock, group, "lock"},
+        {&next.block, group, "turn"},
+    };
+    for (size_t i = 0; i < sizeof slots / sizeof *slots; i++)
+        if ((*slots[i].at = find_slot(slots[i].type, slots[i].name)) < 0)
+            return NULL;
+    /* An array of float64 of the shape (2, 3), as Python describes it. */
+    const Array *array = (Array *)probe;
+    int wrong = Py_TYPE(probe)->tp_basicsize < (Py_ssize_t)sizeof(Array) || array->data != (char *)(uintptr_t)address;
+    wrong = wrong || array->nd != 2 || array->dimensions[0] != 2 || array->dimensions[1] != 3;
+    wrong = wrong || (array->flags & WRITABLE) != WRITABLE || Py_TYPE(array->descr)->tp_basicsize < (Py_ssize_t)sizeof(Descr);
+    const Descr *dtype = wrong ? NULL : (Descr *)array->descr;
+    if (wrong || dtype->kind != 'f' || dtype->type != 'd' || dtype->byteorder != '=' || dtype->type_num != 12) {
+        PyErr_SetString(PyExc_TypeError, "this NumPy's arrays are not laid out as those of NumPy 1 and 2");
+        return NULL;
+    }
+    next.array = (PyTypeObject *)Py_NewRef((PyObject *)Py_TYPE(probe));
+    next.finish = Py_NewRef(finish);
+    next.withdraw = Py_NewRef(withdraw);
+    next.await = Py_NewRef(await);
+    next.pending = Py_NewRef(pending);
+    next.claims = Py_NewRef(claims);
+    next.threads = Py_NewRef(threads);
+    next.prepared = (PyTypeObject *)Py_NewRef((PyObject *)prepared);
+    next.lane = (PyTypeObject *)Py_NewRef((PyObject *)lane);
+    next.group = (PyTypeObject *)Py_NewRef((PyObject *)group);
+    known = next; /* the references of an earlier configuration are few, and stay */
+    Py_RETURN_NONE;
+}
+
+/* ---- the call ---- */
+
+static PyObject *instruction(PyObject *frame)
+{
+#if PY_VERSION_HEX >= 0x030B0000
+    return PyLong_FromLong(PyFrame_GetLasti((PyFrameObject *)frame));
+#else
+    return PyObject_GetAttr(frame, known.f_lasti);
+#endif
+}
+
+/* Return (op, code, instruction) of the program's call. */
+static PyObject *describe(PyObject *op, PyObject *frame)
+{
+    PyObject *site = PyTuple_New(3);
+    PyObject *at = instruction(frame);
+    if (site == NULL || at == NULL) {
+        Py_XDECREF(site);
+        Py_XDECREF(at);
+        return NULL;
+    }
+    PyTuple_SET_ITEM(site, 0, Py_NewRef(op));
+    PyTuple_SET_ITEM(site, 1, (PyObject *)PyFrame_GetCode((PyFrameObject *)frame));
+    PyTuple_SET_ITEM(site, 2, at);
+    return site;
+}
+
+/* Give a posted call up if the function that continues it has raised before it could do so itself. */
+static void withdraw(PyObject *const *args, int64_t call)
+{
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    PyObject *number = PyLong_FromLongLong(call), *done = NULL;
+    /* A signal handler may raise as the function begins, too. */
+    for (int tries = 0; tries < 3 && number != NULL && done == NULL; tries++) {
+        PyErr_Clear();
+        done = PyObject_CallFunctionObjArgs(known.withdraw, args[0], args[1], args[4], number, value, NULL);
+    }
+    PyErr_Clear();
+    if (done == NULL) { /* at the end of the stack, say: mark the group broken without a call */
+        PyObject *why = PyUnicode_FromString("a call on it was interrupted, and could not be given up as usual");
+        if (why == NULL || PyObject_SetAttrString(args[0], "broken", why) < 0)
+            PyErr_Clear();
+        Py_XDECREF(why);
+    }
+    Py_XDECREF(number);
+    Py_XDECREF(done);
+    PyErr_Restore(type, value, traceback);
+}
+
+/* How far a call in several pieces has come. */
+typedef struct {
+    int64_t wanted; /* the step that others have to reach */
+    Py_ssize_t from;
+    enum { WRITE, AWAIT, READ } next; /* of the piece at `from` */
+} Progress;
+
+/* Move on as far as the others are. Return whether the call is complete. */
+static int advance(const SharedOperation *self, PyObject *send, PyObject *recv, Progress *progress)
+{
+    Segment *segment = &self->segment->segment;
+    for (;;)
+        switch (progress->next) {
+        case READ:
+            read_result(self, segment->step, recv, progress->from);
+            progress->from += self->width;
+            if (progress->from >= self->block)
+                return 1;
+            progress->next = WRITE; /* fall through */
+        case WRITE:
+            progress->wanted = segment->step;
+            if (self->send.arrays) {
+                if (!segment_all_at(segment, segment->step, now_ns(), self->budget))
+                    return 0;
+                write_data(self, segment->step + 1, send, progress->from);
+            }
+            segment_advance(segment);
+            progress->next = AWAIT; /* fall through */
+        case AWAIT:
+            progress->wanted = segment->step;
+            if (self->recv.arrays && (self->result == COPIED ? !poll_for(segment_counter(segment, self->root), segment->step,
+                                                                         now_ns(), self->budget)
+                                                             : !segment_all_at(segment, segment->step, now_ns(), self->budget)))
+                return 0;
+            progress->next = READ;
+        }
+}
+
+/* Read the first piece of a call whose round is over, and move the others. -1 and an exception: the others do not come. */
+static int move_pieces(PyObject *const *args, SharedOperation *self)
+{
+    Progress progress = {.next = READ};
+    PyObject *send = args[2], *recv = args[3];
+    for (;;) {
+        int over;
+        Py_BEGIN_ALLOW_THREADS
+        over = advance(self, send, recv, &progress);
+        Py_END_ALLOW_THREADS
+        if (over)
+            return 0;
+        PyObject *wanted = PyLong_FromLongLong(progress.wanted);
+        if (wanted == NULL)
+            return -1;
+        PyObject *root_only = progress.next == AWAIT && self->result == COPIED ? Py_True : Py_False;
+        PyObject *waited = PyObject_CallFunctionObjArgs(known.await, args[0], args[1], args[4], wanted, root_only, NULL);
+        Py_DECREF(wanted);
+        if (waited == NULL)
+            return -1;
+        Py_DECREF(waited);
+        if (!fits(self, &self->send, send, READABLE) || !fits(self, &self->recv, recv, WRITABLE)) {
+            PyErr_SetString(PyExc_ValueError, CHANGED);
+            return -1;
+        }
+    }
+}
+
+/* Return the operation of a prepared call, or NULL. */
+static SharedOperation *operation_of(PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 5 || known.group == NULL || !PyObject_TypeCheck(args[0], known.group) ||
+        !PyObject_TypeCheck(args[1], known.prepared) || !PyFrame_Check(args[4]))
+        return NULL;
+    PyObject *found = SLOT(args[1], known.shared);
+    return found != NULL && Py_IS_TYPE(found, &SharedOperationType) ? (SharedOperation *)found : NULL;
+}
+
+static PyObject *run_rest(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
+{
+    SharedOperation *self = operation_of(args, count);
+    if (self == NULL || self->width >= self->block || !fits(self, &self->send, args[2], READABLE) ||
+        !fits(self, &self->recv, args[3], WRITABLE)) {
+        PyErr_SetString(PyExc_ValueError, CHANGED);
+        return NULL;
+    }
+    Py_INCREF(self);
+    const int failed = move_pieces(args, self);
+    Py_DECREF(self);
+    if (failed)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* Make the call with the group's lock held. Return True or False, or NULL. From fits() to read_result() no object is allocated that
+   the garbage collector counts, and none is released that may have a destructor. */
+static PyObject *make(PyObject *const *args, SharedOperation *self, PyObject *site, PyObject **old)
+{
+    PyObject *group = args[0], *send = args[2], *recv = args[3], *lane = self->lane;
+    Segment *segment = self->segment == NULL ? NULL : &self->segment->segment;
+    Ring *ring = &self->ring->ring;
+    const int64_t call = PyLong_AsLongLong(SLOT(lane, known.issued));
+    const int64_t turn = PyLong_AsLongLong(SLOT(lane, known.turn));
+    const int64_t number = PyLong_AsLongLong(SLOT(lane, known.rounds)) + 1;
+    const int64_t calls = PyLong_AsLongLong(SLOT(group, known.calls));
+    if (PyErr_Occurred())
+        return NULL;
+    if (call != turn || PyList_GET_SIZE(known.pending) != 0 || PySet_GET_SIZE(known.claims) != 0 ||
+        SLOT(group, known.block) != Py_None)
+        Py_RETURN_FALSE;
+    if (!fits(self, &self->send, send, READABLE) || !fits(self, &self->recv, recv, WRITABLE))
+        Py_RETURN_FALSE;
+    if (segment != NULL && !segment_all_at(segment, segment->step, now_ns(), self->budget)) /* a member may still read */
+        Py_RETURN_FALSE;
+    const unsigned long thread = PyThread_get_thread_ident();
+    if (self->thread != thread) {
+        PyObject *ident = PyLong_FromUnsignedLong(thread);
+        if (ident == NULL || PySet_Add(known.threads, ident) < 0) {
+            Py_XDECREF(ident);
+            return NULL;
+        }
+        Py_DECREF(ident);
+        self->thread = thread;
+    }
+    /* All that can fail is made before anything is written. */
+    PyObject *next = PyLong_FromLongLong(call + 1), *round = PyLong_FromLongLong(number), *count = PyLong_FromLongLong(calls + 1);
+    PyObject *done = NULL;
+    if (next == NULL || round == NULL || count == NULL)
+        goto end;
+    const int64_t at = segment == NULL ? number : segment->step + 1;
+    write_data(self, at, send, 0);
+    const int64_t began = ring_write(ring, number, self->words);
+    ring_post(ring, number); /* from here on the others may go on */
+    Py_XSETREF(SLOT(lane, known.issued), Py_NewRef(next));
+    Py_XSETREF(SLOT(lane, known.rounds), Py_NewRef(round));
+    Py_XSETREF(SLOT(group, known.calls), Py_NewRef(count));
+    *old = SLOT(group, known.last); /* perhaps the last reference to a function of the program */
+    SLOT(group, known.last) = Py_NewRef(site);
+    if (ring_is_over(ring, number, began, self->budget) && ring_is_unanimous(ring, number)) {
+        if (segment != NULL)
+            segment_advance(segment);
+        Py_XSETREF(SLOT(lane, known.posted), Py_NewRef(next));
+        Py_XSETREF(SLOT(lane, known.turn), Py_NewRef(next));
+        if (self->width < self->block)
+            done = move_pieces(args, self) < 0 ? NULL : Py_NewRef(Py_True);
+        else {
+            read_result(self, at, recv, 0);
+            done = Py_NewRef(Py_True);
+        }
+        if (done == NULL)
+            withdraw(args, call + 1);
+    } else {
+        done = PyObject_Vectorcall(known.finish, args, 5, NULL);
+        if (done == NULL)
+            withdraw(args, call);
+    }
+end:
+    Py_XDECREF(next);
+    Py_XDECREF(round);
+    Py_XDECREF(count);
+    return done;
+}
+
+static PyObject *run(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
+{
+    SharedOperation *self = operation_of(args, count);
+    if (self == NULL) {
+        PyErr_SetString(PyExc_TypeError, "run(group, prepared, send, recv, frame)");
+        return NULL;
+    }
+    PyObject *lock = SLOT(args[0], known.lock), *made = NULL, *old = NULL;
+    PyObject *site = describe(SLOT(args[1], known.op), args[4]);
+    PyObject *done = site == NULL ? NULL : PyObject_CallMethodNoArgs(lock, known.acquire);
+    if (done == NULL) {
+        Py_XDECREF(site);
+        return NULL;
+    }
+    Py_DECREF(done);
+    Py_INCREF(self); /* the group may drop its prepared calls meanwhile */
+    made = make(args, self, site, &old);
+    PyObject *type = NULL, *value = NULL, *traceback = NULL;
+    if (made == NULL)
+        PyErr_Fetch(&type, &value, &traceback);
+    done = PyObject_CallMethodNoArgs(lock, known.release);
+    if (done == NULL) {
+        Py_XDECREF(made);
+        made = NULL;
+    } else
+        Py_DECREF(done);
+    if (type != NULL)
+        PyErr_Restore(type, value, traceback);
+    Py_DECREF(self);
+    Py_DECREF(site);
+    Py_XDECREF(old);
+    return made;
+}
+
+/* ---- functions of the module ---- */
+
+static PyObject *matches(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 4 || !PyTuple_Check(args[2]) || known.array == NULL) {
+        PyErr_SetString(PyExc_TypeError, "matches(array, dtype, shape, writable)");
+        return NULL;
+    }
+    const Array *array = (Array *)args[0];
+    const int flags = args[3] == Py_True ? WRITABLE : READABLE;
+    if (!Py_IS_TYPE(args[0], known.array) || (array->flags & flags) != flags || array->descr != args[1] ||
+        array->nd != PyTuple_GET_SIZE(args[2]))
+        Py_RETURN_FALSE;
+    for (int i = 0; i < array->nd; i++)
+        if (PyLong_AsSsize_t(PyTuple_GET_ITEM(args[2], i)) != array->dimensions[i]) {
+            PyErr_Clear();
+            Py_RETURN_FALSE;
+        }
+    Py_RETURN_TRUE;
+}
+
+static PyObject *reduce_rows(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *rows, *out;
+    const char *name;
+    Py_ssize_t size;
+    Py_buffer from = {0}, to = {0};
+    if (!PyArg_ParseTuple(args, "OnOs", &rows, &size, &out, &name))
+        return NULL;
+    const Reduction *reduction = find_reduction(name);
+    if (PyObject_GetBuffer(rows, &from, PyBUF_SIMPLE) < 0)
+        return NULL;
+    if (PyObject_GetBuffer(out, &to, PyBUF_SIMPLE | PyBUF_WRITABLE) < 0) {
+        PyBuffer_Release(&from);
+        return NULL;
+    }
+    const long bytes = reduction == NULL ? 0 : strtol(strchr(name, ' ') + 2, NULL, 10);
+    const int wrong = reduction == NULL || size < 2 || from.len != size * to.len || to.len % bytes != 0;
+    if (!wrong) {
+        const char *one = from.buf;
+        const Py_ssize_t parts = to.len / bytes * reduction->parts;
+        reduction->reduce(to.buf, one, one + to.len, parts);
+        for (Py_ssize_t rank = 2; rank < size; rank++)
+            reduction->reduce(to.buf, to.buf, one + rank * to.len, parts);
+    }
+    PyBuffer_Release(&from);
+    PyBuffer_Release(&to);
+    if (wrong) {
+        PyErr_SetString(PyExc_ValueError, "reduce_rows: no such reduction, or memory of another size");
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *knows(PyObject *Py_UNUSED(module), PyObject *name)
+{
+    const char *wanted = PyUnicode_AsUTF8(name);
+    return wanted == NULL ? NULL : PyBool_FromLong(find_reduction(wanted) != NULL);
+}
+
+static PyMethodDef methods[] = {
+    {"configure", configure, METH_VARARGS, "Tell the module what it needs of the library, and check how NumPy lays out arrays."},
+    {"knows", knows, METH_O, "Return whether there is a reduction of that name: knows(\"SUM f8\")."},
+    {"matches", (PyCFunction)(void (*)(void))matches, METH_FASTCALL,
+     "Return whether an array has a dtype and a shape, in one piece of memory: matches(array, dtype, shape, writable)."},
+    {"reduce_rows", reduce_rows, METH_VARARGS,
+     "Reduce rows in their order: reduce_rows(rows, number of rows, out, \"SUM f8\")."},
+    {"run", (PyCFunction)(void (*)(void))run, METH_FASTCALL,
+     "Make a prepared call: run(group, prepared, send, recv, frame). Return False if nothing was done."},
+    {"run_rest", (PyCFunction)(void (*)(void))run_rest, METH_FASTCALL,
+     "Move the pieces of a call whose round Python has waited for; arguments as for run()."},
+    {NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "mpicoll._native",
+    .m_doc = "Shared memory of the members of a group on one node.",
+    .m_size = -1,
+    .m_methods = methods,
+};
+
+PyMODINIT_FUNC PyInit__native(void)
+{
+    const struct {
+        const char *name;
+        PyTypeObject *type;
+    } types[] = {
+        {"Ring", &RingType}, {"Segment", &SegmentType}, {"SharedTransfer", &TransferType}, {"SharedOperation", &SharedOperationType}};
+    const struct {
+        const char *name;
+        long value;
+    } constants[] = {
+        {"AHEAD", RING_AHEAD},           {"PLACES", RING_PLACES}, {"EAGER_BYTES", RING_EAGER_BYTES}, {"RING_BYTES", RING_BYTES},
+        {"SEGMENT_LINE", SEGMENT_LINE}, {"BUFFERS", SEGMENT_BUFFERS}};
+    known.acquire = PyUnicode_InternFromString("acquire");
+    known.release = PyUnicode_InternFromString("release");
+    known.f_lasti = PyUnicode_InternFromString("f_lasti");
+    if (known.acquire == NULL || known.release == NULL || known.f_lasti == NULL)
+        return NULL;
+    PyObject *module = PyModule_Create(&definition);
+    int failed = module == NULL || PyModule_AddStringConstant(module, "VERSION", VERSION) < 0;
+    for (size_t i = 0; !failed && i < sizeof types / sizeof *types; i++)
+        failed = PyType_Ready(types[i].type) < 0 || PyModule_AddObjectRef(module, types[i].name, (PyObject *)types[i].type) < 0;
+    for (size_t i = 0; !failed && i < sizeof constants / sizeof *constants; i++)
+        failed = PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0;
+    if (failed) {
+        Py_XDECREF(module);
+        return NULL;
+    }
+    return module;
+}
