@@ -1,21 +1,25 @@
-"""What setup.cfg cannot say: the C extension. Where there is no C compiler, the library does without it, in Python."""
+"""What setup.cfg cannot say: the C extension. Without a C compiler the library is installed without it, and goes through MPI."""
 
 import zlib
 from pathlib import Path
 
 from setuptools import Extension, setup
 
-SOURCE = "mpicoll/_riding.c"
-version = f"{zlib.crc32(Path(__file__).with_name('mpicoll').joinpath('_riding.c').read_bytes()):08x}"
+FOLDER = "mpicoll/native"
+files = sorted(
+    path for path in Path(__file__).with_name("mpicoll").joinpath("native").iterdir() if path.suffix in (".c", ".h")
+)
+version = f"{zlib.crc32(b''.join(path.read_bytes() for path in files)):08x}"
 
 setup(
     ext_modules=[
         Extension(
-            "mpicoll._riding",
-            [SOURCE],
+            "mpicoll._native",
+            [f"{FOLDER}/{path.name}" for path in files if path.suffix == ".c"],
+            depends=[f"{FOLDER}/{path.name}" for path in files],
             define_macros=[("VERSION", f'"{version}"')],
-            # Each operation is rounded by itself, as NumPy does it.
-            extra_compile_args=["-O3", "-ffp-contract=off"],
+            # Each operation is rounded by itself, as NumPy does.
+            extra_compile_args=["-std=gnu11", "-O3", "-ffp-contract=off"],
             optional=True,
         )
     ]

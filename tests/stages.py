@@ -343,6 +343,9 @@ def _run_once(stage: Stage, limit: float) -> Outcome:
         command.append(f"--junitxml={report}")
     mpi = stage.mpi or stage.venv.removeprefix(".venv-")
     environment = job_environment(mpi, dict(stage.env))
+    # The environments are installed without bytecode: compiling NumPy and the package takes each process half a second.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    environment["PYTHONPYCACHEPREFIX"] = str(LOGS / "compiled")
     if stage.size:
         command = mpiexec_command(stage.size, command, python=python, mpi=mpi)
     mark = uuid.uuid4().hex
