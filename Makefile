@@ -11,7 +11,7 @@
 
 PYTHON ?= python3
 PIP_INSTALL = install --quiet --no-compile --disable-pip-version-check --prefer-binary -c tests/constraints.txt
-METADATA = setup.cfg setup.py mpicoll/_riding.c pyproject.toml tests/constraints.txt
+METADATA = setup.cfg setup.py $(wildcard mpicoll/native/*) pyproject.toml tests/constraints.txt
 LOGS = .ci-logs
 
 .PHONY: demo test test-all lint clean python help

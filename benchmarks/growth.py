@@ -222,7 +222,7 @@ def reading(size: int) -> tuple[Callable[[], None], Callable[[], None]]:
     """Return what one process of so many does in a barrier, and in an all_reduce of 8 bytes, when the others are there."""
     from mpicoll.memory.arithmetic import quiet_runner
     from mpicoll.operations.riding import MANY
-    from mpicoll.transports.shm.control import PART, NodeSlot, Rounds
+    from mpicoll.transports.shm.control import PART, RingRound, Rounds
     from mpicoll.transports.shm.transport import OPS
 
     words = (1, -1, 0, 0, 0, 8, 0, 0, 0, 9)
@@ -235,7 +235,7 @@ def reading(size: int) -> tuple[Callable[[], None], Callable[[], None]]:
     for start in range(0, size * PART // 8, PART // 8):
         shared.counters[start] = 1 << 60
         shared.counters[start + 1 : start + 1 + len(words)] = body
-    slot = NodeSlot(shared, 0)
+    slot = RingRound(shared, 0)
     double = np.dtype(np.float64)
     views = [shared.beside(0, rank, double, (1,)) for rank in range(size)]
     together = shared.across(0, double, 1)

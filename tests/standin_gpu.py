@@ -22,7 +22,7 @@ from mpicoll.memory import half
 from mpicoll.memory.arithmetic import quietly
 from mpicoll.memory.device.runtime import DeviceArray, Fold
 from mpicoll.transports.device.capability import REDUCTIONS
-from mpicoll.transports.shm.transport import OPS
+from reductions import OPS
 
 __all__ = ["Gpu", "GpuArray", "Stream", "Window"]
 

@@ -28,8 +28,9 @@ from mpicoll.operations import deferred, execution, repeating, riding
 from mpicoll.operations.repeating import Repeated
 from mpicoll.operations.work import Work
 from mpicoll.runtime.call_site import Site, call_site, caller
+from mpicoll.runtime.native import found as extension
 from mpicoll.transports.base import Kind, Movement
-from mpicoll.transports.shm.control import RIDING_BYTES
+from mpicoll.transports.shm.control import EAGER_BYTES
 
 if TYPE_CHECKING:
     from mpicoll.transports.device.ipc import Offer
@@ -497,12 +498,11 @@ def all_reduce(
             except (KeyError, AttributeError, TypeError):
                 pass
             else:
-                usual = ride.quick is not None or (ride.rides and tensor.flags.carray)
-                if usual and riding.ride(known, ride, tensor, tensor, caller()):
+                if ride.shared is not None and extension.run(known, ride, tensor, tensor, caller()):
                     return None
                 if riding.again(group, key, tensor, tensor):
                     return None
-        elif tensor.nbytes <= RIDING_BYTES:
+        elif tensor.nbytes <= EAGER_BYTES:
             begun = deferred.later(known, op, tensor, caller())
             if begun is not None:
                 return begun
@@ -1329,7 +1329,7 @@ def barrier(
             pass
         else:
             if known.stopping is None:
-                if ride.rides and riding.ride(known, ride, None, None, caller()):
+                if ride.shared is not None and extension.run(known, ride, None, None, caller()):
                     return None
                 if riding.again(group, "barrier", None, None):
                     return None

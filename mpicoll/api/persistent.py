@@ -27,7 +27,7 @@ from mpicoll.operations.riding import Ride
 from mpicoll.operations.work import Work
 from mpicoll.runtime.call_site import Site, call_site, caller
 from mpicoll.transports.base import Kind
-from mpicoll.transports.shm.control import RIDING_BYTES
+from mpicoll.transports.shm.control import EAGER_BYTES
 
 _OP = "all_reduce"
 
@@ -104,7 +104,7 @@ class Plan(Deferred):
         reduction: Reduction | None,
     ) -> None:
         ride: Ride | None = None
-        small = reduction is not None and reduction.factor is None and array.nbytes <= RIDING_BYTES
+        small = reduction is not None and reduction.factor is None and array.nbytes <= EAGER_BYTES
         if reduction is not None and small and group.pair.lane.shared is not None and registry.state().thread_multiple:
             again = Repeated(
                 _OP, key, Kind.ALL_REDUCE, array.nbytes, mpi_op=reduction.mpi_op, average=reduction.average

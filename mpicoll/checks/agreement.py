@@ -31,7 +31,7 @@ from mpicoll.runtime.call_site import Site
 from mpicoll.runtime.waiting import STALL, Condition
 from mpicoll.transports.base import Request
 from mpicoll.transports.mpi.collectives import persistent_collectives
-from mpicoll.transports.shm.control import AHEAD, MASK, NodeSlot, Rounds
+from mpicoll.transports.shm.control import AHEAD, MASK, RingRound, Rounds
 
 _ROUND = struct.Struct("=12q")
 _NO_FLAGS = (0, 0, 0, NOTHING, 0, 0)
@@ -124,14 +124,14 @@ class _Slot:
             self.request.Free()
 
 
-class _NodeSlot(NodeSlot):
+class _RingSlot(RingRound):
     """One round of members on one node."""
 
     __slots__ = ()
 
     def plain(self, print_: int) -> Flags | None:
         """End the round: None when all is as usual, else the flags."""
-        mine = self.mine
+        mine = self.words
         if self.same() and not (mine[2] or mine[3] or mine[4] or mine[8]) and self.spread() <= _STALL_NS:
             self.busy = False
             return None
@@ -239,19 +239,19 @@ class Lane:
             self.free()
             self.shared, self._first = shared, self.rounds
             if shared is not None:
-                self._slots = [_NodeSlot(shared, place) for place in range(MASK + 1)]
+                self._slots = [_RingSlot(shared, place) for place in range(MASK + 1)]
 
-    def _next_slot(self) -> _Slot | _NodeSlot:
+    def _next_slot(self) -> _Slot | _RingSlot:
         """Return the slot of the next round; made in the order of rounds, the same on all members."""
         made = self.rounds - self._first
         if self.shared is None and made < AHEAD and len(self._slots) <= made:
             self._slots.append(_Slot(self))
-        slot: _Slot | _NodeSlot = self._slots[made % AHEAD if self.shared is None else (self.rounds + 1) & MASK]
+        slot: _Slot | _RingSlot = self._slots[made % AHEAD if self.shared is None else (self.rounds + 1) & MASK]
         return slot
 
-    def slot(self, place: int) -> _NodeSlot:
+    def slot(self, place: int) -> _RingSlot:
         """Return the slot at a place of the ring, of members on one node."""
-        slot: _NodeSlot = self._slots[place]
+        slot: _RingSlot = self._slots[place]
         return slot
 
     def room(self) -> bool:
@@ -260,7 +260,7 @@ class Lane:
             return not self._slots[(self.rounds + 1 - AHEAD) & MASK].busy
         return not self._next_slot().busy
 
-    def slot_at_rest(self) -> _Slot | _NodeSlot | None:
+    def slot_at_rest(self) -> _Slot | _RingSlot | None:
         """Return the slot of the next round, with a request to start, where no call is under way; else None.
 
         Nobody else can post then: collectives of a group are issued one at a time.
@@ -275,12 +275,12 @@ class Lane:
         """Let a call go without a round."""
         self.posted += 1
 
-    def post(self, print_: int, block_bytes: int, *words: int) -> tuple[_Slot | _NodeSlot, Request]:
+    def post(self, print_: int, block_bytes: int, *words: int) -> tuple[_Slot | _RingSlot, Request]:
         """Post the next round; ``words`` are flags and details, none for a call that has neither."""
         slot = self._next_slot()
         self.fill(slot, print_, block_bytes, *words)
         request: Request
-        if isinstance(slot, _NodeSlot):
+        if isinstance(slot, _RingSlot):
             slot.Start()
             request = slot
         elif slot.request is None:
@@ -291,7 +291,7 @@ class Lane:
         self.posted += 1  # only now: another thread may post the next round at once
         return slot, request
 
-    def fill(self, slot: _Slot | _NodeSlot, print_: int, block_bytes: int, *words: int) -> None:
+    def fill(self, slot: _Slot | _RingSlot, print_: int, block_bytes: int, *words: int) -> None:
         """Write what the next round says into its slot."""
         self.rounds += 1
         error, asynchronous, uneven, detail, native, offered = words or _NO_FLAGS
@@ -337,7 +337,7 @@ class Closing:
     __slots__ = ("_request", "_slot", "_told", "display", "error", "same")
 
     def __init__(
-        self, slot: _Slot | _NodeSlot, request: Request, display: str, told: Generator[Request, None, None]
+        self, slot: _Slot | _RingSlot, request: Request, display: str, told: Generator[Request, None, None]
     ) -> None:
         self._slot = slot
         self._request: Request | None = request

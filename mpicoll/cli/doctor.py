@@ -19,7 +19,7 @@ from mpicoll.errors import LaunchError
 State = Literal["ok", "note", "wrong", ""]
 CHECK_LIMIT = 60.0
 NO_EXTENSION = (
-    "Without its C extension the library does all that it does, and a small call takes about three times as long. To have it: "
+    "Without its C extension calls between the ranks of a node go through MPI: 8 bytes take about 5 us, not 0.8. To have it: "
     "a C compiler and the headers of Python (Debian: apt-get install gcc python3-dev), and then install mpicoll again: "
     "pip install --force-reinstall --no-deps --no-cache-dir, and what you gave it the first time"
 )
@@ -29,7 +29,7 @@ _SELF_CHECK = """\
 import json
 import numpy as np
 import mpicoll as dist
-from mpicoll.operations import riding
+from mpicoll.runtime import native
 from mpicoll.transports.device.capability import loaded_mpi
 from mpicoll.runtime.settings import read_settings
 dist.init_process_group()
@@ -43,7 +43,7 @@ if world.rank == 0:
     order = [MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE]
     found = loaded_mpi(read_settings().cuda)
     cuda = [sorted({operation for operation, _ in found.direct}), found.evidence, [bad.why for bad in found.bad]]
-    told = {"sum": float(x[0]), "no extension": riding.why_not, "size": world.size, "hosts": sorted(set(hosts)), "cuda": cuda,
+    told = {"sum": float(x[0]), "no extension": native.why_not, "size": world.size, "hosts": sorted(set(hosts)), "cuda": cuda,
             "threads": levels[order.index(MPI.Query_thread())]}
     print("self-check:" + json.dumps(told), flush=True)
 dist.destroy_process_group()
@@ -303,7 +303,7 @@ def judge_self_check(report: Report, told: dict[str, Any] | None, problem: str) 
         report.add(
             section,
             "C extension",
-            f"none: {why_not}" if why_not else "there, for calls that are made again",
+            f"none: {why_not}" if why_not else "there, for shared memory",
             "note" if why_not else "ok",
             NO_EXTENSION if why_not else "",
         )

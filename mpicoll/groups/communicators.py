@@ -19,10 +19,9 @@ from mpicoll.runtime.settings import Level, Settings
 from mpicoll.transports.base import SMALL_BYTES, Engine, Kind, Request
 from mpicoll.transports.mpi.collectives import MpiEngine
 from mpicoll.transports.mpi.matching import Receiver
-from mpicoll.transports.selection import DEFAULT, IN_PYTHON, Choice, Ranges
+from mpicoll.transports.selection import DEFAULT, Choice, Ranges
 from mpicoll.transports.shm.control import MOST_MEMBERS, PART, Rounds, make_rounds
-from mpicoll.transports.shm.segment import ORDERED
-from mpicoll.transports.shm.transport import Budget, NodeEngine
+from mpicoll.transports.shm.transport import Budget, SharedMemoryTransport
 from mpicoll.transports.topology import Topology
 
 
@@ -59,7 +58,7 @@ class Pair:
     received: dict[int, int] = field(default_factory=dict)
     last: str = ""
     closing: Closing | None = None
-    node: NodeEngine | None = None
+    node: SharedMemoryTransport | None = None
     on_node: bool = False
     rounds: Rounds | None = None
     choice: Choice = field(default_factory=Choice)
@@ -72,7 +71,7 @@ class Pair:
         self.native = MpiEngine(self.data)
         self.receiver = Receiver(self.control, self.data)
 
-    def through(self, kind: Kind, nbytes: int) -> NodeEngine | None:
+    def through(self, kind: Kind, nbytes: int) -> SharedMemoryTransport | None:
         """Return the node engine where it moves a call with blocks of up to ``nbytes``; the same answer on all members."""
         node = self.node
         return node if node is not None and node.usable and self.choice.node(kind, nbytes) else None
@@ -148,7 +147,7 @@ class Pool:
         self._floor: dict[tuple[int, ...], int] = {}
         self._budget: Budget | None = None
         self.profile: Mapping[Kind, Ranges] | None = None
-        self.extension = False  # all ranks have the C extension, and shall use it
+        self.extension = False  # all ranks have the C extension: without it there is no shared memory
 
     def add(self, pair: Pair) -> None:
         """Take in a new pair, in use."""
@@ -164,17 +163,13 @@ class Pool:
 
     def furnish(self, pair: Pair, topology: Topology, settings: Settings, level: Level) -> None:
         """Give a pair that comes into use what moves its data; all members of a group have the same settings."""
-        ranges = self.profile or (DEFAULT if self.extension else IN_PYTHON)
-        pair.choice = Choice(settings.engine, 1 if level == "full" else SMALL_BYTES + 1, ranges)
+        pair.choice = Choice(settings.engine, 1 if level == "full" else SMALL_BYTES + 1, self.profile or DEFAULT)
         if self._budget is None:
             self._budget = Budget((settings.shm_mb << 20) // len(topology.local_ranks))
         nodes = {topology.node_of[rank] for rank in pair.ranks}
         pair.on_node = len(nodes) == 1 and len(pair.ranks) > 1
-        if pair.node is not None or not pair.on_node:
-            return
-        if not ORDERED and settings.engine != "node":
-            return  # untested on processors of other kinds: only where it is asked for
-        pair.node = NodeEngine(pair.data, self._budget, topology.crowded, not self.extension)
+        if pair.node is None and pair.on_node and self.extension:
+            pair.node = SharedMemoryTransport(pair.data, self._budget, topology.crowded)
 
     def meet(self, pair: Pair) -> Generator[Request, None, None]:
         """Have the members of a pair that comes into use make their rounds where that is fastest.
@@ -182,7 +177,7 @@ class Pool:
         A generator: it yields what has to complete before it goes on. All members call it, and are known to.
         """
         budget = self._budget
-        wanted = pair.on_node and ORDERED and len(pair.ranks) <= MOST_MEMBERS and pair.choice.mode != "mpi"
+        wanted = pair.node is not None and len(pair.ranks) <= MOST_MEMBERS and pair.choice.mode != "mpi"
         if not wanted or budget is None:
             pair.lane.share(None)
             return

@@ -27,7 +27,7 @@
 
 enum { READABLE = 0x101, WRITABLE = 0x501 }; /* NumPy's flags: C-contiguous and aligned; and writeable */
 
-/* The head of an ndarray, which NumPy's own macros read in every extension module. configure() compares it with an array. */
+/* The head of an ndarray, which NumPy's own macros read in every extension module. check_arrays() compares it with an array. */
 typedef struct {
     PyObject_HEAD
     char *data;
@@ -39,7 +39,7 @@ typedef struct {
     int flags;
 } Array;
 
-/* The head of a dtype, which has been the same since NumPy 1. configure() compares it, too. */
+/* The head of a dtype, which has been the same since NumPy 1. check_arrays() compares it, too. */
 typedef struct {
     PyObject_HEAD
     PyObject *typeobj;
@@ -139,6 +139,18 @@ static PyObject *ring_over(RingObject *self, PyObject *given)
     return PyBool_FromLong(ring_is_over(&self->ring, number, 0, -1));
 }
 
+static PyObject *ring_poll(RingObject *self, PyObject *args)
+{
+    long long number, budget;
+    if (!is_made(self->ring.base, "ring") || !PyArg_ParseTuple(args, "LL", &number, &budget))
+        return NULL;
+    if (number < 0) {
+        PyErr_SetString(PyExc_ValueError, "rounds are numbered from 0");
+        return NULL;
+    }
+    return PyBool_FromLong(ring_is_over(&self->ring, number, now_ns(), budget));
+}
+
 static PyObject *ring_unanimous(RingObject *self, PyObject *given)
 {
     int64_t number;
@@ -179,6 +191,7 @@ static PyMethodDef ring_methods[] = {
      "Write the record of a round, with the time: write(number, words)."},
     {"post", (PyCFunction)ring_post_round, METH_O, "Post a round whose record is written."},
     {"is_over", (PyCFunction)ring_over, METH_O, "Return whether all others have posted a round."},
+    {"poll", (PyCFunction)ring_poll, METH_VARARGS, "Return whether all others have posted a round; poll for so long: poll(number, nanoseconds)."},
     {"is_unanimous", (PyCFunction)ring_unanimous, METH_O, "Return whether all members posted the same words in a round that is over."},
     {"spread", (PyCFunction)ring_spread_of, METH_O, "Return the nanoseconds between the first and the last post of a round."},
     {"maxima", (PyCFunction)ring_maxima_of, METH_O,
@@ -961,14 +974,12 @@ static Py_ssize_t find_slot(PyTypeObject *type, const char *name)
 
 static PyObject *configure(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *finish, *withdraw, *await, *pending, *claims, *threads, *probe;
+    PyObject *finish, *withdraw, *await, *pending, *claims, *threads;
     PyTypeObject *prepared, *lane, *group;
-    unsigned long long address;
-    if (!PyArg_ParseTuple(args, "OOOO!O!O!O!O!O!OK", &finish, &withdraw, &await, &PyList_Type, &pending, &PySet_Type, &claims,
-                          &PySet_Type, &threads, &PyType_Type, &prepared, &PyType_Type, &lane, &PyType_Type, &group, &probe,
-                          &address))
+    if (!PyArg_ParseTuple(args, "OOOO!O!O!O!O!O!", &finish, &withdraw, &await, &PyList_Type, &pending, &PySet_Type, &claims,
+                          &PySet_Type, &threads, &PyType_Type, &prepared, &PyType_Type, &lane, &PyType_Type, &group))
         return NULL;
-    Known next = {.acquire = known.acquire, .release = known.release, .f_lasti = known.f_lasti};
+    Known next = known;
     const struct {
         Py_ssize_t *at;
         PyTypeObject *type;
@@ -982,17 +993,6 @@ static PyObject *configure(PyObject *Py_UNUSED(module), PyObject *args)
     for (size_t i = 0; i < sizeof slots / sizeof *slots; i++)
         if ((*slots[i].at = find_slot(slots[i].type, slots[i].name)) < 0)
             return NULL;
-    /* An array of float64 of the shape (2, 3), as Python describes it. */
-    const Array *array = (Array *)probe;
-    int wrong = Py_TYPE(probe)->tp_basicsize < (Py_ssize_t)sizeof(Array) || array->data != (char *)(uintptr_t)address;
-    wrong = wrong || array->nd != 2 || array->dimensions[0] != 2 || array->dimensions[1] != 3;
-    wrong = wrong || (array->flags & WRITABLE) != WRITABLE || Py_TYPE(array->descr)->tp_basicsize < (Py_ssize_t)sizeof(Descr);
-    const Descr *dtype = wrong ? NULL : (Descr *)array->descr;
-    if (wrong || dtype->kind != 'f' || dtype->type != 'd' || dtype->byteorder != '=' || dtype->type_num != 12) {
-        PyErr_SetString(PyExc_TypeError, "this NumPy's arrays are not laid out as those of NumPy 1 and 2");
-        return NULL;
-    }
-    next.array = (PyTypeObject *)Py_NewRef((PyObject *)Py_TYPE(probe));
     next.finish = Py_NewRef(finish);
     next.withdraw = Py_NewRef(withdraw);
     next.await = Py_NewRef(await);
@@ -1003,6 +1003,26 @@ static PyObject *configure(PyObject *Py_UNUSED(module), PyObject *args)
     next.lane = (PyTypeObject *)Py_NewRef((PyObject *)lane);
     next.group = (PyTypeObject *)Py_NewRef((PyObject *)group);
     known = next; /* the references of an earlier configuration are few, and stay */
+    Py_RETURN_NONE;
+}
+
+/* Compare an array of float64 of the shape (2, 3) with its description in Python, and note the type of arrays. */
+static PyObject *check_arrays(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *probe;
+    unsigned long long address;
+    if (!PyArg_ParseTuple(args, "OK", &probe, &address))
+        return NULL;
+    const Array *array = (Array *)probe;
+    int wrong = Py_TYPE(probe)->tp_basicsize < (Py_ssize_t)sizeof(Array) || array->data != (char *)(uintptr_t)address;
+    wrong = wrong || array->nd != 2 || array->dimensions[0] != 2 || array->dimensions[1] != 3;
+    wrong = wrong || (array->flags & WRITABLE) != WRITABLE || Py_TYPE(array->descr)->tp_basicsize < (Py_ssize_t)sizeof(Descr);
+    const Descr *dtype = wrong ? NULL : (Descr *)array->descr;
+    if (wrong || dtype->kind != 'f' || dtype->type != 'd' || dtype->byteorder != '=' || dtype->type_num != 12) {
+        PyErr_SetString(PyExc_TypeError, "this NumPy's arrays are not laid out as those of NumPy 1 and 2");
+        return NULL;
+    }
+    known.array = (PyTypeObject *)Py_NewRef((PyObject *)Py_TYPE(probe));
     Py_RETURN_NONE;
 }
 
@@ -1126,7 +1146,7 @@ static int move_pieces(PyObject *const *args, SharedOperation *self)
 /* Return the operation of a prepared call, or NULL. */
 static SharedOperation *operation_of(PyObject *const *args, Py_ssize_t count)
 {
-    if (count != 5 || known.group == NULL || !PyObject_TypeCheck(args[0], known.group) ||
+    if (count != 5 || known.group == NULL || known.array == NULL || !PyObject_TypeCheck(args[0], known.group) ||
         !PyObject_TypeCheck(args[1], known.prepared) || !PyFrame_Check(args[4]))
         return NULL;
     PyObject *found = SLOT(args[1], known.shared);
@@ -1313,7 +1333,9 @@ static PyObject *knows(PyObject *Py_UNUSED(module), PyObject *name)
 }
 
 static PyMethodDef methods[] = {
-    {"configure", configure, METH_VARARGS, "Tell the module what it needs of the library, and check how NumPy lays out arrays."},
+    {"check_arrays", check_arrays, METH_VARARGS,
+     "Check how NumPy lays out arrays: check_arrays(array, address of its data). TypeError: not as expected."},
+    {"configure", configure, METH_VARARGS, "Tell the module what it needs of the library."},
     {"knows", knows, METH_O, "Return whether there is a reduction of that name: knows(\"SUM f8\")."},
     {"matches", (PyCFunction)(void (*)(void))matches, METH_FASTCALL,
      "Return whether an array has a dtype and a shape, in one piece of memory: matches(array, dtype, shape, writable)."},

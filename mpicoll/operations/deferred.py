@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Generator
 from datetime import timedelta
 from types import CodeType, FrameType
@@ -33,7 +32,7 @@ from mpicoll.memory.dtypes import dtype_name, is_native, resolve_reduction
 from mpicoll.memory.reduce_op import RedOpType
 from mpicoll.operations import execution
 from mpicoll.operations.repeating import Repeated
-from mpicoll.operations.riding import MOST, Ride, collect
+from mpicoll.operations.riding import MOST, Ride
 from mpicoll.operations.work import Operation, Work, due, warn_of_dropped
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import Site
@@ -43,7 +42,6 @@ from mpicoll.transports.shm.control import MASK
 
 Steps = Generator[Request, None, None]
 
-_now = time.monotonic_ns
 _ident = threading.get_ident
 _guard = signals.guard
 _threads = signals.threads
@@ -154,19 +152,15 @@ class Deferred:
                 place = number & MASK
                 self._slot = slot = lane.slot(place)
                 slot.busy = True
-                slot.number = number
-                mine, where, clock, _, _ = ride.at[place]
-                mine[:] = ride.body
-                own, _ = ride.views[place] or ride.look(place)
-                own[...] = self._flat
+                ride.shared.write(number, self._flat)
+                slot.fill(number, ride.body)
                 group.calls = self._calls = group.calls + 1
                 group.last = self._place
                 if flight is not None:
                     self._sent = self._flat.tobytes()
                     claims.lend(flight)
                 group.unwaited[id(self)] = self
-                ride.counters[clock] = _now()
-                ride.counters[where] = number  # from here on the others may go on
+                slot.Start()  # from here on the others may go on
                 lane.posted = call + 1
                 _pending.append(self)
                 self._done = False  # only now: from here on every wait of the process, in any thread, moves it on
@@ -195,13 +189,7 @@ class Deferred:
         wrong: BaseException | None = None
         try:
             if not self._done:
-                slot = self._slot
-                counters, number, polls = ride.counters, slot.number, ride.polls
-                for other in ride.at[slot.place][3]:
-                    while True:
-                        if counters[other] >= number or polls <= 0:
-                            break
-                        polls -= 1
+                self._slot.poll(ride.poll_ns)
                 self.advance()
                 if not self._done:
                     self._wait_long(limit)
@@ -310,15 +298,13 @@ class Deferred:
     def _settle(self, ride: Ride) -> None:
         """Take the others' elements: the round is over."""
         slot, flat, lane = self._slot, self._flat, ride.lane
-        place, body = slot.place, ride.body
-        for theirs in ride.at[place][4]:
-            if theirs != body:
-                self._go_on(ride, slot)
-                return
+        if not slot.same():
+            self._go_on(ride, slot)
+            return
         if self._flight is not None and flat.tobytes() != self._sent:
             self._error = written(self._place[0], self._site, self.group.display)
         else:
-            collect(self.group, ride, flat, place)
+            ride.shared.read(slot.number, flat)
             if self._flight is not None:
                 self._landed = flat.tobytes()
         slot.busy = False
@@ -471,7 +457,7 @@ def later(group: Any, op: RedOpType, array: Any, frame: FrameType) -> Later | No
         return None
     if ride is None:
         ride = _learn(group, op, array)
-    if ride is None or not ride.rides or ride.segment is not None:
+    if ride is None or ride.shared is None or ride.segment is not None:
         return None
     if not array.size or array.dtype is not ride.dtype:  # int64 has two, which are equal: the extension takes its own
         return None

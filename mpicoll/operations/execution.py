@@ -33,12 +33,13 @@ from mpicoll.operations import work
 from mpicoll.operations.work import ASLEEP, Operation, Work
 from mpicoll.runtime import signals, waiting, watchdog
 from mpicoll.runtime.mpi_library import keep, keep_of
+from mpicoll.runtime.native import reduce_rows
 from mpicoll.runtime.output import say
 from mpicoll.transports import large_counts
 from mpicoll.transports.base import SMALL_BYTES, Engine, Kind, Movement, Request, block_bytes, piece_elements, pieces
 from mpicoll.transports.selection import NEVER
-from mpicoll.transports.shm.control import RIDING_BYTES
-from mpicoll.transports.shm.transport import OPS, NodeEngine, fold
+from mpicoll.transports.shm.control import EAGER_BYTES
+from mpicoll.transports.shm.transport import SharedMemoryTransport
 
 NATIVE_BYTES = 32 * 1024 * 1024
 """Bytes that one blocking native call moves at most, so that it ends within about half a second."""
@@ -159,12 +160,7 @@ def _agreed(
                 return
     beyond = large_counts.beyond(move, size, flags.block_bytes)
     brings = flags.block_bytes * (size if move.kind is Kind.REDUCE_SCATTER else 1)
-    if (
-        move.op
-        and lane.shared is not None
-        and brings <= RIDING_BYTES
-        and not (move.vector or move.more or flags.native)
-    ):
+    if move.op and lane.shared is not None and brings <= EAGER_BYTES and not (move.vector or move.more or flags.native):
         yield from _reduce_in_order(engine, ticket, move, rank, size)
     elif move.kind is Kind.BARRIER:
         pass  # the round itself was one: nobody sees its end before everybody has posted it
@@ -312,10 +308,10 @@ def _reduce_in_order(
     ]
     ticket.pass_on()
     if move.recv is not None and (move.root < 0 or move.root == rank):
-        fold(OPS[move.op], list(got.reshape(size, -1)), move.recv)
+        reduce_rows(move.op, got, size, move.recv)
 
 
-def _say_why_not(group: ProcessGroup, node: NodeEngine) -> None:
+def _say_why_not(group: ProcessGroup, node: SharedMemoryTransport) -> None:
     if not node.usable and node.why and not _said_why_not:
         _said_why_not.append(node.why)
         say(

@@ -28,11 +28,11 @@ from mpicoll.groups import registry
 from mpicoll.groups.process_group import Kept, ProcessGroup
 from mpicoll.memory.dtypes import dtype_name
 from mpicoll.memory.memory import Array
-from mpicoll.operations import riding
 from mpicoll.operations.execution import guarded, wrap
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import Site
 from mpicoll.runtime.mpi_library import keep, keep_of
+from mpicoll.runtime.native import found as extension
 from mpicoll.transports import large_counts
 from mpicoll.transports.mpi.envelope import EARLY_BYTES, ROOM, SMALL_BYTES, WORDS, first_word
 
@@ -225,7 +225,7 @@ def matches_in_python(tensor: Any, dtype: np.dtype[Any], shape: tuple[int, ...],
 
 
 matches: Callable[[Any, np.dtype[Any], tuple[int, ...], bool], bool]
-matches = matches_in_python if riding.extension is None else riding.extension.matches
+matches = matches_in_python if extension is None else extension.matches
 
 
 def learn(group: ProcessGroup, op: str, peer: int, tensor: Array, rank: Any, tag: Any) -> None:

@@ -24,7 +24,7 @@ from mpicoll.runtime import signals, waiting, watchdog
 from mpicoll.runtime.call_site import NOWHERE, Site
 from mpicoll.runtime.mpi_library import keep, keep_of
 from mpicoll.transports.base import SMALL_BYTES, Kind, Movement, Request
-from mpicoll.transports.shm.transport import NodeEngine
+from mpicoll.transports.shm.transport import SharedMemoryTransport
 
 REPEATED_BYTES = execution.NATIVE_BYTES
 """What one native call moves may be made again in short."""
@@ -185,7 +185,7 @@ def _finish_polling(group: ProcessGroup, known: Repeated, frame: FrameType, requ
 
 
 def _repeat_on_node(
-    group: ProcessGroup, known: Repeated, move: Movement, frame: FrameType, ticket: Ticket, node: NodeEngine
+    group: ProcessGroup, known: Repeated, move: Movement, frame: FrameType, ticket: Ticket, node: SharedMemoryTransport
 ) -> None:
     """Make a call again that the node engine moves."""
     print_, made = _print_again(group, known, frame)
@@ -196,7 +196,7 @@ def _repeat_on_node(
         _finish_polling(group, known, frame, request, nbytes)
         flags = slot.plain(print_)
         if flags is None:
-            for late in node.again(move, nbytes):
+            for late in node.steps(move, nbytes):
                 _finish_polling(group, known, frame, late, nbytes)
             return
     call = known.call(group, frame)

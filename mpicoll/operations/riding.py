@@ -1,11 +1,9 @@
-"""Calls that are made again with arrays of the same shapes; on one node the data of small ones rides along in their round.
+"""Calls that are made again with arrays of the same shapes; on one node the data of small ones is sent with their round.
 
-Such a small call costs about as much as the few lines of Python here: everything that can be known before is kept, one
-attribute is looked up where a function would be called, and nothing is allocated. Whatever is not as usual, on this member or
-on another, goes the long way of ``repeating``: all members learn in the round whether everybody's data is there.
-
-Where the extension was built (``_riding.c``), it makes the same steps in place of :func:`ride_in_python`, and hands on
-to :func:`_finish` what is not as usual.
+On one node the extension makes the whole call (:class:`mpicoll._native.SharedOperation`). A call whose members differ, or
+that has to wait longer than a moment, goes on in :func:`_finish`. Through MPI a small call is made by :func:`cross`. Whatever is
+not as usual, on this member or on another, goes the long way of ``repeating``: all members learn in the round whether the
+data of all is there.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from __future__ import annotations
 import math
 import os
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from itertools import combinations, pairwise
@@ -30,24 +27,21 @@ from mpicoll.errors import AGREED, CollectiveMismatchError
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import default
-from mpicoll.memory.arithmetic import quiet_runner, quietly
+from mpicoll.memory.arithmetic import quietly
 from mpicoll.memory.layouts import joined
 from mpicoll.operations import execution, repeating
 from mpicoll.operations.repeating import REPEATED_BYTES, Repeated
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import caller
 from mpicoll.runtime.mpi_library import keep_of
-from mpicoll.runtime.native import found, name_of
-from mpicoll.runtime.native import why_not as no_extension
+from mpicoll.runtime.native import found as extension
+from mpicoll.runtime.native import name_of
 from mpicoll.transports.base import SMALL_BYTES, Kind, Movement
-from mpicoll.transports.shm.control import MASK, RIDING_BYTES, Rounds
-from mpicoll.transports.shm.segment import Meeting, Segment
-from mpicoll.transports.shm.transport import OPS, PATIENCE, PATIENCE_CROWDED
+from mpicoll.transports.shm.control import EAGER_BYTES, MASK
+from mpicoll.transports.shm.transport import poll_ns
 
 MOST = 256
-POLLS, POLLS_CROWDED = 400, 2
 
-_now = time.monotonic_ns
 _ident = threading.get_ident
 _guard = signals.guard
 _threads = signals.threads
@@ -56,177 +50,109 @@ _flights = claims.flights
 _ndarray = np.ndarray
 _default = default
 
-
-FOLD, SUM_UP, IN_TURN, COPY, EACH = "fold", "sum up", "in turn", "copy", "each"
 _FEW = 3
-MANY = 4
-"""Members from which on one call of NumPy over all of them is faster than one for each."""
 
 
 class Ride:
-    """A call of one member, prepared to be made again with arrays of the same shapes; a small one rides.
+    """A call of one member, prepared to be made again with arrays of the same shapes.
 
     What a member passes is an array, a list of arrays, or None where it passes nothing.
 
     Attributes:
         again: the same call, as it is made the long way.
+        shared: the call as the extension makes it; None if it goes through MPI.
         crosses: whether it is a small one that goes through MPI, in place.
         moves: whether anything is moved: all but a barrier.
-        thread: the one that made it last.
-        body: what its records, or its rounds, say.
-        rides: whether its data rides along; what follows is of such calls alone.
+        thread: the one that made it last, of a call that crosses.
+        body: the words of its rounds.
         lists: whether this member passes a list, or gets one.
-        lane, at, counters: of the group's rounds.
-        take: what is done with the others' elements: reduced into the result (by a call for each, or one for all rows, or for one
-            element of each), copied into it, or each copied into one array of it; "" where there is none.
-        target: the shape that the result is given for that, where it is another than its own.
-        combine: reduces two arrays into a third, or all rows of an array.
-        segment: the memory of a call that brings more than there is room for beside a record, and of a step of the node engine
-            then; None for the others.
-        views: for each place of the ring, or for even and odd steps, where this member writes its elements and what it reads;
-            made when they are needed.
+        lane: of the group.
+        segment: the memory of a call that brings more than there is room for beside a record; None for the others.
         width: bytes of the pieces of a call that the extension makes in several; 0 for the others.
+        poll_ns: how long a member polls for another one before it waits as every call does.
         idle: what makes it when it is waited for later, and is at rest.
-        inside: the place of this member's own elements among what it reduces, which are those of the result; or -1.
-        polls: how often a member looks for another one before it waits as every call does.
     """
 
     __slots__ = (
         "_recv",
-        "_rounds",
         "_send",
         "again",
-        "at",
         "body",
-        "combine",
-        "counters",
         "crosses",
         "dtype",
         "idle",
-        "inside",
         "lane",
         "lists",
         "moves",
         "op",
-        "polls",
-        "quick",
-        "rides",
+        "poll_ns",
         "segment",
-        "take",
-        "target",
+        "shared",
         "thread",
-        "views",
         "width",
     )
 
     def __init__(self, group: ProcessGroup, again: Repeated, dtype: np.dtype[Any], send: Any, recv: Any) -> None:
         rounds = group.pair.lane.shared
         kind, size = again.kind, group.size()
-        self.again, self.lane, self._rounds, self.dtype = again, group.pair.lane, rounds, dtype
+        self.again, self.lane, self.dtype = again, group.pair.lane, dtype
         self._send, self._recv = _shapes(send), _shapes(recv)
         self.idle: list[Any] = []
+        self.body: tuple[int, ...] = ()
         self.lists = isinstance(send, list) or isinstance(recv, list)
-        brings = again.nbytes * (size if kind in _PARTED else 1)
-        self.segment: Segment | None = None
+        self.moves, self.thread, self.op = kind is not Kind.BARRIER, 0, again.op
+        self.segment: Any = None
+        self.shared: Any = None
         self.width = 0
-        small = brings <= RIDING_BYTES
-        if not small and rounds is not None:
-            node = group.pair.through(kind, again.nbytes)
-            if node is not None and registry.state().pool.extension:  # alike on all members
-                self.segment, self.width = node.in_pieces(kind, brings, dtype)
-            if node is not None and self.segment is None:
-                self.segment = node.in_one_step(kind, brings)
-        rides = rounds is not None and registry.state().thread_multiple
-        self.rides = rides and (small or self.segment is not None)
-        self.target: tuple[int, ...] | None = None
-        self.take = "" if recv is None else EACH if isinstance(recv, list) else FOLD if again.mpi_op else COPY
-        if self.take == COPY and kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL):
-            self.target = (size, recv.size // size)
-        self.moves, self.thread = kind is not Kind.BARRIER, 0
-        self.op, self.quick = again.op, None
+        brings = again.nbytes * (size if kind in _PARTED else 1)
+        self.poll_ns = poll_ns(brings, waiting.crowded)
+        multiple = registry.state().thread_multiple
         in_place = kind in (Kind.BARRIER, Kind.ALL_REDUCE, Kind.BROADCAST)
-        self.crosses = rounds is None and group.level == "full" and registry.state().thread_multiple
-        self.crosses = self.crosses and in_place and again.nbytes <= SMALL_BYTES
+        self.crosses = (
+            rounds is None and group.level == "full" and multiple and in_place and again.nbytes <= SMALL_BYTES
+        )
         if self.crosses:
             print_ = again.fingerprint
-            self.body: Any = (print_, -print_, 0, 0, 0, again.nbytes, NOTHING, NOTHING, 0, 0)
-        if not self.rides or rounds is None:
+            self.body = (print_, -print_, 0, 0, 0, again.nbytes, NOTHING, NOTHING, 0, 0)
+        if rounds is None or not multiple:
             return
-        self.at, self.counters = rounds.at, rounds.counters
+        if brings > EAGER_BYTES:
+            node = group.pair.through(kind, again.nbytes)
+            if node is not None:
+                self.segment, self.width = node.in_pieces(kind, brings, dtype)
+                self.segment = self.segment or node.in_one_step(kind, brings)
+            if self.segment is None:
+                return
         print_ = execution.plain_print(group, again.op, again.fingerprint)
         against = again.detail if again.detail == NOTHING else -again.detail
-        there = again.nbytes + 1  # where a member does not ride: 0, and all go the long way
-        words: Any = np.array((print_, -print_, 0, 0, 0, again.nbytes, again.detail, against, 0, there), np.int64)
-        self.body = memoryview(words).cast("B").cast("q")
-        self.combine = None
-        if self.take == FOLD:
-            if size >= MANY and self.segment is None:
-                # NumPy adds one element each of many in pairs, and rows one after the other.
-                self.take = SUM_UP if recv.size > 1 else IN_TURN
-            self.combine = _combine(again.mpi_op, dtype, self.take)
-        self.views: list[tuple[Any, Any] | None] = [None] * (MASK + 1)
-        self.polls = POLLS_CROWDED if waiting.crowded else POLLS + brings // 64
-        self.inside = rounds.me if size == 2 and kind in (Kind.ALL_REDUCE, Kind.REDUCE) else -1
-        self.quick = self._prepared(rounds, brings)
-        if self.width and (self.quick is None or bool(self.take) != self.quick.takes):
-            self.rides, self.quick = False, None  # of elements that are NumPy's affair
-
-    def _prepared(self, rounds: Rounds, brings: int) -> Any:
-        """Return the call as the extension makes it; None where there is no extension, or the call is none for it."""
-        again, dtype = self.again, self.dtype
-        if extension is None or not registry.state().pool.extension:
-            return None
-        blocks = [shape for shapes in (self._send, self._recv) if isinstance(shapes, list) for shape in shapes]
-        if any(dtype.itemsize * math.prod(shape) != again.nbytes for shape in blocks):
-            return None
-        take = "rows" if self.target is not None else "reduce" if self.take in (FOLD, SUM_UP, IN_TURN) else self.take
-        return extension.Quick(
-            **rounds.layout(),
-            **(rounds.layout_beside() if self.segment is None else self.segment.layout()),
-            lane=self.lane,
+        there = again.nbytes + 1  # a member whose data does not come with the round posts 0, and all go the long way
+        self.body = (print_, -print_, 0, 0, 0, again.nbytes, again.detail, against, 0, there)
+        rows = isinstance(self._recv, tuple) and kind in (Kind.ALL_GATHER, Kind.GATHER, Kind.ALL_TO_ALL)
+        result = "list" if isinstance(recv, list) else "rows" if rows else "reduced" if again.mpi_op else "copied"
+        self.shared = extension.SharedOperation(
+            ring=rounds.ring,
             segment=self.segment,
-            body=self.body,
+            lane=self.lane,
+            words=self.body,
             dtype=dtype,
             itemsize=max(dtype.itemsize, 1),
-            brings=0 if self._send is None else brings,
-            start=rounds.me * again.nbytes if again.kind in _PARTED else 0,
-            nbytes=again.nbytes,
+            sends=math.prod(self._send) * dtype.itemsize
+            if isinstance(self._send, tuple)
+            else brings
+            if self._send
+            else 0,
+            offset=rounds.me * again.nbytes if kind in _PARTED else 0,
+            block=again.nbytes,
+            width=self.width or max(again.nbytes, 1),
             root=again.root,
             send=self._send,
             recv=self._recv,
-            take=take,
+            result="" if recv is None else result,
             reduction=name_of(again.mpi_op, dtype),
             average=again.average,
-            in_place=again.kind in (Kind.ALL_REDUCE, Kind.REDUCE),
-            width=self.width or again.nbytes,
-            patience=PATIENCE_CROWDED if waiting.crowded else PATIENCE + (self.width or brings) // 2,
+            in_place=kind in (Kind.ALL_REDUCE, Kind.REDUCE),
+            poll_ns=self.poll_ns,
         )
-
-    def look(self, place: int) -> tuple[Any, Any]:
-        """Return the views for a place of the ring, and keep them."""
-        rounds, again, dtype, send, recv = self._rounds, self.again, self.dtype, self._send, self._recv
-        assert rounds is not None
-        nbytes, memory = again.nbytes, self.segment or rounds
-        own: Any = None
-        if isinstance(send, list):
-            own = [memory.beside(place, rounds.me, dtype, shape, i * nbytes) for i, shape in enumerate(send)]
-        elif send is not None:
-            own = memory.beside(place, rounds.me, dtype, send)
-        start = rounds.me * nbytes if again.kind in _PARTED else 0  # of this member's part of what another brings
-        everybody = range(rounds.size)
-        theirs: Any = None
-        if isinstance(recv, list):
-            theirs = [memory.beside(place, rank, dtype, recv[rank], start) for rank in everybody]
-        elif self.take in (SUM_UP, IN_TURN) and recv is not None:
-            theirs = memory.across(place, dtype, math.prod(recv), start)
-        elif self.take == FOLD and recv is not None:
-            theirs = [memory.beside(place, rank, dtype, recv, start) for rank in everybody]
-        elif self.target is not None:
-            theirs = memory.across(place, dtype, self.target[1], start)
-        elif recv is not None:
-            theirs = memory.beside(place, again.root, dtype, recv, start)
-        found = self.views[place] = own, theirs
-        return found
 
     def fits(self, send: Any, recv: Any) -> bool:
         """Whether arrays can be moved as they are; those that are in no list are known to have the shape and the dtype."""
@@ -316,20 +242,6 @@ def _unpack(packed: Any, arrays: list[Any]) -> None:
         at += each.size
 
 
-def _combine(op: str, dtype: np.dtype[Any], take: str) -> Callable[..., Any]:
-    """Return what reduces arrays of a dtype: it says nothing of overflows, and leaves no settings behind.
-
-    Args:
-        take: how it is called: as a ufunc, or its ``reduce``, or its ``accumulate``, which goes in the order of the ranks.
-    """
-    numpy: Any = OPS[op]
-    ufunc: Callable[..., Any] = {SUM_UP: numpy.reduce, IN_TURN: numpy.accumulate}.get(take, numpy)
-    if dtype.kind in "biu":
-        return ufunc  # it has nothing to say
-    # A context of its own, where ``quietly`` would look for that of the thread: a group's calls are made one at a time.
-    return partial(quiet_runner(), ufunc)
-
-
 def learn(group: ProcessGroup, key: Any, again: Repeated, dtype: np.dtype[Any], send: Any, recv: Any) -> None:
     """Keep a call of plain arrays that this member's program makes just now, for the next time.
 
@@ -364,15 +276,13 @@ def again(group: Any, key: Any, send: Any, recv: Any, depth: int = 2) -> bool:
     except (KeyError, AttributeError, TypeError):  # not made before; no group, or not a member
         return False
     frame = caller(depth)
-    if found.quick is not None and ride(known, found, send, recv, frame):
+    if found.shared is not None and extension.run(known, found, send, recv, frame):
         return True
     if send is not None or recv is not None:
         # What is usual here, and not in a function: a call of one takes as long as all of this.
         usual = send is recv and type(recv) is _ndarray and not found.lists and recv.flags.carray
         if not usual and not found.fits(send, recv):
             return False
-    if found.quick is None and found.rides and ride(known, found, send, recv, frame):
-        return True
     if found.crosses and cross(known, found, send if recv is None else recv, frame):
         return True
     return repeat(known, found, send, recv, frame)
@@ -390,79 +300,10 @@ def repeat(group: ProcessGroup, known: Ride, send: Any, recv: Any, frame: FrameT
     return True
 
 
-def ride_in_python(group: ProcessGroup, known: Ride, send: Any, recv: Any, frame: FrameType) -> bool:
-    """Make a small call again; False, and nothing done, where something else is under way.
-
-    Args:
-        send, recv: as the call was prepared for; what is input and output is both.
-        frame: of the program's call.
-    """
-    again, lane, counters = known.again, known.lane, known.counters
-    wrong: BaseException | None = None
-    began = False
-    try:
-        with group.lock:
-            call = lane.issued
-            if lane.turn != call or _pending or _flights or group.turn is not None:
-                return False
-            segment = known.segment
-            if segment is not None and not _all_have_read(segment, known.polls):
-                return False
-            began = True
-            if known.thread != _ident():
-                known.thread = _ident()
-                _threads.add(known.thread)
-            lane.issued = call + 1
-            lane.rounds = number = lane.rounds + 1
-            place = number & MASK
-            mine, where, clock, others, _bodies = known.at[place]
-            mine[:] = known.body
-            if known.moves:
-                which = place if segment is None else (segment.step + 1) & 1
-                own = (known.views[which] or known.look(which))[0]
-                if own is not None:
-                    if own.__class__ is list:
-                        for view, each in zip(own, send, strict=True):
-                            view[...] = each
-                    else:
-                        own[...] = send
-            group.calls += 1
-            # What it alone knows of is let go when the call is over: its end may run the program's code.
-            _before = group.last
-            group.last = again.op, frame.f_code, frame.f_lasti
-            if segment is not None:
-                segment.drain()
-            counters[clock] = _now()
-            counters[where] = number  # from here on the others may go on
-            polls = known.polls
-            for other in others:
-                while True:
-                    if counters[other] >= number:
-                        break
-                    polls -= 1
-                    if polls >= 0:
-                        continue
-                    _wait(group, known, frame, place, number)
-            _end(group, known, send, recv, frame, place)
-            return True
-    except CollectiveMismatchError as error:
-        wrong = error
-        raise
-    except BaseException as error:
-        wrong = error
-        keep_of(error)
-        if began:
-            _give_up(group, again, frame, error)
-        raise
-    finally:
-        if _guard.noted is not None:
-            _guard.answer(wrong)
-
-
 def cross(group: ProcessGroup, known: Ride, array: Any, frame: FrameType) -> bool:
     """Make a small call again through MPI; False, and nothing done, where something else is under way.
 
-    As ``operations.repeating.repeat`` does it, where all is as usual: in one function, as :func:`ride` is.
+    As ``operations.repeating.repeat`` does it, where all is as usual: in one function.
 
     Args:
         array: input and output.
@@ -546,18 +387,6 @@ def _give_up(group: ProcessGroup, again: Repeated, frame: FrameType, error: Base
         repeating.patience_of(group, again, frame).give_up(error)
 
 
-def _all_have_read(segment: Segment, polls: int) -> bool:
-    """Whether nobody reads any more what stood in this member's next buffer; looked for for a while."""
-    step = segment.step
-    return segment.all_at(step) or any(segment.all_at(step) for _ in range(polls))
-
-
-def _wait(group: ProcessGroup, known: Ride, frame: FrameType, place: int, number: int) -> None:
-    slot = known.lane.slot(place)
-    slot.number = number
-    repeating.finish_request(group, known.again, frame, slot)
-
-
 def _go_on(group: ProcessGroup, known: Ride, send: Any, recv: Any, frame: FrameType, place: int, call: int) -> None:
     """Go the long way: somebody's data is not there, or somebody makes another call."""
     move, after = known.movement(send, recv)
@@ -568,60 +397,25 @@ def _go_on(group: ProcessGroup, known: Ride, send: Any, recv: Any, frame: FrameT
         after()
 
 
-def _end(group: ProcessGroup, known: Ride, send: Any, recv: Any, frame: FrameType, place: int) -> None:
-    """Wait for the others in a call that is posted, and take its result."""
-    lane, counters, body, segment = known.lane, known.counters, known.body, known.segment
+def _end(group: ProcessGroup, known: Ride, send: Any, recv: Any, frame: FrameType) -> None:
+    """Wait for the others in a call that is posted, and read its result."""
+    lane, segment = known.lane, known.segment
     call, number = lane.issued - 1, lane.rounds
-    _, _, _, others, bodies = known.at[place]
-    for other in others:
-        while counters[other] < number:
-            _wait(group, known, frame, place, number)
+    slot = lane.slot(number & MASK)
+    slot.number = number
+    if not slot.Test():
+        repeating.finish_request(group, known.again, frame, slot)
     lane.posted = call + 1
-    for each in bodies:
-        if each != body:
-            _go_on(group, known, send, recv, frame, place, call)
-            return
+    if not slot.same():
+        _go_on(group, known, send, recv, frame, number & MASK, call)
+        return
     lane.turn = call + 1
     if segment is not None:
-        place = (segment.step + 1) & 1
-        segment.come(segment.step + 1)
+        segment.advance()
     if known.width:
-        extension.rest(group, known, send, recv, frame)
+        extension.run_rest(group, known, send, recv, frame)
     else:
-        collect(group, known, recv, place)
-
-
-def collect(group: ProcessGroup, known: Ride, recv: Any, place: int) -> None:
-    """Take the result of a call that is over, from a place of its memory."""
-    take, quick = known.take, known.quick
-    if not take:
-        return
-    if quick is not None and quick.takes:  # as those do it that did not have to wait: the same bits on all
-        quick.take(place, recv)
-        return
-    theirs = (known.views[place] or known.look(place))[1]
-    combine: Any = known.combine
-    if take == FOLD:
-        inside = known.inside
-        if inside < 0:
-            combine(theirs[0], theirs[1], out=recv)
-        elif inside:
-            combine(theirs[0], recv, out=recv)
-        else:
-            combine(recv, theirs[1], out=recv)
-        for rank in range(2, len(theirs)):
-            combine(recv, theirs[rank], out=recv)
-    elif take == SUM_UP:
-        combine(theirs, 0, known.dtype, recv.reshape(-1))
-    elif take == IN_TURN:
-        recv.reshape(-1)[...] = combine(theirs, 0, known.dtype)[-1]
-    elif take == COPY:
-        (recv if known.target is None else recv.reshape(known.target))[...] = theirs
-    elif take == EACH:
-        for each, view in zip(recv, theirs, strict=True):
-            each[...] = view
-    if known.again.average:
-        quietly(np.divide, recv, group.size(), out=recv)
+        known.shared.read(number if segment is None else segment.step, recv)
 
 
 def _or_give_up(group: ProcessGroup, known: Ride, frame: FrameType, do: Callable[[], object]) -> None:
@@ -644,17 +438,15 @@ def _or_give_up(group: ProcessGroup, known: Ride, frame: FrameType, do: Callable
 
 def _finish(group: ProcessGroup, known: Ride, send: Any, recv: Any, frame: FrameType) -> bool:
     """Go on with a call that the extension leaves to Python; the group's lock is held."""
-    _or_give_up(group, known, frame, lambda: _end(group, known, send, recv, frame, known.lane.rounds & MASK))
+    _or_give_up(group, known, frame, lambda: _end(group, known, send, recv, frame))
     return True
 
 
-def _await(group: ProcessGroup, known: Ride, frame: FrameType, step: int, root_alone: bool) -> None:
+def _await(group: ProcessGroup, known: Ride, frame: FrameType, step: int, root_only: bool) -> None:
     """Wait for the others, or for the root, in the midst of a call that the extension makes in pieces."""
-    segment = known.segment
-    assert segment is not None
-    peers = (segment.places[known.again.root],) if root_alone else segment.peers
-    meeting = Meeting(segment.counters, peers, step)
-    _or_give_up(group, known, frame, lambda: repeating.finish_request(group, known.again, frame, meeting))
+    rank = known.again.root if root_only else -1
+    reached = waiting.Condition(partial(known.segment.has_reached, step, rank))
+    _or_give_up(group, known, frame, lambda: repeating.finish_request(group, known.again, frame, reached))
 
 
 def _lose(group: ProcessGroup, known: Ride, frame: FrameType, call: int, error: BaseException) -> None:
@@ -664,29 +456,11 @@ def _lose(group: ProcessGroup, known: Ride, frame: FrameType, call: int, error: 
         _give_up(group, known.again, frame, error)
 
 
-signals.guard.inside.update(
-    (ride_in_python.__code__, _or_give_up.__code__, _finish.__code__, _await.__code__, _lose.__code__, cross.__code__)
-)
+signals.guard.inside.update((_or_give_up.__code__, _finish.__code__, _await.__code__, _lose.__code__, cross.__code__))
 
 
-def _prepared_extension() -> tuple[Any, str]:
-    """Return the extension, told of what it needs; or None, and why it cannot be used."""
-    if found is None:
-        return None, no_extension
-    probe = np.zeros((2, 3))
-    address = probe.__array_interface__["data"][0]
-    mine = (ride_in_python, _finish, _lose, _await, _pending, _flights, _threads)
-    try:
-        found.prepare(*mine, Ride, Lane, ProcessGroup, Segment, probe, address)
-    except TypeError as error:
-        return None, str(error)
-    return found, ""
-
-
-extension, why_not = _prepared_extension()
-ride: Callable[[ProcessGroup, Ride, Any, Any, FrameType], bool]
-ride = ride_in_python if extension is None else extension.ride
-"""Make a small call again, as :func:`ride_in_python` does it."""
+if extension is not None:
+    extension.configure(_finish, _lose, _await, _pending, _flights, _threads, Ride, Lane, ProcessGroup)
 
 
 def _forget_in_child() -> None:

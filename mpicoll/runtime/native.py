@@ -1,21 +1,29 @@
-"""The C extension (``_riding.c``), where it was built for this Python and this version of the library."""
+"""The C extension ``mpicoll._native``, if it was built for this Python and this version of the library."""
 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
-VERSION = "c1894b97"
-"""The sum (CRC-32) of ``_riding.c``, with which it was built: one of another source is not used. A test knows the sum."""
+import numpy as np
+
+VERSION = "7b3f236a"
+"""The CRC-32 of the sources in ``native/``. An extension that was built from other sources is not used."""
 
 
 def _load() -> tuple[Any, str]:
+    probe = np.zeros((2, 3))
     try:
-        loaded: Any = importlib.import_module("mpicoll._riding")
-        version = loaded.VERSION
-    except (ImportError, AttributeError) as error:
+        loaded: Any = importlib.import_module("mpicoll._native")
+        if loaded.VERSION != VERSION:
+            return None, "it was built for another version: install mpicoll again"
+        loaded.check_arrays(probe, probe.__array_interface__["data"][0])
+    except (ImportError, AttributeError, TypeError) as error:
         return None, str(error)
-    return (loaded, "") if version == VERSION else (None, "it was built for another version: install mpicoll again")
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        return None, "it needs the interpreter lock, which is off (PYTHON_GIL=0)"
+    return loaded, ""
 
 
 found, why_not = _load()
@@ -23,5 +31,10 @@ found, why_not = _load()
 
 
 def name_of(op: str, dtype: Any) -> str:
-    """Return how the extension calls a reduction by an op of MPI's; "" for elements whose bytes are in the other order."""
-    return f"{op} {dtype.kind}{dtype.itemsize}" if dtype.isnative else ""
+    """Return the extension's name of a reduction by an operation of MPI, of native elements: ``"SUM f8"``."""
+    return f"{op} {dtype.kind}{dtype.itemsize}"
+
+
+def reduce_rows(op: str, rows: Any, size: int, out: Any) -> None:
+    """Reduce ``size`` rows, which stand one behind the other in an array, into another array in the order of the rows."""
+    found.reduce_rows(rows, size, out, name_of(op, out.dtype))

@@ -34,7 +34,7 @@ CUDA_IPC: tuple[CudaIpc, ...] = ("auto", "off")
 
 Extension = Literal["auto", "off"]
 EXTENSION: tuple[Extension, ...] = ("auto", "off")
-"""Whether the C extension makes the calls that it can make; see MPICOLL_EXTENSION."""
+"""Whether the C extension is used; see MPICOLL_EXTENSION."""
 
 Progress = Literal["none", "thread"]
 PROGRESS: tuple[Progress, ...] = ("none", "thread")
@@ -201,7 +201,7 @@ SETTINGS: tuple[Setting, ...] = (
         _extension,
         "auto",
         "auto or off",
-        "whether calls that are made again go through the C extension: where it was built, or never",
+        "whether the ranks of a node use shared memory, which the C extension does: if all have it, or never (then MPI)",
     ),
     Setting(
         "MPICOLL_PROGRESS",

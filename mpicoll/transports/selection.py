@@ -29,26 +29,19 @@ Ranges = Sequence[tuple[int, int]]
 """First and last number of bytes, both among them."""
 
 _KIB = 1024
-IN_PYTHON: Mapping[Kind, Ranges] = {
+DEFAULT: Mapping[Kind, Ranges] = {
     # Between them both MPIs are faster on two ranks; from 32 MiB on their temporary memory is given back after each call.
-    Kind.ALL_REDUCE: ((2 * _KIB + 1, 1024 * _KIB), (32 * 1024 * _KIB, NEVER)),
+    Kind.ALL_REDUCE: ((2 * _KIB + 1, 8 * 1024 * _KIB), (32 * 1024 * _KIB, NEVER)),
     Kind.REDUCE: ((2 * _KIB + 1, NEVER),),
     Kind.REDUCE_SCATTER: ((65, NEVER),),
     # What is only moved both MPIs copy once, from the other process's memory, where this engine copies twice.
-    Kind.BROADCAST: ((2 * _KIB + 1, 1024 * _KIB),),
+    Kind.BROADCAST: ((2 * _KIB + 1, 4 * 1024 * _KIB),),
     Kind.ALL_GATHER: ((2 * _KIB + 1, 64 * _KIB),),
     Kind.GATHER: ((2 * _KIB + 1, 512 * _KIB),),
     Kind.SCATTER: ((65, 512 * _KIB),),
     Kind.ALL_TO_ALL: ((65, 64 * _KIB),),
 }
-"""Bytes of the largest block with which the node engine moves a call where nothing was measured, without the C extension."""
-
-DEFAULT: Mapping[Kind, Ranges] = {
-    **IN_PYTHON,
-    Kind.ALL_REDUCE: ((2 * _KIB + 1, 8 * 1024 * _KIB), (32 * 1024 * _KIB, NEVER)),
-    Kind.BROADCAST: ((2 * _KIB + 1, 4 * 1024 * _KIB),),
-}
-"""The same where all ranks have the C extension (docs/performance.md)."""
+"""Bytes of the largest block with which shared memory moves a call if nothing was measured (docs/performance.md)."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import pytest
 import mpicoll as dist
 from mpicoll.operations import riding
 from mpicoll.pytest_plugin import collective_raises
-from mpicoll.transports.shm.control import MASK, RIDING_BYTES
+from mpicoll.transports.shm.control import EAGER_BYTES, MASK
 from mpicoll.transports.shm.transport import PIECE
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -102,7 +102,7 @@ def test_the_bits_of_numpy(dtype: str, fresh: Callable[[bool], Any]) -> None:
     """Every op that the dtype has, of one element, of some and of many: what NumPy gives in the order of the ranks."""
     me, size = dist.get_rank(), dist.get_world_size()
     group = fresh(here())
-    most = RIDING_BYTES // np.dtype(dtype).itemsize
+    most = EAGER_BYTES // np.dtype(dtype).itemsize
     for op in ops_of(dtype):
         for count in (1, 7, most, 5 * most + 3):
             every = [values(dtype, count, rank) for rank in range(size)]

@@ -19,7 +19,7 @@ from mpicoll.operations import riding
 from mpicoll.operations.deferred import MOST_AT_REST, Deferred, Later
 from mpicoll.pytest_plugin import collective_raises
 from mpicoll.runtime import waiting
-from mpicoll.transports.shm.control import AHEAD, RIDING_BYTES
+from mpicoll.transports.shm.control import AHEAD, EAGER_BYTES
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -67,7 +67,7 @@ def test_results(dtype: str) -> None:
     for op, fold in FOLDS.items():
         if (dtype == "c16" and fold is not np.add) or (fold is np.bitwise_and and dtype not in ("i4", "u1")):
             continue
-        for shape in ((1,), (), (3, 5), (RIDING_BYTES // np.dtype(dtype).itemsize,)):
+        for shape in ((1,), (), (3, 5), (EAGER_BYTES // np.dtype(dtype).itemsize,)):
             for many in (1, 3, 2 * AHEAD + 1):
                 arrays = [np.full(shape, (me + turn) % 5 + 1, dtype) for turn in range(many)]
                 works = [begun(x, op) for x in arrays]
@@ -95,7 +95,7 @@ def test_averages_and_bools() -> None:
 def test_what_cannot_ride() -> None:
     """Arrays that are no plain ones of NumPy's, or large, and what is wrong, go the long way."""
     size = dist.get_world_size()
-    strided, large, half = np.ones((4, 4))[:, 1], np.ones(RIDING_BYTES // 8 + 1), np.ones(3, np.float16)
+    strided, large, half = np.ones((4, 4))[:, 1], np.ones(EAGER_BYTES // 8 + 1), np.ones(3, np.float16)
     for x in (strided, large, half, np.ones(0)):
         work = dist.all_reduce(x, async_op=True)
         assert not isinstance(work, Later)

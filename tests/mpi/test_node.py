@@ -15,7 +15,7 @@ from jobs import left_in_memory
 import mpicoll as dist
 from mpicoll.transports.base import Kind
 from mpicoll.transports.selection import Choice
-from mpicoll.transports.shm import mapping, segment
+from mpicoll.transports.shm import mapping
 from mpicoll.transports.shm import transport as node_engine
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -27,19 +27,15 @@ def on_one_node() -> bool:
     return dist.node_group().size() == dist.get_world_size()
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.fixture(params=["whole", "parts", pytest.param("barriers", marks=SLOW)])
+@pytest.fixture(params=["whole", "parts"])
 def group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A group whose data moves through small buffers only; reduced whole, in parts, and with barriers of MPI as counters."""
+    """A group whose data moves through small buffers only; reduced whole, and in parts."""
     monkeypatch.setattr(node_engine, "WHOLE_BYTES", 1 << 30 if request.param == "whole" else -1)
-    monkeypatch.setattr(node_engine, "WHOLE_BYTES_CROWDED", 1 << 30 if request.param == "whole" else -1)
-    monkeypatch.setattr(segment, "ORDERED", request.param != "barriers")
+    monkeypatch.setattr(node_engine, "WHOLE_BYTES_OVERSUBSCRIBED", 1 << 30 if request.param == "whole" else -1)
     made = dist.new_group()
     pair = made.pair
     if pair.node is not None:  # else the members are on several nodes, and all goes through MPI
-        pair.node = node_engine.NodeEngine(pair.data, Small(1 << 24), dist.get_world_size() > 2)
+        pair.node = node_engine.SharedMemoryTransport(pair.data, Small(1 << 24), dist.get_world_size() > 2)
     pair.choice = Choice("node")
     yield made
     if pair.node is not None:
@@ -85,7 +81,7 @@ def folded(op: str, parts: list[Any]) -> Any:
         "float64",
         "int8",
         "bool",
-        *(pytest.param(name, marks=SLOW) for name in ("float32", "uint16", "int64", "complex64", "longdouble")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("float32", "uint16", "int64", "complex64", "longdouble")),
     ],
 )
 def test_reductions(group: Any, dtype: str) -> None:
@@ -125,7 +121,7 @@ def test_uneven_reduce_scatter(group: Any) -> None:
     assert used(group)
 
 
-@pytest.mark.parametrize("dtype", ["float64", pytest.param("uint8", marks=SLOW), pytest.param("S7", marks=SLOW)])
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("uint8", marks=pytest.mark.slow), pytest.param("S7", marks=pytest.mark.slow)])
 def test_movements(group: Any, dtype: str) -> None:
     """broadcast, all_gather, gather, scatter and all_to_all from and to each rank."""
     me, world = dist.get_rank(), dist.get_world_size()
@@ -229,7 +225,7 @@ def test_without_shared_memory(
         return
     monkeypatch.setattr("mpicoll.operations.execution._said_why_not", [])
     budget = node_engine.Budget(0 if missing == "budget" and me == 1 else 1 << 24)
-    group.pair.node = node_engine.NodeEngine(group.pair.data, budget, False)
+    group.pair.node = node_engine.SharedMemoryTransport(group.pair.data, budget, False)
     before = left_in_memory("segment")
     if missing == "folder" and me == 0:
         monkeypatch.setattr(mapping, "DIRECTORY", str(tmp_path / "missing"))

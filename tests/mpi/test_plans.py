@@ -17,7 +17,7 @@ import mpicoll as dist
 from mpicoll.checks.memory_in_use import claims
 from mpicoll.pytest_plugin import collective_raises
 from mpicoll.runtime import waiting
-from mpicoll.transports.shm.control import AHEAD, RIDING_BYTES
+from mpicoll.transports.shm.control import AHEAD, EAGER_BYTES
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -48,7 +48,7 @@ FOLDS = {
 }
 
 
-@pytest.mark.parametrize("nbytes", [0, 8, RIDING_BYTES, RIDING_BYTES + 8, 1 << 16, 1 << 20])
+@pytest.mark.parametrize("nbytes", [0, 8, EAGER_BYTES, EAGER_BYTES + 8, 1 << 16, 1 << 20])
 @pytest.mark.parametrize("dtype", ["f4", "f8", "i4", "u1", "c16", "f2", "g"])
 def test_results(dtype: str, nbytes: int) -> None:
     """Every dtype, op and size gives what the fold of all contributions gives, at each start anew."""

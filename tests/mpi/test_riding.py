@@ -14,7 +14,7 @@ import pytest
 import mpicoll as dist
 from mpicoll.operations import riding
 from mpicoll.pytest_plugin import collective_raises
-from mpicoll.transports.shm.control import MASK, RIDING_BYTES
+from mpicoll.transports.shm.control import EAGER_BYTES, MASK
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -51,7 +51,7 @@ def test_reductions_that_ride(dtype: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(riding, "ride", lambda *given: rides.append(real(*given)) or rides[-1])
     itemsize = np.dtype(dtype).itemsize
     ops = [dist.ReduceOp.SUM] if dtype == "c16" else list(FOLDS)
-    for count in (0, 1, 7, RIDING_BYTES // itemsize, RIDING_BYTES // itemsize + 1):
+    for count in (0, 1, 7, EAGER_BYTES // itemsize, EAGER_BYTES // itemsize + 1):
         for op in ops:
             rides.clear()
             for turn in range(3 * (MASK + 1)):
@@ -63,7 +63,7 @@ def test_reductions_that_ride(dtype: str, monkeypatch: pytest.MonkeyPatch) -> No
                 dist.all_reduce(x, op)
                 assert (x == expected).all(), (count, op, turn)
             # Not while messages of the tests before are under way.
-            wanted = 2 * (MASK + 1) if count * itemsize <= RIDING_BYTES else 0
+            wanted = 2 * (MASK + 1) if count * itemsize <= EAGER_BYTES else 0
             assert rides.count(True) >= wanted, (count, op, len(rides))
 
 
