@@ -20,7 +20,6 @@ def about(comm: Any) -> dict[str, Any]:
     from mpi4py import MPI
 
     import mpicoll
-    from mpicoll.runtime.mpi_library import library_name
 
     words = [f"benchmarks/{Path(sys.argv[0]).name}", *(os.path.basename(word) for word in sys.argv[1:])]
     seconds = os.environ.get("BENCHMARK_SECONDS")
@@ -32,7 +31,7 @@ def about(comm: Any) -> dict[str, Any]:
         "command": " ".join(["mpicoll run -n", str(comm.Get_size()), *words]),
         "processor": models[0] if models else platform.machine(),
         "cores": os.cpu_count(),
-        "MPI": library_name(MPI.Get_library_version()),
+        "MPI": " ".join(MPI.Get_library_version().strip("\0 \n").split(",")[0].splitlines()[0].split()),
         "mpi4py": mpi4py.__version__,
         "numpy": np.__version__,
         "mpicoll": mpicoll.__version__,

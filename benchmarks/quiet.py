@@ -28,7 +28,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 def middle(values: Sequence[float], digits: int = 2) -> str:
     """Return the median and, in brackets, the quartiles."""
-    low, half, high = statistics.quantiles(values, n=4)
+    low, half, high = statistics.quantiles(values if len(values) > 1 else [*values] * 2, n=4)
     return f"{half:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
