@@ -43,6 +43,8 @@ def test_each_script_is_tried() -> None:
     """Those that only help the others aside."""
     assert {path.name for path in FOLDER.glob("*.py")} == {
         *(name.split()[0] for name in RUNS),
+        "compare.py",
+        "handover.py",
         "machine.py",
         "quiet.py",
         "growth_model.py",
@@ -115,3 +117,36 @@ def test_benchmarks_of_many_ranks() -> None:
     counts = re.findall(r"0-1 s: ([\d.]+) searches, \d+ messages; 1-10 s: ([\d.]+) searches", done.stdout)
     assert len(counts) == 2, done
     assert all(1 <= float(first) < 10 and 9 <= float(rest) < 150 for first, rest in counts), done
+
+
+@pytest.mark.slow
+@pytest.mark.both_mpis
+def test_a_tree_is_compared_with_itself(tmp_path: Path) -> None:
+    """Both trees are installed, with the extension and without it; what ``--json`` writes is what the table shows."""
+    file = tmp_path / "compared.json"
+    words = [sys.executable, str(FOLDER / "compare.py"), str(ROOT), str(ROOT), "--quick", "--json", str(file)]
+    for more in (["--extension", "auto"], ["--extension", "off", "--engine", "mpi", "--limit", "1e9"]):
+        command = [*words, *more, "--rows", "all_reduce 8 B", "--rows", "ping-pong 8 B"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+        assert done.returncode == 0, done
+        found = json.loads(file.read_text())
+        assert list(found["rows"]) == ["all_reduce 8 B", "ping-pong 8 B"]
+        assert found["windows"]["near"] + found["windows"]["far"] > 0, found
+        assert len(found["latencies_ns"]) == 2 * 2 * 8
+        for name, row in found["rows"].items():
+            assert all(0 < time < 1e6 for label in row.values() for key in "AB" for time in label[key]), found
+            assert re.search(rf"^{name} +\|", done.stdout, re.MULTILINE), done
+    assert "above 1e+09, or without pairs: no row" in done.stdout, done
+
+
+@pytest.mark.slow
+def test_no_tree_is_compared_with_another_library(tmp_path: Path) -> None:
+    """A rank that imports another tree's library ends with its file, and so does a tree that is none."""
+    words = [sys.executable, str(FOLDER / "compare.py"), "--rank", "socket", "file", str(tmp_path), "auto"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1, done
+    assert re.search(f"not the library of {tmp_path}, extension auto: .*__init__.py", done.stderr), done
+    words = [sys.executable, str(FOLDER / "compare.py"), "no-such-revision", str(ROOT)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1, done
+    assert "no-such-revision" in done.stderr, done
