@@ -18,6 +18,8 @@ from quiet import middle, rounds
 
 import mpicoll as dist
 from mpicoll.groups import registry
+from mpicoll.operations.repeating import outcome
+from mpicoll.transports.control import SAID, make_words
 
 ROUNDS = 15
 REPEATS = 20_000
@@ -29,20 +31,21 @@ def main() -> None:
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD.Dup()
-    lane = registry.state().world.pair.lane
-    lane.share(None)  # the round through MPI, as members on several nodes make it
-    words, told = np.zeros(12, np.int64), np.zeros(12, np.int64)
+    agreement = registry.state().world.pair.agreement
+    agreement.use(None)  # the round through MPI, as members on several nodes make it
+    said = make_words(12345, 8)
+    words, told = np.zeros(SAID + 2, np.int64), np.zeros(SAID + 2, np.int64)
 
     def agree() -> None:
         """What a call that is made again does for its round (``operations.repeating.repeat``)."""
-        ticket = lane.ticket()
-        if not (ticket.may_post() and ticket.Test()):
+        number = agreement.order.issue()
+        if not (agreement.may_post(number) and agreement.order.may_move(number)):
             raise RuntimeError("a call is under way")
-        slot, request = ticket.lane.post(12345, 8)
-        while not request.Test():
+        made = agreement.post(said)
+        while not made.Test():
             pass
-        slot.plain(12345)  # says, on a busy machine, that somebody came late: such a round is left out anyway
-        ticket.pass_on()
+        outcome(made, said)  # on a busy machine, that a member was late: such a round is left out anyway
+        agreement.order.pass_on(number)
 
     def polled() -> None:
         request = comm.Iallreduce(words, told, MPI.MAX)

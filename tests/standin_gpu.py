@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+from reductions import OPS
 
 from mpicoll.memory import half
 from mpicoll.memory.arithmetic import quietly
 from mpicoll.memory.device.runtime import DeviceArray, Fold
 from mpicoll.transports.device.capability import REDUCTIONS
-from reductions import OPS
 
 __all__ = ["Gpu", "GpuArray", "Stream", "Window"]
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from mpicoll.checks.agreement import Flags
 from mpicoll.diagnosis.call import Call
 from mpicoll.errors import ARGUMENT
 from mpicoll.groups.registry import member_or_warn
@@ -16,6 +15,7 @@ from mpicoll.memory.dtypes import element
 from mpicoll.operations import execution
 from mpicoll.runtime.call_site import call_site
 from mpicoll.transports.base import Request
+from mpicoll.transports.control import Agreed
 
 
 def empty(shape: Any, dtype: Any = float, *, group: Any = None, shared: bool = True) -> Any:
@@ -62,7 +62,7 @@ def empty(shape: Any, dtype: Any = float, *, group: Any = None, shared: bool = T
     node = found.pair.node
     memory: list[Any] = []
 
-    def steps(flags: Flags) -> Generator[Request, None, None]:
+    def steps(agreed: Agreed) -> Generator[Request, None, None]:
         if node is not None and nbytes and found.pair.choice.mode != "mpi":
             yield from node.prepare()
             if node.usable:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpicoll.checks.memory_in_use import SEALED_BYTES, Flight, Seal, claims, written
-from mpicoll.diagnosis.call import AS_IT_IS, IN_PIECES, NOTHING, Call
+from mpicoll.diagnosis.call import Call
 from mpicoll.errors import wrong_argument
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup, Stopping
@@ -30,6 +30,7 @@ from mpicoll.operations.work import Work
 from mpicoll.runtime.call_site import Site, call_site, caller
 from mpicoll.runtime.native import found as extension
 from mpicoll.transports.base import Kind, Movement
+from mpicoll.transports.control import AS_IT_IS, IN_PIECES, NOTHING
 from mpicoll.transports.shm.control import EAGER_BYTES
 
 if TYPE_CHECKING:
@@ -122,15 +123,15 @@ def run_prepared(
     call = Call(op, key, site, uneven=ready.uneven, detail=ready.detail, alias=alias)
     carried: Any = None
     if ready.stopping is not None:
-        call.block_bytes, carried = ready.stopping.brings(), ready.stopping.carried
+        call.signal, carried = ready.stopping.brings(), ready.stopping.carried
     if ready.offer is not None:
-        call.offer, call.native = ready.offer, IN_PIECES if ready.offer.in_pieces else 0
+        call.device_reduction, call.device = ready.offer, IN_PIECES if ready.offer.in_pieces else 0
         call.block_bytes, move = ready.offer.nbytes, ready.move
 
         def carried(_: Any) -> Movement:
             return move
     else:
-        call.native = _of_gpu(ready.move)
+        call.device = _of_gpu(ready.move)
 
     work = execution.run(
         group,

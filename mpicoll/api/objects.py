@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from mpicoll.checks.agreement import Flags
 from mpicoll.checks.memory_in_use import look_at
-from mpicoll.diagnosis.call import NOTHING, Call, name_ranks
+from mpicoll.diagnosis.call import Call, name_ranks
 from mpicoll.errors import ARGUMENT, CollectiveMismatchError, DistError, wrong_argument
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import member_or_warn, peer_rank
@@ -27,6 +26,7 @@ from mpicoll.operations import execution
 from mpicoll.runtime import waiting
 from mpicoll.runtime.call_site import call_site
 from mpicoll.transports.base import Kind, Movement, Request
+from mpicoll.transports.control import NOTHING, Agreed
 from mpicoll.transports.mpi.collectives import Post, Together, library_tag, post_all
 
 FIRST_BYTES = 16 * 1024
@@ -262,26 +262,26 @@ class _Transfer:
     whole_heads: bool = False
     kind = b"?"
 
-    def steps(self, flags: Flags) -> Steps:
+    def steps(self, agreed: Agreed) -> Steps:
         """Move the objects: the generator that ``operations.execution.conduct`` drives."""
-        if flags.most >= _FAILED:
+        if agreed.most >= _FAILED:
             if self.failed is not None:
                 self.call.error = self.failed
                 raise self.failed
-            odd = self.group.ranks[flags.most - _FAILED]
+            odd = self.group.ranks[agreed.most - _FAILED]
             raise CollectiveMismatchError(
                 f"{self.call.op} on group {self.group.display}: what {name_ranks([odd])} passed could not be pickled there"
             )
-        first = _first_bytes(flags.most)
-        self.whole = flags.block_bytes <= first
-        self.whole_heads = flags.most <= first
+        first = _first_bytes(agreed.most)
+        self.whole = agreed.block_bytes <= first
+        self.whole_heads = agreed.most <= first
         wire_error = WireError  # at the end of the interpreter the module's names are gone before kept generators
         try:
-            yield from self.move(flags, first)
+            yield from self.move(agreed, first)
         except wire_error as error:
             raise self.refused(error) from error
 
-    def move(self, flags: Flags, first: int) -> Steps:
+    def move(self, agreed: Agreed, first: int) -> Steps:
         """Move them; ``first``: bytes of each head that the first movement carries."""
         raise NotImplementedError
 
@@ -297,14 +297,14 @@ class _Transfer:
     def prefix(self, packed: Packed) -> Any:
         return packed.prefix(self.kind, self.call.seq)
 
-    def arriving(self, block: Any, flags: Flags) -> Arriving:
+    def arriving(self, block: Any, agreed: Agreed) -> Arriving:
         """Return what a first block announces."""
-        return Arriving(block, pickled.read_header(block, self.kind, self.call.seq, flags.block_bytes, flags.most))
+        return Arriving(block, pickled.read_header(block, self.kind, self.call.seq, agreed.block_bytes, agreed.most))
 
-    def first_movement(self, flags: Flags, move: Movement, first: int) -> Steps:
+    def first_movement(self, agreed: Agreed, move: Movement, first: int) -> Steps:
         """Move one block of ``first`` bytes for each member, in polled steps."""
         engine = self.group.pair.native
-        if flags.nonblocking:
+        if agreed.nonblocking:
             yield engine.nonblocking(move)
             return
         key = ("objects", move.kind, move.root, first)
@@ -380,7 +380,7 @@ class _Transfer:
 class _Broadcast(_Transfer):
     kind = b"B"
 
-    def move(self, flags: Flags, first: int) -> Steps:
+    def move(self, agreed: Agreed, first: int) -> Steps:
         """By broadcasts: of the first bytes, the rest of the head, each buffer."""
         block = np.empty(first, np.uint8)
         arriving: Arriving | None = None
@@ -388,32 +388,32 @@ class _Broadcast(_Transfer):
             packed = self.packed[0]
             prefix = self.prefix(packed)
             packed.block(prefix, block)
-        yield from self.first_movement(flags, Movement(Kind.BROADCAST, recv=block, root=self.root), first)
+        yield from self.first_movement(agreed, Movement(Kind.BROADCAST, recv=block, root=self.root), first)
         moved = 0
         if self.packed:
             rest = packed.rest(prefix, first)
         else:
-            arriving = self.arriving(block, flags)
+            arriving = self.arriving(block, agreed)
             rest = arriving.rest(first)
         for piece in rest:
-            moved = yield from self.broadcast(flags, piece, moved)
+            moved = yield from self.broadcast(agreed, piece, moved)
         if arriving is not None:
             arriving.open()
         for piece in pickled.pieces(packed.parts if arriving is None else arriving.parts):
-            moved = yield from self.broadcast(flags, piece, moved)
+            moved = yield from self.broadcast(agreed, piece, moved)
         if arriving is not None:
             self.arrived[self.root] = arriving
 
-    def broadcast(self, flags: Flags, piece: Any, moved: int) -> Generator[Request, None, int]:
+    def broadcast(self, agreed: Agreed, piece: Any, moved: int) -> Generator[Request, None, int]:
         """Broadcast memory in place."""
         move = Movement(Kind.BROADCAST, recv=piece, root=self.root)
-        return (yield from execution.move_once(self.group, self.call, flags, move, moved))
+        return (yield from execution.move_once(self.group, self.call, agreed, move, moved))
 
 
 class _AllGather(_Transfer):
     kind = b"A"
 
-    def move(self, flags: Flags, first: int) -> Steps:
+    def move(self, agreed: Agreed, first: int) -> Steps:
         """By an all-gather of the first bytes; each pair exchanges the rest."""
         me, size = self.group.rank(), self.group.size()
         packed = self.packed[0]
@@ -421,9 +421,9 @@ class _AllGather(_Transfer):
         mine, blocks = np.empty(first, np.uint8), np.empty((size, first), np.uint8)
         packed.block(prefix, mine)
         move = Movement(Kind.ALL_GATHER, send=mine, recv=blocks.reshape(-1))
-        yield from self.first_movement(flags, move, first)
+        yield from self.first_movement(agreed, move, first)
         others = [peer for peer in range(size) if peer != me]
-        receives = {peer: self.arriving(blocks[peer], flags) for peer in others}
+        receives = {peer: self.arriving(blocks[peer], agreed) for peer in others}
         yield from self.exchange_all(dict.fromkeys(others, (packed, prefix)), receives, first)
 
     def keep_own(self) -> None:
@@ -436,7 +436,7 @@ class _AllGather(_Transfer):
 class _Gather(_Transfer):
     kind = b"G"
 
-    def move(self, flags: Flags, first: int) -> Steps:
+    def move(self, agreed: Agreed, first: int) -> Steps:
         """By a gather of the first bytes; each member sends the rest to the root."""
         me, size = self.group.rank(), self.group.size()
         packed = self.packed[0]
@@ -445,8 +445,8 @@ class _Gather(_Transfer):
         packed.block(prefix, mine)
         blocks = np.empty((size if at_root else 0, first), np.uint8)
         move = Movement(Kind.GATHER, send=mine, recv=blocks.reshape(-1) if at_root else None, root=self.root)
-        yield from self.first_movement(flags, move, first)
-        receives = {peer: self.arriving(blocks[peer], flags) for peer in range(len(blocks)) if peer != me}
+        yield from self.first_movement(agreed, move, first)
+        receives = {peer: self.arriving(blocks[peer], agreed) for peer in range(len(blocks)) if peer != me}
         yield from self.exchange_all({} if at_root else {self.root: (packed, prefix)}, receives, first)
 
     def keep_own(self) -> None:
@@ -459,7 +459,7 @@ class _Gather(_Transfer):
 class _Scatter(_Transfer):
     kind = b"S"
 
-    def move(self, flags: Flags, first: int) -> Steps:
+    def move(self, agreed: Agreed, first: int) -> Steps:
         """By a scatter of the first bytes; the root sends each member the rest."""
         me, size = self.group.rank(), self.group.size()
         block = np.empty(first, np.uint8)
@@ -468,12 +468,12 @@ class _Scatter(_Transfer):
         for packed, prefix, into in zip(self.packed, prefixes, blocks, strict=True):
             packed.block(prefix, into)
         move = Movement(Kind.SCATTER, send=blocks.reshape(-1) if prefixes else None, recv=block, root=self.root)
-        yield from self.first_movement(flags, move, first)
+        yield from self.first_movement(agreed, move, first)
         if prefixes:
             sends = {peer: (self.packed[peer], prefixes[peer]) for peer in range(size) if peer != me}
             yield from self.exchange_all(sends, {}, first)
         else:
-            yield from self.exchange_all({}, {self.root: self.arriving(block, flags)}, first)
+            yield from self.exchange_all({}, {self.root: self.arriving(block, agreed)}, first)
             self.arrived[me] = self.arrived.pop(self.root)
 
     def keep_own(self) -> None:
@@ -538,5 +538,5 @@ def _run(
     return made
 
 
-def _no_steps(flags: Flags) -> Steps:
+def _no_steps(agreed: Agreed) -> Steps:
     raise AssertionError("nothing moves where arguments are wrong")

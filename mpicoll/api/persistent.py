@@ -105,7 +105,12 @@ class Plan(Deferred):
     ) -> None:
         ride: Ride | None = None
         small = reduction is not None and reduction.factor is None and array.nbytes <= EAGER_BYTES
-        if reduction is not None and small and group.pair.lane.shared is not None and registry.state().thread_multiple:
+        if (
+            reduction is not None
+            and small
+            and group.pair.agreement.channel.carries_data
+            and registry.state().thread_multiple
+        ):
             again = Repeated(
                 _OP, key, Kind.ALL_REDUCE, array.nbytes, mpi_op=reduction.mpi_op, average=reduction.average
             )

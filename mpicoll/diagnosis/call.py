@@ -9,13 +9,7 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 from mpicoll.runtime.call_site import Site
-
-NOTHING = -(2**63)
-"""A detail that takes no part in the comparison (the neutral element of MAX on int64)."""
-
-BEHIND, IN_PIECES, AS_IT_IS = 1, 2, 3
-"""How memory of a GPU is moved: copied as a whole, when that GPU has come to the call; by way of the host in pieces; or handed to
-MPI. Where members differ, the largest counts."""
+from mpicoll.transports.control import NO_DEVICE, NOTHING
 
 
 @dataclass(slots=True)
@@ -32,9 +26,11 @@ class Call:
         uneven: this rank's blocks differ in size.
         block_bytes: the largest block that this rank moves to or from one peer.
         detail: a number that must agree where every member gives one.
-        native: ``AS_IT_IS``: this rank can use the native engine alone for it; then all members do. Else ``IN_PIECES``: it
-            moves memory of a GPU by way of the host; then all members move in pieces alike. Else ``BEHIND``, where it
-            is copied as a whole: its GPU may be late, or fail, so all meet before they enter MPI. Else 0.
+        device: how its memory moves, of `mpicoll.transports.control`: the largest of all members counts. ``AS_IT_IS``: this rank
+            can only hand its memory to MPI; then all members use MPI. ``IN_PIECES``: its memory is a GPU's and moves through the
+            host; then all members move in pieces. ``BEHIND``: its memory is copied as a whole, and the GPU may be late or
+            fail; then all members meet before they enter MPI.
+        signal: what the signals that have reached this rank ask for, on a barrier or ``should_stop``.
         print: what its round compares: the fingerprint of this call, of all since the last comparison, or nothing.
         made: those calls, this one among them.
         closes: it is no call: here the group was destroyed, or the program has ended.
@@ -43,7 +39,7 @@ class Call:
         alias: another name of the public function, under which this rank called it.
         explaining: the members differ, and tell each other what they called.
         compared: it is compared at level ``roll`` however small it is.
-        offer: how this rank offers to make it on the GPU that all share (see ``transports.device.ipc.Offer``).
+        device_reduction: how this rank can reduce on the GPU that all share (see ``transports.device.ipc.Offer``); None: not.
         patience: makes the wait for it where that is a special one (see ``diagnosis.wait_policy.CallWait``).
         come: asks whether this rank's GPU has come to it; None where no rank is known to have an array on one.
     """
@@ -57,14 +53,15 @@ class Call:
     uneven: bool = False
     block_bytes: int = 0
     detail: int = NOTHING
-    native: int = 0
+    device: int = NO_DEVICE
+    signal: int = 0
     print: int = 0
     made: list[Kept] = field(default_factory=list)
     closes: bool = False
     apart: bool = False
     passes: bool = False
     alias: str = ""
-    offer: Any = None
+    device_reduction: Any = None
     explaining: bool = False
     compared: bool = False
     patience: Any = None

@@ -27,7 +27,7 @@ class Turn(Protocol):
 class _Slots:
     """What each call of a group reads or writes, at a known place in it: machine code finds it there."""
 
-    __slots__ = ("calls", "last", "lock", "turn")
+    __slots__ = ("last", "lock", "turn")
 
 
 class Membership(_Slots):
@@ -39,7 +39,7 @@ class Membership(_Slots):
         ranks: global ranks of the members.
         timeout: limit of a wait in seconds.
         level: how much of the calls is compared.
-        calls: collective calls that this rank has made on it.
+        order: the numbers of its calls (``checks.order.CallOrder``), which this file only counts.
         last: its last call: op, code and instruction, or an object that has them as ``place``; None before the first call.
         receiver: the receives of this rank.
         unwaited: asynchronous calls that nobody has waited for.
@@ -49,13 +49,22 @@ class Membership(_Slots):
     """
 
     def __init__(
-        self, name: str, display: str, ranks: tuple[int, ...], rank: int, timeout: float, level: Level, receiver: Any
+        self,
+        name: str,
+        display: str,
+        ranks: tuple[int, ...],
+        rank: int,
+        timeout: float,
+        level: Level,
+        receiver: Any,
+        order: Any,
     ) -> None:
         self.group_name = name
         self.display = display
         self.ranks = ranks
         self.timeout = timeout
         self.level = level
+        self.order: Any = order
         self.calls = 0
         self.last: tuple[str, CodeType, int] | Any | None = None
         self.receiver = receiver
@@ -68,6 +77,16 @@ class Membership(_Slots):
         self._counting = threading.Lock()
         self._sent: dict[tuple[int, int], int] = {}
         self._received: dict[tuple[int, int], int] = {}
+
+    @property
+    def calls(self) -> int:
+        """Collective calls that this rank has made on the group."""
+        made: int = self.order.calls
+        return made
+
+    @calls.setter
+    def calls(self, to: int) -> None:
+        self.order.calls = to
 
     def rank(self) -> int:
         """Return this rank in the group."""

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll.checks.agreement import Closing, Lane
+from mpicoll.checks.agreement import Agreement, Closing
 from mpicoll.errors import DistBackendError
 from mpicoll.runtime.settings import Level, Settings
 from mpicoll.transports.base import SMALL_BYTES, Engine, Kind, Request
 from mpicoll.transports.mpi.collectives import MpiEngine
 from mpicoll.transports.mpi.matching import Receiver
 from mpicoll.transports.selection import DEFAULT, Choice, Ranges
-from mpicoll.transports.shm.control import MOST_MEMBERS, PART, Rounds, make_rounds
+from mpicoll.transports.shm.control import MOST_MEMBERS, PART, RingControl, make_ring
 from mpicoll.transports.shm.transport import Budget, SharedMemoryTransport
 from mpicoll.transports.topology import Topology
 
@@ -42,7 +42,8 @@ class Pair:
         idle: no live group uses it.
         spoiled: a call on it was given up, so it can never be used again.
         on_node: there is more than one, and all are on this node.
-        rounds: the memory through which they make their rounds, where they have some.
+        agreement: its rounds.
+        ring: the control channel through shared memory, if there is one.
         closing: the comparison of the last group's calls that was made when it was destroyed.
         sent, received: messages of the last group that used it, by rank in the group.
         last: the name of that group.
@@ -60,14 +61,14 @@ class Pair:
     closing: Closing | None = None
     node: SharedMemoryTransport | None = None
     on_node: bool = False
-    rounds: Rounds | None = None
+    ring: RingControl | None = None
     choice: Choice = field(default_factory=Choice)
-    lane: Lane = field(init=False)
+    agreement: Agreement = field(init=False)
     native: Engine = field(init=False)
     receiver: Receiver = field(init=False)
 
     def __post_init__(self) -> None:
-        self.lane = Lane(self.control, self.data)
+        self.agreement = Agreement(self.control)
         self.native = MpiEngine(self.data)
         self.receiver = Receiver(self.control, self.data)
 
@@ -110,10 +111,10 @@ class Pair:
 
     def free(self) -> None:
         """Give back to MPI, and to the groups that are made later, all that it has; all members do it, after a sweep."""
-        self.lane.free()
+        self.agreement.free()
         if self.node is not None:
             self.node.close()
-        self.node = self.rounds = None
+        self.node = self.ring = None
         for comm in (self.control, self.data):
             comm.Free()
 
@@ -179,17 +180,17 @@ class Pool:
         budget = self._budget
         wanted = pair.node is not None and len(pair.ranks) <= MOST_MEMBERS and pair.choice.mode != "mpi"
         if not wanted or budget is None:
-            pair.lane.share(None)
+            pair.agreement.use(None)
             return
-        if pair.rounds is None:
+        if pair.ring is None:
             why = "" if budget.take(PART) else "the groups of this process use what MPICOLL_SHM_MB gives"
-            made = yield from make_rounds(pair.data, why)
+            made = yield from make_ring(pair.data, why)
             if isinstance(made, str):
                 if not why:
                     budget.take(-PART)
                 return
-            pair.rounds = made
-        pair.lane.share(pair.rounds)
+            pair.ring = made
+        pair.agreement.use(pair.ring)
         pair.choice = replace(pair.choice, least=1)  # whatever is compared, each call makes a round
 
     def made_together(self, pair: Pair | None) -> None:
@@ -234,7 +235,7 @@ class Pool:
             if unused:
                 if pair is not None:
                     settled.append((yield from pair.sweep()))
-                    if pair.rounds is not None and self._budget is not None:
+                    if pair.ring is not None and self._budget is not None:
                         self._budget.take(-PART)
                     pair.free()
                     self._pairs[pair.ranks][pair.index] = None
@@ -245,7 +246,7 @@ class Pool:
     def close(self) -> None:
         """Free every communicator; nothing is under way on any of them."""
         for pair in self.all():
-            pair.lane.free()
+            pair.agreement.free()
             pair.control.Free()
             pair.data.Free()
         if self._everybody is not None:

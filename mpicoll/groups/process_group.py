@@ -15,10 +15,10 @@ from mpicoll.runtime.mpi_library import keep
 from mpicoll.transports.mpi.envelope import Told
 
 if TYPE_CHECKING:
-    from mpicoll.checks.agreement import Flags
     from mpicoll.groups.communicators import Pair
     from mpicoll.runtime.settings import Level
     from mpicoll.transports.base import Movement, Plan
+    from mpicoll.transports.control import Agreed
     from mpicoll.transports.device.ipc import Link
 
 
@@ -41,7 +41,7 @@ class Stopping(Protocol):
     def take(self, brought: int) -> None:
         """Take the largest of what the ranks brought."""
 
-    def carried(self, flags: Flags) -> Movement:
+    def carried(self, agreed: Agreed) -> Movement:
         """Take what the round of a barrier has carried."""
 
     def deliver(self) -> None:
@@ -104,7 +104,7 @@ class ProcessGroup(Membership):
         display: str = "",
         desc: str | None = None,
     ) -> None:
-        super().__init__(name, display or name, pair.ranks, rank, timeout, level, pair.receiver)
+        super().__init__(name, display or name, pair.ranks, rank, timeout, level, pair.receiver, pair.agreement.order)
         self.group_desc = desc or "undefined"
         self.pair = pair
         self.turn: Turn | None = None  # what keeps its collectives out: a block that one rank runs first

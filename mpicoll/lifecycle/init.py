@@ -508,7 +508,7 @@ def _join(comm: MPI.Intracomm, base: Base | None) -> Steps:
         teardown.bases.append(base)
     base.pool.add(pair)
     yield control.Ibarrier()
-    pair.lane.epoch = time.monotonic()
+    pair.agreement.epoch = time.monotonic()
     return base, pair
 
 
@@ -750,7 +750,7 @@ def _destroy(group: ProcessGroup, base: Base) -> None:
         group.link.leave(awaited=group.broken is None)
     if group.level == "roll" and not group.pair.spoiled:
         op = "destroy_process_group"
-        group.pair.closing = group.pair.lane.close(op, call_site(), group.calls + 1, group.display, group.ranks)
+        group.pair.closing = group.pair.agreement.close(op, call_site(), group.calls + 1, group.display, group.ranks)
     group.destroyed = True
     if not group.pair.spoiled:
         group.pair.idle = True

@@ -582,7 +582,7 @@ def leave(reason: str) -> None:
     elif not spoiled and parted:
         for base in bases:
             for pair in base.pool.all():
-                pair.lane.free()
+                pair.agreement.free()
         if known is not None:
             for group in tuple(known.groups.values()):
                 group.free_plans()
@@ -777,8 +777,8 @@ def _close(base: Base) -> list[Closing]:
     found = [pair.closing for pair in base.pool.all()]
     for group in tuple(known.groups.values()) if known is not None and known.board is base.board else ():
         if group.level == "roll" and group.broken is None:
-            lane, op = group.pair.lane, "end of the program"
-            found.append(lane.close(op, NOWHERE, group.calls + 1, group.display, group.ranks))
+            agreement, op = group.pair.agreement, "end of the program"
+            found.append(agreement.close(op, NOWHERE, group.calls + 1, group.display, group.ranks))
     return [closing for closing in found if closing is not None]
 
 

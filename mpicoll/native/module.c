@@ -47,6 +47,59 @@ typedef struct {
     int type_num;
 } Descr;
 
+/* ---- the order of the calls of a group: checks/order.py has the same class for ranks without the extension ---- */
+
+typedef struct {
+    PyObject_HEAD
+    int64_t issued, posted, moving, round, calls;
+} CallOrder;
+
+static PyObject *order_issue(CallOrder *self, PyObject *Py_UNUSED(nothing))
+{
+    return PyLong_FromLongLong(self->issued++);
+}
+
+static PyObject *order_may_move(CallOrder *self, PyObject *given)
+{
+    const int64_t number = PyLong_AsLongLong(given);
+    return number == -1 && PyErr_Occurred() ? NULL : PyBool_FromLong(self->moving >= number);
+}
+
+static PyObject *order_pass_on(CallOrder *self, PyObject *given)
+{
+    const int64_t number = PyLong_AsLongLong(given);
+    if (number == -1 && PyErr_Occurred())
+        return NULL;
+    self->moving += self->moving == number;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef order_methods[] = {
+    {"issue", (PyCFunction)order_issue, METH_NOARGS, "Return the number of the next call, and count the call as issued."},
+    {"may_move", (PyCFunction)order_may_move, METH_O, "Return whether the data of all earlier calls has been posted."},
+    {"pass_on", (PyCFunction)order_pass_on, METH_O, "Let the data of the next call move, if it is the turn of this call."},
+    {NULL},
+};
+
+static PyMemberDef order_members[] = {
+    {"issued", T_LONGLONG, offsetof(CallOrder, issued), 0, "The number of the next call to issue."},
+    {"posted", T_LONGLONG, offsetof(CallOrder, posted), 0, "The number of the next call to post its round."},
+    {"moving", T_LONGLONG, offsetof(CallOrder, moving), 0, "The number of the next call to move its data."},
+    {"round", T_LONGLONG, offsetof(CallOrder, round), 0, "Rounds made."},
+    {"calls", T_LONGLONG, offsetof(CallOrder, calls), 0, "Calls of the program made on the group."},
+    {NULL},
+};
+
+static PyTypeObject OrderType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpicoll._native.CallOrder",
+    .tp_basicsize = sizeof(CallOrder),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_doc = "The numbers of a group's calls.",
+    .tp_new = PyType_GenericNew,
+    .tp_methods = order_methods,
+    .tp_members = order_members,
+};
+
 /* ---- rounds ---- */
 
 typedef struct {
@@ -95,15 +148,15 @@ static int is_made(const void *base, const char *what)
 
 static PyObject *ring_write_words(RingObject *self, PyObject *const *args, Py_ssize_t count)
 {
-    int64_t words[RING_COMPARED];
+    int64_t words[RING_SAID];
     if (!is_made(self->ring.base, "ring"))
         return NULL;
-    if (count != 2 || !PyTuple_Check(args[1]) || PyTuple_GET_SIZE(args[1]) != RING_COMPARED) {
-        PyErr_Format(PyExc_TypeError, "write(number, words): a tuple of %d integers", RING_COMPARED);
+    if (count != 2 || !PyTuple_Check(args[1]) || PyTuple_GET_SIZE(args[1]) != RING_SAID) {
+        PyErr_Format(PyExc_TypeError, "write(number, words): a tuple of %d integers", RING_SAID);
         return NULL;
     }
     const int64_t number = PyLong_AsLongLong(args[0]);
-    for (int i = 0; i < RING_COMPARED; i++)
+    for (int i = 0; i < RING_SAID; i++)
         words[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(args[1], i));
     if (PyErr_Occurred())
         return NULL;
@@ -175,8 +228,8 @@ static PyObject *ring_maxima_of(RingObject *self, PyObject *given)
         return NULL;
     ring_maxima(&self->ring, number, &maxima);
     memcpy(&mine, ring_record(&self->ring, self->ring.me, number) + 8 * RECORD_TIME, sizeof mine);
-    PyObject *words = PyList_New(RING_COMPARED);
-    for (int i = 0; words != NULL && i < RING_COMPARED; i++) {
+    PyObject *words = PyList_New(RING_SAID);
+    for (int i = 0; words != NULL && i < RING_SAID; i++) {
         PyObject *word = PyLong_FromLongLong(maxima.words[i]);
         if (word == NULL)
             Py_CLEAR(words);
@@ -547,11 +600,10 @@ static PyTypeObject TransferType = {
 typedef struct {
     PyObject *finish, *withdraw, *await; /* of operations/riding.py: continue a posted call, give a call up, wait in the midst of one */
     PyObject *pending, *claims, *threads;
-    PyTypeObject *array, *prepared, *lane, *group;
-    Py_ssize_t shared, op;                   /* slots of a prepared call */
-    Py_ssize_t issued, posted, turn, rounds; /* of a lane */
-    Py_ssize_t calls, last, lock, block;     /* of a group */
-    PyObject *acquire, *release, *f_lasti;   /* names */
+    PyTypeObject *array, *prepared, *group;
+    Py_ssize_t shared, op;                 /* slots of a prepared call */
+    Py_ssize_t last, lock, block;          /* of a group */
+    PyObject *acquire, *release, *f_lasti; /* names */
 } Known;
 
 static Known known;
@@ -575,8 +627,9 @@ typedef struct {
     PyObject_HEAD
     RingObject *ring;
     SegmentObject *segment; /* NULL: the data stands beside the records */
-    PyObject *lane, *dtype;
-    int64_t words[RING_COMPARED];
+    CallOrder *order;
+    PyObject *dtype;
+    int64_t words[RING_SAID];
     Py_ssize_t itemsize;
     Py_ssize_t sends;         /* bytes that this member writes */
     Py_ssize_t offset, block; /* bytes: where that begins what this member reads of the data of another, and its length */
@@ -666,14 +719,12 @@ static int given_init(Given *given, PyObject *shapes)
 
 static int shared_traverse(SharedOperation *self, visitproc visit, void *arg)
 {
-    Py_VISIT(self->lane);
     Py_VISIT(self->dtype);
     return 0;
 }
 
 static int shared_clear(SharedOperation *self)
 {
-    Py_CLEAR(self->lane);
     Py_CLEAR(self->dtype);
     return 0;
 }
@@ -682,6 +733,7 @@ static void shared_dealloc(SharedOperation *self)
 {
     PyObject_GC_UnTrack(self);
     shared_clear(self);
+    Py_CLEAR(self->order);
     Py_CLEAR(self->ring);
     Py_CLEAR(self->segment);
     given_free(&self->send);
@@ -731,16 +783,16 @@ static int is_consistent(const SharedOperation *self)
 
 static PyObject *shared_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"ring", "segment", "lane", "words", "dtype", "itemsize", "sends", "offset", "block", "width", "root",
+    static char *names[] = {"ring", "segment", "order", "words", "dtype", "itemsize", "sends", "offset", "block", "width", "root",
                             "send", "recv", "result", "reduction", "average", "in_place", "poll_ns", NULL};
     static const char *const results[] = {
         [NOTHING] = "", [REDUCED] = "reduced", [COPIED] = "copied", [ROWS] = "rows", [LIST] = "list"};
-    PyObject *ring, *segment, *lane, *words, *dtype, *send, *recv;
+    PyObject *ring, *segment, *order, *words, *dtype, *send, *recv;
     const char *result, *reduction;
     Py_ssize_t itemsize, sends, offset, block, width;
     int root, average, in_place;
     long long budget;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OOO!OnnnnniOOssppL", names, &RingType, &ring, &segment, &lane, &PyTuple_Type,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OO!O!OnnnnniOOssppL", names, &RingType, &ring, &segment, &OrderType, &order, &PyTuple_Type,
                                      &words, &dtype, &itemsize, &sends, &offset, &block, &width, &root, &send, &recv, &result,
                                      &reduction, &average, &in_place, &budget))
         return NULL;
@@ -754,10 +806,10 @@ static PyObject *shared_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     int wrong = segment != Py_None && !Py_IS_TYPE(segment, &SegmentType);
     if (!wrong && segment != Py_None)
         self->segment = (SegmentObject *)Py_NewRef(segment);
-    wrong |= !PyObject_TypeCheck(lane, known.lane) || PyTuple_GET_SIZE(words) != RING_COMPARED;
-    for (int i = 0; !wrong && i < RING_COMPARED; i++)
+    wrong |= PyTuple_GET_SIZE(words) != RING_SAID;
+    for (int i = 0; !wrong && i < RING_SAID; i++)
         self->words[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(words, i));
-    self->lane = Py_NewRef(lane);
+    self->order = (CallOrder *)Py_NewRef(order);
     self->dtype = Py_NewRef(dtype);
     self->itemsize = itemsize;
     self->sends = sends;
@@ -975,9 +1027,9 @@ static Py_ssize_t find_slot(PyTypeObject *type, const char *name)
 static PyObject *configure(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *finish, *withdraw, *await, *pending, *claims, *threads;
-    PyTypeObject *prepared, *lane, *group;
-    if (!PyArg_ParseTuple(args, "OOOO!O!O!O!O!O!", &finish, &withdraw, &await, &PyList_Type, &pending, &PySet_Type, &claims,
-                          &PySet_Type, &threads, &PyType_Type, &prepared, &PyType_Type, &lane, &PyType_Type, &group))
+    PyTypeObject *prepared, *group;
+    if (!PyArg_ParseTuple(args, "OOOO!O!O!O!O!", &finish, &withdraw, &await, &PyList_Type, &pending, &PySet_Type, &claims,
+                          &PySet_Type, &threads, &PyType_Type, &prepared, &PyType_Type, &group))
         return NULL;
     Known next = known;
     const struct {
@@ -985,10 +1037,8 @@ static PyObject *configure(PyObject *Py_UNUSED(module), PyObject *args)
         PyTypeObject *type;
         const char *name;
     } slots[] = {
-        {&next.shared, prepared, "shared"}, {&next.op, prepared, "op"}, {&next.issued, lane, "issued"},
-        {&next.posted, lane, "posted"},     {&next.turn, lane, "turn"}, {&next.rounds, lane, "rounds"},
-        {&next.calls, group, "calls"},      {&next.last, group, "last"}, {&next.lock, group, "lock"},
-        {&next.block, group, "turn"},
+        {&next.shared, prepared, "shared"}, {&next.op, prepared, "op"}, {&next.last, group, "last"},
+        {&next.lock, group, "lock"},        {&next.block, group, "turn"},
     };
     for (size_t i = 0; i < sizeof slots / sizeof *slots; i++)
         if ((*slots[i].at = find_slot(slots[i].type, slots[i].name)) < 0)
@@ -1000,7 +1050,6 @@ static PyObject *configure(PyObject *Py_UNUSED(module), PyObject *args)
     next.claims = Py_NewRef(claims);
     next.threads = Py_NewRef(threads);
     next.prepared = (PyTypeObject *)Py_NewRef((PyObject *)prepared);
-    next.lane = (PyTypeObject *)Py_NewRef((PyObject *)lane);
     next.group = (PyTypeObject *)Py_NewRef((PyObject *)group);
     known = next; /* the references of an earlier configuration are few, and stay */
     Py_RETURN_NONE;
@@ -1173,16 +1222,12 @@ static PyObject *run_rest(PyObject *Py_UNUSED(module), PyObject *const *args, Py
    the garbage collector counts, and none is released that may have a destructor. */
 static PyObject *make(PyObject *const *args, SharedOperation *self, PyObject *site, PyObject **old)
 {
-    PyObject *group = args[0], *send = args[2], *recv = args[3], *lane = self->lane;
+    PyObject *group = args[0], *send = args[2], *recv = args[3], *done;
+    CallOrder *order = self->order;
     Segment *segment = self->segment == NULL ? NULL : &self->segment->segment;
     Ring *ring = &self->ring->ring;
-    const int64_t call = PyLong_AsLongLong(SLOT(lane, known.issued));
-    const int64_t turn = PyLong_AsLongLong(SLOT(lane, known.turn));
-    const int64_t number = PyLong_AsLongLong(SLOT(lane, known.rounds)) + 1;
-    const int64_t calls = PyLong_AsLongLong(SLOT(group, known.calls));
-    if (PyErr_Occurred())
-        return NULL;
-    if (call != turn || PyList_GET_SIZE(known.pending) != 0 || PySet_GET_SIZE(known.claims) != 0 ||
+    const int64_t call = order->issued;
+    if (call != order->moving || PyList_GET_SIZE(known.pending) != 0 || PySet_GET_SIZE(known.claims) != 0 ||
         SLOT(group, known.block) != Py_None)
         Py_RETURN_FALSE;
     if (!fits(self, &self->send, send, READABLE) || !fits(self, &self->recv, recv, WRITABLE))
@@ -1199,43 +1244,31 @@ static PyObject *make(PyObject *const *args, SharedOperation *self, PyObject *si
         Py_DECREF(ident);
         self->thread = thread;
     }
-    /* All that can fail is made before anything is written. */
-    PyObject *next = PyLong_FromLongLong(call + 1), *round = PyLong_FromLongLong(number), *count = PyLong_FromLongLong(calls + 1);
-    PyObject *done = NULL;
-    if (next == NULL || round == NULL || count == NULL)
-        goto end;
-    const int64_t at = segment == NULL ? number : segment->step + 1;
+    const int64_t number = order->round + 1, at = segment == NULL ? number : segment->step + 1;
     write_data(self, at, send, 0);
     const int64_t began = ring_write(ring, number, self->words);
     ring_post(ring, number); /* from here on the others may go on */
-    Py_XSETREF(SLOT(lane, known.issued), Py_NewRef(next));
-    Py_XSETREF(SLOT(lane, known.rounds), Py_NewRef(round));
-    Py_XSETREF(SLOT(group, known.calls), Py_NewRef(count));
+    order->issued = call + 1;
+    order->round = number;
+    order->calls++;
     *old = SLOT(group, known.last); /* perhaps the last reference to a function of the program */
     SLOT(group, known.last) = Py_NewRef(site);
-    if (ring_is_over(ring, number, began, self->budget) && ring_is_unanimous(ring, number)) {
-        if (segment != NULL)
-            segment_advance(segment);
-        Py_XSETREF(SLOT(lane, known.posted), Py_NewRef(next));
-        Py_XSETREF(SLOT(lane, known.turn), Py_NewRef(next));
-        if (self->width < self->block)
-            done = move_pieces(args, self) < 0 ? NULL : Py_NewRef(Py_True);
-        else {
-            read_result(self, at, recv, 0);
-            done = Py_NewRef(Py_True);
-        }
-        if (done == NULL)
-            withdraw(args, call + 1);
-    } else {
+    if (!ring_is_over(ring, number, began, self->budget) || !ring_is_unanimous(ring, number)) {
         done = PyObject_Vectorcall(known.finish, args, 5, NULL);
         if (done == NULL)
             withdraw(args, call);
+        return done;
     }
-end:
-    Py_XDECREF(next);
-    Py_XDECREF(round);
-    Py_XDECREF(count);
-    return done;
+    if (segment != NULL)
+        segment_advance(segment);
+    order->posted = order->moving = call + 1;
+    if (self->width >= self->block)
+        read_result(self, at, recv, 0);
+    else if (move_pieces(args, self) < 0) {
+        withdraw(args, call + 1);
+        return NULL;
+    }
+    Py_RETURN_TRUE;
 }
 
 static PyObject *run(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
@@ -1362,13 +1395,13 @@ PyMODINIT_FUNC PyInit__native(void)
         const char *name;
         PyTypeObject *type;
     } types[] = {
-        {"Ring", &RingType}, {"Segment", &SegmentType}, {"SharedTransfer", &TransferType}, {"SharedOperation", &SharedOperationType}};
+        {"CallOrder", &OrderType}, {"Ring", &RingType}, {"Segment", &SegmentType}, {"SharedTransfer", &TransferType}, {"SharedOperation", &SharedOperationType}};
     const struct {
         const char *name;
         long value;
     } constants[] = {
         {"AHEAD", RING_AHEAD},           {"PLACES", RING_PLACES}, {"EAGER_BYTES", RING_EAGER_BYTES}, {"RING_BYTES", RING_BYTES},
-        {"SEGMENT_LINE", SEGMENT_LINE}, {"BUFFERS", SEGMENT_BUFFERS}};
+        {"COMPARED", RING_COMPARED}, {"SAID", RING_SAID}, {"SEGMENT_LINE", SEGMENT_LINE}, {"BUFFERS", SEGMENT_BUFFERS}};
     known.acquire = PyUnicode_InternFromString("acquire");
     known.release = PyUnicode_InternFromString("release");
     known.f_lasti = PyUnicode_InternFromString("f_lasti");

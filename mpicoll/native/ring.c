@@ -23,11 +23,11 @@ static int64_t time_of(const Ring *ring, int rank, int64_t number)
     return time;
 }
 
-int64_t ring_write(const Ring *ring, int64_t number, const int64_t words[RING_COMPARED])
+int64_t ring_write(const Ring *ring, int64_t number, const int64_t words[RING_SAID])
 {
     char *record = ring_record(ring, ring->me, number);
     const int64_t time = now_ns();
-    memcpy(record + 8 * RECORD_COMPARED, words, 8 * RING_COMPARED);
+    memcpy(record + 8 * RECORD_SAID, words, 8 * RING_SAID);
     memcpy(record + 8 * RECORD_TIME, &time, sizeof time);
     return time;
 }
@@ -47,9 +47,9 @@ int ring_is_over(const Ring *ring, int64_t number, int64_t began, int64_t budget
 
 int ring_is_unanimous(const Ring *ring, int64_t number)
 {
-    const char *mine = ring_record(ring, ring->me, number) + 8 * RECORD_COMPARED;
+    const char *mine = ring_record(ring, ring->me, number) + 8 * RECORD_SAID;
     for (int rank = 0; rank < ring->size; rank++)
-        if (rank != ring->me && memcmp(ring_record(ring, rank, number) + 8 * RECORD_COMPARED, mine, 8 * RING_COMPARED) != 0)
+        if (rank != ring->me && memcmp(ring_record(ring, rank, number) + 8 * RECORD_SAID, mine, 8 * RING_COMPARED) != 0)
             return 0;
     return 1;
 }
@@ -68,9 +68,9 @@ int64_t ring_spread(const Ring *ring, int64_t number)
 void ring_maxima(const Ring *ring, int64_t number, RingMaxima *maxima)
 {
     for (int rank = 0; rank < ring->size; rank++) {
-        int64_t words[RING_COMPARED];
-        memcpy(words, ring_record(ring, rank, number) + 8 * RECORD_COMPARED, sizeof words);
-        for (int i = 0; i < RING_COMPARED; i++)
+        int64_t words[RING_SAID];
+        memcpy(words, ring_record(ring, rank, number) + 8 * RECORD_SAID, sizeof words);
+        for (int i = 0; i < RING_SAID; i++)
             if (rank == 0 || words[i] > maxima->words[i])
                 maxima->words[i] = words[i];
         const int64_t time = time_of(ring, rank, number);

@@ -16,9 +16,11 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { RING_AHEAD = 8, RING_PLACES = 2 * RING_AHEAD, RING_WORDS = 16, RING_COMPARED = 10, RING_EAGER_BYTES = 2048 };
-/* A record: its number, the words that are compared, the posting time. 128 bytes: processors fetch cache lines in pairs. */
-enum { RECORD_NUMBER = 0, RECORD_COMPARED = 1, RECORD_TIME = RECORD_COMPARED + RING_COMPARED };
+enum { RING_AHEAD = 8, RING_PLACES = 2 * RING_AHEAD, RING_WORDS = 16, RING_EAGER_BYTES = 2048 };
+/* A record: its number, the words that are compared, one that is not, the posting time. 128 bytes: processors fetch cache lines in
+   pairs. The words are those of transports/control.py. */
+enum { RING_COMPARED = 11, RING_SAID = 12 };
+enum { RECORD_NUMBER = 0, RECORD_SAID = 1, RECORD_TIME = RECORD_SAID + RING_SAID };
 enum { RING_BYTES = RING_PLACES * (8 * RING_WORDS + RING_EAGER_BYTES) }; /* of a member */
 
 typedef struct {
@@ -28,8 +30,8 @@ typedef struct {
 } Ring;
 
 typedef struct {
-    int64_t words[RING_COMPARED]; /* the largest of each word */
-    int64_t first, last;          /* posting times, in nanoseconds */
+    int64_t words[RING_SAID]; /* the largest of each word */
+    int64_t first, last;      /* posting times, in nanoseconds */
 } RingMaxima;
 
 /* Return the record, or the eager data, of a member for a round. */
@@ -37,12 +39,12 @@ char *ring_record(const Ring *ring, int rank, int64_t number);
 char *ring_eager(const Ring *ring, int rank, int64_t number);
 
 /* Write the record of this member, with the time, without its number. Return the time. */
-int64_t ring_write(const Ring *ring, int64_t number, const int64_t words[RING_COMPARED]);
+int64_t ring_write(const Ring *ring, int64_t number, const int64_t words[RING_SAID]);
 /* Store the number: the others may read the record and the eager data from now on. */
 void ring_post(const Ring *ring, int64_t number);
 /* Return whether all others have posted the round. Poll until `budget` nanoseconds after `began`. */
 int ring_is_over(const Ring *ring, int64_t number, int64_t began, int64_t budget);
-/* Return whether all others have posted the words that this member posted; the round is over. */
+/* Return whether all others have posted the words that this member posted, but for the last; the round is over. */
 int ring_is_unanimous(const Ring *ring, int64_t number);
 /* Return the nanoseconds between the first and the last post of a round that is over. */
 int64_t ring_spread(const Ring *ring, int64_t number);

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll.checks.agreement import Flags, Ticket
 from mpicoll.checks.memory_in_use import Flight, claims, span, written
 from mpicoll.diagnosis.call import Call
 from mpicoll.diagnosis.wait_policy import CallWait, local_wait
@@ -38,7 +37,7 @@ from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import Site
 from mpicoll.runtime.mpi_library import keep_of
 from mpicoll.transports.base import Kind, Movement, Request
-from mpicoll.transports.shm.control import MASK
+from mpicoll.transports.control import Agreed
 
 Steps = Generator[Request, None, None]
 
@@ -79,9 +78,9 @@ class Deferred:
         "_operation",
         "_place",
         "_ride",
+        "_round",
         "_sent",
         "_site",
-        "_slot",
         "_started",
         "group",
         "next_look",
@@ -103,7 +102,7 @@ class Deferred:
         self._sent = self._landed = b""
         self._number = self._calls = 0
         self.polled = self.next_look = 0.0
-        self._slot: Any = None
+        self._round: Any = None
         self._flight: Flight | None = None
         if ride is not None and group.compares:
             writes = [np.empty(1, np.uint8) if flat is None else flat]
@@ -138,30 +137,26 @@ class Deferred:
         wrong: BaseException | None = None
         try:
             with group.lock:
-                lane = ride.lane
-                call = lane.issued
-                if lane.posted != call or not lane.room():
+                agreement, order = ride.agreement, ride.agreement.order
+                call = order.issued
+                if not agreement.may_post(call):
                     return False
                 self._started = True
                 self._operation = self._error = None
                 self.polled = self.next_look = 0.0
                 _threads.add(_ident())
                 self._number = call
-                lane.issued = call + 1
-                lane.rounds = number = lane.rounds + 1
-                place = number & MASK
-                self._slot = slot = lane.slot(place)
-                slot.busy = True
-                ride.shared.write(number, self._flat)
-                slot.fill(number, ride.body)
-                group.calls = self._calls = group.calls + 1
+                order.issued = call + 1
+                ride.shared.write(order.round + 1, self._flat)
+                self._round = made = agreement.fill(ride.body)
+                order.calls = self._calls = order.calls + 1
                 group.last = self._place
                 if flight is not None:
                     self._sent = self._flat.tobytes()
                     claims.lend(flight)
                 group.unwaited[id(self)] = self
-                slot.Start()  # from here on the others may go on
-                lane.posted = call + 1
+                made.Start()  # from here on the others may go on
+                order.posted = call + 1
                 _pending.append(self)
                 self._done = False  # only now: from here on every wait of the process, in any thread, moves it on
                 return True
@@ -189,7 +184,7 @@ class Deferred:
         wrong: BaseException | None = None
         try:
             if not self._done:
-                self._slot.poll(ride.poll_ns)
+                self._round.poll(ride.poll_ns)
                 self.advance()
                 if not self._done:
                     self._wait_long(limit)
@@ -286,7 +281,12 @@ class Deferred:
         """Take the others' elements, if they are there."""
         try:
             ride = self._ride
-            if not self._done and ride is not None and ride.lane.turn == self._number and self._slot.Test():
+            if (
+                not self._done
+                and ride is not None
+                and ride.agreement.order.moving == self._number
+                and self._round.Test()
+            ):
                 self._settle(ride)
         except MPI.Exception as error:
             self._lose(execution.wrap(error, self.group, self.call))
@@ -297,24 +297,26 @@ class Deferred:
 
     def _settle(self, ride: Ride) -> None:
         """Take the others' elements: the round is over."""
-        slot, flat, lane = self._slot, self._flat, ride.lane
-        if not slot.same():
-            self._go_on(ride, slot)
+        made, flat = self._round, self._flat
+        if not made.unanimous(ride.body):
+            self._go_on(ride, made)
             return
         if self._flight is not None and flat.tobytes() != self._sent:
             self._error = written(self._place[0], self._site, self.group.display)
         else:
-            ride.shared.read(slot.number, flat)
+            ride.shared.read(made.number, flat)
             if self._flight is not None:
                 self._landed = flat.tobytes()
-        slot.busy = False
-        lane.turn = self._number + 1
+        made.release()
+        ride.agreement.order.moving = self._number + 1
         self._end()
 
-    def _go_on(self, ride: Ride, slot: Any) -> None:
+    def _go_on(self, ride: Ride, made: Any) -> None:
         """Go the long way: somebody's elements are not there, or somebody makes another call."""
         call, own = self.call, self._flat.copy()
-        steps = self._steps(ride, call, Ticket(ride.lane, self._number), slot.flags(), own)
+        agreed = made.agreed()
+        made.release()
+        steps = self._steps(ride, call, self._number, agreed, own)
         operation = Operation(
             self.group, call, steps, [self._flat], self.group.timeout, give_up=execution.lost, held=own
         )
@@ -323,10 +325,10 @@ class Deferred:
             _pending.append(operation)
         self._end()
 
-    def _steps(self, ride: Ride, call: Call, ticket: Ticket, flags: Flags, own: Any) -> Steps:
+    def _steps(self, ride: Ride, call: Call, number: int, agreed: Agreed, own: Any) -> Steps:
         again, flat, watched = ride.again, self._flat, self._flight is not None
         move = Movement(Kind.ALL_REDUCE, recv=own.reshape(-1), op=again.mpi_op)
-        yield from execution.unusual(self.group, call, move, ticket, flags)
+        yield from execution.unusual(self.group, call, move, number, agreed)
         if watched and flat.tobytes() != self._sent:
             raise written(self._place[0], call.site, self.group.display)
         if again.average:
@@ -474,7 +476,12 @@ def later(group: Any, op: RedOpType, array: Any, frame: FrameType) -> Later | No
 
 def _learn(group: Any, op: RedOpType, array: Any) -> Ride | None:
     """Return the call as it is kept for the next time; None where it does not ride, or something is wrong with it."""
-    if type(group) is not ProcessGroup or group.gone() or group.pair.lane.shared is None or not array.size:
+    if (
+        type(group) is not ProcessGroup
+        or group.gone()
+        or not group.pair.agreement.channel.carries_data
+        or not array.size
+    ):
         return None
     if not is_native(array.dtype):
         return None

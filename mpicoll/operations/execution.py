@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll.checks.agreement import Flags, Ticket, agree_or_raise, explain
+from mpicoll.checks.agreement import agree_or_raise
 from mpicoll.checks.levels import EVERY
-from mpicoll.diagnosis.call import AS_IT_IS, BEHIND, IN_PIECES, Call, fingerprint
+from mpicoll.checks.mismatch import explain
+from mpicoll.diagnosis.call import Call, fingerprint
 from mpicoll.diagnosis.job_state import hopeless
 from mpicoll.diagnosis.wait_policy import CallWait, local_wait
 from mpicoll.errors import (
@@ -36,7 +37,8 @@ from mpicoll.runtime.mpi_library import keep, keep_of
 from mpicoll.runtime.native import reduce_rows
 from mpicoll.runtime.output import say
 from mpicoll.transports import large_counts
-from mpicoll.transports.base import SMALL_BYTES, Engine, Kind, Movement, Request, block_bytes, piece_elements, pieces
+from mpicoll.transports.base import SMALL_BYTES, Kind, Movement, Request, block_bytes, piece_elements, pieces
+from mpicoll.transports.control import AS_IT_IS, BEHIND, IN_PIECES, Agreed
 from mpicoll.transports.selection import NEVER
 from mpicoll.transports.shm.control import EAGER_BYTES
 from mpicoll.transports.shm.transport import SharedMemoryTransport
@@ -67,8 +69,8 @@ def check_name(name: Any) -> None:
 def collective(
     group: ProcessGroup,
     call: Call,
-    move: Movement | Callable[[Flags], Movement] | None,
-    ticket: Ticket,
+    move: Movement | Callable[[Agreed], Movement] | None,
+    number: int,
     *,
     ready: Callable[[], bool] | None = None,
     before: Callable[[], None] | None = None,
@@ -87,15 +89,15 @@ def collective(
     try:
         if call.passes:
             assert isinstance(move, Movement)
-            yield from _uncompared(group, call, move, ticket, ready, before, after)
+            yield from _uncompared(group, call, move, number, ready, before, after)
             return
-        flags = yield from agree_or_raise(ticket, call, group.display, group.ranks, group.rank())
+        agreed = yield from agree_or_raise(group.pair.agreement, number, call, group.display, group.ranks)
         assert move is not None
-        yield from _agreed(group, call, move, ticket, flags, ready, before, after, limit)
+        yield from _agreed(group, call, move, number, agreed, ready, before, after, limit)
     except mpi_error as error:
         raise wrap(error, group, call) from error
     finally:
-        ticket.pass_on()
+        group.pair.agreement.order.pass_on(number)
         if call.apart:
             group.give_up("its ranks made unequal numbers of calls")
 
@@ -103,77 +105,82 @@ def collective(
 def _agreed(
     group: ProcessGroup,
     call: Call,
-    move: Movement | Callable[[Flags], Movement],
-    ticket: Ticket,
-    flags: Flags,
+    move: Movement | Callable[[Agreed], Movement],
+    number: int,
+    agreed: Agreed,
     ready: Callable[[], bool] | None,
     before: Callable[[], None] | None,
     after: Callable[[], None] | None,
     limit: float,
 ) -> Generator[Request, None, None]:
     """Move and finish one collective that all members are known to make."""
-    rank, size, lane = group.rank(), group.size(), group.pair.lane
+    rank, size, data = group.rank(), group.size(), group.pair.data
     engine = group.pair.native
     fixed = isinstance(move, Movement)
     if not isinstance(move, Movement):
-        move = move(flags)
-    if flags.behind and call.come is None:
+        move = move(agreed)
+    if agreed.behind and call.come is None:
         call.come = _come
-    if not ticket.Test():
-        yield ticket
-    if flags.stalled:
+    if not group.pair.agreement.order.may_move(number):
+        yield waiting.Condition(partial(group.pair.agreement.order.may_move, number))
+    if agreed.stalled:
         # Somebody may have withdrawn after posting: such a rank never joins a second round.
-        yield lane.data.Ibarrier()
-    if call.offer is not None:
-        if flags.offered and (yield from _on_device(call, lane.data, flags)):
+        yield data.Ibarrier()
+    if call.device_reduction is not None:
+        if agreed.device_reduction and (yield from _on_device(call, data, agreed)):
             return
-        by_host, ready, before, after = call.offer.by_host()
+        by_host, ready, before, after = call.device_reduction.by_host()
         assert isinstance(by_host, Movement)
         move = by_host
-    if flags.uneven and move.kind is Kind.ALL_TO_ALL:
-        yield from _check_splits(group, call, move, ticket)
+    if agreed.uneven and move.kind is Kind.ALL_TO_ALL:
+        yield from _check_splits(group, call, move)
         move = replace(move, vector=True)
     if ready is not None and not ready():
         yield waiting.Condition(ready)
     if before is not None:
         before()
-    if flags.native:
-        if flags.native == IN_PIECES and not move.more:
-            in_pieces = yield from _in_pieces(group, call, move, flags, limit)
+    if agreed.device:
+        if agreed.device == IN_PIECES and not move.more:
+            in_pieces = yield from _in_pieces(group, call, move, agreed, limit)
             if in_pieces:
                 _finish(call, after)
                 return
-        if call.native > BEHIND and not (call.native == AS_IT_IS and _permitted(move, flags)):
+        if call.device > BEHIND and not (call.device == AS_IT_IS and _permitted(move, agreed)):
             for array in _on_gpu(move):
                 yield waiting.Condition(partial(device_array.come, array))
             move, after = _by_host(move, after)
-    if move.kind is not Kind.BARRIER and not move.more and not flags.native:
-        node = group.pair.through(move.kind, flags.block_bytes)
+    if move.kind is not Kind.BARRIER and not move.more and not agreed.device:
+        node = group.pair.through(move.kind, agreed.block_bytes)
         if node is not None:
             if not node.ready:
                 yield from node.prepare()
                 _say_why_not(group, node)
             if node.usable:
-                waiting.moving(flags.block_bytes * (1 if move.root < 0 and move.op else size))
-                yield from node.steps(move, flags.block_bytes)
+                waiting.moving(agreed.block_bytes * (1 if move.root < 0 and move.op else size))
+                yield from node.steps(move, agreed.block_bytes)
                 _finish(call, after)
                 return
-    beyond = large_counts.beyond(move, size, flags.block_bytes)
-    brings = flags.block_bytes * (size if move.kind is Kind.REDUCE_SCATTER else 1)
-    if move.op and lane.shared is not None and brings <= EAGER_BYTES and not (move.vector or move.more or flags.native):
-        yield from _reduce_in_order(engine, ticket, move, rank, size)
+    beyond = large_counts.beyond(move, size, agreed.block_bytes)
+    brings = agreed.block_bytes * (size if move.kind is Kind.REDUCE_SCATTER else 1)
+    if (
+        move.op
+        and group.pair.agreement.channel.carries_data
+        and brings <= EAGER_BYTES
+        and not (move.vector or move.more or agreed.device)
+    ):
+        yield from _reduce_in_order(group, number, move)
     elif move.kind is Kind.BARRIER:
         pass  # the round itself was one: nobody sees its end before everybody has posted it
-    elif flags.nonblocking and not beyond:
+    elif agreed.nonblocking and not beyond:
         requests = [engine.nonblocking(part) for part in move.parts]
-        ticket.pass_on()
-        waiting.moving(flags.block_bytes * len(requests) * (1 if move.root < 0 and move.op else size))
+        group.pair.agreement.order.pass_on(number)
+        waiting.moving(agreed.block_bytes * len(requests) * (1 if move.root < 0 and move.op else size))
         yield from requests
-    elif flags.block_bytes <= SMALL_BYTES and not (beyond or flags.native):
+    elif agreed.block_bytes <= SMALL_BYTES and not (beyond or agreed.device):
         if move.vector or move.more or not fixed:
             yield from [engine.nonblocking(part) for part in move.parts]
         else:
-            key = (call.op, call.key, flags.detail)
+            key = (call.op, call.key, agreed.detail)
             plan = group.plan(group.plans, key)
             if plan is None:
                 plan = engine.plan(move)
@@ -182,15 +189,15 @@ def _agreed(
             plan.finish(move)
     else:
         most = min(NATIVE_BYTES, large_counts.COUNT_LIMIT)
-        for number, piece in enumerate(pieces(move, rank, size, flags.block_bytes, most)):
-            if flags.nonblocking:  # one behind the other, and the data of later calls behind the last
+        for place, piece in enumerate(pieces(move, rank, size, agreed.block_bytes, most)):
+            if agreed.nonblocking:  # one behind the other, and the data of later calls behind the last
                 waiting.moving(most)
                 yield engine.nonblocking(piece)
                 continue
-            if number or flags.behind:
+            if place or agreed.behind:
                 # Every further native call is preceded by a wait that can be left, and so is the first where somebody may still
                 # wait for its GPU.
-                yield lane.data.Ibarrier()
+                yield data.Ibarrier()
             with native(group, call, limit):
                 engine.blocking(piece)
     _finish(call, after)
@@ -202,10 +209,10 @@ def _on_gpu(move: Movement) -> list[Shadow]:
 
 def _has_come(call: Call, move: Any, ready: Callable[[], bool] | None) -> Callable[[], bool] | None:
     """Return what asks whether this rank's GPU has come to a call; None where no array is on one."""
-    if call.offer is not None:
-        come: Callable[[], bool] = call.offer.come
+    if call.device_reduction is not None:
+        come: Callable[[], bool] = call.device_reduction.come
         return come
-    if call.native and isinstance(move, Movement):
+    if call.device and isinstance(move, Movement):
         return lambda: all(map(device_array.come, _on_gpu(move)))
     return ready
 
@@ -215,13 +222,13 @@ def _come() -> bool:
     return True
 
 
-def _permitted(move: Movement, flags: Flags) -> bool:
+def _permitted(move: Movement, agreed: Agreed) -> bool:
     """Whether MPI may be handed memory of a GPU, in the form that all use now."""
-    return not flags.nonblocking or device_array.permits(move.kind.value, True)
+    return not agreed.nonblocking or device_array.permits(move.kind.value, True)
 
 
 def _in_pieces(
-    group: ProcessGroup, call: Call, move: Movement, flags: Flags, limit: float
+    group: ProcessGroup, call: Call, move: Movement, agreed: Agreed, limit: float
 ) -> Generator[Request, None, bool]:
     """Move in pieces, as somebody's memory is a GPU's and goes by way of the host; return whether that was done.
 
@@ -230,10 +237,10 @@ def _in_pieces(
     """
     from mpicoll.transports.device import staged
 
-    rank, size, lane = group.rank(), group.size(), group.pair.lane
+    rank, size, data = group.rank(), group.size(), group.pair.data
     engine = group.pair.native
     # What is reduced goes through shared memory as the largest arrays do: there pieces of any size give the same bits.
-    node = group.pair.through(move.kind, NEVER if move.op else flags.block_bytes)
+    node = group.pair.through(move.kind, NEVER if move.op else agreed.block_bytes)
     if node is not None:
         if not node.ready:
             yield from node.prepare()
@@ -242,7 +249,7 @@ def _in_pieces(
             node = None
     most = staged.PIECE_BYTES
     if node is None and staged.rank_order_matters(move):
-        if flags.nonblocking and not large_counts.beyond(move, size, flags.block_bytes):
+        if agreed.nonblocking and not large_counts.beyond(move, size, agreed.block_bytes):
             return False
         most = NATIVE_BYTES
     most = min(most, large_counts.COUNT_LIMIT)
@@ -253,25 +260,25 @@ def _in_pieces(
     def moved(piece: Movement) -> Generator[Request, None, None]:
         if node is not None:
             waiting.moving(most)
-            yield from node.steps(piece, min(block, flags.block_bytes))
-        elif flags.nonblocking:
+            yield from node.steps(piece, min(block, agreed.block_bytes))
+        elif agreed.nonblocking:
             waiting.moving(most)
             yield engine.nonblocking(piece)
         else:
-            yield lane.data.Ibarrier()  # a member whose GPU is late, or has failed, does not come
+            yield data.Ibarrier()  # a member whose GPU is late, or has failed, does not come
             with native(group, call, limit):
                 engine.blocking(piece)
 
-    yield from staged.move_pieces(move, rank, size, flags.block_bytes, most, moved)
+    yield from staged.move_pieces(move, rank, size, agreed.block_bytes, most, moved)
     return True
 
 
-def _on_device(call: Call, comm: MPI.Intracomm, flags: Flags) -> Generator[Request, None, bool]:
+def _on_device(call: Call, comm: MPI.Intracomm, agreed: Agreed) -> Generator[Request, None, bool]:
     """Reduce on the GPU that all members share, which all have offered; whether that was done, the same on all."""
-    if flags.block_bytes != call.block_bytes:  # at check level "off" nobody compares them
+    if agreed.block_bytes != call.block_bytes:  # at check level "off" nobody compares them
         raise ValueError(f"{call.describe()}: another rank passes an array of another size")
-    waiting.moving(flags.block_bytes)
-    done: bool = yield from call.offer.steps(comm)
+    waiting.moving(agreed.block_bytes)
+    done: bool = yield from call.device_reduction.steps(comm)
     return done
 
 
@@ -295,10 +302,9 @@ def _by_host(move: Movement, after: Callable[[], None] | None) -> tuple[Movement
     return replace(move, send=send, recv=recv), then
 
 
-def _reduce_in_order(
-    engine: Engine, ticket: Ticket, move: Movement, rank: int, size: int
-) -> Generator[Request, None, None]:
-    """Reduce little data in the order of the ranks, as calls do that ride: so the result is the same whichever way it takes."""
+def _reduce_in_order(group: ProcessGroup, number: int, move: Movement) -> Generator[Request, None, None]:
+    """Reduce little data in the order of the ranks, as calls do whose data comes with the round: the result is the same."""
+    rank, size, engine = group.rank(), group.size(), group.pair.native
     given = move.recv if move.send is None else move.send
     assert given is not None
     parted = move.kind is Kind.REDUCE_SCATTER
@@ -306,7 +312,7 @@ def _reduce_in_order(
     yield from [
         engine.nonblocking(Movement(Kind.ALL_TO_ALL if parted else Kind.ALL_GATHER, send=given.copy(), recv=got))
     ]
-    ticket.pass_on()
+    group.pair.agreement.order.pass_on(number)
     if move.recv is not None and (move.root < 0 or move.root == rank):
         reduce_rows(move.op, got, size, move.recv)
 
@@ -359,11 +365,11 @@ class native:
         del watchdog.active[threading.get_ident()]
 
 
-def _check_splits(group: ProcessGroup, call: Call, move: Movement, ticket: Ticket) -> Generator[Request, None, None]:
+def _check_splits(group: ProcessGroup, call: Call, move: Movement) -> Generator[Request, None, None]:
     """Exchange how much each member sends to each, so that a split that nobody expects raises instead of corrupting."""
     assert move.send is not None
     assert move.recv is not None
-    size, data = group.size(), group.pair.lane.data
+    size, data = group.size(), group.pair.data
 
     def counts(buffer: Any, given: Any) -> Any:
         return np.asarray([buffer.size // size] * size if given is None else given, np.int64)
@@ -381,7 +387,7 @@ def _check_splits(group: ProcessGroup, call: Call, move: Movement, ticket: Ticke
     bad = np.array([wrong.size], np.int64)
     yield data.Iallreduce(MPI.IN_PLACE, bad, MPI.MAX)
     if bad[0]:
-        yield from explain(ticket.lane, call, group.display, group.ranks, group.rank())
+        yield from explain(group.pair.control, call, group.display, group.ranks)
 
 
 def wrap(error: MPI.Exception, group: ProcessGroup, call: Call) -> DistBackendError:
@@ -400,7 +406,7 @@ def wrap(error: MPI.Exception, group: ProcessGroup, call: Call) -> DistBackendEr
 def run(
     group: ProcessGroup,
     call: Call,
-    move: Movement | Callable[[Flags], Movement] | None,
+    move: Movement | Callable[[Agreed], Movement] | None,
     *,
     outputs: list[Any],
     async_op: bool = False,
@@ -426,8 +432,8 @@ def run(
             if isinstance(move, Movement):
                 call.block_bytes = block_bytes(move, group.size())
             _print(group, call, compares=not _passes(group, call, move))
-            ticket = group.pair.lane.ticket()
-            return issue(group, call, move, ticket, outputs, async_op, limit, ready, before, after)
+            number = group.pair.agreement.order.issue()
+            return issue(group, call, move, number, outputs, async_op, limit, ready, before, after)
         except BaseException as error:
             _leave_begun(group, call, limit, error)
             raise
@@ -476,11 +482,11 @@ UNCOMPARED = frozenset(Kind) - {Kind.BARRIER, Kind.ALL_TO_ALL}
 """What may move without a comparison: where every member knows from its own arguments how large the blocks are."""
 
 
-def _passes(group: ProcessGroup, call: Call, move: Movement | Callable[[Flags], Movement] | None) -> bool:
+def _passes(group: ProcessGroup, call: Call, move: Movement | Callable[[Agreed], Movement] | None) -> bool:
     """Whether a call makes no round; the same on all members that make the same calls."""
     return (
         group.level != "full"
-        and group.pair.lane.shared is None  # where they are, a round costs as little as none
+        and not group.pair.agreement.channel.carries_data  # where they are, a round costs as little as none
         and isinstance(move, Movement)
         and move.kind in UNCOMPARED
         and not (call.uneven or move.vector or move.more)
@@ -492,12 +498,12 @@ def _passes(group: ProcessGroup, call: Call, move: Movement | Callable[[Flags], 
 
 def _print(group: ProcessGroup, call: Call, compares: bool) -> None:
     """Set what the round of a call compares, and note a call that makes none."""
-    shared = group.pair.lane.shared is not None
+    shared = group.pair.agreement.channel.carries_data
     print_ = fingerprint(call.op, call.key) if group.level != "off" else 0
     if group.level != "roll" or shared:
         call.print = plain_print(group, call.op, print_)
     else:
-        rolling = group.pair.lane.rolling
+        rolling = group.pair.agreement.rolling
         rolling.made.append((call.seq, print_, call.op, call.key, call.site.code, call.site.instruction))
         if compares:
             call.print, call.made = rolling.cut()
@@ -515,7 +521,7 @@ def plain_print(group: ProcessGroup, op: str, print_: int) -> int:
     """
     if group.level == "full":
         return print_
-    if group.pair.lane.shared is None:
+    if not group.pair.agreement.channel.carries_data:
         return 0
     return print_ if group.level == "roll" else _print_of_function(op)
 
@@ -529,17 +535,18 @@ def _uncompared(
     group: ProcessGroup,
     call: Call,
     move: Movement,
-    ticket: Ticket,
+    number: int,
     ready: Callable[[], bool] | None,
     before: Callable[[], None] | None,
     after: Callable[[], None] | None,
 ) -> Generator[Request, None, None]:
     """Move a small call whose members have not compared it; by the nonblocking call, as some may be asynchronous."""
-    if not ticket.may_pass():
-        yield waiting.Condition(ticket.may_pass)
-    ticket.lane.pass_by()
-    if not ticket.Test():
-        yield ticket
+    agreement = group.pair.agreement
+    if not agreement.may_pass(number):
+        yield waiting.Condition(partial(agreement.may_pass, number))
+    agreement.order.posted += 1
+    if not group.pair.agreement.order.may_move(number):
+        yield waiting.Condition(partial(group.pair.agreement.order.may_move, number))
     if ready is not None and not ready():
         yield waiting.Condition(ready)
     if before is not None:
@@ -547,7 +554,7 @@ def _uncompared(
     engine = group.pair.native
     if call.asynchronous:
         request = engine.nonblocking(move)
-        ticket.pass_on()
+        group.pair.agreement.order.pass_on(number)
         yield request
     else:
         key = (call.op, call.key)
@@ -563,8 +570,8 @@ def _uncompared(
 def issue(
     group: ProcessGroup,
     call: Call,
-    move: Movement | Callable[[Flags], Movement] | None,
-    ticket: Ticket,
+    move: Movement | Callable[[Agreed], Movement] | None,
+    number: int,
     outputs: list[Any],
     async_op: bool,
     limit: float,
@@ -575,9 +582,9 @@ def issue(
     """Make a call that has its number and its place in the order: see :func:`run`."""
     call.asynchronous = async_op or _collectives_pending()
     call.come = _has_come(call, move, ready)
-    if call.come is not None and not call.native:
-        call.native = BEHIND
-    steps = collective(group, call, move, ticket, ready=ready, before=before, after=after, limit=limit)
+    if call.come is not None and not call.device:
+        call.device = BEHIND
+    steps = collective(group, call, move, number, ready=ready, before=before, after=after, limit=limit)
     try:
         if not call.asynchronous:
             with signals.shield:
@@ -597,23 +604,23 @@ def issue(
 
 
 def unusual(
-    group: ProcessGroup, call: Call, move: Movement | Callable[[Flags], Movement], ticket: Ticket, flags: Flags
+    group: ProcessGroup, call: Call, move: Movement | Callable[[Agreed], Movement], number: int, agreed: Agreed
 ) -> Generator[Request, None, None]:
     """Go on after a round that says that something differs, or that somebody is late or asynchronous."""
     mpi_error = MPI.Exception  # at the end of the interpreter the module's names are gone before kept generators
     try:
-        if not flags.same or flags.error:
-            yield from explain(ticket.lane, call, group.display, group.ranks, group.rank(), flags.waited)
-        yield from _agreed(group, call, move, ticket, flags, None, None, None, group.timeout)
+        if not agreed.same or agreed.error:
+            yield from explain(group.pair.control, call, group.display, group.ranks, agreed.waited)
+        yield from _agreed(group, call, move, number, agreed, None, None, None, group.timeout)
     except mpi_error as error:
         raise wrap(error, group, call) from error
     finally:
-        ticket.pass_on()
+        group.pair.agreement.order.pass_on(number)
         if call.apart:
             group.give_up("its ranks made unequal numbers of calls")
 
 
-def agree(group: ProcessGroup, call: Call, limit: float) -> Flags:
+def agree(group: ProcessGroup, call: Call, limit: float) -> Agreed:
     """Make the round of a call that moves no data, and return what all members now know.
 
     Raises:
@@ -631,15 +638,15 @@ def agree(group: ProcessGroup, call: Call, limit: float) -> Flags:
             # What makes a group or the world is always compared.
             if group.level == "off":
                 call.print = fingerprint(call.op, call.key)
-            ticket = group.pair.lane.ticket()
-            flags: Flags = drive(group, call, _conducted(group, call, ticket), limit)
-            return flags
+            number = group.pair.agreement.order.issue()
+            agreed: Agreed = drive(group, call, _conducted(group, call, number), limit)
+            return agreed
         except BaseException as error:
             _leave_begun(group, call, limit, error)
             raise
 
 
-def conduct(group: ProcessGroup, call: Call, steps: Callable[[Flags], Generator[Request, None, None]]) -> None:
+def conduct(group: ProcessGroup, call: Call, steps: Callable[[Agreed], Generator[Request, None, None]]) -> None:
     """Make one collective call that moves its data in several steps, and wait for it.
 
     The caller has asked :func:`enter` whether the group can be used.
@@ -659,7 +666,7 @@ def conduct(group: ProcessGroup, call: Call, steps: Callable[[Flags], Generator[
             group.last = call.op, call.site.code, call.site.instruction
             call.asynchronous = _collectives_pending()
             _print(group, call, compares=True)
-            conducted = _conducted(group, call, group.pair.lane.ticket(), steps)
+            conducted = _conducted(group, call, group.pair.agreement.order.issue(), steps)
             with signals.shield:
                 drive(group, call, conducted, group.timeout)
         except BaseException as error:
@@ -670,29 +677,29 @@ def conduct(group: ProcessGroup, call: Call, steps: Callable[[Flags], Generator[
 def _conducted(
     group: ProcessGroup,
     call: Call,
-    ticket: Ticket,
-    steps: Callable[[Flags], Generator[Request, None, None]] | None = None,
-) -> Generator[Request, None, Flags]:
+    number: int,
+    steps: Callable[[Agreed], Generator[Request, None, None]] | None = None,
+) -> Generator[Request, None, Agreed]:
     mpi_error = MPI.Exception  # at the end of the interpreter the module's names are gone before kept generators
     try:
-        flags = yield from agree_or_raise(ticket, call, group.display, group.ranks, group.rank())
-        if not ticket.Test():
-            yield ticket
-        if flags.stalled:
-            yield group.pair.lane.data.Ibarrier()
+        agreed = yield from agree_or_raise(group.pair.agreement, number, call, group.display, group.ranks)
+        if not group.pair.agreement.order.may_move(number):
+            yield waiting.Condition(partial(group.pair.agreement.order.may_move, number))
+        if agreed.stalled:
+            yield group.pair.data.Ibarrier()
         if steps is not None:
-            yield from steps(flags)
-        return flags
+            yield from steps(agreed)
+        return agreed
     except mpi_error as error:
         raise wrap(error, group, call) from error
     finally:
-        ticket.pass_on()
+        group.pair.agreement.order.pass_on(number)
         if call.apart:
             group.give_up("its ranks made unequal numbers of calls")
 
 
 def move_once(
-    group: ProcessGroup, call: Call, flags: Flags, move: Movement, moved: int
+    group: ProcessGroup, call: Call, agreed: Agreed, move: Movement, moved: int
 ) -> Generator[Request, None, int]:
     """Move a flat buffer within the steps of a conducted call: by blocking calls unless somebody is asynchronous.
 
@@ -703,9 +710,9 @@ def move_once(
     Returns:
         Bytes moved since the last wait that can be left.
     """
-    engine, lane = group.pair.native, group.pair.lane
+    engine, data = group.pair.native, group.pair.data
     size, nbytes = group.size(), block_bytes(move, group.size())
-    node = group.pair.through(move.kind, nbytes) if not flags.native else None
+    node = group.pair.through(move.kind, nbytes) if not agreed.device else None
     if node is not None:
         if not node.ready:
             yield from node.prepare()
@@ -715,14 +722,14 @@ def move_once(
             return moved
     for piece in pieces(move, group.rank(), size, nbytes, NATIVE_BYTES):
         step = block_bytes(piece, size)
-        if flags.nonblocking:
+        if agreed.nonblocking:
             waiting.moving(step)
             yield engine.nonblocking(piece)
             continue
         moved += step
         if moved > NATIVE_BYTES:
             moved = step
-            yield lane.data.Ibarrier()  # as in _agreed
+            yield data.Ibarrier()  # as in _agreed
         with native(group, call, group.timeout):
             engine.blocking(piece)
     return moved

@@ -8,7 +8,7 @@ from datetime import timedelta
 from hashlib import blake2b
 from typing import Any, Protocol
 
-from mpicoll.diagnosis.call import NOTHING, Call, compress_ranks, name_ranks
+from mpicoll.diagnosis.call import Call, compress_ranks, name_ranks
 from mpicoll.diagnosis.deadlock import Wait
 from mpicoll.diagnosis.deadlock_search import search
 from mpicoll.diagnosis.job_state import joined
@@ -28,6 +28,7 @@ from mpicoll.operations import execution
 from mpicoll.runtime import signals
 from mpicoll.runtime.backend_names import check_backend
 from mpicoll.runtime.call_site import Site
+from mpicoll.transports.control import NOTHING
 
 MOST_JOINED = 256
 _TAGS = 32000  # MPI guarantees tags up to 32767
@@ -181,7 +182,7 @@ def _make(known: State, members: tuple[int, ...], index: int, tag: int, call: Ca
         return pair
     with signals.guard, execution.native(known.world, call, known.world.timeout):
         pair = make_pair(known.world.pair.control, members, tag)
-    pair.lane.epoch = known.world.pair.lane.epoch
+    pair.agreement.epoch = known.world.pair.agreement.epoch
     known.pool.furnish(pair, known.topology, known.settings, known.world.level)
     known.pool.add(pair)
     with signals.guard:

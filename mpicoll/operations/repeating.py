@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll.checks.agreement import Flags, Ticket
+from mpicoll.checks.agreement import is_usual
 from mpicoll.checks.levels import EVERY
-from mpicoll.diagnosis.call import NOTHING, Call, Kept, fingerprint
+from mpicoll.diagnosis.call import Call, Kept, fingerprint
 from mpicoll.diagnosis.job_state import hopeless
 from mpicoll.diagnosis.wait_policy import CallWait, local_wait
 from mpicoll.errors import AGREED, CollectiveMismatchError
@@ -24,6 +24,8 @@ from mpicoll.runtime import signals, waiting, watchdog
 from mpicoll.runtime.call_site import NOWHERE, Site
 from mpicoll.runtime.mpi_library import keep, keep_of
 from mpicoll.transports.base import SMALL_BYTES, Kind, Movement, Request
+from mpicoll.transports.control import NOTHING, Agreed, Round, Words, make_words
+from mpicoll.transports.mpi.collectives import persistent_collectives
 from mpicoll.transports.shm.transport import SharedMemoryTransport
 
 REPEATED_BYTES = execution.NATIVE_BYTES
@@ -46,6 +48,7 @@ class Repeated:
     """
 
     __slots__ = (
+        "_words",
         "alias",
         "average",
         "detail",
@@ -83,6 +86,7 @@ class Repeated:
         self.plan_key = (op, key, detail)
         self.uncompared_key = (op, key)
         self.fingerprint = fingerprint(op, key)
+        self._words = make_words(self.fingerprint, nbytes, detail=detail)
         self.kind = kind
         self.nbytes = nbytes
         self.mpi_op = mpi_op
@@ -91,6 +95,15 @@ class Repeated:
         self.average = average
         self.transfer: tuple[Callable[..., object], Callable[[Movement], tuple[Any, ...]]] | None = None
         self.inside: _Inside | None = None
+
+    def words(self, print_: int, signal: int = 0) -> Words:
+        """Return the words of its rounds, kept for the usual fingerprint."""
+        if signal or print_ != self._words[0]:
+            made = make_words(print_, self.nbytes, detail=self.detail, signal=signal)
+            if signal:
+                return made
+            self._words = made
+        return self._words
 
     def call(self, group: ProcessGroup, frame: FrameType) -> Call:
         """Return what the reports need to know of it."""
@@ -132,25 +145,26 @@ def repeat(group: ProcessGroup, known: Repeated, move: Movement, frame: FrameTyp
         site = Site(frame.f_code, frame.f_lasti)
         raise group.turn.refuse(Call(known.op, known.key, site).describe(), site)
     with signals.guard, group.lock:
-        ticket = None
+        number = None
         try:  # from the first on, as a signal handler may raise between any two lines
             group.calls += 1
             group.last = known.op, frame.f_code, frame.f_lasti
-            lane = group.pair.lane
+            agreement = group.pair.agreement
             node = group.pair.through(known.kind, known.nbytes)
             if node is not None:
-                ticket = lane.ticket()
-                _repeat_on_node(group, known, move, frame, ticket, node)
+                number = agreement.order.issue()
+                _repeat_on_node(group, known, move, frame, number, node)
             else:
                 large = known.nbytes > SMALL_BYTES
-                slot = lane.slot_at_rest() if large and not waiting.pending else None
-                ticket = lane.ticket()
-                if slot is None or not _repeat_large(group, known, move, frame, ticket, slot):
+                at_once = agreement.channel.carries_data or persistent_collectives()
+                idle = large and at_once and not waiting.pending and agreement.is_idle()
+                number = agreement.order.issue()
+                if not idle or not _repeat_large(group, known, move, frame, number):
                     if large:
                         with signals.shield:
-                            _repeat_round(group, known, move, frame, ticket)
+                            _repeat_round(group, known, move, frame, number)
                     else:
-                        _repeat_round(group, known, move, frame, ticket)
+                        _repeat_round(group, known, move, frame, number)
         except CollectiveMismatchError:
             raise
         except MPI.Exception as error:
@@ -163,16 +177,17 @@ def repeat(group: ProcessGroup, known: Repeated, move: Movement, frame: FrameTyp
                 patience_of(group, known, frame).give_up(error)
             raise
         finally:
-            if ticket is not None:
-                ticket.pass_on()
+            if number is not None:
+                group.pair.agreement.order.pass_on(number)
         if known.average and move.recv is not None:
             quietly(np.divide, move.recv, group.size(), out=move.recv)
 
 
-def _post(group: ProcessGroup, known: Repeated, print_: int, nbytes: int, ticket: Ticket) -> tuple[Any, Request]:
-    if known.detail == NOTHING:
-        return ticket.lane.post(print_, nbytes)
-    return ticket.lane.post(print_, nbytes, 0, 0, 0, known.detail, 0, 0)
+def outcome(made: Round, words: Words) -> Agreed | None:
+    """Return what a complete round says, None if all is as usual, and free its slot."""
+    agreed = None if is_usual(made, words) else made.agreed()
+    made.release()
+    return agreed
 
 
 def _finish_polling(group: ProcessGroup, known: Repeated, frame: FrameType, request: Request, nbytes: int) -> None:
@@ -185,26 +200,27 @@ def _finish_polling(group: ProcessGroup, known: Repeated, frame: FrameType, requ
 
 
 def _repeat_on_node(
-    group: ProcessGroup, known: Repeated, move: Movement, frame: FrameType, ticket: Ticket, node: SharedMemoryTransport
+    group: ProcessGroup, known: Repeated, move: Movement, frame: FrameType, number: int, node: SharedMemoryTransport
 ) -> None:
     """Make a call again that the node engine moves."""
     print_, made = _print_again(group, known, frame)
     nbytes = known.nbytes
-    flags: Flags | None = None
-    if node.ready and not waiting.pending and ticket.may_post() and ticket.Test():
-        slot, request = _post(group, known, print_, nbytes, ticket)
-        _finish_polling(group, known, frame, request, nbytes)
-        flags = slot.plain(print_)
-        if flags is None:
+    agreement, agreed = group.pair.agreement, None
+    if node.ready and not waiting.pending and agreement.may_post(number) and agreement.order.may_move(number):
+        words = known.words(print_)
+        made_round = agreement.post(words)
+        _finish_polling(group, known, frame, made_round, nbytes)
+        agreed = outcome(made_round, words)
+        if agreed is None:
             for late in node.steps(move, nbytes):
                 _finish_polling(group, known, frame, late, nbytes)
             return
     call = known.call(group, frame)
     call.print, call.made = print_, made
-    if flags is None:
-        execution.issue(group, call, move, ticket, [move.recv], False, group.timeout)
+    if agreed is None:
+        execution.issue(group, call, move, number, [move.recv], False, group.timeout)
     else:
-        execution.drive(group, call, execution.unusual(group, call, move, ticket, flags), group.timeout)
+        execution.drive(group, call, execution.unusual(group, call, move, number, agreed), group.timeout)
 
 
 def patience_of(group: ProcessGroup, known: Repeated, frame: FrameType) -> CallWait:
@@ -212,9 +228,7 @@ def patience_of(group: ProcessGroup, known: Repeated, frame: FrameType) -> CallW
     return CallWait(group, known.call(group, frame), group.timeout)
 
 
-def _repeat_large(
-    group: ProcessGroup, known: Repeated, move: Movement, frame: FrameType, ticket: Ticket, slot: Any
-) -> bool:
+def _repeat_large(group: ProcessGroup, known: Repeated, move: Movement, frame: FrameType, number: int) -> bool:
     """Make a large call again where nothing else is under way; False, and nothing done, where it has no short form.
 
     A rank that does not enter a transfer that the others have been promised leaves them inside MPI. So what has been posted is
@@ -233,14 +247,16 @@ def _repeat_large(
     call, arguments = transfer
     these = [(each,) for each in arguments(move)]
     posted: list[object] = []
+    agreement, words = group.pair.agreement, known.words(print_)
+    made_round: Any = None
     try:
-        ticket.lane.fill(slot, print_, known.nbytes)
-        posted.extend(map(*slot.starting))
-        ticket.lane.posted += 1
+        made_round = agreement.fill(words)
+        posted.extend(map(*made_round.starting))
+        agreement.order.posted += 1
         # The others may come out of a transfer before as much later as that takes.
-        _finish_polling(group, known, frame, slot.request, known.nbytes)
-        flags = slot.plain(print_)
-        if flags is None:
+        _finish_polling(group, known, frame, made_round, known.nbytes)
+        agreed = outcome(made_round, words)
+        if agreed is None:
             ident = threading.get_ident()
             inside.limit = group.timeout
             inside.since = time.monotonic()
@@ -260,7 +276,7 @@ def _repeat_large(
         if len(posted) == 2:
             return True
     with signals.shield:
-        _end_large(group, known, move, frame, ticket, slot, print_, made)
+        _end_large(group, known, move, frame, number, made_round, print_, made)
     return True
 
 
@@ -269,75 +285,80 @@ def _end_large(
     known: Repeated,
     move: Movement,
     frame: FrameType,
-    ticket: Ticket,
-    slot: Any,
+    number: int,
+    made_round: Any,
     print_: int,
     made: list[Kept],
 ) -> None:
     """Go on with a large call whose round is posted."""
-    if ticket.lane.posted == ticket.number:
-        ticket.lane.posted += 1
-    if not slot.request.Test():
-        finish_request(group, known, frame, slot.request)
-    flags = slot.plain(print_)
+    order = group.pair.agreement.order
+    if order.posted == number:
+        order.posted += 1
+    if not made_round.Test():
+        finish_request(group, known, frame, made_round)
+    agreed = outcome(made_round, known.words(print_))
     call = known.call(group, frame)
     call.print, call.made = print_, made
-    if flags is not None:
-        execution.drive(group, call, execution.unusual(group, call, move, ticket, flags), group.timeout)
+    if agreed is not None:
+        execution.drive(group, call, execution.unusual(group, call, move, number, agreed), group.timeout)
         return
     with execution.native(group, call, group.timeout):
         group.pair.native.blocking(move)
 
 
-def _repeat_round(group: ProcessGroup, known: Repeated, move: Movement, frame: FrameType, ticket: Ticket) -> None:
+def _repeat_round(group: ProcessGroup, known: Repeated, move: Movement, frame: FrameType, number: int) -> None:
     """Make a call again that MPI moves."""
     moves, large = known.kind is not Kind.BARRIER, known.nbytes > SMALL_BYTES
     stopping = None if moves else group.stopping
-    nbytes = known.nbytes if stopping is None else stopping.brings()
+    signal = 0 if stopping is None else stopping.brings()
+    agreement = group.pair.agreement
     passes = group.level != "full" and known.passes and not large
-    if passes and group.pair.lane.shared is None and (group.level == "off" or group.calls % EVERY):
+    if passes and not agreement.channel.carries_data and (group.level == "off" or group.calls % EVERY):
         _note_again(group, known, frame)
-        _repeat_uncompared(group, known, move, frame, ticket)
+        _repeat_uncompared(group, known, move, frame, number)
         return
     print_, made = _print_again(group, known, frame)
     plan = group.plans.get(known.plan_key)
-    request = None
-    if (plan is not None or large or not moves) and not waiting.pending and ticket.may_post() and ticket.Test():
-        slot, request = _post(group, known, print_, nbytes, ticket)
-        _finish_polling(group, known, frame, request, 0)
-        flags = slot.plain(print_)
-        if flags is None:
+    agreed: Agreed | None = None
+    ready = agreement.may_post(number) and agreement.order.may_move(number)
+    if (plan is not None or large or not moves) and not waiting.pending and ready:
+        words = known.words(print_, signal)
+        made_round = agreement.post(words)
+        _finish_polling(group, known, frame, made_round, 0)
+        agreed = outcome(made_round, words)
+        if agreed is None:
             if large:
                 with execution.native(group, known.call(group, frame), group.timeout):
                     group.pair.native.blocking(move)
                 return
             if plan is None:  # a barrier is its round
                 if stopping is not None:
-                    stopping.take(slot.block_bytes())
+                    stopping.take(signal)
                 return
             group.plans.move_to_end(known.plan_key)
             _finish_polling(group, known, frame, plan.start(move), 0)
             plan.finish(move)
             return
     call = known.call(group, frame)
-    call.print, call.made, call.block_bytes = print_, made, nbytes
+    call.print, call.made, call.signal = print_, made, signal
     what = move if stopping is None else stopping.carried
-    if request is None:
-        execution.issue(group, call, what, ticket, [move.recv], False, group.timeout)
+    if agreed is None:
+        execution.issue(group, call, what, number, [move.recv], False, group.timeout)
     else:
-        execution.drive(group, call, execution.unusual(group, call, what, ticket, flags), group.timeout)
+        execution.drive(group, call, execution.unusual(group, call, what, number, agreed), group.timeout)
 
 
-def _repeat_uncompared(group: ProcessGroup, known: Repeated, move: Movement, frame: FrameType, ticket: Ticket) -> None:
+def _repeat_uncompared(group: ProcessGroup, known: Repeated, move: Movement, frame: FrameType, number: int) -> None:
     """Make a call again that makes no round."""
     plan = group.own_plans.get(known.uncompared_key)
-    if plan is None or waiting.pending or not ticket.may_pass() or not ticket.Test():
+    agreement = group.pair.agreement
+    if plan is None or waiting.pending or not agreement.may_pass(number) or not agreement.order.may_move(number):
         call = known.call(group, frame)
         call.passes = True
-        execution.issue(group, call, move, ticket, [move.recv], False, group.timeout)
+        execution.issue(group, call, move, number, [move.recv], False, group.timeout)
         return
     group.own_plans.move_to_end(known.uncompared_key)
-    ticket.lane.posted += 1
+    agreement.order.posted += 1
     started = plan.start(move)
     for _ in range(2 if waiting.crowded else waiting.SPIN_POLLS):
         if started.Test():
@@ -349,24 +370,24 @@ def _repeat_uncompared(group: ProcessGroup, known: Repeated, move: Movement, fra
 
 def _print_again(group: ProcessGroup, known: Repeated, frame: FrameType) -> tuple[int, list[Kept]]:
     """Return what the round of a call that is made again compares, and the calls since the last comparison."""
-    if group.level == "roll" and group.pair.lane.shared is None:
+    if group.level == "roll" and not group.pair.agreement.channel.carries_data:
         _note_again(group, known, frame)
-        return group.pair.lane.rolling.cut()
+        return group.pair.agreement.rolling.cut()
     return execution.plain_print(group, known.op, known.fingerprint), []
 
 
 def _note_again(group: ProcessGroup, known: Repeated, frame: FrameType) -> None:
     if group.level == "roll":
-        made = group.pair.lane.rolling.made
+        made = group.pair.agreement.rolling.made
         made.append((group.calls, known.fingerprint, known.op, known.key, frame.f_code, frame.f_lasti))
 
 
-def go_on(group: ProcessGroup, known: Repeated, move: Movement, frame: FrameType, ticket: Ticket, flags: Flags) -> None:
+def go_on(group: ProcessGroup, known: Repeated, move: Movement, frame: FrameType, number: int, agreed: Agreed) -> None:
     """Go on with a call that is made again after a round that says that something is not as usual."""
     call = known.call(group, frame)
     call.print = execution.plain_print(group, known.op, known.fingerprint)
     with signals.shield:
-        execution.drive(group, call, execution.unusual(group, call, move, ticket, flags), group.timeout)
+        execution.drive(group, call, execution.unusual(group, call, move, number, agreed), group.timeout)
 
 
 def finish_request(

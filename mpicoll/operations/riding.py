@@ -20,9 +20,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll.checks.agreement import Lane, Ticket
 from mpicoll.checks.memory_in_use import claims
-from mpicoll.diagnosis.call import NOTHING
 from mpicoll.errors import AGREED, CollectiveMismatchError
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
@@ -37,7 +35,8 @@ from mpicoll.runtime.mpi_library import keep_of
 from mpicoll.runtime.native import found as extension
 from mpicoll.runtime.native import name_of
 from mpicoll.transports.base import SMALL_BYTES, Kind, Movement
-from mpicoll.transports.shm.control import EAGER_BYTES, MASK
+from mpicoll.transports.control import Round, make_words
+from mpicoll.transports.shm.control import EAGER_BYTES
 from mpicoll.transports.shm.transport import poll_ns
 
 MOST = 256
@@ -66,7 +65,7 @@ class Ride:
         thread: the one that made it last, of a call that crosses.
         body: the words of its rounds.
         lists: whether this member passes a list, or gets one.
-        lane: of the group.
+        agreement: of the group.
         segment: the memory of a call that brings more than there is room for beside a record; None for the others.
         width: bytes of the pieces of a call that the extension makes in several; 0 for the others.
         poll_ns: how long a member polls for another one before it waits as every call does.
@@ -77,11 +76,11 @@ class Ride:
         "_recv",
         "_send",
         "again",
+        "agreement",
         "body",
         "crosses",
         "dtype",
         "idle",
-        "lane",
         "lists",
         "moves",
         "op",
@@ -93,9 +92,10 @@ class Ride:
     )
 
     def __init__(self, group: ProcessGroup, again: Repeated, dtype: np.dtype[Any], send: Any, recv: Any) -> None:
-        rounds = group.pair.lane.shared
+        agreement = group.pair.agreement
+        on_node = agreement.channel.carries_data
         kind, size = again.kind, group.size()
-        self.again, self.lane, self.dtype = again, group.pair.lane, dtype
+        self.again, self.agreement, self.dtype = again, agreement, dtype
         self._send, self._recv = _shapes(send), _shapes(recv)
         self.idle: list[Any] = []
         self.body: tuple[int, ...] = ()
@@ -108,13 +108,10 @@ class Ride:
         self.poll_ns = poll_ns(brings, waiting.crowded)
         multiple = registry.state().thread_multiple
         in_place = kind in (Kind.BARRIER, Kind.ALL_REDUCE, Kind.BROADCAST)
-        self.crosses = (
-            rounds is None and group.level == "full" and multiple and in_place and again.nbytes <= SMALL_BYTES
-        )
+        self.crosses = not on_node and group.level == "full" and multiple and in_place and again.nbytes <= SMALL_BYTES
         if self.crosses:
-            print_ = again.fingerprint
-            self.body = (print_, -print_, 0, 0, 0, again.nbytes, NOTHING, NOTHING, 0, 0)
-        if rounds is None or not multiple:
+            self.body = make_words(again.fingerprint, again.nbytes)
+        if not on_node or not multiple:
             return
         if brings > EAGER_BYTES:
             node = group.pair.through(kind, again.nbytes)
@@ -124,15 +121,14 @@ class Ride:
             if self.segment is None:
                 return
         print_ = execution.plain_print(group, again.op, again.fingerprint)
-        against = again.detail if again.detail == NOTHING else -again.detail
-        there = again.nbytes + 1  # a member whose data does not come with the round posts 0, and all go the long way
-        self.body = (print_, -print_, 0, 0, 0, again.nbytes, again.detail, against, 0, there)
+        # A member whose data does not come with the round posts 0 for eager bytes, and all go the long way.
+        self.body = make_words(print_, again.nbytes, detail=again.detail, eager=again.nbytes + 1)
         rows = isinstance(self._recv, tuple) and kind in (Kind.ALL_GATHER, Kind.GATHER, Kind.ALL_TO_ALL)
         result = "list" if isinstance(recv, list) else "rows" if rows else "reduced" if again.mpi_op else "copied"
         self.shared = extension.SharedOperation(
-            ring=rounds.ring,
+            ring=agreement.channel.ring,  # type: ignore[attr-defined]
             segment=self.segment,
-            lane=self.lane,
+            order=agreement.order,
             words=self.body,
             dtype=dtype,
             itemsize=max(dtype.itemsize, 1),
@@ -141,7 +137,7 @@ class Ride:
             else brings
             if self._send
             else 0,
-            offset=rounds.me * again.nbytes if kind in _PARTED else 0,
+            offset=group.rank() * again.nbytes if kind in _PARTED else 0,
             block=again.nbytes,
             width=self.width or max(again.nbytes, 1),
             root=again.root,
@@ -201,7 +197,7 @@ class Ride:
             send = send.copy()  # MPI forbids that its buffers overlap
         counts = None
         if kind is Kind.ALL_TO_ALL:
-            counts = [again.detail] * self.lane.size
+            counts = [again.detail] * self.agreement.comm.Get_size()
         move = Movement(
             kind, send=send, recv=into, sendcounts=counts, recvcounts=counts, op=again.mpi_op, root=again.root
         )
@@ -309,44 +305,40 @@ def cross(group: ProcessGroup, known: Ride, array: Any, frame: FrameType) -> boo
         array: input and output.
         frame: of the program's call.
     """
-    again, lane = known.again, known.lane
+    again, agreement = known.again, known.agreement
+    order = agreement.order
     wrong: BaseException | None = None
     began = False
     try:
         with group.lock:
-            call = lane.issued
-            if lane.turn != call or lane.posted != call or _pending or _flights or group.turn is not None:
+            call = order.issued
+            if not agreement.is_idle() or _pending or _flights or group.turn is not None:
                 return False
             plan = group.plans.get(again.plan_key) if known.moves else None
-            slot: Any = lane.slot_at_rest()
-            if slot is None or (plan is None and known.moves) or MPI.Is_finalized():
+            if (plan is None and known.moves) or MPI.Is_finalized():
                 return False
             began = True
             if known.thread != _ident():
                 known.thread = _ident()
                 _threads.add(known.thread)
-            lane.issued = call + 1
-            group.calls += 1
+            order.issued = call + 1
+            order.calls += 1
             # What it alone knows of is let go when the call is over: its end may run the program's code.
             _before = group.last
             group.last = again.op, frame.f_code, frame.f_lasti
-            lane.rounds += 1
-            slot.fill(lane.rounds, known.body)
-            slot.busy = True
-            slot.request.Start()
-            lane.posted = call + 1
+            made_round = agreement.post(known.body)
             polls = 2 if waiting.crowded else waiting.SPIN_POLLS
-            test = slot.request.Test
+            test = made_round.Test
             for _ in range(polls):
                 if not test():
                     continue
                 break
             else:
-                repeating.finish_request(group, again, frame, slot.request)
-            flags = slot.plain(again.fingerprint)
-            if flags is not None:
+                repeating.finish_request(group, again, frame, made_round)
+            agreed = repeating.outcome(made_round, known.body)
+            if agreed is not None:
                 move, _ = known.movement(array, array)
-                repeating.go_on(group, again, move, frame, Ticket(lane, call), flags)
+                repeating.go_on(group, again, move, frame, call, agreed)
             elif plan is not None:
                 group.plans.move_to_end(again.plan_key)
                 flat = array.reshape(-1)
@@ -359,7 +351,7 @@ def cross(group: ProcessGroup, known: Ride, array: Any, frame: FrameType) -> boo
                 else:
                     repeating.finish_request(group, again, frame, request)
                 plan.finish_in_place(flat)
-            lane.turn = call + 1
+            order.moving = call + 1
             if again.average:
                 quietly(np.divide, array, group.size(), out=array)
             return True
@@ -387,10 +379,14 @@ def _give_up(group: ProcessGroup, again: Repeated, frame: FrameType, error: Base
         repeating.patience_of(group, again, frame).give_up(error)
 
 
-def _go_on(group: ProcessGroup, known: Ride, send: Any, recv: Any, frame: FrameType, place: int, call: int) -> None:
+def _go_on(
+    group: ProcessGroup, known: Ride, send: Any, recv: Any, frame: FrameType, made_round: Round, call: int
+) -> None:
     """Go the long way: somebody's data is not there, or somebody makes another call."""
     move, after = known.movement(send, recv)
-    repeating.go_on(group, known.again, move, frame, Ticket(known.lane, call), known.lane.slot(place).flags())
+    agreed = made_round.agreed()
+    made_round.release()
+    repeating.go_on(group, known.again, move, frame, call, agreed)
     if known.again.average and move.recv is not None:
         quietly(np.divide, move.recv, group.size(), out=move.recv)
     if after is not None:
@@ -399,17 +395,16 @@ def _go_on(group: ProcessGroup, known: Ride, send: Any, recv: Any, frame: FrameT
 
 def _end(group: ProcessGroup, known: Ride, send: Any, recv: Any, frame: FrameType) -> None:
     """Wait for the others in a call that is posted, and read its result."""
-    lane, segment = known.lane, known.segment
-    call, number = lane.issued - 1, lane.rounds
-    slot = lane.slot(number & MASK)
-    slot.number = number
-    if not slot.Test():
-        repeating.finish_request(group, known.again, frame, slot)
-    lane.posted = call + 1
-    if not slot.same():
-        _go_on(group, known, send, recv, frame, number & MASK, call)
+    order, segment = known.agreement.order, known.segment
+    call, number = order.issued - 1, order.round
+    made_round = known.agreement.channel.posted(number)  # type: ignore[attr-defined]
+    if not made_round.Test():
+        repeating.finish_request(group, known.again, frame, made_round)
+    order.posted = call + 1
+    if not made_round.unanimous(known.body):
+        _go_on(group, known, send, recv, frame, made_round, call)
         return
-    lane.turn = call + 1
+    order.moving = call + 1
     if segment is not None:
         segment.advance()
     if known.width:
@@ -451,7 +446,7 @@ def _await(group: ProcessGroup, known: Ride, frame: FrameType, step: int, root_o
 
 def _lose(group: ProcessGroup, known: Ride, frame: FrameType, call: int, error: BaseException) -> None:
     """Give a call up that the extension has posted, where ``_finish`` could not: a signal's handler raised as it began."""
-    if known.lane.posted == call and group.broken is None:
+    if known.agreement.order.posted == call and group.broken is None:
         keep_of(error)
         _give_up(group, known.again, frame, error)
 
@@ -460,7 +455,7 @@ signals.guard.inside.update((_or_give_up.__code__, _finish.__code__, _await.__co
 
 
 if extension is not None:
-    extension.configure(_finish, _lose, _await, _pending, _flights, _threads, Ride, Lane, ProcessGroup)
+    extension.configure(_finish, _lose, _await, _pending, _flights, _threads, Ride, ProcessGroup)
 
 
 def _forget_in_child() -> None:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
 
-from mpicoll.checks.agreement import Flags
 from mpicoll.diagnosis.call import Call
 from mpicoll.errors import ARGUMENT
 from mpicoll.groups import registry
@@ -26,6 +25,7 @@ from mpicoll.runtime.call_site import Site, call_site
 from mpicoll.runtime.signals import notes
 from mpicoll.training import time_limit
 from mpicoll.transports.base import Kind, Movement
+from mpicoll.transports.control import Agreed
 
 MOST_CALLS = 16
 """Calls of ``should_stop`` from one agreement to the next, at most."""
@@ -125,13 +125,13 @@ class OnSignal:
             notes.agreed(brought - 1)
             self._due = brought - 1
 
-    def carried(self, flags: Flags) -> Movement:
+    def carried(self, agreed: Agreed) -> Movement:
         """Take what the round of a barrier has carried, and return what the barrier moves.
 
         Where a member is asynchronous it is not taken: each of them sees the end of the round at another time.
         """
-        if not flags.nonblocking:
-            self.take(flags.block_bytes)
+        if not agreed.nonblocking:
+            self.take(agreed.signal)
         return Movement(Kind.BARRIER)
 
     def deliver(self) -> None:
@@ -265,16 +265,16 @@ def _agree(group: ProcessGroup, stopping: Any, before: float | None, site: Site)
         error = wrong
     call = Call("should_stop", (("before", before),) if before is not None and error is None else (), site, error=error)
     if error is None:
-        # Blocks that differ: of these words the largest counts, and none has to be the same.
-        call.uneven, call.block_bytes, call.detail = True, stopping.brings(before), -stopping.wants(time.monotonic())
+        # Of both words the largest counts, and neither has to be the same.
+        call.uneven, call.signal, call.detail = True, stopping.brings(before), -stopping.wants(time.monotonic())
     try:
-        flags = execution.agree(group, call, group.timeout)
+        agreed = execution.agree(group, call, group.timeout)
     except BaseException:
         if first and stopping is not None:
             stopping.remove()
         raise
     group.stopping = stopping
-    stopping.learn(flags.block_bytes, -flags.most)
+    stopping.learn(agreed.signal, -agreed.most)
     stopping.deliver()
     return bool(stopping.stopped)
 

@@ -232,7 +232,7 @@ from mpi4py import MPI
 import mpicoll as dist
 from mpicoll.groups import registry
 from mpicoll.operations import deferred, execution, riding
-from mpicoll.checks import agreement
+from mpicoll.transports.mpi.control import MpiControl
 from mpicoll.transports.mpi.collectives import MpiPlan, persistent_collectives
 
 class Stop(Exception):
@@ -253,7 +253,7 @@ CALLS = {
 }
 PLACES = {
     "counted": (execution, "_print"),
-    "ticket": (agreement.Lane, "ticket"),
+    "conducted": (execution, "_conducted"),
     "issued": (execution, "_collectives_pending"),
     "posted": (execution.Operation, "advance"),
     "riding": (riding, "_now"),
@@ -261,7 +261,7 @@ PLACES = {
     "begins": (deferred, "_now"),
     "looks": (deferred.Deferred, "advance"),
     "finished": (riding, "_end"),  # in Python, since the other comes late
-    "filled": (agreement._Slot, "fill"),
+    "filled": (MpiControl, "fill"),
     "planned": (MpiPlan, "start_in_place"),
 }
 
@@ -283,12 +283,12 @@ if riding.extension is not None and os.environ.get("MPICOLL_EXTENSION") != "off"
     AGAIN = [("again", "finished")]
 LATER = [("later", "rides"), ("later", "begins"), ("later", "looks")]
 if os.environ.get("MPICOLL_ENGINE") == "mpi":
-    LATER = [("later", "ticket"), ("later", "posted")]
+    LATER = [("later", "issued"), ("later", "posted")]
     AGAIN = [("again", "filled")]
     if persistent_collectives():  # else it goes the long way
         AGAIN.append(("again", "planned"))
-for call, place in [("first", "counted"), ("first", "ticket"), ("first", "issued"), *AGAIN,
-                    *LATER, ("async", "ticket"), ("async", "posted"), ("group", "counted"), ("group", "ticket")]:
+for call, place in [("first", "counted"), ("first", "issued"), *AGAIN,
+                    *LATER, ("async", "issued"), ("async", "posted"), ("group", "counted"), ("group", "conducted")]:
     dist.init_process_group(timeout=timedelta(seconds=10), comm=MPI.COMM_WORLD, on_failure="raise")
     if call == "again":
         for _ in range(3):

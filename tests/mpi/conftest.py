@@ -45,15 +45,15 @@ def rounds_of_mpi(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert world is not None
     monkeypatch.setattr("mpicoll.groups.communicators.MOST_MEMBERS", 1)
     monkeypatch.setattr("mpicoll.groups.communicators.DEFAULT", dict.fromkeys(DEFAULT, ((16 * 1024 + 1, NEVER),)))
-    lane, before, choice = world.pair.lane, world.pair.lane.shared, world.pair.choice
+    agreement, before, choice = world.pair.agreement, world.pair.agreement.channel, world.pair.choice
     dist.barrier()
-    lane.share(None)
+    agreement.use(None)
     world.pair.choice = replace(choice, ranges=dict.fromkeys(DEFAULT, ((16 * 1024 + 1, NEVER),)))
     world.rides.clear()
     yield
     if dist.is_initialized() and dist.group.WORLD is world and world.broken is None:
         dist.barrier()
-        lane.share(before)
+        agreement.use(before)
         world.rides.clear()
     world.pair.choice = choice
 

@@ -34,7 +34,7 @@ def _built() -> None:
     assert world is not None
     if riding.extension is None:
         pytest.skip(f"this machine lacks the extension: {riding.why_not}")
-    if world.pair.lane.shared is None:
+    if not world.pair.agreement.channel.carries_data:
         pytest.skip("the ranks make their rounds through MPI")
 
 

@@ -47,7 +47,7 @@ def begun(x: Any, op: Any = dist.ReduceOp.SUM, **options: Any) -> Any:
     assert work is not None
     # By way of MPI, as between nodes, an Operation is made; and where so many are under way that one more would have to wait.
     if sum(isinstance(item, Deferred) for item in waiting.pending) < AHEAD:
-        assert isinstance(work, Later) == (group().pair.lane.shared is not None)
+        assert isinstance(work, Later) == (group().pair.agreement.channel.carries_data)
     return work
 
 
@@ -241,7 +241,7 @@ def test_memory_is_let_go() -> None:
     works = [begun(np.ones(9)) for _ in range(3 * MOST_AT_REST)]
     for each in works:
         each.wait()
-    if group().pair.lane.shared is not None:
+    if group().pair.agreement.channel.carries_data:
         ride = group().rides[dist.ReduceOp.SUM, np.dtype(float), (9,)]
         assert 1 <= len(ride.idle) <= MOST_AT_REST
         assert all(each._flat is None for each in ride.idle)

@@ -81,7 +81,10 @@ def folded(op: str, parts: list[Any]) -> Any:
         "float64",
         "int8",
         "bool",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("float32", "uint16", "int64", "complex64", "longdouble")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("float32", "uint16", "int64", "complex64", "longdouble")
+        ),
     ],
 )
 def test_reductions(group: Any, dtype: str) -> None:
@@ -121,7 +124,9 @@ def test_uneven_reduce_scatter(group: Any) -> None:
     assert used(group)
 
 
-@pytest.mark.parametrize("dtype", ["float64", pytest.param("uint8", marks=pytest.mark.slow), pytest.param("S7", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "dtype", ["float64", pytest.param("uint8", marks=pytest.mark.slow), pytest.param("S7", marks=pytest.mark.slow)]
+)
 def test_movements(group: Any, dtype: str) -> None:
     """broadcast, all_gather, gather, scatter and all_to_all from and to each rank."""
     me, world = dist.get_rank(), dist.get_world_size()

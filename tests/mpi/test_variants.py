@@ -11,12 +11,13 @@ import pytest
 
 import mpicoll as dist
 from mpicoll.api import collectives
-from mpicoll.diagnosis.call import AS_IT_IS, Call
+from mpicoll.diagnosis.call import Call
 from mpicoll.memory import adapt, lists
 from mpicoll.memory.memory import Memory
 from mpicoll.operations import execution
 from mpicoll.runtime.call_site import call_site
 from mpicoll.transports.base import Kind, Movement
+from mpicoll.transports.control import AS_IT_IS
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("rounds_of_mpi")]
 
@@ -49,7 +50,7 @@ def test_every_way_of_moving_gives_the_same(mode: str, monkeypatch: pytest.Monke
     """Blocking calls whole or in pieces, polled requests, persistent or not: all of them agree with NumPy."""
     if mode == "without MPI-4":
         monkeypatch.setattr("mpicoll.transports.mpi.collectives.persistent_collectives", lambda: False)
-        monkeypatch.setattr("mpicoll.checks.agreement.persistent_collectives", lambda: False)
+        monkeypatch.setattr("mpicoll.transports.mpi.control.persistent_collectives", lambda: False)
     elif mode != "owned buffers":
         limit = {"pieces": 300, "one piece": 1 << 20, "one byte a piece": 1}[mode]
         monkeypatch.setattr(execution, "SMALL_BYTES", 0)
@@ -224,7 +225,7 @@ def test_members_use_an_engine_that_serves_all_of_them() -> None:
             for everybody, able in ((True, True), (False, me > 0)):
                 used.clear()
                 flat = np.full(elements, me + 1.0)
-                call = Call("all_reduce", ("engine test", elements), call_site(), native=0 if able else AS_IT_IS)
+                call = Call("all_reduce", ("engine test", elements), call_site(), device=0 if able else AS_IT_IS)
                 execution.run(group, call, Movement(Kind.ALL_REDUCE, recv=flat, op="SUM"), outputs=[flat])
                 expected = "node" if everybody else "native"
                 assert set(used) == {expected}, (elements, able, used)

@@ -142,8 +142,8 @@ def test_it_grows_with_the_logarithm_of_ranks() -> None:
 
 def test_constants_of_the_library() -> None:
     """Those that the model repeats are those of the code."""
-    from mpicoll.checks.agreement import _ROUND
     from mpicoll.runtime.settings import Settings
+    from mpicoll.transports.mpi.control import _ROUND
     from mpicoll.transports.shm.control import MOST_MEMBERS
     from mpicoll.transports.shm.transport import Budget
 

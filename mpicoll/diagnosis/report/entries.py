@@ -21,8 +21,9 @@ from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, Literal
 
-from mpicoll.diagnosis.call import NOTHING, Call
+from mpicoll.diagnosis.call import Call
 from mpicoll.diagnosis.report.text_layout import clip, columns
+from mpicoll.transports.control import NOTHING
 
 MOST_ROWS = 24
 MOST_COUNTED = 256

@@ -1,4 +1,4 @@
-"""Rounds of a group whose members are on one node, through memory that they share.
+"""The control channel of a group whose members are on one node: a ring of records in memory that they share.
 
 The protocol and the layout of a record are described in ``native/ring.h``. A call with little data sends the data beside
 its record (*eager*): when the round is over, so is the call.
@@ -14,7 +14,9 @@ from typing import Any
 from mpi4py import MPI
 
 from mpicoll.runtime import native
+from mpicoll.runtime.waiting import STALL
 from mpicoll.transports.base import Request
+from mpicoll.transports.control import COMPARED, Agreed, Words, decode
 from mpicoll.transports.shm.mapping import map_together
 
 AHEAD = 8
@@ -33,84 +35,109 @@ PART = -(-2 * AHEAD * (128 + EAGER_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
 """Bytes of each member: of ``native/ring.h``, rounded up to pages."""
 
 _POKE_EVERY = 8
+_STALL_NS = int(STALL * 1e9)
 
 
-class Rounds:
-    """The ring of one group, and the communicator that is progressed while this member waits for a round."""
+class RingRound:
+    """One place of the ring: rounds of every 16th number are posted through it."""
 
-    __slots__ = ("_comm", "me", "ring", "size")
+    __slots__ = ("_channel", "_polls", "busy", "number")
+
+    def __init__(self, channel: RingControl) -> None:
+        self._channel = channel
+        self._polls = 0
+        self.busy = False
+        self.number = 0
+
+    @property
+    def starting(self) -> tuple[Any, ...]:
+        """The function that posts the round, and its arguments, for ``map``."""
+        return operator.methodcaller("post", self.number), (self._channel.ring,)
+
+    def Start(self) -> None:
+        """Post the round."""
+        self._channel.ring.post(self.number)
+
+    def Test(self) -> bool:
+        """Return whether all others have posted the round."""
+        if self._channel.ring.is_over(self.number):
+            return True
+        self._polls += 1
+        if not self._polls % _POKE_EVERY:
+            self._channel.poke()
+        return False
+
+    def poll(self, nanoseconds: int) -> bool:
+        """Return whether all others have posted the round; poll for so long."""
+        found: bool = self._channel.ring.poll(self.number, nanoseconds)
+        return found
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the posting times spread by more than ``STALL``."""
+        spread: int = self._channel.ring.spread(self.number)
+        return spread > _STALL_NS
+
+    @property
+    def nonblocking(self) -> bool:
+        """Whether a member is asynchronous."""
+        return bool(self._channel.ring.maxima(self.number)[0][COMPARED])
+
+    def unanimous(self, words: Words) -> bool:
+        """Return whether all members posted the words that this member posted."""
+        found: bool = self._channel.ring.is_unanimous(self.number)
+        return found
+
+    def agreed(self) -> Agreed:
+        """Return what all members know now."""
+        words, spread, waited = self._channel.ring.maxima(self.number)
+        return decode(words, spread / 1e9, waited / 1e9)
+
+    def release(self) -> None:
+        """Free the place."""
+        self.busy = False
+
+
+class RingControl:
+    """Rounds through a ring of the extension.
+
+    Attributes:
+        ring: the memory, ``_native.Ring``.
+    """
+
+    carries_data = True
 
     def __init__(self, memory: mmap.mmap, comm: MPI.Intracomm, part: int) -> None:
-        self.me, self.size, self._comm = comm.Get_rank(), comm.Get_size(), comm
-        self.ring: Any = native.found.Ring(memory, self.me, self.size, part)
+        self._comm = comm
+        self.ring: Any = native.found.Ring(memory, comm.Get_rank(), comm.Get_size(), part)
+        self._places = [RingRound(self) for _ in range(MASK + 1)]
+
+    def room(self, number: int) -> bool:
+        """Return whether the round of that number may be posted."""
+        return not self._places[(number - AHEAD) & MASK].busy
+
+    def fill(self, number: int, words: Words) -> RingRound:
+        """Return the round of that number with its words written."""
+        place = self.posted(number)
+        place.busy = True
+        self.ring.write(number, words)
+        return place
+
+    def posted(self, number: int) -> RingRound:
+        """Return the round of that number, which the extension has written."""
+        place = self._places[number & MASK]
+        place.number = number
+        return place
 
     def poke(self) -> None:
         """Let MPI progress, which does so in its own calls only."""
         self._comm.Iprobe(MPI.ANY_SOURCE, 0)
 
-
-class RingRound:
-    """One place of the ring, through which every 16th round is posted. The object is the request of its round, too."""
-
-    __slots__ = ("_polls", "_rounds", "busy", "number", "place", "request", "words")
-
-    def __init__(self, rounds: Rounds, place: int) -> None:
-        self._rounds = rounds
-        self._polls = 0
-        self.place = place
-        self.busy = False
-        self.number = 0
-        self.words: tuple[int, ...] = ()
-        self.request = self
-
-    def fill(self, number: int, words: tuple[int, ...]) -> None:
-        """Write the record of a round; ``words`` are compared."""
-        self.number, self.words = number, words
-        self._rounds.ring.write(number, words)
-
-    @property
-    def starting(self) -> tuple[Any, ...]:
-        """The function that posts the round, and its arguments, for ``map``."""
-        return operator.methodcaller("post", self.number), (self._rounds.ring,)
-
-    def Start(self) -> None:
-        """Post the round."""
-        self._rounds.ring.post(self.number)
-
-    def Test(self) -> bool:
-        """Return whether all others have posted the round."""
-        if self._rounds.ring.is_over(self.number):
-            return True
-        self._polls += 1
-        if not self._polls % _POKE_EVERY:
-            self._rounds.poke()
-        return False
-
-    def poll(self, nanoseconds: int) -> bool:
-        """Return whether all others have posted the round; poll for so long."""
-        found: bool = self._rounds.ring.poll(self.number, nanoseconds)
-        return found
-
-    def same(self) -> bool:
-        """Return whether all others have posted the same words."""
-        found: bool = self._rounds.ring.is_unanimous(self.number)
-        return found
-
-    def spread(self) -> int:
-        """Return the nanoseconds between the first and the last post."""
-        found: int = self._rounds.ring.spread(self.number)
-        return found
-
-    def maxima(self) -> tuple[list[int], float, float]:
-        """Return the largest of each word; the seconds between the first and the last post; those after this member's."""
-        words, spread, waited = self._rounds.ring.maxima(self.number)
-        return words, spread / 1e9, waited / 1e9
-
     def free(self) -> None:
-        """Free nothing: the ring belongs to the group."""
+        """Free nothing: the ring is memory of the group."""
 
 
-def make_rounds(comm: MPI.Intracomm, why_not: str) -> Generator[Request, None, Rounds | str]:
+def make_ring(comm: MPI.Intracomm, why_not: str) -> Generator[Request, None, RingControl | str]:
     """Make the ring of a group whose members are on one node. All members call this function, and are known to.
 
     A generator that yields the requests to complete.
@@ -123,4 +150,4 @@ def make_rounds(comm: MPI.Intracomm, why_not: str) -> Generator[Request, None, R
         The ring; or why there is none: on all members alike, in words on those that know.
     """
     made = yield from map_together(comm, 0, PART, why_not)
-    return made if isinstance(made, str) else Rounds(made[0], comm, made[1])
+    return made if isinstance(made, str) else RingControl(made[0], comm, made[1])
