@@ -481,7 +481,7 @@ def _start_send(
                 body = flat if flat.dtype.kind != "V" else flat.view(np.uint8)
                 requests.append(persistent.post_apart(group, body, peer, tag))
             group.count_sent(peer, tag)
-            waiting.moving(flat.nbytes)
+            waiting.transfer_hint(flat.nbytes)
             steps = execution.sending(group, call, Together(requests, (message, flat)))
             operation = Operation(
                 group, call, steps, [tensor], limit, peer=group.ranks[peer], tag=tag, give_up=execution.lost

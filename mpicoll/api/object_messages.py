@@ -149,7 +149,7 @@ def _start_send(group: ProcessGroup, packed: Packed, length: int, peer: int) -> 
             posts += [(control.Issend, piece, peer, tag) for piece in rest]
             requests = post_all(posts)
             group.count_sent(peer, _TAG)
-            waiting.moving(sum(piece.nbytes for piece in rest))
+            waiting.transfer_hint(sum(piece.nbytes for piece in rest))
             steps = execution.sending(group, call, Together(requests, held))
             where = group.ranks[peer]
             return Operation(group, call, steps, [], group.timeout, peer=where, tag=_TAG, give_up=execution.lost)
@@ -212,7 +212,7 @@ def _receiving(
 def _rest(group: ProcessGroup, receive: ObjectReceive, pieces: list[Any]) -> Generator[Request, None, None]:
     control, tag = group.pair.control, _tag_of(receive.number)
     if pieces:
-        waiting.moving(sum(piece.nbytes for piece in pieces))
+        waiting.transfer_hint(sum(piece.nbytes for piece in pieces))
         yield Together(post_all((control.Irecv, piece, receive.sender, tag) for piece in pieces))
 
 

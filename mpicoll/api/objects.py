@@ -324,7 +324,7 @@ class _Transfer:
         posts += [(control.Isend, piece, peer, tag) for peer, pieces in sends for piece in pieces]
         if posts:
             requests = Together(post_all(posts))
-            waiting.moving(sum(piece.nbytes for _, piece, _, _ in posts))
+            waiting.transfer_hint(sum(piece.nbytes for _, piece, _, _ in posts))
             yield from self.beside(requests, meanwhile)
         else:
             meanwhile()

@@ -18,11 +18,11 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll.diagnosis.deadlock import State
-from mpicoll.diagnosis.node_board import Slots
+from mpicoll.diagnosis.node_board import NodeBoard
 from mpicoll.diagnosis.place import Place
 from mpicoll.diagnosis.report.entries import Entry, Runs
 from mpicoll.diagnosis.report.report import Report
-from mpicoll.runtime.mpi_library import keep_of
+from mpicoll.runtime.mpi_library import retain_frames
 
 _TAG = 1
 MOST_ASKED = 256
@@ -129,7 +129,7 @@ class Board:
     left: dict[Any, set[int]] = field(default_factory=dict)
     announced: set[int] = field(default_factory=set)
     state: Callable[[], State] | None = None
-    slots: Slots | None = None
+    slots: NodeBoard | None = None
     dead: set[int] = field(default_factory=set)
     sent: dict[int, dict[str, dict[int, tuple[int, str]]]] = field(default_factory=dict)
     verdict: tuple[int, Report] | None = None
@@ -160,7 +160,7 @@ class Board:
                     self._sending.append((self.comm.Isend([message, MPI.BYTE], rank, _TAG), message))
                     self.balance += 1
         except BaseException as error:
-            keep_of(error)  # out of a signal handler
+            retain_frames(error)  # out of a signal handler
             raise
 
     def notice_dead(self) -> bool:
@@ -204,7 +204,7 @@ class Board:
         try:
             self._poll()
         except BaseException as error:
-            keep_of(error)  # out of a signal handler
+            retain_frames(error)  # out of a signal handler
             raise
 
     def _poll(self) -> None:

@@ -40,7 +40,7 @@ class Call:
         explaining: the members differ, and tell each other what they called.
         compared: it is compared at level ``roll`` however small it is.
         device_reduction: how this rank can reduce on the GPU that all share (see ``transports.device.ipc.Offer``); None: not.
-        patience: makes the wait for it where that is a special one (see ``diagnosis.wait_policy.CallWait``).
+        wait_policy: makes the wait for it where that is a special one (see ``diagnosis.wait_policy.CallWait``).
         come: asks whether this rank's GPU has come to it; None where no rank is known to have an array on one.
     """
 
@@ -64,7 +64,7 @@ class Call:
     device_reduction: Any = None
     explaining: bool = False
     compared: bool = False
-    patience: Any = None
+    wait_policy: Any = None
     come: Callable[[], bool] | None = None
 
     @property

@@ -1,7 +1,7 @@
 """Is it certain that ranks wait for each other for ever? A certificate, not a time-out.
 
 What each rank says of itself when it is asked (:class:`State`) holds what it waits in and what it has issued, sent and
-received so far. :func:`stuck` finds the ranks that only each other could release: the greatest set in which every wait
+received so far. :func:`blocked_set` finds the ranks that only each other could release: the greatest set in which every wait
 needs somebody inside it. Two readings with nothing changed in between make it certain: each member was blocked from
 before the first was over until after the second had begun, so all of them at one moment.
 
@@ -91,7 +91,7 @@ class State:
         return all(now > then for now, then in zip(self.looks, before, strict=True))
 
 
-def stuck(states: Mapping[int, State]) -> set[int]:
+def blocked_set(states: Mapping[int, State]) -> set[int]:
     """Return the blocked ranks that nobody outside the set can release; ranks that are gone are not returned.
 
     Args:
@@ -157,7 +157,7 @@ def report(states: Mapping[int, State], members: set[int], now: float = 0.0) -> 
     """Return the report of a certificate: who waits where for whom, and which of the ranks they need have ended.
 
     Args:
-        members: the ranks that are stuck.
+        members: the ranks that are blocked.
         now: seconds since the epoch, to say how long each has waited.
     """
     held = members | {rank for rank, state in states.items() if state.gone}

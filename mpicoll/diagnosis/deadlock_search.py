@@ -14,7 +14,7 @@ from typing import Any
 
 from mpicoll.diagnosis import job_state
 from mpicoll.diagnosis.board import Board
-from mpicoll.diagnosis.deadlock import State, report, stuck
+from mpicoll.diagnosis.deadlock import State, blocked_set, report
 from mpicoll.diagnosis.job_state import JobState, joined, waits_by_thread
 from mpicoll.diagnosis.membership import Membership
 from mpicoll.diagnosis.report.report import MESSAGE_WIDTH, Report
@@ -69,9 +69,9 @@ def _idles(code: CodeType) -> bool:
 def _of_destroyed(what: str) -> dict[Any, int]:
     """Return the same of the groups that were destroyed last: others may still be in their last calls."""
     known = job_state.current()
-    if known is None or known.base is None:
+    if known is None or known.endpoint is None:
         return {}
-    counts = getattr(known.base, what)
+    counts = getattr(known.endpoint, what)
     recent = tuple(islice(reversed(counts), DESTROYED))
     if what == "calls":
         return {name: counts[name] for name in recent}
@@ -92,7 +92,7 @@ def _messages(ours: list[Membership], what: str) -> dict[tuple[str, int, int], i
     }
 
 
-class Search:
+class DeadlockSearch:
     """The search of one process for deadlocks, while it waits.
 
     One rank of those that wait searches, the lowest as a rule: the others leave it to a lower one that has searched since
@@ -275,7 +275,7 @@ class Search:
         for exit_ in tuple(board.exited.values()):
             sent = {(name, board.rank, tag): n for name, by_tag in exit_.sent.items() for tag, n in by_tag.items()}
             states[exit_.rank] = State(exit_.rank, gone=True, calls=exit_.calls, sent=sent)
-        held = stuck(states)
+        held = blocked_set(states)
         before, self._before = self._before, (now, states)
         read_before, self._read_at = self._read_at, now
         if not held:
@@ -335,4 +335,4 @@ def _is_local(board: Board, rank: int) -> bool:
     return board.slots is not None and rank in board.slots.ranks
 
 
-search = Search()
+search = DeadlockSearch()

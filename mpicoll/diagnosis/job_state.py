@@ -47,7 +47,7 @@ class JobState:
         pid: this process; a forked child has another one.
         thread_multiple: whether MPI allows calls from several threads at once.
         thread: the thread that called ``init_process_group``.
-        base: what is kept of groups that were destroyed.
+        endpoint: what is kept of groups that were destroyed.
     """
 
     world: Membership
@@ -59,7 +59,7 @@ class JobState:
     pid: int
     thread_multiple: bool
     thread: int
-    base: Counters | None = None
+    endpoint: Counters | None = None
 
 
 class Waiting(Protocol):
@@ -146,19 +146,19 @@ def _last_call(known: JobState, group: Membership | None = None) -> tuple[str, s
     return op, site, group.display if group is not None and op else ""
 
 
-def tell_place() -> None:
+def write_place() -> None:
     """Write down for the ranks of this node where the program is just now (a watchdog service: it never calls MPI)."""
     known = current()
     if known is None or known.board.slots is None:
         return
     site = program_site(sys._current_frames().get(known.thread))
-    known.board.slots.tell_place(site, *_last_call(known)[:2])
+    known.board.slots.write_place(site, *_last_call(known)[:2])
 
 
 def await_death(board: Board) -> str:
     """Block until the next rank of this node is gone without a word, and return what to say; "" when nobody is left.
 
-    For a thread of its own (see :meth:`mpicoll.diagnosis.node_board.Slots.await_death`).
+    For a thread of its own (see :meth:`mpicoll.diagnosis.node_board.NodeBoard.await_death`).
     """
     slots = board.slots
     try:

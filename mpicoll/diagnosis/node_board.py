@@ -42,7 +42,7 @@ ENDED_FOR = 1.5
 """Seconds after which a rank that a signal ends counts as dead: as a rule the same signal ends the others, too."""
 
 
-class Slots:
+class NodeBoard:
     """The slots of the ranks of one node; ranks are those of the base communicator.
 
     Attributes:
@@ -128,7 +128,7 @@ class Slots:
         """Return when a rank last searched (``time.monotonic_ns``)."""
         return self._word(rank, _SEARCHED)
 
-    def tell_place(self, site: str, op: str = "", last: str = "") -> None:
+    def write_place(self, site: str, op: str = "", last: str = "") -> None:
         """Write down where this rank is just now, and its last call (see :class:`Place`)."""
         words = (site.encode()[-420:], op.encode()[:60], last.encode()[-420:])
         self.write("place", _WORD.pack(time.monotonic_ns()) + b"\0".join(words))
@@ -219,7 +219,7 @@ class Slots:
             os.close(self._second)
 
 
-def make_slots(node: MPI.Comm, me: int, ranks: tuple[int, ...]) -> Slots | None:
+def make_node_board(node: MPI.Comm, me: int, ranks: tuple[int, ...]) -> NodeBoard | None:
     """Make the slots of a node; None, on all its ranks alike, where shared memory cannot be had.
 
     Called by all ranks of ``node``, which are known to (it uses blocking MPI calls).
@@ -235,11 +235,11 @@ def make_slots(node: MPI.Comm, me: int, ranks: tuple[int, ...]) -> Slots | None:
         if created >= 0:
             os.close(created)
     path = node.bcast(path, 0)
-    slots: Slots | None = None
+    slots: NodeBoard | None = None
     if path:
         try:
             second = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # opened first: closing it would drop the lock
-            slots = Slots(os.open(path, os.O_RDWR | os.O_CLOEXEC), me, ranks)
+            slots = NodeBoard(os.open(path, os.O_RDWR | os.O_CLOEXEC), me, ranks)
             slots.wait_through(second)
         except (OSError, ValueError):
             slots = None

@@ -242,7 +242,7 @@ class CallWait:
         told.put_on(error)
         return error
 
-    def give_up(self, reason: BaseException) -> None:
+    def withdraw(self, reason: BaseException) -> None:
         """Withdraw: mark the group broken and tell its members."""
         text = in_one_line(reason) or type(reason).__name__
         known = job_state.current()
@@ -340,15 +340,15 @@ def failed_entry(failure: Failure) -> Entry:
     return Entry(ranks, failure.op, site=failure.last, state="failed", problem=failure.what + where)
 
 
-def local_wait(test: Callable[[], bool], patience: CallWait) -> None:
+def local_wait(test: Callable[[], bool], policy: CallWait) -> None:
     """Wait, and be found waiting by those who ask."""
     ident = threading.get_ident()
     outer = waits_by_thread.get(ident)
-    waits_by_thread[ident] = patience
+    waits_by_thread[ident] = policy
     search.epoch += 1
     over = False
     try:
-        waiting.wait(test, patience)
+        waiting.wait(test, policy)
         over = True
     finally:
         search.epoch += 1
@@ -358,5 +358,5 @@ def local_wait(test: Callable[[], bool], patience: CallWait) -> None:
             waits_by_thread[ident] = outer
         if search.published is not None:
             search.unpublish()
-        if over and patience.noted:  # else it stays for those who leave the call after this rank
+        if over and policy.noted:  # else it stays for those who leave the call after this rank
             note_waits()

@@ -170,7 +170,7 @@ class Pool:
         nodes = {topology.node_of[rank] for rank in pair.ranks}
         pair.on_node = len(nodes) == 1 and len(pair.ranks) > 1
         if pair.node is None and pair.on_node and self.extension:
-            pair.node = SharedMemoryTransport(pair.data, self._budget, topology.crowded)
+            pair.node = SharedMemoryTransport(pair.data, self._budget, topology.oversubscribed)
 
     def meet(self, pair: Pair) -> Generator[Request, None, None]:
         """Have the members of a pair that comes into use make their rounds where that is fastest.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from mpicoll.diagnosis.membership import Membership, Turn, count
 from mpicoll.errors import GroupBrokenError
-from mpicoll.runtime.mpi_library import keep
+from mpicoll.runtime.mpi_library import retain_for_ever
 from mpicoll.transports.mpi.envelope import Told
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ class ProcessGroup(Membership):
         if self.pair.receiver.posted:  # receives that nobody waits for: a later group's messages are not for them
             self.pair.spoiled = True
         if self.pair.spoiled:
-            keep(self.persistent, self.plans, self.own_plans)
+            retain_for_ever(self.persistent, self.plans, self.own_plans)
             return
         while self.persistent:
             self.retire(self.persistent[-1])

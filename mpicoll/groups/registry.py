@@ -20,7 +20,7 @@ NON_MEMBER = -100
 
 
 @dataclass(kw_only=True)
-class State(JobState):
+class JobWithGroups(JobState):
     """What this process knows while a default group lives.
 
     Attributes:
@@ -54,20 +54,20 @@ class _Default:
 default = _Default()
 
 
-def set_state(new: State | None) -> None:
+def set_state(new: JobWithGroups | None) -> None:
     """Install or remove the default group; for ``lifecycle`` only."""
     job_state.set_job(new)
     default.world = None if new is None else new.world
 
 
-def state() -> State:
+def state() -> JobWithGroups:
     """Return the state, or raise torch's ValueError when there is no default group."""
-    return cast(State, job_state.job())
+    return cast(JobWithGroups, job_state.job())
 
 
-def current() -> State | None:
+def current() -> JobWithGroups | None:
     """Return the state, or None when there is no default group."""
-    return cast("State | None", job_state.current())
+    return cast("JobWithGroups | None", job_state.current())
 
 
 def resolve(group: Any) -> ProcessGroup | None:

@@ -37,7 +37,7 @@ from mpicoll.errors import (
 )
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
-from mpicoll.groups.registry import State
+from mpicoll.groups.registry import JobWithGroups
 from mpicoll.leader_blocks.published_files import Published, announce, await_visible, path_list
 from mpicoll.operations import execution
 from mpicoll.operations.group_creation import group_of_node
@@ -196,7 +196,7 @@ class _Members:
         key: the same for the same scope.
     """
 
-    def __init__(self, known: State, scope: Any) -> None:
+    def __init__(self, known: JobWithGroups, scope: Any) -> None:
         self.known = known
         self._group: ProcessGroup | None = None
         if isinstance(scope, str) and scope == "node":
@@ -366,7 +366,7 @@ def _tell(
     this.key = (*this.key, ("root", group.ranks[root]))
     limit = group.timeout
     if watch is not None and said is None:
-        this.patience = functools.partial(_TurnWait, watch)
+        this.wait_policy = functools.partial(_TurnWait, watch)
         limit = math.inf
     execution.run(group, this, Movement(Kind.BROADCAST, recv=head, root=root), outputs=[head], limit=limit)
     well, length = _HEAD.unpack_from(head.data)
@@ -487,7 +487,7 @@ class _Block:
         *,
         op: str = "zero_first",
         applies: bool = True,
-        check: Callable[[State], None] | None = None,
+        check: Callable[[JobWithGroups], None] | None = None,
     ) -> None:
         self.op = op
         self.site = call_site()
@@ -518,7 +518,7 @@ class _Block:
             key = (*key, ("rejoin", False))
         return Call(where + self.op, key, self.site, compared=True)
 
-    def _read_arguments(self, known: State) -> None:
+    def _read_arguments(self, known: JobWithGroups) -> None:
         name, timeout, publish, visible = self._given
         execution.check_name(name)
         self._name = name
@@ -1069,7 +1069,7 @@ def main_process_first(local: bool = True, desc: str | None = None) -> _Block:
 
 
 def _familiar(op: str, local_rank: Any) -> _Block:
-    def check(known: State) -> None:
+    def check(known: JobWithGroups) -> None:
         if local_rank is None:
             return
         if isinstance(local_rank, bool) or not hasattr(local_rank, "__index__"):

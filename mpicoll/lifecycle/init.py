@@ -36,15 +36,15 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpicoll.diagnosis.board import Board
-    from mpicoll.diagnosis.node_board import Slots
+    from mpicoll.diagnosis.node_board import NodeBoard
     from mpicoll.diagnosis.report.entries import Entry
     from mpicoll.groups.communicators import Pair
     from mpicoll.groups.process_group import ProcessGroup
-    from mpicoll.groups.registry import State
-    from mpicoll.lifecycle.teardown import Base
+    from mpicoll.groups.registry import JobWithGroups
+    from mpicoll.lifecycle.teardown import JobEndpoint
     from mpicoll.transports.topology import Topology
 
-    Steps = Generator[MPI.Request, None, tuple[Base, Pair]]
+    Steps = Generator[MPI.Request, None, tuple[JobEndpoint, Pair]]
 
 
 default_pg_timeout = timedelta(seconds=1800)
@@ -152,7 +152,7 @@ def init_process_group(
     from mpicoll.checks.memory_in_use import claims
     from mpicoll.diagnosis.call import Call
     from mpicoll.diagnosis.deadlock_search import describe_state
-    from mpicoll.diagnosis.job_state import await_death, tell_place
+    from mpicoll.diagnosis.job_state import await_death, write_place
     from mpicoll.groups.communicators import mpi_text
     from mpicoll.lifecycle import teardown, termination
     from mpicoll.memory.device import array as device_array
@@ -211,7 +211,7 @@ def init_process_group(
     device_pool.bound(settings.pinned_mb << 20)
     device_array.permit(partial(_may_have_gpus, settings.cuda))
     _initialisations += 1
-    state = registry.State(
+    state = registry.JobWithGroups(
         world=process_group.ProcessGroup(
             str(_initialisations), pair, me, limit, level="full", display="WORLD", desc="default_pg"
         ),
@@ -223,7 +223,7 @@ def init_process_group(
         pid=os.getpid(),
         thread_multiple=MPI.Query_thread() >= MPI.THREAD_MULTIPLE,
         thread=threading.get_ident(),
-        base=base,
+        endpoint=base,
     )
     state.groups[state.world.group_name] = state.world
     registry.set_state(state)
@@ -272,11 +272,11 @@ def init_process_group(
     state.world.calls, state.world.last = 0, None  # numbers in messages are those of the program's own calls
     state.world.group_name = str(flags.block_bytes)
     state.groups = {state.world.group_name: state.world}
-    waiting.crowded = state.topology.crowded
+    waiting.oversubscribed = state.topology.oversubscribed
     base.board.state = describe_state
     waiting.add_service(base.board.poll)
-    if tell_place not in watchdog.services:
-        watchdog.services.append(tell_place)
+    if write_place not in watchdog.services:
+        watchdog.services.append(write_place)
     _move_on(state)
     if how == "job":
         termination.start()
@@ -286,11 +286,11 @@ def init_process_group(
         function()
 
 
-def _move_on(state: State) -> None:
+def _move_on(state: JobWithGroups) -> None:
     """Have a thread move operations on while the program computes, where that is asked for and this MPI allows it."""
     from mpicoll.runtime import waiting
 
-    waiting.mover = None
+    waiting.progress_thread = None
     if state.settings.progress != "thread":
         return
     if not state.thread_multiple:
@@ -302,7 +302,7 @@ def _move_on(state: State) -> None:
     from mpicoll.memory.device import runtime as device_runtime
     from mpicoll.runtime.progress import ProgressThread
 
-    waiting.mover = ProgressThread(waits_lately, device_runtime.current_device, device_runtime.use)
+    waiting.progress_thread = ProgressThread(waits_lately, device_runtime.current_device, device_runtime.use)
 
 
 def _may_have_gpus(setting: Cuda, operation: str, nonblocking: bool) -> bool:
@@ -430,7 +430,7 @@ def _no_mpi(error: BaseException) -> Exception:
     )
 
 
-def _base(comm: MPI.Intracomm, limit: float, site: str) -> tuple[Base, Pair]:
+def _base(comm: MPI.Intracomm, limit: float, site: str) -> tuple[JobEndpoint, Pair]:
     """Return the base of a communicator and the idle pair of its default group; made at the first initialisation on it.
 
     The base hangs on the communicator as an attribute, so it goes with it, on all ranks alike.
@@ -444,7 +444,7 @@ def _base(comm: MPI.Intracomm, limit: float, site: str) -> tuple[Base, Pair]:
         _base_keyval = MPI.Comm.Create_keyval(delete_fn=_forget_base)
         _joining_keyval = MPI.Comm.Create_keyval()
     found = comm.Get_attr(_base_keyval)
-    base = found if isinstance(found, teardown.Base) else None
+    base = found if isinstance(found, teardown.JobEndpoint) else None
     wait = _init_wait(limit, site, comm.Get_rank(), comm.Get_size(), base.board if base is not None else None)
     kept = comm.Get_attr(_joining_keyval)
     joining = kept if isinstance(kept, _Joining) else _Joining(_join(comm, base))
@@ -467,7 +467,7 @@ class _Joining:
         self._steps = steps
         self._request: MPI.Request | None = None
 
-    def go_on(self, wait: Callable[[MPI.Request], None]) -> tuple[Base, Pair]:
+    def go_on(self, wait: Callable[[MPI.Request], None]) -> tuple[JobEndpoint, Pair]:
         """Wait for one after the other; an error of ``wait`` leaves what has been begun for the next call."""
         while True:
             if self._request is not None:
@@ -477,12 +477,12 @@ class _Joining:
             except BaseException as end:
                 self.over = True
                 if isinstance(end, StopIteration):
-                    found: tuple[Base, Pair] = end.value
+                    found: tuple[JobEndpoint, Pair] = end.value
                     return found
                 raise
 
 
-def _join(comm: MPI.Intracomm, base: Base | None) -> Steps:
+def _join(comm: MPI.Intracomm, base: JobEndpoint | None) -> Steps:
     from mpi4py import MPI
 
     from mpicoll.diagnosis.board import Board
@@ -502,23 +502,23 @@ def _join(comm: MPI.Intracomm, base: Base | None) -> Steps:
     pair = Pair(ranks, control, data)
     if base is None:
         board = Board((yield from duplicate(control)), waits_now)
-        base = teardown.Base(board, Pool(), (yield from duplicate(control)), None, {}, {})
+        base = teardown.JobEndpoint(board, Pool(), (yield from duplicate(control)), None, {}, {})
         assert _base_keyval is not None
         comm.Set_attr(_base_keyval, base)
-        teardown.bases.append(base)
+        teardown.endpoints.append(base)
     base.pool.add(pair)
     yield control.Ibarrier()
     pair.agreement.epoch = time.monotonic()
     return base, pair
 
 
-def _node_slots(comm: MPI.Intracomm, topology: Topology) -> Slots | None:
+def _node_slots(comm: MPI.Intracomm, topology: Topology) -> NodeBoard | None:
     """Return the shared memory of this node's ranks; all ranks of ``comm`` call it, and are known to."""
-    from mpicoll.diagnosis.node_board import make_slots
+    from mpicoll.diagnosis.node_board import make_node_board
 
     node = comm.Split(topology.node, topology.rank)
     try:
-        return make_slots(node, topology.rank, topology.local_ranks)
+        return make_node_board(node, topology.rank, topology.local_ranks)
     finally:
         node.Free()
 
@@ -531,11 +531,11 @@ def _forget_base(comm: MPI.Comm, keyval: int, base: Any) -> None:
     from mpicoll.lifecycle import teardown
 
     known = registry.current()
-    if comm == MPI.COMM_WORLD or MPI.Is_finalized() or base not in teardown.bases:
+    if comm == MPI.COMM_WORLD or MPI.Is_finalized() or base not in teardown.endpoints:
         return
     if known is not None and known.board is base.board:
         return  # its default group is still in use
-    teardown.bases.remove(base)
+    teardown.endpoints.remove(base)
     if base.board.slots is not None:
         base.board.slots.close()
         base.board.slots = None
@@ -547,7 +547,7 @@ def _forget_base(comm: MPI.Comm, keyval: int, base: Any) -> None:
             each.Free()
 
 
-def _all_received(base: Base) -> bool:
+def _all_received(base: JobEndpoint) -> bool:
     """Whether nothing is left on the communicators of a base; else they are kept for good, on all ranks alike.
 
     MPICH 5.0 gives the context of a freed communicator to the next one, and messages that nobody received with it.
@@ -574,7 +574,7 @@ FREE_WITHIN = 5.0
 
 
 class _InitWait:
-    """The wait for the others in ``init_process_group``, before there is anything to ask them by (a Patience)."""
+    """The wait for the others in ``init_process_group``, before there is anything to ask them by (a WaitPolicy)."""
 
     stall_warn = 60.0
 
@@ -621,7 +621,7 @@ class _InitWait:
         error = CollectiveTimeoutError(f"Timed out: {self._text(waited)}")
         return self._with_calls(error, waited, range(self.size), [])
 
-    def give_up(self, reason: BaseException) -> None:
+    def withdraw(self, reason: BaseException) -> None:
         """What was posted may never complete."""
         from mpicoll.lifecycle import teardown
 
@@ -684,15 +684,15 @@ def destroy_process_group(group: Any = None) -> None:
             if each.group_name in known.board.withdrawn:
                 each.give_up(known.board.withdrawn[each.group_name][1])  # its communicators are not used again
     base = _base_of(known.board)
-    with nullcontext() if waiting.mover is None else waiting.mover.resting():
+    with nullcontext() if waiting.progress_thread is None else waiting.progress_thread.resting():
         for each in doomed:
             _destroy(each, base)
             known.groups.pop(each.group_name, None)
             known.node = None if known.node is each else known.node
             known.leaders = None if known.leaders is each else known.leaders
     if found is known.world:
-        if waiting.mover is not None:
-            waiting.mover.stop()
+        if waiting.progress_thread is not None:
+            waiting.progress_thread.stop()
         from mpicoll.lifecycle import teardown, termination
         from mpicoll.memory.device import pool as device_pool
 
@@ -717,13 +717,13 @@ def _refuse_unwaited(doomed: list[ProcessGroup]) -> None:
         )
 
 
-def _base_of(board: Board) -> Base:
+def _base_of(board: Board) -> JobEndpoint:
     from mpicoll.lifecycle import teardown
 
-    return next(base for base in teardown.bases if base.board is board)
+    return next(base for base in teardown.endpoints if base.board is board)
 
 
-def _destroy(group: ProcessGroup, base: Base) -> None:
+def _destroy(group: ProcessGroup, base: JobEndpoint) -> None:
     from mpicoll.errors import GroupBrokenError
     from mpicoll.operations.work import Operation
     from mpicoll.runtime import waiting

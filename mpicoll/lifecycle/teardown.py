@@ -35,7 +35,7 @@ from mpicoll.lifecycle import exit_code
 from mpicoll.lifecycle.hard_deadline import afterwards
 from mpicoll.runtime import signals, waiting, watchdog
 from mpicoll.runtime.call_site import NOWHERE, Site, traceback_site
-from mpicoll.runtime.mpi_library import keep
+from mpicoll.runtime.mpi_library import retain_for_ever
 from mpicoll.runtime.output import flush_streams, say
 from mpicoll.runtime.signals import notes
 from mpicoll.transports.shm import mapping
@@ -61,7 +61,7 @@ MOST_TAGS = 32
 
 
 @dataclass(eq=False)
-class Base:
+class JobEndpoint:
     """What lives as long as the communicator that a default group was made on, over any number of initialisations.
 
     Attributes:
@@ -140,7 +140,7 @@ def _by_tag(sent: dict[tuple[int, int], int], peer: int) -> dict[int, int]:
     return dict(counts[-MOST_TAGS:]) | ({-1: before} if before else {})
 
 
-bases: list[Base] = []
+endpoints: list[JobEndpoint] = []
 
 
 @dataclass
@@ -249,7 +249,7 @@ def register() -> None:
 def _in_child() -> None:
     watchdog.forget()
     waiting.pending.clear()
-    waiting.mover = None
+    waiting.progress_thread = None
     _ending.code, _ending.what, _ending.site, _ending.interrupted = 0, "", "", False
     exit_code.forget()
     exit_code.watch(_note_exit)
@@ -277,7 +277,7 @@ def _prefix() -> str:
     known = registry.current()
     if known is not None:
         return f"[rank {known.world.rank()}] "
-    return f"[rank {bases[-1].board.rank}] " if bases else f"[rank {MPI.COMM_WORLD.Get_rank()}] "
+    return f"[rank {endpoints[-1].board.rank}] " if endpoints else f"[rank {MPI.COMM_WORLD.Get_rank()}] "
 
 
 @contextlib.contextmanager
@@ -356,7 +356,7 @@ def _end_by(error: BaseException) -> Board | None:
     """Take note of what ends the program, and by whose fault; return the board on which the others are told."""
     _ending.code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     known = registry.current()
-    board = known.board if known is not None else bases[-1].board if bases else None
+    board = known.board if known is not None else endpoints[-1].board if endpoints else None
     if board is not None and not MPI.Is_finalized():
         board.poll()
         if isinstance(error, PeerFailedError):
@@ -473,7 +473,7 @@ def _without_ours(trace: TracebackType | None) -> TracebackType | None:
 def _failed(what: str, site: str) -> None:
     """Tell the launcher and the other ranks, at once, that this rank has failed."""
     _ending.what, _ending.site = what, site
-    for base in bases:
+    for base in endpoints:
         if base.job and not base.said:
             job_state.doomed = f"{what[:200]} at {site}" if site else what[:200]
             base.said = True
@@ -534,7 +534,7 @@ def _end_alone(grace: float) -> None:
 
 def _answers() -> bool:
     """Whether this rank answers for its end to others: some default group had ``on_failure="job"``."""
-    return any(base.job for base in bases)
+    return any(base.job for base in endpoints)
 
 
 def leave(reason: str) -> None:
@@ -551,9 +551,9 @@ def leave(reason: str) -> None:
     if _done:
         return
     _done = True
-    if waiting.mover is not None:
-        waiting.mover.stop()
-        waiting.mover = None
+    if waiting.progress_thread is not None:
+        waiting.progress_thread.stop()
+        waiting.progress_thread = None
     known = registry.current()
     never = _never_waited(known) if known is not None and not _ending.code else ""
     if never and known is not None and known.on_failure == "job" and not _ending.code:
@@ -562,7 +562,7 @@ def leave(reason: str) -> None:
         say(f"{_prefix()}{never}\n")
     parted = True
     try:
-        for base in bases:
+        for base in endpoints:
             if base.job:
                 _leave_base(base, reason, known.settings.exit_grace if known is not None else 30.0)
             else:
@@ -572,15 +572,15 @@ def leave(reason: str) -> None:
     watchdog.stop()
     mapping.remove()  # what was given up while it was made
     notes.end()
-    spoiled = _ending.stuck or any(pair.spoiled for base in bases for pair in base.pool.all())
+    spoiled = _ending.stuck or any(pair.spoiled for base in endpoints for pair in base.pool.all())
     ends_job = bool(spoiled and _ending.code)
-    for base in bases:
+    for base in endpoints:
         if base.board.slots is not None:
             base.board.slots.leave(ends_job=ends_job)
     if ends_job:
         _abort(_ending.code)
     elif not spoiled and parted:
-        for base in bases:
+        for base in endpoints:
             for pair in base.pool.all():
                 pair.agreement.free()
         if known is not None:
@@ -588,7 +588,7 @@ def leave(reason: str) -> None:
                 group.free_plans()
 
 
-def _part(base: Base, reason: str) -> bool:
+def _part(base: JobEndpoint, reason: str) -> bool:
     """Leave a program whose end is not the library's affair; whether all ranks do so at about the same time.
 
     Those that may be waiting for this rank, as it has not destroyed its default group, are told. It waits for nobody.
@@ -602,7 +602,7 @@ def _part(base: Base, reason: str) -> bool:
     while not everybody.Test():
         board.poll()
         if time.monotonic() > end:
-            keep(everybody, words)
+            retain_for_ever(everybody, words)
             for rank in range(board.size):
                 if rank != board.rank:
                     board.post("exited", (*base.counters(rank), reason), [rank])
@@ -612,7 +612,7 @@ def _part(base: Base, reason: str) -> bool:
     return True
 
 
-def _never_waited(known: registry.State) -> str:
+def _never_waited(known: registry.JobWithGroups) -> str:
     calls = [op.call for group in tuple(known.groups.values()) for op in tuple(group.unwaited.values())]
     if not calls:
         return ""
@@ -621,7 +621,7 @@ def _never_waited(known: registry.State) -> str:
     )
 
 
-def _leave_base(base: Base, reason: str, grace: float) -> None:
+def _leave_base(base: JobEndpoint, reason: str, grace: float) -> None:
     board = base.board
     if base.said:
         _ending.because_of_others = (
@@ -657,7 +657,7 @@ def _leave_base(base: Base, reason: str, grace: float) -> None:
         append_record("blame", board.rank, _ending.code)
 
 
-def _spoiled(base: Base) -> bool:
+def _spoiled(base: JobEndpoint) -> bool:
     return any(pair.spoiled for pair in base.pool.all())
 
 
@@ -673,7 +673,7 @@ def _await_peers(board: Board, grace: float) -> None:
         time.sleep(0.002)
 
 
-def _linger(base: Base, reason: str) -> None:
+def _linger(base: JobEndpoint, reason: str) -> None:
     closings = _close(base)
     totals = np.array([balance(base), len(closings)], np.int64)
     try:
@@ -689,7 +689,7 @@ def _linger(base: Base, reason: str) -> None:
         _name_lost(base)
 
 
-def _await_all(base: Base, reason: str, totals: Any, closings: list[Closing]) -> bool:
+def _await_all(base: JobEndpoint, reason: str, totals: Any, closings: list[Closing]) -> bool:
     """Wait until all ranks have come to their end, and add up ``totals``; False when that cannot be, as one has failed."""
     board = base.board
     everybody = board.comm.Iallreduce(MPI.IN_PLACE, totals, MPI.SUM)
@@ -716,27 +716,27 @@ def _await_all(base: Base, reason: str, totals: Any, closings: list[Closing]) ->
     return True
 
 
-def balance(base: Base) -> int:
+def balance(base: JobEndpoint) -> int:
     """Return the messages that this rank has sent on all groups, less those that it has received."""
     sent = sum(sum(there.values()) for there in _sent(base).values())
     return sent - sum(sum(here.values()) for here in _received(base).values())
 
 
-def _sent(base: Base) -> dict[str, dict[tuple[int, int], int]]:
+def _sent(base: JobEndpoint) -> dict[str, dict[tuple[int, int], int]]:
     """Return the messages to each (rank, tag) on each group, also on those that are destroyed."""
     return {**base.sent, **{group.group_name: group.by_rank(group.sent) for group in _live(base)}}
 
 
-def _received(base: Base) -> dict[str, dict[tuple[int, int], int]]:
+def _received(base: JobEndpoint) -> dict[str, dict[tuple[int, int], int]]:
     return {**base.received, **{group.group_name: group.by_rank(group.received) for group in _live(base)}}
 
 
-def _live(base: Base) -> list[process_group.ProcessGroup]:
+def _live(base: JobEndpoint) -> list[process_group.ProcessGroup]:
     known = registry.current()
     return list(known.groups.values()) if known is not None and known.board is base.board else []
 
 
-def _name_lost(base: Base) -> None:
+def _name_lost(base: JobEndpoint) -> None:
     """Say which messages were never received, and end with an error: all ranks have come to their end."""
     board = base.board
     _ending.code, _ending.stuck = 1, True
@@ -771,7 +771,7 @@ def _name_lost(base: Base) -> None:
                     )
 
 
-def _close(base: Base) -> list[Closing]:
+def _close(base: JobEndpoint) -> list[Closing]:
     """Post the last comparison on every group that rolls; return those under way, also of groups that were destroyed."""
     known = registry.current()
     found = [pair.closing for pair in base.pool.all()]
@@ -793,7 +793,7 @@ def _compare_last(closings: list[Closing]) -> None:
         time.sleep(0.001)
 
 
-def _await_words(base: Base) -> None:
+def _await_words(base: JobEndpoint) -> None:
     """Wait until all ranks have said what they have to say of their last calls: one that differed ends the job."""
     everybody = base.board.comm.Ibarrier()
     end = time.monotonic() + 2 * COMPARED_WITHIN
@@ -801,7 +801,7 @@ def _await_words(base: Base) -> None:
         time.sleep(0.001)
 
 
-def _say_apart(base: Base, closings: list[Closing]) -> None:
+def _say_apart(base: JobEndpoint, closings: list[Closing]) -> None:
     """Say where the ranks' last calls differed, and end with an error then."""
     for closing in closings:
         if closing.same is not False:

@@ -23,7 +23,7 @@ import time
 from dataclasses import replace
 
 from mpicoll.diagnosis import job_state
-from mpicoll.diagnosis.node_board import Slots
+from mpicoll.diagnosis.node_board import NodeBoard
 from mpicoll.diagnosis.report.entries import Entry, name_runs, runs_of, table_of
 from mpicoll.diagnosis.report.report import MESSAGE_WIDTH, last_words
 from mpicoll.diagnosis.report.text_layout import short_paths
@@ -166,7 +166,7 @@ def _flush() -> None:
 def _because_of_others() -> bool:
     """Whether a launcher ends this rank because another one, or this one, has failed: that is known already."""
     known = registry.current()
-    boards = [base.board for base in teardown.bases]
+    boards = [base.board for base in teardown.endpoints]
     slots = known.board.slots if known is not None else None
     return (
         teardown.fails()
@@ -210,7 +210,7 @@ def _report(what: str) -> None:
     _print(rows, [rank for rank in slots.ranks if slots.ended(rank)] or [me], what)
 
 
-def _said(slots: Slots, rank: int) -> Entry | None:
+def _said(slots: NodeBoard, rank: int) -> Entry | None:
     """Return what a rank of this node has written for this report, if it has."""
     said = slots.read(rank, "last")
     when, entry = pickle.loads(said) if said else (0.0, None)
@@ -218,7 +218,7 @@ def _said(slots: Slots, rank: int) -> Entry | None:
     return fresh
 
 
-def _of(slots: Slots, rank: int) -> Entry:
+def _of(slots: NodeBoard, rank: int) -> Entry:
     """Return where a rank of this node is: as it has just said, or where it was last seen."""
     said = _said(slots, rank)
     if said is not None:
@@ -231,7 +231,7 @@ def _of(slots: Slots, rank: int) -> Entry:
     return Entry(((rank, rank),), place.op, site=place.last, state="late", problem=seen)
 
 
-def where(known: registry.State, rank: int) -> Entry:
+def where(known: registry.JobWithGroups, rank: int) -> Entry:
     """Return where this rank is: the call that it waits in, or its place in the program, and its last call."""
     entry = job_state.calls_now(rank)[0]
     if entry.state == "waits":

@@ -35,7 +35,7 @@ from mpicoll.operations.riding import MOST, Ride
 from mpicoll.operations.work import Operation, Work, due, warn_of_dropped
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import Site
-from mpicoll.runtime.mpi_library import keep_of
+from mpicoll.runtime.mpi_library import retain_frames
 from mpicoll.transports.base import Kind, Movement, Request
 from mpicoll.transports.control import Agreed
 
@@ -162,7 +162,7 @@ class Deferred:
                 return True
         except BaseException as error:
             wrong = error
-            keep_of(error)
+            retain_frames(error)
             if self._started:
                 self._lose(error)
                 self.rest()
@@ -254,7 +254,7 @@ class Deferred:
         error = execution.over(patience, polled)
         if error is None or self.looked():
             return False
-        patience.give_up(error)
+        patience.withdraw(error)
         self._lose(error)
         return True
 
@@ -291,7 +291,7 @@ class Deferred:
         except MPI.Exception as error:
             self._lose(execution.wrap(error, self.group, self.call))
         except BaseException as error:  # out of a handler of the program's, or the memory ran out
-            keep_of(error)
+            retain_frames(error)
             self._lose(error)
             raise
 
@@ -347,7 +347,7 @@ class Deferred:
     def _lose(self, error: BaseException) -> None:
         """End what the library or something foreign struck; the group is given up."""
         if self.group.broken is None:
-            CallWait(self.group, self.call, self.group.timeout).give_up(error)
+            CallWait(self.group, self.call, self.group.timeout).withdraw(error)
         self._error = error if isinstance(error, DistError) else self.struck(error)
         self._end()
 
@@ -455,7 +455,7 @@ def later(group: Any, op: RedOpType, array: Any, frame: FrameType) -> Later | No
         ride = group.rides.get((op, array.dtype, array.shape))
     except (AttributeError, TypeError):  # no group, or not a member
         return None
-    if waiting.mover is not None or _forked or not array.flags.carray or Site.inside(frame.f_code):
+    if waiting.progress_thread is not None or _forked or not array.flags.carray or Site.inside(frame.f_code):
         return None
     if ride is None:
         ride = _learn(group, op, array)

@@ -33,7 +33,7 @@ from mpicoll.memory.device.array import Shadow
 from mpicoll.operations import work
 from mpicoll.operations.work import ASLEEP, Operation, Work
 from mpicoll.runtime import signals, waiting, watchdog
-from mpicoll.runtime.mpi_library import keep, keep_of
+from mpicoll.runtime.mpi_library import retain_for_ever, retain_frames
 from mpicoll.runtime.native import reduce_rows
 from mpicoll.runtime.output import say
 from mpicoll.transports import large_counts
@@ -156,7 +156,7 @@ def _agreed(
                 yield from node.prepare()
                 _say_why_not(group, node)
             if node.usable:
-                waiting.moving(agreed.block_bytes * (1 if move.root < 0 and move.op else size))
+                waiting.transfer_hint(agreed.block_bytes * (1 if move.root < 0 and move.op else size))
                 yield from node.steps(move, agreed.block_bytes)
                 _finish(call, after)
                 return
@@ -174,7 +174,7 @@ def _agreed(
     elif agreed.nonblocking and not beyond:
         requests = [engine.nonblocking(part) for part in move.parts]
         group.pair.agreement.order.pass_on(number)
-        waiting.moving(agreed.block_bytes * len(requests) * (1 if move.root < 0 and move.op else size))
+        waiting.transfer_hint(agreed.block_bytes * len(requests) * (1 if move.root < 0 and move.op else size))
         yield from requests
     elif agreed.block_bytes <= SMALL_BYTES and not (beyond or agreed.device):
         if move.vector or move.more or not fixed:
@@ -191,7 +191,7 @@ def _agreed(
         most = min(NATIVE_BYTES, large_counts.COUNT_LIMIT)
         for place, piece in enumerate(pieces(move, rank, size, agreed.block_bytes, most)):
             if agreed.nonblocking:  # one behind the other, and the data of later calls behind the last
-                waiting.moving(most)
+                waiting.transfer_hint(most)
                 yield engine.nonblocking(piece)
                 continue
             if place or agreed.behind:
@@ -259,10 +259,10 @@ def _in_pieces(
 
     def moved(piece: Movement) -> Generator[Request, None, None]:
         if node is not None:
-            waiting.moving(most)
+            waiting.transfer_hint(most)
             yield from node.steps(piece, min(block, agreed.block_bytes))
         elif agreed.nonblocking:
-            waiting.moving(most)
+            waiting.transfer_hint(most)
             yield engine.nonblocking(piece)
         else:
             yield data.Ibarrier()  # a member whose GPU is late, or has failed, does not come
@@ -277,7 +277,7 @@ def _on_device(call: Call, comm: MPI.Intracomm, agreed: Agreed) -> Generator[Req
     """Reduce on the GPU that all members share, which all have offered; whether that was done, the same on all."""
     if agreed.block_bytes != call.block_bytes:  # at check level "off" nobody compares them
         raise ValueError(f"{call.describe()}: another rank passes an array of another size")
-    waiting.moving(agreed.block_bytes)
+    waiting.transfer_hint(agreed.block_bytes)
     done: bool = yield from call.device_reduction.steps(comm)
     return done
 
@@ -446,7 +446,7 @@ def _leave_begun(group: ProcessGroup, call: Call, limit: float, error: BaseExcep
     place in the order taken and nobody there to pass it on. The other members make the call, so there is no way back.
     """
     if group.broken is None and error is not call.error and not isinstance(error, CollectiveMismatchError):
-        (call.patience or CallWait)(group, call, limit).give_up(error)
+        (call.wait_policy or CallWait)(group, call, limit).withdraw(error)
 
 
 class begun:
@@ -470,12 +470,12 @@ class begun:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None:
             return
-        keep(self._held)
-        keep_of(error)
+        retain_for_ever(self._held)
+        retain_frames(error)
         if isinstance(error, MPI.Exception):
             raise wrap(error, self._group, self._call) from error
         if self._group.broken is None:
-            CallWait(self._group, self._call, self._limit, self._peer, self._tag).give_up(error)
+            CallWait(self._group, self._call, self._limit, self._peer, self._tag).withdraw(error)
 
 
 UNCOMPARED = frozenset(Kind) - {Kind.BARRIER, Kind.ALL_TO_ALL}
@@ -595,7 +595,7 @@ def issue(
             waiting.pending.append(operation)
     except BaseException:
         if getattr(steps, "gi_frame", None) is not None:  # not at its end: MPI may still write there
-            keep(steps)
+            retain_for_ever(steps)
         raise
     if async_op:
         return Work(operation, finish_waiting)
@@ -723,7 +723,7 @@ def move_once(
     for piece in pieces(move, group.rank(), size, nbytes, NATIVE_BYTES):
         step = block_bytes(piece, size)
         if agreed.nonblocking:
-            waiting.moving(step)
+            waiting.transfer_hint(step)
             yield engine.nonblocking(piece)
             continue
         moved += step
@@ -747,12 +747,12 @@ def sending(group: ProcessGroup, call: Call, request: Request) -> Generator[Requ
 
 def lost(operation: Operation, reason: BaseException) -> None:
     """Give up a call that something foreign struck while it was moved on."""
-    CallWait(operation.group, operation.call, operation.limit, operation.peer).give_up(reason)
+    CallWait(operation.group, operation.call, operation.limit, operation.peer).withdraw(reason)
 
 
 def drive(group: ProcessGroup, call: Call, steps: Generator[Request, None, Any], limit: float) -> Any:
     """Run ``steps`` to their end, waiting for each; one limit for the whole call."""
-    patience = (call.patience or CallWait)(group, call, limit)
+    patience = (call.wait_policy or CallWait)(group, call, limit)
     while True:
         try:
             request = next(steps)
@@ -765,16 +765,16 @@ def drive(group: ProcessGroup, call: Call, steps: Generator[Request, None, Any],
                 setattr(error, AGREED, True)
             else:
                 # From here on the members are no longer in step: a signal handler raised, MPI or memory failed.
-                keep(steps, call)
-                keep_of(error)
-                patience.give_up(error)
+                retain_for_ever(steps, call)
+                retain_frames(error)
+                patience.withdraw(error)
             raise
         try:
             test = guarded(request.Test, group, call)
             if not test():
                 local_wait(test, patience)
         except BaseException:
-            keep(steps, request)
+            retain_for_ever(steps, request)
             raise
 
 
@@ -836,7 +836,7 @@ def finish_waiting(operation: Operation, limit: float | None) -> None:
                 return
             group, call = operation.group, operation.call
             limit = operation.limit if limit is None else limit
-            special = call.patience
+            special = call.wait_policy
             patience = (
                 special(group, call, limit) if special else CallWait(group, call, limit, operation.peer, operation.tag)
             )
@@ -859,11 +859,11 @@ def look(operation: Operation, polled: float) -> bool:
         polled: seconds since it was first asked for.
     """
     group, call = operation.group, operation.call
-    patience = (call.patience or CallWait)(group, call, operation.limit, operation.peer, operation.tag)
+    patience = (call.wait_policy or CallWait)(group, call, operation.limit, operation.peer, operation.tag)
     error = over(patience, polled)
     if error is None or operation.advance():
         return operation.done
-    patience.give_up(error)
+    patience.withdraw(error)
     operation.abandon(error)
     waiting.drop(operation)
     return True

@@ -23,7 +23,7 @@ from mpicoll.errors import (
 )
 from mpicoll.groups.communicators import Pair, make_pair
 from mpicoll.groups.process_group import ProcessGroup
-from mpicoll.groups.registry import NON_MEMBER, State, state
+from mpicoll.groups.registry import NON_MEMBER, JobWithGroups, state
 from mpicoll.operations import execution
 from mpicoll.runtime import signals
 from mpicoll.runtime.backend_names import check_backend
@@ -35,7 +35,7 @@ _TAGS = 32000  # MPI guarantees tags up to 32767
 
 
 def create_group(
-    known: State,
+    known: JobWithGroups,
     members: tuple[int, ...],
     problem: Exception | None,
     site: Site,
@@ -102,7 +102,7 @@ class Watch(Protocol):
         """Say now and then for whom this rank waits; whether there has been no sign of life for too long."""
 
 
-def group_of_node(known: State, op: str, site: Site, watch: Watch | None = None) -> ProcessGroup:
+def group_of_node(known: JobWithGroups, op: str, site: Site, watch: Watch | None = None) -> ProcessGroup:
     """Return the group of the ranks of this node; made once, when all of them have come, and by them alone.
 
     Args:
@@ -116,7 +116,7 @@ def group_of_node(known: State, op: str, site: Site, watch: Watch | None = None)
 
 
 def create_by_members(
-    known: State, members: tuple[int, ...], display: str, op: str, site: Site, watch: Watch | None = None
+    known: JobWithGroups, members: tuple[int, ...], display: str, op: str, site: Site, watch: Watch | None = None
 ) -> ProcessGroup:
     world = known.world
     with signals.shield:
@@ -158,26 +158,26 @@ def check_arguments(timeout: Any, backend: Any, group_desc: Any) -> None:
     check_backend(backend, lambda: state().world.rank() == 0)
 
 
-def _shrink(known: State, tag: int, call: Call) -> None:
+def _shrink(known: JobWithGroups, tag: int, call: Call) -> None:
     """Free communicators of destroyed groups; all ranks of the world are known to be here."""
     with signals.guard:
         with execution.native(known.world, call, known.world.timeout):
             known.pool.meet_all(known.world.pair.control, tag)
         for settled in execution.drive(known.world, call, known.pool.shrink(), known.world.timeout):
-            if known.base is None:
+            if known.endpoint is None:
                 continue
-            known.base.settle(*settled)
+            known.endpoint.settle(*settled)
 
 
-def _make(known: State, members: tuple[int, ...], index: int, tag: int, call: Call) -> Pair:
+def _make(known: JobWithGroups, members: tuple[int, ...], index: int, tag: int, call: Call) -> Pair:
     """Take the pair that all members agreed is idle, or make a new one; all members are known to be here."""
     if index != NOTHING and index >= 0:
         pair = known.pool.take(members, index)
         known.pool.furnish(pair, known.topology, known.settings, known.world.level)
         with signals.guard:
             settled = execution.drive(known.world, call, pair.sweep(), known.world.timeout)
-            if known.base is not None:
-                known.base.settle(*settled)
+            if known.endpoint is not None:
+                known.endpoint.settle(*settled)
             execution.drive(known.world, call, known.pool.meet(pair), known.world.timeout)
         return pair
     with signals.guard, execution.native(known.world, call, known.world.timeout):
@@ -197,7 +197,7 @@ _local_count: dict[tuple[str, tuple[int, ...]], int] = {}
 
 
 def _make_locally(
-    known: State,
+    known: JobWithGroups,
     members: tuple[int, ...],
     site: Site,
     problem: Exception | None,
@@ -242,7 +242,7 @@ def _make_locally(
         known.pool.disagreed(members, most)
     _local_count[counted] = count + 1
     tag = _TAGS + int.from_bytes(digest.digest(), "little") % 700
-    call.patience = lambda world, call, limit: _MakeWait(world, call, limit, members, name + SECOND, leader)
+    call.wait_policy = lambda world, call, limit: _MakeWait(world, call, limit, members, name + SECOND, leader)
     return name, _make(known, members, index, tag, call)
 
 
@@ -370,7 +370,7 @@ class _JoinWait(CallWait):
         entry = entry_of(self.call, state().world.rank(), state().world.display, state="waits")
         return Wait(self.name, self.members, entry, seq=1, since=self.began, meeting=True)
 
-    def give_up(self, reason: BaseException) -> None:
+    def withdraw(self, reason: BaseException) -> None:
         """Take this rank's word back; nothing was posted to MPI, so the world is still good."""
         board = state().board
         if self.for_good and isinstance(reason, (PeerFailedError, GroupBrokenError)):
@@ -388,6 +388,6 @@ class _MakeWait(_JoinWait):
     __slots__ = ()
     AFTERWARDS = CallWait.AFTERWARDS
 
-    def give_up(self, reason: BaseException) -> None:
+    def withdraw(self, reason: BaseException) -> None:
         """Withdraw from the world: something may be under way on its communicator."""
-        CallWait.give_up(self, reason)
+        CallWait.withdraw(self, reason)

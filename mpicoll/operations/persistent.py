@@ -31,7 +31,7 @@ from mpicoll.memory.memory import Array
 from mpicoll.operations.execution import guarded, wrap
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import Site
-from mpicoll.runtime.mpi_library import keep, keep_of
+from mpicoll.runtime.mpi_library import retain_for_ever, retain_frames
 from mpicoll.runtime.native import found as extension
 from mpicoll.transports import large_counts
 from mpicoll.transports.mpi.envelope import EARLY_BYTES, ROOM, SMALL_BYTES, WORDS, first_word
@@ -129,7 +129,7 @@ class _Persistent:
             self.kind = MPI.Datatype.fromcode(dtype.char)
         self.bodies: dict[int, MPI.Prequest] = {}
         self.make, self.post = make, post
-        self.polls = range(2 if waiting.crowded else min(size >> 9, _MOST_POLLS))
+        self.polls = range(2 if waiting.oversubscribed else min(size >> 9, _MOST_POLLS))
         self.count = 0
         self.code: CodeType | None = None
         self.instruction = -1
@@ -342,7 +342,7 @@ def recv_apart(group: ProcessGroup, again: PersistentReceive, tensor: Array, bod
 
 def finish(group: ProcessGroup, again: _Persistent, tensor: Array, test: Callable[[], bool]) -> None:
     """Wait for a request as every wait does, after it was polled for as long as its elements may take."""
-    waiting.moving(tensor.nbytes)
+    waiting.transfer_hint(tensor.nbytes)
     this = call(group, again, tensor)
     local_wait(guarded(test, group, this), CallWait(group, this, group.timeout, group.ranks[again.peer], again.tag))
 
@@ -356,10 +356,10 @@ def call(group: ProcessGroup, again: _Persistent, tensor: Array) -> Call:
 def give_up(group: ProcessGroup, again: _Persistent, tensor: Array, error: BaseException) -> None:
     """Leave a call that something struck: the group is broken; the request is never used again, and never freed."""
     this = call(group, again, tensor)
-    keep(again, tensor)
-    keep_of(error)
+    retain_for_ever(again, tensor)
+    retain_frames(error)
     if group.broken is None:
-        CallWait(group, this, group.timeout, group.ranks[again.peer], again.tag).give_up(error)
+        CallWait(group, this, group.timeout, group.ranks[again.peer], again.tag).withdraw(error)
     if isinstance(again, PersistentReceive):
         take_back(group, again)
     if isinstance(error, MPI.Exception):

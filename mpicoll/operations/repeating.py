@@ -22,7 +22,7 @@ from mpicoll.memory.arithmetic import quietly
 from mpicoll.operations import execution
 from mpicoll.runtime import signals, waiting, watchdog
 from mpicoll.runtime.call_site import NOWHERE, Site
-from mpicoll.runtime.mpi_library import keep, keep_of
+from mpicoll.runtime.mpi_library import retain_for_ever, retain_frames
 from mpicoll.transports.base import SMALL_BYTES, Kind, Movement, Request
 from mpicoll.transports.control import NOTHING, Agreed, Round, Words, make_words
 from mpicoll.transports.mpi.collectives import persistent_collectives
@@ -169,12 +169,12 @@ def repeat(group: ProcessGroup, known: Repeated, move: Movement, frame: FrameTyp
             raise
         except MPI.Exception as error:
             patience = patience_of(group, known, frame)
-            patience.give_up(error)
+            patience.withdraw(error)
             raise execution.wrap(error, group, patience.call) from error
         except BaseException as error:
-            keep_of(error)
+            retain_frames(error)
             if group.broken is None and not getattr(error, AGREED, False):
-                patience_of(group, known, frame).give_up(error)
+                patience_of(group, known, frame).withdraw(error)
             raise
         finally:
             if number is not None:
@@ -193,7 +193,7 @@ def outcome(made: Round, words: Words) -> Agreed | None:
 def _finish_polling(group: ProcessGroup, known: Repeated, frame: FrameType, request: Request, nbytes: int) -> None:
     """Poll for about as long as the others may take, and then wait as every call does."""
     test = request.Test
-    for _ in range(2 if waiting.crowded else waiting.SPIN_POLLS + min(nbytes >> 9, _MOST_POLLS)):
+    for _ in range(2 if waiting.oversubscribed else waiting.SPIN_POLLS + min(nbytes >> 9, _MOST_POLLS)):
         if test():
             return
     finish_request(group, known, frame, request)
@@ -360,7 +360,7 @@ def _repeat_uncompared(group: ProcessGroup, known: Repeated, move: Movement, fra
     group.own_plans.move_to_end(known.uncompared_key)
     agreement.order.posted += 1
     started = plan.start(move)
-    for _ in range(2 if waiting.crowded else waiting.SPIN_POLLS):
+    for _ in range(2 if waiting.oversubscribed else waiting.SPIN_POLLS):
         if started.Test():
             break
     else:
@@ -399,5 +399,5 @@ def finish_request(
     try:
         local_wait(execution.guarded(request.Test, group, call), CallWait(group, call, group.timeout))
     except BaseException:
-        keep(request)
+        retain_for_ever(request)
         raise

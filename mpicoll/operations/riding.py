@@ -31,7 +31,7 @@ from mpicoll.operations import execution, repeating
 from mpicoll.operations.repeating import REPEATED_BYTES, Repeated
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import caller
-from mpicoll.runtime.mpi_library import keep_of
+from mpicoll.runtime.mpi_library import retain_frames
 from mpicoll.runtime.native import found as extension
 from mpicoll.runtime.native import name_of
 from mpicoll.transports.base import SMALL_BYTES, Kind, Movement
@@ -105,7 +105,7 @@ class Ride:
         self.shared: Any = None
         self.width = 0
         brings = again.nbytes * (size if kind in _PARTED else 1)
-        self.poll_ns = poll_ns(brings, waiting.crowded)
+        self.poll_ns = poll_ns(brings, waiting.oversubscribed)
         multiple = registry.state().thread_multiple
         in_place = kind in (Kind.BARRIER, Kind.ALL_REDUCE, Kind.BROADCAST)
         self.crosses = not on_node and group.level == "full" and multiple and in_place and again.nbytes <= SMALL_BYTES
@@ -327,7 +327,7 @@ def cross(group: ProcessGroup, known: Ride, array: Any, frame: FrameType) -> boo
             _before = group.last
             group.last = again.op, frame.f_code, frame.f_lasti
             made_round = agreement.post(known.body)
-            polls = 2 if waiting.crowded else waiting.SPIN_POLLS
+            polls = 2 if waiting.oversubscribed else waiting.SPIN_POLLS
             test = made_round.Test
             for _ in range(polls):
                 if not test():
@@ -360,7 +360,7 @@ def cross(group: ProcessGroup, known: Ride, array: Any, frame: FrameType) -> boo
         raise
     except BaseException as error:
         wrong = error
-        keep_of(error)
+        retain_frames(error)
         if began:
             _give_up(group, again, frame, error)
         raise
@@ -373,10 +373,10 @@ def _give_up(group: ProcessGroup, again: Repeated, frame: FrameType, error: Base
     """Leave a call that something struck: a handler of the program's may raise between any two lines."""
     if isinstance(error, MPI.Exception):
         patience = repeating.patience_of(group, again, frame)
-        patience.give_up(error)
+        patience.withdraw(error)
         raise execution.wrap(error, group, patience.call) from error
     if group.broken is None and not getattr(error, AGREED, False):
-        repeating.patience_of(group, again, frame).give_up(error)
+        repeating.patience_of(group, again, frame).withdraw(error)
 
 
 def _go_on(
@@ -423,7 +423,7 @@ def _or_give_up(group: ProcessGroup, known: Ride, frame: FrameType, do: Callable
         raise
     except BaseException as error:
         wrong = error
-        keep_of(error)
+        retain_frames(error)
         _give_up(group, known.again, frame, error)
         raise
     finally:
@@ -447,7 +447,7 @@ def _await(group: ProcessGroup, known: Ride, frame: FrameType, step: int, root_o
 def _lose(group: ProcessGroup, known: Ride, frame: FrameType, call: int, error: BaseException) -> None:
     """Give a call up that the extension has posted, where ``_finish`` could not: a signal's handler raised as it began."""
     if known.agreement.order.posted == call and group.broken is None:
-        keep_of(error)
+        retain_frames(error)
         _give_up(group, known.again, frame, error)
 
 

@@ -28,7 +28,7 @@ from mpicoll.operations.persistent import PersistentReceive, PersistentSend, mes
 from mpicoll.operations.work import Operation, Work
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import Site
-from mpicoll.runtime.mpi_library import keep
+from mpicoll.runtime.mpi_library import retain_for_ever
 from mpicoll.transports import large_counts
 from mpicoll.transports.base import Request
 from mpicoll.transports.mpi.envelope import Envelope, describe
@@ -74,7 +74,7 @@ def send_again(group: ProcessGroup, again: PersistentSend, tensor: Array, frame:
                     with group.posting:
                         again.start()
                         made.body = _start_body(again, tensor)
-                    waiting.moving(tensor.nbytes)
+                    waiting.transfer_hint(tensor.nbytes)
                 again.count += 1
                 signals.threads.add(_get_ident())
                 operation = made
@@ -191,7 +191,7 @@ class _Again(Operation):
 
     def _keep(self) -> None:
         super()._keep()
-        keep(self.again, self.body, self.array)
+        retain_for_ever(self.again, self.body, self.array)
 
 
 def _nothing() -> Generator[Request, None, int | None]:
@@ -260,7 +260,7 @@ class _ReceiveAgain(_Again):
                     return super()._move()
                 if again.elements is None:
                     self.body = _start_body(again, self.array)
-                    waiting.moving(self.array.nbytes)
+                    waiting.transfer_hint(self.array.nbytes)
                 elif self.array.shape == again.shape:
                     self.array[...] = again.elements
                 else:  # the program has given it another one meanwhile

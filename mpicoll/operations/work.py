@@ -15,7 +15,7 @@ from mpicoll.checks.memory_in_use import Flight, claims
 from mpicoll.diagnosis.call import Call
 from mpicoll.errors import DistError
 from mpicoll.runtime import signals, waiting
-from mpicoll.runtime.mpi_library import keep, keep_of
+from mpicoll.runtime.mpi_library import retain_for_ever, retain_frames
 from mpicoll.transports.base import Request
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class Operation:
                 return True
             # Out of a signal handler, or the memory ran out: the call is lost, and MPI may still write into its buffers.
             self._keep()
-            keep_of(error)
+            retain_frames(error)
             self._end(
                 DistError(f"{self.call.op} issued at {self.call.site} was interrupted: {type(error).__name__}: {error}")
             )
@@ -160,7 +160,7 @@ class Operation:
             return True
 
     def _keep(self) -> None:
-        keep(self._current, self.outputs, self.held, self._steps)
+        retain_for_ever(self._current, self.outputs, self.held, self._steps)
 
     @contextmanager
     def still(self) -> Iterator[None]:
@@ -362,8 +362,8 @@ class Work:
         self._observed = False
         self._flight: Flight | None = None
         operation.group.unwaited[id(operation)] = operation
-        if waiting.mover is not None and not operation.done:
-            waiting.mover.begun(operation)
+        if waiting.progress_thread is not None and not operation.done:
+            waiting.progress_thread.begun(operation)
 
     def fly(self, flight: Flight | None) -> Work:
         """Keep the operation's memory from others until it has been waited for."""

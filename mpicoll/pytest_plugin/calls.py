@@ -18,12 +18,12 @@ def account_of(rank: int, size: int) -> dict[str, Any]:
         rank, size: in the world of the plugin, which is the job's.
     """
     # Importing waits for a thread that hangs in an import: where these are not there yet nothing has been called.
-    groups, patience = sys.modules.get("mpicoll.groups.process_group"), sys.modules.get("mpicoll.diagnosis.wait_policy")
+    job_state = sys.modules.get("mpicoll.diagnosis.job_state")
     try:
-        if groups is None or patience is None or (known := groups.current()) is None:
+        if job_state is None or (known := job_state.current()) is None:
             return {}
         same = (known.world.rank(), known.world.size()) == (rank, size)
-        return {"table": base64.b85encode(table_of(patience.calls_now(rank)).pack()).decode(), "same": same}
+        return {"table": base64.b85encode(table_of(job_state.calls_now(rank)).pack()).decode(), "same": same}
     except Exception as error:
         return {"trouble": f"{type(error).__name__}: {error}"}
 
@@ -57,11 +57,8 @@ def _lines(accounts: Mapping[int, Mapping[str, Any]], silent: Sequence[int]) -> 
     same = all(account.get("same", True) for account in accounts.values())
     for rank in silent:
         # Ranks of this node write down where they are, for such as do not answer.
-        seen = (
-            sys.modules["mpicoll.diagnosis.wait_policy"].last_seen(rank)
-            if same and "mpicoll.diagnosis.wait_policy" in sys.modules
-            else ""
-        )
+        job_state = sys.modules.get("mpicoll.diagnosis.job_state") if same else None
+        seen = job_state.last_seen(rank) if job_state is not None else ""
         entries.append(
             Entry(((rank, rank),), state="silent", problem="does not answer" + (f": {seen}" if seen else ""))
         )

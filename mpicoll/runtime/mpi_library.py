@@ -14,12 +14,12 @@ from mpicoll.runtime.call_site import PACKAGE
 _kept: list[Any] = []
 
 
-def keep(*things: Any) -> None:
+def retain_for_ever(*things: Any) -> None:
     """Keep these for good."""
     _kept.extend(things)
 
 
-def keep_of(error: BaseException) -> None:
+def retain_frames(error: BaseException) -> None:
     """Keep what the functions of this package held that an exception has gone through so far."""
     trace: TracebackType | None = error.__traceback__
     while trace is not None:

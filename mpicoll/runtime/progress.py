@@ -87,7 +87,7 @@ _Queue = queue.SimpleQueue[tuple[_Ref, int | None] | None]
 
 
 class ProgressThread:
-    """The thread of one process, and what it has to move on (a waiting.Mover).
+    """The thread of one process, and what it has to move on (a waiting.BackgroundProgress).
 
     Args:
         stands_back: whether some other thread moves everything on just now.
@@ -125,7 +125,7 @@ class ProgressThread:
                     self._thread = thread
                     thread.start()
             except RuntimeError as error:  # there are too many, or the interpreter is at its end
-                self._thread = waiting.mover = None
+                self._thread = waiting.progress_thread = None
                 say(f"mpicoll: MPICOLL_PROGRESS=thread has no effect: {error}\n")
             finally:
                 self._starting.release()
@@ -172,7 +172,7 @@ class ProgressThread:
             if len(left) < len(under_way):
                 under_way, since = left, now
             if left:
-                time.sleep(nap(now - since, now < waiting.moves_until()))
+                time.sleep(nap(now - since, now < waiting.transfers_until()))
 
     def _use(self, device: int | None, wanted: int | None) -> int | None:
         """Make a device the current one of this thread, if it is another one than before; return it."""
@@ -216,8 +216,10 @@ _held = threading.local()
 
 def _before_fork() -> None:
     """Fork between two looks, so that nothing is left half done in the child."""
-    mover = waiting.mover
-    _held.by = mover._turn if isinstance(mover, ProgressThread) and mover._turn.acquire(timeout=ENDS_WITHIN) else None
+    thread = waiting.progress_thread
+    _held.by = (
+        thread._turn if isinstance(thread, ProgressThread) and thread._turn.acquire(timeout=ENDS_WITHIN) else None
+    )
 
 
 def _after_fork() -> None:
@@ -227,7 +229,7 @@ def _after_fork() -> None:
 
 
 def _in_child() -> None:
-    waiting.mover = _held.by = None
+    waiting.progress_thread = _held.by = None
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)

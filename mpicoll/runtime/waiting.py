@@ -1,7 +1,7 @@
 """The one waiting loop: clock, back-off, limit, signals, stall notice, and progress of everything else that is pending.
 
 Nothing here knows MPI. A caller hands in ``test``, a function that makes progress and says whether the wait is over,
-and a :class:`Patience` that knows the limit and what to do when it passes.
+and a :class:`WaitPolicy` that knows the limit and what to do when it passes.
 
 Back-off. Measured on two cores with five ranks beside a busy process, a loop that only yields costs 9 ms an operation,
 one that sleeps 0.1 ms costs 0.16 ms; and sleeping multiplies with the depth of the tree that a collective walks, so a
@@ -27,8 +27,8 @@ GIVE_UP_AFTER = 2 * STALL
 
 SPIN_POLLS = 64
 YIELD_FOR = 0.02
-CROWDED_POLLS = 100
-CROWDED_SLEEP = 5e-5
+OVERSUBSCRIBED_POLLS = 100
+OVERSUBSCRIBED_SLEEP = 5e-5
 MOST_SLEEP = 0.01
 SLEEP_SHARE = 1 / 500
 SERVICE_EVERY = 0.005
@@ -39,26 +39,26 @@ SLOWEST_MOVING = 2e7
 """Bytes a second below which a transfer that is under way may be slept through."""
 
 
-def pause(waited: float, polls: int, crowded: bool) -> float | None:
+def pause(waited: float, polls: int, oversubscribed: bool) -> float | None:
     """Return how to pass the time until the next poll: ``None`` spin, ``0.0`` yield, else seconds to sleep.
 
     Args:
         waited: seconds waited so far.
         polls: polls made so far.
-        crowded: more ranks than cores share this node.
+        oversubscribed: more ranks than cores share this node.
     """
-    if polls < SPIN_POLLS and not crowded:
+    if polls < SPIN_POLLS and not oversubscribed:
         return None
-    if crowded:
-        if polls < CROWDED_POLLS:
+    if oversubscribed:
+        if polls < OVERSUBSCRIBED_POLLS:
             return 0.0
-        return max(CROWDED_SLEEP, min(MOST_SLEEP, waited * SLEEP_SHARE))
+        return max(OVERSUBSCRIBED_SLEEP, min(MOST_SLEEP, waited * SLEEP_SHARE))
     if waited < YIELD_FOR:
         return 0.0
     return min(MOST_SLEEP, waited * SLEEP_SHARE)
 
 
-class Patience(Protocol):
+class WaitPolicy(Protocol):
     """What one wait is for: its limit and its reactions."""
 
     limit: float
@@ -73,11 +73,11 @@ class Patience(Protocol):
     def timed_out(self, waited: float) -> BaseException:
         """Return the error for a wait that passed its limit."""
 
-    def give_up(self, reason: BaseException) -> None:
+    def withdraw(self, reason: BaseException) -> None:
         """Withdraw from the call: tell the peers, mark the group broken."""
 
 
-class Pending(Protocol):
+class Pollable(Protocol):
     """Something that can be moved on while its owner waits for something else."""
 
     def advance(self) -> bool:
@@ -93,11 +93,11 @@ class Condition:
         self.Test = test
 
 
-pending: list[Pending] = []
+pending: list[Pollable] = []
 """Every operation of this process that is not done yet; each wait moves all of them on."""
 
 
-def drop(item: Pending) -> None:
+def drop(item: Pollable) -> None:
     """Take something out of :data:`pending`, if it is there: another thread may be faster."""
     if item in pending:
         try:
@@ -106,7 +106,7 @@ def drop(item: Pending) -> None:
             pass
 
 
-class Mover(Protocol):
+class BackgroundProgress(Protocol):
     """What moves operations on while the program computes (:mod:`mpicoll.runtime.progress`)."""
 
     def begun(self, operation: Any) -> None:
@@ -119,7 +119,7 @@ class Mover(Protocol):
         """End it, until an operation is begun again."""
 
 
-mover: Mover | None = None
+progress_thread: BackgroundProgress | None = None
 """The one of this process; none unless MPICOLL_PROGRESS asks for it."""
 
 _services: list[Callable[[], None]] = []
@@ -141,7 +141,7 @@ _MOST_AT_ONCE = 128
 _next_window = 0
 
 
-def _to_advance() -> tuple[Pending, ...]:
+def _to_advance() -> tuple[Pollable, ...]:
     """Return the pending operations to move on now: all, or where there are very many the first ones and some others in turn.
 
     What many wait for are those before them. To look at all in each poll would make the time for all grow as their square.
@@ -169,75 +169,75 @@ def serve() -> None:
         service()
 
 
-_moving_until = 0.0
+_transfers_until = 0.0
 
 
-def moving(nbytes: int) -> None:
+def transfer_hint(nbytes: int) -> None:
     """Note that ``nbytes`` have been posted and move while this process polls: for as long as they may take it only yields.
 
     A nonblocking transfer goes on in steps, one or a few a poll. Sleeping by the time waited would stretch each step by what
     all before it have taken: Open MPI 5.0's Ireduce of 64 MiB on two ranks takes 0.1 s when polled without a sleep, and had
     not ended after 10 s with sleeps of a five-hundredth.
     """
-    global _moving_until
+    global _transfers_until
     if nbytes > SMALLEST_MOVING:
-        _moving_until = max(_moving_until, time.monotonic() + 0.05 + nbytes / SLOWEST_MOVING)
+        _transfers_until = max(_transfers_until, time.monotonic() + 0.05 + nbytes / SLOWEST_MOVING)
 
 
-def moves_until() -> float:
-    """Return until when something may move that was told to :func:`moving` (time.monotonic)."""
-    return _moving_until
+def transfers_until() -> float:
+    """Return until when something may move that was told to :func:`transfer_hint` (time.monotonic)."""
+    return _transfers_until
 
 
 calling: set[int] = set()
 """Threads in which callbacks of the program's run just now: they may do anything, as any other of its threads."""
 
-crowded = False
+oversubscribed = False
 """More ranks than cores on this node; set when the node is known."""
 
 
-def wait(test: Callable[[], bool], patience: Patience) -> None:
-    """Return when ``test()`` is true; raise what ``patience`` says when that can no longer be, or takes too long.
+def wait(test: Callable[[], bool], policy: WaitPolicy) -> None:
+    """Return when ``test()`` is true; raise what ``policy`` says when that can no longer be, or takes too long.
 
     Args:
         test: makes progress and says whether the wait is over; its own failures are :class:`DistError`.
-        patience: the limit and the reactions of this wait.
+        policy: the limit and the reactions of this wait.
 
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed; the call is withdrawn first.
-        BaseException: whatever a signal handler of the program raised, after withdrawing; what ``patience`` returned.
+        BaseException: whatever a signal handler of the program raised, after withdrawing; what ``policy`` returned.
     """
     reason: BaseException | None = None
     try:
-        for _ in range(2 if crowded else SPIN_POLLS):
+        for _ in range(2 if oversubscribed else SPIN_POLLS):
             if not test():
                 continue
             return
     except DistError as error:
-        patience.give_up(error)
+        policy.withdraw(error)
         raise
     except BaseException as exception:
         reason = exception
-    wait_long(test, patience, reason)
+    wait_long(test, policy, reason)
 
 
 def wait_long(
     test: Callable[[], bool],
-    patience: Patience,
+    policy: WaitPolicy,
     reason: BaseException | None = None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Wait past the first polls: back off, serve, and watch the limit. ``reason``: why this rank already wants to leave."""
     try:
-        _wait_long(test, patience, reason, clock, sleep)
+        _wait_long(test, policy, reason, clock, sleep)
     finally:
         guard.disarm()
 
 
 def _wait_long(
     test: Callable[[], bool],
-    patience: Patience,
+    policy: WaitPolicy,
     reason: BaseException | None,
     clock: Callable[[], float],
     sleep: Callable[[float], None],
@@ -256,9 +256,9 @@ def _wait_long(
                 break  # also for a rank that wants to leave: others go on into the transfer once a round is complete
             if reason is not None and waited >= GIVE_UP_AFTER:
                 if isinstance(reason, Terminated):
-                    reason = patience.check(waited) or reason  # a launcher ends the job when a rank has died
+                    reason = policy.check(waited) or reason  # a launcher ends the job when a rank has died
                 if not isinstance(reason, Terminated) or time.monotonic() > reason.at + TERMINATED_LOOKS:
-                    patience.give_up(reason)
+                    policy.withdraw(reason)
                     if isinstance(reason, Terminated):
                         guard.end(reason)
                     raise reason
@@ -272,14 +272,14 @@ def _wait_long(
                 if waited > SERVICE_EVERY:
                     serve()
                 if reason is None:
-                    reason = _verdict(test, patience, waited)
+                    reason = _verdict(test, policy, waited)
                     if reason is not None:
-                        patience.give_up(reason)
+                        policy.withdraw(reason)
                         raise reason
-                    if not warned and waited >= patience.stall_warn:
+                    if not warned and waited >= policy.stall_warn:
                         warned = True
-                        patience.stalled(waited)
-            nap = 0.0 if now < _moving_until else pause(waited, polls, crowded)
+                        policy.stalled(waited)
+            nap = 0.0 if now < _transfers_until else pause(waited, polls, oversubscribed)
             if nap is not None:
                 if nap == 0.0:
                     os.sched_yield()
@@ -287,7 +287,7 @@ def _wait_long(
                     sleep(nap)
         except DistError as error:
             if error is not reason:
-                patience.give_up(error)
+                policy.withdraw(error)
             raise
         except BaseException as exception:
             # Out of a signal handler, between any two lines: kept until the rank may withdraw.
@@ -298,10 +298,10 @@ def _wait_long(
         guard.noted = reason  # the call is complete after all: raised when it returns
 
 
-def _verdict(test: Callable[[], bool], patience: Patience, waited: float) -> BaseException | None:
-    failure = patience.check(waited)
-    if failure is None and waited >= patience.limit and waited >= GIVE_UP_AFTER:
-        failure = patience.timed_out(waited)
+def _verdict(test: Callable[[], bool], policy: WaitPolicy, waited: float) -> BaseException | None:
+    failure = policy.check(waited)
+    if failure is None and waited >= policy.limit and waited >= GIVE_UP_AFTER:
+        failure = policy.timed_out(waited)
     if failure is not None and test():
         return None
     return failure

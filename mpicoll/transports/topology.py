@@ -53,7 +53,7 @@ class Topology:
         return self.local_ranks.index(self.rank)
 
     @property
-    def crowded(self) -> bool:
+    def oversubscribed(self) -> bool:
         """Whether this node has more ranks than cores; the same on all its ranks."""
         return len(self.local_ranks) > self.cores
 

@@ -39,7 +39,6 @@ HANDED_IN: dict[str, frozenset[str]] = {
     "check": frozenset({"waiting.py"}),
     "stalled": frozenset({"waiting.py"}),
     "timed_out": frozenset({"waiting.py"}),
-    "give_up": frozenset({"waiting.py"}),
     "withdraw": frozenset({"waiting.py", NATIVE}),
     # A registered service, which answers questions of other ranks in every long wait.
     "poll": frozenset({"waiting.py"}),

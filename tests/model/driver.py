@@ -37,7 +37,7 @@ from mpi4py import MPI
 
 import mpicoll as dist
 from mpicoll.diagnosis import deadlock_search
-from mpicoll.diagnosis.deadlock import State, stuck
+from mpicoll.diagnosis.deadlock import State, blocked_set
 from mpicoll.groups import process_group, registry
 from mpicoll.lifecycle import teardown
 from mpicoll.operations import execution
@@ -112,7 +112,7 @@ class Runner:
         dist.init_process_group(comm=self.comm, timeout=timedelta(seconds=self.limit))
         known = registry.state()
         self.board = known.board
-        self.base = next(base for base in teardown.bases if base.board is known.board)
+        self.base = next(base for base in teardown.endpoints if base.board is known.board)
         self.groups: list[Any] = [None]
         shapes = correct(0, self.size).groups
         self.groups += [dist.new_group(list(members), sort_ranks=False) for members in shapes[1:]]
@@ -449,11 +449,11 @@ def plant(fault: str) -> None:
 
         def wrong(states: Any) -> set[int]:
             size = registry.state().board.size
-            return stuck({rank: State(rank, gone=True) for rank in range(size)} | dict(states))
+            return blocked_set({rank: State(rank, gone=True) for rank in range(size)} | dict(states))
 
-        vars(deadlock_search)["stuck"] = wrong
+        vars(deadlock_search)["blocked_set"] = wrong
     elif fault == "blind":  # no deadlock is ever found
-        vars(deadlock_search)["stuck"] = lambda states: set()
+        vars(deadlock_search)["blocked_set"] = lambda states: set()
     elif fault == "uncounted":  # messages are not counted, but for those that are sent or received again
 
         def forget(self: object, peer: int, tag: int) -> None: ...

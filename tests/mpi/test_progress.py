@@ -63,7 +63,7 @@ def test_without_it_nothing_moves_until_the_wait() -> None:
     x, work = begin(400_000)
     done = partial(came, work.get_future())
     MPI.COMM_WORLD.Barrier()
-    assert waiting.mover is None
+    assert waiting.progress_thread is None
     assert not running()
     if dist.get_rank() == 0:
         assert not done()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mpicoll.diagnosis.deadlock import State, Wait, report, stuck
+from mpicoll.diagnosis.deadlock import State, Wait, blocked_set, report
 from mpicoll.diagnosis.report.entries import Entry
 
 
@@ -35,7 +35,7 @@ def _states(*states: State) -> dict[int, State]:
 def test_a_cycle_of_receives_is_stuck() -> None:
     """Ranks that each wait for a message of the next one are stuck, and the report names all of them."""
     states = _states(*(State(r, waits=(_recv((r + 1) % 3),)) for r in range(3)))
-    assert stuck(states) == {0, 1, 2}
+    assert blocked_set(states) == {0, 1, 2}
     text = report(states, {0, 1, 2}).text()
     assert text.splitlines()[0] == "deadlock: ranks 0-2 wait for each other, and nobody can release them (group w)"
     assert "  rank 2: recv from rank 0 at job.py:1, needs rank 0 to send" in text
@@ -45,30 +45,30 @@ def test_a_cycle_of_receives_is_stuck() -> None:
 def test_a_chain_to_a_free_rank_is_not_stuck() -> None:
     """A long chain of waiting that ends at a rank that did not answer, or has a free thread, can still be released."""
     chain = [State(r, waits=(_recv(r + 1, members=tuple(range(6))),)) for r in range(4)]
-    assert stuck(_states(*chain)) == set()
-    assert stuck(_states(*chain, State(4, waits=(_recv(0),), free=True))) == set()
-    assert stuck(_states(*chain, State(4))) == set()
+    assert blocked_set(_states(*chain)) == set()
+    assert blocked_set(_states(*chain, State(4, waits=(_recv(0),), free=True))) == set()
+    assert blocked_set(_states(*chain, State(4))) == set()
 
 
 def test_a_message_on_its_way_releases() -> None:
     """A receive whose message has been sent, with its tag, is not stuck; with another tag it is."""
     waiting = State(0, waits=(_recv(1, tag=3),))
     peer = {"waits": (_recv(0),)}
-    assert stuck(_states(waiting, State(1, sent={("w", 0, 3): 1}, **peer))) == set()  # type: ignore[arg-type]
-    assert stuck(_states(waiting, State(1, sent={("w", 0, 4): 1}, **peer))) == {0, 1}  # type: ignore[arg-type]
+    assert blocked_set(_states(waiting, State(1, sent={("w", 0, 3): 1}, **peer))) == set()  # type: ignore[arg-type]
+    assert blocked_set(_states(waiting, State(1, sent={("w", 0, 4): 1}, **peer))) == {0, 1}  # type: ignore[arg-type]
     received = State(0, waits=(_recv(1, tag=3),), received={("w", 1, 3): 1})
-    assert stuck(_states(received, State(1, sent={("w", 0, 3): 1}, **peer))) == {0, 1}  # type: ignore[arg-type]
+    assert blocked_set(_states(received, State(1, sent={("w", 0, 3): 1}, **peer))) == {0, 1}  # type: ignore[arg-type]
 
 
 def test_head_to_head_sends() -> None:
     """Two sends to each other are stuck, unless one side has started a receive that takes the message."""
-    assert stuck(_states(State(0, waits=(_send(1),)), State(1, waits=(_send(0),)))) == {0, 1}
+    assert blocked_set(_states(State(0, waits=(_send(1),)), State(1, waits=(_send(0),)))) == {0, 1}
     started = State(1, waits=(_send(0),), receives=(("w", 0, 0),))
-    assert stuck(_states(State(0, waits=(_send(1),)), started)) == set()
+    assert blocked_set(_states(State(0, waits=(_send(1),)), started)) == set()
     anybody = State(1, waits=(_send(0),), receives=(("w", -1, 0),))
-    assert stuck(_states(State(0, waits=(_send(1),)), anybody)) == set()
+    assert blocked_set(_states(State(0, waits=(_send(1),)), anybody)) == set()
     other_tag = State(1, waits=(_send(0),), receives=(("w", 0, 9),))
-    assert stuck(_states(State(0, waits=(_send(1),)), other_tag)) == {0, 1}
+    assert blocked_set(_states(State(0, waits=(_send(1),)), other_tag)) == {0, 1}
 
 
 def test_collectives_in_opposite_order_on_two_groups() -> None:
@@ -78,7 +78,7 @@ def test_collectives_in_opposite_order_on_two_groups() -> None:
         State(1, waits=(_collective("b", 1, (0, 1)),), calls={"b": 1}),
         State(2, waits=(_recv(0),)),
     )
-    assert stuck(states) == {0, 1, 2}
+    assert blocked_set(states) == {0, 1, 2}
     told = report(states, {0, 1}, 1000.0)
     assert "rank 0: barrier #1 on group a at job.py:1, needs rank 1, waited 10 s" in told.text()
     assert told.ranks == [0, 1]
@@ -87,7 +87,7 @@ def test_collectives_in_opposite_order_on_two_groups() -> None:
 def test_a_collective_that_all_have_issued_is_not_stuck() -> None:
     """A wait for a collective that every member has issued is about to end."""
     states = _states(*(State(r, waits=(_collective("a", 2, (0, 1)),), calls={"a": 2}) for r in range(2)))
-    assert stuck(states) == set()
+    assert blocked_set(states) == set()
 
 
 def test_a_missing_member_outside_does_not_hide_one_inside() -> None:
@@ -96,58 +96,58 @@ def test_a_missing_member_outside_does_not_hide_one_inside() -> None:
         State(0, waits=(_collective("w", 1),), calls={"w": 1}),
         State(1, waits=(_recv(0),)),
     )  # rank 2 computes
-    assert stuck(states) == {0, 1}
+    assert blocked_set(states) == {0, 1}
 
 
 def test_any_source() -> None:
     """A receive from anybody is stuck only when everybody is, and nothing is on its way."""
     anybody = State(0, waits=(_recv(-1),))
     waiting = [State(r, waits=(_recv(0),)) for r in (1, 2)]
-    assert stuck(_states(anybody, *waiting)) == {0, 1, 2}
-    assert stuck(_states(anybody, waiting[0])) == set()
-    assert stuck(_states(anybody, waiting[0], State(2, gone=True))) == {0, 1}
-    assert stuck(_states(anybody, waiting[0], State(2, gone=True, sent={("w", 0, 0): 1}))) == set()
+    assert blocked_set(_states(anybody, *waiting)) == {0, 1, 2}
+    assert blocked_set(_states(anybody, waiting[0])) == set()
+    assert blocked_set(_states(anybody, waiting[0], State(2, gone=True))) == {0, 1}
+    assert blocked_set(_states(anybody, waiting[0], State(2, gone=True, sent={("w", 0, 0): 1}))) == set()
 
 
 def test_ranks_that_are_gone() -> None:
     """A rank that has ended holds those that need it, and is not itself reported."""
     states = _states(State(0, waits=(_collective("w", 2),), calls={"w": 2}), State(1, gone=True, calls={"w": 1}))
-    assert stuck(states) == {0}
+    assert blocked_set(states) == {0}
     told = report(states, {0})
     assert "rank 0: barrier #2 at job.py:1, needs rank 1" in told.text()
     assert "rank 1: ended the program" in told.text()
     assert told.ranks == [0]
     done = _states(State(0, waits=(_collective("w", 2),), calls={"w": 2}), State(1, gone=True, calls={"w": 2}))
-    assert stuck(done) == set()
+    assert blocked_set(done) == set()
 
 
 def test_every_wait_of_a_rank_must_be_stuck() -> None:
     """A rank with two waiting threads is released when one of them may be."""
     two = State(0, waits=(_recv(1), _recv(2)))
-    assert stuck(_states(two, State(1, waits=(_recv(0),)))) == set()
-    assert stuck(_states(two, State(1, waits=(_recv(0),)), State(2, waits=(_recv(0),)))) == {0, 1, 2}
+    assert blocked_set(_states(two, State(1, waits=(_recv(0),)))) == set()
+    assert blocked_set(_states(two, State(1, waits=(_recv(0),)), State(2, waits=(_recv(0),)))) == {0, 1, 2}
 
 
 def test_a_group_that_a_rank_has_destroyed() -> None:
     """Nothing is certain about a rank that does not speak of the group any more; a meeting that it does not know it missed."""
     waits = State(0, waits=(_collective("w", 1, (0, 1)),), calls={"w": 1})
-    assert stuck({0: waits, 1: State(1, waits=(_collective("a", 1, (0, 1)),), calls={"a": 1})}) == set()
+    assert blocked_set({0: waits, 1: State(1, waits=(_collective("a", 1, (0, 1)),), calls={"a": 1})}) == set()
     meets = State(0, waits=(replace(_collective("w", 1, (0, 1)), meeting=True),), calls={"w": 1})
     other = State(1, waits=(_collective("a", 1, (0, 1)),), calls={"a": 1})
-    assert stuck({0: replace(meets, calls={"w": 1, "a": 0}), 1: other}) == {0, 1}
+    assert blocked_set({0: replace(meets, calls={"w": 1, "a": 0}), 1: other}) == {0, 1}
     receives = State(0, waits=(_recv(1),), calls={"w": 0, "a": 0})
-    assert stuck({0: receives, 1: other}) == set()
-    assert stuck({0: receives, 1: replace(other, calls={"a": 1, "w": 0})}) == {0, 1}
+    assert blocked_set({0: receives, 1: other}) == set()
+    assert blocked_set({0: receives, 1: replace(other, calls={"a": 1, "w": 0})}) == {0, 1}
 
 
 def test_a_call_that_needs_its_root_alone() -> None:
     """Where nothing is compared, one who waits for a root that computes is not stuck, however stuck the others are."""
     first = State(1, waits=(replace(_collective("w", 1), needs=(0,)),), calls={"w": 1})
     second = State(2, waits=(_recv(1),))
-    assert stuck(_states(first, second)) == set()
-    assert stuck(_states(State(0, waits=(_recv(1),)), first, second)) == {0, 1, 2}
+    assert blocked_set(_states(first, second)) == set()
+    assert blocked_set(_states(State(0, waits=(_recv(1),)), first, second)) == {0, 1, 2}
     root = State(0, waits=(replace(_collective("w", 1), needs=()),), calls={"w": 1})
-    assert stuck(_states(root, first, second)) == set()
+    assert blocked_set(_states(root, first, second)) == set()
 
 
 def test_looked_since() -> None:

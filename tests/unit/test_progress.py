@@ -159,9 +159,9 @@ def test_no_more_threads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         raise RuntimeError("can't start new thread")
 
     mover = ProgressThread(lambda: False)
-    monkeypatch.setattr(waiting, "mover", mover)
+    monkeypatch.setattr(waiting, "progress_thread", mover)
     monkeypatch.setattr(threading.Thread, "start", start)
     operation: Any = Made(1)
     mover.begun(operation)
-    assert waiting.mover is None
+    assert waiting.progress_thread is None
     assert capsys.readouterr().err == "mpicoll: MPICOLL_PROGRESS=thread has no effect: can't start new thread\n"

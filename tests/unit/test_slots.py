@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mpicoll.diagnosis import node_board as slots_module
-from mpicoll.diagnosis.node_board import SLOT_BYTES, Slots
+from mpicoll.diagnosis.node_board import SLOT_BYTES, NodeBoard
 from mpicoll.diagnosis.place import Place
 from mpicoll.transports.shm import mapping
 
@@ -24,9 +24,9 @@ def path(tmp_path: Path) -> Path:
     return file
 
 
-def slots_of(path: Path, rank: int) -> Slots:
+def slots_of(path: Path, rank: int) -> NodeBoard:
     second = os.open(path, os.O_RDONLY)
-    slots = Slots(os.open(path, os.O_RDWR), rank, RANKS)
+    slots = NodeBoard(os.open(path, os.O_RDWR), rank, RANKS)
     slots.wait_through(second)
     return slots
 
@@ -39,7 +39,7 @@ def other(path: Path, rank: int, end: str) -> int:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         slots = slots_of(path, rank)
         slots.write_state(b"state of " + str(rank).encode())
-        slots.tell_place("somewhere.py:3 in f()", "barrier", "/a/somewhere.py:2")
+        slots.write_place("somewhere.py:3 in f()", "barrier", "/a/somewhere.py:2")
         slots.confirm(time.monotonic_ns())
         os.write(told, b"x")
         signal.sigwait({signal.SIGUSR1})
@@ -72,7 +72,7 @@ def test_what_a_rank_writes_is_read_by_the_others(path: Path) -> None:
     assert 0 <= place.ago < 60
     assert mine.place(9) == Place()
     assert not mine.place(9).site
-    mine.tell_place(f"/{'d' * 4000}.py:17 in f()", "barrier", f"/{'e' * 4000}.py:18")
+    mine.write_place(f"/{'d' * 4000}.py:17 in f()", "barrier", f"/{'e' * 4000}.py:18")
     assert mine.place(4).site.endswith("d.py:17 in f()")
     assert mine.place(4).last.endswith("e.py:18")
     assert before < mine.confirmed(7) < time.monotonic_ns()

@@ -34,7 +34,7 @@ class Clock:
         self.now += seconds
 
 
-class Patience:
+class WaitPolicy:
     """Notes what the loop tells it."""
 
     def __init__(self, limit: float = 1e9, stall_warn: float = 1e9) -> None:
@@ -53,7 +53,7 @@ class Patience:
     def timed_out(self, waited: float) -> BaseException:
         return CollectiveTimeoutError(f"waited {waited}")
 
-    def give_up(self, reason: BaseException) -> None:
+    def withdraw(self, reason: BaseException) -> None:
         self.given_up.append(reason)
 
 
@@ -61,7 +61,7 @@ class Patience:
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "pending", [])
     monkeypatch.setattr(waiting, "_services", [])
-    monkeypatch.setattr(waiting, "crowded", False)
+    monkeypatch.setattr(waiting, "oversubscribed", False)
     monkeypatch.setattr(signals.guard, "noted", None)
 
 
@@ -85,7 +85,7 @@ def test_pause_sleeps_early_where_ranks_outnumber_cores() -> None:
     """With more ranks than cores it never spins, and sleeps after 50 to 200 polls."""
     assert waiting.pause(0.0, 0, True) == 0.0
     assert waiting.pause(0.001, 50, True) == 0.0
-    assert waiting.pause(0.001, 200, True) == waiting.CROWDED_SLEEP
+    assert waiting.pause(0.001, 200, True) == waiting.OVERSUBSCRIBED_SLEEP
     assert waiting.pause(1.0, 200, True) == pytest.approx(0.002)
     assert waiting.pause(1e6, 200, True) == 0.01
 
@@ -93,7 +93,7 @@ def test_pause_sleeps_early_where_ranks_outnumber_cores() -> None:
 def test_no_wait_for_what_is_there() -> None:
     """What is complete at once costs one look."""
     looks: list[int] = []
-    waiting.wait(lambda: not looks.append(1), Patience())  # type: ignore[func-returns-value]
+    waiting.wait(lambda: not looks.append(1), WaitPolicy())  # type: ignore[func-returns-value]
     assert len(looks) == 1
 
 
@@ -106,32 +106,32 @@ def test_a_long_wait_uses_little_of_a_core() -> None:
         looks += 1
         return clock.now >= 1060.0
 
-    waiting.wait_long(test, Patience(), clock=clock, sleep=clock.sleep)
+    waiting.wait_long(test, WaitPolicy(), clock=clock, sleep=clock.sleep)
     assert looks < 20_000
     assert all(nap <= max(at, 0.02) / 500 + 1e-9 and nap <= 0.01 for at, nap in clock.naps)
     assert sum(nap for _, nap in clock.naps) > 0.9 * 59
 
 
 def test_the_limit_ends_a_wait() -> None:
-    """Past the limit the call is given up once, and the error of the patience is raised."""
-    clock, patience = Clock(), Patience(limit=2.0)
+    """Past the limit the call is given up once, and the error of the policy is raised."""
+    clock, policy = Clock(), WaitPolicy(limit=2.0)
     with pytest.raises(CollectiveTimeoutError) as caught:
-        waiting.wait_long(lambda: False, patience, clock=clock, sleep=clock.sleep)
-    assert patience.given_up == [caught.value]
+        waiting.wait_long(lambda: False, policy, clock=clock, sleep=clock.sleep)
+    assert policy.given_up == [caught.value]
     assert 2.0 <= clock.now - 1000.0 < 2.1
 
 
 def test_nobody_gives_up_before_twice_the_stall_time() -> None:
     """A limit shorter than twice the stall time is kept only then: a peer may be inside the blocking call until then."""
-    clock, patience = Clock(), Patience(limit=0.001)
+    clock, policy = Clock(), WaitPolicy(limit=0.001)
     with pytest.raises(CollectiveTimeoutError):
-        waiting.wait_long(lambda: False, patience, clock=clock, sleep=clock.sleep)
+        waiting.wait_long(lambda: False, policy, clock=clock, sleep=clock.sleep)
     assert clock.now - 1000.0 >= waiting.GIVE_UP_AFTER == 2 * waiting.STALL
 
 
 def test_a_call_that_completes_at_the_last_moment_is_complete() -> None:
     """The verdict looks once more before it is passed."""
-    clock, patience = Clock(), Patience(limit=1.0)
+    clock, policy = Clock(), WaitPolicy(limit=1.0)
     done = False
 
     def verdict(waited: float) -> BaseException | None:
@@ -141,29 +141,29 @@ def test_a_call_that_completes_at_the_last_moment_is_complete() -> None:
         done = True
         return PeerFailedError("too late")
 
-    patience.verdict = verdict
-    waiting.wait_long(lambda: done, patience, clock=clock, sleep=clock.sleep)
-    assert patience.given_up == []
+    policy.verdict = verdict
+    waiting.wait_long(lambda: done, policy, clock=clock, sleep=clock.sleep)
+    assert policy.given_up == []
 
 
 def test_a_peer_that_failed_ends_the_wait() -> None:
     """What check returns is raised after giving up."""
-    clock, patience = Clock(), Patience()
+    clock, policy = Clock(), WaitPolicy()
     failure = PeerFailedError("rank 3 failed")
-    patience.verdict = lambda waited: failure if waited > 0.03 else None
+    policy.verdict = lambda waited: failure if waited > 0.03 else None
     with pytest.raises(PeerFailedError) as caught:
-        waiting.wait_long(lambda: False, patience, clock=clock, sleep=clock.sleep)
+        waiting.wait_long(lambda: False, policy, clock=clock, sleep=clock.sleep)
     assert caught.value is failure
-    assert patience.given_up == [failure]
+    assert policy.given_up == [failure]
 
 
 def test_a_stall_is_told_once() -> None:
     """stalled is called once, when stall_warn has passed."""
-    clock, patience = Clock(), Patience(stall_warn=1.0)
-    waiting.wait_long(after(clock, 30.0), patience, clock=clock, sleep=clock.sleep)
-    assert len(patience.stalls) == 1
-    assert 1.0 <= patience.stalls[0] < 1.1
-    assert patience.given_up == []
+    clock, policy = Clock(), WaitPolicy(stall_warn=1.0)
+    waiting.wait_long(after(clock, 30.0), policy, clock=clock, sleep=clock.sleep)
+    assert len(policy.stalls) == 1
+    assert 1.0 <= policy.stalls[0] < 1.1
+    assert policy.given_up == []
 
 
 def test_services_run_in_waits_that_last() -> None:
@@ -175,13 +175,13 @@ def test_services_run_in_waits_that_last() -> None:
 
     waiting.add_service(service)
     waiting.add_service(service)
-    waiting.wait_long(after(clock, 0.002), Patience(), clock=clock, sleep=clock.sleep)
+    waiting.wait_long(after(clock, 0.002), WaitPolicy(), clock=clock, sleep=clock.sleep)
     assert ran == []
-    waiting.wait_long(after(clock, 1.0), Patience(), clock=clock, sleep=clock.sleep)
+    waiting.wait_long(after(clock, 1.0), WaitPolicy(), clock=clock, sleep=clock.sleep)
     assert 50 < len(ran) <= 1.0 / waiting.SERVICE_EVERY + 1
     waiting.remove_service(service)
     count = len(ran)
-    waiting.wait_long(after(clock, 2.0), Patience(), clock=clock, sleep=clock.sleep)
+    waiting.wait_long(after(clock, 2.0), WaitPolicy(), clock=clock, sleep=clock.sleep)
     assert len(ran) == count
 
 
@@ -199,7 +199,7 @@ def test_waits_move_everything_that_is_pending() -> None:
     short, long = Item(), Item()
     long.left = 10**9
     waiting.pending[:] = [short, long]
-    waiting.wait_long(after(clock, 0.01), Patience(), clock=clock, sleep=clock.sleep)
+    waiting.wait_long(after(clock, 0.01), WaitPolicy(), clock=clock, sleep=clock.sleep)
     assert short.left == 0
     assert waiting.pending == [long]
     assert long.left < 10**9
@@ -208,7 +208,7 @@ def test_waits_move_everything_that_is_pending() -> None:
 def test_an_error_of_the_operation_is_raised_at_once() -> None:
     """A DistError out of the test itself gives the call up and is raised, in the first polls and later."""
     for polls in (1, 10_000):
-        patience, seen = Patience(), 0
+        policy, seen = WaitPolicy(), 0
 
         def test(polls: int = polls) -> bool:
             nonlocal seen
@@ -218,8 +218,8 @@ def test_an_error_of_the_operation_is_raised_at_once() -> None:
             return False
 
         with pytest.raises(DistBackendError, match="MPI says no") as caught:
-            waiting.wait(test, patience)
-        assert patience.given_up == [caught.value]
+            waiting.wait(test, policy)
+        assert policy.given_up == [caught.value]
 
 
 class Alarm(Exception):
@@ -229,7 +229,7 @@ class Alarm(Exception):
 def test_an_exception_out_of_a_signal_handler_waits_until_the_call_may_be_left() -> None:
     """It strikes anywhere, is kept until twice the stall time, and then raised after withdrawing."""
     for strike in (1, 500):
-        clock, patience, looks = Clock(), Patience(), 0
+        clock, policy, looks = Clock(), WaitPolicy(), 0
 
         def test(strike: int = strike) -> bool:
             nonlocal looks
@@ -239,14 +239,14 @@ def test_an_exception_out_of_a_signal_handler_waits_until_the_call_may_be_left()
             return False
 
         with pytest.raises(Alarm):
-            waiting.wait_long(test, patience, clock=clock, sleep=clock.sleep)
+            waiting.wait_long(test, policy, clock=clock, sleep=clock.sleep)
         assert clock.now - 1000.0 >= waiting.GIVE_UP_AFTER
-        assert [type(reason) for reason in patience.given_up] == [Alarm]
+        assert [type(reason) for reason in policy.given_up] == [Alarm]
 
 
 def test_a_call_that_completes_meanwhile_is_finished_first() -> None:
     """When the call completes before it may be left, the interrupt is raised at the end of the library's call."""
-    clock, patience = Clock(), Patience()
+    clock, policy = Clock(), WaitPolicy()
     interrupted = False
 
     def test() -> bool:
@@ -258,18 +258,18 @@ def test_a_call_that_completes_meanwhile_is_finished_first() -> None:
 
     def call() -> None:
         with signals.guard:
-            waiting.wait_long(test, patience, clock=clock, sleep=clock.sleep)
+            waiting.wait_long(test, policy, clock=clock, sleep=clock.sleep)
 
     with pytest.raises(Alarm):
         call()
-    assert patience.given_up == []
+    assert policy.given_up == []
     assert signals.guard.noted is None
 
 
 @pytest.mark.parametrize("how", ["handler", "Ctrl-C"])
 def test_a_call_that_completes_just_before_it_is_left_is_complete(how: str) -> None:
     """Also one that a signal wants left, since the others do not know: it is raised when the call returns."""
-    clock, patience = Clock(), Patience()
+    clock, policy = Clock(), WaitPolicy()
     looks = 0
 
     def test() -> bool:
@@ -283,13 +283,13 @@ def test_a_call_that_completes_just_before_it_is_left_is_complete(how: str) -> N
         with signals.guard:
             if how == "Ctrl-C":
                 signals.guard.noted = KeyboardInterrupt()
-            waiting.wait_long(test, patience, clock=clock, sleep=clock.sleep)
+            waiting.wait_long(test, policy, clock=clock, sleep=clock.sleep)
             assert clock.now - 1000.0 > waiting.GIVE_UP_AFTER
 
     clock.step = 0.8 * waiting.GIVE_UP_AFTER  # nothing in between: the first look afterwards is the last before leaving
     with pytest.raises(Alarm if how == "handler" else KeyboardInterrupt):
         call()
-    assert patience.given_up == []
+    assert policy.given_up == []
 
 
 def test_a_wait_inside_another_leaves_it_its_signals(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,11 +305,11 @@ def test_a_wait_inside_another_leaves_it_its_signals(monkeypatch: pytest.MonkeyP
         armed.append((waited, signal.getsignal(signal.SIGTERM) == signals.guard._terminate))
         if waited > 0.1 and not nested:
             nested = True
-            waiting.wait_long(after(inner, 0.1), Patience(), clock=inner, sleep=inner.sleep)
+            waiting.wait_long(after(inner, 0.1), WaitPolicy(), clock=inner, sleep=inner.sleep)
             armed.append((waited, signal.getsignal(signal.SIGTERM) == signals.guard._terminate))
         return waited > 0.2
 
-    waiting.wait_long(test, Patience(), clock=clock, sleep=clock.sleep)
+    waiting.wait_long(test, WaitPolicy(), clock=clock, sleep=clock.sleep)
     assert {noted for waited, noted in armed if waited < waiting.YIELD_FOR} == {False}
     assert {noted for waited, noted in armed if 0.03 < waited <= 0.1} == {True}
     assert {noted for waited, noted in armed if waited > 0.12} == {True}
@@ -426,7 +426,7 @@ def test_a_place_is_told_while_groups_come_and_go(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(mpi4py.rc, "initialize", False)
     job_state = importlib.import_module("mpicoll.diagnosis.job_state")
     told: list[tuple[str, ...]] = []
-    slots = SimpleNamespace(tell_place=lambda *words: told.append(words))
+    slots = SimpleNamespace(write_place=lambda *words: told.append(words))
     known = SimpleNamespace(groups={}, thread=0, board=SimpleNamespace(slots=slots))
 
     class Group:
@@ -442,7 +442,7 @@ def test_a_place_is_told_while_groups_come_and_go(monkeypatch: pytest.MonkeyPatc
 
     known.groups["1"] = Group()
     monkeypatch.setattr(job_state, "current", lambda: known)
-    job_state.tell_place()
+    job_state.write_place()
     assert told == [("", "barrier", "here.py:1")]
 
 

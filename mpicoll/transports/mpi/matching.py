@@ -23,7 +23,7 @@ from mpi4py import MPI
 
 from mpicoll.memory.memory import Memory
 from mpicoll.runtime import waiting
-from mpicoll.runtime.mpi_library import keep_of
+from mpicoll.runtime.mpi_library import retain_frames
 from mpicoll.transports import large_counts
 from mpicoll.transports.base import Request
 from mpicoll.transports.mpi.envelope import SMALL_BYTES, Envelope, open_message
@@ -207,7 +207,7 @@ class ObjectReceive(Receive):
 
 
 class Receiver:
-    """The outstanding receives of one group, in the order in which they were started (a waiting.Pending).
+    """The outstanding receives of one group, in the order in which they were started (a waiting.Pollable).
 
     Attributes:
         waiting: receives that have no message yet.
@@ -265,7 +265,7 @@ class Receiver:
             self._match_all()
         except BaseException as error:
             # Out of a signal handler, or the memory ran out: between MPI and the queues a message may be lost.
-            keep_of(error)
+            retain_frames(error)
             self.torn(error)
             raise
 
@@ -354,7 +354,7 @@ class Receiver:
             flat = flat if flat.dtype.kind != "V" else flat.view(np.uint8)
             receive.request = large_counts.post(self._control.Irecv, flat, message.source, message.tag)
             self.taking.append(receive)
-            waiting.moving(envelope.nbytes)
+            waiting.transfer_hint(envelope.nbytes)
         else:
             flat.view(np.uint8)[: envelope.nbytes] = message.elements
             receive.filled()
