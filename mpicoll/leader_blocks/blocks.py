@@ -748,7 +748,7 @@ class _Passed:
 
 def _struck() -> BaseException | None:
     """Return what has struck this rank in a call that was complete all the same, to be raised when all have been told."""
-    noted = signals.guard.take()
+    noted = signals.guard.pop()
     if isinstance(noted, Terminated):
         signals.guard.noted = noted  # it ends the process when the call returns
         return None

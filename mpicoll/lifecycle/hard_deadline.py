@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from mpicoll.runtime.signals import unhandled
+from mpicoll.runtime.signal_table import unhandled
 
 _LONGEST = 1e9
 

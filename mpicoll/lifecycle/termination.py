@@ -106,7 +106,7 @@ def _listen(reading: int) -> None:
         if signal.SIGTERM in words and not _of_main(words) and notes.has(signal.SIGTERM):
             words += _read(reading, MAIN_WITHIN)
             now = time.monotonic()
-            ends = notes.again(signal.SIGTERM, now) or (heard is not None and now - heard > notes.AGAIN_AFTER)
+            ends = notes.ends_process(signal.SIGTERM, now) or (heard is not None and now - heard > notes.AGAIN_AFTER)
             # Once more: if the main thread came to it before that was looked up, the program may have gone on since.
             words += _read(reading, 0.0)
             if not _of_main(words):

@@ -251,7 +251,7 @@ def _wait_long(
             now = clock()
             waited = now - start
             shield.deliver()
-            reason = guard.take() or reason
+            reason = guard.pop() or reason
             if test():
                 break  # also for a rank that wants to leave: others go on into the transfer once a round is complete
             if reason is not None and waited >= GIVE_UP_AFTER:

@@ -69,7 +69,7 @@ class OnSignal:
         self.stopped = False
         self.passes = 0  # calls of should_stop that only return ``stopped``, before one that agrees
         self._handler = handler
-        self._held = notes.hold(signals, free=free)
+        self._held = notes.start(signals, free=free)
         self._done: set[int] = set()
         self._between = 1
         self._agreed_at = math.nan
@@ -77,7 +77,7 @@ class OnSignal:
 
     def remove(self) -> None:
         """Remove it, and give the signals the handlers that they had before; on all members at the same place."""
-        notes.release(self._held)
+        notes.stop(self._held)
         self._held = ()
         if self.group.stopping is self:
             self.group.stopping = None

@@ -29,7 +29,7 @@ def _removed() -> Iterator[None]:
     before = [signal.getsignal(number) for number in (TERM, USR1, USR2)]
     yield
     dist.on_signal(None)
-    assert not notes.held
+    assert not notes.active
     assert [signal.getsignal(number) for number in (TERM, USR1, USR2)] == before
 
 
@@ -82,7 +82,7 @@ def test_alone() -> None:
                 to_me(USR1)
         assert same_everywhere(steps, group)
     dist.destroy_process_group(reverse)
-    assert signal.getsignal(USR1) == notes.take  # the world's still
+    assert signal.getsignal(USR1) == notes.note  # the world's still
 
 
 def test_barriers_carry_it() -> None:
@@ -233,7 +233,7 @@ def test_wrong_arguments() -> None:
                     call()
                 else:
                     right()
-            assert not notes.held, (i, odd)
+            assert not notes.active, (i, odd)
             dist.barrier()
     with pytest.raises(ValueError, match="group"):
         dist.should_stop(group="world")

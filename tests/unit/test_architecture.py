@@ -93,7 +93,6 @@ LONG = {
     "operations/execution": 884,
     "operations/riding": 699,
     "operations/work": 532,
-    "runtime/signals": 572,
     "transports/shm/transport": 660,
 }
 MOST_INSIDE = 113

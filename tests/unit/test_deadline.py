@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mpicoll.lifecycle.hard_deadline import within
-from mpicoll.runtime.signals import c_handler
+from mpicoll.runtime.signal_table import c_handler
 
 
 def test_it_ends_what_holds_the_interpreter() -> None:

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from mpicoll.runtime import signals
-from mpicoll.runtime.signals import Guard, Shield, c_handler, unhandled
+from mpicoll.runtime import signal_table
+from mpicoll.runtime.signal_table import c_handler, unhandled
+from mpicoll.runtime.signals import DeferredInterrupt, SignalShield
 
 USED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -29,22 +30,22 @@ def _handlers_back() -> Iterator[None]:
 
 
 @pytest.fixture
-def guard() -> Iterator[Guard]:
+def guard() -> Iterator[DeferredInterrupt]:
     """A guard that has been installed, but for SIGINT, which is pytest's."""
-    guard = Guard()
+    guard = DeferredInterrupt()
     guard.installed = True
     yield guard
     guard.disarm()
 
 
-def test_signals_that_nobody_handles_are_noted_while_armed(guard: Guard) -> None:
+def test_signals_that_nobody_handles_are_noted_while_armed(guard: DeferredInterrupt) -> None:
     """Armed, SIGTERM and SIGUSR1 are noted; after it they have their default back, in Python and in C."""
     before = c_handler(signal.SIGTERM)
     assert unhandled(signal.SIGTERM)
     guard.arm()
     guard.arm()
     signal.raise_signal(signal.SIGTERM)
-    noted = guard.take()
+    noted = guard.pop()
     assert getattr(noted, "number", None) == signal.SIGTERM
     guard.disarm()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -56,7 +57,7 @@ def test_signals_that_nobody_handles_are_noted_while_armed(guard: Guard) -> None
     signal.raise_signal(signal.SIGUSR1)
 
 
-def test_a_handler_in_c_is_left_alone(guard: Guard) -> None:
+def test_a_handler_in_c_is_left_alone(guard: DeferredInterrupt) -> None:
     """Where C handles a signal that Python calls default, arming, disarming and ignoring change nothing."""
     with tempfile.TemporaryFile() as file:
         faulthandler.register(signal.SIGUSR1, file=file)
@@ -70,15 +71,15 @@ def test_a_handler_in_c_is_left_alone(guard: Guard) -> None:
         assert os.fstat(file.fileno()).st_size
 
 
-def test_the_handler_of_mpi_comes_back(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_handler_of_mpi_comes_back(guard: DeferredInterrupt, monkeypatch: pytest.MonkeyPatch) -> None:
     """What MPI does on a signal is noted instead while armed, and done again afterwards."""
     with tempfile.TemporaryFile() as file:
         faulthandler.register(signal.SIGUSR1, file=file)
         before = c_handler(signal.SIGUSR1)
-        monkeypatch.setattr(signals, "library_of", lambda address: "libmpi.so.12")
+        monkeypatch.setattr(signal_table, "library_of", lambda address: "libmpi.so.12")
         guard.arm()
         signal.raise_signal(signal.SIGUSR1)
-        assert getattr(guard.take(), "number", None) == signal.SIGUSR1
+        assert getattr(guard.pop(), "number", None) == signal.SIGUSR1
         assert not os.fstat(file.fileno()).st_size
         guard.disarm()
         assert c_handler(signal.SIGUSR1) == before
@@ -87,7 +88,7 @@ def test_the_handler_of_mpi_comes_back(guard: Guard, monkeypatch: pytest.MonkeyP
         assert os.fstat(file.fileno()).st_size
 
 
-def test_a_handler_in_c_that_comes_while_armed_stays(guard: Guard) -> None:
+def test_a_handler_in_c_that_comes_while_armed_stays(guard: DeferredInterrupt) -> None:
     """What C installs between arming and disarming, as out of a callback, is not taken away."""
     guard.arm()
     with tempfile.TemporaryFile() as file:
@@ -104,7 +105,7 @@ def test_the_shield_keeps_what_c_does_before_a_handler() -> None:
     signal.signal(signal.SIGUSR2, lambda number, frame: seen.append(number))
     with tempfile.TemporaryFile() as file:
         faulthandler.register(signal.SIGUSR2, file=file, chain=True)
-        shield = Shield()
+        shield = SignalShield()
         with shield:
             signal.raise_signal(signal.SIGUSR2)
             first = os.fstat(file.fileno()).st_size
@@ -121,7 +122,7 @@ def test_system_calls_go_on_where_the_program_asked_for_it() -> None:
     ran: list[float] = []
     signal.signal(signal.SIGUSR2, lambda number, frame: ran.append(time.monotonic()))
     signal.siginterrupt(signal.SIGUSR2, False)
-    with Shield():
+    with SignalShield():
         pass
     reading, writing = os.pipe()
     start = time.monotonic()
@@ -152,7 +153,7 @@ def test_a_handler_that_raises_while_handlers_change(strike: int, monkeypatch: p
         raise Stop
 
     changed = 0
-    real = signals.exchange
+    real = signal_table.exchange
 
     def exchange(number: int, handler: object) -> None:
         nonlocal changed
@@ -163,10 +164,10 @@ def test_a_handler_that_raises_while_handlers_change(strike: int, monkeypatch: p
         if changed == strike:  # taken are USR1, USR2, and given back in the same order
             signal.raise_signal(signal.SIGUSR1 if strike > 2 else signal.SIGUSR2)
 
-    monkeypatch.setattr(signals, "exchange", exchange)
+    monkeypatch.setattr(signal_table, "exchange", exchange)
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, stop)
-    shield = Shield()
+    shield = SignalShield()
     inside = 0
 
     def call() -> None:
@@ -198,7 +199,7 @@ def test_every_handler_runs() -> None:
         signal.signal(number, stop)
 
     def call() -> None:
-        with Shield():
+        with SignalShield():
             signal.raise_signal(signal.SIGUSR2)
             signal.raise_signal(signal.SIGUSR1)
 
@@ -210,7 +211,7 @@ def test_every_handler_runs() -> None:
 def test_what_it_costs() -> None:
     """The shield takes microseconds, with a handler of the program's as well: it is put up in every call."""
     signal.signal(signal.SIGUSR2, lambda number, frame: None)
-    shield, times = Shield(), []
+    shield, times = SignalShield(), []
     for _ in range(200):
         start = time.perf_counter()
         with shield:
@@ -219,7 +220,7 @@ def test_what_it_costs() -> None:
     assert sorted(times)[100] < 100e-6
 
 
-def test_an_exception_that_strikes_as_a_call_ends_leaves_nobody_inside(guard: Guard) -> None:
+def test_an_exception_that_strikes_as_a_call_ends_leaves_nobody_inside(guard: DeferredInterrupt) -> None:
     """Python runs handlers before the first line of ``__exit__``: what the guard holds then is dropped by the next to look."""
 
     def struck() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from mpicoll.errors import CollectiveTimeoutError, DistBackendError, PeerFailedError
 from mpicoll.runtime import signals, waiting, watchdog
-from mpicoll.runtime.signals import Shield
+from mpicoll.runtime.signals import SignalShield
 
 
 class Clock:
@@ -318,7 +318,7 @@ def test_a_wait_inside_another_leaves_it_its_signals(monkeypatch: pytest.MonkeyP
 
 def test_ctrl_c_is_noted_inside_and_raised_outside() -> None:
     """The guard's handler raises between calls, and notes inside one what the wait then answers."""
-    guard = signals.Guard()
+    guard = signals.DeferredInterrupt()
     with pytest.raises(KeyboardInterrupt):
         guard._handle(2, None)  # type: ignore[arg-type]
 
@@ -332,8 +332,8 @@ def test_ctrl_c_is_noted_inside_and_raised_outside() -> None:
     assert guard.noted is None
     with guard:
         guard._handle(2, None)  # type: ignore[arg-type]
-        assert isinstance(guard.take(), KeyboardInterrupt)
-        assert guard.take() is None
+        assert isinstance(guard.pop(), KeyboardInterrupt)
+        assert guard.pop() is None
 
     def failing_call() -> None:
         with guard:
@@ -457,7 +457,7 @@ def test_handlers_of_the_program_run_where_they_may_raise() -> None:
 
     before = signal.signal(signal.SIGUSR1, handler)
     try:
-        shield = Shield()
+        shield = SignalShield()
         with shield:
             with shield:
                 signal.raise_signal(signal.SIGUSR1)
