@@ -11,7 +11,7 @@ from typing import Any
 
 from mpicoll.api import barriers, coalesced, collectives, messages
 from mpicoll.groups.process_group import ProcessGroup
-from mpicoll.lifecycle.init import destroy_process_group
+from mpicoll.lifecycle.destroy import destroy_process_group
 from mpicoll.memory.memory import AnyArray
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
 from mpicoll.operations.work import Work

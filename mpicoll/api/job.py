@@ -7,10 +7,10 @@ from typing import Any
 
 from mpicoll.groups.process_group import ProcessGroup, register_methods
 from mpicoll.groups.registry import NON_MEMBER, current, peer_rank, resolve, state
+from mpicoll.lifecycle.destroy import destroy_process_group
 from mpicoll.lifecycle.init import (
     at_start,
     default_pg_timeout,
-    destroy_process_group,
     get_node_local_rank,
     init_process_group,
     is_available,

@@ -31,6 +31,9 @@ class Counters(Protocol):
     sent: dict[str, dict[tuple[int, int], int]]
     received: dict[str, dict[tuple[int, int], int]]
 
+    def remember(self, group: Any) -> None:
+        """Record the counters of a group that is destroyed."""
+
     def settle(self, name: str, to: set[int], by: set[int]) -> None:
         """Forget the messages on one of them that all have come."""
 

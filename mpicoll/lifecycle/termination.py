@@ -29,6 +29,7 @@ from mpicoll.diagnosis.report.report import MESSAGE_WIDTH, last_words
 from mpicoll.diagnosis.report.text_layout import short_paths
 from mpicoll.groups import registry
 from mpicoll.lifecycle import teardown
+from mpicoll.lifecycle.endpoint import endpoints
 from mpicoll.runtime.call_site import program_site
 from mpicoll.runtime.output import flush_streams
 from mpicoll.runtime.signals import Terminated, end_by, guard, notes
@@ -166,7 +167,7 @@ def _flush() -> None:
 def _because_of_others() -> bool:
     """Whether a launcher ends this rank because another one, or this one, has failed: that is known already."""
     known = registry.current()
-    boards = [base.board for base in teardown.endpoints]
+    boards = [endpoint.board for endpoint in endpoints]
     slots = known.board.slots if known is not None else None
     return (
         teardown.fails()

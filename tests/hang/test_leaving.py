@@ -563,8 +563,8 @@ def test_a_wrong_communicator_that_nobody_hears_of() -> None:
         """
 from mpi4py import MPI
 import mpicoll as dist
-from mpicoll.lifecycle import init
-init.TOLD_WITHIN = 1.0
+from mpicoll.lifecycle import join
+join.TOLD_WITHIN = 1.0
 comm = MPI.COMM_WORLD.Dup()
 dist.init_process_group(comm="world" if comm.rank == 1 else comm)
 """,

@@ -40,6 +40,7 @@ from mpicoll.diagnosis import deadlock_search
 from mpicoll.diagnosis.deadlock import State, blocked_set
 from mpicoll.groups import process_group, registry
 from mpicoll.lifecycle import teardown
+from mpicoll.lifecycle.endpoint import endpoint_of
 from mpicoll.operations import execution
 from mpicoll.runtime import waiting
 
@@ -112,11 +113,11 @@ class Runner:
         dist.init_process_group(comm=self.comm, timeout=timedelta(seconds=self.limit))
         known = registry.state()
         self.board = known.board
-        self.base = next(base for base in teardown.endpoints if base.board is known.board)
+        self.base = endpoint_of(known.board)
         self.groups: list[Any] = [None]
         shapes = correct(0, self.size).groups
         self.groups += [dist.new_group(list(members), sort_ranks=False) for members in shapes[1:]]
-        self.settled = teardown.balance(self.base)  # of earlier groups, whose messages were received or dropped
+        self.settled = self.base.balance()  # of earlier groups, whose messages were received or dropped
         # Who is not in the last of the groups is through first, and would fail in the next program while others make it.
         self.together()
 
@@ -186,7 +187,7 @@ class Runner:
             if not isinstance(error, (dist.DistError, ValueError, TypeError, WrongData)):
                 traceback.print_exc()
             return Ending(type(error).__name__, at, str(error))
-        never = teardown._never_waited(registry.state())
+        never = teardown.never_waited(registry.state())
         return Ending("done", text=never, unwaited=bool(never))
 
     def call(self, step: Step, members: tuple[int, ...]) -> tuple[Any, Callable[[], None]]:
@@ -278,7 +279,7 @@ class Runner:
                 told = True
                 self.tell(mine)
             time.sleep(2e-4)
-        everybody = self.books.allgather((mine, told, teardown.balance(self.base) - self.settled, self.counted()))
+        everybody = self.books.allgather((mine, told, self.base.balance() - self.settled, self.counted()))
         endings, said, balances, counted = zip(*everybody, strict=True)
         # As at the end of a job: the sum says whether a message is lost, and only then the ranks look for which.
         return Outcome(endings, any(said), named(counted) if sum(balances) else ())
@@ -294,7 +295,7 @@ class Runner:
                 if name in index
                 for (rank, tag), count in there.items()
             }
-            for by_group in (teardown._sent(self.base), teardown._received(self.base))
+            for by_group in (self.base.all_sent(), self.base.all_received())
         )
         return sent, received
 

@@ -99,7 +99,7 @@ def held() -> dict[str, int]:
 def test_ten_thousand_groups_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is left of them, and the last ones take no longer than the first."""
     monkeypatch.setattr(
-        "mpicoll.lifecycle.teardown.MOST_REMEMBERED", 100
+        "mpicoll.lifecycle.endpoint.MOST_REMEMBERED", 100
     )  # so that what is kept of the last ones is soon kept anew
     making = new_groups()
     for _ in range(60):  # communicators of every list of ranks

@@ -9,7 +9,7 @@ import pytest
 
 import mpicoll as dist
 from mpicoll.groups import registry
-from mpicoll.lifecycle import teardown
+from mpicoll.lifecycle.endpoint import endpoint_of
 
 
 @pytest.mark.mpi
@@ -40,7 +40,7 @@ def test_mpich_cliques_are_nodes() -> None:
 def test_node_communicator_is_made_once() -> None:
     """The communicator of a node holds its ranks in order, and asking again makes no other."""
     state = registry.state()
-    base = next(base for base in teardown.endpoints if base.board is state.board)
+    base = endpoint_of(state.board)
     comm = base.node_communicator(state.world.pair.control)
     assert comm is base.node_communicator(state.world.pair.control)
     assert comm.Get_size() == len(state.topology.local_ranks)

@@ -86,8 +86,6 @@ LONG = {
     "checks/agreement": 546,
     "diagnosis/report/report": 623,
     "leader_blocks/blocks": 1084,
-    "lifecycle/init": 783,
-    "lifecycle/teardown": 837,
     "memory/device/array": 529,
     "operations/deferred": 663,
     "operations/execution": 884,
@@ -95,7 +93,7 @@ LONG = {
     "operations/work": 532,
     "transports/shm/transport": 660,
 }
-MOST_INSIDE = 113
+MOST_INSIDE = 68
 
 # ---- sizes ----
 

@@ -1,0 +1,121 @@
+"""End: destroy_process_group, which destroys one group or all of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import nullcontext
+from typing import Any
+
+from mpicoll.diagnosis.job_state import Counters
+from mpicoll.errors import DistError, GroupBrokenError
+from mpicoll.groups import registry
+from mpicoll.groups.process_group import ProcessGroup
+from mpicoll.memory.device import pool as device_pool
+from mpicoll.runtime import waiting
+from mpicoll.runtime.call_site import call_site
+
+
+def destroy_process_group(group: Any = None) -> None:
+    """Destroy a group, or all groups; wait for no other rank, but at most a second for ranks that share a GPU's memory.
+
+    Each member calls it by itself, at any time after its last call on the group, also if the group is broken.
+
+    Args:
+        group: the group; None or the world: every group, after which ``init_process_group`` may be called again.
+
+    Raises:
+        AssertionError: there is no default group (as torch).
+        ValueError: the group is destroyed already, or is not of this process.
+        DistError: operations were issued on it that nobody waited for; the group is kept.
+        CollectiveMismatchError: inside a block that one rank runs first, whose end the others wait for.
+
+    Nothing that other ranks do is raised here. Messages that nobody received, and at check level ``roll`` calls that differed
+    after the last comparison, are reported when the program ends (``on_failure="job"``).
+
+    Source: torch.distributed.destroy_process_group.
+    """
+    if registry.current() is None:
+        raise AssertionError("Process group cannot be None")
+    found = registry.resolve(group)
+    if found is None:
+        return
+    known = registry.state()
+    is_world = found is known.world
+    doomed = list(known.groups.values()) if is_world else [found]
+    if os.getpid() == known.pid:
+        for block in tuple(known.blocks):
+            if is_world or block.group() is found:
+                raise block.refuse("destroy_process_group", call_site())
+        _refuse_unwaited(doomed)
+        known.board.poll()
+        for each in doomed:
+            if each.group_name in known.board.withdrawn:
+                each.give_up(known.board.withdrawn[each.group_name][1])  # its communicators are not used again
+    endpoint = known.endpoint
+    with nullcontext() if waiting.progress_thread is None else waiting.progress_thread.resting():
+        for each in doomed:
+            _destroy(each, endpoint)
+            known.groups.pop(each.group_name, None)
+            known.node = None if known.node is each else known.node
+            known.leaders = None if known.leaders is each else known.leaders
+    if is_world:
+        _destroy_world(known)
+
+
+def _refuse_unwaited(doomed: list[ProcessGroup]) -> None:
+    unwaited = [operation.call for group in doomed for operation in group.unwaited.values()]
+    if unwaited:
+        raise DistError(
+            "destroy_process_group: operations were issued that nobody waited for: "
+            + "; ".join(f"{call.op} issued at {call.site}" for call in unwaited)
+            + ". Call wait() on each of them first"
+        )
+
+
+def _destroy(group: ProcessGroup, endpoint: Counters | None) -> None:
+    from mpicoll.operations.work import Operation  # MPI is started: there is a default group
+
+    busy = [item for item in tuple(waiting.pending) if getattr(item, "group", None) is group]
+    for item in busy:
+        item.advance()
+    if any(not item.advance() for item in busy):
+        group.give_up("it was destroyed while an operation was under way")
+        for item in busy:
+            if isinstance(item, Operation) and not item.done:  # the program may have its future
+                item.abandon(GroupBrokenError(f"{item.call.describe()} on group {group.display}: {group.broken}"))
+    for item in busy:
+        waiting.drop(item)
+    waiting.drop(group.pair.receiver)
+    if group.stopping is not None:
+        group.stopping.remove()
+    if endpoint is not None:
+        endpoint.remember(group)
+    group.pair.last = group.group_name
+    group.pair.sent, group.pair.received = group.by_peer(group.sent), group.by_peer(group.received)
+    group.free_plans()
+    if group.link is not None:
+        group.link.leave(awaited=group.broken is None)
+    if group.level == "roll" and not group.pair.spoiled:
+        op = "destroy_process_group"
+        group.pair.closing = group.pair.agreement.close(op, call_site(), group.calls + 1, group.display, group.ranks)
+    group.destroyed = True
+    if not group.pair.spoiled:
+        group.pair.idle = True
+
+
+def _destroy_world(known: registry.JobWithGroups) -> None:
+    """End what lives as long as the default group; its groups are destroyed."""
+    from mpicoll.lifecycle import hooks, termination  # as above
+
+    if waiting.progress_thread is not None:
+        waiting.progress_thread.stop()
+    ipc = sys.modules.get("mpicoll.transports.device.ipc")  # imported if arrays on a GPU were reduced
+    if ipc is not None:
+        ipc.sweep(ipc.CLOSING)
+    termination.stop()
+    waiting.remove_service(known.board.poll)
+    registry.set_state(None)
+    device_pool.close()
+    if sys.exc_info()[0] is None:  # in a "finally" an exception may be on its way, and is still to be reported
+        hooks.uninstall()

@@ -1,0 +1,340 @@
+"""Hooks that notice how this process ends: excepthooks, exit handlers, MPI_Finalize, forked children."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from mpi4py import MPI
+
+from mpicoll.errors import ARGUMENT, DistError, GroupBrokenError, PeerFailedError, in_one_line
+from mpicoll.groups import registry
+from mpicoll.lifecycle import exit_code
+from mpicoll.lifecycle.endpoint import endpoints
+from mpicoll.lifecycle.teardown import announce_failure, ending, leave, prefix, prefixed
+from mpicoll.runtime import signals, waiting, watchdog
+from mpicoll.runtime.call_site import Site, traceback_site
+from mpicoll.runtime.output import say
+
+if TYPE_CHECKING:
+    from mpicoll.diagnosis.board import Board
+
+ORIGIN_ENDS_WITHIN = 0.5
+"""Seconds for which a rank that ends because another rank failed in a block waits to hear of the end of that rank."""
+
+SAME_MOMENT = 0.03
+"""Seconds for which a rank whose wait has ended looks for a lower rank that prints the same report."""
+
+MOST_CHAINED = 20
+"""Exceptions of a chain (``__cause__``, ``__context__``) that are looked at."""
+
+_owner = os.getpid()
+_installed = False
+_registered = False
+_found_hook: Any = None
+_found_thread_hook: Any = None
+_found_unraisable_hook: Any = None
+_keyval: int | None = None
+
+_ignored_error = ""
+"""The program's own exception in an exit handler, which Python ignores, in words."""
+
+_never_joined: tuple[BaseException, float] | None = None
+
+
+def never_joined(error: BaseException, grace: float) -> None:
+    """Record that this rank could neither take part in ``init_process_group`` nor tell the other ranks.
+
+    If ``error`` ends the program, the other ranks may wait for this rank up to their limits, and this rank for them in
+    MPI_Finalize.
+
+    Args:
+        error: what this rank raises.
+        grace: seconds that the other ranks have for other things, before this rank ends the job.
+    """
+    global _never_joined
+    _never_joined = error, grace
+
+
+def _note_exit(code: Any, site: str) -> None:
+    ending.code = 0 if code is None else code & 0xFF if isinstance(code, int) else 1
+    if ending.code and not ending.what:
+        ending.what, ending.site = f"sys.exit({code!r})", site
+
+
+def install() -> None:
+    """Install the hooks of ``on_failure="job"``. They call the hooks found; :func:`uninstall` restores those."""
+    global _installed, _found_hook, _found_thread_hook, _found_unraisable_hook
+    if not _installed:
+        _installed = True
+        _found_hook, sys.excepthook = sys.excepthook, _excepthook
+        _found_thread_hook, threading.excepthook = threading.excepthook, _thread_hook
+        _found_unraisable_hook, sys.unraisablehook = sys.unraisablehook, _unraisable_hook
+        exit_code.watch(_note_exit)
+    signals.guard.install()
+
+
+def uninstall() -> None:
+    """Restore the hooks found, if ours are still installed. The exit code stays known: programs end after destroying, too."""
+    global _installed
+    if not _installed:
+        return
+    _installed = False
+    if sys.excepthook is _excepthook:
+        sys.excepthook = _found_hook
+    if threading.excepthook is _thread_hook:
+        threading.excepthook = _found_thread_hook
+    if sys.unraisablehook is _unraisable_hook:
+        sys.unraisablehook = _found_unraisable_hook
+    signals.guard.uninstall()
+
+
+def register() -> None:
+    """Register the exit handler, and a callback that notices a program's own ``MPI.Finalize()``; once a process."""
+    global _registered, _keyval
+    if not _registered:
+        _registered = True
+        atexit.register(_at_exit)
+        os.register_at_fork(after_in_child=_in_child)
+        _keyval = MPI.Comm.Create_keyval(delete_fn=_before_finalize)
+        MPI.COMM_SELF.Set_attr(_keyval, True)
+
+
+def _in_child() -> None:
+    watchdog.forget()
+    waiting.pending.clear()
+    waiting.progress_thread = None
+    ending.code, ending.what, ending.site, ending.interrupted = 0, "", "", False
+    exit_code.forget()
+    exit_code.watch(_note_exit)
+    if not hasattr(sys, "_mpicoll_interpreter_exit"):  # a child of a child has it
+        sys._mpicoll_interpreter_exit = InterpreterExit()  # type: ignore[attr-defined]
+
+
+class InterpreterExit:
+    """Ends a forked child when its modules are cleared: after its exit handlers, before MPI_Finalize, where it would hang.
+
+    An attribute of the ``sys`` module, which Python clears last. Other names are gone then, so it holds all that it needs.
+    """
+
+    def __init__(self) -> None:
+        self.ending = ending
+        self.exit, self.kill, self.getpid = os._exit, os.kill, os.getpid
+
+    def __del__(self) -> None:
+        if self.ending.interrupted:
+            self.kill(self.getpid(), 2)
+        self.exit(self.ending.code)
+
+
+def _excepthook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+    if os.getpid() != _owner:
+        _found_hook(kind, value, trace)
+        return
+    known = registry.current()
+    board = _note_end(value)
+    me = known.world.rank() if known is not None else None
+    hides = _hides_another(value, me)
+    if ending.because_of_others and not hides:
+        say(f"{prefix()}{kind.__name__}: {in_one_line(value)}\n")
+        return
+    reporter = _reporter(value, board) if isinstance(value, DistError) and not hides else None
+    if known is not None and reporter not in (None, me):
+        first = in_one_line(value)
+        say(f"{prefix()}{kind.__name__}: {first} ({traceback_site(trace)}; rank {reporter} tells more)\n")
+    else:
+        if isinstance(value, DistError) or getattr(value, ARGUMENT, False):
+            trace = value.__traceback__ = _without_ours(trace)  # Python's own hook reads it from the exception
+        with prefixed(value):
+            _found_hook(kind, value, trace)
+    if not ending.because_of_others:
+        announce_failure(_in_words(value), traceback_site(trace))
+
+
+def _hides_another(error: BaseException, me: int | None) -> bool:
+    """Return whether an error came while an unreported one was handled, as of a ``finally`` with a barrier in it.
+
+    The hidden error is the program's own, or the library's with a report that this rank is to print. Then the whole chain is
+    printed, without the library's own frames.
+    """
+    found, seen = False, error
+    for _ in range(MOST_CHAINED):
+        before = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+        if before is None:
+            break
+        seen = before
+        if isinstance(seen, DistError):
+            found = found or (seen.report is not None and seen.reporter in (None, me))
+        else:
+            found = found or _of_program(seen.__traceback__)
+        seen.__traceback__ = _without_ours(seen.__traceback__)
+    return found
+
+
+def _of_program(trace: TracebackType | None) -> bool:
+    """Return whether an exception has passed through lines of the program."""
+    while trace is not None:
+        if not Site.inside(trace.tb_frame.f_code):
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _note_end(error: BaseException) -> Board | None:
+    """Record what ends the program, and which rank is at fault; return the board on which the other ranks are told."""
+    ending.code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    known = registry.current()
+    board = known.board if known is not None else endpoints[-1].board if endpoints else None
+    if board is not None and not MPI.Is_finalized():
+        board.poll()
+        if isinstance(error, PeerFailedError):
+            _await_origin(error, board)
+    ending.because_of_others = bool(board is not None and board.failed) and isinstance(
+        error, (PeerFailedError, GroupBrokenError)
+    )
+    return board
+
+
+def _in_words(error: BaseException) -> str:
+    try:
+        text = in_one_line(error) if isinstance(error, DistError) and error.report is not None else str(error)
+    except Exception:
+        text = ""  # of a class whose __str__ raises
+    kind = type(error).__name__
+    return f"{kind}: {text}" if text else kind
+
+
+def _announce_as_guest(error: BaseException, trace: TracebackType | None) -> None:
+    """Tell ranks that may wait for this rank, on groups that it has not destroyed, what has ended it."""
+    known = registry.current()
+    if known is None or known.board.failed or isinstance(error, (PeerFailedError, GroupBrokenError)):
+        return
+    known.board.post("failed", (_in_words(error)[:1000], traceback_site(trace), 1), range(known.board.size))
+    known.board.flush(0.5)
+
+
+def _await_origin(error: PeerFailedError, board: Board) -> None:
+    """Wait a moment for a message of the rank that the error names, which may be on its way to its end, or go on."""
+    end = time.monotonic() + ORIGIN_ENDS_WITHIN
+    while error.ranks and not board.failed.keys() & set(error.ranks) and time.monotonic() < end:
+        time.sleep(0.002)
+        board.poll()
+
+
+def _reporter(error: DistError, board: Board | None) -> int | None:
+    """Return the rank that prints the whole report of what several ranks raise; None: each rank prints its own.
+
+    A rank whose limit passes, or whose peer has left, tells the members before it raises. Of the ranks that do so at the
+    same moment the lowest one prints.
+    """
+    known = registry.current()
+    if error.reporter is not None or error.report is None or board is None or known is None or MPI.Is_finalized():
+        return error.reporter
+    end = time.monotonic() + SAME_MOMENT
+    while time.monotonic() < end:
+        board.poll()
+        time.sleep(0.001)
+    names = [group.group_name for group in tuple(known.groups.values()) if group.display == error.group]
+    lower = [rank for name in names for rank in board.leavers.get(name, ()) if rank < board.rank]
+    return min(lower, default=None)
+
+
+def _thread_hook(arguments: threading.ExceptHookArgs) -> None:
+    ident = arguments.thread.ident if arguments.thread is not None else None
+    if os.getpid() != _owner or ident not in signals.threads or arguments.exc_type is SystemExit:
+        _found_thread_hook(arguments)
+        return
+    # Other ranks may wait for a thread that communicates.
+    with prefixed():
+        _found_thread_hook(arguments)
+    ending.code, ending.passed_over = 1, True
+    name = arguments.thread.name if arguments.thread is not None else "?"
+    announce_failure(
+        f"{arguments.exc_type.__name__} in thread {name}: {arguments.exc_value}",
+        traceback_site(arguments.exc_traceback),
+    )
+
+
+def _unraisable_hook(arguments: Any) -> None:
+    """Treat an error between ranks in an exit handler as the end of the program, although Python ignores it."""
+    global _ignored_error
+    error: BaseException | None = arguments.exc_value
+    handler = "atexit" in (arguments.err_msg or "")
+    if os.getpid() != _owner or error is None or not handler:
+        _found_unraisable_hook(arguments)
+    elif not isinstance(error, DistError) and not getattr(error, ARGUMENT, False):
+        # The program's own affair. But other ranks may wait for a call that the handler would have made.
+        place = os.path.basename(traceback_site(arguments.exc_traceback))
+        _ignored_error = f"{_in_words(error)[:200]}{f' at {place}' if place else ''}, in an exit handler"
+        _found_unraisable_hook(arguments)
+    else:
+        ending.passed_over = True
+        _excepthook(type(error), error, arguments.exc_traceback)
+
+
+def _without_ours(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames of this package at its end: the message has all that they could show."""
+    frames = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    while len(frames) > 1 and Site.inside(frames[-1].tb_frame.f_code):
+        frames.pop()
+    shorter: TracebackType | None = None
+    for frame in reversed(frames):
+        shorter = TracebackType(shorter, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return shorter
+
+
+def _before_finalize(comm: Any, keyval: int, value: Any) -> None:
+    # MPI calls this first in MPI_Finalize. It is not reached from mpi4py's own, when the interpreter is gone.
+    leave("called MPI.Finalize()")
+
+
+def _at_exit() -> None:
+    try:
+        _end()
+    finally:
+        if sys.unraisablehook is _unraisable_hook:
+            sys.unraisablehook = _found_unraisable_hook  # the modules that ours needs are about to be cleared
+
+
+def _end() -> None:
+    error = exit_code.uncaught() if not ending.code else None
+    if os.getpid() != _owner:
+        exit_code.stop()
+        if isinstance(error, KeyboardInterrupt):  # as in Python, the process ends by the signal
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            ending.interrupted = True
+        if error is not None:
+            ending.code = 1
+    elif MPI.Is_initialized() and not MPI.Is_finalized():
+        if error is not None and any(endpoint.job for endpoint in endpoints):  # the program has replaced our excepthook
+            _note_end(error)
+            if not ending.because_of_others:
+                announce_failure(_in_words(error), traceback_site(sys.last_traceback))
+        elif error is not None:
+            _announce_as_guest(error, sys.last_traceback)
+        if _never_joined is not None and error is _never_joined[0]:
+            _end_alone(_never_joined[1])
+        leave(f"ended the program ({_ignored_error})" if _ignored_error else "ended the program")
+        if _keyval is not None and not MPI.Is_finalized():
+            MPI.COMM_SELF.Delete_attr(_keyval)
+
+
+def _end_alone(grace: float) -> None:
+    """End the job some time after a failure of which no other rank knows."""
+    say(
+        f"{prefix()}mpicoll: the others could not be told of this error, and may wait for this rank: it ends the job in "
+        f"{grace:g} s (MPICOLL_EXIT_GRACE)\n"
+    )
+    with contextlib.suppress(KeyboardInterrupt):
+        time.sleep(grace)
+    ending.code, ending.unfinished = 1, True
