@@ -14,13 +14,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from mpicoll.errors import LaunchError
 from mpicoll.launch.environment import Family, allocated_tasks
-from mpicoll.launch.job_folder import RUN_DIR, Record, read_records, write_ours
+from mpicoll.launch.job_folder import RUN_DIR, Record, read_records, read_report, write_ours
 from mpicoll.launch.mpi_library import MpiLibrary, conflicting_wheels, find_library
 from mpicoll.launch.mpiexec import (
     Launch,
@@ -40,6 +41,7 @@ FAR_GRACE = 10.0  # where ranks are on other hosts, which only the launcher can 
 TIMED_OUT = 124  # as timeout(1)
 LISTENER = b"listener thread failed to start"  # Open MPI 5.0, in about 2 of 90 starts on a busy machine
 SLOTS = b"not enough slots"  # Open MPI's word for the tasks of an allocation, and the places of a hostfile
+_RECENT = 1 << 18  # bytes at the end of the output, in which a termination report is looked for
 _SIGNALS = {129, 130, 131, 134, 137, 143, 9, 15}
 
 
@@ -225,7 +227,7 @@ class Job:
 
     def _attempt(self) -> tuple[Outcome, bytes]:
         for old in self.directory.iterdir():
-            if old.name.startswith(("in.", "out.", "err.", "records")):
+            if old.name.startswith(("in.", "out.", "err.", "records", "termination")):
                 old.unlink()
         (self.directory / "records").touch(0o600)
         write_ours(self.directory, self.launch.ours)
@@ -252,6 +254,10 @@ class Job:
         self._launcher = process
         chatter = self._pump(process, streams)
         code = process.wait()
+        report = read_report(self.directory)
+        if streams is None and report not in chatter.recent:  # Open MPI 5.0's mpirun forwards nothing after SIGTERM
+            with suppress(OSError):
+                write_all(self._sinks[1], report)
         if self._stop_code is not None:
             return Outcome(self._stop_code), bytes(chatter.seen)
         records = read_records(self.directory)
@@ -353,10 +359,8 @@ class Job:
             time.sleep(0.005)
 
     def _say(self, text: str) -> None:
-        try:
+        with suppress(OSError):
             write_all(self._sinks[1], f"{self._name}: {text}\n".encode())
-        except OSError:
-            pass
 
 
 class _Chatter:
@@ -367,10 +371,14 @@ class _Chatter:
         self._quiet = quiet
         self._held: list[tuple[int, bytes]] = []
         self.seen = bytearray()
+        self.recent = bytearray()
 
     def feed(self, sink: int, data: bytes) -> None:
         if len(self.seen) < 1 << 16:
             self.seen += data
+        self.recent += data
+        if len(self.recent) > 2 * _RECENT:
+            del self.recent[:-_RECENT]
         if self._quiet and any(record.kind == "exit" and record.value for record in read_records(self._directory)):
             self._held.append((sink, data))
         else:

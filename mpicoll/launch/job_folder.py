@@ -1,4 +1,4 @@
-"""The private directory through which `mpicoll run` and its ranks talk: who started, who ended how, whose settings.
+"""The private directory through which `mpicoll run` and its ranks talk: who started, who ended how, whose settings, the report.
 
 Every line of ``records`` is appended by one write, so the order of the lines is the order of the events on this host.
 """
@@ -95,16 +95,34 @@ def record_failure(rank: int, code: int, environ: Mapping[str, str] | None = Non
 
 def append_record(kind: str, rank: int, value: int, environ: Mapping[str, str] | None = None) -> None:
     """Append one record, in one write. Never raises; without `mpicoll run` does nothing."""
+    _append("records", f"{kind} {rank} {value}\n".encode(), environ)
+
+
+def save_report(text: bytes) -> bool:
+    """Append a termination report for `mpicoll run`, in one write; return False without `mpicoll run` on this host."""
+    return _append("termination.txt", text)
+
+
+def read_report(directory: Path) -> bytes:
+    """Return the termination report of the ranks of this host, or b""."""
+    try:
+        return (directory / "termination.txt").read_bytes()
+    except OSError:
+        return b""
+
+
+def _append(name: str, data: bytes, environ: Mapping[str, str] | None = None) -> bool:
+    """Append to a file of the directory in one write; never raise."""
     directory = _where or (os.environ if environ is None else environ).get(RUN_DIR)
     if directory is None:
-        return
+        return False
     try:
-        descriptor = os.open(os.path.join(directory, "records"), os.O_WRONLY | os.O_APPEND)
+        descriptor = os.open(os.path.join(directory, name), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     except OSError:
-        return
+        return False
     try:
-        os.write(descriptor, f"{kind} {rank} {value}\n".encode())
+        return os.write(descriptor, data) == len(data)
     except OSError:
-        pass
+        return False
     finally:
         os.close(descriptor)

@@ -1,12 +1,16 @@
-"""What the ranks of a node say when SIGTERM ends them: where each of them is, in one report.
+"""The termination report: where the ranks of a node are when SIGTERM ends them, in one report.
 
-A job that has come to its limit, or is cancelled, gets SIGTERM on all ranks and is killed some seconds later. By default the
-process would be gone at once. So the signal is told to a thread, by a pipe that Python's handler in C writes to: it hears of
-it also while the main thread computes or is inside MPI, as soon as that has let go of the interpreter lock. Each rank writes
-down where it is, the lowest one that is ended prints what all of the node have written, and all end by the signal, within a
-second. MPICH's launcher kills the others when the first rank is gone: so each waits for the report.
+At its time limit, or if it is cancelled, a job gets SIGTERM on all ranks and is killed some seconds later. By default each
+process would end at once. So a thread reads the signal from a pipe to which Python's C handler writes. The thread hears of it
+also while the main thread computes or is inside MPI, as soon as the main thread has released the interpreter lock. Each rank
+writes down where it is. The lowest rank that ends prints what all ranks of the node have written, and all end by the
+signal, within about a second. MPICH's launcher kills all ranks when the first one is gone, so each waits for the report.
 
-Where a launcher ends the ranks because one of them has failed or died, nothing is printed: that has been told.
+The report goes to the rank's stderr and to a file, since Open MPI's mpirun (5.0) forwards nothing once SIGTERM has reached it:
+to ``termination.txt`` in the folder of `mpicoll run`, which prints the file; else, under Open MPI, to a file in the working
+directory.
+
+If a launcher ends the ranks because a rank has failed or died, nothing is printed: the failure was reported.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 from mpicoll.diagnosis import job_state
 from mpicoll.diagnosis.node_board import NodeBoard
@@ -28,6 +33,7 @@ from mpicoll.diagnosis.report.entries import Entry, name_runs, runs_of, table_of
 from mpicoll.diagnosis.report.report import MESSAGE_WIDTH, last_words
 from mpicoll.diagnosis.report.text_layout import short_paths
 from mpicoll.groups import registry
+from mpicoll.launch.job_folder import save_report
 from mpicoll.lifecycle import teardown
 from mpicoll.lifecycle.endpoint import endpoints
 from mpicoll.runtime.call_site import program_site
@@ -35,23 +41,23 @@ from mpicoll.runtime.output import flush_streams
 from mpicoll.runtime.signals import Terminated, end_by, guard, notes
 
 GATHER = 0.5
-"""Seconds for which the rank that reports waits for the words of the others."""
+"""Seconds for which the rank that reports waits for the entries of the other ranks."""
 STAY = 0.7
-"""Seconds that a rank stays after the signal at least: ranks of other nodes may not be through with their report."""
+"""Seconds that a rank lives after the signal at least: ranks of other nodes may not have reported yet."""
 MOST_STAY = 1.2
 LATE_AFTER = 3.0
 """Seconds without a step that answers a SIGTERM, after which the report is printed, and the process goes on."""
 
 MAIN_WITHIN = 0.05
-"""Seconds that the main thread has to come to its handler, before the thread decides alone."""
+"""Seconds that the main thread has to run its handler, before the thread decides."""
 
-_NOTED, _ENDS = b"\xfe", b"\xff"  # what the main thread says; what C writes are the numbers of signals
+_NOTED, _ENDS = b"\xfe", b"\xff"  # what the main thread writes; Python's C handler writes the numbers of signals
 
 _pipe: tuple[int, int] | None = None
 
 
 def start() -> None:
-    """Have SIGTERM answered by a report, in the main thread of a process whose SIGTERM nobody handles."""
+    """Answer SIGTERM by a report, if this is the main thread and nobody handles SIGTERM."""
     global _pipe
     if threading.current_thread() is not threading.main_thread() or notes.watched:
         return
@@ -60,16 +66,16 @@ def start() -> None:
         for end in _pipe:
             os.set_blocking(end, False)
         os.register_at_fork(after_in_child=_in_child)
-        threading.Thread(target=_listen, args=(_pipe[0],), name="mpicoll-lastwords", daemon=True).start()
+        threading.Thread(target=_listen, args=(_pipe[0],), name="mpicoll-termination", daemon=True).start()
     found = signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
-    if found != -1:  # an event loop's, which needs it
+    if found != -1:  # of an event loop, which needs it
         signal.set_wakeup_fd(found)
-    if not notes.watch(_tell) and found == -1:
+    if not notes.watch(_write_decision) and found == -1:
         signal.set_wakeup_fd(-1)
 
 
 def stop() -> None:
-    """Give SIGTERM its default back."""
+    """Restore the default effect of SIGTERM."""
     if not notes.watched or threading.current_thread() is not threading.main_thread():
         return
     notes.unwatch()
@@ -79,7 +85,7 @@ def stop() -> None:
 
 
 def _in_child() -> None:
-    """Let go of the parent's pipe in a forked child."""
+    """Close the parent's pipe in a forked child."""
     global _pipe
     if _pipe is not None:
         for end in _pipe:
@@ -87,8 +93,8 @@ def _in_child() -> None:
     _pipe = None
 
 
-def _tell(ends: bool) -> None:
-    """Tell the thread what the main thread makes of a SIGTERM, out of the handler."""
+def _write_decision(ends: bool) -> None:
+    """Tell the thread, from the handler in the main thread, whether a SIGTERM ends the process."""
     if _pipe is not None:
         with contextlib.suppress(OSError):
             os.write(_pipe[1], _ENDS if ends else _NOTED)
@@ -96,34 +102,34 @@ def _tell(ends: bool) -> None:
 
 def _listen(reading: int) -> None:
     """Wait for SIGTERM, for ever (the thread)."""
-    heard: float | None = None  # one that the main thread has not come to
-    late_told = False
+    heard: float | None = None  # a SIGTERM that the main thread has not handled
+    late_reported = False
     while True:
         since = notes.unanswered.get(signal.SIGTERM, heard)
-        words = _read(reading, None if since is None else 0.25)
+        data = _read(reading, None if since is None else 0.25)
         if not notes.watched:
             heard = None
             continue
-        if signal.SIGTERM in words and not _of_main(words) and notes.has(signal.SIGTERM):
-            words += _read(reading, MAIN_WITHIN)
+        if signal.SIGTERM in data and not _of_main_thread(data) and notes.has(signal.SIGTERM):
+            data += _read(reading, MAIN_WITHIN)
             now = time.monotonic()
             ends = notes.ends_process(signal.SIGTERM, now) or (heard is not None and now - heard > notes.AGAIN_AFTER)
-            # Once more: if the main thread came to it before that was looked up, the program may have gone on since.
-            words += _read(reading, 0.0)
-            if not _of_main(words):
+            # Once more: if the main thread handled it before the line above, the program may have gone on since.
+            data += _read(reading, 0.0)
+            if not _of_main_thread(data):
                 heard = now if heard is None else heard
-                words += _ENDS if ends else b""
-        if _NOTED[0] in words:
+                data += _ENDS if ends else b""
+        if _NOTED[0] in data:
             heard = None
-        if _ENDS[0] in words:
+        if _ENDS[0] in data:
             _end()
         since = notes.unanswered.get(signal.SIGTERM, heard)
         if since is None:
-            late_told = False
+            late_reported = False
             continue
         waited = time.monotonic() - since
-        if waited > LATE_AFTER and not late_told:
-            late_told = True
+        if waited > LATE_AFTER and not late_reported:
+            late_reported = True
             _report(f"SIGTERM came {waited:.0f} s ago, and no step has answered it (should_stop, barrier)")
         known = registry.current()
         if known is not None and waited > known.world.timeout:
@@ -131,13 +137,13 @@ def _listen(reading: int) -> None:
 
 
 def _read(reading: int, limit: float | None) -> bytes:
-    """Return what has been written to the pipe, waiting for it for some seconds at most (None: for ever)."""
+    """Return what was written to the pipe; wait for it for ``limit`` seconds at most (None: for ever)."""
     readable, _, _ = select.select([reading], [], [], limit)
     return os.read(reading, 4096) if readable else b""
 
 
-def _of_main(words: bytes) -> bool:
-    return _NOTED[0] in words or _ENDS[0] in words
+def _of_main_thread(data: bytes) -> bool:
+    return _NOTED[0] in data or _ENDS[0] in data
 
 
 def _end() -> None:
@@ -148,7 +154,7 @@ def _end() -> None:
             _report("")
             time.sleep(max(0.0, began + STAY - time.monotonic()))
         elif guard.waits:
-            guard.noted = Terminated(signal.SIGTERM)  # the main thread says who has failed, and ends
+            guard.noted = Terminated(signal.SIGTERM)  # the main thread reports which rank has failed, and ends
             time.sleep(MOST_STAY)
         _flush()
     finally:
@@ -165,33 +171,32 @@ def _flush() -> None:
 
 
 def _because_of_others() -> bool:
-    """Whether a launcher ends this rank because another one, or this one, has failed: that is known already."""
+    """Return whether a launcher ends this rank because a rank has failed, which was reported."""
     known = registry.current()
-    boards = [endpoint.board for endpoint in endpoints]
     slots = known.board.slots if known is not None else None
     return (
         teardown.fails()
-        or any(board.failed for board in boards)
+        or any(endpoint.board.failed for endpoint in endpoints)
         or (slots is not None and (slots.ends_job() or bool(slots.dead())))
     )
 
 
 def _report(what: str) -> None:
-    """Write down where this rank is; the lowest one of the node that is about to report prints it for all.
+    """Write down where this rank is; the lowest rank of the node that is about to report prints all entries.
 
     Args:
-        what: has happened, on a rank that goes on; "": it ends.
+        what: has happened on a rank that goes on; "": it ends.
     """
     known = registry.current()
     if known is None:
         return
     me = known.world.rank() if known.board.slots is None else known.board.rank
-    mine = where(known, me)
+    mine = _where(known, me)
     slots = known.board.slots
     if slots is None:
         _print([mine], [me], what)
         return
-    slots.write("last", pickle.dumps((time.monotonic(), mine)))
+    slots.write("termination", pickle.dumps((time.monotonic(), mine)))
     if not what:
         slots.end()
     began = time.monotonic()
@@ -200,40 +205,40 @@ def _report(what: str) -> None:
         waited = time.monotonic() - began
         if slots.reported(within=MOST_STAY + GATHER):
             return
-        told = [rank for rank in slots.ranks if (_said(slots, rank) is not None if what else slots.ended(rank))]
-        lower = [rank for rank in told if rank < me]
-        everybody = len(told) == len(slots.ranks)
-        if (everybody and not lower) or waited > (GATHER if not lower else STAY + min(0.02 * index, MOST_STAY - STAY)):
+        ready = [rank for rank in slots.ranks if (_written(slots, rank) is not None if what else slots.ended(rank))]
+        lower = [rank for rank in ready if rank < me]
+        complete = len(ready) == len(slots.ranks)
+        if (complete and not lower) or waited > (GATHER if not lower else STAY + min(0.02 * index, MOST_STAY - STAY)):
             break
         time.sleep(0.02)
     slots.report()
-    rows = [_of(slots, rank) for rank in slots.ranks if not slots.orderly(rank)]
+    rows = [_entry_of(slots, rank) for rank in slots.ranks if not slots.orderly(rank)]
     _print(rows, [rank for rank in slots.ranks if slots.ended(rank)] or [me], what)
 
 
-def _said(slots: NodeBoard, rank: int) -> Entry | None:
-    """Return what a rank of this node has written for this report, if it has."""
-    said = slots.read(rank, "last")
-    when, entry = pickle.loads(said) if said else (0.0, None)
+def _written(slots: NodeBoard, rank: int) -> Entry | None:
+    """Return what a rank of this node has written for this report, or None."""
+    data = slots.read(rank, "termination")
+    when, entry = pickle.loads(data) if data else (0.0, None)
     fresh: Entry | None = entry if time.monotonic() - when < MOST_STAY + GATHER else None  # one clock for a node
     return fresh
 
 
-def _of(slots: NodeBoard, rank: int) -> Entry:
-    """Return where a rank of this node is: as it has just said, or where it was last seen."""
-    said = _said(slots, rank)
-    if said is not None:
-        return said
+def _entry_of(slots: NodeBoard, rank: int) -> Entry:
+    """Return where a rank of this node is: as it has just written, or where it was last seen."""
+    written = _written(slots, rank)
+    if written is not None:
+        return written
     place = slots.place(rank)
-    where = place.site or "no line of the program"
+    site = place.site or "no line of the program"
     seen = (
-        f"at {where}" if place.ago < 1.0 else f"last seen {place.ago:.0f} s ago at {where} (stopped, or in native code)"
+        f"at {site}" if place.ago < 1.0 else f"last seen {place.ago:.0f} s ago at {site} (stopped, or in native code)"
     )
     return Entry(((rank, rank),), place.op, site=place.last, state="late", problem=seen)
 
 
-def where(known: registry.JobWithGroups, rank: int) -> Entry:
-    """Return where this rank is: the call that it waits in, or its place in the program, and its last call."""
+def _where(known: registry.JobWithGroups, rank: int) -> Entry:
+    """Return where this rank is: the call that it waits in, or its place in the program and its last call."""
     entry = job_state.calls_now(rank)[0]
     if entry.state == "waits":
         return entry
@@ -246,55 +251,37 @@ def where(known: registry.JobWithGroups, rank: int) -> Entry:
 
 
 def _print(rows: list[Entry], ended: list[int], what: str) -> None:
+    """Print the report, and save it to a file if the ranks end."""
     members = runs_of(rank for row in rows for run in row.ranks for rank in run)
-    what = (
+    sentence = (
         what or f"SIGTERM ends {name_runs(runs_of(ended))} on {os.uname().nodename}: the time limit, scancel, or kill"
     )
-    told = last_words(table_of(rows), members, what)
-    text = f"mpicoll: {told.text(None, MESSAGE_WIDTH)}\n".encode(errors="replace")
-    out = _launchers_stderr()
+    report = last_words(table_of(rows), members, sentence)
+    text = f"mpicoll: {report.text(None, MESSAGE_WIDTH)}\n".encode(errors="replace")
+    path = None
+    if not what and not save_report(text) and _forwards_nothing():
+        path = _save_here(text)
+    with contextlib.suppress(OSError):
+        os.write(2, text + (f"mpicoll: the report is in {path}, too\n".encode() if path else b""))
+
+
+def _forwards_nothing() -> bool:
+    """Return whether stderr leads to Open MPI's launcher, which may forward nothing any more."""
     try:
-        os.write(2 if out is None else out, text)
+        if stat.S_ISREG(os.fstat(2).st_mode):
+            return False
+        parent = Path(f"/proc/{os.getppid()}/comm").read_text().strip()
     except OSError:
-        pass
-    finally:
-        if out is not None:
-            os.close(out)
+        return False
+    return parent in ("prterun", "prted", "orterun", "orted", "mpirun", "mpiexec")
 
 
-def _launchers_stderr() -> int | None:
-    """Return the stderr of the launcher where it runs on this node and is Open MPI's, opened; else None: this rank's own.
-
-    Open MPI's mpirun (5.0) forwards nothing any more once SIGTERM has reached it.
-    """
-    parent = os.getppid()
+def _save_here(text: bytes) -> str | None:
+    """Save the report to a new file in the working directory; return its path, or None if that is impossible."""
+    path = os.path.abspath(f"mpicoll-termination-{os.uname().nodename}-{os.getpid()}.txt")
     try:
-        if stat.S_ISREG(os.fstat(2).st_mode):  # not the launcher's
-            return None
-        with open(f"/proc/{parent}/comm") as file:
-            if file.read().strip() not in ("prterun", "orterun", "mpirun", "mpiexec"):
-                return None
-        taken = _take_descriptor(parent, 2)
-        return os.open(f"/proc/{parent}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY) if taken < 0 else taken
+        with open(path, "xb") as file:
+            file.write(text)
     except OSError:
         return None
-
-
-_PIDFD_GETFD = 438  # on every architecture
-
-
-def _take_descriptor(process: int, descriptor: int) -> int:
-    """Return another process's descriptor as one of this process, -1 where the kernel forbids it.
-
-    Unlike the same file opened again it shares the place in the file, so that neither writes over the other.
-    """
-    if not sys.platform.startswith("linux"):
-        return -1
-    import ctypes
-
-    other = os.pidfd_open(process)
-    try:
-        taken: int = ctypes.PyDLL(None).syscall(_PIDFD_GETFD, other, descriptor, 0)
-        return taken
-    finally:
-        os.close(other)
+    return path

@@ -190,6 +190,59 @@ def test_signals_end_the_job(number: int, whom: str, ranks: str, tmp_path: Path)
         end(mark)
 
 
+COMPUTING = """
+    import time
+    import mpicoll as dist
+    dist.init_process_group()
+    dist.barrier()
+    print("up", flush=True)
+    time.sleep(50)
+"""
+
+
+@pytest.mark.parametrize("how", ["run", "tagged", pytest.param("mpiexec", marks=pytest.mark.slow)])
+def test_the_termination_report_is_not_lost(how: str, tmp_path: Path) -> None:
+    """SIGTERM to the launcher: the report is printed once; if Open MPI's own mpirun is the launcher, a file has it."""
+    script, mark = write(tmp_path, COMPUTING), f"{uuid.uuid4()}"
+    mpiexec = find_mpiexec(find_library())
+    run = [*RUN, *(["--tag-output"] if how == "tagged" else [])]
+    options = ["--oversubscribe", "--bind-to", "none"] if mpiexec.family == "openmpi" else []
+    process = subprocess.Popen(
+        [
+            *([mpiexec.path, *options] if how == "mpiexec" else run),
+            "-n",
+            "2",
+            *([sys.executable] * (how == "mpiexec")),
+            script,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(
+            {"LAUNCH_TEST": mark, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
+        ),
+        cwd=tmp_path,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        for _ in range(2):
+            assert process.stdout.readline().endswith(b"up\n")
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=30)
+        files = sorted(tmp_path.glob("mpicoll-termination-*.txt"))
+        saved = [path.read_text() for path in files]
+        if how != "mpiexec" or mpiexec.family == "mpich":
+            assert err.decode().count("SIGTERM ends ranks 0-1 on ") == 1, err
+            assert "script.py:7" in err.decode(), err
+            assert saved == []
+        else:
+            assert len(saved) == 1, err
+            assert "SIGTERM ends ranks 0-1 on " in saved[0]
+            assert "script.py:7" in saved[0]
+    finally:
+        end(mark)
+
+
 def test_killed_outright(tmp_path: Path) -> None:
     """When `mpicoll run` itself is killed with SIGKILL, its ranks do not stay."""
     mark = f"{uuid.uuid4()}"
