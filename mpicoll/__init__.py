@@ -96,8 +96,8 @@ if TYPE_CHECKING:
     )
     from mpicoll.groups.process_group import ProcessGroup
     from mpicoll.launch.spawn import ProcessExitedException, ProcessRaisedException, spawn
-    from mpicoll.leader_blocks.blocks import (
-        Turn,
+    from mpicoll.leader_blocks.blocks import Turn
+    from mpicoll.leader_blocks.functions import (
         first,
         local_zero_first,
         main_process_first,
@@ -219,8 +219,8 @@ _HOME = {
         "ProcessRaisedException",
         "spawn",
     ),
-    "leader_blocks.blocks": (
-        "Turn",
+    "leader_blocks.blocks": ("Turn",),
+    "leader_blocks.functions": (
         "first",
         "local_zero_first",
         "main_process_first",

@@ -1,1 +1,1 @@
-"""Blocks that one rank runs first: zero_first and its kin."""
+"""Blocks that one rank runs first while the other ranks wait (`zero_first` and the functions like it)."""

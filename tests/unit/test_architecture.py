@@ -85,7 +85,6 @@ LONG = {
     "api/objects": 542,
     "checks/agreement": 546,
     "diagnosis/report/report": 623,
-    "leader_blocks/blocks": 1084,
     "memory/device/array": 529,
     "operations/deferred": 663,
     "operations/execution": 884,

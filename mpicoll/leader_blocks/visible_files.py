@@ -1,7 +1,7 @@
-"""What one rank wrote to files, told to the others so that they read all of it: also over a shared file system.
+"""Visible files: files that one rank wrote and the other ranks wait to see in full, also over a shared file system.
 
-Network file systems keep what they know of a file, and of a file that is not there, for seconds on each host. The writer
-flushes files and folders and announces their sizes and times; a reader looks until it sees them. Knows nothing of MPI.
+Network file systems cache the state of a file, and the absence of a file, for seconds on each host. The writer flushes files
+and folders and records their sizes and times; a reader looks at them until it sees the recorded state. No MPI.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 MOST_LISTED = 10_000
-"""Files of one folder that are looked at one by one; of a larger folder their number and their bytes are compared."""
+"""Files of one folder that are compared one by one; of a larger folder their number and their total bytes are compared."""
 
 _SECOND = 1_000_000_000
 _GRAINS = (1, 100, 1000, 1_000_000, _SECOND, 2 * _SECOND)
-"""Nanoseconds to which file systems cut times."""
+"""Nanoseconds to which file systems round times down."""
 _SKEW = 2 * _SECOND
 """Nanoseconds by which the clocks of hosts and file servers may differ."""
-_FIRST_NAP, _LONGEST_NAP = 0.001, 0.5
-_NOT_FOR_THIS = {
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.5
+_CANNOT_FLUSH = {
     errno.ENXIO,
     errno.EINVAL,
     errno.ENOTSUP,
@@ -36,14 +36,14 @@ _NOT_FOR_THIS = {
 
 
 @dataclass(frozen=True)
-class Published:
-    """A file or a folder as its writer sees it.
+class VisibleFiles:
+    """A file, or a folder with its files, as the writer sees it.
 
     Attributes:
-        path: absolute.
-        files: (path below it, "" the path itself; bytes; time of the last change in ns) of each file.
-        count, size: of a folder with too many files to list, how many there are and their bytes; else 0.
-        at: when it was announced, in ns since the epoch.
+        path: absolute path of the file or folder.
+        files: for each file its path below ``path`` ("": ``path`` itself), its bytes, and its time of last change in ns.
+        count, size: number and total bytes of the files of a folder with too many files to list; else 0.
+        at: time of the record, in ns since the epoch.
     """
 
     path: str
@@ -54,10 +54,10 @@ class Published:
 
 
 def path_list(paths: object) -> list[str]:
-    """Return what ``publish=`` means: one path or several, each a string or a path object.
+    """Return the absolute paths that ``publish=`` names: one path or several, each a string or a path object.
 
     Raises:
-        TypeError: something else.
+        TypeError: ``paths`` is something else.
     """
     if isinstance(paths, (str, os.PathLike)):
         paths = [paths]
@@ -71,17 +71,17 @@ def path_list(paths: object) -> list[str]:
     return found
 
 
-def announce(paths: Iterable[str]) -> list[Published]:
-    """Flush files and folders, the folders they are in as well, and return what is to be told of them.
+def record_files(paths: Iterable[str]) -> list[VisibleFiles]:
+    """Flush files and folders, and the folders that contain them; return the record of each.
 
     Raises:
-        FileNotFoundError: one is not there.
-        OSError: it could not be written out.
+        FileNotFoundError: a path does not exist.
+        OSError: a file could not be flushed.
     """
-    return [_announce_one(path) for path in paths]
+    return [_record_one(path) for path in paths]
 
 
-def _announce_one(path: str) -> Published:
+def _record_one(path: str) -> VisibleFiles:
     try:
         is_folder = stat.S_ISDIR(os.stat(path).st_mode)
     except FileNotFoundError:
@@ -89,7 +89,7 @@ def _announce_one(path: str) -> Published:
     if not is_folder:
         _flush(path)
         _flush(os.path.dirname(path))
-        return Published(path, (("", *_look(path)),), at=time.time_ns())
+        return VisibleFiles(path, (("", *_look(path)),), at=time.time_ns())
     files: list[tuple[str, int, int]] = []
     count = size = 0
     for full in _files(path, flush=True):
@@ -100,11 +100,13 @@ def _announce_one(path: str) -> Published:
     _flush(path)
     _flush(os.path.dirname(path))
     now = time.time_ns()
-    return Published(path, tuple(files), at=now) if count <= MOST_LISTED else Published(path, (), count, size, now)
+    return (
+        VisibleFiles(path, tuple(files), at=now) if count <= MOST_LISTED else VisibleFiles(path, (), count, size, now)
+    )
 
 
 def _files(folder: str, flush: bool = False) -> Iterator[str]:
-    """Yield the files below a folder; ``flush`` them, and the folders."""
+    """Yield the files below a folder; flush the files and the folders if ``flush``."""
     for where, _, names in os.walk(folder):
         for name in names:
             full = os.path.join(where, name)
@@ -123,7 +125,7 @@ def _flush(path: str) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        if error.errno not in _NOT_FOR_THIS:  # sockets, read-only mounts, what we may not open: nothing to be done
+        if error.errno not in _CANNOT_FLUSH:  # sockets, read-only mounts, files that may not be opened
             raise
 
 
@@ -133,7 +135,7 @@ def _look(path: str, follow: bool = True) -> tuple[int, int]:
 
 
 def await_visible(
-    published: Iterable[Published],
+    records: Iterable[VisibleFiles],
     timeout: float,
     *,
     writer: str,
@@ -141,31 +143,31 @@ def await_visible(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Return when all of it is seen from here.
+    """Wait until this host sees all files as they were recorded.
 
     Args:
         timeout: seconds.
-        writer: who wrote it, for the message.
+        writer: the rank that wrote the files, for the message.
         host: the name of this host, for the message.
 
     Raises:
-        TimeoutError: it is not seen within the time; the message names path and host.
+        TimeoutError: a file is not seen in time; the message names path and host.
     """
     end = clock() + timeout
-    for item in published:
-        nap = _FIRST_NAP
+    for item in records:
+        pause = _FIRST_PAUSE
         while missing := _missing(item):
             if clock() >= end:
                 raise TimeoutError(
-                    f"{missing}, as seen from {host} {timeout:g} s after {writer} had written it. A file system that is not "
-                    "shared between the two hosts, or one that is slow to show changes (then a larger visibility_timeout=)?"
+                    f"{missing}, as seen from {host} {timeout:g} s after {writer} had written it. Is the file system shared "
+                    "between the two hosts? If it is and shows changes late, pass a larger visibility_timeout="
                 )
-            sleep(min(nap, max(0.0, end - clock())))
-            nap = min(2 * nap, _LONGEST_NAP)
+            sleep(min(pause, max(0.0, end - clock())))
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
 
-def _missing(item: Published) -> str:
-    """Return what cannot be seen of it yet, as the beginning of a sentence, or ""."""
+def _missing(item: VisibleFiles) -> str:
+    """Return what this host does not see yet, as the beginning of a sentence; "" if it sees everything."""
     _revalidate(os.path.dirname(item.path))
     if item.count:
         count = size = 0
@@ -197,16 +199,16 @@ def _missing(item: Published) -> str:
 
 
 def _revalidate(folder: str) -> None:
-    """Have a network file system ask its server whether the folder has changed: opening it does."""
+    """Open a folder, so that a network file system asks its server whether the folder has changed."""
     with contextlib.suppress(OSError):
         os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
 
 def _open_once(path: str) -> None:
-    """The same for a file (close-to-open consistency)."""
+    """Open a file, so that a network file system asks its server for changes (close-to-open consistency)."""
     if not os.path.islink(path):
         try:
             os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
         except OSError as error:
-            if error.errno not in _NOT_FOR_THIS:  # it is there, and readable or not is the program's business
+            if error.errno not in _CANNOT_FLUSH:  # the file exists; the program finds out whether it can read it
                 raise

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mpicoll.leader_blocks import published_files
-from mpicoll.leader_blocks.published_files import Published, announce, await_visible, path_list
+from mpicoll.leader_blocks import visible_files
+from mpicoll.leader_blocks.visible_files import VisibleFiles, await_visible, path_list, record_files
 
 
 class Clock:
@@ -30,7 +30,7 @@ class Clock:
         self.happens(self.now)
 
 
-def look(published: list[Published], clock: Clock, timeout: float = 10.0) -> None:
+def look(published: list[VisibleFiles], clock: Clock, timeout: float = 10.0) -> None:
     await_visible(published, timeout, writer="rank 0 (a)", host="b", clock=clock, sleep=clock.sleep)
 
 
@@ -55,7 +55,7 @@ def test_what_is_there_is_seen_at_once(tmp_path: Path) -> None:
     (tmp_path / "tree" / "link").symlink_to("nowhere")
     (tmp_path / "hollow").mkdir()
     paths = [str(tmp_path / name) for name in ("file", "empty", "tree", "hollow")]
-    published = pickle.loads(pickle.dumps(announce(paths)))
+    published = pickle.loads(pickle.dumps(record_files(paths)))
     assert [len(item.files) for item in published] == [1, 1, 3, 0]
     assert published[0].files[0][:2] == ("", 5)
     clock = Clock()
@@ -66,7 +66,7 @@ def test_what_is_there_is_seen_at_once(tmp_path: Path) -> None:
 def test_what_the_leader_did_not_write() -> None:
     """A path that is not there at the end of the block is an error that names it."""
     with pytest.raises(FileNotFoundError, match=r"publish.*/nowhere/at/all"):
-        announce(["/nowhere/at/all"])
+        record_files(["/nowhere/at/all"])
 
 
 def test_everything_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_everything_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "file").write_text("x")
     flushed: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(os.readlink(f"/proc/self/fd/{descriptor}")))
-    announce([str(tmp_path / "file"), str(tmp_path / "tree")])
+    record_files([str(tmp_path / "file"), str(tmp_path / "tree")])
     assert set(flushed) == {str(tmp_path / name) for name in ("file", "tree", "tree/a")} | {str(tmp_path)}
 
 
@@ -88,7 +88,7 @@ def test_late(late: str, tmp_path: Path) -> None:
     path = folder / "x"
     path.write_text("new!")
     (folder / "y").write_text("y")
-    published = announce([str(folder if late.startswith("folder") else path)])
+    published = record_files([str(folder if late.startswith("folder") else path)])
     found = path.stat()
 
     def before() -> None:
@@ -120,7 +120,7 @@ def test_times_of_other_file_systems(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_text("abcd")
     os.utime(path, ns=(0, 1_700_000_000_123_456_789))
-    published = announce([str(path)])
+    published = record_files([str(path)])
     os.utime(path, ns=(0, 1_700_000_000_000_000_000))
     look(published, Clock())
     path.write_text("longer than before")
@@ -129,10 +129,10 @@ def test_times_of_other_file_systems(tmp_path: Path) -> None:
 
 def test_a_folder_with_very_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their number and bytes are compared; more than announced is right, as others may have written since."""
-    monkeypatch.setattr(published_files, "MOST_LISTED", 3)
+    monkeypatch.setattr(visible_files, "MOST_LISTED", 3)
     for i in range(5):
         (tmp_path / str(i)).write_text("x" * i)
-    published = announce([str(tmp_path)])
+    published = record_files([str(tmp_path)])
     assert (published[0].files, published[0].count, published[0].size) == ((), 5, 10)
     look(published, Clock())
     (tmp_path / "6").write_text("more")
@@ -150,7 +150,7 @@ def test_times_that_are_cut(grain: int, tmp_path: Path) -> None:
     path.write_text("abcd")
     changed = 1_700_000_001_123_456_789
     os.utime(path, ns=(0, changed))
-    published = announce([str(path)])
+    published = record_files([str(path)])
     os.utime(path, ns=(0, changed // grain * grain))
     look(published, Clock())
     path.write_text("abc")
@@ -164,7 +164,7 @@ def test_an_old_version_with_a_later_time(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_text("new version")
     os.utime(path, ns=(0, 1_600_000_000_000_000_000))
-    published = announce([str(path)])
+    published = record_files([str(path)])
     path.write_text("old")
     os.utime(path, ns=(0, 1_650_000_000_000_000_000))
     with pytest.raises(TimeoutError, match="still as it was before"):
@@ -175,4 +175,4 @@ def test_a_folder_with_a_socket(tmp_path: Path) -> None:
     """What cannot be opened is left alone."""
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "socket"))
-        look(announce([str(tmp_path)]), Clock())
+        look(record_files([str(tmp_path)]), Clock())

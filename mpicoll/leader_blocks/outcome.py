@@ -1,0 +1,174 @@
+"""How a block ended on one rank, and its broadcast to the ranks that wait for it."""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+
+from mpicoll.diagnosis.call import Call
+from mpicoll.errors import DistError, FirstFailedError, PeerFailedError, in_one_line
+from mpicoll.groups.process_group import ProcessGroup
+from mpicoll.leader_blocks.members import Members
+from mpicoll.leader_blocks.wait_policy import LeaderWait, LeaderWatch
+from mpicoll.operations import execution
+from mpicoll.runtime import signals
+from mpicoll.runtime.call_site import traceback_site
+from mpicoll.runtime.signals import Terminated
+from mpicoll.transports.base import Kind, Movement
+
+_HEAD = struct.Struct("<?Q")
+_MESSAGE_BYTES = 512
+_INLINE_BYTES = _MESSAGE_BYTES - _HEAD.size
+_TEXT_LENGTH, _TRACE_LENGTH = 1000, 20_000
+
+
+@dataclass
+class SharedOutcome:
+    """What the leader broadcasts when its block has ended well.
+
+    Attributes:
+        value: the shared value, pickled.
+        paths: files and folders that the other ranks must see.
+        label: key of a nested block: its kind, with its name or else its place in the program.
+        failure: how a nested block failed.
+        inner: the nested blocks, in the order in which the leader entered them.
+        matched: how many of ``inner`` this rank has entered or skipped.
+    """
+
+    value: bytes | None = None
+    paths: list[str] = field(default_factory=list)
+    label: tuple[str, ...] = ()
+    failure: BlockFailure | None = None
+    inner: list[SharedOutcome] = field(default_factory=list)
+    matched: int = 0
+
+    def is_empty(self) -> bool:
+        """Return whether the block shared no value and contains no nested block."""
+        return self.value is None and not self.inner
+
+    def all_paths(self) -> Iterator[str]:
+        """Yield the paths of the block and of its nested blocks that ended well."""
+        if self.failure is None:
+            yield from self.paths
+            for outcome in self.inner:
+                yield from outcome.all_paths()
+
+    def next_inner(self, label: tuple[str, ...]) -> SharedOutcome | None:
+        """Return the leader's next nested block with this label; skip blocks that only the leader entered."""
+        for at in range(self.matched, len(self.inner)):
+            if self.inner[at].label == label:
+                self.matched = at + 1
+                return self.inner[at]
+        return None
+
+
+@dataclass(frozen=True)
+class BlockFailure:
+    """How a rank's block failed, as other ranks read it."""
+
+    kind: str
+    text: str
+    trace: str
+    place: str
+
+    def __str__(self) -> str:
+        return (f"{self.kind}: {self.text}" if self.text else self.kind) + (f" (at {self.place})" if self.place else "")
+
+
+def failure_of(error: BaseException) -> BlockFailure:
+    """Return the failure that an exception stands for."""
+    place = traceback_site(error.__traceback__)
+    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    try:
+        text = in_one_line(error)
+    except Exception:
+        text = "(its text cannot be made)"
+    kind = "SystemExit" if isinstance(error, SystemExit) else type(error).__name__
+    return BlockFailure(kind, text[:_TEXT_LENGTH], trace[-_TRACE_LENGTH:], place)
+
+
+def broadcast_outcome(
+    group: ProcessGroup,
+    call: Callable[[str], Call],
+    root: int,
+    outcome: tuple[bool, bytes] | None = None,
+    watch: LeaderWatch | None = None,
+) -> tuple[bool, bytes]:
+    """Broadcast an outcome, (ended well, details), in one small message if it fits; return it on all members.
+
+    Args:
+        call: makes the description of this rank's call.
+        root: rank in the group.
+        outcome: given on the root only.
+        watch: how the other members wait for the root.
+    """
+    head = np.zeros(_MESSAGE_BYTES, np.uint8)
+    if outcome is not None:
+        well, details = outcome
+        _HEAD.pack_into(head.data, 0, well, len(details))
+        head[_HEAD.size : _HEAD.size + len(details)] = np.frombuffer(details[:_INLINE_BYTES], np.uint8)
+    this = call("")
+    execution.enter(group, this.op)
+    this.key = (*this.key, ("root", group.ranks[root]))
+    limit = group.timeout
+    if watch is not None and outcome is None:
+        this.wait_policy = functools.partial(LeaderWait, watch)
+        limit = math.inf
+    execution.run(group, this, Movement(Kind.BROADCAST, recv=head, root=root), outputs=[head], limit=limit)
+    well, length = _HEAD.unpack_from(head.data)
+    if length <= _INLINE_BYTES:
+        return well, head[_HEAD.size : _HEAD.size + length].tobytes()
+    body = np.frombuffer(outcome[1], np.uint8).copy() if outcome is not None else np.empty(length, np.uint8)
+    rest = call("more of ")
+    rest.key = (*this.key, ("bytes", length))
+    execution.run(group, rest, Movement(Kind.BROADCAST, recv=body, root=root), outputs=[body])
+    return well, body.tobytes()
+
+
+def pop_interruption() -> BaseException | None:
+    """Remove and return the exception of a signal handler that was noted during a completed call, to be raised later.
+
+    The termination of the process stays noted: it ends the process when the call returns.
+    """
+    noted = signals.guard.pop()
+    if isinstance(noted, Terminated):
+        signals.guard.noted = noted
+        return None
+    return noted
+
+
+def first_failed(
+    members: Members, leader: int, block: str, how: BlockFailure, *, in_order: bool = False
+) -> FirstFailedError:
+    """Return the error of a rank that does not run its block since an earlier rank's block failed.
+
+    Args:
+        in_order: the ranks run the block one after the other.
+    """
+    position = "before this one in" if in_order else "first in"
+    error = FirstFailedError(
+        f"rank {leader} ({members.host(leader)}), which goes {position} {block}, failed: {how}; "
+        f"rank {members.me} did not run the block\n"
+        f"The traceback of rank {leader}:\n{how.trace}"
+    )
+    return _about(error, members, leader)
+
+
+def peer_failed(members: Members, rank: int, block: str, how: BlockFailure) -> PeerFailedError:
+    """Return the error of a rank whose block ended well while another rank's block failed."""
+    return _about(PeerFailedError(f"rank {rank} failed in {block}: {how}"), members, rank)
+
+
+E = TypeVar("E", bound=DistError)
+
+
+def _about(error: E, members: Members, rank: int) -> E:
+    error.group, error.ranks, error.reporter = members.display, (rank,), rank
+    return error
