@@ -3,29 +3,33 @@
 ::
 
     RuntimeError
-    └── DistError                      anything that went wrong between ranks
-        ├── DistBackendError           MPI reported an error; its own text is kept
+    └── DistError                      an error between ranks
+        ├── DistBackendError           MPI reported an error; its own text is in the message
         ├── DistNetworkError           a connection outside MPI failed
         ├── DistStoreError             a key-value store failed
-        ├── BufferInUseError           memory of an operation under way was given to another one, or written
-        ├── CollectiveMismatchError    ranks made different calls; nothing was moved, the group is still good
-        ├── DeadlockError              ranks wait for each other and nobody can release them
+        │   └── QueueEmptyError        a queue of a store has no value
+        ├── BufferInUseError           memory of a pending operation was passed to another call, or written
+        ├── CollectiveMismatchError    ranks made different calls; nothing was moved, the group can still be used
+        ├── DeadlockError              ranks wait for each other, and no rank can release them
         ├── PeerFailedError            another rank failed (uncaught exception, signal)
-        │   └── FirstFailedError       the rank that goes first failed in its block
-        ├── PeerExitedError            another rank ended without making the call that this one waits in
-        ├── CollectiveTimeoutError     the time limit of the call or its group passed (also a TimeoutError)
-        ├── GroupBrokenError           the group was given up earlier (time-out, withdrawal) and cannot be used
+        │   └── FirstFailedError       the rank that runs a block first failed in the block
+        ├── PeerExitedError            another rank ended without making the call that this rank waits in
+        ├── CollectiveTimeoutError     the time limit of a call or of its group passed (also a TimeoutError)
+        ├── GroupBrokenError           the group was given up earlier (time limit, withdrawal) and cannot be used
         └── LaunchError                the job was started in a way that cannot work
 
-``DistError``, ``DistBackendError``, ``DistNetworkError`` and ``DistStoreError`` carry the names of
-``torch.distributed``. Wrong arguments raise what ``torch.distributed`` raises: ``TypeError``, ``ValueError`` or
-``RuntimeError``; a collective's ``ValueError`` is a ``RuntimeError``, too, as torch's backends raise that for some of them.
+``DistError``, ``DistBackendError``, ``DistNetworkError`` and ``DistStoreError`` have the names of
+``torch.distributed``. Wrong arguments raise the types that ``torch.distributed`` raises: ``TypeError``, ``ValueError`` or
+``RuntimeError``. A collective's ``ValueError`` is also a ``RuntimeError``, as torch's backends raise that type for some of them.
+
+``docs/messages.md`` lists the classes: the docstring says when a class is raised, ``what_to_do`` what its reader can do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 __all__ = [
     "BufferInUseError",
@@ -48,11 +52,30 @@ __all__ = [
 
 
 ARGUMENT = "_mpicoll_argument"
-"""Set on an exception about the caller's arguments: its message says all, the library's own frames say nothing."""
+"""Attribute set on an exception about the caller's arguments: its traceback is printed without the library's own frames."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message that users can meet. ``docs/messages.md`` lists all that are attributes of modules.
+
+    Attributes:
+        text: the message; names in braces stand for facts, ``{n:is/are}`` for a verb that agrees with a number of ranks.
+        when: when the message is printed.
+        what_to_do: what the reader can do.
+    """
+
+    text: str
+    when: str
+    what_to_do: str = ""
+
+    def __call__(self, **facts: Any) -> str:
+        """Return the text with its facts filled in."""
+        return self.text.format(**facts)
 
 
 class _WrongValue(ValueError, RuntimeError):
-    """A wrong argument of a collective: torch raises ValueError for some, and its backends RuntimeError for others."""
+    """A wrong argument of a collective: torch raises ValueError for some of them, its backends RuntimeError for others."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ValueError, self.args
@@ -63,30 +86,36 @@ _WrongValue.__module__ = "builtins"
 
 
 def wrong_argument(error: Exception) -> Exception:
-    """Return an exception about the caller's arguments as it is raised: a ValueError that is a RuntimeError, too."""
+    """Return an exception about the caller's arguments in the form in which it is raised.
+
+    A ValueError becomes one that is also a RuntimeError.
+    """
     if type(error) is ValueError:
-        told, error = error, _WrongValue(*error.args)
-        error.__traceback__, error.__cause__ = told.__traceback__, told.__cause__
-        error.__suppress_context__ = True  # else that would be ``told``
+        plain, error = error, _WrongValue(*error.args)
+        error.__traceback__, error.__cause__ = plain.__traceback__, plain.__cause__
+        error.__suppress_context__ = True  # the context would be ``plain``
     setattr(error, ARGUMENT, True)
     return error
 
 
 class DistError(RuntimeError):
-    """Anything that went wrong between ranks; the root of this tree.
+    """An error between ranks; the root of this tree.
 
     Attributes:
         reporter: where all members of a group raise the same text, the global rank that prints all of it when the
-            program ends with it; the others print one line. None: every rank prints its own.
-        report: what the message is made from (``mpicoll.diagnosis.report.report.Report``), where several ranks were heard.
-        group: the group that it concerns, as it is displayed.
-        ranks: the global ranks at fault as far as can be told (they differ from the others, are late, or have left), else
-            all that it concerns.
-        calls: what the ranks said: a dict for each different call. Its keys are ranks (list of int), op, arguments (dict of
-            strings), seq (int, 0: not numbered), site (file:line), group, async (bool), state (see
-            ``mpicoll.diagnosis.report.entries.Standing``), problem, needs, waited (the least and the most seconds of one of
-            the ranks, or None) and text; all others are strings, empty where nothing is known.
+            program ends with this error; the other ranks print one line. None: every rank prints its own text.
+        report: the data that the message is made from (``mpicoll.diagnosis.report.report.Report``), if several ranks were
+            asked.
+        group: the name of the group that the error concerns, as messages display it.
+        ranks: the global ranks at fault as far as is known (they differ from the other ranks, are late, or have left), else
+            all ranks that the error concerns.
+        calls: what the ranks reported: a dict for each different call. Its keys are ranks (list of int), op, arguments (dict
+            of strings), seq (int, 0: not numbered), site (file:line), group, async (bool), state (see
+            ``mpicoll.diagnosis.report.entries.Standing``), problem, needs, waited (the least and the most seconds that one
+            of the ranks has waited, or None) and text; all others are strings, empty if nothing is known.
     """
+
+    what_to_do: ClassVar[str] = "read the message: it names the ranks, the place (file:line) and what happened there"
 
     reporter: int | None = None
     report: Any = None
@@ -98,69 +127,108 @@ class DistError(RuntimeError):
 class DistBackendError(DistError):
     """MPI reported an error; the message holds the operation, the group, this rank and MPI's own text."""
 
+    what_to_do = (
+        "look up MPI's text in the documentation of the MPI library; `mpicoll doctor` says which library is loaded"
+    )
+
 
 class DistNetworkError(DistError):
     """A connection outside MPI failed."""
+
+    what_to_do = "check that the host and the port in the message can be reached, and that the server is still running"
 
 
 class DistStoreError(DistError):
     """A key-value store failed or timed out."""
 
+    what_to_do = (
+        "check that a rank sets the key in the message, and that the process or the folder of the store still exists"
+    )
+
 
 class QueueEmptyError(DistStoreError):
     """A queue of a store has no value (``queue_pop`` with ``block=False``)."""
+
+    what_to_do = "try again later, or wait for a value with `block=True`"
 
 
 class CollectiveMismatchError(DistError):
     """The members of a group made different calls, or one of them passed arguments that are wrong.
 
-    Raised on every member at the same call, before any data moved: the group is still good. A receive raises it, on its own
-    rank, when the message is of another dtype or size; the message stays where it is.
+    Raised on every member at the same call, before any data moved: the group can still be used. A receive raises it on its own
+    rank only, if the message has another dtype or size; the message is not lost.
     """
+
+    what_to_do = "compare the calls in the message and make them alike on all ranks; its line `next:` says how"
 
 
 class BufferInUseError(DistError):
-    """A buffer of an operation that has not been waited for was given to another one that writes it, or was written.
+    """A buffer of a pending operation was passed to another call that writes it, or was written by the program.
 
-    Raised at check level ``full``, by the call that is given the buffer or by the ``wait`` that finds it written. A collective
-    that is given one is not made on any member: the others raise CollectiveMismatchError, and the group is still good.
+    Raised at check level ``full``, by the call that gets the buffer or by the ``wait`` that finds the buffer written. A
+    collective that gets such a buffer is made on no member: the other members raise CollectiveMismatchError, and the group can
+    still be used.
     """
+
+    what_to_do = "call `wait()` on the operation in the message before the buffer is used again, or use another buffer"
 
 
 class DeadlockError(DistError):
-    """Ranks wait for each other and nobody outside can release them."""
+    """Ranks wait for each other, and no other rank can release them."""
+
+    what_to_do = "put the calls in the message into an order in which every rank can finish; its line `next:` says how"
 
 
 class PeerFailedError(DistError):
     """Another rank failed; the message holds its rank, exception and file:line."""
 
+    what_to_do = "correct the error on the rank in the message; this rank did nothing wrong"
+
 
 class FirstFailedError(PeerFailedError):
-    """The rank that goes first failed in its block, so the others did not run it."""
+    """The rank that runs a block first failed in the block, so this rank did not run the block."""
+
+    what_to_do = "correct the error whose traceback is in the message; the group can still be used"
 
 
 class PeerExitedError(DistError):
     """Another rank ended without making the call that this rank waits in."""
 
+    what_to_do = (
+        "find why the rank in the message ended: an early return, a shorter loop, or a call that it does not make"
+    )
+
 
 class CollectiveTimeoutError(DistError, TimeoutError):
-    """The time limit of a call passed; the message says who is late. The group is broken afterwards."""
+    """The time limit of a call passed; the message says which ranks are late. The group is broken afterwards."""
+
+    what_to_do = (
+        "find what the late ranks in the message do; if they are only slow, raise `timeout=` or `MPICOLL_TIMEOUT`"
+    )
 
 
 class GroupBrokenError(DistError):
-    """The group was given up earlier (time-out, interrupt, failed member) and cannot be used any more."""
+    """The group was given up earlier (time limit, interrupt, failed member) and cannot be used any more."""
+
+    what_to_do = (
+        "correct the first error of the group, which the message repeats; go on with a new group, or end the job"
+    )
 
 
 class LaunchError(DistError):
-    """The job was started in a way that cannot work; the message holds the command that would."""
+    """The job was started in a way that cannot work; the message holds a command that works."""
+
+    what_to_do = (
+        "start the job with the command in the message; `mpicoll doctor` shows this machine's launchers and libraries"
+    )
 
 
 AGREED = "_mpicoll_agreed"
-"""Set on an exception that is an outcome of a call, which all members know of: the group is still good."""
+"""Attribute set on an exception that is the agreed outcome of a call on all members: the group can still be used."""
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return an exception's message; of one over several lines the first, or the headline of its report."""
+    """Return an exception's message in one line: its first line, or the headline of its report."""
     lines = str(error).splitlines() or [""]
     report = error.report if isinstance(error, DistError) and len(lines) > 1 else None
     return lines[0] if report is None else str(report.one_line())

@@ -14,7 +14,7 @@ from mpi4py import MPI
 from mpicoll.checks.levels import EVERY
 from mpicoll.diagnosis.call import Call, Made
 from mpicoll.diagnosis.report.entries import Table, entry_of, merge, runs_of, table_of
-from mpicoll.diagnosis.report.report import MESSAGE_WIDTH, mismatch
+from mpicoll.diagnosis.report.texts import MESSAGE_WIDTH, mismatch
 from mpicoll.errors import CollectiveMismatchError
 from mpicoll.runtime.call_site import Site
 from mpicoll.transports.base import Request

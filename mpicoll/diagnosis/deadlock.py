@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from mpicoll.diagnosis.report.entries import Entry, name_runs, runs_of
-from mpicoll.diagnosis.report.report import Report, deadlock
+from mpicoll.diagnosis.report.report import Report
+from mpicoll.diagnosis.report.texts import deadlock
 
 
 @dataclass(frozen=True)

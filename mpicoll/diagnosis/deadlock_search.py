@@ -17,7 +17,8 @@ from mpicoll.diagnosis.board import Board
 from mpicoll.diagnosis.deadlock import State, blocked_set, report
 from mpicoll.diagnosis.job_state import JobState, joined, waits_by_thread
 from mpicoll.diagnosis.membership import Membership
-from mpicoll.diagnosis.report.report import MESSAGE_WIDTH, Report
+from mpicoll.diagnosis.report.report import Report
+from mpicoll.diagnosis.report.texts import MESSAGE_WIDTH
 from mpicoll.errors import (
     DeadlockError,
 )

@@ -21,8 +21,9 @@ from mpicoll.diagnosis.deadlock_search import catch_up, search
 from mpicoll.diagnosis.job_state import note_waits, place_of, seen_ago, waits_by_thread
 from mpicoll.diagnosis.membership import Membership
 from mpicoll.diagnosis.report.entries import Entry, Runs, Table, entry_of, holds, join, runs_of, table_of
-from mpicoll.diagnosis.report.report import BROKEN, MESSAGE_WIDTH, Report, peer_exited, peer_failed, show, time_limit
+from mpicoll.diagnosis.report.report import Report, show
 from mpicoll.diagnosis.report.text_layout import short_paths
+from mpicoll.diagnosis.report.texts import BROKEN, MESSAGE_WIDTH, peer_exited, peer_failed, time_limit
 from mpicoll.errors import (
     CollectiveTimeoutError,
     DeadlockError,

@@ -30,8 +30,8 @@ from pathlib import Path
 from mpicoll.diagnosis import job_state
 from mpicoll.diagnosis.node_board import NodeBoard
 from mpicoll.diagnosis.report.entries import Entry, name_runs, runs_of, table_of
-from mpicoll.diagnosis.report.report import MESSAGE_WIDTH, last_words
 from mpicoll.diagnosis.report.text_layout import short_paths
+from mpicoll.diagnosis.report.texts import MESSAGE_WIDTH, node_ends
 from mpicoll.groups import registry
 from mpicoll.launch.job_folder import save_report
 from mpicoll.lifecycle import teardown
@@ -256,7 +256,7 @@ def _print(rows: list[Entry], ended: list[int], what: str) -> None:
     sentence = (
         what or f"SIGTERM ends {name_runs(runs_of(ended))} on {os.uname().nodename}: the time limit, scancel, or kill"
     )
-    report = last_words(table_of(rows), members, sentence)
+    report = node_ends(table_of(rows), members, sentence)
     text = f"mpicoll: {report.text(None, MESSAGE_WIDTH)}\n".encode(errors="replace")
     path = None
     if not what and not save_report(text) and _forwards_nothing():

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpicoll.diagnosis.report.entries import Entry, Table, merge, runs_of, table_of
-from mpicoll.diagnosis.report.report import calls_now
+from mpicoll.diagnosis.report.texts import calls_now
 
 
 def account_of(rank: int, size: int) -> dict[str, Any]:

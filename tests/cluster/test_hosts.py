@@ -310,7 +310,7 @@ except dist.DistError as error:
             assert "all_reduce" in job.out[rank], job
     for side in ((0, 1), (2, 3)) if what == "cut" else ((0, 1),):
         others = "2-3" if side == (0, 1) else "0-1"
-        words = (f"ranks {others} did not come to it", "it has been inside MPI for")
+        words = (f"ranks {others} did not make the matching call", "it has been inside MPI for")
         assert any(word in said[rank] for rank in side for word in words), job
 
 

@@ -186,7 +186,7 @@ while True:
 
 def assert_told(done: Finished) -> None:
     """Somebody has said why: the library, or Slurm when it was first."""
-    words = ("did not come to it", "it has been inside MPI for", "NODE FAILURE", "Node failure", "node2")
+    words = ("did not make the matching call", "it has been inside MPI for", "NODE FAILURE", "Node failure", "node2")
     assert any(word in done.output for word in words), done
 
 

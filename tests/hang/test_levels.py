@@ -174,7 +174,7 @@ except dist.PeerExitedError as error:
             assert kind == "GroupBrokenError", job
         elif kind == "CollectiveTimeoutError":
             assert float(seconds) > 0.4, job
-            assert "rank 1 did not come to it" in text, job
+            assert "rank 1 did not make the matching call" in text, job
     assert any("CollectiveTimeoutError" in out for out in (job.out[0], job.out[2])), job
     for rank in (0, 1):
         kind, seconds, text = job.out[rank].splitlines()[2].split(" ", 2)

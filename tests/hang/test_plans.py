@@ -51,7 +51,7 @@ sys.exit(4)
     assert not job.timed_out, job
     assert job.returncode == 4, job
     assert "late time limit: Timed out waiting 1 s in all_reduce #" in job.out[0], job
-    assert "rank 1 did not come to it" in " ".join(job.out[0].split()), job
+    assert "rank 1 did not make the matching call" in " ".join(job.out[0].split()), job
     assert job.out[1].startswith(("right", "broken")), job
     assert all("later all_reduce" in out for out in job.out), job
 

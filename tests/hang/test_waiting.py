@@ -52,9 +52,9 @@ sys.exit(4)
     ]
     assert told, job
     for out in told:
-        assert "rank 1 did not come to it" in out, job
+        assert "rank 1 did not make the matching call" in out, job
         said = " ".join(out.split())
-        assert "rank 1: did not come to it, it is at " in said, job
+        assert "rank 1: did not make the matching call, it is at " in said, job
         assert "job.py:13 in <module>(), last known call barrier at job.py:9 " in said, job
         assert 1.9 < float(out.split()[0]) < 4, job
     assert "broken" in job.out[1] or "later" in job.out[1], job
@@ -82,7 +82,10 @@ sys.exit(4)
     )
     assert not job.timed_out, job
     assert "CollectiveTimeoutError" in job.out[0], job
-    assert "rank 1: has not come to it, it waits in recv float64[1] from rank 2 tag 0 at job.py:11" in job.out[0], job
+    assert (
+        "rank 1: has not made the matching call, it waits in recv float64[1] from rank 2 tag 0 at job.py:11"
+        in job.out[0]
+    ), job
 
 
 @pytest.mark.parametrize("before", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -299,7 +302,7 @@ if r != 1:
         assert (
             "Timed out waiting 2 s in new_group ranks [0, 1, 2] use_local_synchronization on group WORLD at" in out
         ), job
-        assert "rank 2 did not come to it" in out, job
+        assert "rank 2 did not make the matching call" in out, job
         assert "No group was made." in out, job
     assert all("sum 3.0" in out for out in job.out), job
     assert "pair 6.0" in job.out[0], job
@@ -490,7 +493,7 @@ print((time.process_time() - cpu) / (time.monotonic() - t), flush=True)
     assert job.returncode == 0, job
     assert all(float(job.out[rank]) < 0.1 for rank in (0, 1)), job
     assert job.stderr.count("has waited") == 1, job
-    assert "rank 2 did not come to it" in job.err[0], job
+    assert "rank 2 did not make the matching call" in job.err[0], job
 
 
 def test_rank_differs_on_settings() -> None:

@@ -84,7 +84,6 @@ LONG = {
     "api/messages": 571,
     "api/objects": 542,
     "checks/agreement": 546,
-    "diagnosis/report/report": 623,
     "memory/device/array": 529,
     "operations/deferred": 663,
     "operations/execution": 884,

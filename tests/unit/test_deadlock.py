@@ -37,7 +37,7 @@ def test_a_cycle_of_receives_is_stuck() -> None:
     states = _states(*(State(r, waits=(_recv((r + 1) % 3),)) for r in range(3)))
     assert blocked_set(states) == {0, 1, 2}
     text = report(states, {0, 1, 2}).text()
-    assert text.splitlines()[0] == "deadlock: ranks 0-2 wait for each other, and nobody can release them (group w)"
+    assert text.splitlines()[0] == "deadlock: ranks 0-2 wait for each other, and no rank can release them (group w)"
     assert "  rank 2: recv from rank 0 at job.py:1, needs rank 0 to send" in text
     assert "  cycle: rank 0 waits for 1 -> 2 -> 0" in text
 

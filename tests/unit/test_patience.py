@@ -16,7 +16,7 @@ from mpicoll.diagnosis.deadlock_search import search
 from mpicoll.diagnosis.job_state import await_death, told_dead, waits_now
 from mpicoll.diagnosis.place import Place
 from mpicoll.diagnosis.report.entries import Entry
-from mpicoll.diagnosis.report.report import deadlock
+from mpicoll.diagnosis.report.texts import deadlock
 from mpicoll.diagnosis.wait_policy import CallWait
 from mpicoll.errors import DeadlockError, GroupBrokenError, PeerExitedError, PeerFailedError
 from mpicoll.groups import registry
@@ -89,7 +89,7 @@ def test_ranks_that_were_not_asked_are_not_called_silent(board: SyntheticBoard) 
     assert told["late"] == [511]
     assert told["waits"] == sorted({*board.asked, ME} - {490, 510, 511})
     text = str(error)
-    assert "ranks 490, 510-511 did not come to it" in text
+    assert "ranks 490, 510-511 did not make the matching call" in text
     assert "743 of its 1000 ranks were not asked. The group is broken now." in text
 
 
@@ -97,7 +97,7 @@ def test_nobody_of_those_asked_is_late(board: SyntheticBoard) -> None:
     """Where all that were asked have come, it is not said that all have."""
     error: Any = wait().timed_out(3.0)
     text = str(error)
-    assert "the 257 ranks that are known of have come to it" in text
+    assert "the 257 ranks whose state is known have made the call" in text
     assert "all ranks have come" not in text
     assert "743 of its 1000 ranks were not asked" in text
     assert "see what ranks far from this one print" in text
@@ -137,12 +137,11 @@ def test_the_last_call_of_those_that_are_late(board: SyntheticBoard) -> None:
     error: Any = wait().timed_out(3.0)
     text = " ".join(str(error).split())
     assert (
-        "rank 498: has not come to it, between two calls, or at the end, last known call barrier at train.py:17" in text
+        "rank 498: has not made the matching call, between two calls, or at the end, last known call barrier at train.py:17"
+        in text
     )
-    silent = (
-        "ranks 499, 501: did not come to it, it is at /a b/train.py:30 in f(), last known call barrier at train.py:17"
-    )
-    assert silent in text
+    silent = "ranks 499, 501: did not make the matching call, it is at /a b/train.py:30 in f()"
+    assert f"{silent}, last known call barrier at train.py:17" in text
     assert [(call["op"], call["site"]) for call in error.calls[:2]] == [("barrier", "/a b/train.py:17")] * 2
     assert error.ranks == [498, 499, 501]
 

@@ -36,18 +36,9 @@ from mpicoll.diagnosis.report.entries import (
     size_bound,
     table_of,
 )
-from mpicoll.diagnosis.report.report import (
-    Report,
-    call_text,
-    calls_now,
-    deadlock,
-    mismatch,
-    peer_exited,
-    peer_failed,
-    show,
-    time_limit,
-)
+from mpicoll.diagnosis.report.report import Report, call_text, show
 from mpicoll.diagnosis.report.text_layout import columns, short_paths
+from mpicoll.diagnosis.report.texts import calls_now, deadlock, mismatch, peer_exited, peer_failed, time_limit
 from mpicoll.runtime.call_site import call_site
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -72,6 +72,13 @@ def holds(runs: Runs, rank: int | None) -> bool:
     return rank is not None and any(first <= rank <= last for first, last in runs)
 
 
+class Plural(int):
+    """A number of ranks that chooses the form of a verb: ``f"{Plural(2):is/are}"`` is ``are``."""
+
+    def __format__(self, forms: str) -> str:
+        return forms.split("/")[self != 1]
+
+
 def name_runs(runs: Runs, width: int = 60) -> str:
     """Return ``rank 3``, ``ranks 0, 2-7``, or what fits of it: ``ranks 0, 2, 4, …, 998 (500 ranks)``."""
     words = [str(first) if first == last else f"{first}-{last}" for first, last in runs]

@@ -1,0 +1,350 @@
+"""The sentences of reports: one function for each kind makes the report from what the ranks said. Pure.
+
+``docs/messages.md`` lists the messages of this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from mpicoll.diagnosis.report import advice
+from mpicoll.diagnosis.report.entries import Entry, Runs, Table, count, join, name_runs, table_of
+from mpicoll.diagnosis.report.report import Report, call_text, differing, made_by_most, reference_call
+from mpicoll.diagnosis.report.text_layout import clip, short_paths
+from mpicoll.errors import Message
+
+MESSAGE_WIDTH = 107
+"""Columns of a report in an exception's message: 120 with ``[rank 12345] `` before each line."""
+
+_FEWEST_FOLDED = 6
+_CYCLE_SHOWN = 8
+_SEE_NEXT = "follow the line `next:` of the report"
+
+DIFFERENT_CALLS = Message(
+    "call {seq} on group {group} ({members}): its ranks made different calls",
+    "The members of a group do not make the same call. All members raise CollectiveMismatchError.",
+    "compare the rows; " + _SEE_NEXT,
+)
+WRONG_ARGUMENTS = Message(
+    "call {seq} on group {group} ({members}): arguments are wrong on {ranks}",
+    "Some members pass arguments that the call refuses. These members raise their own error, the others "
+    "CollectiveMismatchError.",
+    "correct the arguments on these ranks; the rows hold the errors",
+)
+NO_MEMORY = Message(
+    "call {seq} on group {group} ({members}): no memory for it on {ranks}",
+    "Some members cannot allocate the memory that the call needs.",
+    "free memory on these ranks, or make the call with less data",
+)
+GPU_FAILED = Message(
+    "call {seq} on group {group} ({members}): the GPU has failed on {ranks}",
+    "The CUDA context of some members was lost through an earlier error.",
+    "find the kernel that failed before the call; CUDA works again only in a new process",
+)
+DEADLOCK = Message(
+    "deadlock: {ranks} wait for each other, and no rank can release them{group}",
+    "It is certain that ranks wait for each other in a circle. All of them raise DeadlockError.",
+    _SEE_NEXT,
+)
+STUCK_ALONE = Message(
+    "deadlock: {ranks} waits for something that no rank does any more{group}",
+    "It is certain that one rank waits for a call or a message that no rank will make or send.",
+    _SEE_NEXT,
+)
+TIMED_OUT = Message(
+    "time limit: Timed out waiting {seconds} in {call}: {who}",
+    "The limit of a call passed (`timeout=`, the group's, `MPICOLL_TIMEOUT`). The call raises CollectiveTimeoutError.",
+    _SEE_NEXT,
+)
+WAITING = Message(
+    "{ranks} has waited {seconds} in {call}: {who}",
+    "A call has waited for `MPICOLL_STALL_WARN` seconds. It goes on waiting.",
+    "nothing, if the ranks that are late are only slow; else " + _SEE_NEXT,
+)
+RANKS_LATE = Message(
+    "{ranks} did not make the matching call",
+    "The end of the two messages before: some ranks are late.",
+    "find what these ranks do; their rows say where they are",
+)
+ASKED_ARE_THERE = Message(
+    "the {number} ranks whose state is known have made the call",
+    "The end of the same messages: this rank knows the state of some members only, and these are not late.",
+    "read what the ranks far from this one print: they ask other members",
+)
+ALL_ARE_THERE = Message(
+    "all ranks have made the call, and it does not end",
+    "The end of the same messages: no rank is late, but the data does not arrive.",
+    "look for a stopped rank, a GPU that is behind, or a network that is down",
+)
+NOT_ASKED = Message(
+    "{number} of its {members} ranks were not asked.",
+    "At the end of a report about a large group: a rank asks a bounded number of members.",
+    "read what other ranks print, too",
+)
+PEER_EXITED = Message(
+    "{call}: {ranks} {how}, so this call can never complete",
+    "A rank ended, or left the group, without making a call that others wait in. They raise PeerExitedError.",
+    _SEE_NEXT,
+)
+PEER_FAILED = Message(
+    "{ranks} {how}{place}, while {waiting} waited in {call}",
+    "A rank failed with an exception or was killed while others waited for it. They raise PeerFailedError.",
+    "correct the error on the first ranks of the sentence",
+)
+CALLS_NOW = Message(
+    "the ranks are in these calls of mpicoll:",
+    "The test plugin ends a test that takes too long.",
+    "compare the rows: the ranks that are in no call, or in another one, are the cause",
+)
+NODE_ENDS = Message(
+    "{what}. The ranks of this node are here:",
+    "A signal (time limit of the job, cancellation) ends the ranks of a node.",
+    "nothing, if the end was meant; else compare the rows",
+)
+BROKEN_NOW = Message(
+    "The group is broken now.",
+    "The last line of a report after which a group cannot be used.",
+    "end the job, or go on with another group",
+)
+STILL_USABLE = Message(
+    "Nothing was moved, and the group can still be used.",
+    "The last line of a report on calls that were compared before data moved.",
+    "catch the error and make the calls alike, or end the job",
+)
+
+BROKEN = BROKEN_NOW.text
+
+
+def mismatch(group: str, members: Runs, seq: int, table: Table, closing: str = "") -> Report:
+    """Return the report of members that made different calls, or some of which passed wrong arguments.
+
+    Args:
+        closing: the last line, if the call was not compared before data moved.
+    """
+    wrong = join(run for row in table.rows if row.problem for run in row.ranks)
+    lacking = {row.lacks for row in table.rows if row.problem}
+    message = DIFFERENT_CALLS if not wrong else WRONG_ARGUMENTS
+    if lacking == {"memory"}:
+        message = NO_MEMORY
+    elif lacking == {"GPU"}:
+        message = GPU_FAILED
+    report = Report(
+        "mismatch",
+        group,
+        members,
+        seq,
+        message(seq=seq, group=group, members=name_runs(members, 40), ranks=name_runs(wrong, 30)),
+        table,
+        closing=closing or STILL_USABLE.text,
+    )
+    expected = reference_call(report)
+    odd = wrong
+    if not wrong and expected is not None and made_by_most(table):
+        usual = expected.call()
+        odd = join((*table.more, *(run for row in table.rows if row.call() != usual for run in row.ranks)))
+    rows = [row for row in table.rows if expected is None or row.call() != expected.call()]
+    differs = [differing(row, expected) for row in rows] if expected is not None else []
+    return replace(report, odd=odd, next_step=advice.after_mismatch(expected, rows, differs, odd))
+
+
+def deadlock(entries: Iterable[Entry], needs: Mapping[int, Sequence[int]], unasked: bool = False) -> Report:
+    """Return the report of ranks that wait for each other.
+
+    Args:
+        entries: one for each wait of each rank, state ``waits``, and one for each rank that is needed and has ended.
+        needs: for each rank the ranks that it waits for, of these.
+        unasked: whether a message has arrived from a rank that is waited for, with a tag that no rank waits for.
+    """
+    found = list(entries)
+    stuck = join(run for entry in found if entry.state == "waits" for run in entry.ranks)
+    gone = join(run for entry in found if entry.state != "waits" for run in entry.ranks)
+    groups = {entry.group for entry in found if entry.state == "waits"}
+    group = groups.pop() if len(groups) == 1 else ""
+    cycle = _cycle(needs)
+    message = DEADLOCK if count(stuck) > 1 else STUCK_ALONE
+    return Report(
+        "deadlock",
+        group,
+        stuck,
+        0,
+        message(ranks=name_runs(stuck), group=f" (group {group})" if group else ""),
+        table_of(_folded(found)),
+        odd=stuck,
+        next_step=advice.after_deadlock(found, gone, unasked),
+        cycle=cycle[:_CYCLE_SHOWN],
+        around=len(cycle),
+    )
+
+
+def _folded(entries: Sequence[Entry]) -> list[Entry]:
+    """Return the entries; many that differ in their peer only, at the same distance, read ``from rank r+1``."""
+    classes: dict[tuple[Any, ...], list[tuple[Entry, Entry]]] = {}
+    whole = []
+    for entry in entries:
+        if entry.peer is None or entry.peer < 0 or count(entry.ranks) != 1:
+            whole.append(entry)
+            continue
+        rank = entry.ranks[0][0]
+        folded = replace(
+            entry,
+            key=tuple((name, _relative(text, entry.peer, rank)) for name, text in entry.key),
+            needs=_relative(entry.needs, entry.peer, rank),
+            peer=entry.peer - rank,
+        )
+        classes.setdefault(folded.said(), []).append((entry, folded))
+    for pairs in classes.values():
+        whole += [pair[len(pairs) >= _FEWEST_FOLDED] for pair in pairs]
+    return whole
+
+
+def _relative(text: str, peer: int, rank: int) -> str:
+    """Return a text with ``rank 8`` as ``rank r+1``, where r is ``rank``."""
+    before, name, after = text.partition(f"rank {peer}")
+    return f"{before}rank r{peer - rank:+d}{after}" if name and not after[:1].isdigit() else text
+
+
+def _cycle(needs: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
+    """Return a cycle of ranks that each need the next, reached from the lowest rank that leads into one; () if none."""
+    walked: set[int] = set()
+    for start in sorted(needs):
+        at: int | None = start
+        path: dict[int, None] = {}
+        while at is not None and at in needs and at not in walked:
+            walked.add(at)
+            path[at] = None
+            at = next((rank for rank in needs[at] if rank in path), next(iter(needs[at]), None))
+        if at in path:
+            ranks = list(path)
+            cycle = ranks[ranks.index(at) :]
+            lowest = cycle.index(min(cycle))
+            return (*cycle[lowest:], *cycle[:lowest])
+    return ()
+
+
+def _called(waiting: Entry, group: str, table: Table) -> str:
+    place = short_paths([waiting.site, *(row.site for row in table.rows)]).get(waiting.site, "")
+    return f"{call_text(waiting)} on group {group}{f' at {place}' if place else ''}"
+
+
+def time_limit(
+    waiting: Entry,
+    group: str,
+    members: Runs,
+    table: Table,
+    seconds: float,
+    over: bool = True,
+    *,
+    unasked: int = 0,
+    behind: bool | None = None,
+    closing: str = BROKEN,
+) -> Report:
+    """Return the report of a wait that exceeded its limit, or, with ``over=False``, of one that has taken long so far.
+
+    Args:
+        waiting: the call that is waited in.
+        table: what the members, or the peer, said: state ``waits``, ``late`` or ``silent``, or how they left.
+        seconds: the limit, or the time waited so far.
+        unasked: how many members were not asked, and are not in the table.
+        behind: as for :func:`advice.after_time_limit`.
+        closing: the last line of a report with ``over``.
+    """
+    late = join(run for row in table.rows if row.state != "waits" for run in row.ranks)
+    late = join((*late, *table.more))
+    if late:
+        who = RANKS_LATE(ranks=name_runs(late, 40))
+    elif unasked:
+        who = ASKED_ARE_THERE(number=table.ranks)
+    else:
+        who = ALL_ARE_THERE.text
+    limits = [NOT_ASKED(number=unasked, members=count(members))] if unasked else []
+    call = _called(waiting, group, table)
+    if over:
+        limit = f"{seconds:g} s" if seconds >= 1 else f"{seconds * 1e3:g}ms"
+        headline = TIMED_OUT(seconds=limit, call=call, who=who)
+    else:
+        headline = WAITING(ranks=name_runs(waiting.ranks), seconds=f"{seconds:.0f} s", call=call, who=who)
+    return Report(
+        "time limit",
+        group,
+        members,
+        waiting.seq,
+        headline,
+        table,
+        odd=late,
+        next_step=advice.after_time_limit(table.rows, late, unasked, behind),
+        closing=" ".join([*limits, *([closing] if over else [])]),
+        waiting=waiting,
+    )
+
+
+def calls_now(table: Table, members: Runs, note: str = "") -> Report:
+    """Return the report of where ranks are at a moment: in a call of the library, or in none.
+
+    Args:
+        table: state ``waits``, with the call; ``late`` for a rank that is in no call, with its last call if it has made one;
+            ``silent`` for a rank that does not answer. The problem of the last two says more.
+        note: the last line.
+    """
+    return Report("calls", "WORLD", members, 0, CALLS_NOW.text, table, closing=note)
+
+
+def node_ends(table: Table, members: Runs, what: str) -> Report:
+    """Return the report of where the ranks of a node are when a signal ends them; the table is that of :func:`calls_now`.
+
+    Args:
+        what: a sentence without its full stop that says which ranks end, and why.
+    """
+    return Report("calls", "WORLD", members, 0, NODE_ENDS(what=what), table)
+
+
+def peer_exited(waiting: Entry, group: str, members: Runs, table: Table, closing: str = BROKEN) -> Report:
+    """Return the report of a call that some ranks, state ``exited``, ended without making.
+
+    The problem of their entries is the end of a sentence: "ended the program after 2 calls".
+    """
+    rows = [row for row in table.rows if row.state == "exited"]
+    gone = join(run for row in rows for run in row.ranks)
+    how = {row.problem for row in rows}
+    what = (how.pop() if len(how) == 1 else "") or "ended the program"
+    return Report(
+        "peer exited",
+        group,
+        members,
+        waiting.seq,
+        PEER_EXITED(call=_called(waiting, group, table), ranks=name_runs(gone, 40), how=what),
+        table,
+        odd=gone,
+        next_step=advice.after_exit(gone),
+        closing=closing,
+        waiting=waiting,
+    )
+
+
+def peer_failed(waiting: Entry, group: str, members: Runs, table: Table, closing: str = BROKEN) -> Report:
+    """Return the report of ranks, state ``failed`` or ``killed``, that failed while other ranks waited for them."""
+    rows = [row for row in table.rows if row.state in ("failed", "killed")]
+    gone = join(run for row in rows for run in row.ranks)
+    first = min(rows, key=lambda row: row.ranks)
+    how = f"{'was killed' if first.state == 'killed' else 'failed'}: {clip(first.problem, 180, tail=60)}"
+    place = short_paths([waiting.site, *(row.site for row in table.rows)]).get(first.site, "")
+    site = f", after its last call {first.op} at {place}" if first.op else f" (at {place})" if place else ""
+    return Report(
+        "peer failed",
+        group,
+        members,
+        waiting.seq,
+        PEER_FAILED(
+            ranks=name_runs(gone, 40),
+            how=how,
+            place=site,
+            waiting=name_runs(waiting.ranks, 40),
+            call=_called(waiting, group, table),
+        ),
+        table,
+        odd=gone,
+        next_step=advice.after_failure(gone),
+        closing=closing,
+        waiting=waiting,
+    )
