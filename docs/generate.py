@@ -1,7 +1,7 @@
-"""Write the tables of docs/api.md and README.md from the code: ``python docs/generate.py`` (``--check`` only compares).
+"""Write docs/api.md, docs/messages.md and the tables of README.md: ``python docs/generate.py`` (``--check`` only compares).
 
-``docs/torch-2.13.txt`` lists the public names of torch.distributed 2.13 with their parameters; what mpicoll has is read
-from the package itself.
+``docs/torch-2.13.txt`` lists the public names of torch.distributed 2.13 with their parameters; the names of mpicoll, its
+messages and its settings are read from the package itself.
 """
 
 from __future__ import annotations
@@ -12,9 +12,13 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import mpicoll
+from mpicoll import errors
+from mpicoll.diagnosis.report import advice, report, texts
+from mpicoll.launch import wrong_starts
 from mpicoll.runtime.settings import SETTINGS
 
 HERE = Path(__file__).resolve().parent
@@ -222,6 +226,68 @@ def api_page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def messages_page() -> str:
+    """Return docs/messages.md."""
+    classes = [
+        value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, errors.DistError)
+    ]
+    return "\n".join(
+        [
+            "# Messages",
+            "",
+            "Generated from the code by `python docs/generate.py`; a test fails when it is out of date.",
+            "Names in braces stand for facts: ranks, calls with their file:line, groups, times. Errors about arguments are not",
+            "here: they stand under *Raises* of each function. [order-checks.md](order-checks.md) shows whole reports.",
+            "",
+            "## Errors",
+            "",
+            "Where the library raises an error between ranks, it is one of `mpicoll.errors`.",
+            "",
+            "| class | when it is raised | what to do |",
+            "|---|---|---|",
+            *(f"| `{each.__name__}` | {_cell(each.__doc__ or '')} | {_cell(each.what_to_do)} |" for each in classes),
+            "",
+            "## Reports",
+            "",
+            "A report has a headline, a row for each different state of the ranks, a line `next:`, and the state of the group.",
+            "",
+            *_messages(texts, "headline or last line"),
+            "",
+            "A row begins with its ranks and says what these ranks do:",
+            "",
+            *_messages(report, "row"),
+            "",
+            "The line `next:` says what to do:",
+            "",
+            *_messages(advice, "next"),
+            "",
+            "## Wrong starts",
+            "",
+            "A start that cannot work raises LaunchError in every process, before MPI would hang or abort.",
+            "",
+            *_messages(wrong_starts, "message"),
+            "",
+        ]
+    )
+
+
+def _messages(module: ModuleType, title: str) -> list[str]:
+    """Return the table of the messages that are attributes of a module."""
+    found = [value for value in vars(module).values() if isinstance(value, errors.Message)]
+    columns = 2 + any(message.what_to_do for message in found)
+    lines = [f"| {title} | when | what to do |", "|---|---|---|"]
+    for message in found:
+        text = re.sub(r"\{\w+:([^/}]*)/[^}]*\}", r"\1", message.text)  # the form of one rank
+        lines.append(f"| {_cell(text)} | {_cell(message.when)} | {_cell(message.what_to_do)} |")
+    return lines if columns == 3 else [line.rsplit("|", 2)[0] + "|" for line in lines]
+
+
+def _cell(text: str) -> str:
+    """Return a text for a cell of a table: the first paragraph, in one line."""
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    return paragraph.replace("``", "`").replace("|", r"\|").replace("<", r"\<")
+
+
 def _plain(text: str) -> list[str]:
     return ["```text", *text.replace("``", "").splitlines(), "```"]
 
@@ -264,9 +330,10 @@ def readme() -> str:
 
 
 def main() -> int:
-    """Write both files, or with ``--check`` say which is out of date."""
+    """Write the files, or with ``--check`` print which of them are out of date."""
     stale = []
-    for path, text in ((HERE / "api.md", api_page()), (ROOT / "README.md", readme())):
+    pages = ((HERE / "api.md", api_page()), (HERE / "messages.md", messages_page()), (ROOT / "README.md", readme()))
+    for path, text in pages:
         if not path.exists() or path.read_text() != text:
             stale.append(path.name)
             if "--check" not in sys.argv:

@@ -1,7 +1,8 @@
-"""Starts that cannot work: what is wrong, and the line that would work. Pure functions of the environment.
+"""Starts that cannot work: what is wrong, and the command that works. Pure functions of the environment.
 
-Everything here was tried with Slurm 22.05, Open MPI 5.0 and 4.1 and MPICH 5.0. SLURM_* is never believed where another
-launcher has spoken: under mpirun inside a job it describes the launch daemons.
+Everything here was tried with Slurm 22.05, Open MPI 5.0 and 4.1 and MPICH 5.0. SLURM_* variables do not count if another
+launcher has set its own: under mpirun inside a job they describe the launch daemons. ``docs/messages.md`` lists the messages
+of this file.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 
-from mpicoll.errors import LaunchError
+from mpicoll.errors import LaunchError, Message
 from mpicoll.launch.environment import (
     KINDS,
     Family,
@@ -25,7 +26,7 @@ from mpicoll.launch.environment import (
 )
 
 PLUGINS = ("pmix", "pmi2", "none")
-"""What srun is taken to offer where nobody asks it."""
+"""The MPI plugins that srun is assumed to offer if it is not asked."""
 
 _OWN: dict[Family, tuple[str, ...]] = {
     "openmpi": ("openmpi", "jsm", "slurm-pmix", "flux", "pmix"),
@@ -49,6 +50,64 @@ _NAMES = {
 }
 
 ALONE = "each of them is alone, in a world of size 1"
+_ABORT = "MPI_Init would abort"
+
+INHERITED = Message(
+    "this process inherited the launch environment of rank {rank} (process {owner}), which started it as a child: MPI_Init "
+    "here {effect}, because that rank has already taken its place in the job. Do not initialise MPI in child processes of a "
+    "rank (multiprocessing workers and data loaders included). To run a separate job from inside a rank, start it with "
+    "`mpicoll run -n N script.py`, which cleans the environment, or with the site's mpiexec",
+    "A child process of a rank calls `init_process_group`, or initialises MPI through this package.",
+    "initialise MPI in the ranks only; start other jobs with `mpicoll run`",
+)
+SRUN_PMIX = Message(
+    "mpiexec started this process through srun, whose default here is --mpi=pmix, and {library} would abort in MPI_Init: it "
+    "finds both PMI_SIZE (mpiexec's) and PMIX_NAMESPACE (srun's). Start the job with "
+    "`SLURM_MPI_TYPE=none mpiexec -n {size} {python} {script}`, or with {run}, which sets it",
+    "mpiexec of MPICH 5 inside a Slurm job whose srun uses PMIx by default.",
+    "set `SLURM_MPI_TYPE=none` for mpiexec, or use `mpicoll run`",
+)
+OUTER_PMIX = Message(
+    "mpiexec was started inside a job of another launcher, which left PMIX_NAMESPACE in the environment, and {library} would "
+    "abort in MPI_Init. Start the job with {run}, which cleans the environment",
+    "mpiexec of MPICH 5 inside a job of a launcher that speaks PMIx.",
+    "use `mpicoll run`, which cleans the environment",
+)
+OTHER_MPI = Message(
+    "{launcher} started {number}, but the MPI that mpi4py loads here is {library}, which does not understand that launcher: "
+    "{effect}. Start the job with {line}; `mpicoll doctor` shows which mpiexec belongs to which library",
+    "The launcher belongs to another MPI than the library that mpi4py loads. Printed by the first process of the job.",
+    "start the job with the command in the message",
+)
+OTHER_MPI_SHORT = Message(
+    "{launcher} started {number}, but {library} does not understand it: {effect}. Use {line}; rank 0 says more",
+    "The same, printed by the other processes of the job.",
+    "start the job with the command in the message",
+)
+CONTRADICTION = Message(
+    "init_process_group({asked}) contradicts {source}, where this process is rank {rank} of {size}. Leave rank= and "
+    "world_size= out: they come from the launcher",
+    "The program passes `rank=` or `world_size=`, and MPI has other values. Raised as ValueError.",
+    "leave `rank=` and `world_size=` out",
+)
+NO_LAUNCHER = Message(
+    "init_process_group(world_size={asked}), but MPI sees a world of size 1 and no launcher started this process. Start the "
+    "job with {line}",
+    "The program asks for several ranks, and was started without a launcher.",
+    "start the job with the command in the message",
+)
+UNUSED_TASKS = Message(
+    "Slurm job {job} was given {tasks} tasks, but this is one process alone, because nothing started the others. Start the "
+    "job with {line}. If one process is meant, init_process_group(world_size=1) says so",
+    "A batch script runs `python script.py` without srun or mpiexec. A warning.",
+    "start the job with the command in the message, or pass `world_size=1`",
+)
+COPIES_OF_RUN = Message(
+    "{launcher} started {number} copies of `mpicoll run`, which is a launcher itself: each would start a job of its own. Start "
+    "it once: `mpicoll run -n {number} {script}`",
+    "`srun mpicoll run script.py`, or `mpirun mpicoll run script.py`.",
+    "start `mpicoll run` once, in the batch script itself",
+)
 
 Listing = Callable[[], Sequence[str]]
 
@@ -58,7 +117,7 @@ def _assumed() -> Sequence[str]:
 
 
 def ask_srun() -> Sequence[str]:
-    """Return what this site's srun offers (a short process of its own), or `PLUGINS` where it does not say."""
+    """Return the MPI plugins that this site's srun lists (srun is run once), or `PLUGINS` if it lists none."""
     from mpicoll.launch.slurm import find_plugins
 
     try:
@@ -68,10 +127,10 @@ def ask_srun() -> Sequence[str]:
 
 
 class Script(str):
-    """What stands behind ``python`` in a command line.
+    """The arguments of ``python`` in a command line.
 
     Attributes:
-        python: how the program called Python, for a line that works from where it was started.
+        python: the word that started Python, so that a command works from the same folder.
     """
 
     python = "python"
@@ -82,7 +141,7 @@ def _python(script: str) -> str:
 
 
 def script_of(arguments: Sequence[str]) -> Script:
-    """Return what stands behind ``python`` in a command line (``sys.orig_argv``), for a line that the user can copy.
+    """Return the arguments of ``python`` in a command line (``sys.orig_argv``), for a command that the user can copy.
 
     Example:
         >>> script_of(["/usr/bin/python3", "-u", "train.py", "--lr", "0.1"])
@@ -94,13 +153,13 @@ def script_of(arguments: Sequence[str]) -> Script:
     while rest and re.fullmatch(r"-[bBdEiIOPqsSuvx]+", rest[0]):
         rest.pop(0)
     text = shlex.join(rest)
-    # python -c, options with values, an interactive session, very long lines: a name that stands for all of them.
+    # "script.py" stands for python -c, options with values, an interactive session and very long command lines.
     usable = rest and (rest[0] == "-m" or not rest[0].startswith("-")) and len(text) <= 200 and "\n" not in text
     script = Script(text if usable else "script.py")
     if arguments and arguments[0] and "\n" not in arguments[0]:
         word = arguments[0]
         name = os.path.basename(word)
-        # srun hands on the whole path of what it has found by its name.
+        # srun replaces the name of a program by the whole path that it has found.
         script.python = name if name and shutil.which(name) == word else shlex.quote(word)
     return script
 
@@ -118,22 +177,22 @@ def check_before_mpi(
     fd_target: Callable[[int], str] | None = None,
     asked_world_size: int = -1,
 ) -> None:
-    """Raise LaunchError where initialising MPI would hang, abort or make many worlds of one process.
+    """Raise LaunchError if initialising MPI would hang, abort or make many worlds of one process.
 
-    Call it right before ``MPI.Init_thread``.
+    Called right before ``MPI.Init_thread``.
 
     Args:
         environ: the environment of this process.
         pid: its process id.
         which_mpi: ``MPI.Get_library_version()`` (allowed before MPI is initialised), or ``None``.
-        script: what the line that would work is to start.
-        listing: asks srun for its MPI plugins; called by one process of the job, and only when something is wrong.
-        fd_target: what a file descriptor points to; for tests.
-        asked_world_size: what the program says, or -1; 1: each process is meant to be alone.
+        script: the script that the command in the message starts.
+        listing: asks srun for its MPI plugins; called by one process of the job, and only if something is wrong.
+        fd_target: returns what a file descriptor points to; for tests.
+        asked_world_size: the program's ``world_size=``, or -1; 1: each process is meant to be alone.
 
     Raises:
-        LaunchError: this process inherited the launch environment of a rank that started it (a new mpirun from inside
-            a rank brings a new environment and is fine), or the library cannot talk to the launcher.
+        LaunchError: this process inherited the launch environment of a rank that started it, or the library cannot talk to
+            the launcher. A new mpirun from inside a rank brings a new environment and is fine.
     """
     family = mpi_family(which_mpi)
     text = which_mpi or ""
@@ -145,15 +204,15 @@ def check_before_mpi(
     plain_mpich = family == "mpich" and "configure" in text.lower() and "pmix" not in text.lower()
     if plain_mpich and launcher.kind in ("openmpi", "slurm-pmix", "pmix") and "PMI_FD" not in environ:
         # MPICH 5.0: "Runtime environment uses unsupported PMI version PMIx. Aborting."
-        raise LaunchError(_mismatch(environ, launcher, text, "MPI_Init would abort", script, listing))
+        raise LaunchError(_mismatch(environ, launcher, text, _ABORT, script, listing))
     chosen = {"MPIR_CVAR_PMI_VERSION", "MPIR_CVAR_PMI_DISABLE"} & environ.keys()
     if plain_mpich and _major(text) >= 5 and {"PMI_SIZE", "PMIX_NAMESPACE"} <= environ.keys() and not chosen:
         raise LaunchError(_two_interfaces(environ, launcher, text, script))
     if family == "openmpi" and "PMIX_NAMESPACE" not in environ:
-        # Nobody but a PMIx server can tell Open MPI 5 of other ranks. Version 4 may speak PMI-2 as well, if it was built
-        # for it, which Debian's is not: it aborts under srun, also alone ("OMPI was not built with SLURM's PMI support").
+        # Open MPI 5 learns of other ranks from a PMIx server only. Version 4 may speak PMI-2 as well, if it was built for it.
+        # Debian's is not: it aborts under srun, also as a single task ("OMPI was not built with SLURM's PMI support").
         if "Debian" in text and launcher.kind in ("slurm", "slurm-pmi2"):
-            raise LaunchError(_mismatch(environ, launcher, text, "MPI_Init would abort", script, listing))
+            raise LaunchError(_mismatch(environ, launcher, text, _ABORT, script, listing))
         if _major(text) >= 5 or "Debian" in text:
             _check_lonely(environ, asked_world_size, text, script, listing)
 
@@ -161,32 +220,19 @@ def check_before_mpi(
 def _inherited(environ: Mapping[str, str], owner: str, family: Family) -> str:
     launcher = read_launcher(environ)
     effect = {"openmpi": "would wait for ever", "mpich": "would abort the job"}.get(family, "would hang or abort")
-    return (
-        f"this process inherited the launch environment of rank {launcher.rank} (process {owner}), which started it as "
-        f"a child: MPI_Init here {effect}, because that rank has already taken its place in the job. "
-        "Do not initialise MPI in child processes of a rank (multiprocessing workers and data loaders included). "
-        "To run a separate job from inside a rank, start it with `mpicoll run -n N script.py`, which cleans the "
-        "environment, or with the site's mpiexec"
-    )
+    return INHERITED(rank=launcher.rank, owner=owner, effect=effect)
 
 
 def _two_interfaces(environ: Mapping[str, str], launcher: Launcher, text: str, script: str) -> str:
-    """Say what to do about an mpiexec of MPICH that started its daemons by an srun which gave them PMIx.
+    """Return the message for an mpiexec of MPICH whose daemons were started by an srun that gave them PMIx.
 
     MPICH 5.0: "Auto-detection of PMI version failed. Found both env vars PMI_SIZE and PMIX_NAMESPACE. Aborting."
     """
     size = launcher.size or "N"
     run = f"`mpicoll run -n {size} {script}`"
     if environ["PMIX_NAMESPACE"].startswith("slurm."):
-        return (
-            f"mpiexec started this process through srun, whose default here is --mpi=pmix, and {_library(text)} would "
-            "abort in MPI_Init: it finds both PMI_SIZE (mpiexec's) and PMIX_NAMESPACE (srun's). "
-            f"Start the job with `SLURM_MPI_TYPE=none mpiexec -n {size} {_python(script)} {script}`, or with {run}, which sets it"
-        )
-    return (
-        "mpiexec was started inside a job of another launcher, which left PMIX_NAMESPACE in the environment, and "
-        f"{_library(text)} would abort in MPI_Init. Start the job with {run}, which cleans the environment"
-    )
+        return SRUN_PMIX(library=_library(text), size=size, python=_python(script), script=script, run=run)
+    return OUTER_PMIX(library=_library(text), run=run)
 
 
 # --- a world that is not the job's ----------------------------------------------------------------------------------
@@ -204,20 +250,20 @@ def check_world(
     script: str = "script.py",
     listing: Listing = _assumed,
 ) -> None:
-    """Compare what MPI says with what the launcher and the caller say. Call it once MPI is initialised.
+    """Compare MPI's rank and size with the launcher's and the caller's. Called when MPI is initialised.
 
     Args:
         environ: the environment of this process.
-        world_size, rank: of COMM_WORLD, or of the caller's communicator where ``guest``.
-        asked_rank, asked_world_size: ``init_process_group``'s arguments, -1 where not given.
+        world_size, rank: of COMM_WORLD, or of the caller's communicator if ``guest``.
+        asked_rank, asked_world_size: ``init_process_group``'s arguments, -1 if not given.
         mpi_library: ``MPI.Get_library_version()``.
-        guest: the caller brought a communicator (``comm=``): its size says nothing about the launch.
+        guest: whether the caller passed a communicator (``comm=``), whose size says nothing about the launch.
         script, listing: as for `check_before_mpi`.
 
     Raises:
-        LaunchError: this is one of several silent worlds of size 1, started by a launcher that does not belong to
-            the MPI library, or several ranks were asked for and no launcher was used.
-        ValueError: ``asked_rank`` or ``asked_world_size`` contradict MPI.
+        LaunchError: this process is one of several worlds of size 1, since the launcher does not belong to the MPI library.
+            Or the program asked for several ranks, and no launcher was used.
+        ValueError: ``asked_rank`` or ``asked_world_size`` contradicts MPI.
     """
     if world_size == 1 and not guest:
         _check_lonely(environ, asked_world_size, mpi_library, script, listing)
@@ -225,11 +271,8 @@ def check_world(
         asked = [f"rank={asked_rank}"] * (asked_rank != -1) + [f"world_size={asked_world_size}"] * (
             asked_world_size != -1
         )
-        where = "the communicator passed as comm=" if guest else "MPI"
-        raise ValueError(
-            f"init_process_group({', '.join(asked)}) contradicts {where}, where this process is rank {rank} of "
-            f"{world_size}. Leave rank= and world_size= out: they come from the launcher"
-        )
+        source = "the communicator passed as comm=" if guest else "MPI"
+        raise ValueError(CONTRADICTION(asked=", ".join(asked), source=source, rank=rank, size=world_size))
 
 
 def _check_lonely(
@@ -238,18 +281,15 @@ def _check_lonely(
     if asked_world_size == 1:
         return  # each is meant to be alone
     own = _OWN[mpi_family(mpi_library)]
-    said = {kind: launcher for kind in KINDS if (launcher := launched_by(kind, environ)) is not None}
-    order = [kind for kind in own if kind in said] + [kind for kind in said if kind not in own]
-    sized = [said[kind] for kind in order if said[kind].size is not None]
-    # A launcher of the library's own family knows best: `mpirun -n 1` from inside a larger job is a world of 1.
+    found = {kind: launcher for kind in KINDS if (launcher := launched_by(kind, environ)) is not None}
+    order = [kind for kind in own if kind in found] + [kind for kind in found if kind not in own]
+    sized = [found[kind] for kind in order if found[kind].size is not None]
+    # A launcher of the library's own family counts first: `mpirun -n 1` from inside a larger job is a world of 1.
     if sized and (sized[0].size or 1) > 1:
         raise LaunchError(_mismatch(environ, sized[0], mpi_library or "", ALONE, script, listing))
     if not sized and asked_world_size > 1:
         line = _line(mpi_library, asked_world_size, environ, script, listing())
-        raise LaunchError(
-            f"init_process_group(world_size={asked_world_size}), but MPI sees a world of size 1 and no launcher "
-            f"started this process. Start the job with {line}"
-        )
+        raise LaunchError(NO_LAUNCHER(asked=asked_world_size, line=line))
 
 
 def unused_allocation(
@@ -262,23 +302,20 @@ def unused_allocation(
 ) -> str | None:
     """Return a warning for ``python script.py`` in a batch script whose job has several tasks, or ``None``.
 
-    One process may be meant, so it is no error.
+    This is no error, as one process may be meant.
     """
     tasks = allocated_tasks(environ)
     if world_size != 1 or tasks is None or tasks < 2 or read_launcher(environ).kind != "none":
         return None
     job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
-    return (
-        f"Slurm job {job} was given {tasks} tasks, but this is one process alone, because nothing started the others. "
-        f"Start the job with {_line(mpi_library, tasks, environ, script, listing())}. Where one process is meant, "
-        "init_process_group(world_size=1) says so"
-    )
+    return UNUSED_TASKS(job=job, tasks=tasks, line=_line(mpi_library, tasks, environ, script, listing()))
 
 
 def check_runner(environ: Mapping[str, str], given: int | None, script: str) -> None:
-    """Refuse several copies of ``mpicoll run``, as ``srun mpicoll run script.py`` makes them.
+    """Refuse several copies of ``mpicoll run``, which ``srun mpicoll run script.py`` starts.
 
-    ``given`` is what was asked for by -n: with it, each copy may be meant to start a job of its own.
+    Args:
+        given: the number of ranks from -n, or None. With a number, each copy may be meant to start a job of its own.
 
     Raises:
         LaunchError: a launcher has started several of this process, and no number of ranks is given.
@@ -286,28 +323,22 @@ def check_runner(environ: Mapping[str, str], given: int | None, script: str) -> 
     launcher = read_launcher(environ)
     if given is not None or launcher.kind == "torchrun" or (launcher.size or 1) < 2:
         return
-    what = _NAMES[launcher.kind]
-    raise LaunchError(
-        f"{what} started {launcher.size} copies of `mpicoll run`, which is a launcher itself: each would start "
-        f"a job of its own. Start it once: `mpicoll run -n {launcher.size} {script}`"
-    )
+    raise LaunchError(COPIES_OF_RUN(launcher=_NAMES[launcher.kind], number=launcher.size, script=script))
 
 
 def _mismatch(
     environ: Mapping[str, str], launcher: Launcher, mpi_library: str, effect: str, script: str, listing: Listing
 ) -> str:
-    """Say what is wrong: at length in the first process of the job, in the others with the line that would work."""
+    """Return the message for a launcher of another MPI: in full for the first process of the job, short for the others."""
     number = "several processes" if launcher.size is None else f"{launcher.size} process{'es' * (launcher.size != 1)}"
     place = "" if launcher.rank is None else f" (this one as rank {launcher.rank})"
-    size = launcher.size or "N"
-    started = f"{_NAMES[launcher.kind]} started {number}{place}, but"
-    if launcher.rank:
-        line = _line(mpi_library, size, environ, script, PLUGINS, short=True)
-        return f"{started} {_library(mpi_library)} does not understand it: {effect}. Use {line}; rank 0 says more"
-    return (
-        f"{started} the MPI that mpi4py loads here is {_library(mpi_library)}, which does not understand that launcher: "
-        f"{effect}. Start the job with {_line(mpi_library, size, environ, script, listing())}; `mpicoll doctor` shows "
-        "which mpiexec belongs to which library"
+    short = bool(launcher.rank)
+    return (OTHER_MPI_SHORT if short else OTHER_MPI)(
+        launcher=_NAMES[launcher.kind],
+        number=number + place,
+        library=_library(mpi_library),
+        effect=effect,
+        line=_line(mpi_library, launcher.size or "N", environ, script, PLUGINS if short else listing(), short=short),
     )
 
 
@@ -320,7 +351,7 @@ def _line(
     *,
     short: bool = False,
 ) -> str:
-    """Return the line that would work, in quotes; inside a Slurm job that of srun where it can start this MPI."""
+    """Return the command that works, in quotes; inside a Slurm job an srun command if srun can start this MPI."""
     run = f"`mpicoll run -n {size} {script}`"
     if not ("SLURM_JOB_ID" in environ or "SLURM_JOBID" in environ):
         return run

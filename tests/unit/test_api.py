@@ -10,6 +10,9 @@ from types import ModuleType
 import pytest
 
 import mpicoll
+from mpicoll import errors
+from mpicoll.diagnosis.report import advice, report, texts
+from mpicoll.launch import wrong_starts
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -50,9 +53,22 @@ def test_there_are_functions_to_compare() -> None:
 
 
 def test_generated_pages_are_up_to_date() -> None:
-    """docs/api.md and the tables of README.md say what the code says (python docs/generate.py writes them)."""
+    """docs/api.md, docs/messages.md and the tables of README.md are those of the code (python docs/generate.py writes them)."""
     assert (ROOT / "docs" / "api.md").read_text() == generate.api_page()
+    assert (ROOT / "docs" / "messages.md").read_text() == generate.messages_page()
     assert (ROOT / "README.md").read_text() == generate.readme()
+
+
+def test_messages_say_when_they_come_and_what_to_do() -> None:
+    """Each class of errors says so itself, and each message of reports and wrong starts."""
+    classes = [getattr(errors, name) for name in errors.__all__ if inspect.isclass(getattr(errors, name))]
+    assert len(classes) == 14
+    for each in classes:
+        assert each.__doc__ and each.__dict__["what_to_do"], each
+    for module, whole in ((texts, True), (report, False), (advice, False), (wrong_starts, True)):
+        found = [value for value in vars(module).values() if isinstance(value, errors.Message)]
+        assert len(found) > 8, module
+        assert all(each.text and each.when and (each.what_to_do or not whole) for each in found), module
 
 
 def test_every_public_function_is_documented() -> None:

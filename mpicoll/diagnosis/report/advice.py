@@ -1,140 +1,230 @@
-"""The last line of a report: what the reader can do next, from what differs. Plain sentences, no effects."""
+"""The line ``next:`` of a report: what the reader can do, chosen from what differs. Pure.
+
+``docs/messages.md`` lists the messages of this file.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from mpicoll.diagnosis.report.entries import Entry, Runs, count, join, name_runs
+from mpicoll.diagnosis.report.entries import Entry, Plural, Runs, count, join, name_runs
+from mpicoll.errors import Message
 
 _WIDTH = 40
 _SENDS = ("send", "isend")
+
+FREE_MEMORY = Message(
+    "free memory on {ranks}, or make the call with less data; nothing is wrong with the calls of the others",
+    "Ranks lack the memory for the call.",
+)
+FIND_GPU_ERROR = Message(
+    "find what failed on the GPU of {ranks} before this call (CUDA_LAUNCH_BLOCKING=1 shows where); CUDA works there again "
+    "only in a new process",
+    "The GPU of some ranks had failed before the call.",
+)
+CORRECT_ARGUMENTS = Message(
+    "correct the arguments on {ranks}; nothing is wrong with the calls of the others",
+    "Ranks passed arguments that the call refuses.",
+)
+COMPARE = Message("compare the lines above", "The calls differ in a way that cannot be named.")
+DIFFERENT_FUNCTIONS = Message(
+    "the ranks are not at the same call: look for one that only some ranks make (a condition on the rank, loops of "
+    "other lengths) or make in another order, at or before these lines",
+    "Ranks call different functions.",
+)
+SKIPPED = Message(
+    "if the arguments are meant so, {ranks} skipped or repeated a call before; else ",
+    "Precedes one of the following, if the calls that differ stand in different lines of the program.",
+)
+MAKE_ALIKE = Message("make these alike on all ranks: {parts}", "The calls differ in several parts.")
+SAME_DTYPE = Message("pass the same dtype on all ranks", "The dtypes differ, and no dtype has most ranks.")
+CAST = Message("cast before the call on {ranks}: x = x.astype({dtype!r})", "Some ranks pass another dtype.")
+SAME_PART = Message(
+    "pass the same {part} on all ranks", "The calls differ in one part that none of the following names."
+)
+SAME_OP = Message("pass the same reduction on all ranks", "The reductions differ.")
+SAME_ROOT = Message("pass the same root (src=, dst=: a global rank) on all ranks", "The roots differ.")
+SAME_COUNT = Message(
+    "pass as many elements on every rank: pad, or use a call that takes blocks of different sizes",
+    "The numbers of elements differ.",
+)
+SAME_BLOCKS = Message(
+    "pass lists with the same sizes in the same order on all ranks", "Sizes in lists of blocks differ."
+)
+SAME_OBJECTS = Message("pass lists of the same length on all ranks", "Lengths of lists of objects differ.")
+SAME_RANKS = Message(
+    "list the same ranks on all ranks: all ranks call new_group for every group, in the same order",
+    "The lists of ranks of `new_group` differ.",
+)
+SAME_LAYOUT = Message(
+    "pass arrays of the same shapes and dtypes in the same order on all ranks",
+    "The arrays of a call on several arrays differ.",
+)
+SAME_CHECK = Message(
+    "give all ranks the same check level: check=, or MPICOLL_CHECK in the environment of all",
+    "The check levels differ.",
+)
+SAME_ON_FAILURE = Message("pass the same on_failure= on all ranks", "The values of `on_failure=` differ.")
+SAME_NAME = Message(
+    "the ranks are at differently named calls: look for one that only some ranks make",
+    "The values of `name=` differ.",
+)
+OTHER_TAG = Message(
+    "a message has arrived with another tag than is waited for: if it is the one, pass the same tag= to its send and its receive",
+    "A rank waits for a message, and another message has arrived from the same rank.",
+)
+MAKE_IT_THERE = Message(
+    "{ranks} ended without the call that is waited for: make it there too, or leave it out here",
+    "A deadlock: the call that ranks wait in needs a rank that has ended.",
+)
+ORDER_OF_GROUPS = Message(
+    "call the groups' collectives in the same order on all ranks that are in several of them",
+    "A deadlock of collectives on several groups.",
+)
+ORDER_OF_CALLS = Message(
+    "make the same collectives in the same order on all members of the group",
+    "A deadlock of collectives on one group.",
+)
+SEND_BEFORE = Message(
+    "some ranks wait in a collective while others wait for a message: send the message before the collective, or receive it "
+    "after the collective",
+    "A deadlock of collectives and messages.",
+)
+ONE_SENDS_FIRST = Message(
+    "every rank waits for a message and none is on its way: let one of them send first",
+    "A deadlock of receives, one of them from any rank.",
+)
+RECEIVE_FIRST = Message(
+    "large sends end when they are received: start irecv first, or exchange with batch_isend_irecv",
+    "A deadlock of sends.",
+)
+ALL_RECEIVE = Message(
+    "all receive first: send first on some of the ranks (even ones, say), start irecv before send, or use batch_isend_irecv",
+    "A deadlock of receives.",
+)
+NAME_EACH_OTHER = Message(
+    "a send and its receive must name each other's rank and the same tag: compare the rows",
+    "A deadlock of sends and receives.",
+)
+READ_OTHERS = Message(
+    "see what ranks far from this one print: they ask others who is late",
+    "A time limit: no rank that was asked is late, and some were not asked.",
+)
+OWN_GPU = Message(
+    "this rank waits for its GPU: kernels that were put on the stream before the call have not ended",
+    "A time limit: no rank is late, but the stream of this rank's GPU has not reached the call.",
+)
+OTHER_GPU = Message(
+    "the transfer itself does not end: is the GPU of another rank behind, a rank stopped, or the network down?",
+    "A time limit: no rank is late, and the arrays are on GPUs.",
+)
+TRANSFER = Message(
+    "the transfer itself does not end: is a rank stopped, or the network down?",
+    "A time limit: no rank is late.",
+)
+WHY_ELSEWHERE = Message(
+    "see why {ranks} {n:is/are} elsewhere: a call that only some ranks make, or skip?",
+    "A time limit: the late ranks are in other calls, or in none.",
+)
+WHAT_DOES = Message(
+    "see what {ranks} {n:does/do} (py-spy dump, its log); if {n:it is/they are} only slow, raise the limit: timeout= "
+    "or MPICOLL_TIMEOUT",
+    "A time limit: the late ranks do not answer.",
+)
+WHY_ENDED = Message(
+    "see why {ranks} ended before this call: an early return, a shorter loop, or a call that only the others make",
+    "Ranks ended without the call.",
+)
+CAUSE_IS_THERE = Message(
+    "the cause is the error on {ranks}; this rank did nothing wrong",
+    "Ranks failed or were killed.",
+)
+
+_BY_PART = {
+    "op": SAME_OP,
+    "root": SAME_ROOT,
+    "elements": SAME_COUNT,
+    "blocks": SAME_BLOCKS,
+    "objects": SAME_OBJECTS,
+    "ranks": SAME_RANKS,
+    "layout": SAME_LAYOUT,
+    "check": SAME_CHECK,
+    "on_failure": SAME_ON_FAILURE,
+    "name": SAME_NAME,
+}
 
 
 def after_mismatch(expected: Entry | None, rows: Sequence[Entry], differs: Sequence[frozenset[str]], odd: Runs) -> str:
     """Return what to do about different calls.
 
     Args:
-        expected: what the rows are compared with.
-        rows, differs: the other calls, and the names of the parts in which each differs.
-        odd: the ranks that made them; empty where it cannot be said who is wrong.
+        expected: the call that the rows are compared with.
+        rows, differs: the other calls, and for each the names of the parts in which it differs.
+        odd: the ranks that made them; empty if it is not known which ranks are wrong.
     """
-    who = name_runs(odd, _WIDTH) if odd else "the ranks"
+    ranks = name_runs(odd, _WIDTH) if odd else "the ranks"
     lacking = {row.lacks for row in rows if row.problem}
-    if lacking == {"memory"}:
-        return f"free memory on {who}, or make the call with less data; nothing is wrong with the calls of the others"
-    if lacking == {"GPU"}:
-        return (
-            f"find what failed on the GPU of {who} before this call (CUDA_LAUNCH_BLOCKING=1 shows where); CUDA works there again "
-            "in a new process alone"
-        )
     if lacking:
-        return f"correct the arguments on {who}; nothing is wrong with the calls of the others"
+        message = {"memory": FREE_MEMORY, "GPU": FIND_GPU_ERROR}.get(next(iter(lacking)), CORRECT_ARGUMENTS)
+        return (message if len(lacking) == 1 else CORRECT_ARGUMENTS)(ranks=ranks)
     if expected is None or not rows:
-        return "compare the lines above"
+        return COMPARE.text
     names = frozenset().union(*differs)
     if "function" in names:
-        return (
-            "the ranks are not at the same call: look for one that only some ranks make (a condition on the rank, loops of "
-            "other lengths) or make in another order, at or before these lines"
-        )
-    apart = len({row.site for row in (expected, *rows)}) > 1
-    first = f"if the arguments are meant so, {who} skipped or repeated a call before; else " if apart else ""
+        return DIFFERENT_FUNCTIONS.text
+    first = SKIPPED(ranks=ranks) if len({row.site for row in (expected, *rows)}) > 1 else ""
     if len(names) > 1:
-        words = ", ".join(sorted(name or "options" for name in names))
-        return first + f"make these alike on all ranks: {words}"
+        return first + MAKE_ALIKE(parts=", ".join(sorted(name or "options" for name in names)))
     name = next(iter(names), "")
-    wanted = dict(expected.key).get("dtype", "")
-    if name == "dtype" and not wanted.startswith(("[", "{")):  # nobody casts structured arrays
-        if not odd:
-            return first + "pass the same dtype on all ranks"
-        return first + f"cast before the call on {who}: x = x.astype({wanted!r})"
-    return first + _ALIKE.get(name, f"pass the same {name or 'options'} on all ranks")
-
-
-_ALIKE = {
-    "op": "pass the same reduction on all ranks",
-    "root": "pass the same root (src=, dst=: a global rank) on all ranks",
-    "elements": "pass as many elements on every rank: pad, or use a call that takes blocks of different sizes",
-    "blocks": "pass lists with the same sizes in the same order on all ranks",
-    "objects": "pass lists of the same length on all ranks",
-    "ranks": "list the same ranks on all ranks: all ranks call new_group for every group, in the same order",
-    "layout": "pass arrays of the same shapes and dtypes in the same order on all ranks",
-    "check": "give all ranks the same check level: check=, or MPICOLL_CHECK in the environment of all",
-    "on_failure": "pass the same on_failure= on all ranks",
-    "name": "the ranks are at differently named calls: look for one that only some ranks make",
-}
+    dtype = dict(expected.key).get("dtype", "")
+    if name == "dtype" and not dtype.startswith(("[", "{")):  # structured arrays cannot be cast
+        return first + (CAST(ranks=ranks, dtype=dtype) if odd else SAME_DTYPE.text)
+    return first + _BY_PART.get(name, SAME_PART)(part=name or "options")
 
 
 def after_deadlock(waits: Sequence[Entry], gone: Runs, unasked: bool = False) -> str:
-    """Return what to do about ranks that wait for each other, or for ranks that are gone.
+    """Return what to do about ranks that wait for each other, or for ranks that have ended.
 
     Args:
-        unasked: a message has come from a rank that one is waited for of, with a tag that nobody waits for.
+        unasked: whether a message has arrived from a rank that is waited for, with a tag that no rank waits for.
     """
     entries = [entry for entry in waits if entry.state == "waits"]
-    if unasked:
-        return (
-            "a message has come with another tag than is waited for: if it is the one, pass the same tag= to its send and "
-            "its receive"
-        )
-    if gone:
-        return f"{name_runs(gone, _WIDTH)} ended without the call that is waited for: make it there too, or leave it out here"
     point_to_point = [entry for entry in entries if entry.peer is not None]
+    if unasked:
+        return OTHER_TAG.text
+    if gone:
+        return MAKE_IT_THERE(ranks=name_runs(gone, _WIDTH))
     if not point_to_point:
-        if len({entry.group for entry in entries}) > 1:
-            return "call the groups' collectives in the same order on all ranks that are in several of them"
-        return "make the same collectives in the same order on all members of the group"
+        return (ORDER_OF_GROUPS if len({entry.group for entry in entries}) > 1 else ORDER_OF_CALLS).text
     if len(point_to_point) < len(entries):
-        return (
-            "some ranks wait in a collective while others wait for a message: the message must be sent before, or the "
-            "receive come after"
-        )
+        return SEND_BEFORE.text
     if any(entry.peer == -1 for entry in entries):
-        return "every rank waits for a message and none is on its way: let one of them send first"
-    if all(entry.op in _SENDS for entry in entries):
-        return "large sends end when they are received: start irecv first, or exchange with batch_isend_irecv"
-    if not any(entry.op in _SENDS for entry in entries):
-        return (
-            "all receive first: send first on some of the ranks (even ones, say), start irecv before send, or use "
-            "batch_isend_irecv"
-        )
-    return "a send and its receive must name each other's rank and the same tag: compare the rows"
+        return ONE_SENDS_FIRST.text
+    sends = [entry.op in _SENDS for entry in entries]
+    return (RECEIVE_FIRST if all(sends) else NAME_EACH_OTHER if any(sends) else ALL_RECEIVE).text
 
 
 def after_time_limit(rows: Iterable[Entry], late: Runs, unasked: int = 0, behind: bool | None = None) -> str:
-    """Return what to do about ranks that are late, where ``unasked`` others may be late as well.
+    """Return what to do about ranks that are late.
 
-    ``behind``: whether this rank's GPU has not come to the call yet; None where its arrays are on the host.
+    Args:
+        unasked: how many ranks were not asked; they may be late, too.
+        behind: whether this rank's GPU has not reached the call yet; None if its arrays are on the host.
     """
-    if unasked and not late:
-        return "see what ranks far from this one print: they ask others who is late"
-    if not late and behind:
-        return "this rank waits for its GPU: kernels that were put on the stream before the call have not ended"
-    if not late and behind is not None:
-        return (
-            "the transfer itself does not end: is the GPU of another rank behind, a rank stopped, or the network down?"
-        )
     if not late:
-        return "the transfer itself does not end: is a rank stopped, or the network down?"
+        if unasked:
+            return READ_OTHERS.text
+        return (TRANSFER if behind is None else OWN_GPU if behind else OTHER_GPU).text
     elsewhere = join(run for row in rows if row.state == "late" for run in row.ranks)
-    if elsewhere:
-        is_ = "is" if count(elsewhere) == 1 else "are"
-        return f"see why {name_runs(elsewhere, _WIDTH)} {is_} elsewhere: a call that only some ranks make, or skip?"
-    does, it = ("does", "it is") if count(late) == 1 else ("do", "they are")
-    return (
-        f"see what {name_runs(late, _WIDTH)} {does} (py-spy dump, its log); if {it} only slow, raise the limit: timeout= "
-        "or MPICOLL_TIMEOUT"
-    )
+    message, ranks = (WHY_ELSEWHERE, elsewhere) if elsewhere else (WHAT_DOES, late)
+    return message(ranks=name_runs(ranks, _WIDTH), n=Plural(count(ranks)))
 
 
 def after_exit(gone: Runs) -> str:
     """Return what to do about ranks that ended early."""
-    return (
-        f"see why {name_runs(gone, _WIDTH)} ended before this call: an early return, a shorter loop, or a call that only "
-        "the others make"
-    )
+    return WHY_ENDED(ranks=name_runs(gone, _WIDTH))
 
 
 def after_failure(gone: Runs) -> str:
     """Return what to do about ranks that failed."""
-    return f"the cause is the error on {name_runs(gone, _WIDTH)}; this rank did nothing wrong"
+    return CAUSE_IS_THERE(ranks=name_runs(gone, _WIDTH))
