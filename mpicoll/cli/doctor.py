@@ -1,4 +1,4 @@
-"""`mpicoll doctor`: what this installation consists of, whether two ranks can talk, and what to do if not."""
+"""`mpicoll doctor`: show the parts of this installation, let two ranks communicate, and say what to do if they cannot."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from mpicoll.errors import LaunchError
 State = Literal["ok", "note", "wrong", ""]
 CHECK_LIMIT = 60.0
 NO_EXTENSION = (
-    "Without its C extension calls between the ranks of a node go through MPI: 8 bytes take about 5 us, not 0.8. To have it: "
-    "a C compiler and the headers of Python (Debian: apt-get install gcc python3-dev), and then install mpicoll again: "
-    "pip install --force-reinstall --no-deps --no-cache-dir, and what you gave it the first time"
+    "Without its C extension calls between the ranks of a node go through MPI: 8 bytes take about 5 us, not 0.8. To build it, "
+    "install a C compiler and the headers of Python (Debian: apt-get install gcc python3-dev), then install mpicoll again: "
+    "pip install --force-reinstall --no-deps --no-cache-dir, with the same requirement as the first time"
 )
 
-# Run by each of the two ranks of the self-check; rank 0 prints what only a running MPI knows.
+# The program of the two ranks of the self-check; rank 0 prints the facts that only an initialised MPI knows.
 _SELF_CHECK = """\
 import json
 import numpy as np
@@ -43,16 +43,16 @@ if world.rank == 0:
     order = [MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE]
     found = loaded_mpi(read_settings().cuda)
     cuda = [sorted({operation for operation, _ in found.direct}), found.evidence, [bad.why for bad in found.bad]]
-    told = {"sum": float(x[0]), "no extension": native.why_not, "size": world.size, "hosts": sorted(set(hosts)), "cuda": cuda,
+    facts = {"sum": float(x[0]), "no extension": native.why_not, "size": world.size, "hosts": sorted(set(hosts)), "cuda": cuda,
             "threads": levels[order.index(MPI.Query_thread())]}
-    print("self-check:" + json.dumps(told), flush=True)
+    print("self-check:" + json.dumps(facts), flush=True)
 dist.destroy_process_group()
 """
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; a ``wrong`` one comes with advice."""
+    """One line of the report; a line of state ``wrong`` has advice."""
 
     section: str
     label: str
@@ -63,7 +63,7 @@ class Finding:
 
 @dataclass
 class Report:
-    """What was found, in order."""
+    """The findings, in the order in which they are printed."""
 
     findings: list[Finding] = field(default_factory=list)
 
@@ -73,11 +73,11 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """1 when something is wrong, otherwise 0."""
+        """1 if something is wrong, otherwise 0."""
         return int(any(finding.state == "wrong" for finding in self.findings))
 
     def advice(self) -> list[str]:
-        """Return what to do, the serious things first."""
+        """Return the advice of all findings, that of wrong ones first."""
         order = sorted(self.findings, key=lambda finding: finding.state != "wrong")
         return list(dict.fromkeys(finding.advice for finding in order if finding.advice))
 
@@ -86,13 +86,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command to ``mpicoll``."""
     parser = commands.add_parser(
         "doctor",
-        help="look for what is wrong with this installation",
-        description="Show which MPI, mpiexec and packages this Python uses, and let two ranks talk to each other.",
-        epilog="The exit code is 0 when all is well and 1 when something is wrong. --job is for all ranks of a job: "
+        help="find what is wrong with this installation",
+        description="Show which MPI, mpiexec and packages this Python uses, and let two ranks communicate.",
+        epilog="The exit code is 0 if all is well and 1 if something is wrong. --job is for all ranks of a job: "
         "mpicoll run -n 4 -m mpicoll doctor --job, or srun --mpi=... mpicoll doctor --job.",
     )
     parser.add_argument(
-        "--job", action="store_true", help="show the map of the job that this is a rank of: nodes, cores, GPUs, links"
+        "--job", action="store_true", help="show the map of the job around this rank: nodes, cores, GPUs, links"
     )
     parser.add_argument(
         "--plot", metavar="FILE", help="with --job: draw the map into a file (map.png); needs matplotlib"
@@ -100,18 +100,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--gpu",
         action="store_true",
-        help="try which operations of this MPI take memory of a GPU, each in a job of its own, and whether ranks can share one",
+        help="try which operations of this MPI accept GPU memory, each in a job of its own, and whether ranks can share a GPU",
     )
-    parser.add_argument(
-        "--save", action="store_true", help="with --gpu: keep what was found for programs that run later"
-    )
+    parser.add_argument("--save", action="store_true", help="with --gpu: save the results for programs that run later")
     parser.set_defaults(main=main)
 
 
 def main(options: argparse.Namespace) -> int:
-    """Examine, print and return the exit code."""
+    """Run the command and return the exit code."""
     if options.save and not options.gpu:
-        raise LaunchError("--save keeps what --gpu has found: mpicoll doctor --gpu --save")
+        raise LaunchError("--save saves the results of --gpu: mpicoll doctor --gpu --save")
     if options.gpu:
         return _gpu(options.save)
     if options.job:
@@ -126,19 +124,19 @@ def main(options: argparse.Namespace) -> int:
 
 
 def examine(environ: Mapping[str, str]) -> Report:
-    """Find out everything."""
+    """Return the report on this installation."""
     report = Report()
     _packages(report)
     usable = _mpi(report)
     _place(report, environ)
     if usable:
-        told, problem = self_check()
-        judge_self_check(report, told, problem)
+        facts, problem = self_check()
+        judge_self_check(report, facts, problem)
     return report
 
 
-def _gpu(keep: bool) -> int:
-    """Try every operation on memory of a GPU; the exit code is 0 when that could be done, whatever was found."""
+def _gpu(saving: bool) -> int:
+    """Try every operation on GPU memory; return exit code 0 if the trials could be made, whatever their results."""
     from rich.console import Console
 
     from mpicoll.cli.gpu_probe import probe_all, probe_sharing, save
@@ -157,8 +155,8 @@ def _gpu(keep: bool) -> int:
     )
     right = probe_all(lambda name, found: console.print(f"  {name:<29} {found}"))
     console.print(f"\nranks that share a GPU can reduce on it (CUDA IPC): {probe_sharing()}")
-    if keep:
-        console.print(f"\nkept in {save(right, library_name(library.text))}: MPICOLL_CUDA=auto goes by it from now on")
+    if saving:
+        console.print(f"\nsaved in {save(right, library_name(library.text))}: MPICOLL_CUDA=auto uses it from now on")
     return 0
 
 
@@ -181,13 +179,15 @@ def _packages(report: Report) -> None:
     if (conflict := conflicting_wheels()) is not None:
         report.add("versions", "MPI wheels", "two in one environment", "wrong", conflict)
     if installed_version("pytest-mpi") is not None and installed_version("mpi-pytest") is not None:
-        advice = "pytest-mpi and mpi-pytest both own the module pytest_mpi. Keep one: pip uninstall -y mpi-pytest && "
+        advice = (
+            "pytest-mpi and mpi-pytest both install the module pytest_mpi. Keep one: pip uninstall -y mpi-pytest && "
+        )
         advice += "pip install --force-reinstall --no-deps pytest-mpi"
         report.add("versions", "pytest plugins", "two that exclude each other", "wrong", advice)
 
 
 def _mpi(report: Report) -> bool:
-    """Report on library and launcher; return whether a job can be started."""
+    """Add library and launcher to the report; return whether a job can be started."""
     from mpicoll.launch.mpi_library import find_library
     from mpicoll.launch.mpiexec import find_mpiexec, identify
 
@@ -224,7 +224,7 @@ def _mpi(report: Report) -> bool:
 
 
 def _srun(report: Report, library: str) -> None:
-    """Report how srun starts this MPI, where there is one."""
+    """Add to the report how srun starts this MPI, if there is an srun."""
     from mpicoll.launch.slurm import find_plugins, how
 
     if shutil.which("srun") is None:
@@ -250,7 +250,7 @@ def _place(report: Report, environ: Mapping[str, str]) -> None:
         report.add("launch", "started by", "no launcher")
     else:
         where = f"{launcher.kind}, rank {launcher.rank} of {launcher.size}"
-        report.add("launch", "started by", where, "note", "Run doctor once, without mpiexec or srun in front")
+        report.add("launch", "started by", where, "note", "Run doctor once, without mpiexec or srun before it")
     if (job := environ.get("SLURM_JOB_ID")) is not None:
         nodes = environ.get("SLURM_JOB_NUM_NODES", environ.get("SLURM_NNODES", "?"))
         report.add("launch", "allocation", f"Slurm job {job}, {nodes} nodes, {environ.get('SLURM_NTASKS', '?')} tasks")
@@ -258,75 +258,80 @@ def _place(report: Report, environ: Mapping[str, str]) -> None:
     threads = len(os.sched_getaffinity(0))
     report.add("launch", "this host", f"{platform.node()}, {machine.cores} cores ({threads} hardware threads) usable")
     if machine.root:
-        report.add(
-            "launch", "user", "root; mpicoll run tells Open MPI that this is meant, mpirun needs --allow-run-as-root"
-        )
+        report.add("launch", "user", "root; mpicoll run passes --allow-run-as-root to Open MPI, plain mpirun needs it")
 
 
 def self_check() -> tuple[dict[str, Any] | None, str]:
-    """Let two ranks add two numbers; return what rank 0 told, and what went wrong."""
+    """Let two ranks add two numbers; return the facts that rank 0 printed, and what went wrong."""
+    try:
+        code, printed, problem = run_two_ranks([_SELF_CHECK], CHECK_LIMIT)
+    except LaunchError as error:
+        return None, str(error)
+    facts = None
+    for line in printed.splitlines():
+        if line.startswith("self-check:"):
+            facts = json.loads(line.partition(":")[2])
+    if code != 0:
+        last = "\n".join(line for line in problem.splitlines() if line.strip())[-2000:]
+        return facts, f"the job ended with exit code {code}:\n{last}"
+    return facts, ""
+
+
+def run_two_ranks(arguments: list[str], limit: float) -> tuple[int, str, str]:
+    """Run ``python -c`` with arguments on two ranks; return the exit code, and the output on stdout and stderr.
+
+    Raises:
+        LaunchError: the job cannot be started.
+    """
     from mpicoll.launch.job import Job, Options
 
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        sinks = (out.fileno(), err.fileno())
+        options = Options(nprocs=2, timeout=limit)
+        job = Job(options, [sys.executable, "-c", *arguments], sinks=(out.fileno(), err.fileno()))
         try:
-            job = Job(Options(nprocs=2, timeout=CHECK_LIMIT), [sys.executable, "-c", _SELF_CHECK], sinks=sinks)
-        except LaunchError as error:
-            return None, str(error)
-        try:
-            ended = job.run()
-        except LaunchError as error:
-            return None, str(error)
+            code = job.run().code
         finally:
             job.clean()
         out.seek(0)
         err.seek(0)
-        printed, problem = out.read().decode(errors="replace"), err.read().decode(errors="replace")
-    told = None
-    for line in printed.splitlines():
-        if line.startswith("self-check:"):
-            told = json.loads(line.partition(":")[2])
-    if ended.code != 0:
-        last = "\n".join(line for line in problem.splitlines() if line.strip())[-2000:]
-        return told, f"the job ended with exit code {ended.code}:\n{last}"
-    return told, ""
+        return code, out.read().decode(errors="replace"), err.read().decode(errors="replace")
 
 
-def judge_self_check(report: Report, told: dict[str, Any] | None, problem: str) -> None:
-    """Put the self-check's outcome into the report."""
+def judge_self_check(report: Report, facts: dict[str, Any] | None, problem: str) -> None:
+    """Add the result of the self-check to the report."""
     section = "self-check"
-    if told is not None:
-        threads = told["threads"]
+    if facts is not None:
+        threads = facts["threads"]
         advice = "" if threads == "MULTIPLE" else "This MPI allows calls from one thread only"
         report.add(section, "thread level", threads, "note" if advice else "ok", advice)
-        why_not = told["no extension"]
+        why_not = facts["no extension"]
         report.add(
             section,
             "C extension",
-            f"none: {why_not}" if why_not else "there, for shared memory",
+            f"none: {why_not}" if why_not else "available, for shared memory",
             "note" if why_not else "ok",
             NO_EXTENSION if why_not else "",
         )
-        operations, evidence, bad = told["cuda"]
+        operations, evidence, bad = facts["cuda"]
         report.add(
-            section, "memory of a GPU", ("handed to MPI" if operations else "by way of the host") + f": {evidence}"
+            section, "memory of a GPU", ("passed to MPI" if operations else "copied through the host") + f": {evidence}"
         )
         if operations:
             for why in bad:
                 report.add(section, "", f"but {why}", "note")
-        hosts = told["hosts"]
+        hosts = facts["hosts"]
         report.add(section, "ran on", f"{len(hosts)} node{'s' * (len(hosts) != 1)}: {', '.join(hosts)}")
-    if told is not None and not problem and told["size"] == 2 and told["sum"] == 2.0:
+    if facts is not None and not problem and facts["size"] == 2 and facts["sum"] == 2.0:
         report.add(section, "two ranks", "all_reduce gave 2.0", "ok")
-    elif told is not None and not problem:
-        value = f"a world of {told['size']} in which all_reduce gave {told['sum']}"
+    elif facts is not None and not problem:
+        value = f"a world of {facts['size']} in which all_reduce gave {facts['sum']}"
         report.add(section, "two ranks", value, "wrong", "mpiexec and library do not work together; see above")
     else:
-        report.add(section, "two ranks", "failed", "wrong", "The self-check failed: " + (problem or "it said nothing"))
+        report.add(section, "two ranks", "failed", "wrong", "The self-check failed: " + (problem or "no output"))
 
 
 def show(report: Report) -> None:
-    """Print the report and end with plain advice."""
+    """Print the report, with the advice at its end."""
     from rich.console import Console
     from rich.markup import escape
 

@@ -1,22 +1,21 @@
-"""`mpicoll doctor --gpu`: which operations of this MPI take memory of a GPU, each tried in a job of its own, as one may crash."""
+"""`mpicoll doctor --gpu`: try which operations of this MPI accept GPU memory, each in a job of its own, as it may crash."""
 
 from __future__ import annotations
 
 import json
 import signal
-import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mpicoll.cli.doctor import run_two_ranks
 from mpicoll.errors import LaunchError
 from mpicoll.transports.device.capability import OPERATIONS, path_of_probes
 
 LIMIT = 60.0
 
-# Run by two ranks: one operation by mpi4py, with equal blocks and with counts, on arrays of the GPU or, to try the probe
-# itself, of the host.
+# The program of two ranks: one operation by mpi4py, with equal blocks and with counts, on arrays of the GPU or, for tests of
+# the probe, of the host.
 _PROBE = """\
 import sys
 import numpy as np
@@ -85,7 +84,7 @@ if me == 0:
 """
 
 
-# Run by two ranks: one all_reduce of this library on one GPU, or on a stand-in for one, to try the probe itself.
+# The program of two ranks: one all_reduce of this library on one GPU, or, for tests of the probe, on a stand-in for a GPU.
 _SHARING = """\
 import sys
 import mpicoll as dist
@@ -110,36 +109,24 @@ dist.destroy_process_group()
 
 
 def probe(operation: str, nonblocking: bool, where: str = "cuda") -> str:
-    """Try one operation on two ranks; return "right", "wrong", or how it ended."""
+    """Try one operation on two ranks; return "right", "wrong", or how the job ended."""
     return _run([_PROBE, operation, "nonblocking" if nonblocking else "blocking", where])
 
 
 def probe_sharing(where: str = "cuda", *refused: str) -> str:
-    """Try whether two ranks can reduce on one GPU (CUDA IPC); return "yes", "no" and why, or how it ended."""
+    """Try whether two ranks can reduce on one GPU (CUDA IPC); return "yes", "no" and why, or how the job ended."""
     return _run([_SHARING, where, *refused])
 
 
-def _run(script: list[str]) -> str:
-    from mpicoll.launch.job import Job, Options
-
-    program = [sys.executable, "-c", *script]
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        job = Job(Options(nprocs=2, timeout=LIMIT), program, sinks=(out.fileno(), err.fileno()))
-        try:
-            code = job.run().code
-        finally:
-            job.clean()
-        out.seek(0)
-        err.seek(0)
-        printed, problem = out.read().decode(errors="replace"), err.read().decode(errors="replace")
-    return judge(code, printed, problem)
+def _run(arguments: list[str]) -> str:
+    return judge(*run_two_ranks(arguments, LIMIT))
 
 
 def judge(code: int, printed: str, problem: str) -> str:
-    """Return what a probe that ended so says."""
+    """Return the result of a probe from its exit code and its output on stdout and stderr."""
     if code == 0:
         found = [line.partition(":")[2].strip() for line in printed.splitlines() if line.startswith("probe:")]
-        return found[0] if found else "said nothing"
+        return found[0] if found else "no result printed"
     if code == 124:
         return f"did not end within {LIMIT:.0f} s"
     if code > 128:
@@ -152,25 +139,25 @@ def judge(code: int, printed: str, problem: str) -> str:
 
 
 def probe_all(
-    tell: Callable[[str, str], None], where: str = "cuda", probing: Callable[[str, bool, str], str] = probe
+    report: Callable[[str, str], None], where: str = "cuda", probing: Callable[[str, bool, str], str] = probe
 ) -> set[tuple[str, bool]]:
-    """Try every operation, blocking and nonblocking; return those that gave the right result.
+    """Try every operation, blocking and nonblocking; return those with the right result.
 
     Args:
-        tell: called with the name of each, and what came of it.
+        report: called with the name and the result of each operation.
     """
     right = set()
     for operation in OPERATIONS:
         for nonblocking in (False, True):
             found = probing(operation, nonblocking, where)
-            tell(f"{operation}, {'nonblocking' if nonblocking else 'blocking'}", found)
+            report(f"{operation}, {'nonblocking' if nonblocking else 'blocking'}", found)
             if found == "right":
                 right.add((operation, nonblocking))
     return right
 
 
 def save(right: set[tuple[str, bool]], library: str, path: Path | None = None) -> Path:
-    """Keep what was found for one library of MPI, beside what was found for others; return the file."""
+    """Save the results for one MPI library, beside those for other libraries; return the file."""
     path = path_of_probes() if path is None else path
     known: dict[str, Any] = {}
     try:

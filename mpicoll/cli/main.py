@@ -1,4 +1,4 @@
-"""The `mpicoll` command: reads the command line and hands over to one file per command."""
+"""The `mpicoll` command: read the command line and call the file of the command."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("-n", "-np", "--nprocs", type=int, default=None, metavar="N", help="number of ranks")
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
-    parser.add_argument("--tag-output", action="store_true", help="put the rank in front of every line: [2] ...")
+    parser.add_argument("--tag-output", action="store_true", help="print the rank before every line: [2] ...")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end the job after this time (exit code 124)")
     parser.add_argument("--mpiexec", metavar="PATH", help="use this mpiexec instead of the one found")
     parser.add_argument(
@@ -33,20 +33,20 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--launcher",
         choices=("auto", "mpiexec", "srun"),
         default="auto",
-        help="start with mpiexec, or in Slurm with srun; by itself it takes srun only where there is no mpiexec",
+        help="start with mpiexec, or in Slurm with srun; auto uses srun only if there is no mpiexec",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the line that would start the job, and start nothing"
+        "--dry-run", action="store_true", help="print the command that would start the job, and start nothing"
     )
-    parser.add_argument("--host", metavar="HOSTS", help="where to run, in mpiexec's syntax (a:2,b:2)")
-    parser.add_argument("--hostfile", metavar="FILE", help="file that says where to run, in mpiexec's syntax")
+    parser.add_argument("--host", metavar="HOSTS", help="the hosts to run on, in mpiexec's syntax (a:2,b:2)")
+    parser.add_argument("--hostfile", metavar="FILE", help="a file with the hosts to run on, in mpiexec's syntax")
     parser.add_argument("script", metavar="script.py", help=argparse.SUPPRESS)
     parser.add_argument("args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(main=main)
 
 
 def rank_command(target: str, args: Sequence[str], *, module: bool, python: str) -> list[str]:
-    """Return what one rank runs.
+    """Return the command of one rank.
 
     Raises:
         LaunchError: there is no such script or module.

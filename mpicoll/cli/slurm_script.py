@@ -23,7 +23,7 @@ _TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.I
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the job asks Slurm for, and what each rank runs."""
+    """The resources that the job asks Slurm for, and the command of each rank."""
 
     command: tuple[str, ...]
     nodes: int = 1
@@ -35,7 +35,7 @@ class Wanted:
     account: str | None = None
     job_name: str = "mpicoll"
     modules: tuple[str, ...] = ()
-    folder: str = ""  # where the job runs; "" is where it is submitted
+    folder: str = ""  # the working directory of the job; "": the one in which it is submitted
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="print a batch script for this Slurm cluster",
         description="Print an sbatch script that starts a Python script with this interpreter, in the way in which this "
         "Slurm (srun --mpi=list) can start the MPI that mpi4py loads here.",
-        epilog="Submit it with: sbatch FILE. The exit code is 1 when no way is known to start this MPI here; the script "
+        epilog="Submit the script with: sbatch FILE. The exit code is 1 if no way is known to start this MPI here; the script "
         "is printed all the same. slurm/ in the repository has commented templates for more kinds of jobs.",
         usage="mpicoll slurm-script [options] script.py [args ...]\n"
         "       mpicoll slurm-script [options] -m module [args ...]\n"
@@ -69,18 +69,20 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--gpus-per-node", type=_count, default=0, metavar="N", help="GPUs on each node")
     parser.add_argument("-t", "--time", type=_time, metavar="TIME", help="limit, in Slurm's forms: 30, 2:00:00, 1-12")
     parser.add_argument("-p", "--partition", type=_word, metavar="NAME", help="the cluster's partition (queue)")
-    parser.add_argument("-A", "--account", type=_word, metavar="NAME", help="who pays")
+    parser.add_argument("-A", "--account", type=_word, metavar="NAME", help="the account that pays")
     parser.add_argument("-J", "--job-name", type=_word, metavar="NAME", help="default: the name of the script")
     parser.add_argument(
         "--module", type=_word, action="append", metavar="NAME", help="environment module to load first"
     )
-    parser.add_argument("--launcher", choices=("srun", "mpirun"), help="start the ranks with this, not as found out")
-    parser.add_argument("--mpi", type=_word, metavar="TYPE", help="srun's --mpi=TYPE, not as found out")
+    parser.add_argument(
+        "--launcher", choices=("srun", "mpirun"), help="start the ranks with this launcher, not the found one"
+    )
+    parser.add_argument("--mpi", type=_word, metavar="TYPE", help="use srun's --mpi=TYPE, not the found type")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the script to this file, not to stdout")
     parser.add_argument("-m", dest="is_module", action="store_true", help="run a module, as python -m does")
     asked = parser.add_mutually_exclusive_group()
-    asked.add_argument("--mpi-type", action="store_true", help="only print what srun --mpi= needs, and end")
-    asked.add_argument("--mpirun", action="store_true", help="only print the path of this MPI's mpirun, and end")
+    asked.add_argument("--mpi-type", action="store_true", help="only print the value for srun --mpi=")
+    asked.add_argument("--mpirun", action="store_true", help="only print the path of this MPI's mpirun")
     parser.add_argument("script", metavar="script.py", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(main=main)
@@ -105,7 +107,7 @@ def _word(text: str) -> str:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print what was asked for and return the exit code."""
+    """Print the script, the MPI type or the path of mpirun, and return the exit code."""
     from mpicoll.cli.run import rank_command
     from mpicoll.launch.mpi_library import find_library
 
@@ -176,7 +178,7 @@ def _way(library: MpiLibrary) -> Way:
 
 
 def _plan(library: MpiLibrary, launcher: str | None, mpi: str | None) -> tuple[Plan, str]:
-    """Return how to start this library's ranks here, and a warning where that is not known to work."""
+    """Return how to start this library's ranks here, and a warning if no way is known to work."""
     from mpicoll.launch.mpiexec import find_mpiexec
 
     name = f"{library.name} {library.version}".strip()
@@ -217,7 +219,7 @@ def script(wanted: Wanted, plan: Plan) -> str:
     lines += [f"#SBATCH --{option}={value}" for option, value in asked if value is not None]
     lines += ["", "set -eo pipefail"]
     if wanted.modules:
-        # Before `set -u`: the functions behind `module` use variables that may not be set.
+        # Before `set -u`: the shell functions of `module` use variables that may not be set.
         lines.append("module load " + shlex.join(wanted.modules))
     lines.append("set -u")
     lines.append(f"export OMP_NUM_THREADS={wanted.cpus_per_task}  # threads of each rank")
@@ -228,13 +230,15 @@ def script(wanted: Wanted, plan: Plan) -> str:
 def _start(wanted: Wanted, plan: Plan) -> list[str]:
     command = shlex.join(wanted.command)
     if plan.mpirun is None:
-        # The variable spares pages of complaints from Open MPI builds without PMIx's munge component; see cpu-srun.sbatch.
+        # The variable prevents pages of warnings from Open MPI builds without PMIx's munge component; see cpu-srun.sbatch.
         lines = ["export PMIX_MCA_psec=native"] if plan.family == "openmpi" else []
         words = ["exec srun", "--kill-on-bad-exit=1", *([f"--mpi={plan.mpi}"] if plan.mpi else [])]
-        words.append(f"--cpus-per-task={wanted.cpus_per_task}")  # since Slurm 22.05 srun does not take it from the job
+        words.append(
+            f"--cpus-per-task={wanted.cpus_per_task}"
+        )  # since Slurm 22.05 srun does not inherit it from the job
         words += ["--gpu-bind=none"] * bool(wanted.gpus_per_node)  # each rank sees all GPUs of its node
         return [*lines, " ".join([*words, command])]
-    # mpirun starts its own daemons by srun, which must not set up MPI for them: MPICH's ranks abort in MPI_Init then.
+    # mpirun starts its own daemons by srun, which must not set up MPI for them: otherwise MPICH's ranks abort in MPI_Init.
     lines = ["export SLURM_MPI_TYPE=none"]
     words = ["exec", shlex.quote(plan.mpirun)]
     if plan.family == "openmpi":

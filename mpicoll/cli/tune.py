@@ -1,10 +1,9 @@
-"""`mpicoll tune`: find out on this machine from which sizes on shared memory is faster than MPI, and write it down."""
+"""`mpicoll tune`: measure for which sizes shared memory is faster than MPI on this machine, and save the result."""
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -18,19 +17,19 @@ if TYPE_CHECKING:
 
 SIZES = "1K:64M"
 CLEARLY = 0.97
-"""Share of MPI's time below which shared memory counts as faster."""
+"""Ratio to MPI's time below which shared memory counts as faster."""
 NOT_MUCH = 1.1
-"""Share up to which one size between two at which it is faster is left with them."""
+"""Ratio below which one size between two faster sizes counts as faster, too."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to ``mpicoll``."""
     parser = commands.add_parser(
         "tune",
-        help="measure which engine is faster on this machine, and use it from then on",
-        description="Time every collective through MPI and through shared memory, and write for which sizes the latter is "
-        "faster into a file that init_process_group reads on rank 0. With -n it starts a job on this machine; else every rank "
-        "of a job on one node runs it.",
+        help="measure which engine is faster on this machine, for all later programs",
+        description="Time every collective through MPI and through shared memory, and write the sizes for which shared memory "
+        "is faster to a file that init_process_group reads on rank 0. With -n the command starts a job on this machine; "
+        "without it every rank of a job on one node runs the command.",
     )
     parser.add_argument("-n", "--nprocs", type=int, metavar="N", help="start N ranks on this machine")
     parser.add_argument(
@@ -46,12 +45,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def faster(sizes: Sequence[int], ratios: Sequence[float]) -> Ranges:
     """Return the ranges of bytes in which shared memory is faster; pure.
 
+    Between two sizes the nearer one decides, on a logarithmic scale. The last size stands for all larger ones; below the first
+    size nothing is faster.
+
     Args:
         sizes: bytes, in order.
-        ratios: its time as a share of MPI's, at each of them.
-
-    Between two sizes the nearer one decides, on a logarithmic scale; the last one stands for all above it, and below the first
-    nothing is faster.
+        ratios: for each size the time through shared memory, divided by MPI's.
     """
     from mpicoll.transports.selection import NEVER
 
@@ -73,35 +72,28 @@ def faster(sizes: Sequence[int], ratios: Sequence[float]) -> Ranges:
 
 def main(options: argparse.Namespace) -> int:
     """Measure, and write the profile on rank 0; return the exit code."""
-    from mpicoll.cli.bench.command import ready, started, without_n
-    from mpicoll.cli.bench.table import parse_sizes
+    from mpicoll.cli.bench.command import progress, rank_of_job, read_sizes, start_ranks
 
-    try:
-        sizes = parse_sizes(options.sizes)
-    except ValueError as error:
-        raise LaunchError(f"--sizes {options.sizes}: {error}") from None
-    if options.rounds < 1:
-        raise LaunchError(f"--rounds {options.rounds}: at least 1")
+    sizes = read_sizes(options)
     if options.nprocs is not None:
-        return started(options.nprocs, without_n(sys.argv[1:]))
-    rank = ready("tune")
-    from mpicoll.cli.bench.command import progress
+        return start_ranks(options.nprocs)
+    rank = rank_of_job("tune")
     from mpicoll.cli.bench.measure import OPS, Config, measure
 
-    tell, done = progress() if rank == 0 else ((lambda text, share: None), (lambda: None))
+    show, done = progress(rank)
     ways = (Config("MPI", "full", "mpi"), Config("shared memory", "full", "node"))
     ops = [op for op in OPS if op != "barrier"]
-    results = measure(ops, sizes, options.rounds, configs=ways, torch=False, progress=tell)
+    results = measure(ops, sizes, options.rounds, configs=ways, torch=False, progress=show)
     done()
     if results.nodes > 1:
-        raise LaunchError("tune measures one node: start it on one")
+        raise LaunchError("tune measures one node: start the job on one node")
     if rank == 0:
         _write(results, sizes, options.output)
     return 0
 
 
 def _share(each: Any) -> float:
-    """Return the time through shared memory as a share of that through MPI, each beside raw MPI in its round."""
+    """Return the time through shared memory divided by that through MPI, each relative to raw MPI in its round."""
     rounds = zip(*(of[name] for name in ("shared memory", "MPI") for of in (each.ours, each.raw)), strict=True)
     return float(
         statistics.median(node / beside_node / (mpi / beside_mpi) for node, beside_node, mpi, beside_mpi in rounds)
@@ -126,7 +118,7 @@ def _write(results: Any, sizes: Sequence[int], output: str | None) -> None:
             for first, last in ranges[kind]
         )
         at = ", ".join(f"{in_bytes(size)} {ratio:.2f}" for size, ratio in zip(sizes, ratios, strict=True))
-        print(f"{kind.value}: shared memory for {words or 'nothing'}\n  its time as a share of MPI's: {at}")
+        print(f"{kind.value}: shared memory for {words or 'nothing'}\n  its time divided by MPI's: {at}")
     path = Path(output) if output else path_of_profiles(read_settings().profile)
     path.parent.mkdir(parents=True, exist_ok=True)
     before = path.read_text() if path.exists() else ""

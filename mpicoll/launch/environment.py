@@ -1,8 +1,8 @@
-"""What started this process, read from an environment mapping.
+"""Find the launcher of this process from an environment mapping.
 
-Nothing here imports MPI, and the only thing read besides the mapping is (replaceable) what a file descriptor points
-to. The answers serve to notice that something is wrong (`diagnosis`) and to guess before MPI is up; once MPI runs, rank,
-size and nodes come from MPI.
+No MPI is imported. The only other source is what a file descriptor points to, and that can be replaced for tests. The answers
+show wrong starts (`wrong_starts`) and stand in for MPI's answers before MPI is initialised; afterwards rank, size and nodes
+are MPI's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MARK = "MPICOLL_RANK_PID"
 
 @dataclass(frozen=True)
 class Launcher:
-    """What started this process, as far as the environment says; ``None`` where it does not say.
+    """The launcher of this process as the environment describes it; ``None`` if the environment does not tell a fact.
 
     ``kind`` is ``"openmpi"`` (its mpirun, or a relative), ``"hydra"`` (mpiexec of MPICH and Intel MPI), ``"pals"``
     (Cray), ``"mvapich"``, ``"jsm"`` (IBM jsrun), ``"flux"``, ``"slurm-pmix"``, ``"slurm-pmi2"``, ``"slurm"`` (srun
@@ -35,8 +35,8 @@ class Launcher:
     local_size: int | None = None
 
 
-# kind -> variables of rank, size, local rank, local size. Sticky variables make several match (a job started from
-# inside another job keeps the outer one's), so the order is from the surest to the vaguest.
+# kind -> variables of rank, size, local rank, local size. Several kinds can match, as a job started from inside another job
+# inherits the outer job's variables; so the order is from the surest to the vaguest.
 _VARIABLES: dict[str, tuple[str, str, str, str]] = {
     "openmpi": (
         "OMPI_COMM_WORLD_RANK",
@@ -60,7 +60,7 @@ _VARIABLES: dict[str, tuple[str, str, str, str]] = {
 KINDS = tuple(_VARIABLES)
 """The kinds of launchers, from the surest to the vaguest."""
 
-# What one launch has different from every other one. PMI_FD is compared by what it points to, see _socket.
+# Variables that identify a launch. PMI_FD is compared by what it points to, see _socket.
 _IDENTITY = (
     "PMIX_NAMESPACE",
     "PMIX_RANK",
@@ -85,8 +85,8 @@ _IDENTITY = (
     "SLURM_PROCID",
 )
 
-# What launchers leave behind in a rank's environment and a job started from there must not see. MCA settings are the
-# user's, apart from the few that Open MPI's mpirun writes itself; SLURM_* describe the allocation, which still holds.
+# Variables that launchers set in a rank's environment and that a job started from there must not see. MCA settings are the
+# user's, apart from the few that Open MPI's mpirun sets itself; SLURM_* describe the allocation, which is still valid.
 _LEFT_BEHIND = re.compile(
     r"OMPI_(?!MCA_|ALLOW_)\w+|OMPI_MCA_(num_procs|initial_wdir|cpu_type|PREFIXES|orte_\w+|ess\w*)"
     r"|PMIX_(?!MCA_|PREFIX)\w+|PRTE_(?!MCA_|PREFIX|ALLOW_)\w+|OPAL_USER_PARAMS_GIVEN"
@@ -95,7 +95,7 @@ _LEFT_BEHIND = re.compile(
 
 
 def mpi_family(library_version: str | None) -> Family:
-    """Return which family of launchers a library belongs to, from ``MPI.Get_library_version()``'s text.
+    """Return the family of launchers that a library belongs to, from the text of ``MPI.Get_library_version()``.
 
     Example:
         >>> mpi_family("Open MPI v5.0.11, package: ...")
@@ -112,10 +112,10 @@ def mpi_family(library_version: str | None) -> Family:
 
 
 def read_launcher(environ: Mapping[str, str]) -> Launcher:
-    """Return what started this process.
+    """Return the launcher of this process.
 
-    SLURM_* counts only where srun itself started the process: under mpirun inside a Slurm job those variables are
-    the launch daemons', not the ranks'.
+    SLURM_* variables count only if srun itself started the process: under mpirun inside a Slurm job those variables describe
+    the launch daemons, not the ranks.
 
     Example:
         >>> read_launcher({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}).size
@@ -130,7 +130,7 @@ def read_launcher(environ: Mapping[str, str]) -> Launcher:
 
 
 def launched_by(kind: str, environ: Mapping[str, str]) -> Launcher | None:
-    """Return what a launcher of this kind says of this process, or ``None`` where it has said nothing."""
+    """Return this process as a launcher of this kind describes it, or ``None`` if its variables are not set."""
     return _read(kind, environ) if _present(kind, environ) else None
 
 
@@ -156,7 +156,7 @@ def _present(kind: str, environ: Mapping[str, str]) -> bool:
 
 
 def is_step(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process: the script of an sbatch job has SLURM_PROCID=0 too, but is no step."""
+    """Return whether srun started this process. The script of an sbatch job has SLURM_PROCID=0 too, but is no step."""
     step = _number(environ, "SLURM_STEP_ID")
     # The batch script, the interactive shell of salloc and other special steps have ids from 2^32 - 16 upwards.
     return step is not None and step < 2**32 - 16 and "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ
@@ -173,7 +173,7 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def allocated_tasks(environ: Mapping[str, str]) -> int | None:
-    """Return for how many tasks the Slurm allocation around this process was made, or ``None`` outside of one.
+    """Return the number of tasks of the Slurm allocation around this process, or ``None`` outside of one.
 
     Example:
         >>> allocated_tasks({"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "2(x3),1"})
@@ -182,14 +182,14 @@ def allocated_tasks(environ: Mapping[str, str]) -> int | None:
     if not ("SLURM_JOB_ID" in environ or "SLURM_JOBID" in environ):
         return None
     tasks = _number(environ, "SLURM_NTASKS")
-    if tasks is None:  # a job that asked for nodes alone
+    if tasks is None:  # a job that asked for nodes only
         each = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_TASKS_PER_NODE", ""))
         tasks = sum(int(number) * int(times or 1) for number, times in each)
     return tasks or None
 
 
 def local_rank_hint(environ: Mapping[str, str]) -> int | None:
-    """Return the rank within this node before MPI is up, or ``None`` when nothing says it.
+    """Return the rank within this node before MPI is initialised, or ``None`` if no variable tells it.
 
     ``LOCAL_RANK`` comes first (a script or site may set it on purpose), then the launcher's own variable.
 
@@ -202,7 +202,7 @@ def local_rank_hint(environ: Mapping[str, str]) -> int | None:
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy from which a new job can be started: without what the launcher of this process left behind."""
+    """Return a copy from which a new job can be started: without the variables of this process's launcher."""
     return {name: value for name, value in environ.items() if not _LEFT_BEHIND.fullmatch(name)}
 
 
@@ -231,8 +231,8 @@ def _socket(environ: Mapping[str, str], fd_target: Callable[[int], str]) -> str:
 def mark_rank(environ: MutableMapping[str, str], pid: int, *, fd_target: Callable[[int], str] = _fd_target) -> None:
     """Record in ``environ`` that process ``pid`` is a rank of the launch that ``environ`` describes.
 
-    Call it once, right before or after MPI is initialised. A process that no launcher started is not recorded: its
-    children may use MPI.
+    Called once, right before or after MPI is initialised. A process without a launcher is not recorded: its children may use
+    MPI.
     """
     digest = _digest(environ)
     if digest:
@@ -242,14 +242,14 @@ def mark_rank(environ: MutableMapping[str, str], pid: int, *, fd_target: Callabl
 def inherited(environ: Mapping[str, str], pid: int, *, fd_target: Callable[[int], str] = _fd_target) -> str | None:
     """Return the process id of the rank whose launch environment this process has inherited, or ``None``.
 
-    A new mpirun or srun from inside a rank brings a new environment: that is not inherited.
+    A new mpirun or srun from inside a rank sets a new environment, which does not count as inherited.
     """
     mark = environ.get(MARK)
     if mark is None:
         return None
     owner, _, rest = mark.partition(":")
     digest, _, recorded = rest.partition(":")
-    # The descriptor number of a new launch is often the same, what it points to never is. In an inherited
-    # environment it is closed, reused for a file, or still the rank's own socket.
+    # The descriptor number of a new launch is often the same, but the descriptor never points to the same socket. In an
+    # inherited environment the descriptor is closed, reused for a file, or still the rank's own socket.
     here = _socket(environ, fd_target)
     return owner if owner != str(pid) and digest == _digest(environ) and here in ("", recorded) else None

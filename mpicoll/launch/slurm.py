@@ -1,4 +1,4 @@
-"""How Slurm can start the ranks of an MPI: which of srun's plugins speaks with which library, and when mpirun has to.
+"""Choose how Slurm starts the ranks of an MPI: which plugin of srun works with which library, and when mpirun is needed.
 
 Sources: Slurm's MPI guide (https://slurm.schedmd.com/mpi_guide.html), Open MPI 5's "Launching with Slurm"
 (https://docs.open-mpi.org/en/v5.0.x/launching-apps/slurm.html), and starts tried on Slurm 22.05.
@@ -23,8 +23,9 @@ _LISTED = re.compile(r"[a-z][a-z0-9_]*")
 class Way:
     """How to start ranks in a Slurm job.
 
-    ``mpi`` is the value for ``srun --mpi=``, or ``None`` where srun cannot start this MPI: then its own mpirun does.
-    ``reason`` says why in one sentence without a full stop, always.
+    Attributes:
+        mpi: the value for ``srun --mpi=``, or ``None`` if srun cannot start this MPI and its own mpirun is needed.
+        reason: why, in one sentence without a full stop.
     """
 
     mpi: str | None
@@ -37,10 +38,10 @@ class Way:
 
 
 def plugins(text: str) -> list[str]:
-    """Return the values that ``srun --mpi=`` takes, from what ``srun --mpi=list`` prints on both of its streams.
+    """Return the values that ``srun --mpi=`` accepts, from the output of ``srun --mpi=list`` on stdout and stderr.
 
-    Up to Slurm 21.08 the list is on stderr with ``srun:`` before each line, later on stdout, indented; the versions of
-    PMIx come within the list or in a line of their own.
+    Up to Slurm 21.08 the list is on stderr with ``srun:`` before each line, later on stdout, indented. The versions of PMIx
+    stand in the list or in a line of their own.
 
     Example:
         >>> plugins("srun: MPI types are...\\nsrun: none\\nsrun: pmi2\\n")
@@ -65,10 +66,10 @@ def plugins(text: str) -> list[str]:
 
 
 def find_plugins(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Return what ``srun --mpi=list`` lists here.
+    """Return the plugins that ``srun --mpi=list`` lists on this host.
 
     Raises:
-        LaunchError: there is no srun, or it does not answer.
+        LaunchError: there is no srun, or it prints no list.
     """
     env = without_launcher(os.environ if environ is None else environ)
     srun = shutil.which("srun", path=env.get("PATH"))
@@ -80,11 +81,11 @@ def find_plugins(environ: Mapping[str, str] | None = None) -> list[str]:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"could not ask {srun} --mpi=list: {error}") from None
-    # Old versions end with 1 after a good list: what was printed counts.
+    # Old versions end with code 1 after a good list, so only the output counts.
     listed = plugins(done.stdout + "\n" + done.stderr)
     if not listed:
-        said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
-        raise LaunchError(f"{srun} --mpi=list gave no list; it said: {said}")
+        output = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
+        raise LaunchError(f"{srun} --mpi=list printed no list, but: {output}")
     return listed
 
 
@@ -93,8 +94,8 @@ def how(mpi: str, listed: Iterable[str], environ: Mapping[str, str] | None = Non
 
     Args:
         mpi: ``MPI.Get_library_version()``, or ``MpiLibrary.text``, or just a name and version ("Open MPI v5.0.11").
-        listed: what `plugins` returned.
-        environ: variables that change the answer (``I_MPI_PMI_LIBRARY``); none without it.
+        listed: the plugins, as `plugins` returns them.
+        environ: variables that change the answer (``I_MPI_PMI_LIBRARY``); None: no variables.
 
     Example:
         >>> how("Open MPI v5.0.11", ["none", "pmi2", "pmix", "pmix_v4"]).mpi
@@ -112,18 +113,18 @@ def how(mpi: str, listed: Iterable[str], environ: Mapping[str, str] | None = Non
     if mpi_family(mpi) == "openmpi":
         return _open_mpi(mpi, pmix, offered)
     if "cray" in text:
-        # Cray's PMI is its own; the plugin is called cray_shasta on EX machines. Nothing else than srun is there.
+        # Cray has its own PMI; the plugin is called cray_shasta on EX machines. There is no other launcher than srun.
         plugin = "cray_shasta" if "cray_shasta" in names else pmi2
         return Way(plugin, "Cray MPICH is started by srun" if plugin else f"srun offers {offered}, not cray_shasta")
     if "intel" in text or "impi" in text:
-        # Without the variable every rank is a world of its own under srun.
+        # Without the variable every rank under srun is a world of size 1.
         # https://www.intel.com/content/www/us/en/docs/mpi-library/developer-guide-linux/current/job-schedulers-support.html
         if pmi2 and (environ or {}).get("I_MPI_PMI_LIBRARY"):
             return Way(pmi2, "Intel MPI speaks PMI-2 through I_MPI_PMI_LIBRARY")
         return Way(None, "Intel MPI needs I_MPI_PMI_LIBRARY=.../libpmi2.so and the plugin pmi2 to be started by srun")
     if mpi_family(mpi) == "mpich":
         name = "MVAPICH" if "mvapich" in text else "MPICH"
-        # An MPICH that was built for PMIx says so in its configure line. MPICH 5.0 without it aborts under PMIx:
+        # The configure line of an MPICH that was built for PMIx names it. MPICH 5.0 without PMIx aborts under PMIx:
         # "Runtime environment uses unsupported PMI version PMIx".
         if re.search(r"--with-pmix\b|--with-pmi=\S*pmix", text):
             why = f"this {name} was built for PMIx"
@@ -133,7 +134,7 @@ def how(mpi: str, listed: Iterable[str], environ: Mapping[str, str] | None = Non
 
 
 def _pmix(names: list[str]) -> str | None:
-    """Return the plugin for PMIx: ``pmix``, the newest, unless there is only version 1, which nobody can talk to."""
+    """Return the plugin for PMIx: ``pmix``, else the newest version; None if there is only version 1, which no MPI speaks."""
     versions = [(int(name[6:]), name) for name in names if re.fullmatch(r"pmix_v\d+", name)]
     if versions and max(versions)[0] < 2:
         return None
@@ -144,7 +145,7 @@ def _open_mpi(mpi: str, pmix: str | None, offered: str) -> Way:
     found = re.search(r"open ?mpi,? v?(\d+)", mpi, re.IGNORECASE)
     major = int(found.group(1)) if found else 5
     name = f"Open MPI {major}" if found else "this Open MPI"
-    # PMI-2 is no way for it: version 5 has no code for it, and up to 4 only a build --with-pmi has, which nothing tells.
+    # PMI-2 is not used: Open MPI 5 has no code for it; up to version 4 only a build --with-pmi has, and no fact tells that.
     if pmix and major >= 2:
         return Way(pmix, f"{name} speaks PMIx")
     return Way(None, f"{name} needs PMIx and srun offers {offered}")

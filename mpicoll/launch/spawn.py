@@ -62,7 +62,7 @@ class ProcessExitedException(ProcessException):
 
 
 class SpawnContext:
-    """A job that `spawn` started. It ends with this process at the latest."""
+    """A job that `spawn` started. The job ends with this process at the latest."""
 
     def __init__(self, directory: Path, nprocs: int, process: subprocess.Popen[bytes], daemon: bool) -> None:
         self._directory = directory
@@ -74,10 +74,10 @@ class SpawnContext:
         atexit.register(self._at_exit)
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait for the job's end; return False when ``timeout`` seconds have passed before it.
+        """Wait for the end of the job; return False if ``timeout`` seconds pass before.
 
         Raises:
-            ProcessRaisedException: the function raised on a rank: the first one that failed.
+            ProcessRaisedException: the function raised on a rank; the first rank that failed is reported.
             ProcessExitedException: a rank ended with an exit code other than 0, or by a signal.
             LaunchError: the job could not be started.
         """
@@ -95,7 +95,7 @@ class SpawnContext:
         return True
 
     def pids(self) -> list[int]:
-        """Return the process id of every rank, in rank order; waits until all have started."""
+        """Return the process ids of all ranks, in rank order; wait until all ranks have started."""
         while True:
             known = {record.rank: record.value for record in read_records(self._directory) if record.kind == "pid"}
             if len(known) == self._nprocs or self._process.poll() is not None:
@@ -144,15 +144,15 @@ def spawn(
     The ranks form one MPI world, so ``fn`` may call `init_process_group` without arguments.
 
     Args:
-        fn: a function that can be imported: defined at the top of a module or of the script.
-        args: its arguments after the rank; they travel by pickle.
+        fn: a function that can be imported: defined at the top level of a module or of the script.
+        args: its arguments after the rank; they are sent by pickle.
         nprocs: number of ranks.
-        join: wait for the end and return None; otherwise return a `SpawnContext` at once.
-        daemon: with ``join=False``: end the job when this process ends, instead of waiting for it then.
+        join: whether to wait for the end of the job and return None; False: return a `SpawnContext` at once.
+        daemon: with ``join=False``: whether the job ends when this process ends; False: this process waits for the job.
         start_method: only ``"spawn"``: MPI ranks are always new processes.
 
     Raises:
-        ProcessRaisedException: ``fn`` raised on a rank. When others failed in consequence, the first one is reported.
+        ProcessRaisedException: ``fn`` raised on a rank. If other ranks failed in consequence, the first rank is reported.
         ProcessExitedException: a rank ended with an exit code other than 0, or by a signal.
         LaunchError: there is no MPI to start the ranks with.
         pickle.PicklingError: ``fn`` or ``args`` cannot be sent to another process.
@@ -175,13 +175,13 @@ def spawn(
     try:
         (directory / "payload").write_bytes(payload)
         preparation = mp_spawn.get_preparation_data("mpicoll.spawn")
-        preparation.pop("authkey", None)  # refuses to be pickled into a file
+        preparation.pop("authkey", None)  # cannot be pickled into a file
         (directory / "preparation").write_bytes(pickle.dumps(preparation))
         (directory / "start").write_text(json.dumps({"nprocs": nprocs, "sys_path": preparation["sys_path"]}))
         executable = os.fsdecode(mp_spawn.get_executable() or sys.executable)
         sys.stdout.flush()
-        # The job is looked after by a process of its own: no threads and no signal handlers in this one. The pipe
-        # tells it when this process is gone.
+        # Another process runs the job, so that this one needs no threads and no signal handlers. The pipe ends when this
+        # process ends.
         process = subprocess.Popen([executable, str(CHILD), str(directory), "job"], stdin=subprocess.PIPE)
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
@@ -207,19 +207,19 @@ def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         if "<lambda>" in name or "<locals>" in name:
             advice = "the ranks import it by name, so it must be defined at the top of a module: no lambda, no function inside another"  # noqa: E501
         else:
-            advice = "it and its arguments travel to the ranks by pickle"
+            advice = "the function and its arguments are sent to the ranks by pickle"
         raise pickle.PicklingError(f"spawn cannot run {name}: {advice} ({error})") from error
 
 
 def outcome(directory: Path, code: int) -> Exception | None:
-    """Return what the job's end means for the caller of `spawn`, from the files that the job left.
+    """Return the exception that `spawn` raises at the end of the job, from the files that the job left, or None.
 
-    A rank that blames another one is not on record as failed, so the first failure on record is the root cause.
+    A rank that blames another rank is not recorded as failed, so the first recorded failure is the root cause.
     """
     try:
         ended = json.loads((directory / "outcome").read_text())
     except (OSError, ValueError):
-        return LaunchError(f"the process that looked after the job ended with code {code} and no word")
+        return LaunchError(f"the process that ran the job ended with code {code} and without a report")
     if ended["error"] is not None:
         return LaunchError(ended["error"])
     if ended["code"] == 0:
@@ -230,10 +230,10 @@ def outcome(directory: Path, code: int) -> Exception | None:
         text = (directory / f"error.{rank}").read_text()
         return ProcessRaisedException(f"\n\n-- Rank {rank} ended with this error:\n{text}", rank, pid)
     except OSError:
-        pass  # it did not raise
-    who = "the job" if rank < 0 else f"rank {rank}"
+        pass  # the rank did not raise
+    subject = "the job" if rank < 0 else f"rank {rank}"
     number = ended["code"] - 128
     if number in set(signal.Signals):
         name = signal.Signals(number).name
-        return ProcessExitedException(f"{who} was ended by signal {name}", rank, pid, -number, name)
-    return ProcessExitedException(f"{who} ended with exit code {ended['code']}", rank, pid, ended["code"])
+        return ProcessExitedException(f"{subject} was ended by signal {name}", rank, pid, -number, name)
+    return ProcessExitedException(f"{subject} ended with exit code {ended['code']}", rank, pid, ended["code"])

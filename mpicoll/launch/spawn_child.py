@@ -1,6 +1,6 @@
-"""What the processes of `spawn` run: one that looks after the job, and the ranks. Started as a file, not as a module.
+"""The programs of the processes of `spawn`: the process that runs the job, and the ranks. Started as a file, not as a module.
 
-Until the caller's ``sys.path`` is in place, only the standard library can be imported here.
+Until the caller's ``sys.path`` is restored, only the standard library can be imported here.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 from types import TracebackType
 
 
-def look_after_job(directory: Path, nprocs: int) -> int:
-    """Run the job; what came out of it goes into the file ``outcome``."""
+def supervise_job(directory: Path, nprocs: int) -> int:
+    """Run the job and write its result to the file ``outcome``."""
     from mpicoll.errors import LaunchError
     from mpicoll.launch.job import Options, run_job_for_spawn
 
@@ -28,17 +28,17 @@ def look_after_job(directory: Path, nprocs: int) -> int:
         code, rank = ended.code, ended.rank
     except LaunchError as problem:
         error = str(problem)
-    if select.select([0], [], [], 0)[0]:  # the pipe has ended: the caller is gone
+    if select.select([0], [], [], 0)[0]:  # the pipe has ended: the caller has ended
         shutil.rmtree(directory, ignore_errors=True)
         return code
-    told = directory / "outcome.new"
-    told.write_text(json.dumps({"code": code, "rank": rank, "error": error}))
-    told.rename(directory / "outcome")
+    unfinished = directory / "outcome.new"
+    unfinished.write_text(json.dumps({"code": code, "rank": rank, "error": error}))
+    unfinished.rename(directory / "outcome")
     return code
 
 
 def run_rank(directory: Path) -> None:
-    """Be one rank: restore the caller's ``__main__`` and call the function."""
+    """Run one rank: restore the caller's ``__main__`` and call the function."""
     from multiprocessing import spawn as mp_spawn
 
     from mpicoll.launch import spawn as our_spawn
@@ -57,25 +57,25 @@ def run_rank(directory: Path) -> None:
         our_spawn.bootstrapping = False
         fn(rank, *args)
     except Exception as error:
-        tell(directory, rank, error)
+        record_exception(directory, rank, error)
         sys.stdout.flush()
         if sys.excepthook is silent:
             end_mpi()
-        raise  # to the hook that ends the job, where the library has installed one
+        raise  # to the hook that ends the job, if the library has installed one
 
 
-def tell(directory: Path, rank: int, error: Exception) -> None:
-    """Write down a rank's exception for the caller of `spawn`, before any other rank can fail in consequence."""
+def record_exception(directory: Path, rank: int, error: Exception) -> None:
+    """Record a rank's exception for the caller of `spawn`, before any other rank can fail in consequence."""
     from mpicoll.errors import GroupBrokenError, PeerExitedError, PeerFailedError
     from mpicoll.launch.job_folder import append_record
 
-    # The first frame is ours.
+    # The first frame is that of run_rank.
     frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
     text = "".join(traceback.format_exception(type(error), error, frames))
     blames_peer = isinstance(error, (PeerFailedError, PeerExitedError, GroupBrokenError))
-    told = directory / f"error.{rank}.new"
-    told.write_text(text, errors="backslashreplace")
-    told.rename(directory / f"error.{rank}")
+    unfinished = directory / f"error.{rank}.new"
+    unfinished.write_text(text, errors="backslashreplace")
+    unfinished.rename(directory / f"error.{rank}")
     append_record("blame" if blames_peer else "fail", rank, 1)
 
 
@@ -84,18 +84,18 @@ def silent(kind: type[BaseException], value: BaseException, frames: TracebackTyp
 
 
 def end_mpi() -> None:
-    """End the other ranks, who may wait for this one, where nothing else is going to."""
+    """Abort the job if MPI is initialised, so that no rank waits for this one."""
     module = sys.modules.get("mpi4py.MPI")
     if module is not None and module.Is_initialized() and not module.Is_finalized():
         module.COMM_WORLD.Abort(1)
 
 
 def main(directory: Path, role: str) -> int:
-    """Play one of the two roles."""
+    """Run the process of one of the two roles."""
     start = json.loads((directory / "start").read_text())
     sys.path[:] = start["sys_path"]
     if role == "job":
-        return look_after_job(directory, start["nprocs"])
+        return supervise_job(directory, start["nprocs"])
     run_rank(directory)
     return 0
 

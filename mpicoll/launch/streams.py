@@ -1,4 +1,4 @@
-"""The ranks' output as whole lines: pipes or terminals in the run directory, copied to our own stdout and stderr."""
+"""The ranks' output as whole lines: pipes or terminals in the run directory, copied to this process's stdout and stderr."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import time
 import tty
 from pathlib import Path
 
-IDLE = 0.05  # seconds after which an unfinished line (a prompt, a progress bar) is shown all the same
+IDLE = 0.05  # seconds after which an unfinished line (a prompt, a progress bar) is written
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r(?=[^\n]))")
 
 
 class Lines:
-    """Cut a stream of bytes into lines, each with its end and the tag in front."""
+    """A stream of bytes cut into lines, each with the tag before it and its line end."""
 
     def __init__(self, tag: bytes = b"") -> None:
         self.tag = tag
@@ -30,7 +30,7 @@ class Lines:
         return b"".join(self.tag + line for line in lines)
 
     def flush(self, *, end: bool = False) -> bytes:
-        """Return what is left. Where lines are tagged it stays back until the end, and gets its line end."""
+        """Return the unfinished line. A tagged one is returned only at the end of the stream, with a line end added."""
         if not self.rest or (self.tag and not end and not self.rest.endswith(b"\r")):
             return b""
         rest, self.rest = self.rest, b""
@@ -45,7 +45,7 @@ def write_all(descriptor: int, data: bytes) -> None:
 
 
 def terminal_like(sink: int) -> tuple[int, int]:
-    """Return both ends of a new terminal as wide as ``sink`` that passes everything on as it is."""
+    """Return both ends of a new terminal as wide as ``sink`` that changes no bytes."""
     outer, inner = os.openpty()
     os.set_blocking(outer, False)
     tty.setraw(inner)
@@ -54,22 +54,22 @@ def terminal_like(sink: int) -> tuple[int, int]:
 
 
 class Streams:
-    """The output of all ranks, stdout and stderr apart: a named pipe for each, or a terminal where ours is one.
+    """The output of all ranks: for each stdout and stderr a named pipe, or a terminal if this process's is a terminal.
 
-    On a terminal Python writes line by line and progress bars move. Tagged lines come through pipes: a moving bar
-    among other ranks' lines is unreadable.
+    On a terminal Python writes line by line and progress bars move. Tagged lines go through pipes: a moving bar between lines
+    of other ranks is unreadable.
     """
 
     def __init__(self, directory: Path, nprocs: int, *, tag: bool, sinks: tuple[int, int] = (1, 2)) -> None:
         self._lines: dict[int, tuple[Lines, int]] = {}
         self._fed: dict[int, float] = {}
-        self._kept: list[int] = []
+        self._inner_ends: list[int] = []
         for rank in range(nprocs):
             for name, sink in zip(("out", "err"), sinks, strict=True):
                 path = directory / f"{name}.{rank}"
                 if os.isatty(sink) and not tag:
                     descriptor, inner = terminal_like(sink)
-                    self._kept.append(inner)  # while it is open, reading the other end never fails
+                    self._inner_ends.append(inner)  # as long as this end is open, reading the other end never fails
                     path.symlink_to(os.ttyname(inner))
                 else:
                     os.mkfifo(path, 0o600)
@@ -77,12 +77,12 @@ class Streams:
                 self._lines[descriptor] = (Lines(b"[%d] " % rank if tag else b""), sink)
 
     def register(self, selector: selectors.BaseSelector) -> None:
-        """Have ``selector`` watch every pipe, with this object as data."""
+        """Register every pipe with ``selector``, with this object as data."""
         for descriptor in self._lines:
             selector.register(descriptor, selectors.EVENT_READ, self)
 
     def read(self, descriptor: int) -> bool:
-        """Hand on what has come; return False when the pipe has ended."""
+        """Copy the available output; return False if the pipe has ended."""
         lines, sink = self._lines[descriptor]
         try:
             data = os.read(descriptor, 1 << 16)
@@ -99,7 +99,7 @@ class Streams:
         return True
 
     def show_unfinished(self) -> None:
-        """Show lines that have had no end for a moment."""
+        """Write lines that have been unfinished for ``IDLE`` seconds."""
         limit = time.monotonic() - IDLE
         for descriptor in [descriptor for descriptor, when in self._fed.items() if when < limit]:
             lines, sink = self._lines[descriptor]
@@ -107,7 +107,7 @@ class Streams:
             del self._fed[descriptor]
 
     def close(self) -> None:
-        """Hand on what is still in the pipes and close them."""
+        """Copy the rest of the output and close the pipes."""
         for descriptor in list(self._lines):
             try:
                 while True:
@@ -117,9 +117,9 @@ class Streams:
                     lines, sink = self._lines[descriptor]
                     write_all(sink, lines.feed(data))
             except OSError:
-                pass  # nothing more in it, or nobody reads our own output any more
+                pass  # the pipe is empty, or the reader of this process's output has gone
             self._end(descriptor)
-        for inner in self._kept:
+        for inner in self._inner_ends:
             os.close(inner)
 
     def _end(self, descriptor: int) -> None:

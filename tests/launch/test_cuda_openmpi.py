@@ -45,11 +45,11 @@ def test_doctor() -> None:
     """It is handed memory of a GPU, and what is known to crash is named; MPICOLL_CUDA=off says otherwise."""
     found = call(DOCTOR, env=on_it())
     assert found.code == 0, found
-    assert "handed to MPI: the library says yes when asked for CUDA (MPIX)" in found.out
+    assert "passed to MPI: the library says yes when asked for CUDA (MPIX)" in found.out
     assert "but nonblocking reductions of device memory read it from the host and crash" in found.out
     found = call(DOCTOR, env=on_it(MPICOLL_CUDA="off"))
     assert found.code == 0, found
-    assert "by way of the host: MPICOLL_CUDA=off" in found.out
+    assert "copied through the host: MPICOLL_CUDA=off" in found.out
     assert "nonblocking reductions" not in found.out
 
 

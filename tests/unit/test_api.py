@@ -64,7 +64,8 @@ def test_messages_say_when_they_come_and_what_to_do() -> None:
     classes = [getattr(errors, name) for name in errors.__all__ if inspect.isclass(getattr(errors, name))]
     assert len(classes) == 14
     for each in classes:
-        assert each.__doc__ and each.__dict__["what_to_do"], each
+        assert each.__doc__, each
+        assert each.__dict__["what_to_do"], each
     for module, whole in ((texts, True), (report, False), (advice, False), (wrong_starts, True)):
         found = [value for value in vars(module).values() if isinstance(value, errors.Message)]
         assert len(found) > 8, module

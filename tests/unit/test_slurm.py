@@ -90,8 +90,8 @@ def test_how_intel_under_srun() -> None:
         ("printf 'srun: MPI types are...\\nsrun: none\\nsrun: pmi2\\n' >&2; exit 1", ["none", "pmi2"]),
         ("[ \"$1\" = --mpi=list ] && printf 'MPI plugin types are...\\n\\tnone\\n\\tpmix\\n'", ["none", "pmix"]),
         ("[ -z \"$PMI_RANK\" ] && printf 'MPI types are... none\\n'", ["none"]),
-        ("echo 'srun: error: no configuration' >&2; exit 1", "gave no list; it said: srun: error: no configuration"),
-        ("exit 0", "gave no list; it said: nothing"),
+        ("echo 'srun: error: no configuration' >&2; exit 1", "printed no list, but: srun: error: no configuration"),
+        ("exit 0", "printed no list, but: nothing"),
         (None, "there is no srun on PATH"),
     ],
 )

@@ -1,4 +1,4 @@
-"""`mpicoll bench`: what the machine gives, and what mpicoll makes of it, beside raw mpi4py in one run."""
+"""`mpicoll bench`: time mpicoll's collectives beside raw mpi4py in one run."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "bench",
         help="time the collectives beside raw mpi4py",
         description="Time collectives beside raw mpi4py, at every check level and with each engine, all in one run and in "
-        "alternating rounds. With -n it starts a job on this machine; else every rank of a job runs it: "
-        "srun --mpi=pmix python -m mpicoll bench.",
+        "alternating rounds. With -n the command starts a job on this machine; without it every rank of a job runs the "
+        "command: srun --mpi=pmix python -m mpicoll bench.",
     )
     parser.add_argument("-n", "--nprocs", type=int, metavar="N", help="start N ranks on this machine")
     parser.add_argument("--ops", default="all", help="operations, with commas (default: all)")
@@ -30,14 +30,40 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="bytes that a rank passes: 8,64K,1M, or 8:64M for powers of four (default: %(default)s)",
     )
     parser.add_argument("--rounds", type=int, default=7, help="alternating rounds (default: %(default)s)")
-    parser.add_argument("--no-torch", action="store_true", help="leave torch's gloo out where torch is installed")
-    parser.add_argument("--json", metavar="FILE", help="write all that was measured, with machine and versions")
-    parser.add_argument("--plot", metavar="FILE", help="draw it (PNG, SVG or PDF; needs the extra plot)")
+    parser.add_argument("--no-torch", action="store_true", help="do not time torch's gloo, if torch is installed")
+    parser.add_argument("--json", metavar="FILE", help="write all measurements, with machine and versions")
+    parser.add_argument("--plot", metavar="FILE", help="draw the measurements (PNG, SVG or PDF; needs the extra plot)")
     parser.set_defaults(main=main)
 
 
 def main(options: argparse.Namespace) -> int:
     """Measure, and print on rank 0; return the exit code."""
+    sizes = read_sizes(options)
+    if options.plot:
+        need_matplotlib()
+    if options.nprocs is not None:
+        return start_ranks(options.nprocs)
+    from mpicoll.cli.bench.measure import OPS, measure
+
+    ops = OPS if options.ops == "all" else tuple(options.ops.split(","))
+    unknown = set(ops) - set(OPS)
+    if unknown:
+        raise LaunchError(f"--ops: no {', '.join(sorted(unknown))}; there are {', '.join(OPS)}")
+    rank = rank_of_job("bench")
+    show, done = progress(rank)
+    results = measure(ops, sizes, options.rounds, torch=not options.no_torch, progress=show)
+    done()
+    if rank == 0:
+        _print(results, options)
+    return 0
+
+
+def read_sizes(options: argparse.Namespace) -> list[int]:
+    """Return the sizes of ``--sizes`` in bytes; check ``--rounds``, too.
+
+    Raises:
+        LaunchError: an option is wrong.
+    """
     from mpicoll.cli.bench.table import parse_sizes
 
     try:
@@ -46,36 +72,24 @@ def main(options: argparse.Namespace) -> int:
         raise LaunchError(f"--sizes {options.sizes}: {error}") from None
     if options.rounds < 1:
         raise LaunchError(f"--rounds {options.rounds}: at least 1")
-    if options.plot:
-        _need_matplotlib()
-    if options.nprocs is not None:
-        return started(options.nprocs, without_n(sys.argv[1:]))
-    from mpicoll.cli.bench.measure import OPS, measure
-
-    ops = OPS if options.ops == "all" else tuple(options.ops.split(","))
-    unknown = set(ops) - set(OPS)
-    if unknown:
-        raise LaunchError(f"--ops: no {', '.join(sorted(unknown))}; there are {', '.join(OPS)}")
-    rank = ready("bench")
-    tell, done = progress() if rank == 0 else ((lambda text, share: None), (lambda: None))
-    results = measure(ops, sizes, options.rounds, torch=not options.no_torch, progress=tell)
-    done()
-    if rank == 0:
-        _print(results, options)
-    return 0
+    return sizes
 
 
-def started(nprocs: int, words: list[str]) -> int:
-    """Start the command on ranks of this machine, and return the exit code."""
+def start_ranks(nprocs: int) -> int:
+    """Run this command line, without its ``-n``, on ranks of this machine; return the exit code."""
     from mpicoll.launch.job import Options, run_job
 
     if nprocs < 2:
         raise LaunchError("-n: collectives need two ranks at least")
-    return run_job(Options(nprocs=nprocs), [sys.executable, "-m", "mpicoll", *words])
+    return run_job(Options(nprocs=nprocs), [sys.executable, "-m", "mpicoll", *without_n(sys.argv[1:])])
 
 
-def ready(command: str) -> int:
-    """Return this rank of the job that runs a command; raise where it is alone."""
+def rank_of_job(command: str) -> int:
+    """Return this process's rank in the job that runs a command.
+
+    Raises:
+        LaunchError: the job has one rank only.
+    """
     import mpicoll as dist
 
     dist.init_process_group()
@@ -90,7 +104,7 @@ def ready(command: str) -> int:
 
 def without_n(words: list[str]) -> list[str]:
     """Return the command line without ``-n N`` in any of its forms."""
-    kept: list[str] = []
+    rest: list[str] = []
     skip = False
     for word in words:
         if skip:
@@ -98,17 +112,23 @@ def without_n(words: list[str]) -> list[str]:
         elif word in ("-n", "--nprocs"):
             skip = True
         elif not (word.startswith("--nprocs=") or (word.startswith("-n") and word[2:].isdigit())):
-            kept.append(word)
-    return kept
+            rest.append(word)
+    return rest
 
 
-def _need_matplotlib() -> None:
+def need_matplotlib() -> None:
+    """Raise a LaunchError if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
         raise LaunchError('--plot needs matplotlib: pip install "mpicoll[plot]"')
 
 
-def progress() -> tuple[Callable[[str, float], None], Callable[[], None]]:
-    """Return what shows the progress on standard error, where that is a terminal, and what ends it."""
+def progress(rank: int) -> tuple[Callable[[str, float], None], Callable[[], None]]:
+    """Return a function that shows the progress on stderr, if that is a terminal, and one that ends the display.
+
+    Both do nothing on ranks other than 0.
+    """
+    if rank != 0:
+        return (lambda text, share: None), (lambda: None)
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -122,10 +142,10 @@ def progress() -> tuple[Callable[[str, float], None], Callable[[], None]]:
     shown.start()
     task = shown.add_task("measuring", total=1.0)
 
-    def tell(text: str, share: float) -> None:
+    def show(text: str, share: float) -> None:
         shown.update(task, description=text, completed=share, refresh=True)
 
-    return tell, shown.stop
+    return show, shown.stop
 
 
 def _print(results: Any, options: argparse.Namespace) -> None:

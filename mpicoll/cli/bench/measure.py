@@ -40,20 +40,20 @@ CONFIGS = (
 GLOO = "torch gloo"
 
 AIM = 0.02
-"""Seconds that one timing of one call takes about."""
+"""Seconds that one timing of one call takes, approximately."""
 MOST_REPEATS = 2000
 
 
 @dataclass
 class Measured:
-    """One operation of one size.
+    """The measurements of one operation with one size.
 
     Attributes:
-        op: its name.
-        nbytes: of what each rank passes; of the block for each rank where it passes one to each.
-        raw: microseconds a call of raw mpi4py beside each of ``ours``, by its name, in each round.
-        ours: the same of mpicoll in each configuration, and of torch.
-        copy: microseconds of one copy of so many bytes, made by all ranks at once: what memory gives.
+        op: name of the operation.
+        nbytes: bytes that each rank passes; if it passes a block to each rank, bytes of a block.
+        raw: microseconds per call of raw mpi4py beside each of ``ours``, by the name of the configuration, in each round.
+        ours: the same for mpicoll in each configuration, and for torch.
+        copy: microseconds of one copy of as many bytes, made by all ranks at once: the limit that memory sets.
     """
 
     op: str
@@ -65,7 +65,7 @@ class Measured:
 
 @dataclass
 class Results:
-    """A whole run, and where it was made."""
+    """All measurements of a run, with the number of ranks and nodes, machine and versions."""
 
     ranks: int
     nodes: int
@@ -74,7 +74,7 @@ class Results:
 
 
 class _Calls:
-    """The calls of one operation on arrays of one size, raw and ours, and whether their results are right."""
+    """The calls of one operation on arrays of one size, of mpi4py and of mpicoll, and the check of their results."""
 
     def __init__(self, op: str, nbytes: int, comm: Any) -> None:
         self.op, self.comm = op, comm
@@ -172,18 +172,18 @@ def measure(
     configs: Sequence[Config] = CONFIGS,
     progress: Callable[[str, float], None] = lambda text, share: None,
 ) -> Results:
-    """Time every operation and size in every configuration; all ranks of the job call it, before any group is made.
+    """Time every operation and size in every configuration. All ranks of the job call it, before any group is made.
 
-    Each call of mpicoll is timed right after the same call of raw mpi4py, in every round, so that what else the machine does
-    meets both. A time is the mean over the ranks.
+    Each call of mpicoll is timed right after the same call of raw mpi4py, in every round, so that other load of the machine
+    affects both. A time is the mean over the ranks.
 
     Args:
         ops: names out of ``OPS``.
         sizes: bytes.
         rounds: how often everything is measured.
-        torch: time torch.distributed's gloo, too, where torch is installed.
-        configs: ways to make the calls of mpicoll.
-        progress: told on rank 0 what is measured, and which share of all is done.
+        torch: whether to time torch.distributed's gloo, too, if torch is installed.
+        configs: configurations of mpicoll.
+        progress: called with the name of the present measurement and the completed share of all.
     """
     dist.init_process_group()
     from mpi4py import MPI
@@ -214,7 +214,7 @@ def measure(
 
 
 def _libraries(comm: Any, configs: Sequence[Config], with_torch: bool) -> Iterator[tuple[str, Any]]:
-    """Go through mpicoll in each configuration, and torch where it is wanted, each initialised."""
+    """Yield mpicoll in each configuration, and torch if asked, each initialised."""
     before = os.environ.get("MPICOLL_ENGINE")
     try:
         for config in configs:
@@ -239,7 +239,7 @@ def _libraries(comm: Any, configs: Sequence[Config], with_torch: bool) -> Iterat
 
 
 def _time(call: Callable[[], object], comm: Any) -> float:
-    """Return microseconds a call, the mean over the ranks."""
+    """Return microseconds per call, the mean over the ranks."""
     call()
     comm.Barrier()
     start = time.perf_counter()
@@ -261,7 +261,7 @@ def _copy(nbytes: int, comm: Any) -> float:
 
 
 def _about() -> dict[str, str]:
-    """Return what the figures depend on."""
+    """Return the facts that the figures depend on."""
     import mpi4py
     from mpi4py import MPI
 

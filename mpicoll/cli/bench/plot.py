@@ -1,4 +1,4 @@
-"""The picture of `mpicoll bench`: time against size for each operation, and how many times as long as raw MPI it takes."""
+"""The picture of `mpicoll bench`: for each operation the time by size, and the ratio to raw MPI."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TICKS = (0.25, 0.5, 1, 2, 4, 8, 16, 32)
 
 
 def draw(results: Results, path: str) -> None:
-    """Draw the results into a file; its ending says in which format."""
+    """Draw the results into a file; the file's ending selects the format."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -64,7 +64,7 @@ def _times(axis: Any, op: str, of: list[Measured]) -> None:
     )
     axis.plot(sizes, [raw_time(each) for each in of], color=RAW, lw=2.2, marker="o", ms=3, label="raw mpi4py")
     for name in _names(of):
-        # In proportion to the raw time of its own rounds: what else the machine did at that time is left out.
+        # Ratios to the raw time of the same rounds: other load of the machine at that time cancels out.
         times = [ratio(each, name)[0] * raw_time(each) for each in of]
         axis.plot(sizes, times, color=COLOURS[name], lw=1.3, marker="o", ms=2.5, label=name)
     axis.set(xscale="log", yscale="log", title=op)

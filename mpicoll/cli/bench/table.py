@@ -1,4 +1,4 @@
-"""What `mpicoll bench` found, as a table, in words and as JSON; pure."""
+"""The results of `mpicoll bench` as a table, in sentences and as JSON; pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def in_bytes(nbytes: int) -> str:
-    """Return a size as people write it: 8 B, 64 KiB, 1 MiB."""
+    """Return a size with its unit: 8 B, 64 KiB, 1 MiB."""
     for unit, step in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if nbytes >= 1 << step and nbytes % (1 << step) == 0:
             return f"{nbytes >> step} {unit}"
@@ -26,7 +26,7 @@ def parse_sizes(text: str) -> list[int]:
     """Return sizes in bytes from ``8,64K,1M``, or ``8:64M`` for every power of four from the first to the last.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: ``text`` has neither form.
     """
     first, colon, last = text.partition(":")
     if colon:
@@ -49,7 +49,7 @@ def _size(word: str) -> int:
 
 
 def ratio(measured: Measured, how: str) -> tuple[float, float, float]:
-    """Return how many times as long as raw MPI a call takes: the median over the rounds, and its quartiles."""
+    """Return the time of a call divided by raw MPI's: the median over the rounds, and its quartiles."""
     ratios = [ours / raw for ours, raw in zip(measured.ours[how], measured.raw[how], strict=True)]
     if len(ratios) < 2:
         return ratios[0], ratios[0], ratios[0]
@@ -58,12 +58,12 @@ def ratio(measured: Measured, how: str) -> tuple[float, float, float]:
 
 
 def raw_time(measured: Measured) -> float:
-    """Return microseconds of the raw call, the median over all rounds."""
+    """Return the microseconds of the raw call, the median over all rounds."""
     return statistics.median(time for times in measured.raw.values() for time in times)
 
 
 def table(results: Results) -> Table:
-    """Return the table: of each operation and size raw MPI's time, and mpicoll's as a multiple of it."""
+    """Return the table: for each operation and size raw MPI's time, and mpicoll's as a multiple of it."""
     from rich.table import Table
 
     names = [name for name in [*(config.name for config in CONFIGS), GLOO] if name in results.measured[0].ours]
@@ -96,7 +96,7 @@ def _cell(half: float, low: float, high: float) -> str:
 
 
 def summary(results: Results) -> list[str]:
-    """Return what the table says, in sentences."""
+    """Return a summary of the table, in sentences."""
     lines = []
     for text, sizes in (
         ("up to 16 KiB", [each for each in results.measured if 0 < each.nbytes <= 16 << 10]),
@@ -129,5 +129,5 @@ def _named(key: tuple[str, int]) -> str:
 
 
 def to_json(results: Results, lines: Sequence[str]) -> str:
-    """Return everything that was measured, and the summary, as JSON."""
+    """Return all measurements and the summary as JSON."""
     return json.dumps({**asdict(results), "summary": list(lines)}, indent=1) + "\n"

@@ -1,4 +1,4 @@
-"""Show where the ranks of a job are: the map of ``mpicoll doctor``."""
+"""`mpicoll doctor --job`: show the nodes, cores, GPUs and links of a job's ranks."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ if TYPE_CHECKING:
 
 
 def show_map(plot: str | None = None) -> int:
-    """Find out where the ranks are and what their links give; rank 0 prints it. All ranks of the job call it.
+    """Collect the places of the ranks, measure their links, and print the map on rank 0. All ranks of the job call it.
 
-    ``plot`` is a file for the picture, of rank 0's choice of formats (PNG, PDF, SVG).
+    Args:
+        plot: a file for the picture (PNG, PDF, SVG); rank 0 writes it.
     """
     if plot is not None:
-        from importlib.util import find_spec
+        from mpicoll.cli.bench.command import need_matplotlib
 
-        from mpicoll.errors import LaunchError
-
-        if find_spec("matplotlib") is None:
-            raise LaunchError('--plot needs matplotlib: pip install "mpicoll[plot]"')
+        need_matplotlib()
     import mpicoll as dist
 
     code = 0
@@ -84,7 +82,7 @@ def _print(job: JobMap) -> None:
 
     from mpicoll.cli.job.warnings import warnings
 
-    # No colours: under Open MPI's mpirun a rank's output is a terminal, also where the job's goes to a file.
+    # No colours: under Open MPI's mpirun a rank's output is a terminal, even if the job's output goes to a file.
     width = shutil.get_terminal_size((160, 24)).columns
     console = Console(highlight=False, color_system=None, width=max(width, 100))
     number, nodes = len(job.places), len(job.hosts)
@@ -108,13 +106,13 @@ def _print(job: JobMap) -> None:
 
 
 def _table(table: Table, columns: Sequence[str], values: Sequence[Sequence[str]]) -> Table:
-    """Fill a table, without the columns that say nothing."""
+    """Fill a table, without the empty columns."""
     from rich.markup import escape
 
-    kept = [index for index in range(len(columns)) if any(row[index] for row in values)]
-    for index in kept:
+    filled = [index for index in range(len(columns)) if any(row[index] for row in values)]
+    for index in filled:
         right = columns[index] in ("rank", "local", "pid", "latency", "bandwidth")
         table.add_column(columns[index], justify="right" if right else "left", overflow="fold")
     for row in values:
-        table.add_row(*(escape(row[index]) for index in kept))
+        table.add_row(*(escape(row[index]) for index in filled))
     return table

@@ -1,4 +1,4 @@
-"""What the links of a job give: ping-pongs between two ranks of each node, and between nodes, in bounded time."""
+"""Measure the links of a job: ping-pongs between two ranks of each node, and between nodes, in bounded time."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from statistics import median
 import numpy as np
 
 MOST_PAIRS = 64
-"""So many pairs of nodes are measured at most, one after the other, each for about a quarter of a second."""
+"""The most pairs of nodes that are measured, one after the other, each for about a quarter of a second."""
 
-LARGE = 4 << 20  # bytes of the messages that measure bandwidth; less where the link is slow
+LARGE = 4 << 20  # bytes of the messages that measure bandwidth; fewer if the link is slow
 FIRST = 64 << 10
 SHARE = 0.05  # seconds for one series of messages
 
 
 @dataclass(frozen=True)
 class Link:
-    """What a pair of ranks gave, in mpicoll's own send and recv.
+    """Latency and bandwidth between two ranks, measured with mpicoll's send and recv.
 
     Attributes:
-        ranks: the two.
+        ranks: the two ranks.
         nodes: the numbers of their nodes.
         latency: half the round trip of 8 bytes, in seconds.
-        bandwidth: bytes a second of large messages in one direction.
+        bandwidth: bytes per second of large messages in one direction.
     """
 
     ranks: tuple[int, int]
@@ -35,7 +35,7 @@ class Link:
 
 
 def pairs_within(node_of: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the first two ranks of each node that has two."""
+    """Return the first two ranks of each node with two ranks or more."""
     first: dict[int, list[int]] = {}
     for rank, node in enumerate(node_of):
         first.setdefault(node, []).append(rank)
@@ -43,7 +43,7 @@ def pairs_within(node_of: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def pairs_between(node_of: Sequence[int], most: int = MOST_PAIRS) -> list[tuple[int, int]]:
-    """Return which nodes' first ranks are measured: all pairs, in a large job a sample over as many nodes as possible.
+    """Return the pairs of nodes' first ranks to measure: all pairs, or in a large job a sample over as many nodes as possible.
 
     Example:
         >>> pairs_between([0, 0, 1, 2])
@@ -54,7 +54,7 @@ def pairs_between(node_of: Sequence[int], most: int = MOST_PAIRS) -> list[tuple[
     everything = nodes * (nodes - 1) // 2
     if everything <= most:
         return [(leaders[a], leaders[b]) for a in range(nodes) for b in range(a + 1, nodes)]
-    # Each with the one half the job away, which is the far side of most networks; then a quarter, an eighth, ...
+    # Each node with the node half the job away, which is the far side of most networks; then a quarter, an eighth, ...
     chosen: dict[tuple[int, int], None] = {}
     halves = [nodes >> times for times in range(1, nodes.bit_length())]
     for distance in dict.fromkeys([*halves, *range(1, nodes // 2 + 1)]):
@@ -70,9 +70,9 @@ def pairs_between(node_of: Sequence[int], most: int = MOST_PAIRS) -> list[tuple[
 
 
 def measure(node_of: Sequence[int]) -> tuple[Link, ...]:
-    """Return what the links give, on rank 0, and nothing elsewhere. All ranks of the job call it.
+    """Return the measured links on rank 0, and nothing on other ranks. All ranks of the job call it.
 
-    The pairs within nodes go at the same time, those between nodes one after the other.
+    The pairs within nodes are measured at the same time, those between nodes one after the other.
     """
     import mpicoll as dist
 
@@ -82,13 +82,13 @@ def measure(node_of: Sequence[int]) -> tuple[Link, ...]:
         dist.barrier()
         if rank in pair:
             mine.append(_pair(rank, pair, node_of))
-    told: list[list[Link] | None] | None = [None] * len(node_of) if rank == 0 else None
-    dist.gather_object([link for link in mine if link is not None], told)
-    return tuple(link for some in told or () for link in some or ())
+    found: list[list[Link] | None] | None = [None] * len(node_of) if rank == 0 else None
+    dist.gather_object([link for link in mine if link is not None], found)
+    return tuple(link for some in found or () for link in some or ())
 
 
 def _pair(rank: int, pair: tuple[int, int], node_of: Sequence[int]) -> Link | None:
-    """Measure one link; both ranks call it, and the first of them returns it."""
+    """Measure one link. Both ranks call it; the first of them returns the link, the other one None."""
     leads = rank == pair[0]
     peer = pair[1] if leads else pair[0]
     _series(leads, peer, 8, 3)
@@ -105,7 +105,7 @@ def _pair(rank: int, pair: tuple[int, int], node_of: Sequence[int]) -> Link | No
 
 
 def _series(leads: bool, peer: int, size: int, rounds: int) -> float:
-    """Send messages to and fro; return the seconds that one takes in one direction."""
+    """Exchange messages between the two ranks; return the seconds of one message in one direction."""
     import mpicoll as dist
 
     buffer = np.zeros(size, np.uint8)
@@ -121,12 +121,12 @@ def _series(leads: bool, peer: int, size: int, rounds: int) -> float:
 
 
 def _agreed(leads: bool, peer: int, number: int) -> int:
-    """Return the number that the first of the pair has chosen."""
+    """Return the number that the first rank of the pair has chosen."""
     import mpicoll as dist
 
-    told = np.array([number])
+    chosen = np.array([number])
     if leads:
-        dist.send(told, peer)
+        dist.send(chosen, peer)
     else:
-        dist.recv(told, peer)
-    return int(told[0])
+        dist.recv(chosen, peer)
+    return int(chosen[0])

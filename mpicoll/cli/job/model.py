@@ -1,6 +1,6 @@
-"""The map of a running job: who is where, on which cores and GPUs, what the links give, and what is wrong with it.
+"""The map of a running job: for each rank its node, cores and GPUs, and the links between the nodes.
 
-Every rank of the job runs `show_map`; what it reads is its own process, the rest comes by collectives.
+Every rank of the job runs `show_map` and reads the facts of its own process; collectives gather them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mpicoll.cli.job.links import Link
 from mpicoll.diagnosis.call import compress_ranks
 
 MOST_ROWS = 64
-"""Up to so many ranks have a row each; alike nodes of larger jobs share one."""
+"""The most ranks that have a row each; nodes of larger jobs that are alike share a row."""
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
@@ -26,19 +26,19 @@ _GIVEN = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank is.
+    """The place of one rank.
 
     Attributes:
-        rank: in the job.
-        node: number of its node.
-        local_rank: among the ranks of its node.
+        rank: rank in the job.
+        node: number of the rank's node.
+        local_rank: rank among the ranks of the node.
         host: name of the node.
-        pid: process id there.
-        cpus: hardware threads that it may run on.
-        cores: the cores that these belong to, each named by its lowest hardware thread.
+        pid: process id on the node.
+        cpus: hardware threads that the rank may run on.
+        cores: the cores of these threads, each named by its lowest hardware thread.
         node_cpus: number of hardware threads of the node.
-        gpus: the devices that it may see, as the variable names them; None where nothing says.
-        own_gpus: Slurm gives each task devices of its own, which are numbered from 0 in each.
+        gpus: the devices that the rank may see, as a variable names them; None if no variable does.
+        own_gpus: whether Slurm gives each task devices of its own, which are numbered from 0 in each task.
         models: the GPUs of the node, by model.
         threads: the variables that limit the threads of a library, as they are set.
     """
@@ -59,14 +59,14 @@ class Place:
 
 @dataclass(frozen=True)
 class JobMap:
-    """All that is known of a job.
+    """The facts about a job.
 
     Attributes:
-        places: of the ranks, in order.
-        links: those that were measured.
-        library: the MPI and its version.
-        launcher: what started the ranks.
-        pairs: how many pairs of nodes there are.
+        places: the places of the ranks, in the order of ranks.
+        links: the links that were measured.
+        library: the MPI library and its version.
+        launcher: the launcher of the ranks.
+        pairs: number of pairs of nodes.
     """
 
     places: tuple[Place, ...]
@@ -90,7 +90,7 @@ class JobMap:
 
 
 def place_here(rank: int, node: int, local_rank: int, environ: Mapping[str, str] = os.environ) -> Place:
-    """Return where this process is."""
+    """Return the place of this process."""
     cpus = tuple(sorted(os.sched_getaffinity(0)))
     variable = next((name for name in (*_VISIBLE, *_GIVEN) if name in environ), None)
     gpus = None if variable is None else tuple(part for part in environ[variable].split(",") if part.strip())
@@ -120,7 +120,7 @@ def _core(cpu: int) -> int:
 
 
 def _models() -> tuple[str, ...]:
-    """Return the models of this node's NVIDIA GPUs, from what the driver writes; no program is started for it."""
+    """Return the models of this node's NVIDIA GPUs, from the driver's files; no program is started."""
     found = []
     for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         try:
@@ -133,7 +133,7 @@ def _models() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the map: a rank, or alike ranks."""
+    """One line of the map: a rank, or ranks that are alike."""
 
     ranks: str
     node: str
@@ -145,7 +145,7 @@ class Row:
 
 
 def rows(job: JobMap) -> list[Row]:
-    """Return the lines of the map: one for each rank, in a large job one for all nodes that are alike."""
+    """Return the lines of the map: one for each rank, or in a large job one for all nodes that are alike."""
     if len(job.places) <= MOST_ROWS:
         return [
             Row(
@@ -167,7 +167,7 @@ def rows(job: JobMap) -> list[Row]:
 
 
 def _joint(nodes: Sequence[Sequence[Place]]) -> Row:
-    """Return the one line of nodes that are alike."""
+    """Return the line of nodes that are alike."""
     first = nodes[0]
     ranks = [place.rank for node in nodes for place in node]
     masks = {place.cpus for place in first}
@@ -190,7 +190,7 @@ def _joint(nodes: Sequence[Sequence[Place]]) -> Row:
 
 
 def few(words: Sequence[str]) -> str:
-    """Return names in one line, with those in the middle left out where there are many."""
+    """Return names in one line; of more than four names the middle ones are left out."""
     return ", ".join(words) if len(words) <= 4 else f"{words[0]}, {words[1]}, ..., {words[-1]}"
 
 
@@ -210,7 +210,7 @@ def _threads(place: Place) -> str:
 
 
 def link_rows(job: JobMap) -> list[tuple[str, str, str, str]]:
-    """Return for each measured link what it joins, the ranks, latency and bandwidth; many are put together."""
+    """Return for each measured link its ends, ranks, latency and bandwidth; of many links the median and the worst."""
     if len(job.links) <= MOST_ROWS // 2:
         return [
             (
@@ -234,17 +234,17 @@ def link_rows(job: JobMap) -> list[tuple[str, str, str, str]]:
 
 
 def link_ends(job: JobMap, link: Link) -> str:
-    """Return what a link joins, by the names of the nodes."""
+    """Return the two ends of a link, by the names of the nodes."""
     hosts = job.hosts
     one, other = link.nodes
     return f"within {hosts[one]}" if one == other else f"{hosts[one]} - {hosts[other]}"
 
 
 def in_microseconds(seconds: float) -> str:
-    """Return a time as a reader wants it."""
+    """Return a time with its unit: us or ms."""
     return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
 
 
 def in_rate(bandwidth: float) -> str:
-    """Return bytes a second as a reader wants them."""
+    """Return a bandwidth with its unit: MB/s or GB/s."""
     return f"{bandwidth / 1e9:.3g} GB/s" if bandwidth >= 1e8 else f"{bandwidth / 1e6:.3g} MB/s"

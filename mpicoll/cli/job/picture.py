@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 MOST_NODES = 8
-"""So many nodes are drawn one by one; of larger jobs the first ones."""
+"""The most nodes that are drawn; of larger jobs the first ones are drawn."""
 MOST_BARS = 8  # lines of a node, one for each set of hardware threads; with more of them it is a grid
 ACROSS = 16  # hardware threads in a line of that grid
 MOST_LABELS = 16  # names along a heat map, and figures in its cells
@@ -24,7 +24,7 @@ GREY, LINE, CROWDED = "#e6e8eb", "#5b6470", "#d64541"
 
 
 def matrix(job: JobMap, value: Callable[[Any], float]) -> NDArray[np.float64]:
-    """Return a figure of each measured link by node and node, NaN where none was; pure."""
+    """Return a figure of each measured link in a matrix of nodes, NaN where no link was measured; pure."""
     nodes = len(job.hosts)
     found = np.full((nodes, nodes), np.nan)
     for link in job.links:
@@ -34,7 +34,7 @@ def matrix(job: JobMap, value: Callable[[Any], float]) -> NDArray[np.float64]:
 
 
 def draw(job: JobMap, path: str) -> None:
-    """Draw the map into a file; its ending says in which format."""
+    """Draw the map into a file; the file's ending selects the format."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -84,7 +84,7 @@ def draw(job: JobMap, path: str) -> None:
 
 
 def _groups(node: list[Place]) -> list[list[Place]]:
-    """Return the ranks of a node that may run on the same cores, together."""
+    """Return the ranks of a node in groups that may run on the same cores."""
     found: dict[tuple[int, ...], list[Place]] = {}
     for place in node:
         found.setdefault(place.cpus, []).append(place)
@@ -92,13 +92,13 @@ def _groups(node: list[Place]) -> list[list[Place]]:
 
 
 def _height(node: list[Place]) -> float:
-    """Return how many lines a node takes, its name among them."""
+    """Return the height of a node in lines, the line of its name included."""
     groups = len(_groups(node))
     return 1.4 + (groups if groups <= MOST_BARS else -(-node[0].node_cpus // ACROSS))
 
 
 def _node(axis: Any, node: list[Place], height: float) -> None:
-    """Draw one node: a bar of hardware threads for each set of them, or where there are many sets, one grid."""
+    """Draw one node: a bar of hardware threads for each group of ranks, or one grid if there are many groups."""
     from matplotlib.patches import FancyBboxPatch
 
     axis.set_xlim(-0.01, 1.01)
@@ -118,7 +118,7 @@ def _node(axis: Any, node: list[Place], height: float) -> None:
 
 
 def _bar(axis: Any, group: list[Place], top: float) -> None:
-    """Draw the hardware threads of a node in one line, those of these ranks in colour; red where they are too few."""
+    """Draw the hardware threads of a node in one line, those of a group of ranks in colour; red if they are too few."""
     ranks = [place.rank for place in group]
     text = f"rank{'s' * (len(ranks) != 1)} {compress_ranks(ranks)}"
     seen = {place.gpus for place in group}
@@ -133,7 +133,7 @@ def _bar(axis: Any, group: list[Place], top: float) -> None:
 
 
 def _runs(wide: int, used: set[int]) -> list[tuple[int, int, bool]]:
-    """Return first, number and kind of what is drawn in one piece: single cells, or on a wide node alike neighbours."""
+    """Return first thread, number and kind of each drawn piece: a single thread, or on a wide node neighbours of one kind."""
     found: list[tuple[int, int, bool]] = []
     for cpu in range(wide):
         inside = cpu in used
@@ -145,7 +145,7 @@ def _runs(wide: int, used: set[int]) -> list[tuple[int, int, bool]]:
 
 
 def _grid(axis: Any, node: list[Place]) -> None:
-    """Draw the hardware threads of a node in lines, each with the local rank that may run there, or with their number."""
+    """Draw the hardware threads of a node in lines, each with the local rank that may run there, or the number of ranks."""
     there: dict[int, list[Place]] = {}
     for place in node:
         for cpu in place.cpus:
@@ -176,14 +176,14 @@ def _colour(local_rank: int) -> Any:
 
 
 def _heat(figure: Any, axis: Any, job: JobMap, values: NDArray[np.float64], title: str, colours: str) -> None:
-    """Draw a figure by node and node."""
+    """Draw a matrix of nodes as a heat map."""
     from matplotlib import colormaps
     from matplotlib.colors import LogNorm, Normalize
 
     hosts = job.hosts
     known = values[~np.isnan(values)]
     low, high = float(known.min()), float(known.max())
-    # Within a node and between two lie a factor of ten or more apart.
+    # Figures within a node and between nodes differ by a factor of ten or more.
     scale = LogNorm(low, high) if high > 8 * low else Normalize(0, high)
     shades = colormaps[colours].with_extremes(bad=GREY)
     image = axis.imshow(np.ma.masked_invalid(values), cmap=shades, norm=scale, interpolation="nearest")

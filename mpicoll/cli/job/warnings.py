@@ -1,4 +1,4 @@
-"""What is wrong with where the ranks of a job are, and what to do about it. Pure functions of the map."""
+"""Warnings about the places of a job's ranks, each with a remedy. Pure functions of the map."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from mpicoll.diagnosis.call import compress_ranks, name_ranks
 
 
 def warnings(job: JobMap) -> list[str]:
-    """Return what is wrong with where the ranks are, each with the remedy; pure."""
+    """Return the warnings about a job, each with its remedy."""
     found: dict[tuple[str, str], list[tuple[str, list[int]]]] = defaultdict(list)
     for node in job.nodes():
         for problem, remedy, ranks in (*_crowds(node), *_shared_gpus(node), *_too_many_threads(node)):
             found[problem, remedy].append((node[0].host, ranks))
-    said = []
+    lines = []
     for (problem, remedy), where in found.items():
         ranks = [rank for _, some in where for rank in some]
-        said.append(f"{few([host for host, _ in where])}: {problem} ({name_ranks(ranks)}). {remedy}")
-    return said + _slow(job)
+        lines.append(f"{few([host for host, _ in where])}: {problem} ({name_ranks(ranks)}). {remedy}")
+    return lines + _slow(job)
 
 
 _Problem = tuple[str, str, list[int]]
 
 
 def _crowds(node: Sequence[Place]) -> list[_Problem]:
-    """Find ranks that may run only where too many others do."""
+    """Return the problems of ranks that share fewer cores than there are ranks."""
     masks: dict[tuple[int, ...], list[Place]] = defaultdict(list)
     for place in node:
         masks[place.cores].append(place)
@@ -76,7 +76,7 @@ def _too_many_threads(node: Sequence[Place]) -> list[_Problem]:
     limits = [_number(place.threads.get("OMP_NUM_THREADS", "")) for place in node]
     wanted = sum(limit or len(place.cores) for limit, place in zip(limits, node, strict=True))
     if len(node) < 2 or wanted <= max(len(cores), len(node)):
-        return []  # more ranks than cores is said elsewhere
+        return []  # _crowds reports more ranks than cores
     each = max(1, len(cores) // len(node))
     how = "is not set" if None in limits else "is too large"
     return [
@@ -94,7 +94,7 @@ def _number(text: str) -> int | None:
 
 
 def _slow(job: JobMap) -> list[str]:
-    """Find links between nodes that are far from the others; what the reason is cannot be known here."""
+    """Return warnings about links between nodes that are much slower than most; their cause cannot be known here."""
     links = [link for link in job.links if link.nodes[0] != link.nodes[1]]
     if len(links) < 3:
         return []
