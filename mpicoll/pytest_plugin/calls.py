@@ -1,4 +1,4 @@
-"""What the library knows of the ranks of a test that hangs: the calls that they wait in."""
+"""The calls of mpicoll that the ranks of a hanging test wait in."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any
 from mpicoll.diagnosis.report.entries import Entry, Table, merge, runs_of, table_of
 from mpicoll.diagnosis.report.texts import calls_now
 
+_REGISTRY, _JOB_STATE = "mpicoll.groups.registry", "mpicoll.diagnosis.job_state"
+
 
 def account_of(rank: int, size: int) -> dict[str, Any]:
-    """Return what this process knows of its own calls, as JSON takes it; never raises. Empty if it has no default group.
+    """Return this process's calls as JSON data; empty if it has no default group. Never raises.
 
     Args:
         rank, size: in the world of the plugin, which is the job's.
@@ -29,18 +31,18 @@ def account_of(rank: int, size: int) -> dict[str, Any]:
 
 
 def lines_of(accounts: Mapping[int, Mapping[str, Any]], silent: Sequence[int]) -> list[str]:
-    """Return the report of the calls that the ranks are in, line by line; never raises. Empty if the library is not used.
+    """Return the report of the calls that the ranks are in, line by line; empty if the library is not used. Never raises.
 
     Args:
-        accounts: of each rank that has given one (see :func:`account_of`).
-        silent: ranks that have not.
+        accounts: for each rank that answered its calls (see :func:`account_of`).
+        silent: ranks that did not answer.
     """
     if not any(accounts.values()):
         return []
     try:
         return _lines(accounts, silent)
     except Exception as error:
-        return [f"what the ranks do in mpicoll cannot be told: {type(error).__name__}: {error}"]
+        return [f"the calls of the ranks cannot be read: {type(error).__name__}: {error}"]
 
 
 def _lines(accounts: Mapping[int, Mapping[str, Any]], silent: Sequence[int]) -> list[str]:
@@ -51,7 +53,7 @@ def _lines(accounts: Mapping[int, Mapping[str, Any]], silent: Sequence[int]) -> 
         if "table" in account:
             table = merge(table, Table.unpack(base64.b85decode(account["table"])))
         elif "trouble" in account:
-            entries.append(Entry(ranks, state="silent", problem=f"it cannot be told: {account['trouble']}"))
+            entries.append(Entry(ranks, state="silent", problem=f"its calls cannot be read: {account['trouble']}"))
         else:
             entries.append(Entry(ranks, state="late", problem="has no default group"))
     same = all(account.get("same", True) for account in accounts.values())
@@ -62,6 +64,6 @@ def _lines(accounts: Mapping[int, Mapping[str, Any]], silent: Sequence[int]) -> 
         entries.append(
             Entry(((rank, rank),), state="silent", problem="does not answer" + (f": {seen}" if seen else ""))
         )
-    note = "" if same else "Ranks within calls are those of the communicator that the default group was made on."
+    note = "" if same else "Ranks inside the calls are ranks of the communicator that the default group was made on."
     members = runs_of([*accounts, *silent])
     return calls_now(merge(table, table_of(entries)), members, note).text().splitlines()
