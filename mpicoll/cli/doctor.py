@@ -8,12 +8,12 @@ import os
 import platform
 import shutil
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mpicoll._version import __version__
+from mpicoll.cli.two_ranks import run_two_ranks
 from mpicoll.errors import LaunchError
 
 State = Literal["ok", "note", "wrong", ""]
@@ -275,26 +275,6 @@ def self_check() -> tuple[dict[str, Any] | None, str]:
         last = "\n".join(line for line in problem.splitlines() if line.strip())[-2000:]
         return facts, f"the job ended with exit code {code}:\n{last}"
     return facts, ""
-
-
-def run_two_ranks(arguments: list[str], limit: float) -> tuple[int, str, str]:
-    """Run ``python -c`` with arguments on two ranks; return the exit code, and the output on stdout and stderr.
-
-    Raises:
-        LaunchError: the job cannot be started.
-    """
-    from mpicoll.launch.job import Job, Options
-
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        options = Options(nprocs=2, timeout=limit)
-        job = Job(options, [sys.executable, "-c", *arguments], sinks=(out.fileno(), err.fileno()))
-        try:
-            code = job.run().code
-        finally:
-            job.clean()
-        out.seek(0)
-        err.seek(0)
-        return code, out.read().decode(errors="replace"), err.read().decode(errors="replace")
 
 
 def judge_self_check(report: Report, facts: dict[str, Any] | None, problem: str) -> None:

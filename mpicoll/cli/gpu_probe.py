@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mpicoll.cli.doctor import run_two_ranks
+from mpicoll.cli.two_ranks import run_two_ranks
 from mpicoll.errors import LaunchError
 from mpicoll.transports.device.capability import OPERATIONS, path_of_probes
 

@@ -1,9 +1,9 @@
-"""Collectives of torch's tensors, out of place, through which gradients flow back to the ranks that the values came from.
+"""Differentiable collectives on torch's tensors, out of place: gradients flow back to the ranks whose values were used.
 
-The loss of a job is taken as the sum of the losses of its ranks: what one rank's tensor has added to others' results gets the
-sum of what comes back from them. All members of the group call the function, and all of them ``backward``, in the same
-order; a rank that is not in the group gets a ValueError, as there is no result that it could go on with (torch warns, and
-returns memory that was never set).
+The loss of a job counts as the sum of the losses of its ranks: the gradient of a tensor is the sum of the gradients of all
+results that the tensor contributed to. All members of the group call the function, and all of them call ``backward``, in the
+same order. A rank that is not in the group gets a ValueError, as there is no result for it (torch warns, and returns memory
+that was never set).
 
 This module imports torch.
 """
@@ -45,7 +45,7 @@ def all_reduce(tensor: Tensor, op: RedOpType = ReduceOp.SUM, group: Any = None) 
 
     Args:
         tensor: this rank's; all of one shape and dtype.
-        op: as in :func:`mpicoll.all_reduce`; gradients are there for SUM and AVG.
+        op: as in :func:`mpicoll.all_reduce`; SUM and AVG have gradients.
         group: the group; default the world.
 
     Raises: as :func:`mpicoll.all_reduce`; RuntimeError in ``backward`` for another op.
@@ -68,7 +68,7 @@ def all_gather(tensor: Tensor, group: Any = None) -> tuple[Tensor, ...]:
 
 
 def reduce_scatter(output: Tensor, input_list: list[Tensor], op: RedOpType = ReduceOp.SUM, group: Any = None) -> Tensor:
-    """Return the reduction over all members of what they have for this rank.
+    """Return the reduction over all members of their tensors for this rank.
 
     Args:
         output: of the shape and dtype of the result; its values are not used.
@@ -87,7 +87,8 @@ def broadcast(tensor: Tensor, src: int, group: Any = None) -> Tensor:
     """Return the tensor of one rank.
 
     Args:
-        tensor: on the source what is sent, on the others of its shape and dtype; it requires grad on all members or on none.
+        tensor: on the source the tensor to send; on other ranks a tensor of its shape and dtype. It requires grad on all
+            members or on none.
         src: global rank of the source.
         group: the group; default the world.
 
@@ -100,7 +101,7 @@ def broadcast(tensor: Tensor, src: int, group: Any = None) -> Tensor:
 
 
 def reduce(tensor: Tensor, dst: int, op: RedOpType = ReduceOp.SUM, group: Any = None) -> Tensor:
-    """Return the reduction of ``tensor`` over all members on one rank; on the others the tensor, without a gradient of its own.
+    """Return the reduction of ``tensor`` over all members on one rank; on others the tensor, without a gradient of its own.
 
     Args:
         tensor: this rank's; all of one shape and dtype.
@@ -116,7 +117,7 @@ def reduce(tensor: Tensor, dst: int, op: RedOpType = ReduceOp.SUM, group: Any = 
 
 
 def gather(tensor: Tensor, dst: int = 0, group: Any = None) -> tuple[Tensor, ...]:
-    """Return the tensors of all members on one rank; on the others as many of zeros, without a gradient of their own.
+    """Return the tensors of all members on one rank; on others as many tensors of zeros, without gradients of their own.
 
     Args:
         tensor: this rank's; all of one shape and dtype.
@@ -135,12 +136,12 @@ def scatter(tensors: list[Tensor], src: int = 0, group: Any = None) -> Tensor:
     """Return this rank's tensor of the list that one rank has.
 
     Args:
-        tensors: one tensor for each member, all of one shape and dtype; on other ranks than the source only their shape and
-            dtype count. They require grad on all members or on none.
+        tensors: one tensor for each member, all of one shape and dtype; on ranks other than the source only shape and dtype
+            are used. They require grad on all members or on none.
         src: global rank of the source.
         group: the group; default the world.
 
-    Raises: as :func:`mpicoll.scatter`; ValueError where the shapes differ, or there is no tensor.
+    Raises: as :func:`mpicoll.scatter`; ValueError if the shapes differ, or if there is no tensor.
 
     Source: torch.distributed.nn.functional.scatter.
     """
@@ -151,7 +152,7 @@ def scatter(tensors: list[Tensor], src: int = 0, group: Any = None) -> Tensor:
 def all_to_all(
     output_tensor_list: list[Tensor], input_tensor_list: list[Tensor], group: Any = None
 ) -> tuple[Tensor, ...]:
-    """Return what each member has for this rank.
+    """Return each member's tensor for this rank.
 
     Args:
         output_tensor_list: one tensor for each member, of the shape and dtype of its result; their values are not used.
@@ -173,7 +174,7 @@ def all_to_all_single(
     input_split_sizes: list[int] | None = None,
     group: Any = None,
 ) -> Tensor:
-    """Return what the members have for this rank, one part behind the other; the parts are along the first dimension.
+    """Return the members' parts for this rank, joined along the first dimension.
 
     Args:
         output: of the shape and dtype of the result; its values are not used.
@@ -191,16 +192,16 @@ def all_to_all_single(
 
 def _member(group: Any, operation: str) -> None:
     if get_rank(group) < 0:
-        raise ValueError(f"{operation}: rank {get_rank()} is not in the group, so there is nothing that it could get")
+        raise ValueError(f"{operation}: rank {get_rank()} is not in the group, so there is no result for it")
 
 
 def _of_a_sum(op: Any) -> None:
     if op not in _SUMS:
-        raise RuntimeError(f"the gradient of a reduction by {op!s} is not known: only those of SUM and AVG are")
+        raise RuntimeError(f"there is no gradient of a reduction by {op!s}: only SUM and AVG have one")
 
 
 def _is(rank: int, group: Any) -> bool:
-    """Whether this rank is the one of a global rank."""
+    """Return whether this rank has a global rank."""
     return get_rank(group) == (rank if group is None else get_group_rank(group, rank))
 
 
@@ -221,7 +222,7 @@ class _AllReduce(torch.autograd.Function):  # type: ignore[misc,unused-ignore]
 class _AllGather(torch.autograd.Function):  # type: ignore[misc,unused-ignore]
     @staticmethod
     def forward(ctx: Any, group: Any, shapes: Any, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Gather tensors of these shapes; None: all are of this one's."""
+        """Gather tensors of these shapes; None: all have the shape of ``tensor``."""
         ctx.group, ctx.shape = group, tensor.shape
         mine = tensor.detach().contiguous()
         results = [mine.new_empty(shape) for shape in shapes or [tensor.shape] * get_world_size(group)]

@@ -1,6 +1,6 @@
-"""Tests on several ranks that fail on all of them, with the failing rank's words, instead of hanging.
+"""Tests on several ranks that fail on all of them, with the failing rank's output, instead of hanging.
 
-Load it in the top ``conftest.py`` of a test suite, install ``pytest-mpi`` for its marks, and start several ranks::
+Load the plugin in the top ``conftest.py`` of a test suite, install ``pytest-mpi`` for its marks, and start several ranks::
 
     # conftest.py
     pytest_plugins = ["mpicoll.pytest_plugin"]
@@ -23,14 +23,14 @@ Load it in the top ``conftest.py`` of a test suite, install ``pytest-mpi`` for i
 
 Then
 
-- every rank tells the others how each phase of a test (setup, call, teardown) ended. A phase that failed on one rank
-  is a failure on all of them; rank 0, which alone prints, shows the assertion of the rank it failed on;
+- the ranks exchange how each phase of a test (setup, call, teardown) ended. A phase that failed on one rank is a failure
+  on all of them; rank 0, the only rank that prints, shows the assertion of the rank that failed;
 - ranks that disagree (one skips, another passes) fail the test, and ranks that collected different tests end at once;
-- a test that is not over within its limit (``--mpi-timeout``, ini ``mpi_timeout``, the mark; 60 s; a third of it once
-  a rank has failed) ends the job with a nonzero exit code, the test's name, which ranks had finished it, the call of
-  mpicoll that each waits in and for how long, and every rank's stack;
-- ``collective_raises`` asserts that a block raises on every rank, where ``pytest.raises`` would let the rank on which
-  nothing is raised go on alone (see there)::
+- a test that exceeds its limit (``--mpi-timeout``, ini ``mpi_timeout``, the mark; 60 s; a third of the limit after a rank
+  has failed) ends the job with a nonzero exit code, the test's name, the ranks that had finished the test, the call of
+  mpicoll that each rank waits in and for how long, and every rank's stack;
+- ``collective_raises`` asserts that a block raises on every rank. ``pytest.raises`` would let a rank on which nothing is
+  raised continue alone::
 
       from mpicoll.pytest_plugin import collective_raises
 
@@ -39,9 +39,9 @@ Then
 
 - only rank 0 writes the JUnit report.
 
-It is not a ``pytest11`` entry point. Such a plugin is loaded by every pytest of the environment: it would import numpy
-and this package before coverage measurement starts, and change the verdicts of other projects' suites. Loaded, it does
-nothing, and imports nothing of MPI, without pytest-mpi's ``--with-mpi`` or ``--only-mpi``.
+The plugin is not a ``pytest11`` entry point. Every pytest of the environment loads such a plugin: it would import numpy and
+this package before coverage measurement starts, and change the verdicts of other projects' suites. Without pytest-mpi's
+``--with-mpi`` or ``--only-mpi`` the loaded plugin does nothing, and imports nothing of MPI.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Start the exchange between the ranks when pytest-mpi's options ask for tests on several ranks."""
+    """Start the exchange between the ranks if pytest-mpi's options ask for tests on several ranks."""
     config.addinivalue_line("markers", "mpi_timeout(seconds): the limit of this test on several ranks")
     if _installed("mpi-pytest") and _installed("pytest-mpi"):
         raise pytest.UsageError(
-            "pytest-mpi and mpi-pytest are both installed, and both own the module pytest_mpi. "
+            "pytest-mpi and mpi-pytest are both installed, and both install the module pytest_mpi. "
             "Keep pytest-mpi: pip uninstall -y mpi-pytest pytest-mpi && pip install pytest-mpi"
         )
     if config.getoption("--with-mpi", default=False) or config.getoption("--only-mpi", default=False):

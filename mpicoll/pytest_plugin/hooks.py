@@ -1,4 +1,4 @@
-"""The hooks of one rank: they make what happens on one rank happen on all."""
+"""The pytest hooks of one rank: they give all ranks the same outcome of each test."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from mpicoll.pytest_plugin.watchdog import Watchdog
 
 
 class MultiRank:
-    """The hooks of one rank."""
+    """The pytest hooks of one rank."""
 
     def __init__(self, config: pytest.Config) -> None:
-        # Capturing is suspended while plugins are configured: this is the real stderr.
+        # Capturing is suspended while plugins are configured, so descriptor 2 is the real stderr.
         self.err = os.dup(2)
         self.ranks = Ranks()
         self.dog = Watchdog(self.ranks, self.err)
@@ -43,12 +43,12 @@ class MultiRank:
         self.in_step = True
         self.sink: io.StringIO | None = None
         self.default_limit = float(config.getoption("mpi_timeout") or config.getini("mpi_timeout"))
-        # The C timer is one for a process; pytest's own faulthandler_timeout has the first claim to it.
+        # A process has one C timer; pytest's own faulthandler_timeout takes precedence.
         self.native = not float(config.getini("faulthandler_timeout") or 0.0)
         if self.ranks.rank:
             config.option.xmlpath = None
             if config.option.basetemp is None:
-                # pytest's folder for a user is numbered and swept by all its sessions; ranks sweep at the same moment.
+                # All sessions of a user number and clean up one folder of pytest; ranks would do so at the same moment.
                 above = self.dog.folder if self.dog.meets else Path(tempfile.mkdtemp(prefix="mpicoll-pytest-"))
                 config.option.basetemp = str(above / f"tmp.{self.ranks.rank}")
 
@@ -56,12 +56,12 @@ class MultiRank:
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")
         if self.ranks.rank and reporter is not None:
-            # The reporter has no public way to send it elsewhere, and other plugins hold on to the object.
+            # The reporter has no public way to redirect its output, and other plugins have references to the object.
             self.sink = io.StringIO()
             reporter._tw._file = self.sink
 
     def _exchange(self, step: str, outcome: str) -> list[str]:
-        """Return every rank's outcome of a step, or end the session when the ranks are not at the same one."""
+        """Return every rank's outcome of a step; end the session if the ranks are at different steps."""
         own = struct.pack("qq", zlib.crc32(step.encode()), OUTCOMES.index(outcome))
         self.dog.waits = True
         records = [struct.unpack("qq", record) for record in self.ranks.gather(own)]
@@ -120,7 +120,7 @@ class MultiRank:
         self._settle(report, outcomes)
 
     def _settle(self, report: Any, outcomes: list[str]) -> None:
-        """Make the report what all ranks agree on."""
+        """Change the report to the outcome of all ranks."""
         verdict = judge(outcomes)
         own = outcomes[self.ranks.rank]
         if verdict == "xfailed":
@@ -165,7 +165,7 @@ class MultiRank:
         if not self.in_step:
             return
         if result.excinfo is not None:
-            # Another plugin failed here; it is raised on this rank, and the others get to know.
+            # Another plugin failed here: this rank raises its error, and the exit status tells the other ranks.
             exitstatus = pytest.ExitCode.INTERNAL_ERROR
         self.dog.where = f"ended its session with exit status {int(exitstatus)}"
         self.dog.arm("the end of the session", self.default_limit, self.native)

@@ -1,4 +1,4 @@
-"""``collective_raises``: a block of a test that has to raise on every rank."""
+"""``collective_raises``: assert that a block of a test raises on every rank."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ E = TypeVar("E", bound=BaseException)
 LINE = 300
 
 watchdog: Watchdog | None = None
-"""The limit and the ranks of this session; None where there is one rank."""
+"""The limit and the ranks of this session; None if there is one rank."""
 
 
 class CollectiveInfo(Generic[E]):
-    """What a block has raised: on this rank as ``pytest.raises`` tells it, and on the others as text.
+    """The exceptions of a block: on this rank as ``pytest.raises`` gives them, on the other ranks as text.
 
     Attributes:
-        excinfo: pytest's own ``ExceptionInfo``; it, and what is made from it, is there when the block has ended.
-        per_rank: for each rank (of COMM_WORLD) the type and the whole message of what it raised.
+        excinfo: pytest's own ``ExceptionInfo``; None until the block has ended.
+        per_rank: for each rank (of COMM_WORLD) the type and the whole message of its exception.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class CollectiveInfo(Generic[E]):
 
     def _ended(self) -> pytest.ExceptionInfo[E]:
         if self.excinfo is None:
-            raise AttributeError("what was raised is known when the block of collective_raises has ended")
+            raise AttributeError("the exception is known when the block of collective_raises has ended")
         return self.excinfo
 
     @property
@@ -69,11 +69,11 @@ class CollectiveInfo(Generic[E]):
 def collective_raises(
     expected: type[E] | tuple[type[E], ...], match: str | re.Pattern[str] | None = None, *, group: Any = None
 ) -> Block[E]:
-    """Assert that the block raises on every rank: pass only then, and else fail on all of them.
+    """Assert that the block raises on every rank; otherwise fail on all ranks.
 
-    All ranks enter it. When the block is over they tell each other how it ended, so that a rank on which nothing was raised
-    does not go on alone into the next call, where it would wait for those that have failed. The failure has a line for each
-    group of ranks that ended alike::
+    All ranks enter the block. At its end they exchange how it ended, so that a rank on which nothing was raised does not
+    continue alone to the next call, where it would wait for the ranks that have failed. The failure has a line for each set of
+    ranks whose blocks ended alike::
 
         with collective_raises(dist.CollectiveMismatchError, match="all_reduce") as caught:
             dist.all_reduce(np.ones(1 + dist.get_rank()))
@@ -83,17 +83,17 @@ def collective_raises(
           ranks 0, 2: CollectiveMismatchError: call 3 on group WORLD (ranks 0-2): its ranks made different calls
           rank 1: nothing raised (CollectiveMismatchError expected)
 
-    A rank that has failed, been skipped or returned before the block is named, too, and the others do not wait for it. One
-    that never leaves the block is what the limit of the test is for. What is no ``Exception`` (Ctrl-C, ``pytest.skip``) goes
+    A rank that has failed, been skipped or returned before the block is named, too, and the other ranks do not wait for it. A
+    rank that never leaves the block exceeds the limit of the test. What is no ``Exception`` (Ctrl-C, ``pytest.skip``) passes
     through at once.
 
-    Without ``--with-mpi``, and on one rank, it is ``pytest.raises``.
+    Without ``--with-mpi``, and on one rank, the function is ``pytest.raises``.
 
     Args:
-        expected: a class of exceptions, or several; a subclass will do. It may be another one on another rank.
-        match: a regular expression that has to be found in this rank's message; it may be another one on another rank.
+        expected: a class of exceptions, or several; subclasses match, too. Ranks may expect different classes.
+        match: a regular expression that must be found in this rank's message. Ranks may pass different expressions.
         group: a process group, or an mpi4py communicator: only its members enter the block. None: every rank of the job,
-            also where the default group has fewer.
+            even if the default group has fewer ranks.
 
     Returns:
         A context manager, whose value is a :class:`CollectiveInfo`.
@@ -134,7 +134,7 @@ class Block(Generic[E]):
             self.info.per_rank = {rank: f"{type(value).__name__}: {value}"}
             return bool(done)
         if value is not None and not isinstance(value, (Exception, self._expected)):
-            return False  # the others learn it at the end of the step
+            return False  # the other ranks learn of it at the end of the step
         line, good = self._verdict(value)
         text = "nothing raised" if value is None else f"{type(value).__name__}: {value}"
         members = zlib.crc32(repr(self._ranks).encode())
@@ -149,15 +149,15 @@ class Block(Generic[E]):
             texts, elsewhere = watchdog.ranks.exchange(json.dumps(mine), self._ranks)
         finally:
             watchdog.where, watchdog.waits = before
-        said = {rank: json.loads(text) for rank, text in texts.items()}
-        self.info.per_rank = {rank: account["text"] for rank, account in sorted(said.items())}
-        astray = {rank: account for rank, account in said.items() if account["members"] != members}
-        if not elsewhere and not astray and all(account["good"] for account in said.values()):
+        accounts = {rank: json.loads(text) for rank, text in texts.items()}
+        self.info.per_rank = {rank: account["text"] for rank, account in sorted(accounts.items())}
+        other_block = {rank: account for rank, account in accounts.items() if account["members"] != members}
+        if not elsewhere and not other_block and all(account["good"] for account in accounts.values()):
             assert value is not None
             self.info.excinfo = pytest.ExceptionInfo.from_exception(value)  # type: ignore[arg-type]
             return True
-        lines = {rank: account["line"] for rank, account in said.items()}
-        lines.update({rank: f"is in another block, at {account['site']}" for rank, account in astray.items()})
+        lines = {rank: account["line"] for rank, account in accounts.items()}
+        lines.update({rank: f"is in another block, at {account['site']}" for rank, account in other_block.items()})
         lines.update({rank: f"did not end this block: {where}" for rank, where in elsewhere.items()})
         raise pytest.fail.Exception(difference(lines)) from (None if good else value)
 
@@ -180,9 +180,9 @@ class Block(Generic[E]):
 
 
 def difference(lines: Mapping[int, str]) -> str:
-    """Return the message of a block that did not end as it should on all ranks; pure."""
+    """Return the message of a block that did not raise as expected on all ranks; pure."""
     alike: dict[str, list[int]] = {}
     for rank, line in sorted(lines.items()):
         alike.setdefault(line, []).append(rank)
-    said: Iterable[str] = (f"  {name_ranks(ranks)}: {line}" for line, ranks in alike.items())
-    return "\n".join(["collective_raises: not every rank raised what it should", *said])
+    rows: Iterable[str] = (f"  {name_ranks(ranks)}: {line}" for line, ranks in alike.items())
+    return "\n".join(["collective_raises: not every rank raised what it should", *rows])

@@ -1,4 +1,4 @@
-"""The plugin's own communicator, on which nothing blocks."""
+"""The plugin's own communicator, whose calls are all nonblocking."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 MOST_TEXT = 1 << 20  # bytes of failure text that one phase sends to every rank, all ranks together
 
-_TAGS = 30_000  # what is told within a step of a test has the number of the step as its tag, modulo this
+_TAGS = 30_000  # messages within a step of a test have the number of the step, modulo this, as their tag
 _HERE, _ELSEWHERE = b"+", b"-"
 
 
 class Ranks:
-    """The plugin's own communicator, on which nothing blocks: it polls, so that Ctrl-C and the limit get through.
+    """The plugin's own communicator, whose calls are all nonblocking and polled, so that Ctrl-C and the limit take effect.
 
     Attributes:
-        where: says what this rank does while it gathers, to ranks that wait for it in a block of their own.
+        where: returns what this rank does, for ranks that wait for it in a block while it gathers.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Ranks:
         self.where: Callable[[], str] | None = None
         self._answers: list[MPI.Request] = []
         self._gathered = 0
-        # Never freed: freeing is collective, and at the end of a session nobody knows that all ranks are still there.
+        # Never freed: freeing is collective, and at the end of a session some ranks may have ended already.
         self.comm, request = MPI.COMM_WORLD.Idup()
         self._poll(request)
         self.rank: int = self.comm.Get_rank()
@@ -46,31 +46,31 @@ class Ranks:
             polls = _nap(polls)
 
     def gather(self, record: bytes) -> list[bytes]:
-        """Return every rank's record; they are of one length."""
+        """Return the records of all ranks; all records have the same length."""
         width = len(record)
-        everybody = bytearray(width * self.size)
+        gathered = bytearray(width * self.size)
         self._gathered += 1
-        self._poll(self.comm.Iallgather([record, self.mpi.BYTE], [everybody, self.mpi.BYTE]))
-        return [bytes(everybody[start : start + width]) for start in range(0, len(everybody), width)]
+        self._poll(self.comm.Iallgather([record, self.mpi.BYTE], [gathered, self.mpi.BYTE]))
+        return [bytes(gathered[start : start + width]) for start in range(0, len(gathered), width)]
 
     def gather_text(self, text: str) -> list[str]:
         """Return every rank's text, each cut to its share of MOST_TEXT."""
         own = self._encoded(text)
         counts = [struct.unpack("q", record)[0] for record in self.gather(struct.pack("q", len(own)))]
-        everybody = bytearray(sum(counts))
+        gathered = bytearray(sum(counts))
         self._gathered += 1
-        self._poll(self.comm.Iallgatherv([own, self.mpi.BYTE], [everybody, counts, self.mpi.BYTE]))
+        self._poll(self.comm.Iallgatherv([own, self.mpi.BYTE], [gathered, counts, self.mpi.BYTE]))
         texts, start = [], 0
         for count in counts:
-            texts.append(everybody[start : start + count].decode("utf-8", "replace"))
+            texts.append(gathered[start : start + count].decode("utf-8", "replace"))
             start += count
         return texts
 
     def exchange(self, text: str, members: Sequence[int]) -> tuple[dict[int, str], dict[int, str]]:
-        """Return the texts of the members, and for those that have left the test's step instead where they are.
+        """Return the texts of the members, and the places of members that have left the test's step instead.
 
-        The members alone call it, from one point to the next, so that a rank that does not come can be told from one that
-        is late: it gathers with all ranks by then, and answers from there (see ``where``).
+        Only the members call it. A member that is in no block gathers with all ranks already, and answers from there with its
+        place (see ``where``); so the others can tell that member from one that is late.
         """
         own = _HERE + text.encode()
         missing = [rank for rank in members if rank != self.rank]
@@ -87,9 +87,9 @@ class Ranks:
         return texts, elsewhere
 
     def _answer(self, where: Callable[[], str]) -> None:
-        """Tell those that wait for this rank in a block that it does not come.
+        """Answer the ranks that wait for this rank in a block, with this rank's place.
 
-        Only those that are in the step that it has left: others can be in the next one already.
+        Only ranks in the step that this rank has left get an answer: other ranks can be in the next step already.
         """
         left = self._gathered - 1
         while (received := self._receive(self.mpi.ANY_SOURCE, left)) is not None:
@@ -98,7 +98,7 @@ class Ranks:
         self._answers = [request for request in self._answers if not request.Test()]
 
     def _receive(self, source: int, step: int) -> tuple[int, bytes] | None:
-        """Return who has sent something for a block of this step, and what; None if nobody has."""
+        """Return the source and the bytes of a message for a block of this step, or None if there is none."""
         status = self.mpi.Status()
         if not self.comm.Iprobe(source, step % _TAGS, status):
             return None
@@ -107,10 +107,10 @@ class Ranks:
         return status.Get_source(), bytes(data)
 
     def members(self, group: Any) -> tuple[int, ...]:
-        """Return the ranks of a process group or an mpi4py communicator, as ranks of this one; None: all.
+        """Return the ranks of a process group or an mpi4py communicator, as ranks of this communicator; None: all ranks.
 
         Raises:
-            ValueError: it is neither, or what a rank has for a group that it is not in.
+            ValueError: ``group`` is neither, or this rank is not in the group.
         """
         if group is None:
             return tuple(range(self.size))

@@ -1,4 +1,4 @@
-"""What all ranks make of one another's outcomes: pure."""
+"""Judge the outcomes of all ranks: pure functions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ OUTCOMES = ("passed", "failed", "skipped", "xfailed", "xpassed", "xpassed strict
 
 
 def judge(outcomes: Sequence[str]) -> str:
-    """Return what a phase is for all ranks: ``"agreed"``, ``"failed"``, ``"xfailed"`` or ``"differ"``."""
+    """Return the verdict on a phase for all ranks: ``"agreed"``, ``"failed"``, ``"xfailed"`` or ``"differ"``."""
     kinds = set(outcomes)
     if len(kinds) == 1:
         return "agreed"
-    # A test that is expected to fail has failed when it failed on one rank.
+    # A test that is expected to fail counts as failed if it failed on one rank.
     if "xfailed" in kinds and kinds <= {"xfailed", "xpassed", "xpassed strictly"}:
         return "xfailed"
     if kinds & {"failed", "xpassed strictly"}:
@@ -25,7 +25,7 @@ def judge(outcomes: Sequence[str]) -> str:
 
 
 def outcome_of(report: Any) -> str:
-    """Return which of OUTCOMES a pytest report is."""
+    """Return the outcome of a pytest report, one of OUTCOMES."""
     if hasattr(report, "wasxfail"):
         return "xfailed" if report.skipped else "xpassed"
     if report.failed and str(report.longrepr).startswith("[XPASS(strict)]"):
@@ -34,7 +34,7 @@ def outcome_of(report: Any) -> str:
 
 
 def words_of(report: Any) -> str:
-    """Return what a report has to say: the reason of a skip, the traceback and captured output of a failure."""
+    """Return the text of a report: the reason of a skip, or the traceback and captured output of a failure."""
     if report.skipped:
         return str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else str(report.longrepr)
     if not report.failed:
@@ -49,7 +49,7 @@ def prefixed(rank: int, text: str) -> str:
 
 
 def summary(outcomes: Sequence[str]) -> str:
-    """Return who had which outcome: ``"failed on rank 1; passed on ranks 0, 2-3"``."""
+    """Return the ranks of each outcome: ``"failed on rank 1; passed on ranks 0, 2-3"``."""
     parts = []
     for kind in sorted(dict.fromkeys(outcomes), key=lambda kind: kind != "failed"):
         ranks = [rank for rank, outcome in enumerate(outcomes) if outcome == kind]
@@ -58,7 +58,7 @@ def summary(outcomes: Sequence[str]) -> str:
 
 
 class _Crash:
-    """What pytest's short summary and JUnit report read of a failure."""
+    """The message of a failure, as pytest's short summary and JUnit report read it."""
 
     def __init__(self, message: str) -> None:
         self.message = message
@@ -82,7 +82,7 @@ class PeerRepr:
 
 
 def gist(text: str) -> str:
-    """Return the lines of a failure that tell what went wrong."""
+    """Return the lines of a failure that say what went wrong, without addresses."""
     lines = [line for line in text.splitlines() if line.startswith("E  ")]
     return re.sub(r"0x[0-9a-f]+", "", "\n".join(lines) or text)
 
@@ -90,7 +90,7 @@ def gist(text: str) -> str:
 def different_collections(collections: Sequence[Sequence[str]]) -> str:
     """Return a message that names the first test on which rank 0 and another rank differ.
 
-    Each collection is the names of its tests, and last a line about errors while collecting.
+    Each collection has the names of its tests, and as its last item a line about errors while collecting.
     """
     first = collections[0]
     rank, other = next((rank, other) for rank, other in enumerate(collections) if list(other) != list(first))

@@ -1,4 +1,4 @@
-"""The limit of a test: when it passes, every rank says where it is, one prints it, and the job ends."""
+"""The limit of a test: when it passes, every rank writes its place, one rank prints the places, and the job ends."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from mpicoll.pytest_plugin.calls import account_of, lines_of
 from mpicoll.pytest_plugin.ranks import Ranks
 from mpicoll.pytest_plugin.verdicts import prefixed
 
-AFTER_FAILURE = 1 / 3  # of the limit is what the others get to come out of a test which a rank has failed
-ANSWERS = 2.0  # seconds in which all ranks write down their stacks
+AFTER_FAILURE = 1 / 3  # the share of the limit that the other ranks have to finish a test after a rank has failed
+ANSWERS = 2.0  # seconds in which all ranks write their stacks
 NATIVE_GRACE = 10.0  # seconds past the limit after which a process that no thread can stop is ended from C
 
 
 class Watchdog(threading.Thread):
-    """Ends the job when a test is over its limit, after all ranks that can have written down where they are.
+    """A thread that ends the job when a test exceeds its limit, after all ranks that can have written their places.
 
-    The ranks meet in a folder of files, which also those can reach whose main thread is stuck: ``alarm`` asks all
-    ranks to write ``rank.N``, and the one that creates ``speaker`` prints. A rank that does not see the folder (another
-    node) prints its own stack.
+    The ranks share a folder of files, which a rank with a stuck main thread can use, too: ``alarm`` asks all ranks to write
+    ``rank.N``, and the rank that creates ``speaker`` prints. A rank that does not see the folder (another node) prints its own
+    stack.
     """
 
     def __init__(self, ranks: Ranks, err: int) -> None:
-        # The library's own prefix: a search for deadlocks waits two seconds for other threads, which may call it yet.
+        # With the library's own prefix: a search for deadlocks waits two seconds for other threads of the program.
         super().__init__(name="mpicoll-pytest", daemon=True)
         self.ranks = ranks
         self.err = err
@@ -52,6 +52,7 @@ class Watchdog(threading.Thread):
         self.start()
 
     def arm(self, what: str, limit: float, native: bool = True) -> None:
+        """Start the limit of ``what``."""
         with self._changed:
             self._what, self._limit, self.words = what, limit, ""
             self._deadline = time.monotonic() + limit
@@ -60,19 +61,21 @@ class Watchdog(threading.Thread):
             faulthandler.dump_traceback_later(limit + NATIVE_GRACE, exit=True, file=self.err)
 
     def hurry(self, words: str) -> None:
-        """Give the others less time, since this rank has failed; ``words`` tell how."""
+        """Shorten the limit, since this rank has failed; ``words`` is the text of the failure."""
         with self._changed:
             if self._deadline is not None:
                 self._deadline = min(self._deadline, time.monotonic() + AFTER_FAILURE * self._limit)
                 self.words = words
 
     def disarm(self, native: bool = True) -> None:
+        """End the limit."""
         with self._changed:
             self._deadline = None
         if native:
             faulthandler.cancel_dump_traceback_later()
 
     def close(self) -> None:
+        """End the limit and remove the folder."""
         self.disarm()
         if self.ranks.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -86,10 +89,10 @@ class Watchdog(threading.Thread):
                 continue
             if time.monotonic() > deadline or (self.meets and (self.folder / "alarm").exists()):
                 break
-        # Whatever goes wrong from here on, the process ends.
-        last_word = threading.Timer(ANSWERS + 4.0, os._exit, (1,))
-        last_word.daemon, last_word.name = True, f"{self.name} last word"
-        last_word.start()
+        # The timer ends the process if the report does not.
+        hard_end = threading.Timer(ANSWERS + 4.0, os._exit, (1,))
+        hard_end.daemon, hard_end.name = True, f"{self.name} hard end"
+        hard_end.start()
         try:
             self._end_job()
         finally:
@@ -126,7 +129,7 @@ class Watchdog(threading.Thread):
         self.ranks.abort()
 
     def _stacks(self) -> dict[str, str]:
-        # Not those of this plugin and of the library, which wait as they should.
+        # Without the threads of this plugin and of the library, which wait on purpose.
         own = {thread.ident for thread in threading.enumerate() if thread.name.startswith("mpicoll")}
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         frames = sys._current_frames()
@@ -164,7 +167,7 @@ class Watchdog(threading.Thread):
 
 
 def _stack(frame: FrameType) -> str:
-    """Return a thread's stack without the part that is pytest's."""
+    """Return a thread's stack without the frames of pytest."""
     entries = traceback.extract_stack(frame)
     inner = [index for index, entry in enumerate(entries) if Path(entry.filename).parent.name in {"_pytest", "pluggy"}]
     own = entries[inner[-1] + 1 :] if inner else entries

@@ -1,7 +1,7 @@
-"""Stores: small values by name, shared by threads, processes or hosts, with waits for what is not there yet.
+"""Stores: small values by name, shared by threads, processes or hosts, with waits for values that do not exist yet.
 
-Every store is a :class:`Table` somewhere, and a way to have it do an operation: in this process, in a file that is replayed, or
-in the process that serves it to others (:mod:`mpicoll.stores.tcp_server`).
+Every store has a :class:`StoreTable` and a way to apply operations to it: in this process, by replaying a file, or in the
+process that serves the table to other processes (:mod:`mpicoll.stores.tcp_server`).
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ DEFAULT_TIMEOUT = timedelta(seconds=300)
 
 
 class Wait:
-    """What an operation gives that has to wait for another one."""
+    """The result of an operation that is not possible before another operation."""
 
 
 WAIT = Wait()
 LARGEST_VALUE = 60 << 20
-"""Bytes that the value of a key may have by appending to it: what is longer would not go through a TCPStore in one piece."""
+"""The most bytes that a value may have after appending to it: a TCPStore could not send a longer value in one frame."""
 CHANGES = frozenset({"set", "add", "compare_set", "delete_key", "append", "multi_set", "queue_push", "queue_pop"})
 """The operations that may change a table."""
 
 
-class Table:
-    """Values and queues by name; each operation takes and gives bytes, and never waits."""
+class StoreTable:
+    """Values and queues by name. Operations take and return bytes, and never wait."""
 
     def __init__(self) -> None:
         self.values: dict[bytes, bytes] = {}
         self.queues: dict[bytes, deque[bytes]] = {}
 
     def do(self, op: str, args: Sequence[bytes]) -> list[bytes] | Wait:
-        """Do one operation; WAIT where it is not possible yet.
+        """Apply one operation and return its result, or WAIT if the operation is not possible yet.
 
         Raises:
-            DistStoreError: there is no such operation, or it does not take these arguments.
+            DistStoreError: there is no such operation, or it does not accept these arguments.
         """
         method = _METHODS.get(op)
         if method is None:
@@ -88,7 +88,7 @@ class Table:
     def _append(self, key: bytes, value: bytes) -> list[bytes]:
         before = self.values.get(key, b"")
         if len(before) + len(value) > LARGEST_VALUE:
-            raise ValueError(f"the value would have more than {LARGEST_VALUE} bytes, and is left as it was")
+            raise ValueError(f"the value would have more than {LARGEST_VALUE} bytes; it is unchanged")
         self.values[key] = before + value
         return []
 
@@ -119,12 +119,12 @@ class Table:
 
 
 _METHODS: dict[str, Any] = {
-    name[1:]: method for name, method in vars(Table).items() if name.startswith("_") and not name.startswith("__")
+    name[1:]: method for name, method in vars(StoreTable).items() if name.startswith("_") and not name.startswith("__")
 }
 
 
 def encode(parts: Sequence[bytes]) -> bytes:
-    """Return bytes that hold a list of bytes: how many, then each with its length before it (32 bits, big end first)."""
+    """Return a list of bytes as bytes: the number of parts, then each part with its length before it (32 bits, big-endian)."""
     out = [len(parts).to_bytes(4, "big")]
     for part in parts:
         out += [len(part).to_bytes(4, "big"), part]
@@ -132,7 +132,7 @@ def encode(parts: Sequence[bytes]) -> bytes:
 
 
 def decode(data: bytes) -> list[bytes]:
-    """Return the list that :func:`encode` has made bytes of.
+    """Return the list that :func:`encode` has encoded.
 
     Raises:
         ValueError: the bytes are no such list.
@@ -161,15 +161,16 @@ _LENGTH = struct.Struct(">I").unpack_from
 
 
 def to_bytes(value: Any, what: str) -> bytes:
+    """Return a string or bytes as bytes; ``what`` names the argument in the error."""
     if isinstance(value, str):
-        return value.encode(errors="surrogateescape")  # as a key that is no text comes back
+        return value.encode(errors="surrogateescape")  # name_of_key decodes a key that is no text in this way
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value)
     raise TypeError(f"{what} must be a string or bytes, not {type(value).__name__}")
 
 
 def _integer(value: Any, what: str) -> int:
-    """Return a number of 64 bits: of whatever says that it is one, as in torch, but not of a float or of digits."""
+    """Return an argument as an integer of 64 bits. As in torch any integer-like object is accepted, but no float or string."""
     whole = hasattr(value, "__index__") or hasattr(value, "__int__")
     if isinstance(value, (float, str, bytes, bytearray)) or not whole:
         raise TypeError(f"{what} must be an integer, not {type(value).__name__}")
@@ -183,7 +184,7 @@ FOR_EVER = 365 * 86400.0
 
 
 def _duration(timeout: Any) -> timedelta:
-    """Return the limit that is meant by a timedelta, or by a float, of seconds (as torch: an int is none)."""
+    """Return the limit that a timedelta, or a float of seconds, stands for (as in torch an int does not)."""
     if isinstance(timeout, float) and abs(timeout) <= FOR_EVER:
         return timedelta(seconds=timeout)
     if not isinstance(timeout, timedelta):
@@ -192,6 +193,7 @@ def _duration(timeout: Any) -> timedelta:
 
 
 def to_seconds(timeout: Any) -> float:
+    """Return a limit in seconds; 0 means no limit."""
     seconds = _duration(timeout).total_seconds()
     if seconds < 0:
         raise ValueError(f"timeout must not be negative, got {timeout}")
@@ -199,6 +201,7 @@ def to_seconds(timeout: Any) -> float:
 
 
 def name_of_key(key: bytes) -> str:
+    """Return a key as a string."""
     return key.decode(errors="surrogateescape")
 
 
@@ -209,9 +212,9 @@ def _listed(values: Any, what: str) -> Any:
 
 
 class Store:
-    """What every store has. A class of one's own defines ``set``, ``get``, ``add``, ``check``, ``wait`` and what else it needs.
+    """The base class of stores. A program's own store defines ``set``, ``get``, ``add``, ``check``, ``wait`` and what it needs.
 
-    Keys are strings; values are strings or bytes, and come back as bytes.
+    Keys are strings. Values are strings or bytes, and are returned as bytes.
 
     Source: torch.distributed.Store.
     """
@@ -220,9 +223,12 @@ class Store:
         self._timeout = DEFAULT_TIMEOUT
 
     def _ask(self, op: str, args: Sequence[bytes], timeout: float) -> list[bytes]:
-        """Have an operation of :class:`Table` done, waiting at most ``timeout`` seconds; DistStoreError when that passes.
+        """Apply an operation of :class:`StoreTable`, waiting at most ``timeout`` seconds.
 
-        What a class of one's own leaves out is done by what it has, where torch does that.
+        Operations that a program's own class does not define are composed from those that it does, as in torch.
+
+        Raises:
+            DistStoreError: the time passed.
         """
         if op == "multi_get":
             return [self.get(name_of_key(key)) for key in args]
@@ -247,40 +253,42 @@ class Store:
         return self._timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the limit of the waits; default 300 s. ``timedelta(0)`` is none, as in torch, here and for a single wait."""
+        """Set the limit of the waits; default 300 s. As in torch ``timedelta(0)`` means no limit, also for a single wait."""
         to_seconds(timeout)
         self._timeout = _duration(timeout)
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Keep a value under a key, in the place of what was there."""
+        """Store a value under a key; replace an earlier value."""
         self._do("set", key, value)
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key; waits until it is there.
+        """Return the value of a key; wait until the key exists.
 
         Raises:
-            DistStoreError: it did not come within the limit.
+            DistStoreError: the key was not set within the limit.
         """
         return self._do("get", key)[0]
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, which is 0 where there was none, and return the sum."""
+        """Add to the number of a key, 0 if the key does not exist, and return the sum."""
         return int(self._do("add", key, b"%d" % _integer(amount, "amount"))[0])
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        """Set a key to a value if it holds the expected one, or if that is empty and there is none; return what it holds then.
+        """Set a key to a value if it has the expected value; return the value of the key afterwards.
 
-        Where there is none and one was expected, return that (as torch).
+        An empty expected value stands for a key that does not exist. If the key does not exist and another value is expected,
+        return the expected value (as torch does).
         """
         return self._do("compare_set", key, expected_value, desired_value)[0]
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; whether it was there."""
+        """Delete a key; return whether it existed."""
         return self._do("delete_key", key)[0] == b"1"
 
     def num_keys(self) -> int:
-        """Return the number of keys, without queues. As in torch a FileStore has one more than ``list_keys`` says, and so has a
-        TCPStore whose makers waited for the workers.
+        """Return the number of keys, without queues.
+
+        As in torch a FileStore has one more than ``list_keys`` returns, and so has a TCPStore that waited for its workers.
         """
         return int(self._do("num_keys")[0])
 
@@ -289,23 +297,23 @@ class Store:
         return [name_of_key(key) for key in self._do("list_keys")]
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
+        """Return whether all keys exist."""
         return self._do("check", *_listed(keys, "keys"))[0] == b"1"
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are there.
+        """Wait until all keys exist.
 
         Raises:
-            DistStoreError: not all came within the limit.
+            DistStoreError: not all keys were set within the limit.
         """
         self._do("wait", *_listed(keys, "keys"), timeout=timeout)
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Put a value behind that of a key."""
+        """Append a value to the value of a key."""
         self._do("append", key, value)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Return the values of several keys; waits until all are there."""
+        """Return the values of several keys; wait until all keys exist."""
         return self._do("multi_get", *_listed(keys, "keys"))
 
     def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
@@ -316,11 +324,15 @@ class Store:
         self._do("multi_set", *(part for pair in zip(keys, values, strict=True) for part in pair))
 
     def queue_push(self, key: str, value: str | bytes) -> None:
-        """Put a value at the end of a queue."""
+        """Append a value to a queue."""
         self._do("queue_push", key, value)
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Take the first value of a queue; waits for one, or raises QueueEmptyError without ``block``."""
+        """Remove and return the first value of a queue; wait for one.
+
+        Raises:
+            QueueEmptyError: the queue is empty, and ``block`` is False.
+        """
         if not hasattr(type(block), "__bool__"):
             raise TypeError(f"block must be True or False, not {type(block).__name__}")
         found = self._do("queue_pop", key, b"1" if block else b"0")
@@ -333,11 +345,11 @@ class Store:
         return int(self._do("queue_len", key)[0])
 
     def barrier(self, key: str, world_size: int, timeout: timedelta | None = None) -> None:
-        """Return when so many have called it with this key; the key can be used again and again.
+        """Wait until ``world_size`` callers have called it with this key. The key can be used again.
 
         Raises:
             ValueError: ``world_size`` is below 1.
-            DistStoreError: not all came within the limit.
+            DistStoreError: not all callers called it within the limit.
         """
         world_size = _integer(world_size, "world_size")
         if world_size < 1:
@@ -350,16 +362,16 @@ class Store:
         self.wait([over], timeout)
 
     def has_extended_api(self) -> bool:
-        """Whether ``append``, ``multi_get`` and ``multi_set`` are there: in a class of one's own if it defines ``append``."""
+        """Return whether the store has ``append``, ``multi_get`` and ``multi_set``; a program's own if it defines ``append``."""
         return type(self).append is not Store.append or type(self)._ask is not Store._ask
 
     def clone(self) -> Store:
-        """Return a store of the same values, which another thread may use beside this one."""
+        """Return a store of the same values that another thread may use at the same time."""
         return self
 
 
-def late(op: str, args: Sequence[bytes], timeout: float, there: Container[bytes]) -> DistStoreError:
-    """Return the error of an operation that could not be done within its limit; it names the keys that are not ``there``."""
-    keys = args[:1] if op in ("queue_pop", "get") else [key for key in args if key not in there] or args
+def timed_out(op: str, args: Sequence[bytes], timeout: float, existing: Container[bytes]) -> DistStoreError:
+    """Return the error of an operation that was not possible within its limit; the message names the missing keys."""
+    keys = args[:1] if op in ("queue_pop", "get") else [key for key in args if key not in existing] or args
     words = ", ".join(repr(key.decode(errors="replace")) for key in keys[:5]) + (", …" if len(keys) > 5 else "")
     return DistStoreError(f"wait timeout after {round(timeout * 1000)}ms, keys: {words} ({op})")

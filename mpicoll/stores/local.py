@@ -12,7 +12,18 @@ from datetime import timedelta
 from typing import Any
 
 from mpicoll.errors import DistStoreError
-from mpicoll.stores.base import CHANGES, Store, Table, Wait, decode, encode, late, name_of_key, to_bytes, to_seconds
+from mpicoll.stores.base import (
+    CHANGES,
+    Store,
+    StoreTable,
+    Wait,
+    decode,
+    encode,
+    name_of_key,
+    timed_out,
+    to_bytes,
+    to_seconds,
+)
 
 
 class HashStore(Store):
@@ -23,7 +34,7 @@ class HashStore(Store):
 
     def __init__(self) -> None:
         super().__init__()
-        self._table = Table()
+        self._table = StoreTable()
         self._changed = threading.Condition()
 
     def _ask(self, op: str, args: Sequence[bytes], timeout: float) -> list[bytes]:
@@ -38,7 +49,7 @@ class HashStore(Store):
                 left = end - time.monotonic()
                 if left > 0 and self._changed.wait(left):
                     continue
-                raise late(op, args, timeout, self._table.values)
+                raise timed_out(op, args, timeout, self._table.values)
 
 
 _MAGIC = b"mpicoll store 1\n"
@@ -47,17 +58,17 @@ _CLOSED = b"\0closed"
 
 
 class FileStore(Store):
-    """A store in a file, for processes that see the same one (of this host: a network's file system may not lock).
+    """A store in a file, for processes of one host (a network file system may not lock).
 
-    The file holds every operation since it was made, and each process does them in order. It is removed when the last of
-    ``world_size`` stores is closed, or gone; otherwise it stays, and a later run finds its values.
+    The file holds every operation since it was made, and each process applies them in order. The file is removed when the last
+    of ``world_size`` stores is closed or deleted; otherwise the file stays, and a later run finds its values.
 
     Args:
         file_name: the path.
-        world_size: how many stores use the file; -1: nobody knows.
+        world_size: number of stores that use the file; -1: not known.
 
     Raises:
-        DistStoreError: the file is none of a FileStore's, or cannot be read or written.
+        DistStoreError: the file is no file of a FileStore, or cannot be read or written.
 
     Source: torch.distributed.FileStore.
     """
@@ -69,11 +80,11 @@ class FileStore(Store):
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._open = True
-        self._forget()
+        self._reset()
         self._do("num_keys")
 
-    def _forget(self) -> None:
-        self._table, self._read, self._head = Table(), 0, b""
+    def _reset(self) -> None:
+        self._table, self._read, self._head = StoreTable(), 0, b""
 
     def _ask(self, op: str, args: Sequence[bytes], timeout: float) -> list[bytes]:
         end, pause = time.monotonic() + timeout, 0.001
@@ -86,7 +97,7 @@ class FileStore(Store):
             if not isinstance(found, Wait):
                 return found
             if time.monotonic() >= end:
-                raise late(op, args, timeout, self._table.values)
+                raise timed_out(op, args, timeout, self._table.values)
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
 
@@ -111,28 +122,28 @@ class FileStore(Store):
                 except DistStoreError:
                     raise
                 except BaseException:
-                    self._forget()  # what is in the file counts, and nothing else
+                    self._reset()  # the file is read again: only its operations count
                     raise
                 return found
             finally:
-                fcntl.flock(file, fcntl.LOCK_UN)  # a child that was forked meanwhile has the file, too
+                fcntl.flock(file, fcntl.LOCK_UN)  # a child that was forked meanwhile has the file open, too
         finally:
             os.close(file)
 
     def _catch_up(self, file: int, size: int) -> None:
         head = os.pread(file, _HEAD, 0)
         if not size:
-            head = _MAGIC + os.urandom(_HEAD - len(_MAGIC))  # a file that replaces another one is told from it
+            head = _MAGIC + os.urandom(_HEAD - len(_MAGIC))  # random, to recognise a file that replaces another one
             os.pwrite(file, head, 0)
         elif len(head) < _HEAD or not head.startswith(_MAGIC):
             raise DistStoreError(f"{self.path} is no file of a FileStore: choose another path, or remove it")
         if head != self._head or size < self._read:
-            self._forget()
+            self._reset()
             self._head, self._read = head, _HEAD
         while self._read < size:
             length = int.from_bytes(os.pread(file, 8, self._read), "big")
             if self._read + 8 + length > size:
-                return  # its writer died in the middle: the next one writes over it
+                return  # the writer died while it wrote: the next operation overwrites the rest
             try:
                 op, *args = decode(os.pread(file, length, self._read + 8))
             except ValueError as error:
@@ -149,7 +160,7 @@ class FileStore(Store):
         return [key for key in super().list_keys() if key != _CLOSED.decode()]
 
     def close(self) -> None:
-        """Use it no more; the last of ``world_size`` stores removes the file."""
+        """Close the store. The last of ``world_size`` stores removes the file."""
         if not self._open or os.getpid() != self._pid:
             return
         self._open = False
@@ -163,7 +174,7 @@ class FileStore(Store):
 
 
 class PrefixStore(Store):
-    """A part of another store, in which each key has a prefix.
+    """A part of another store: each of its keys has a prefix there.
 
     Source: torch.distributed.PrefixStore.
     """
@@ -178,16 +189,16 @@ class PrefixStore(Store):
         self.underlying_store = store
 
     def num_keys(self) -> int:
-        """Return the number of keys of the whole store below (as torch)."""
+        """Return the number of keys of the whole underlying store (as torch)."""
         return self.underlying_store.num_keys()
 
     @property
     def timeout(self) -> timedelta:
-        """The limit of the waits: that of the store below."""
+        """The limit of the waits: that of the underlying store."""
         return self.underlying_store.timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the limit of the waits, of the store below."""
+        """Set the limit of the waits of the underlying store."""
         self.underlying_store.set_timeout(timeout)
 
     def _do(self, op: str, *args: Any, timeout: timedelta | None = None) -> list[bytes]:
@@ -196,18 +207,18 @@ class PrefixStore(Store):
     def _ask(self, op: str, args: Sequence[bytes], timeout: float) -> list[bytes]:
         front = f"{self.prefix}/".encode()
         store = self.underlying_store
-        if type(store)._ask is Store._ask:  # a program's own, which has these functions and no other
+        if type(store)._ask is Store._ask:  # a program's own store, which has the public functions only
             if op != "list_keys":
-                return _by_functions(store, op, self._with_front(op, args), timeout)
+                return _by_functions(store, op, self._with_prefix(op, args), timeout)
             keys = [key.encode(errors="surrogateescape") for key in store.list_keys()]
         elif op == "list_keys":
             keys = store._ask("list_keys", [], timeout)
         else:
-            return store._ask(op, self._with_front(op, args), timeout)
+            return store._ask(op, self._with_prefix(op, args), timeout)
         return [key[len(front) :] for key in keys if key.startswith(front)]
 
-    def _with_front(self, op: str, args: Sequence[bytes]) -> list[bytes]:
-        """Return the arguments with the prefix before each that is a key."""
+    def _with_prefix(self, op: str, args: Sequence[bytes]) -> list[bytes]:
+        """Return the arguments with the prefix before each key."""
         front = f"{self.prefix}/".encode()
         if op in ("check", "wait", "multi_get"):
             return [front + arg for arg in args]
@@ -216,12 +227,12 @@ class PrefixStore(Store):
         return [front + args[0], *args[1:]]
 
     def clone(self) -> Store:
-        """Return the same part of a clone of the store below."""
+        """Return the same part of a clone of the underlying store."""
         return PrefixStore(self.prefix, self.underlying_store.clone())
 
 
 def _by_functions(store: Store, op: str, args: list[bytes], timeout: float) -> list[bytes]:
-    """Have an operation done by the function of that name."""
+    """Apply an operation by the store's function of that name."""
     found: Any
     if op == "wait":
         keys = [name_of_key(arg) for arg in args]

@@ -1,4 +1,4 @@
-"""A store that is kept by a server on one rank, as its clients use it."""
+"""The clients' side of a store that a server on one rank serves."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from mpicoll.errors import DistNetworkError, DistStoreError
 from mpicoll.groups import registry
 from mpicoll.stores.base import DEFAULT_TIMEOUT, Store, to_seconds
 from mpicoll.stores.tcp_server import (
+    GREETING_SECONDS,
     LARGEST,
     MOST_GREETING,
-    MOST_SILENT,
     REFUSED,
     Server,
     limit_waits,
     of_this_process,
-    post,
     proof_of,
     receive,
+    send,
     servers,
 )
 
@@ -33,23 +33,23 @@ class TCPStore(Store):
     """A store that one process serves to others over TCP.
 
     Args:
-        host_name: where the server is; the server itself listens on all addresses of its host.
-        port: of the server; 0 on the server: any that is free, then in ``port``.
-        world_size: with ``wait_for_workers`` the number of stores, the server's own among them, that the server waits for.
-        is_master: this process serves.
-        timeout: the limit of the waits, and of the connecting.
-        wait_for_workers: whether the server waits for the others when it is made.
-        multi_tenant: several stores of this process may share one server on the same port.
-        master_listen_fd: a socket that listens already, for the server to use and to close (as torch).
-        use_libuv: taken for compatibility.
-        secret: what proves that a process belongs to the job. Default: after ``init_process_group`` one that all its ranks
-            know, which has travelled over MPI.
+        host_name: the host of the server; the server itself listens on all addresses of its host.
+        port: the server's port; 0 on the server: any free port, which ``port`` names afterwards.
+        world_size: with ``wait_for_workers`` the number of stores, the server's own included, that the server waits for.
+        is_master: whether this process is the server.
+        timeout: the limit of the waits and of the connection.
+        wait_for_workers: whether the server waits for the other stores when it is made.
+        multi_tenant: whether several stores of this process may share one server on the same port.
+        master_listen_fd: a listening socket that the server uses and closes (as in torch).
+        use_libuv: accepted for compatibility; no effect.
+        secret: proves that a process belongs to the job. Default: after ``init_process_group`` a secret that all its ranks
+            know; it was sent over MPI.
 
     Raises:
-        TypeError: a port that is none.
-        ValueError: no secret, and no default group; a server without a port.
-        DistNetworkError: nobody serves there within the limit, the port is taken, or the other side does not know the secret.
-        DistStoreError: the workers did not come within the limit; ``master_listen_fd`` is bound to another port.
+        TypeError: ``port`` is no port.
+        ValueError: there is no secret and no default group; a client has no port.
+        DistNetworkError: no server answers within the limit, the port is in use, or the other side does not know the secret.
+        DistStoreError: the workers did not connect within the limit; ``master_listen_fd`` is bound to another port.
 
     Source: torch.distributed.TCPStore (which has no secret).
     """
@@ -81,7 +81,7 @@ class TCPStore(Store):
         self._closed = False
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
-        self._waits = -1.0  # limit of its waits that the connection knows
+        self._socket_limit = -1.0  # seconds; the limit of the connection's waits in the kernel
         of_this_process.add(self)
         if is_master:
             shared = servers.get((port, self._secret)) if multi_tenant and port else None
@@ -116,14 +116,14 @@ class TCPStore(Store):
             try:
                 self.wait([_ALL])
             except DistStoreError:
-                came = int(self.get(_WORKERS))
+                connected = int(self.get(_WORKERS))
                 raise DistStoreError(
-                    f"TCPStore on port {self.port}: {came} of {world_size} workers came within "
+                    f"TCPStore on port {self.port}: {connected} of {world_size} workers connected within "
                     f"{self._timeout.total_seconds():g} s"
                 ) from None
 
     def _connect(self, limit: float) -> None:
-        """Make the connection within ``limit`` seconds, and show each other the secret."""
+        """Connect within ``limit`` seconds; both sides prove that they know the secret."""
         end = time.monotonic() + limit
         pause = 0.01
         host = self._own if self.is_master else self.host
@@ -131,7 +131,7 @@ class TCPStore(Store):
             try:
                 connection = socket.create_connection((host, self.port), timeout=max(0.1, min(limit, 5.0)))
                 try:
-                    self._greet(connection, max(0.1, min(end - time.monotonic(), MOST_SILENT)))
+                    self._greet(connection, max(0.1, min(end - time.monotonic(), GREETING_SECONDS)))
                 except BaseException:
                     connection.close()
                     raise
@@ -140,7 +140,7 @@ class TCPStore(Store):
             except (OSError, ValueError) as error:
                 if time.monotonic() >= end:
                     raise DistNetworkError(
-                        f"TCPStore: nobody serves at {self.host}:{self.port} within {limit:g} s: {error or type(error).__name__}"
+                        f"TCPStore: no server at {self.host}:{self.port} within {limit:g} s: {error or type(error).__name__}"
                     ) from error
             time.sleep(max(0.0, min(pause, end - time.monotonic())))
             pause = min(2 * pause, 0.5)
@@ -151,7 +151,7 @@ class TCPStore(Store):
         connection.settimeout(limit)
         ours = secrets.token_bytes(32)
         (theirs,) = receive(connection, MOST_GREETING)
-        post(connection, [ours, proof_of(self._secret, b"client", ours, theirs)])
+        send(connection, [ours, proof_of(self._secret, b"client", ours, theirs)])
         (proof,) = receive(connection, MOST_GREETING)
         if proof == REFUSED:
             raise DistNetworkError(
@@ -171,14 +171,14 @@ class TCPStore(Store):
             connection = self._connection
             assert connection is not None
             try:
-                limit = timeout + MOST_SILENT if timeout < _LONG else 0.0
-                if limit != self._waits:
+                limit = timeout + GREETING_SECONDS if timeout < _LONG else 0.0
+                if limit != self._socket_limit:
                     limit_waits(connection, limit)
-                    self._waits = limit
-                post(connection, [op.encode(), repr(float(timeout)).encode(), *args])
+                    self._socket_limit = limit
+                send(connection, [op.encode(), repr(float(timeout)).encode(), *args])
                 kind, *found = receive(connection, LARGEST + 4096)
             except BaseException as error:
-                self._hang_up()  # what comes there now would be taken for the answer to the next
+                self._disconnect()  # a late answer would be read as the answer to the next question
                 if isinstance(error, (OSError, ValueError)):
                     raise DistNetworkError(
                         f"TCPStore: the connection to {self.host}:{self.port} is lost: {error or type(error).__name__}"
@@ -188,13 +188,13 @@ class TCPStore(Store):
             raise DistStoreError(found[0].decode(errors="replace"))
         return found
 
-    def _leave(self) -> None:
-        """Have a connection of its own in a process that was forked: the other is the parent's, and so is the server."""
+    def after_fork(self) -> None:
+        """Drop the parent's connection and server in a forked process; the next call makes a connection of its own."""
         self._pid, self._lock, self._server = os.getpid(), threading.Lock(), None
-        self._hang_up()
+        self._disconnect()
 
-    def _hang_up(self) -> None:
-        connection, self._connection, self._waits = self._connection, None, -1.0
+    def _disconnect(self) -> None:
+        connection, self._connection, self._socket_limit = self._connection, None, -1.0
         if connection is not None:
             connection.close()
 
@@ -203,20 +203,20 @@ class TCPStore(Store):
         return TCPStore(self.host, self.port, None, False, self._timeout, secret=self._secret)
 
     def num_keys(self) -> int:
-        """Return the number of keys, and one more where its makers waited for the workers (as torch)."""
+        """Return the number of keys, and one more if the store waited for its workers (as torch)."""
         keys = super().list_keys()
         return len(keys) - sum(key in keys for key in (_WORKERS, _ALL))
 
     def list_keys(self) -> list[str]:
-        """Return the keys (without those by which the workers are counted)."""
+        """Return the keys, without those that count the workers."""
         return [key for key in super().list_keys() if key not in (_WORKERS, _ALL, _MET)]
 
     def close(self) -> None:
-        """End the connection; and the server with the last store of this process that uses it. It is not used afterwards."""
+        """End the connection; the last store of this process that uses the server ends the server. The store is unusable then."""
         if self._closed:
             return
         self._closed = True
-        self._hang_up()
+        self._disconnect()
         server, self._server = self._server, None
         if server is not None and self._pid == os.getpid():
             server.users -= 1
@@ -227,7 +227,7 @@ class TCPStore(Store):
     def __del__(self) -> None:
         try:
             self.close()
-        except Exception:  # also at the interpreter's end, when modules have lost their names
+        except Exception:  # at the interpreter's end modules have lost their names
             pass
 
 
@@ -240,8 +240,8 @@ def _secret(given: str | bytes | None) -> bytes:
         known = registry.current()
         if known is None:
             raise ValueError(
-                "TCPStore needs secret=, the same for all: any process that can reach the port could read and write it. After "
-                "init_process_group it has one that its ranks know"
+                "TCPStore needs secret=, the same for all: any process that can reach the port could read and write the store. "
+                "After init_process_group the default is a secret that the ranks know"
             )
         given = known.secret
     if not isinstance(given, (str, bytes, bytearray)):

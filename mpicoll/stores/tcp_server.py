@@ -1,9 +1,8 @@
-"""TCPStore: one process has the table and serves it; the others ask it over TCP, and prove first that they belong to the job.
+"""The server of a TCPStore: one process has the table; clients ask over TCP after they have proved that they know the secret.
 
-A frame is its length (32 bits, big end first) and a list of bytes (``stores.base.encode``); nothing in it is executed. Server and
-client show each other that they know a secret, by HMAC-SHA256 (RFC 2104) over numbers that both have just made up, before the
-server looks at anything else. What travels is not encrypted. Before that a frame may have a few hundred bytes, afterwards
-``LARGEST``.
+A frame is its length (32 bits, big-endian) and a list of bytes (``stores.base.encode``); nothing in it is executed. Server and
+client first prove to each other that they know a secret, by HMAC-SHA256 (RFC 2104) over fresh random numbers of both. Frames are
+not encrypted. Until the proof a frame may have ``MOST_GREETING`` bytes, afterwards ``LARGEST``.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpicoll.errors import DistNetworkError, DistStoreError
-from mpicoll.stores.base import CHANGES, FOR_EVER, Table, Wait, decode, encode, late
+from mpicoll.stores.base import CHANGES, FOR_EVER, StoreTable, Wait, decode, encode, timed_out
 
 LARGEST = 64 << 20
 """Bytes of the largest frame."""
@@ -32,37 +31,47 @@ MOST_GREETING = 512
 _MOST_CLIENTS = 65_536
 _MOST_STRANGERS = 256
 _AT_ONCE = 1 << 18
-"""Bytes that are read of a connection before others have their turn."""
+"""The most bytes that are read from a connection before other connections are served."""
 _FRAMES_AT_ONCE = 256
 _PAUSE = 3600.0
 REFUSED = b"refused"
-MOST_SILENT = 10.0  # seconds for which a connection may say nothing before it has shown that it knows the secret
+GREETING_SECONDS = 10.0  # within these seconds a connection must prove that it knows the secret
 
 
 def proof_of(secret: bytes, role: bytes, ours: bytes, theirs: bytes) -> bytes:
+    """Return the proof that one side knows the secret, for the random numbers of both sides."""
     return hmac.digest(secret, role + ours + theirs, "sha256")
 
 
 class _Client:
-    """What the server knows of a connection."""
+    """The server's state of one connection.
+
+    Attributes:
+        nonce: the server's random number for the proof.
+        known: whether the client has proved that it knows the secret.
+        received: bytes of frames that have not been handled.
+        unsent: the rest of one answer at most; until it is sent no further question is handled.
+        asks: the question that waits: operation, arguments, limit in seconds, end of the limit.
+        waits_for: the keys whose change can end the wait.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.nonce = secrets.token_bytes(32)
         self.known = False
         self.since = time.monotonic()
-        self.came = bytearray()
-        self.goes = memoryview(b"")  # of one answer at most: while it is under way no further question is looked at
+        self.received = bytearray()
+        self.unsent = memoryview(b"")
         self.asks: tuple[str, list[bytes], float, float] | None = None
         self.waits_for: Sequence[bytes] = ()
 
 
 class Server:
-    """The table, and a thread that serves it."""
+    """The table and the thread that serves it."""
 
     def __init__(self, port: int, secret: bytes, listening: int | None) -> None:
         self._secret = secret
-        self._table = Table()
+        self._table = StoreTable()
         self._pid = os.getpid()
         self.users = 0
         try:
@@ -71,7 +80,7 @@ class Server:
             raise DistNetworkError(f"TCPStore cannot listen on port {port}: {error}") from error
         self.address, self.port = _where(self._listener)
         if listening is not None and port not in (0, self.port):
-            self._listener.detach()  # it is still the caller's
+            self._listener.detach()  # the socket remains the caller's
             raise DistStoreError(f"TCPStore: listen fd {listening} is bound to port {self.port}, and not to {port}")
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -79,12 +88,12 @@ class Server:
         self._waker, self._wakes = socket.socketpair()
         self._wakes.setblocking(False)
         self._selector.register(self._wakes, selectors.EVENT_READ)
-        self._clients: dict[_Client, None] = {}  # in the order in which they came
+        self._clients: dict[_Client, None] = {}  # in the order of their connections
         self._strangers = 0
         self._waiting: dict[_Client, None] = {}
-        self._waiting_for: dict[bytes, dict[_Client, None]] = {}  # by each key that would let one go on
+        self._waiting_for: dict[bytes, dict[_Client, None]] = {}  # the waiting clients of each key
         self._buffer = bytearray(_AT_ONCE)
-        self._unread: dict[_Client, None] = {}  # those of which more may have come that has not been looked at
+        self._unread: dict[_Client, None] = {}  # clients that may have sent frames that have not been handled
         self._over = False
         of_this_process.add(self)
         self._thread = threading.Thread(target=self._serve, name="mpicoll TCPStore", daemon=True)
@@ -92,11 +101,11 @@ class Server:
 
     @property
     def alive(self) -> bool:
-        """Whether it serves, in this process."""
+        """Whether this process runs the server's thread."""
         return not self._over and self._pid == os.getpid() and self._thread.is_alive()
 
     def close(self) -> None:
-        """End the thread and every connection; in a forked process nothing, as all of it is the parent's."""
+        """End the thread and every connection; do nothing in a forked process, where all of them are the parent's."""
         if self._pid != os.getpid():
             return
         self._over = True
@@ -105,8 +114,8 @@ class Server:
         if threading.current_thread() is not self._thread:
             self._thread.join(5)
 
-    def _leave(self) -> None:
-        """Have nothing open in a process that was forked; what was open stays registered for the parent."""
+    def after_fork(self) -> None:
+        """Close all sockets in a forked process; they stay registered for the parent."""
         for each in (self._listener, self._wakes, self._waker, *(client.connection for client in self._clients)):
             each.close()
         self._selector.close()
@@ -136,7 +145,7 @@ class Server:
             self._selector.close()
 
     def _guarded(self, client: _Client, step: Callable[..., None], *args: Any) -> None:
-        """Do something for a client; whatever it has sent, the others are served."""
+        """Run one step for a client; an error drops this client only."""
         if client not in self._clients:
             return
         try:
@@ -147,27 +156,28 @@ class Server:
             self._drop(client)
 
     def _pause(self) -> float:
-        """Return the seconds until something has to be looked at."""
+        """Return the seconds until the next limit of a client."""
         if not self._waiting and not self._strangers:
             return _PAUSE
         ends = [client.asks[3] for client in self._waiting if client.asks is not None]
         if self._strangers:
-            ends += [client.since + MOST_SILENT for client in self._clients if not client.known]
+            ends += [client.since + GREETING_SECONDS for client in self._clients if not client.known]
         return max(0.0, min(min(ends, default=_PAUSE) - time.monotonic(), _PAUSE)) if ends else _PAUSE
 
     def _sweep(self) -> None:
+        """Drop clients that have proved nothing in time, and answer waits whose limit has passed."""
         if not self._waiting and not self._strangers:
             return
         now = time.monotonic()
         if self._strangers:
             for client in tuple(self._clients):
-                if not client.known and now > client.since + MOST_SILENT:
+                if not client.known and now > client.since + GREETING_SECONDS:
                     self._drop(client)
         for client in tuple(self._waiting):
             if client.asks is not None and now >= client.asks[3]:
                 op, args, timeout, _ = client.asks
                 self._guarded(
-                    client, self._answer, [b"late", str(late(op, args, timeout, self._table.values)).encode()]
+                    client, self._answer, [b"late", str(timed_out(op, args, timeout, self._table.values)).encode()]
                 )
 
     def _accept(self) -> None:
@@ -176,7 +186,7 @@ class Server:
         except BlockingIOError:
             return
         except OSError:
-            time.sleep(0.05)  # there are no descriptors left
+            time.sleep(0.05)  # no descriptor is free
             return
         if self._strangers >= _MOST_STRANGERS:
             self._drop(next(client for client in self._clients if not client.known))
@@ -186,7 +196,9 @@ class Server:
         connection.setblocking(False)
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a host that is lost does not hang up
+            connection.setsockopt(
+                socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1
+            )  # a lost host does not close its connections
         client = _Client(connection)
         self._clients[client] = None
         self._strangers += 1
@@ -200,16 +212,16 @@ class Server:
         if client in self._clients:
             del self._clients[client]
             self._strangers -= not client.known
-        self._go_on(client)
+        self._end_wait(client)
         with contextlib.suppress(KeyError, ValueError, OSError):
             self._selector.unregister(client.connection)
         client.connection.close()
 
     def _move(self, client: _Client, events: int) -> None:
-        if events & selectors.EVENT_WRITE and client.goes:
-            client.goes = client.goes[client.connection.send(client.goes) :]
-            if not client.goes:
-                client.goes = memoryview(b"")
+        if events & selectors.EVENT_WRITE and client.unsent:
+            client.unsent = client.unsent[client.connection.send(client.unsent) :]
+            if not client.unsent:
+                client.unsent = memoryview(b"")
                 self._selector.modify(client.connection, selectors.EVENT_READ, client)
                 self._unread[client] = None
         elif events & selectors.EVENT_READ:
@@ -217,31 +229,32 @@ class Server:
             if not count:
                 self._drop(client)
                 return
-            client.came += memoryview(self._buffer)[:count]
-            if len(client.came) > LARGEST + (1 << 20):
+            client.received += memoryview(self._buffer)[:count]
+            if len(client.received) > LARGEST + (1 << 20):
                 raise ValueError("too long")
             self._read(client)
 
     def _read(self, client: _Client) -> None:
-        """Take what has come of a client, one frame after the other, but no further one while it waits or has to be answered."""
-        came = client.came
+        """Handle the received frames of a client, one after the other, until one has to wait or its answer is not sent yet."""
+        received = client.received
         for _ in range(_FRAMES_AT_ONCE):
-            if client.asks is not None or client.goes or len(came) < 4:
+            if client.asks is not None or client.unsent or len(received) < 4:
                 return
-            length = int.from_bytes(came[:4], "big")
+            length = int.from_bytes(received[:4], "big")
             if length > (LARGEST if client.known else MOST_GREETING):
                 raise ValueError("too long")
-            if len(came) < 4 + length:
+            if len(received) < 4 + length:
                 return
-            frame = bytes(memoryview(came)[4 : 4 + length])
-            del came[: 4 + length]
+            frame = bytes(memoryview(received)[4 : 4 + length])
+            del received[: 4 + length]
             if client.known:
                 self._do(client, decode(frame))
             else:
-                self._meet(client, decode(frame))
-        self._unread[client] = None  # after the others
+                self._verify(client, decode(frame))
+        self._unread[client] = None  # the rest is handled after the other clients
 
-    def _meet(self, client: _Client, parts: list[bytes]) -> None:
+    def _verify(self, client: _Client, parts: list[bytes]) -> None:
+        """Check a client's proof that it knows the secret, and send the server's proof."""
         nonce, proof = parts
         if not hmac.compare_digest(proof, proof_of(self._secret, b"client", nonce, client.nonce)):
             self._send(client, [REFUSED])
@@ -257,7 +270,7 @@ class Server:
         client.asks = op, parts[2:], timeout, time.monotonic() + timeout
         try:
             self._try(client)
-        finally:  # also where it has hung up before it was answered: what it has changed is changed
+        finally:  # also if the client has disconnected before the answer: its change is made
             if client.asks is None and self._waiting_for and op in CHANGES:
                 for key in parts[2::2] if op == "multi_set" else parts[2:3]:
                     for other in tuple(self._waiting_for.get(key, ())):
@@ -280,7 +293,7 @@ class Server:
             self._answer(client, [b"done", *found])
 
     def _wait(self, client: _Client, keys: Sequence[bytes]) -> None:
-        """Try again when one of these keys has changed."""
+        """Register a client whose question is tried again when one of these keys has changed."""
         if client in self._waiting:
             return
         self._waiting[client] = None
@@ -288,8 +301,8 @@ class Server:
         for key in keys:
             self._waiting_for.setdefault(key, {})[client] = None
 
-    def _go_on(self, client: _Client) -> None:
-        """Note that it waits no more."""
+    def _end_wait(self, client: _Client) -> None:
+        """Remove a client from the waiting clients."""
         if self._waiting.pop(client, self) is self:
             return
         for key in client.waits_for:
@@ -301,8 +314,8 @@ class Server:
 
     def _answer(self, client: _Client, parts: list[bytes]) -> None:
         client.asks = None
-        self._go_on(client)
-        if client.came:
+        self._end_wait(client)
+        if client.received:
             self._unread[client] = None
         self._send(client, parts)
 
@@ -313,18 +326,18 @@ class Server:
         with contextlib.suppress(BlockingIOError, InterruptedError):
             count = client.connection.send(data)
         if count < len(data):
-            client.goes = memoryview(data)[count:]
+            client.unsent = memoryview(data)[count:]
             self._selector.modify(client.connection, selectors.EVENT_WRITE, client)
 
 
 def _where(listener: socket.socket) -> tuple[str, int]:
-    """Return where this process reaches a socket that listens."""
+    """Return the address and port at which this process reaches a listening socket."""
     address, port = listener.getsockname()[:2]
     return ("localhost" if address in ("0.0.0.0", "::", "") else address), port
 
 
 def _listen(port: int) -> socket.socket:
-    """Return a socket that listens on all addresses of this host, of both families where there are both."""
+    """Return a socket that listens on all addresses of this host, of both IP versions if it has both."""
     if socket.has_dualstack_ipv6():
         try:
             return socket.create_server(("", port), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True)
@@ -339,7 +352,8 @@ of_this_process: weakref.WeakSet[Any] = weakref.WeakSet()
 _TIMEVAL = struct.Struct("ll")
 
 
-def post(connection: socket.socket, parts: list[bytes]) -> None:
+def send(connection: socket.socket, parts: list[bytes]) -> None:
+    """Send a frame."""
     data = encode(parts)
     try:
         connection.sendall(len(data).to_bytes(4, "big") + data)
@@ -348,7 +362,7 @@ def post(connection: socket.socket, parts: list[bytes]) -> None:
 
 
 def limit_waits(connection: socket.socket, limit: float) -> None:
-    """Have the kernel end each wait after ``limit`` seconds (0: none): a timeout of Python's costs a call of poll each."""
+    """Set the kernel's limit of each wait in seconds (0: none); a timeout of Python's would cost a call of poll each time."""
     connection.setblocking(True)
     seconds = _TIMEVAL.pack(int(limit), int(limit % 1 * 1e6) or (limit > 0))
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -356,7 +370,7 @@ def limit_waits(connection: socket.socket, limit: float) -> None:
 
 
 def receive(connection: socket.socket, most: int) -> list[bytes]:
-    """Return the next frame; nothing comes behind it, as there is one answer to each question."""
+    """Return the next frame. No bytes follow the frame, as each question has one answer."""
     data = _some(connection, 1 << 16)
     while len(data) < 4:
         data += _some(connection, 1 << 16)
@@ -382,13 +396,13 @@ def _some(connection: socket.socket, most: int) -> bytes:
 
 
 def _in_child() -> None:
-    """Hold nothing of the parent's open: what it closes would not be closed, and its ports would stay taken."""
+    """Close the parent's sockets in a forked process; otherwise a socket that the parent closes would stay open."""
     servers.clear()
     known = tuple(of_this_process)
     of_this_process.clear()
     for each in known:
         with contextlib.suppress(OSError):
-            each._leave()
+            each.after_fork()
         if not isinstance(each, Server):
             of_this_process.add(each)
 

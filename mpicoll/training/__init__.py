@@ -1,4 +1,4 @@
-"""What training programs need beside collectives: samplers, and parameters that are equal on all ranks."""
+"""Tools for training programs beside collectives: a sampler, and the broadcast of parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What data-parallel training needs beside collectives: the same parameters everywhere, and each rank its part of the data."""
+"""Tools for data-parallel training: equal parameters on all ranks, and each rank's part of the data."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ def broadcast_parameters(
     *,
     group_src: int | None = None,
 ) -> None:
-    """Give all members the parameters of one of them, in place.
+    """Broadcast the parameters of one member to all members, in place.
 
     Called by all members, with parameters of the same names, shapes and dtypes in the same order.
 
     Args:
-        parameters: a mapping of names to arrays (``state_dict()``), pairs of both (``named_parameters()``), or arrays alone
-            (``parameters()``). Mappings, lists and tuples may hold further ones: their names are joined by dots. What else is no
-            array is left out inside of them. torch's leaves that require grad are written all the same: training begins with
-            them.
-        src: global rank whose parameters they are, default 0; or ``group_src``, its rank in the group.
+        parameters: a mapping of names to arrays (``state_dict()``), pairs of both (``named_parameters()``), or arrays only
+            (``parameters()``). Mappings, lists and tuples may be nested: their names are joined by dots, and other objects in
+            them are ignored. torch's leaves that require grad are written, too, as training begins with them.
+        src: global rank whose parameters are sent, default 0; or ``group_src``, its rank in the group.
         group: the group; default the world.
 
-    Raises: as :func:`broadcast`; what differs is told with the parameter's name.
+    Raises: as :func:`broadcast`; the message has the name of the parameter that differs.
 
     Source: horovod.torch.broadcast_parameters; what torch's DistributedDataParallel does when it is made.
     """
@@ -50,7 +49,7 @@ def broadcast_parameters(
 
 
 def _named(parameters: Any) -> Iterator[tuple[str, Any]]:
-    """Return the arrays and their names; what stands right in the iterable and is no container goes to ``broadcast`` as it is."""
+    """Yield the arrays with their names. Items of the iterable that are no containers are passed to ``broadcast`` as they are."""
     if isinstance(parameters, Mapping):
         yield from _inside("", parameters)
         return
@@ -72,25 +71,25 @@ def _inside(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 class DistributedSampler:
-    """This rank's part of the numbers 0 to n - 1, dealt out anew in each epoch, alike on all ranks.
+    """This rank's part of the numbers 0 to n - 1, divided between the ranks in a new order in each epoch.
 
-    Nothing is communicated: every rank draws the same order and takes every ``num_replicas``-th number of it, so all get equally
-    many. Where n cannot be divided some numbers come twice, or with ``drop_last`` some do not come. It serves as the ``sampler=``
-    of torch's DataLoader, and as an iterable of indices into an array.
+    There is no communication: every rank draws the same order and uses every ``num_replicas``-th number of it, so all ranks
+    get equally many. If n cannot be divided evenly, some numbers occur twice, or with ``drop_last`` some numbers are left out.
+    The object serves as the ``sampler=`` of torch's DataLoader, and as an iterable of indices into an array.
 
     Args:
-        dataset: what has a length, or the length itself.
-        num_replicas, rank: among how many, and which part; default the world and this rank's, and 1 and 0 before
-            ``init_process_group``.
-        shuffle: whether the order is random; otherwise it is 0, 1, 2 and so on.
-        seed: of the order; the same on all ranks.
-        drop_last: whether the numbers that cannot be dealt out evenly are left out.
+        dataset: an object with a length, or the length itself.
+        num_replicas, rank: the number of parts, and the number of this part; default the world size and this rank, and 1 and
+            0 before ``init_process_group``.
+        shuffle: whether the order is random; False: 0, 1, 2 and so on.
+        seed: seed of the order; the same on all ranks.
+        drop_last: whether numbers that cannot be divided evenly are left out.
 
     Attributes:
-        num_samples, total_size: numbers that each rank gets in an epoch, and all together.
+        num_samples, total_size: numbers of each rank in an epoch, and of all ranks together.
 
     Raises:
-        ValueError: no rank of that number, a negative length.
+        ValueError: ``rank`` is not below ``num_replicas``, or the length is negative.
 
     Source: torch.utils.data.DistributedSampler (whose random order is another one).
     """
@@ -124,7 +123,7 @@ class DistributedSampler:
         self.total_size = self.num_samples * self.num_replicas
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch it is, before its loop and alike on all ranks; without it every epoch has the same order."""
+        """Set the number of the epoch, before its loop and alike on all ranks. Otherwise every epoch has the same order."""
         self.epoch = operator.index(epoch)
 
     def indices(self) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -134,7 +133,7 @@ class DistributedSampler:
             np.random.default_rng([self.seed & _MASK, self.epoch & _MASK]).shuffle(order)
         wanted = self.total_size
         if wanted > len(order) > 0:
-            order = np.resize(order, wanted)  # from the beginning again
+            order = np.resize(order, wanted)  # repeats from the beginning
         return order[:wanted][self.rank :: self.num_replicas]
 
     def __iter__(self) -> Iterator[int]:

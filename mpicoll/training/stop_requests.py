@@ -1,8 +1,8 @@
-"""Signals and the time limit, answered by all ranks of a group at the same step.
+"""Stop requests: signals and the time limit, handled by all ranks of a group at the same step.
 
-A signal reaches some ranks, each at a moment of its own. It is only noted there (``runtime.signals.notes``). Every now
-and then the ranks tell each other, by one agreement as other calls make it: the largest of what they have noted is what all of
-them know then, and how many calls of ``should_stop`` come before the next time, which is the least that one of them asks for.
+A signal reaches some ranks, each at its own moment, and is only noted there (``runtime.signals.notes``). From time to time the
+ranks make an agreement, as other calls do. It gives all ranks the largest word that one of them has noted, and the number of
+calls of ``should_stop`` until the next agreement: the least that one of them asks for.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ from mpicoll.transports.base import Kind, Movement
 from mpicoll.transports.control import Agreed
 
 MOST_CALLS = 16
-"""Calls of ``should_stop`` from one agreement to the next, at most."""
+"""The most calls of ``should_stop`` from one agreement to the next."""
 
 AIM = 1.0
-"""Seconds from one agreement to the next, where the calls come slowly."""
+"""Seconds from one agreement to the next, if the calls are far apart."""
 
 DEFAULT = (signal.SIGTERM, signal.SIGUSR1)
 
-# What a rank brings to an agreement; the largest counts. Above it: 1 + the number of a signal.
+# The word of a rank in an agreement; the largest counts. Larger words are 1 + the number of a signal.
 _NOTHING, _TIME = 0, 1
 
 
 def calls_until_next(seconds: float, before: int) -> int:
-    """Return after how many calls this rank wants the next agreement.
+    """Return the number of calls after which this rank wants the next agreement.
 
     Args:
-        seconds: that a call of ``should_stop`` and all that is between it and the next have taken of late.
-        before: calls from the last agreement to this one. It grows to twice that at most: the first steps may be quick.
+        seconds: the recent time from one call of ``should_stop`` to the next.
+        before: calls from the last agreement to this one. The result is at most twice as many: the first steps may be quick.
     """
     fit = MOST_CALLS if seconds <= 0 else int(min(AIM / seconds, MOST_CALLS))
     return max(1, min(fit, 2 * before))
 
 
 class OnSignal:
-    """What answers signals on one group: the handler, and what its ranks have agreed on (see :func:`on_signal`).
+    """The handler of signals on one group, with the agreed state of its ranks (see :func:`on_signal`).
 
     As a context manager it is removed at the end of the block.
 
     Attributes:
         group: the group.
-        signals: their numbers.
-        stopped: one of them, or the end of the time, is known to all ranks.
+        signals: numbers of the handled signals.
+        stopped: whether all ranks know of a signal, or of the end of the time.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class OnSignal:
         self._due = 0
 
     def remove(self) -> None:
-        """Remove it, and give the signals the handlers that they had before; on all members at the same place."""
+        """Remove the handler and restore the earlier handlers of the signals. Called by all members at the same place."""
         notes.stop(self._held)
         self._held = ()
         if self.group.stopping is self:
             self.group.stopping = None
 
     def replaced(self) -> None:
-        """Remove it where another one has taken its place, which answers anew what this one has answered."""
+        """Remove the handler after another one has replaced it, which handles again the signals that this one has handled."""
         notes.renew(self._done)
         self.remove()
 
@@ -96,46 +96,46 @@ class OnSignal:
         self.remove()
 
     def brings(self, before: float | None = None) -> int:
-        """Return what this rank brings to an agreement (of several signals the largest: the others come next)."""
-        came = [1 + number for number in self.signals if number in notes.came and number not in self._done]
+        """Return this rank's word for an agreement: of several signals the largest; the others follow in the next ones."""
+        words = [1 + number for number in self.signals if number in notes.came and number not in self._done]
         if before is not None:
             left = time_limit.clock.left(ask=self.group.rank() == 0)
-            came.append(_TIME if left is not None and left < before else _NOTHING)
-        return max(came, default=_NOTHING)
+            words.append(_TIME if left is not None and left < before else _NOTHING)
+        return max(words, default=_NOTHING)
 
     def wants(self, now: float) -> int:
-        """Return after how many calls this rank wants the next agreement; ``now``: time.monotonic."""
+        """Return the number of calls after which this rank wants the next agreement; ``now``: time.monotonic."""
         if math.isnan(self._agreed_at):
             return 1
         return calls_until_next((now - self._agreed_at) / self._between, self._between)
 
-    def learn(self, brought: int, calls: int) -> None:
-        """Take what all ranks now know: the largest of what they brought, and the least calls that one wants."""
+    def learn(self, word: int, calls: int) -> None:
+        """Store the outcome of an agreement: the largest word of the ranks, and the least number of calls that one wants."""
         self._between, self._agreed_at = calls, time.monotonic()
         self.passes = calls - 1
-        self.take(brought)
+        self.take(word)
 
-    def take(self, brought: int) -> None:
-        """Take the largest of what the ranks brought, as all of them do at this call."""
-        if brought:
+    def take(self, word: int) -> None:
+        """Store the largest word of the ranks; all ranks do so at this call."""
+        if word:
             self.stopped = True
             self.passes, self._between = 0, 1
-        if brought > _TIME:
-            self._done.add(brought - 1)
-            notes.agreed(brought - 1)
-            self._due = brought - 1
+        if word > _TIME:
+            self._done.add(word - 1)
+            notes.agreed(word - 1)
+            self._due = word - 1
 
     def carried(self, agreed: Agreed) -> Movement:
-        """Take what the round of a barrier has carried, and return what the barrier moves.
+        """Store the word that the round of a barrier has agreed, and return the barrier's movement.
 
-        Where a member is asynchronous it is not taken: each of them sees the end of the round at another time.
+        If a member is asynchronous, the word is ignored: each member sees the end of the round at another time.
         """
         if not agreed.nonblocking:
             self.take(agreed.signal)
         return Movement(Kind.BARRIER)
 
     def deliver(self) -> None:
-        """Call the handler where a signal has been agreed on just now."""
+        """Call the handler if a signal has just been agreed."""
         number, self._due = self._due, 0
         if number and self._handler is not None:
             self._handler(number)
@@ -147,29 +147,30 @@ def on_signal(
     *,
     group: Any = None,
 ) -> OnSignal | None:
-    """Have a signal that reaches any rank answered on all ranks, at the same step.
+    """Register a handler that all ranks call at the same step when a signal has reached any of them.
 
-    Called by all members, with the same ``signals``; in the main thread. From then on these signals only leave a note. The next
+    Called by all members, with the same ``signals``, in the main thread. From then on these signals are only noted. The next
     :func:`should_stop` at which the ranks agree, or the next :func:`barrier` of the group, calls ``handler(number)`` on every
-    rank before it returns, in the thread that calls, once for each signal number; there it may make collectives.
+    rank before it returns, in the calling thread, once for each signal number. The handler may make collectives.
     :func:`should_stop` is true from then on.
 
     Args:
-        handler: called with the number of the signal; None: what answered before is removed, and the signals get the handlers
-            back that they had (as with the handle's ``remove()``, or by ``destroy_process_group``).
-        signals: which ones; default SIGTERM and SIGUSR1.
+        handler: called with the number of the signal; None: the registered handler is removed, and the earlier handlers of
+            the signals are restored (as by the handle's ``remove()``, or by ``destroy_process_group``).
+        signals: the signals; default SIGTERM and SIGUSR1.
         group: the group; default the world.
 
     Returns:
         A handle with ``remove()``, which is a context manager; None without a handler.
 
-    SIGTERM does not end the process then: it is answered at the next step. One that comes more than two seconds after another
-    ends it, and so does one that no step has answered within the limit of the group. A program that has a handler of its own
-    for one of the signals has it replaced until the removal. Barriers with ``async_op`` answer nothing.
+    SIGTERM does not end the process then: it is handled at the next step. A SIGTERM more than two seconds after another ends
+    the process, and so does one that no step has handled within the limit of the group. The program's own handlers of these
+    signals are replaced until the removal. Barriers with ``async_op`` handle no signals.
 
     Raises:
-        TypeError: ``handler`` is not callable, ``signals`` not numbers of signals; ValueError: a signal that cannot be
-            handled, or none; RuntimeError: not in the main thread. All members raise.
+        TypeError: ``handler`` is not callable, or ``signals`` are not numbers of signals. All members raise.
+        ValueError: a signal cannot be handled, or there is none. All members raise.
+        RuntimeError: the call is not made in the main thread. All members raise.
         CollectiveMismatchError: the members named different signals.
 
     Example:
@@ -201,7 +202,7 @@ def on_signal(
         error = wrong
     names = tuple(signal.Signals(number).name if number in set(signal.Signals) else str(number) for number in numbers)
     key = () if error is not None else (("signals", names),)
-    # Noted from before the agreement on: once it returns on one rank, a signal may be sent to any.
+    # Signals are noted before the agreement: as soon as the call returns on one rank, any rank may get a signal.
     registered = OnSignal(found, handler, numbers, free=False) if error is None else None
     try:
         execution.agree(found, Call("on_signal", key, call_site(), error=error), found.timeout)
@@ -210,31 +211,31 @@ def on_signal(
             registered.remove()
         raise
     before, found.stopping = found.stopping, registered
-    if isinstance(before, OnSignal):  # held by the new one already: what came and has not been answered is not lost
+    if isinstance(before, OnSignal):  # the new handler already notes the signals, so no signal is lost
         before.replaced()
     return registered
 
 
 def should_stop(group: Any = None, *, before: float | None = None) -> bool:
-    """Return whether the program should come to its end: the same on all members, at the same call.
+    """Return whether the program should end: the same value on all members, at the same call.
 
-    Called by all members, once a step. It is true from the call on at which the ranks have agreed that a signal has reached one
-    of them, or that the time is up. Without :func:`on_signal` before it, the first call has SIGTERM and SIGUSR1 noted, as far as
-    nobody handles them.
+    Called by all members, once a step. The value is True from the call at which the ranks have agreed that a signal has reached
+    one of them, or that the time is up. Without an earlier :func:`on_signal`, the first call notes SIGTERM and SIGUSR1, if the
+    program does not handle them.
+
+    The ranks agree at least at every 16th call, and at barriers. If a step takes longer than a sixteenth of a second, they agree
+    about once a second, as the slowest rank measures it. Calls in between return what was agreed last, and cost a comparison. A
+    call with an agreement is a collective like others: a rank that does not make it is named.
 
     Args:
         group: the group; default the world.
-        before: seconds: true, too, when less than that is left until the time limit of the job (:func:`time_left`, which
-            here the first rank of the group asks for). The same on all members.
-
-    The ranks agree at every 16th call at most; where calls take longer than a sixteenth of a second, so often that it happens
-    about once a second, as the slowest rank measures it; and at barriers. In between a call returns what was agreed last, and
-    costs a comparison. When they agree it is a collective like others: a rank that leaves it out is named.
+        before: seconds: the value is also True if less time is left until the time limit of the job (:func:`time_left`, called
+            by the first rank of the group). The same on all members.
 
     Raises:
-        TypeError, ValueError: ``before`` is not a positive number. All members raise, when they next agree.
+        TypeError, ValueError: ``before`` is not a positive number. All members raise at their next agreement.
         RuntimeError: the first call is not made in the main thread, and there was no :func:`on_signal`. All members raise.
-        Others: as :func:`barrier`, and what the handler raises.
+        Others: as :func:`barrier`, and exceptions of the handler.
 
     Example:
         >>> while not dist.should_stop(before=120):
@@ -265,7 +266,7 @@ def _agree(group: ProcessGroup, stopping: Any, before: float | None, site: Site)
         error = wrong
     call = Call("should_stop", (("before", before),) if before is not None and error is None else (), site, error=error)
     if error is None:
-        # Of both words the largest counts, and neither has to be the same.
+        # With uneven blocks the words need not be equal: the largest of each counts.
         call.uneven, call.signal, call.detail = True, stopping.brings(before), -stopping.wants(time.monotonic())
     try:
         agreed = execution.agree(group, call, group.timeout)
@@ -303,7 +304,7 @@ def _numbers(signals: Any) -> tuple[int, ...]:
         if not isinstance(each, int) or isinstance(each, bool):
             raise TypeError(f"signals must be numbers such as signal.SIGTERM, not {type(each).__name__}")
         if each not in signal.valid_signals() or each in (signal.SIGKILL, signal.SIGSTOP):
-            raise ValueError(f"signal {int(each)} is none that a program can handle")
+            raise ValueError(f"a program cannot handle signal {int(each)}")
     if not given:
         raise ValueError("signals must not be empty: on_signal(None) removes the handler")
     return tuple(sorted({int(each) for each in given}))

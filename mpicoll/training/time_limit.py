@@ -1,4 +1,4 @@
-"""How long the job may still run, as its environment or its batch system says."""
+"""The time that is left for the job, from its environment or its batch system."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 
 ASKED_WITHIN = 10.0
-"""Seconds that a batch system has for its answer."""
+"""Seconds after which a command of the batch system is ended."""
 
 ENDS = ("MPICOLL_JOB_END", "SLURM_JOB_END_TIME")
-"""Variables with the moment of the end in seconds since 1970; Slurm 22.05 does not set its own yet."""
+"""Variables with the end of the job in seconds since 1970; Slurm 22.05 does not set its own yet."""
 
 
 def duration(text: str) -> float | None:
-    """Return seconds from ``[days-]hours:minutes:seconds``, ``minutes:seconds`` or ``days-hours``; None: it is no duration."""
+    """Return the seconds of ``[days-]hours:minutes:seconds``, ``minutes:seconds`` or ``days-hours``; None for other texts."""
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
     if found is None:
         return None
@@ -34,13 +34,13 @@ def duration(text: str) -> float | None:
 
 
 def hours_and_minutes(text: str) -> float | None:
-    """Return seconds from LSF's ``hours:minutes L``; None where it has no limit (``-``)."""
+    """Return the seconds of LSF's ``hours:minutes L``; None if there is no limit (``-``)."""
     found = re.match(r"\s*(\d+):(\d+)", text)
     return int(found[1]) * 3600.0 + int(found[2]) * 60.0 if found is not None else None
 
 
 def qstat_left(text: str, now: float) -> float | None:
-    """Return the seconds left from what PBS's ``qstat -f`` prints of a job; ``now``: seconds since 1970."""
+    """Return the seconds left from the output of PBS's ``qstat -f`` for a job; ``now``: seconds since 1970."""
     fields = dict(re.findall(r"^\s*([\w.]+) = (.*?)\s*$", text, re.MULTILINE))
     limit = duration(fields.get("Resource_List.walltime", ""))
     if limit is None:
@@ -53,7 +53,7 @@ def qstat_left(text: str, now: float) -> float | None:
 
 
 def _answer(command: Sequence[str]) -> str:
-    """Return what a command of the batch system prints, "" where it is not there or fails."""
+    """Return the output of a command of the batch system; "" if the command is missing or fails."""
     try:
         done = subprocess.run(
             command,
@@ -70,7 +70,7 @@ def _answer(command: Sequence[str]) -> str:
 
 
 class Clock:
-    """When the job ends; the batch system is asked once, and then this process's own clock counts."""
+    """The end of the job; the batch system is asked once, then this process's own clock counts."""
 
     def __init__(
         self, environ: Mapping[str, str] | None = None, answer: Callable[[Sequence[str]], str] = _answer
@@ -81,7 +81,11 @@ class Clock:
         self._until: float | None = None  # time.monotonic
 
     def left(self, *, ask: bool) -> float | None:
-        """Return the seconds left, None where that is not known; ``ask``: the batch system, if nothing else tells."""
+        """Return the seconds left, or None if they are not known.
+
+        Args:
+            ask: whether to ask the batch system if no variable is set.
+        """
         for name in ENDS:
             try:
                 end = float(self._environ.get(name, ""))
@@ -98,7 +102,7 @@ class Clock:
     def _ask(self) -> float | None:
         get = self._environ.get
         if job := get("SLURM_JOB_ID"):
-            # Of a job array the id of one of its tasks is that of the whole, of which all tasks are listed.
+            # In a job array one task has the id of the whole array, and squeue lists all tasks for this id.
             lines = (line.split() for line in self._answer(["squeue", "-h", "-j", job, "-o", "%A %L"]).splitlines())
             return next((duration(line[1]) for line in lines if line[:1] == [job] and len(line) == 2), None)
         if job := get("PBS_JOBID"):
@@ -112,14 +116,14 @@ clock = Clock()
 
 
 def time_left() -> float | None:
-    """Return the seconds that are left until the time limit of the job, or None where there is none or nothing tells it.
+    """Return the seconds until the time limit of the job, or None if there is no limit or none is known.
 
-    Not a collective: each rank may call it when it likes, before ``init_process_group``, too. It reads ``MPICOLL_JOB_END`` or
-    ``SLURM_JOB_END_TIME`` (seconds since 1970) where one is set. Else the first call of a process asks the batch system
-    (Slurm's ``squeue``, PBS's ``qstat``, LSF's ``bjobs``), which takes some milliseconds or, where it is busy, up to 10 s;
-    later ones look at the clock. So on many ranks call it on one, or set the variable in the batch script.
+    Not a collective: each rank may call it at any time, also before ``init_process_group``. It reads ``MPICOLL_JOB_END`` or
+    ``SLURM_JOB_END_TIME`` (seconds since 1970) if one is set. Otherwise the first call of a process asks the batch system
+    (Slurm's ``squeue``, PBS's ``qstat``, LSF's ``bjobs``), which takes some milliseconds or, if it is busy, up to 10 s; later
+    calls read the clock. So in a large job call it on one rank only, or set the variable in the batch script.
 
-    The clocks of ranks differ: what all of them have to decide alike is for ``should_stop(before=seconds)``.
+    The clocks of ranks differ: for a decision that must be the same on all ranks use ``should_stop(before=seconds)``.
 
     Source: squeue(1), format %L; LSF's bjobs, field time_left.
     """

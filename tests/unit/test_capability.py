@@ -118,7 +118,7 @@ def test_how_probes_end() -> None:
     """Exit codes in words."""
     assert judge(0, "x\nprobe: right\n", "") == "right"
     assert judge(0, "probe: wrong", "") == "wrong"
-    assert judge(0, "", "") == "said nothing"
+    assert judge(0, "", "") == "no result printed"
     assert judge(139, "", "") == "crashed: SIGSEGV"
     assert judge(124, "", "").startswith("did not end within")
     assert judge(1, "", "x\nValueError: no\n") == "failed with exit code 1: ValueError: no"

@@ -32,7 +32,7 @@ TOLD = {
         ({**TOLD, "no extension": "No module named 'mpicoll._riding'"}, "", 0, "a C compiler"),
         ({**TOLD, "size": 1, "sum": 1.0}, "", 1, "do not work together"),
         (None, "the job ended with exit code 3:\nboom", 1, "boom"),
-        (None, "", 1, "said nothing"),
+        (None, "", 1, "no output"),
     ],
 )
 def test_self_check_verdict(told: dict[str, object] | None, problem: str, code: int, words: str) -> None:

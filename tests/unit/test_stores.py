@@ -18,7 +18,7 @@ import pytest
 
 import mpicoll as dist
 from mpicoll.stores import tcp_server
-from mpicoll.stores.base import Table, decode, encode
+from mpicoll.stores.base import StoreTable, decode, encode
 
 SECRET = "a secret of this test"
 
@@ -199,7 +199,7 @@ def test_lists_of_bytes() -> None:
         with pytest.raises(ValueError):
             decode(wrong)
     with pytest.raises(dist.DistStoreError, match="no operation"):
-        Table().do("__class__", [])
+        StoreTable().do("__class__", [])
 
 
 def test_who_does_not_know_the_secret() -> None:
@@ -219,7 +219,7 @@ def test_who_does_not_know_the_secret() -> None:
     server.set("still", "here")
     assert server.get("still") == b"here"
     server.close()
-    with pytest.raises(dist.DistNetworkError, match="nobody serves"):
+    with pytest.raises(dist.DistNetworkError, match="no server at"):
         dist.TCPStore("localhost", server.port, secret=SECRET, timeout=timedelta(seconds=0.3))
 
 
@@ -247,7 +247,7 @@ def test_a_server_that_is_none() -> None:
 
 def test_workers_are_awaited() -> None:
     """The server waits for as many as it is told, and says how many came."""
-    with pytest.raises(dist.DistStoreError, match=r"1 of 2 workers came within 0\.2 s"):
+    with pytest.raises(dist.DistStoreError, match=r"1 of 2 workers connected within 0\.2 s"):
         dist.TCPStore("localhost", 0, 2, True, timedelta(seconds=0.2), secret=SECRET)
     server = dist.TCPStore("localhost", 0, 3, True, timedelta(seconds=20), wait_for_workers=False, secret=SECRET)
     others = [dist.TCPStore("localhost", server.port, 3, secret=SECRET) for _ in range(2)]
@@ -270,7 +270,7 @@ def known(port: int) -> socket.socket:
     connection = raw(port)
     (theirs,) = tcp_server.receive(connection, 512)
     ours = bytes(32)
-    tcp_server.post(connection, [ours, tcp_server.proof_of(SECRET.encode(), b"client", ours, theirs)])
+    tcp_server.send(connection, [ours, tcp_server.proof_of(SECRET.encode(), b"client", ours, theirs)])
     tcp_server.receive(connection, 512)
     return connection
 
@@ -336,7 +336,7 @@ def test_random_frames(knows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         return call
 
     monkeypatch.setattr(tcp_server, "decode", counted)
-    monkeypatch.setattr(tcp_server.Server, "_meet", counting("met", tcp_server.Server._meet))
+    monkeypatch.setattr(tcp_server.Server, "_verify", counting("met", tcp_server.Server._verify))
     monkeypatch.setattr(tcp_server.Server, "_do", counting("done", tcp_server.Server._do))
     server, rng = served(), random.Random(knows)
     other = served(server.port)
@@ -382,14 +382,14 @@ def test_a_client_that_does_not_read() -> None:
 
     def look() -> None:
         while not stop.is_set():
-            held[0] = max(held[0], sum(len(each.came) + len(each.goes) for each in tuple(serving._clients)))
+            held[0] = max(held[0], sum(len(each.received) + len(each.unsent) for each in tuple(serving._clients)))
             time.sleep(0.001)
 
     looker = threading.Thread(target=look)
     looker.start()
     with known(server.port) as silent:
         for _ in range(40):
-            tcp_server.post(silent, [b"get", b"3.0", b"big"])
+            tcp_server.send(silent, [b"get", b"3.0", b"big"])
         for number in range(1, 21):
             assert other.add("n", 1) == number
             time.sleep(0.01)
@@ -402,7 +402,7 @@ def test_a_client_that_does_not_read() -> None:
             while len(body) < int.from_bytes(answer, "big"):
                 body += silent.recv(min(1 << 20, int.from_bytes(answer, "big") - len(body)))
             assert decode(bytes(body)) == [b"done", value]
-        tcp_server.post(silent, [b"get", b"3.0", b"big"])
+        tcp_server.send(silent, [b"get", b"3.0", b"big"])
         silent.settimeout(0.5)
         question = encode([b"get", b"3.0", b"big"])
         with pytest.raises(TimeoutError):  # it has to wait, too
@@ -495,7 +495,7 @@ def test_limits_that_are_none(timeout: bytes) -> None:
     """A frame with such a limit ends its connection, and not the server."""
     server = served()
     with known(server.port) as connection:
-        tcp_server.post(connection, [b"get", timeout, b"none"])
+        tcp_server.send(connection, [b"get", timeout, b"none"])
         with pytest.raises(OSError):
             tcp_server.receive(connection, 1000)
     server.set("a", "1")
@@ -526,10 +526,10 @@ def test_what_stands_behind_a_wait() -> None:
     """Junk that a client sends while it waits ends that client when its turn comes, and nobody else."""
     server = served()
     with known(server.port) as junk, known(server.port) as good:
-        tcp_server.post(junk, [b"wait", b"9.0", b"k"])
+        tcp_server.send(junk, [b"wait", b"9.0", b"k"])
         junk.sendall(b"\xff" * 8)
-        tcp_server.post(good, [b"wait", b"9.0", b"k"])
-        tcp_server.post(good, [b"get", b"9.0", b"k"])
+        tcp_server.send(good, [b"wait", b"9.0", b"k"])
+        tcp_server.send(good, [b"get", b"9.0", b"k"])
         time.sleep(0.1)
         server.set("k", "1")
         answers = [encode(answer) for answer in ([b"done"], [b"done", b"1"])]
@@ -545,10 +545,10 @@ def test_many_wait_for_keys_of_their_own() -> None:
     """Each goes on when its keys have come, and not with another's; one that has hung up meanwhile is in nobody's way."""
     server = served()
     with known(server.port) as gone, known(server.port) as both, known(server.port) as one, known(server.port) as queue:
-        tcp_server.post(gone, [b"wait", b"9.0", b"a", b"b"])
-        tcp_server.post(both, [b"multi_get", b"9.0", b"a", b"b", b"a"])
-        tcp_server.post(one, [b"get", b"9.0", b"b"])
-        tcp_server.post(queue, [b"queue_pop", b"9.0", b"q", b"1"])
+        tcp_server.send(gone, [b"wait", b"9.0", b"a", b"b"])
+        tcp_server.send(both, [b"multi_get", b"9.0", b"a", b"b", b"a"])
+        tcp_server.send(one, [b"get", b"9.0", b"b"])
+        tcp_server.send(queue, [b"queue_pop", b"9.0", b"q", b"1"])
         time.sleep(0.1)
         gone.close()
         server.multi_set(["a", "c"], ["1", "b"])
@@ -627,7 +627,7 @@ def test_a_change_by_one_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
             plain(self, client, parts)
 
         monkeypatch.setattr(tcp_server.Server, "_send", broken)
-        tcp_server.post(dies, [b"set", b"1.0", b"k", b"1"])
+        tcp_server.send(dies, [b"set", b"1.0", b"k", b"1"])
         thread.join(5)
     assert got == [b"1"]
     server.close()
@@ -752,7 +752,7 @@ def test_a_forked_child_that_stays() -> None:
     try:
         serving = server._server
         assert serving is not None
-        other._hang_up()
+        other._disconnect()
         until = time.monotonic() + 5
         while len(serving._clients) > 1:
             assert time.monotonic() < until, "the server does not see that a client has hung up"
@@ -763,7 +763,7 @@ def test_a_forked_child_that_stays() -> None:
         with pytest.raises(dist.DistNetworkError):
             other.get("a")
         assert time.monotonic() - started < 5
-        with pytest.raises(dist.DistNetworkError, match="nobody serves"):
+        with pytest.raises(dist.DistNetworkError, match="no server at"):
             dist.TCPStore("localhost", server.port, secret=SECRET, timeout=timedelta(seconds=0.2))
     finally:
         os.close(tell)
