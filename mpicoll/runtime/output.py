@@ -8,15 +8,15 @@ import sys
 
 
 def say(text: str) -> None:
-    """Write lines to stderr; where the program has closed that, or it takes nothing, to the one that the process began with.
+    """Write lines to stderr, or to the process's first stderr if the program has closed it or it cannot be written.
 
-    It never raises: a message must not change how a job ends.
+    Never raises: a message must not change how a job ends.
     """
     for out in (sys.stderr, sys.__stderr__):
         try:
             out.write(text)  # type: ignore[union-attr]
             out.flush()  # type: ignore[union-attr]
-        except Exception:  # it is None, closed, full, of another encoding, or the program's own
+        except Exception:  # the stream is None, closed, full, of another encoding, or an object of the program
             continue
         return
     with contextlib.suppress(OSError):
@@ -24,7 +24,7 @@ def say(text: str) -> None:
 
 
 def flush_streams() -> None:
-    """Flush what the program has printed; never raises, as :func:`say`."""
+    """Flush the program's stdout and stderr. Never raises."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # None, closed, or full
+        with contextlib.suppress(Exception):  # the stream is None, closed, or full
             stream.flush()

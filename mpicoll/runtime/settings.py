@@ -9,24 +9,24 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from mpicoll.runtime.call_site import PACKAGE
 
 Level = Literal["full", "roll", "off"]
 LEVELS: tuple[Level, ...] = ("full", "roll", "off")
-"""How much of what the ranks call is compared; see MPICOLL_CHECK."""
+"""How many of the ranks' calls are compared; see MPICOLL_CHECK."""
 
 asked_level: Level | None = None
-"""What ``set_debug_level`` has asked for, in the place of MPICOLL_CHECK."""
+"""The check level of ``set_debug_level``, which replaces MPICOLL_CHECK; None: not called."""
 
 Engine = Literal["auto", "mpi", "node"]
 ENGINES: tuple[Engine, ...] = ("auto", "mpi", "node")
-"""What moves data between ranks of one node; see MPICOLL_ENGINE."""
+"""The ways to move data between ranks of one node; see MPICOLL_ENGINE."""
 
 Cuda = Literal["auto", "off", "aware"]
 CUDA: tuple[Cuda, ...] = ("auto", "off", "aware")
-"""Whether memory of a GPU is handed to MPI; see MPICOLL_CUDA."""
+"""Whether GPU memory is passed to MPI; see MPICOLL_CUDA."""
 
 CudaIpc = Literal["auto", "off"]
 CUDA_IPC: tuple[CudaIpc, ...] = ("auto", "off")
@@ -38,7 +38,7 @@ EXTENSION: tuple[Extension, ...] = ("auto", "off")
 
 Progress = Literal["none", "thread"]
 PROGRESS: tuple[Progress, ...] = ("none", "thread")
-"""What moves operations on while the program computes; see MPICOLL_PROGRESS."""
+"""What progresses operations while the program computes; see MPICOLL_PROGRESS."""
 
 
 def to_seconds(value: float | int | timedelta, name: str = "timeout") -> float:
@@ -63,28 +63,9 @@ def _flag(text: str) -> bool:
     return known[text.strip().lower()]
 
 
-def _level(text: str) -> Level:
-    return {level: level for level in LEVELS}[cast("Level", text.strip().lower())]
-
-
-def _engine(text: str) -> Engine:
-    return {engine: engine for engine in ENGINES}[cast("Engine", text.strip().lower())]
-
-
-def _cuda(text: str) -> Cuda:
-    return {choice: choice for choice in CUDA}[cast("Cuda", text.strip().lower())]
-
-
-def _cuda_ipc(text: str) -> CudaIpc:
-    return {choice: choice for choice in CUDA_IPC}[cast("CudaIpc", text.strip().lower())]
-
-
-def _progress(text: str) -> Progress:
-    return {choice: choice for choice in PROGRESS}[cast("Progress", text.strip().lower())]
-
-
-def _extension(text: str) -> Extension:
-    return {choice: choice for choice in EXTENSION}[cast("Extension", text.strip().lower())]
+def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
+    """Return a reader that accepts one of these words."""
+    return lambda text: {choice: choice for choice in choices}[text.strip().lower()]
 
 
 def _megabytes(text: str) -> int:
@@ -96,124 +77,114 @@ def _megabytes(text: str) -> int:
 
 @dataclass(frozen=True)
 class Setting:
-    """One environment variable: its name, reader, default, the values it takes and what it does."""
+    """One setting: its environment variable, reader, default, accepted values and meaning. README.md lists them."""
 
     variable: str
-    field: str
     parse: Callable[[str], Any]
     default: Any
     values: str
     meaning: str
 
+    @property
+    def field(self) -> str:
+        """The name of the setting in :class:`Settings`: MPICOLL_EXIT_GRACE is ``exit_grace``."""
+        return self.variable.removeprefix("MPICOLL_").lower()
+
 
 SETTINGS: tuple[Setting, ...] = (
     Setting(
         "MPICOLL_TIMEOUT",
-        "timeout",
         _seconds,
         1800.0,
         "seconds > 0",
-        "limit of every wait of the default group, and of groups made from it",
+        "time limit of every wait of the default group, and of groups made from it",
     ),
     Setting(
         "MPICOLL_STALL_WARN",
-        "stall_warn",
         _seconds,
         60.0,
         "seconds > 0",
-        "a rank that has waited this long says once who is missing",
+        "a rank that has waited this long prints once which ranks are missing",
     ),
     Setting(
         "MPICOLL_EXIT_GRACE",
-        "exit_grace",
         _seconds,
         30.0,
         "seconds > 0",
-        "how long ranks that handle another rank's failure may go on before the job ends",
+        "how long ranks that handle another rank's failure may continue before the job ends",
     ),
     Setting(
         "MPICOLL_CHECK",
-        "check",
-        _level,
+        _one_of(LEVELS),
         "full",
         "full, roll or off",
-        "what is compared between the ranks: every call before data moves, a rolling fingerprint every 16 calls, or nothing",
+        "what the ranks compare: every call before data moves, a rolling fingerprint every 16 calls, or nothing",
     ),
     Setting(
         "MPICOLL_JOB_END",
-        "job_end",
         _seconds,
         0.0,
         "seconds since 1970",
-        "when the job has to end, for `time_left` and `should_stop`; 0: the batch system is asked",
+        "the end of the job, for `time_left` and `should_stop`; 0: the batch system is asked",
     ),
     Setting(
         "MPICOLL_ENGINE",
-        "engine",
-        _engine,
+        _one_of(ENGINES),
         "auto",
         "auto, mpi or node",
         "what moves data between ranks of one node: the faster one for each call, MPI always, or shared memory always",
     ),
     Setting(
         "MPICOLL_PROFILE",
-        "profile",
         str,
         "",
         "a file, or none",
-        "what `mpicoll tune` has measured; by default mpicoll/profiles.json in ~/.config, if it is there",
+        "the measurements of `mpicoll tune`; by default mpicoll/profiles.json in ~/.config, if it exists",
     ),
     Setting(
         "MPICOLL_SHM_MB",
-        "shm_mb",
         _megabytes,
         256,
         "MiB >= 0",
-        "shared memory that the groups on one node may take in all",
+        "shared memory that all groups on one node may use together",
     ),
     Setting(
         "MPICOLL_CUDA",
-        "cuda",
-        _cuda,
+        _one_of(CUDA),
         "auto",
         "auto, off or aware",
-        "whether MPI is handed memory of a GPU: where something proves that it knows of it, never, or always",
+        "whether GPU memory is passed to MPI: if there is proof that MPI supports it, never, or always",
     ),
     Setting(
         "MPICOLL_CUDA_IPC",
-        "cuda_ipc",
-        _cuda_ipc,
+        _one_of(CUDA_IPC),
         "auto",
         "auto or off",
-        "whether ranks that share a GPU reduce large arrays on it: where CUDA proves to give them memory in common, or never",
+        "whether ranks that share a GPU reduce large arrays on it: if CUDA proves to give them shared memory, or never",
     ),
     Setting(
         "MPICOLL_PINNED_MB",
-        "pinned_mb",
         _megabytes,
         256,
         "MiB >= 0",
-        "pinned host memory through which a rank moves arrays on a GPU; beyond it, ordinary memory",
+        "pinned host memory through which a rank moves arrays of a GPU; beyond it, ordinary memory is used",
     ),
     Setting(
         "MPICOLL_EXTENSION",
-        "extension",
-        _extension,
+        _one_of(EXTENSION),
         "auto",
         "auto or off",
         "whether the ranks of a node use shared memory, which the C extension does: if all have it, or never (then MPI)",
     ),
     Setting(
         "MPICOLL_PROGRESS",
-        "progress",
-        _progress,
+        _one_of(PROGRESS),
         "none",
         "none or thread",
-        "what moves operations under way on while the program computes: nothing, or a thread of the library",
+        "what progresses pending operations while the program computes: nothing, or a thread of the library",
     ),
     Setting(
         "MPICOLL_STRICT",
-        "strict",
         _flag,
         False,
         "0 or 1",
@@ -221,36 +192,38 @@ SETTINGS: tuple[Setting, ...] = (
     ),
 )
 
-# Variables that the library itself passes from a launcher or a rank to its children: not settings.
+# Variables that the library itself sets for child processes of a launcher or a rank; they are no settings.
 INTERNAL = frozenset({"MPICOLL_RANK_PID", "MPICOLL_RUN_DIR"})
+
+_DEFAULTS: dict[str, Any] = {setting.field: setting.default for setting in SETTINGS}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment asks for, in seconds where it is a time."""
+    """The value of each setting; times are in seconds. The defaults are those of ``SETTINGS``."""
 
-    timeout: float = 1800.0
-    stall_warn: float = 60.0
-    exit_grace: float = 30.0
-    check: Level = "full"
-    job_end: float = 0.0
-    engine: Engine = "auto"
-    profile: str = ""
-    shm_mb: int = 256
-    cuda: Cuda = "auto"
-    cuda_ipc: CudaIpc = "auto"
-    pinned_mb: int = 256
-    extension: Extension = "auto"
-    progress: Progress = "none"
-    strict: bool = False
+    timeout: float = _DEFAULTS["timeout"]
+    stall_warn: float = _DEFAULTS["stall_warn"]
+    exit_grace: float = _DEFAULTS["exit_grace"]
+    check: Level = _DEFAULTS["check"]
+    job_end: float = _DEFAULTS["job_end"]
+    engine: Engine = _DEFAULTS["engine"]
+    profile: str = _DEFAULTS["profile"]
+    shm_mb: int = _DEFAULTS["shm_mb"]
+    cuda: Cuda = _DEFAULTS["cuda"]
+    cuda_ipc: CudaIpc = _DEFAULTS["cuda_ipc"]
+    pinned_mb: int = _DEFAULTS["pinned_mb"]
+    extension: Extension = _DEFAULTS["extension"]
+    progress: Progress = _DEFAULTS["progress"]
+    strict: bool = _DEFAULTS["strict"]
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     """Read every MPICOLL_ variable of ``environ`` (default: the process environment).
 
     Raises:
-        ValueError: a known variable has a value that it does not take, or, with ``MPICOLL_STRICT=1``, a variable is
-            unknown. Without it an unknown variable gives one warning that names the nearest known one.
+        ValueError: a known variable has a value that it does not accept, or, with ``MPICOLL_STRICT=1``, a variable is
+            unknown. Otherwise unknown variables give one warning that names the nearest known ones.
     """
     environ = os.environ if environ is None else environ
     values: dict[str, Any] = {}
@@ -277,7 +250,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
 
 
 def warn_caller(message: str) -> None:
-    """Warn at the line outside this package that led here."""
+    """Warn at the line outside this package whose call led here."""
     level, frame = 1, sys._getframe(0)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
         level, frame = level + 1, frame.f_back
@@ -289,4 +262,4 @@ def _unknown(name: str, known: set[str]) -> str:
     return f"{name} is not a variable of this version of mpicoll; the nearest it knows is {near[0]}"
 
 
-assert {field.name for field in fields(Settings)} == {setting.field for setting in SETTINGS}
+assert [field.name for field in fields(Settings)] == list(_DEFAULTS)

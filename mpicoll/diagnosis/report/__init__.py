@@ -1,1 +1,1 @@
-"""The reports that users read."""
+"""Reports of errors between ranks, as users read them."""

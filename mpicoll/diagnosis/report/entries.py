@@ -1,12 +1,12 @@
-"""What ranks say of their calls, and the table of it that is merged up a tree: bounded, however many ranks there are.
+"""States of ranks, and the table of them that is merged up a tree of ranks; its size is bounded for any number of ranks.
 
-Pure: no MPI, no effects. An :class:`Entry` is what one rank says, or many that say the same; a :class:`Table` holds the
-distinct ones. Merging tables is associative and commutative, so that a tree of any shape comes to the same. At most
-``MOST_ROWS`` distinct entries are kept. Which ones depends on the entries alone, never on the order of merging, and so
-those that are kept have all their ranks; of the others the ranks and (up to ``MOST_COUNTED``) the number are kept.
+Pure: no MPI, no effects. An :class:`Entry` is the state of one rank, or of many ranks in the same state; a :class:`Table` holds
+the distinct entries. Merging tables is associative and commutative, so a tree of any shape gives the same table. The table has
+at most ``MOST_ROWS`` entries. Which ones depends on the entries only, never on the order of merging, so each of them has all its
+ranks. Of the other entries the table has the ranks, and up to ``MOST_COUNTED`` fingerprints, which give their number.
 
-The call that more than half of the ranks made must not be among those left out: the table counts, bit by bit, the
-fingerprints of all calls, so that :meth:`Table.missing` says which call the members should tell once more.
+The call that more than half of the ranks made must be in the table. So the table counts the fingerprints of all calls bit by
+bit, and :meth:`Table.missing` returns the fingerprint of the call that a second reduction must collect.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ _PART_NAME, _PART_TEXT = 24, 80
 _ROW_BYTES = 4 * (sum(_LENGTHS.values()) + _MOST_PARTS * (_PART_NAME + _PART_TEXT)) + 512
 
 Runs = tuple[tuple[int, int], ...]
-"""Ranks as runs (first, last), in order and apart from each other: all ranks of any job are one run."""
+"""Ranks as runs (first, last), in order and with gaps between them: all ranks of a job are one run."""
 
 Standing = Literal["called", "waits", "late", "exited", "failed", "killed", "withdrawn", "silent"]
-"""``called`` it made this call; ``waits`` in it; ``late`` has not come, it waits in the call of its entry, or, where there is a
-problem, has made that call last; ``silent`` has not come and does not answer; the others say how it left."""
+"""``called``: the rank made this call. ``waits``: it waits in this call. ``late``: it has not made the call that is waited for,
+and waits in the call of its entry or, if there is a problem, has made that call last. ``silent``: it has not made the call, and
+does not answer. The other states say how the rank left."""
 
 
 def runs_of(ranks: Iterable[int]) -> Runs:
@@ -58,7 +59,7 @@ def join(runs: Iterable[tuple[int, int]]) -> Runs:
 
 
 def count(runs: Runs) -> int:
-    """Return how many ranks there are."""
+    """Return the number of ranks."""
     return sum(last - first + 1 for first, last in runs)
 
 
@@ -68,7 +69,7 @@ def listed(runs: Runs) -> list[int]:
 
 
 def holds(runs: Runs, rank: int | None) -> bool:
-    """Whether a rank is among them."""
+    """Return whether a rank is among the runs."""
     return rank is not None and any(first <= rank <= last for first, last in runs)
 
 
@@ -80,7 +81,7 @@ class Plural(int):
 
 
 def name_runs(runs: Runs, width: int = 60) -> str:
-    """Return ``rank 3``, ``ranks 0, 2-7``, or what fits of it: ``ranks 0, 2, 4, …, 998 (500 ranks)``."""
+    """Return ``rank 3``, ``ranks 0, 2-7``, or as much as fits: ``ranks 0, 2, 4, …, 998 (500 ranks)``."""
     words = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
     number = count(runs)
     whole = f"rank{'' if number == 1 else 's'} {', '.join(words)}"
@@ -97,18 +98,18 @@ def name_runs(runs: Runs, width: int = 60) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What one rank says of itself, or many ranks that say the same. Texts are cut to a length when it is made.
+    """The state of one rank, or of many ranks in the same state. Long texts are cut.
 
     Attributes:
-        ranks: those who say it.
-        op, key, seq: the call (see ``diagnosis.call.Call``), its key as named texts; empty where no call is known.
-        site: file:line of the call, or of what ended the rank.
-        group: the group as it is displayed.
-        asynchronous: it was issued with ``async_op=True``.
+        ranks: the ranks in this state.
+        op, key, seq: the call (see ``diagnosis.call.Call``), its key as named texts; empty if no call is known.
+        site: file:line of the call, or of the failure.
+        group: the name of the group in messages.
+        asynchronous: whether the call was issued with ``async_op=True``.
         state: what the ranks do (see :data:`Standing`).
-        problem: what is wrong with the arguments, or how the rank left.
-        needs: what it waits for.
-        peer: the rank at the other end of a point-to-point call; -1 any.
+        problem: what is wrong with the arguments, or how the ranks left.
+        needs: the ranks or the message that they wait for.
+        peer: the rank at the other end of a point-to-point call; -1: any rank.
         waited: the least and the most seconds that one of the ranks has waited.
     """
 
@@ -140,16 +141,16 @@ class Entry:
         object.__setattr__(self, "key", tuple(parts))
 
     def said(self) -> tuple[Any, ...]:
-        """Return what must be equal for two entries to be one row: everything but who says it and how long he waited."""
+        """Return the facts that are equal in all entries of one row: all but the ranks and their waiting times."""
         return tuple(getattr(self, name) for name in _SAID)
 
     def call(self) -> tuple[Any, ...]:
-        """Return what must be equal for two entries to be the same call, wherever the program makes it."""
+        """Return the facts that are equal in two entries of the same call, at whatever place of the program."""
         return (self.op, self.key, self.group, bool(self.problem) and self.state == "called")
 
     @property
     def lacks(self) -> Literal["memory", "GPU", ""]:
-        """What kept the rank from making the call, where nothing is wrong with its arguments: memory, or a GPU that works."""
+        """What the rank lacks for the call, if its arguments are right: memory, or a GPU that works; else ""."""
         name = self.problem.partition(":")[0]
         if (
             name.endswith("MemoryError") or "cudaErrorMemoryAllocation" in self.problem
@@ -171,13 +172,13 @@ _FOR_GOOD = (
     "MisalignedAddress",
     "cudaErrorAssert",
 )
-"""What CUDA says of a failure after which nothing works in that process."""
+"""CUDA's names of errors after which CUDA no longer works in the process."""
 
 _SAID = tuple(field.name for field in fields(Entry) if field.name not in ("ranks", "waited"))
 
 
 def _short(text: str) -> str:
-    """Return a text that fits into a part; another text stays another one."""
+    """Return a text cut to the length of a part; different texts stay different."""
     if len(text) <= _PART_TEXT and columns(text) <= _PART_TEXT:
         return clip(text, _PART_TEXT)
     return f"{clip(text, _PART_TEXT - 9)} {_digest(text) & 0xFFFFFFFF:08x}"
@@ -193,7 +194,7 @@ def entry_of(
     peer: int | None = None,
     waited: float | None = None,
 ) -> Entry:
-    """Return what ``rank`` says of a call that it makes or waits in."""
+    """Return the entry of a rank that makes a call or waits in it."""
     error = call.error
     parts = [_part(part) for part in call.key]
     if call.detail != NOTHING and not call.uneven and "elements" not in dict(parts):
@@ -262,13 +263,13 @@ class Table:
     ranks: int = 0
 
     def missing(self) -> int | None:
-        """Return the fingerprint of the call that more than half of the ranks made, if rows of it may be left out."""
+        """Return the fingerprint of the call that more than half of the ranks made, if its rows may be left out, else None."""
         if not self.more:
             return None
         return sum(1 << bit for bit, votes in enumerate(self.votes) if 2 * votes > self.ranks)
 
     def with_rows(self, found: Table) -> Table:
-        """Return this table with the rows of a second reduction, of the entries that :meth:`missing` asked for."""
+        """Return this table with the rows of a second reduction, which collected the entries of :meth:`missing`."""
         rows = {row.said(): row for row in (*self.rows, *found.rows)}
         taken = join(run for row in found.rows for run in row.ranks)
         others = set(self.others) - {_digest(said) for said in rows}
@@ -291,7 +292,7 @@ class Table:
     @staticmethod
     def unpack(packed: bytes) -> Table:
         """Return the table that another rank has packed."""
-        said, lengths, raw, others, votes, ranks = pickle.loads(zlib.decompress(packed))
+        identities, lengths, raw, others, votes, ranks = pickle.loads(zlib.decompress(packed))
         numbers = iter(array("q", raw))
         found: list[Runs] = []
         for length in lengths:
@@ -303,15 +304,15 @@ class Table:
             found.append(tuple(runs))
         rows = [
             Entry(ranks=runs, waited=waited, **dict(zip(_SAID, values, strict=True)))
-            for runs, (values, waited) in zip(found[1:], said, strict=True)
+            for runs, (values, waited) in zip(found[1:], identities, strict=True)
         ]
         return Table(tuple(rows), found[0], others, votes, ranks)
 
 
 def size_bound(ranks: int) -> int:
-    """Return the most bytes that a packed table of so many ranks takes; a usual one takes some hundred.
+    """Return the most bytes of a packed table of so many ranks; most tables have some hundred bytes.
 
-    Where every rank's neighbour calls something else each rank is a run of its own (16 bytes before compression).
+    If neighbouring ranks make different calls, each rank is a run of its own (16 bytes before compression).
     """
     return 2048 + MOST_ROWS * _ROW_BYTES + 10 * MOST_COUNTED + 10 * _BITS + 17 * ranks
 

@@ -1,4 +1,4 @@
-"""Text that fits: cut, wrapped and shortened to a number of columns. Pure."""
+"""Cut, wrap and shorten text to a number of columns. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 
 def columns(text: str) -> int:
-    """Return how many columns a terminal takes for a text."""
+    """Return the number of columns of a text on a terminal."""
     return len(text) if text.isascii() else sum(1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
 
 
@@ -21,8 +21,8 @@ def clip(text: str, width: int, *, tail: int = 0) -> str:
         text = "".join(c if c.isprintable() else "?" for c in text)
     if columns(text) <= width:
         return text
-    kept = _ending(text, tail) if tail else ""
-    room = width - 1 - columns(kept)
+    ending = _ending(text, tail) if tail else ""
+    room = width - 1 - columns(ending)
     head = text
     if columns(head) > room:
         at = used = 0
@@ -30,7 +30,7 @@ def clip(text: str, width: int, *, tail: int = 0) -> str:
             used += columns(head[at])
             at += 1
         head = head[:at]
-    return f"{head}…{kept}"
+    return f"{head}…{ending}"
 
 
 def _ending(text: str, width: int) -> str:
@@ -42,7 +42,7 @@ def _ending(text: str, width: int) -> str:
 
 
 def short_paths(sites: Iterable[str]) -> dict[str, str]:
-    """Return for each file:line the shortest end of its path that is not the end of another one's, too."""
+    """Return for each file:line the shortest end of its path that is not also the end of another path."""
     wanted = {site for site in sites if site}
     split = {site: [part for part in site.rpartition(":")[0].split("/") if part] or [site] for site in wanted}
     depth = {site: 2 if parts[-1] in ("__init__.py", "__main__.py") else 1 for site, parts in split.items()}
@@ -67,14 +67,14 @@ def short_paths(sites: Iterable[str]) -> dict[str, str]:
     return short
 
 
-_BREAK = re.compile(r" (?!s\b)")  # a number is not parted from its unit
+_BREAK = re.compile(r" (?!s\b)")  # no break between a number and its unit
 
 
 def wrap(text: str, width: int, *, first: int = 0, rest: int = 4, most: int = 3) -> list[str]:
-    """Return a text in lines of at most ``width`` columns, at most ``most`` of them.
+    """Return a text in at most ``most`` lines of at most ``width`` columns.
 
     Args:
-        first, rest: columns that the first line and the others are indented.
+        first, rest: indentation of the first line and of the other lines, in columns.
     """
     words = _BREAK.split(clip(text, max(len(text) * 2, 1)))
     lines: list[str] = []
