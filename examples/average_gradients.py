@@ -29,9 +29,9 @@ def gradient(line: np.ndarray, points: np.ndarray, values: np.ndarray) -> np.nda
 
 
 line = np.zeros(2)  # slope and intercept
-alone = np.zeros(2)  # what one process makes of all points
+alone = np.zeros(2)  # the same, fitted by one process to all points
 for step in range(100):
-    # AVG gives every rank the same say, so that a rank with more points has to speak up for them.
+    # AVG gives every rank the same weight, so the gradient is scaled by the rank's number of points.
     averaged = gradient(line, points[mine], values[mine]) * (len(values[mine]) * world / len(values))
     dist.all_reduce(averaged, op=dist.ReduceOp.AVG)
     line -= 0.3 * averaged

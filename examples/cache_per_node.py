@@ -2,8 +2,8 @@
 
     mpicoll run -n 4 examples/cache_per_node.py
 
-Node-local disks (/tmp here) have to be filled on every node, by one rank of each. A slow node holds up no other. The same
-code runs before `init_process_group`, and without it, where there is nobody to wait for.
+Node-local disks (/tmp here) must be filled on every node, by one rank of each. A slow node delays no other. The same code runs
+before `init_process_group`, and without it, as a single process.
 """
 
 import os
@@ -20,7 +20,7 @@ name = f"cache-{os.environ.get('USER', 'me')}-{os.getppid()}"
 
 
 def load(folder):
-    """Return the data, from the cache where it is there."""
+    """Return the data, from the cache if it exists."""
     path = folder / "data.npy"
     with dist.wait_for_the_master():
         if not path.exists():

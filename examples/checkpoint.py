@@ -1,11 +1,12 @@
-"""A solver that saves its state when the job is about to end, and goes on from there: `on_signal`, `should_stop`.
+"""A solver that saves its state when the job is about to end, and continues from it: `on_signal`, `should_stop`.
 
     mpicoll run -n 4 examples/checkpoint.py state.npz
 
-A plate has given temperatures on its edges; each point inside becomes the mean of its four neighbours, again and again, until
-nothing changes. The rows are shared out over the ranks. A signal (SIGUSR1 of `sbatch --signal`, SIGTERM of a preemption) that
-reaches any rank is answered by all of them after the same sweep: they save the state and end. Started again, on any number of
-ranks, the program goes on from the file; the file is removed when the result is there. `slurm/requeue.sbatch` makes a job of it.
+A plate has given temperatures on its edges; each inner point becomes the mean of its four neighbours, repeatedly, until
+nothing changes. The rows are divided between the ranks. If a signal (SIGUSR1 of `sbatch --signal`, SIGTERM of a
+preemption) reaches any rank, all ranks handle it after the same sweep: they save the state and end. Started again, on
+any number of ranks, the program continues from the file; the file is removed when the result is complete.
+`slurm/requeue.sbatch` is a job for it.
 """
 
 import argparse
@@ -30,11 +31,11 @@ path, size = options.state, options.size
 dist.init_process_group()
 rank, ranks = dist.get_rank(), dist.get_world_size()
 x = np.linspace(0.0, 1.0, size)
-exact = x[:, None] ** 2 - x[None, :] ** 2  # what the edges are made of; it is also the solution inside
+exact = x[:, None] ** 2 - x[None, :] ** 2  # the values on the edges, and the solution inside
 
 
 def load():
-    """Return the sweeps done and the plate, from the file or as it is at the beginning. Only rank 0 reads."""
+    """Return the number of sweeps made and the plate, from the file or in the initial state. Only rank 0 reads the file."""
     if path.exists():
         with np.load(path) as file:
             return int(file["sweeps"]), file["plate"]
@@ -71,16 +72,16 @@ def collect():
 
 
 def save(number):
-    """Save the state: a signal has come, and all ranks are here after the same sweep."""
+    """Save the state after a signal; all ranks call this after the same sweep."""
     collect()
-    with dist.zero_first("checkpoint") as turn:  # the others wait until it is written, and hear of it when that fails
+    with dist.zero_first("checkpoint") as turn:  # the other ranks wait until the file is written
         if turn.is_leader:
             new = path.with_name(path.name + ".new")
             with new.open("wb") as file:
                 np.savez(file, sweeps=sweeps, plate=plate)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(new, path)  # at once: whoever looks finds the old state or the new one, whole
+            os.replace(new, path)  # atomic: a reader finds the whole old state or the whole new one
     print(f"rank {rank}: signal {number}, state saved after {sweeps} sweeps", flush=True)
 
 
@@ -97,7 +98,7 @@ while change[0] > 1e-9 and not stopped:
     sweeps += 1
     dist.all_reduce(change, dist.ReduceOp.MAX)
     time.sleep(options.pause)
-    stopped = dist.should_stop()  # calls save() on all ranks when it has become true
+    stopped = dist.should_stop()  # calls save() on all ranks before it becomes true
 
 if not stopped:
     collect()

@@ -2,7 +2,7 @@
 
     mpicoll run -n 4 examples/collectives.py
 
-A table of what every rank holds after each of them; with 4 ranks:
+Prints each rank's data after each collective; with 4 ranks:
 
     operation   rank 0        rank 1        rank 2        rank 3
     broadcast   [2]           [2]           [2]           [2]
@@ -22,7 +22,7 @@ import mpicoll as dist
 dist.init_process_group()
 rank, world = dist.get_rank(), dist.get_world_size()
 numbers = [float(r + 1) for r in range(world)]
-held: dict[str, list[float] | None] = {}  # None: nothing is promised here, the result is on rank 0 alone
+held: dict[str, list[float] | None] = {}  # None: the result is on rank 0 only
 
 tensor = np.full(1, 2.0 if rank == 0 else 0.0)
 dist.broadcast(tensor, src=0)

@@ -1,9 +1,9 @@
-"""A barrier holds everybody back until the last one has come; a barrier on a group holds only its members.
+"""Barriers: all ranks wait until the last one has reached the barrier; in a barrier on a group only its members wait.
 
     mpicoll run -n 4 examples/hello_barrier.py
 
-Nobody says goodbye before everybody has said hello. Then all ranks but the last meet in a barrier of their own, and
-leave it while the last one sleeps.
+No rank prints goodbye before all ranks have printed hello. Then all ranks but the last make a barrier on a group of
+their own, and leave it while the last rank sleeps.
 """
 
 import sys
@@ -17,7 +17,7 @@ dist.init_process_group()
 rank, world = dist.get_rank(), dist.get_world_size()
 
 
-def everybodys(moment: float) -> np.ndarray:
+def moments_of_all(moment: float) -> np.ndarray:
     """Gather one moment of each rank (time.monotonic is one clock for all processes of a machine)."""
     moments = np.empty(world)
     dist.all_gather_into_tensor(moments, np.array([moment]))
@@ -31,7 +31,7 @@ hello = time.monotonic()
 dist.barrier()
 goodbye = time.monotonic()
 print(f"rank {rank} of {world}: goodbye", flush=True)
-if everybodys(hello).max() > everybodys(goodbye).min():
+if moments_of_all(hello).max() > moments_of_all(goodbye).min():
     sys.exit(f"rank {rank}: somebody said goodbye before everybody had said hello")
 
 # 2. Some of them. Every rank calls new_group, also one that is not in the group.
@@ -41,7 +41,7 @@ if rank in early_birds:
     dist.barrier(group)
 else:
     time.sleep(1.0)
-done = everybodys(time.monotonic())
+done = moments_of_all(time.monotonic())
 if world > 1 and done[early_birds].max() > done[-1]:
     sys.exit(f"rank {rank}: the group's barrier waited for a rank that is not in the group")
 if rank == 0:

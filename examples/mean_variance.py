@@ -2,7 +2,7 @@
 
     mpicoll run -n 4 examples/mean_variance.py
 
-The shares are of different sizes, and each rank reads its own in pieces, so the whole set is never in memory anywhere. Pieces
+The shares have different sizes, and each rank reads its share in pieces, so the whole set is never in memory. Pieces
 and ranks are joined by the formula of Chan, Golub and LeVeque (1979), which does not lose digits as the difference of the
 sum of squares and the square of the sum does: the data here are small changes of large numbers.
 """
@@ -17,13 +17,13 @@ FEATURES, PIECE = 3, 1000
 
 
 def read(rank):
-    """Yield the share of a rank piece by piece, as from a file."""
+    """Yield the share of a rank in pieces, as from a file."""
     for piece in range(2 + rank % 3):
         yield 1e6 + np.random.default_rng([rank, piece]).normal(0.0, 1.0 + rank, (PIECE + 10 * rank, FEATURES))
 
 
 def join(one, other):
-    """Return count, mean and sum of squared deviations of two sets together, from those of each."""
+    """Return count, mean and sum of squared deviations of the union of two sets, from those of each set."""
     count = one[0] + other[0]
     if not count:
         return one

@@ -1,9 +1,10 @@
-"""Rank 1 leaves out a barrier and ends: with most libraries rank 0 waits for ever; here it is told who is missing.
+"""Rank 1 does not make a barrier and ends: with most libraries rank 0 waits without end; here it gets an error that names rank 1.
 
     mpicoll run -n 2 examples/missing_barrier.py
 
-Rank 0 gets PeerExitedError within a second of rank 1's end. The message names the barrier that it waits in and where, and
-the one after which rank 1 ended. Nothing catches it here, so the job ends with exit code 1: this is how it should end.
+Rank 0 raises PeerExitedError within a second of rank 1's end. The message names the barrier that rank 0 waits in, with
+its line, and the barrier after which rank 1 ended. The program does not catch the error, so the job ends with exit code
+1, as intended.
 """
 
 import mpicoll as dist

@@ -2,9 +2,9 @@
 
     mpicoll run -n 4 examples/prepare_once.py
 
-Rank 0 writes a file of word counts while the others wait; they enter the block when it is complete, and see all of it, on
-a shared file system too (`publish=`). Then the same with a preparation that fails: every rank learns why, none hangs, and
-the program goes on.
+Rank 0 writes a file of word counts while the other ranks wait; they enter the block when the file is complete, and see
+all of it, also on a shared file system (`publish=`). Then the same with a preparation that fails: every rank gets the
+reason, none hangs, and the program continues.
 """
 
 import collections
@@ -29,7 +29,7 @@ def prepare():
     with path.open("w") as file:
         for text in json.JSONEncoder().iterencode(counts):
             file.write(text)
-            time.sleep(0.001)  # a reader that came too early would find half a file
+            time.sleep(0.001)  # a reader that is too early would find half a file
 
 
 with dist.zero_first("count words", publish=[path]) as turn:
@@ -42,7 +42,7 @@ print(f"rank {rank}: {len(counts)} words, {turn.value}", flush=True)
 if counts["the"] < 5 or turn.is_leader != (rank == 0) or not turn.value.startswith("prepared by rank 0,"):
     sys.exit(f"rank {rank}: the data is not what rank 0 prepared")
 
-# The same, but the source is gone: rank 0 keeps its own exception, the others are told of it and have not run the block.
+# The same without the source: rank 0 raises its own exception; the other ranks raise FirstFailedError and do not run the block.
 missing = folder / "gone" / "words.txt"
 told = ""
 try:
@@ -56,7 +56,7 @@ print(f"rank {rank}: {told}", flush=True)
 if ("of its own" if rank == 0 else "FileNotFoundError") not in told:
     sys.exit(f"rank {rank}: was not told why there is no data")
 
-# The group is as good as before.
+# The group can still be used.
 dist.barrier()
 if rank == 0:
     path.unlink()

@@ -1,9 +1,9 @@
-"""Let rank 0 do something before the others do it: download, unpack, compile, fill a cache.
+"""Let rank 0 run a block before the other ranks run it: download, unpack, compile, fill a cache.
 
     mpicoll run -n 4 examples/rank0_first.py
 
-Rank 0 writes a file while the others wait in a barrier *before* the block; rank 0 calls the barrier that lets them go
-*after* the block. The calls stand on different lines, but each rank makes one, and that is what counts.
+Rank 0 writes a file while the other ranks wait in a barrier *before* the block; rank 0 makes its barrier *after* the block, which
+releases them. The calls are on different lines, but each rank makes one, and only that is compared.
 """
 
 import os
@@ -24,7 +24,7 @@ path = paths[0]
 if rank != 0:
     dist.barrier()
 
-# The block: it runs on rank 0 first, then on all the others at once.
+# The block: rank 0 runs it first, then all other ranks run it at the same time.
 if os.path.exists(path):
     print(f"rank {rank}: found what rank 0 has prepared", flush=True)
     prepared_here = False

@@ -2,9 +2,9 @@
 
     mpicoll run -n 4 examples/ring.py
 
-Every rank has a block of numbers, and wants the distance of each of its numbers to the nearest one anywhere. Instead of
-gathering all blocks, each passes the block that it holds to the next rank and takes one from the rank before, while it works
-on the one it has: as many steps as there are ranks, and never more than two blocks in memory.
+Every rank has a block of numbers, and computes the distance of each of its numbers to the nearest number of all ranks.
+Instead of gathering all blocks, each rank sends its present block to the next rank and receives one from the rank
+before, while it works on the present block: as many steps as there are ranks, and never more than two blocks in memory.
 """
 
 import sys
@@ -19,12 +19,12 @@ dist.init_process_group()
 rank, size = dist.get_rank(), dist.get_world_size()
 every = [
     np.random.default_rng(r).uniform(0, 1000, COUNT) for r in range(size)
-]  # of the others only to check the result
+]  # the blocks of other ranks only serve to check the result
 mine = every[rank]
 
 
 def nearest(block, own):
-    """Return how far each of my numbers is from the nearest one of a block; itself does not count."""
+    """Return the distance of each number of this rank to the nearest other number of a block."""
     distance = np.abs(mine[:, None] - block[None, :])
     if own:
         np.fill_diagonal(distance, np.inf)

@@ -1,8 +1,8 @@
-"""Send an array from one rank to another: first waiting for it, then with something else done in the meantime.
+"""Send an array from one rank to another: first with blocking calls, then with work between start and wait.
 
     mpicoll run -n 2 examples/send_recv.py
 
-Both ranks hold 1.0, twice. (Ranks from 2 on, if there are any, watch.)
+Both ranks print 1.0, twice. (Ranks from 2 on, if there are any, do nothing.)
 """
 
 import sys

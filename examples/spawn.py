@@ -1,9 +1,9 @@
-"""Start the ranks from inside a plain script, as torch.multiprocessing.spawn does, and see a rank's exception here.
+"""Start the ranks from a plain script, as torch.multiprocessing.spawn does, and catch a rank's exception there.
 
     python examples/spawn.py
 
 No mpicoll run, no mpiexec (under one, `-n 1` would do the same). The first job adds up the ranks; in the second one
-rank 1 raises while rank 0 waits for it, and the traceback of rank 1 arrives in this process.
+rank 1 raises while rank 0 waits for it, and this process raises an error with the traceback of rank 1.
 """
 
 import sys

@@ -1,9 +1,9 @@
-"""One slow rank sets the pace of all: everybody waits in the barrier for as long as the straggler takes.
+"""One slow rank delays all: every rank waits in the barrier until the slow rank reaches it.
 
     mpicoll run -n 2 examples/straggler.py
 
-Rank 1 sleeps 5 seconds before its first barrier. Both ranks measure 5.00 s from their start until it lets them go; a
-second barrier costs next to nothing. (--delay 1 for the impatient.)
+Rank 1 sleeps 5 seconds before its first barrier. Both ranks measure 5.00 s from their start to the end of the barrier; a second
+barrier costs almost nothing. (--delay 1 makes the example shorter.)
 """
 
 import argparse

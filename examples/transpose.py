@@ -2,9 +2,9 @@
 
     mpicoll run -n 4 examples/transpose.py
 
-Each rank holds some rows of a matrix of ROWS by COLUMNS, and afterwards the same share of the rows of its transpose. What it
-sends to another rank is the block of its rows and that rank's columns; the blocks are views, and nothing is copied by hand.
-The shares need not be equal: split sizes say how many elements go to whom.
+Each rank has some rows of a matrix of ROWS by COLUMNS, and afterwards the same share of the rows of its transpose. It sends to
+another rank the block of its own rows and that rank's columns; the blocks are views, and the program copies nothing. The shares
+need not be equal: split sizes give the number of elements for each rank.
 """
 
 import sys
@@ -17,7 +17,7 @@ ROWS, COLUMNS = 10, 7
 
 
 def share(length, rank, size):
-    """Return the range of `length` rows that a rank holds, the first ranks one more where it does not divide."""
+    """Return a rank's range of `length` rows; the first ranks have one more if the rows cannot be divided evenly."""
     few, more = divmod(length, size)
     start = rank * few + min(rank, more)
     return range(start, start + few + (rank < more))

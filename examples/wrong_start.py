@@ -1,9 +1,9 @@
-"""Start ranks in ways that cannot work: each says what was found and which command would work, none runs alone.
+"""Start ranks in ways that cannot work: each start is refused with its cause and a command that works.
 
     mpicoll run -n 1 examples/wrong_start.py
 
-The wrong starts are played: a child process gets the variables that srun without an MPI plugin, torchrun, or the rank
-that it is a child of would have left in its environment.
+The wrong starts are simulated: a child process gets the environment variables that srun without an MPI plugin, torchrun, or a rank
+that starts a child would set.
 """
 
 import os

@@ -312,7 +312,7 @@ def _largest(entries: list[Entry], rest: Entry) -> list[Entry]:
     """Return what most of the ranks say, in at most ``MOST_PLACES`` entries, and who says something else as ``rest``."""
     rows: dict[tuple[Any, ...], list[Entry]] = {}
     for entry in entries:
-        rows.setdefault(entry.said(), []).append(entry)
+        rows.setdefault(entry.content(), []).append(entry)
     alike = sorted(rows.values(), key=len, reverse=True)
     others = [run for row in alike[MOST_PLACES:] for entry in row for run in entry.ranks]
     kept = [entry for row in alike[:MOST_PLACES] for entry in row]

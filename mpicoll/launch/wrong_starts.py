@@ -219,7 +219,7 @@ def check_before_mpi(
 
 def _inherited(environ: Mapping[str, str], owner: str, family: Family) -> str:
     launcher = read_launcher(environ)
-    effect = {"openmpi": "would wait for ever", "mpich": "would abort the job"}.get(family, "would hang or abort")
+    effect = {"openmpi": "would wait without end", "mpich": "would abort the job"}.get(family, "would hang or abort")
     return INHERITED(rank=launcher.rank, owner=owner, effect=effect)
 
 

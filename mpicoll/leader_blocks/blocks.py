@@ -198,7 +198,7 @@ def find_outer(members: Members, kind: str, block: Block) -> EnteredBlock | None
             waiting = sorted(outside)
             error = CollectiveMismatchError(
                 f"{block.describe()} inside {each.block.describe()}: {name_ranks(waiting)} of group {members.display} "
-                f"{_verb(waiting)} for the outer block to end, and cannot come to the inner one. Put the blocks one "
+                f"{_verb(waiting)} for the outer block to end, and cannot enter the inner one. Put the blocks one "
                 "after the other, or give them the same scope"
             )
             error.group, error.ranks = members.display, [me]

@@ -42,7 +42,7 @@ def zero_first(
         scope: ``"world"``: rank 0 is the leader. ``"node"``: the first rank of each node is the leader of that node, and no
             node waits for another. A ProcessGroup: its rank 0 is the leader; called by its members only.
         timeout: seconds, or a timedelta, that the other ranks wait for the leader at most. Default: as long as the leader
-            lives. A leader on another node that gives no sign of life for the limit of the group is taken for lost.
+            lives. A leader on another node that gives no sign of life for the limit of the group counts as lost.
         rejoin: whether all ranks meet at the end of the block (within the limit of the group), so that each learns of a
             failure of any other. False: each rank continues by itself.
         publish: paths that the leader writes. They are flushed to disk at the end of the leader's block, and the other ranks

@@ -66,7 +66,7 @@ def path_list(paths: object) -> list[str]:
     found = []
     for path in paths:
         if not isinstance(path, (str, os.PathLike)):
-            raise TypeError(f"publish must be a list of paths, and holds {path!r}")
+            raise TypeError(f"publish must be a list of paths, and contains {path!r}")
         found.append(os.path.abspath(os.fsdecode(path)))
     return found
 

@@ -335,7 +335,7 @@ def test_merging_is_associative_and_commutative() -> None:
         shown = [rank for row in whole.rows for rank in listed(row.ranks)]
         assert len(shown) == len(set(shown)), f"turn {turn}"
         assert sorted([*shown, *listed(whole.more)]) == sorted(r for entry in found for r in listed(entry.ranks))
-        assert len(whole.rows) == min(MOST_ROWS, len({entry.said() for entry in found})), f"turn {turn}"
+        assert len(whole.rows) == min(MOST_ROWS, len({entry.content() for entry in found})), f"turn {turn}"
     assert overflows > 1
 
 

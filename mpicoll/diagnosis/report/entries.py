@@ -140,9 +140,9 @@ class Entry:
             ]
         object.__setattr__(self, "key", tuple(parts))
 
-    def said(self) -> tuple[Any, ...]:
+    def content(self) -> tuple[Any, ...]:
         """Return the facts that are equal in all entries of one row: all but the ranks and their waiting times."""
-        return tuple(getattr(self, name) for name in _SAID)
+        return tuple(getattr(self, name) for name in _CONTENT)
 
     def call(self) -> tuple[Any, ...]:
         """Return the facts that are equal in two entries of the same call, at whatever place of the program."""
@@ -174,7 +174,7 @@ _FOR_GOOD = (
 )
 """CUDA's names of errors after which CUDA no longer works in the process."""
 
-_SAID = tuple(field.name for field in fields(Entry) if field.name not in ("ranks", "waited"))
+_CONTENT = tuple(field.name for field in fields(Entry) if field.name not in ("ranks", "waited"))
 
 
 def _short(text: str) -> str:
@@ -270,10 +270,12 @@ class Table:
 
     def with_rows(self, found: Table) -> Table:
         """Return this table with the rows of a second reduction, which collected the entries of :meth:`missing`."""
-        rows = {row.said(): row for row in (*self.rows, *found.rows)}
-        taken = join(run for row in found.rows for run in row.ranks)
-        others = set(self.others) - {_digest(said) for said in rows}
-        return Table(tuple(rows.values()), _without(self.more, taken), tuple(sorted(others)), self.votes, self.ranks)
+        rows = {row.content(): row for row in (*self.rows, *found.rows)}
+        collected = join(run for row in found.rows for run in row.ranks)
+        others = set(self.others) - {_digest(content) for content in rows}
+        return Table(
+            tuple(rows.values()), _without(self.more, collected), tuple(sorted(others)), self.votes, self.ranks
+        )
 
     def pack(self) -> bytes:
         """Return the table as bytes, at most :func:`size_bound`; only :meth:`unpack` reads them."""
@@ -285,7 +287,7 @@ class Table:
             for first, last in runs:
                 numbers.extend((first - at, last - first))
                 at = last
-        rows = [(row.said(), row.waited) for row in self.rows]
+        rows = [(row.content(), row.waited) for row in self.rows]
         whole = (rows, lengths, numbers.tobytes(), self.others, self.votes, self.ranks)
         return zlib.compress(pickle.dumps(whole, protocol=5), 1)
 
@@ -303,7 +305,7 @@ class Table:
                 runs.append((first, at))
             found.append(tuple(runs))
         rows = [
-            Entry(ranks=runs, waited=waited, **dict(zip(_SAID, values, strict=True)))
+            Entry(ranks=runs, waited=waited, **dict(zip(_CONTENT, values, strict=True)))
             for runs, (values, waited) in zip(found[1:], identities, strict=True)
         ]
         return Table(tuple(rows), found[0], others, votes, ranks)
@@ -344,9 +346,9 @@ def merge(a: Table, b: Table) -> Table:
 def _bounded(entries: Sequence[Entry], more: Runs, others: set[int], votes: Sequence[int], ranks: int) -> Table:
     alike: dict[tuple[Any, ...], list[Entry]] = {}
     for entry in entries:
-        alike.setdefault(entry.said(), []).append(entry)
+        alike.setdefault(entry.content(), []).append(entry)
     order = sorted(
-        ((not _wrong(same[0]), _digest(said), same) for said, same in alike.items()), key=lambda item: item[:2]
+        ((not _wrong(same[0]), _digest(content), same) for content, same in alike.items()), key=lambda item: item[:2]
     )
     out = order[MOST_ROWS:]
     smallest = tuple(sorted(others.union(digest for _, digest, _ in out))[:MOST_COUNTED])
@@ -370,14 +372,14 @@ def _one(same: Sequence[Entry]) -> Entry:
 
 
 def _replace(entry: Entry, ranks: Runs, waited: tuple[float, float] | None) -> Entry:
-    return Entry(ranks=ranks, waited=waited, **dict(zip(_SAID, entry.said(), strict=True)))
+    return Entry(ranks=ranks, waited=waited, **dict(zip(_CONTENT, entry.content(), strict=True)))
 
 
-def _without(runs: Runs, taken: Runs) -> Runs:
+def _without(runs: Runs, removed: Runs) -> Runs:
     left = []
     for first, last in runs:
         at = first
-        for a, b in taken:
+        for a, b in removed:
             if a > last or b < at:
                 continue
             if a > at:

@@ -196,7 +196,7 @@ LATE = Message(
 )
 LATE_BECAUSE = Message(
     "{n:has/have} not made the matching call, {problem}",
-    "The rank is late, and says what it does.",
+    "The rank is late; `problem` says what it does.",
 )
 SILENT = Message(
     "did not make the matching call, {problem}",

@@ -1,4 +1,4 @@
-"""The sentences of reports: one function for each kind makes the report from what the ranks said. Pure.
+"""The sentences of reports: one function for each kind makes the report from the states of the ranks. Pure.
 
 ``docs/messages.md`` lists the messages of this file.
 """
@@ -193,7 +193,7 @@ def _folded(entries: Sequence[Entry]) -> list[Entry]:
             needs=_relative(entry.needs, entry.peer, rank),
             peer=entry.peer - rank,
         )
-        classes.setdefault(folded.said(), []).append((entry, folded))
+        classes.setdefault(folded.content(), []).append((entry, folded))
     for pairs in classes.values():
         whole += [pair[len(pairs) >= _FEWEST_FOLDED] for pair in pairs]
     return whole
@@ -244,7 +244,7 @@ def time_limit(
 
     Args:
         waiting: the call that is waited in.
-        table: what the members, or the peer, said: state ``waits``, ``late`` or ``silent``, or how they left.
+        table: the states of the members, or of the peer: ``waits``, ``late`` or ``silent``, or how they left.
         seconds: the limit, or the time waited so far.
         unasked: how many members were not asked, and are not in the table.
         behind: as for :func:`advice.after_time_limit`.
