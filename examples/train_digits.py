@@ -3,12 +3,13 @@
     mpicoll run -n 4 examples/train_digits.py
     mpicoll run -n 4 examples/train_digits.py --device cuda
 
-Needs scikit-learn (for its 1,797 digits, 8 x 8 pixels each; nothing is downloaded) and matplotlib:
-pip install "mpicoll[examples]". Prints a test accuracy of about 98 %, and draws the loss curve and the digits that the network
-reads wrongly into digits.png. Then rank 0 trains the same network by itself, on all the data, and must get the same parameters.
+Needs scikit-learn (for its 1,797 digits, 8 x 8 pixels each; nothing is downloaded) and matplotlib: pip install
+"mpicoll[examples]". Prints a test accuracy of about 98 %, and draws the loss curve and the digits that the network
+reads wrongly into digits.png. Then rank 0 trains the same network by itself, on all the data, and must get the same
+parameters.
 
-As in DistributedDataParallel every rank has the whole network and a part of the images. In each step the ranks compute the gradient
-for their own images of the batch, one all_reduce averages it, and all ranks make the same update.
+As in DistributedDataParallel every rank has the whole network and a part of the images. In each step the ranks compute
+the gradient for their own images of the batch, one all_reduce averages it, and all ranks make the same update.
 """
 
 import argparse

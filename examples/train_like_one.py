@@ -2,11 +2,11 @@
 
     mpicoll run -n 4 examples/train_like_one.py
 
-A network of one hidden layer learns a curve from 240 points. Every rank makes its own random parameters and then gets those of
-rank 0. In each epoch the sampler divides the points in a new order, and each step averages the gradients of the ranks. Then rank 0
-trains by itself, from the same parameters, on the same batches, and gets the same parameters. (The averages are sums of the same
-numbers in another order, so the last digits may differ; on one rank they do not.) All ranks have the same parameters after every
-step, bit for bit.
+A network of one hidden layer learns a curve from 240 points. Every rank makes its own random parameters and then gets
+those of rank 0. In each epoch the sampler divides the points in a new order, and each step averages the gradients of
+the ranks. Then rank 0 trains by itself, from the same parameters, on the same batches, and gets the same parameters.
+(The averages are sums of the same numbers in another order, so the last digits may differ; on one rank they do not.)
+All ranks have the same parameters after every step, bit for bit.
 """
 
 import sys

@@ -2,9 +2,9 @@
 
     mpicoll run -n 4 examples/transpose.py
 
-Each rank has some rows of a matrix of ROWS by COLUMNS, and afterwards the same share of the rows of its transpose. It sends to
-another rank the block of its own rows and that rank's columns; the blocks are views, and the program copies nothing. The shares
-need not be equal: split sizes give the number of elements for each rank.
+Each rank has some rows of a matrix of ROWS by COLUMNS, and afterwards the same share of the rows of its transpose. It
+sends to another rank the block of its own rows and that rank's columns; the blocks are views, and the program copies
+nothing. The shares need not be equal: split sizes give the number of elements for each rank.
 """
 
 import sys

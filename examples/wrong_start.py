@@ -2,8 +2,8 @@
 
     mpicoll run -n 1 examples/wrong_start.py
 
-The wrong starts are simulated: a child process gets the environment variables that srun without an MPI plugin, torchrun, or a rank
-that starts a child would set.
+The wrong starts are simulated: a child process gets the environment variables that srun without an MPI plugin,
+torchrun, or a rank that starts a child would set.
 """
 
 import os
