@@ -146,24 +146,6 @@ static int is_made(const void *base, const char *what)
     return base != NULL;
 }
 
-static PyObject *ring_write_words(RingObject *self, PyObject *const *args, Py_ssize_t count)
-{
-    int64_t words[RING_SAID];
-    if (!is_made(self->ring.base, "ring"))
-        return NULL;
-    if (count != 2 || !PyTuple_Check(args[1]) || PyTuple_GET_SIZE(args[1]) != RING_SAID) {
-        PyErr_Format(PyExc_TypeError, "write(number, words): a tuple of %d integers", RING_SAID);
-        return NULL;
-    }
-    const int64_t number = PyLong_AsLongLong(args[0]);
-    for (int i = 0; i < RING_SAID; i++)
-        words[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(args[1], i));
-    if (PyErr_Occurred())
-        return NULL;
-    ring_write(&self->ring, number, words);
-    Py_RETURN_NONE;
-}
-
 /* Parse the number of a round, of which there is at least one. */
 static int round_number(RingObject *self, PyObject *given, int64_t *number)
 {
@@ -173,6 +155,23 @@ static int round_number(RingObject *self, PyObject *given, int64_t *number)
     if (*number < 0 && !PyErr_Occurred())
         PyErr_SetString(PyExc_ValueError, "rounds are numbered from 0");
     return !PyErr_Occurred();
+}
+
+static PyObject *ring_write_words(RingObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    int64_t number, words[RING_SAID];
+    if (count != 2 || !PyTuple_Check(args[1]) || PyTuple_GET_SIZE(args[1]) != RING_SAID) {
+        PyErr_Format(PyExc_TypeError, "write(number, words): a tuple of %d integers", RING_SAID);
+        return NULL;
+    }
+    if (!round_number(self, args[0], &number))
+        return NULL;
+    for (int i = 0; i < RING_SAID && !PyErr_Occurred(); i++)
+        words[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(args[1], i));
+    if (PyErr_Occurred())
+        return NULL;
+    ring_write(&self->ring, number, words);
+    Py_RETURN_NONE;
 }
 
 static PyObject *ring_post_round(RingObject *self, PyObject *given)
@@ -429,10 +428,11 @@ static int add_blocks(TransferObject *self, PyObject *given, int flags, int *cou
 }
 
 /* What cannot be true of a transfer that stays in its memory. */
-static int is_wrong(const Transfer *transfer, Py_ssize_t sent, Py_ssize_t arrays, int is_reduction)
+static int is_wrong(const Transfer *transfer, const Segment *segment, Py_ssize_t sent, Py_ssize_t arrays, int is_reduction)
 {
-    const Segment *segment = transfer->segment;
-    int wrong = transfer->width <= 0 || transfer->total < 0 || transfer->itemsize <= 0;
+    if (transfer->width <= 0 || transfer->total < 0 || transfer->itemsize <= 0)
+        return 1;
+    int wrong = 0;
     for (int i = 0; i < transfer->writes + transfer->reads; i++) {
         const Block *block = &transfer->blocks[i];
         const ptrdiff_t most = block->bytes < transfer->width ? block->bytes : transfer->width;
@@ -498,13 +498,12 @@ static int transfer_init(TransferObject *self, PyObject *args, PyObject *kwargs)
         return -1;
     }
     transfer->kind = (enum TransferKind)found;
-    transfer->segment = &self->segment->segment;
     transfer->budget = budget;
     transfer->itemsize = itemsize;
     transfer->read_at = read_at;
     transfer->words[0] = words[0];
     transfer->words[1] = words[1];
-    if (row != NULL && itemsize > 0 && itemsize % row->parts == 0) {
+    if (row != NULL && itemsize == reduction_itemsize(row)) {
         transfer->reduce = row->reduce;
         transfer->part = itemsize / row->parts;
     }
@@ -534,11 +533,11 @@ static int transfer_init(TransferObject *self, PyObject *args, PyObject *kwargs)
         transfer->arrays[i] = buffer->buf;
         wrong |= buffer->len != transfer->total;
     }
-    if (wrong || is_wrong(transfer, sent, many, *reduction != 0)) {
+    if (wrong || is_wrong(transfer, &self->segment->segment, sent, many, *reduction != 0)) {
         PyErr_SetString(PyExc_ValueError, "the transfer does not fit into its memory");
-        transfer->segment = NULL;
         return -1;
     }
+    transfer->segment = &self->segment->segment; /* without one, Test() refuses what was not made */
     return 0;
 }
 
@@ -753,7 +752,8 @@ static int is_consistent(const SharedOperation *self)
         return 0;
     if (self->width < self->block) { /* one array in several pieces */
         if (self->segment == NULL || self->width > room || self->width % self->itemsize || self->offset != 0 ||
-            (self->sends != 0 && self->sends != self->block) || send->arrays > 0 || recv->arrays > 0 || self->result == ROWS)
+            (self->sends != 0 && self->sends != self->block) || send->arrays > 0 || recv->arrays > 0 || self->result == ROWS ||
+            (recv->arrays < 0 && recv->count * self->itemsize != self->block))
             return 0;
     } else if (self->sends > room || self->offset > room - self->block)
         return 0;
@@ -770,7 +770,7 @@ static int is_consistent(const SharedOperation *self)
         return 1;
     case REDUCED:
         return recv->arrays < 0 && self->reduction != NULL && recv->count * self->itemsize <= self->block && size > 0 &&
-               self->itemsize % self->reduction->parts == 0 && (!self->average || self->reduction->divide != NULL);
+               self->itemsize == reduction_itemsize(self->reduction) && (!self->average || self->reduction->divide != NULL);
     case COPIED:
         return recv->arrays < 0 && self->root >= 0 && recv->count * self->itemsize <= self->block;
     case ROWS:
@@ -1341,7 +1341,7 @@ static PyObject *reduce_rows(PyObject *Py_UNUSED(module), PyObject *args)
         PyBuffer_Release(&from);
         return NULL;
     }
-    const long bytes = reduction == NULL ? 0 : strtol(strchr(name, ' ') + 2, NULL, 10);
+    const ptrdiff_t bytes = reduction == NULL ? 0 : reduction_itemsize(reduction);
     const int wrong = reduction == NULL || size < 2 || from.len != size * to.len || to.len % bytes != 0;
     if (!wrong) {
         const char *one = from.buf;

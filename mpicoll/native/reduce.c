@@ -5,6 +5,7 @@
 #include "reduce.h"
 
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_THREAD__) && \
@@ -101,4 +102,9 @@ const Reduction *find_reduction(const char *name)
         if (strcmp(table[i].name, name) == 0)
             return &table[i];
     return NULL;
+}
+
+ptrdiff_t reduction_itemsize(const Reduction *reduction)
+{
+    return strtol(strchr(reduction->name, ' ') + 2, NULL, 10);
 }

@@ -20,5 +20,7 @@ typedef struct {
 
 /* Return the reduction of that name, or NULL. */
 const Reduction *find_reduction(const char *name);
+/* Return the bytes of an element, which the name says. */
+ptrdiff_t reduction_itemsize(const Reduction *reduction);
 
 #endif
