@@ -1,379 +1,787 @@
-"""The C extension: it is built where there is a compiler, refuses what does not fit it, and nothing needs it."""
+"""The C extension by itself: members that share memory in one process, arguments that are refused, how it is built."""
 
 from __future__ import annotations
 
+import mmap
 import os
+import random
 import shutil
 import subprocess
 import sys
 import sysconfig
 import zipfile
 import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from reductions import fold
 
 import mpicoll
 from mpicoll.checks.agreement import Lane
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.operations import riding
-from mpicoll.runtime import native as extension_module
-from mpicoll.transports.shm.segment import Segment
+from mpicoll.runtime import native
+from mpicoll.transports.shm import control, transport
 
 ROOT = Path(__file__).parents[2]
+SOURCES = Path(mpicoll.__file__).with_name("native")
+COMPILER = shutil.which("cc") or shutil.which("gcc")
+INCLUDE = sysconfig.get_paths()["include"]
+CAN_BUILD = COMPILER is not None and Path(INCLUDE, "Python.h").exists()
+
+SIZES = (2, 3, 4, 5)
+ROOM = 1024
+"""Bytes of a buffer, so that little data takes many pieces."""
+FIRST = 640
+"""Where the buffers begin: behind the counters of five members."""
+LOOK_ONCE = -1
+DTYPES = ("i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f4", "f8", "g", "c8", "c16", "G", "?")
 
 
-def can_build() -> bool:
-    """Whether there is a C compiler, and the headers of this Python."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    return compiler is not None and Path(sysconfig.get_paths()["include"], "Python.h").exists()
+# ---- how it is built ----
 
 
 def test_it_is_there() -> None:
-    """Where this was installed with a C compiler at hand."""
-    if not can_build():
+    """The extension is there if this was installed where a C compiler is."""
+    if not CAN_BUILD:
         pytest.skip("this machine lacks a C compiler, or the headers of Python")
-    assert riding.extension is not None, riding.why_not
-    assert riding.why_not == ""
-    assert riding.ride is riding.extension.ride
+    assert native.found is not None, native.why_not
+    assert native.why_not == ""
 
 
-def test_the_version_is_the_sum_of_the_source() -> None:
-    """Who changes the source changes the number in ``runtime/native.py`` to this, so that no older build of it is used."""
-    source = Path(mpicoll.__file__).with_name("_riding.c")
-    if not source.exists():
-        pytest.skip("installed without its source")
-    assert f"{zlib.crc32(source.read_bytes()):08x}" == extension_module.VERSION
+def test_the_version_is_the_sum_of_the_sources() -> None:
+    """A change of a source changes ``VERSION`` in ``runtime/native.py`` to this sum, so that no older build is used."""
+    files = sorted(path for path in SOURCES.iterdir() if path.suffix in (".c", ".h")) if SOURCES.exists() else []
+    if not files:
+        pytest.skip("installed without its sources")
+    assert f"{zlib.crc32(b''.join(path.read_bytes() for path in files)):08x}" == native.VERSION
 
 
-ABSENT = """
-import sys
-sys.modules["mpicoll._riding"] = None
-from mpicoll.operations import riding
-assert riding.extension is None
-assert riding.ride is riding.ride_in_python
-print(riding.why_not)
+@pytest.mark.parametrize("name", sorted(path.name for path in SOURCES.glob("*.c")))
+def test_sources_compile_without_warnings(name: str, tmp_path: Path) -> None:
+    """Each source compiles with the warnings of -Wall and -Wextra as errors."""
+    if not CAN_BUILD:
+        pytest.skip("this machine lacks a C compiler, or the headers of Python")
+    options = ("-std=gnu11", "-O2", "-ffp-contract=off", "-fPIC", "-Wall", "-Wextra", "-Werror", f"-I{INCLUDE}")
+    command = [str(COMPILER), *options, "-c", str(SOURCES / name), "-o", str(tmp_path / "object.o")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+WITHOUT = """
+import sys, types
+sys.modules["mpicoll._native"] = {module}
+from mpicoll.runtime import native
+assert native.found is None
+print(native.why_not)
 """
 
-STALE = """
-import types, sys
-sys.modules["mpicoll._riding"] = types.SimpleNamespace(VERSION="unknown")
-from mpicoll.operations import riding
-assert riding.extension is None
-assert riding.ride is riding.ride_in_python
-print(riding.why_not)
-"""
 
-
-@pytest.mark.parametrize(("program", "words"), [(ABSENT, "mpicoll._riding"), (STALE, "another version")])
-def test_without_it(program: str, words: str) -> None:
-    """An extension that was not built, or for another version of the library, is done without, and the reason is kept."""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [("None", "mpicoll._native"), ('types.SimpleNamespace(VERSION="unknown")', "another version")],
+)
+def test_without_it(module: str, words: str) -> None:
+    """An extension that was not built, or for another version of the library, is not used, and the reason is noted."""
+    command = [sys.executable, "-c", WITHOUT.format(module=module)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert words in done.stdout
-
-
-@pytest.fixture
-def extension() -> Any:
-    if riding.extension is None:
-        pytest.skip(f"this machine lacks the extension: {riding.why_not}")
-    return riding.extension
-
-
-class _Lane(Lane):
-    def __init__(self) -> None:
-        self.issued = self.posted = self.turn = self.rounds = 0
-
-
-def prepared(extension: Any, **other: Any) -> Any:
-    """A call of member 1 of 2: an all_reduce of three float64, in memory that is only just enough."""
-    part = 16 * 128 + 16 * 64
-    given: dict[str, Any] = {
-        "rounds": bytearray(2 * part),
-        "part": part,
-        "ring": 16,
-        "me": 1,
-        "size": 2,
-        "first": 16 * 128,
-        "apart": part,
-        "room": 64,
-        "places": 16,
-        "line": 0,
-        "lane": _Lane(),
-        "segment": None,
-        "body": bytes(80),
-        "dtype": np.dtype("f8"),
-        "itemsize": 8,
-        "brings": 24,
-        "start": 0,
-        "nbytes": 24,
-        "root": -1,
-        "send": (3,),
-        "recv": (3,),
-        "take": "reduce",
-        "reduction": "SUM f8",
-        "average": False,
-        "in_place": False,
-        "width": 24,
-        "patience": 1000,
-    }
-    given.setdefault("data", given["rounds"])
-    return extension.Quick(**{**given, **other})
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"rounds": bytearray(16 * 128)},
-        {"ring": 15},
-        {"ring": 0},
-        {"me": 2},
-        {"me": -1},
-        {"size": 3},
-        {"part": 128},
-        {"apart": 64},
-        {"first": 16 * 128 + 8},
-        {"first": -8},
-        {"places": 17},
-        {"room": -1},
-        {"brings": 72},
-        {"brings": -8},
-        {"nbytes": 72},
-        {"nbytes": 20},
-        {"start": 48},
-        {"start": -8},
-        {"itemsize": 0},
-        {"root": 2},
-        {"body": bytes(79)},
-        {"send": [(3,), (3,)], "brings": 40},
-        {"send": [(3,), (3,)], "brings": 48, "nbytes": 64},
-        {"brings": 20},
-        {"lane": object()},
-        {"segment": object(), "places": 2},
-    ],
-)
-def test_memory_that_does_not_fit(extension: Any, wrong: dict[str, Any]) -> None:
-    """A prepared call says so when it is made, and never reads or writes beside its memory."""
-    with pytest.raises(ValueError):
-        prepared(extension, **wrong)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"send": 3}, {"recv": [3]}, {"rounds": bytes(6144)}, {"recv": [("x",)]}, {"take": 1}]
-)
-def test_arguments_of_other_kinds(extension: Any, wrong: dict[str, Any]) -> None:
-    """They are a TypeError, and nothing is kept of them."""
-    with pytest.raises((TypeError, BufferError)):
-        prepared(extension, **wrong)
-
-
-def test_what_is_taken(extension: Any) -> None:
-    """The sum of what stands in the memory of both, in the order of the ranks; into what it was prepared for alone."""
-    memory = bytearray(2 * 3072)
-    rows = np.frombuffer(memory, np.uint8).reshape(2, 3072)[:, 16 * 128 :].reshape(2, 16, 64)
-    quick = prepared(extension, rounds=memory, data=memory)
-    assert quick.takes
-    for place in range(16):
-        for rank in range(2):
-            rows[rank, place, :24].view("f8")[:] = [1e16 * (rank == 0), place, -rank]
-        into = np.zeros(3)
-        quick.take(place, into)
-        assert into.tolist() == [1e16, 2 * place, -1]
-    for recv in (np.zeros(4), np.zeros((3, 2))[:, 0], None, [1.0] * 3, b"x" * 24):
-        with pytest.raises(ValueError):
-            quick.take(0, recv)
-    readonly = np.zeros(3)
-    readonly.setflags(write=False)
-    for place, recv in ((16, np.zeros(3)), (-1, np.zeros(3)), (0, readonly)):
-        with pytest.raises(ValueError):
-            quick.take(place, recv)
-
-
-def test_what_is_left_to_numpy(extension: Any) -> None:
-    """Elements that it does not know, averages that are no division, and bytes in the other order."""
-    for reduction, average in (
-        ("SUM f2", False),
-        ("SUM c16", True),
-        ("MAX c8", False),
-        ("", False),
-        ("SUM f16", False),
-    ):
-        quick = prepared(extension, reduction=reduction, average=average)
-        assert not quick.takes, reduction
-        with pytest.raises(ValueError):
-            quick.take(0, np.zeros(3))
-    assert prepared(extension, reduction="SUM f8", average=True).takes
-
-
-def test_it_is_told_of_the_library_once_and_right(extension: Any) -> None:
-    """Classes that keep their attributes elsewhere, and arrays that are laid out otherwise, are a TypeError."""
-    probe = np.zeros((2, 3))
-    address = probe.__array_interface__["data"][0]
-    functions = (
-        riding.ride_in_python,
-        riding._finish,
-        riding._lose,
-        riding._await,
-        riding._pending,
-        riding._flights,
-        riding._threads,
-    )
-
-    class Elsewhere:
-        issued = posted = turn = rounds = 0
-
-    with pytest.raises(TypeError, match="is no slot"):
-        extension.prepare(*functions, riding.Ride, Elsewhere, ProcessGroup, Segment, probe, address)
-    for array, at in ((probe, address + 8), (probe.T, address), (np.zeros((3, 3)), address)):
-        with pytest.raises(TypeError, match="laid out"):
-            extension.prepare(*functions, riding.Ride, Lane, ProcessGroup, Segment, array, at)
-    extension.prepare(*functions, riding.Ride, Lane, ProcessGroup, Segment, probe, address)
-
-
-def test_calls_with_other_things(extension: Any) -> None:
-    """What is no group, no prepared call or no frame is a TypeError."""
-    for given in ((), (1, 2, 3, 4, 5), (None,) * 5):
-        with pytest.raises(TypeError):
-            extension.ride(*given)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["", "false"])
 def test_a_wheel(compiler: str, tmp_path: Path) -> None:
-    """It is built with the extension; and without it, and without an error, where the compiler fails."""
+    """A wheel has the extension; where the compiler fails it is built without the extension, and without an error."""
     clone = tmp_path / "clone"
     clone.mkdir()
     for name in ("setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, clone)
     shutil.copytree(ROOT / "mpicoll", clone / "mpicoll", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(clone)]
-    environment = {"CC": compiler} if compiler else {}
-    done = subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300, check=False
-    )
+    environment = {**os.environ, "CC": compiler} if compiler else dict(os.environ)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = tmp_path.glob("mpicoll-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    built = "mpicoll/_riding" + str(sysconfig.get_config_var("EXT_SUFFIX")) in names
-    assert built == (not compiler and can_build()), names
-    assert "mpicoll/operations/riding.py" in names
+    built = "mpicoll/_native" + str(sysconfig.get_config_var("EXT_SUFFIX")) in names
+    assert built == (not compiler and CAN_BUILD), names
+    assert "mpicoll/runtime/native.py" in names
     assert "mpicoll/py.typed" in names
 
 
-def moved(extension: Any, memory: Any, me: int, step: int = 0, **other: Any) -> Any:
-    """A movement of member ``me`` of 2, with buffers of 128 bytes."""
-    given: dict[str, Any] = {
-        "data": memory,
-        "first": 256,
-        "apart": 256,
-        "room": 128,
-        "places": 2,
-        "line": 128,
-        "me": me,
-        "size": 2,
-        "step": step,
-        "total": 1000,
-        "width": 64,
-        "writes": [],
-        "reads": [],
-        "reduction": "",
-        "itemsize": 1,
-        "patience": 1000,
-    }
-    return extension.Mover(**{**given, **other})
+@pytest.fixture
+def extension() -> Any:
+    if native.found is None:
+        pytest.skip(f"this machine lacks the extension: {native.why_not}")
+    return native.found
 
 
-SHARED = 256 + 2 * 256
+def test_its_numbers_are_those_of_the_library(extension: Any) -> None:
+    """The layouts of ``native/ring.h`` and ``native/segment.h`` are those with which Python makes the memory."""
+    assert extension.AHEAD == control.AHEAD
+    assert extension.PLACES == control.MASK + 1
+    assert extension.EAGER_BYTES == control.EAGER_BYTES
+    assert extension.RING_BYTES <= control.PART
+    assert transport._LINE == extension.SEGMENT_LINE
+    assert transport._BUFFERS == extension.BUFFERS
 
 
-def test_a_movement_in_turns(extension: Any) -> None:
-    """One member writes, two pieces ahead at most; the other reads. Who is stopped says what it waits for."""
-    memory = bytearray(SHARED)
-    source, target = np.arange(1000, dtype=np.uint16).view(np.uint8)[:1000], np.zeros(1000, np.uint8)
-    writer = moved(extension, memory, 0, writes=[(0, 0, source)])
-    reader = moved(extension, memory, 1, reads=[(0, 0, target)])
-    assert not reader.go()
-    assert (reader.step, reader.wanted, reader.has_written) == (1, 1, 1)
-    turns = 0
-    while not (writer.go() & reader.go()):
-        assert abs(writer.step - reader.step) <= 1  # who only reads may come first
-        assert turns < 20
-        turns += 1
-    assert (source == target).all()
-    assert writer.step == reader.step == 16
-    assert writer.go()
-    assert writer.step == 16
+def test_it_is_told_of_the_library_right(extension: Any) -> None:
+    """Classes without the slots, and arrays that are laid out otherwise, are a TypeError."""
+    probe = np.zeros((2, 3))
+    address = probe.__array_interface__["data"][0]
+    known = (riding._finish, riding._lose, riding._await, riding._pending, riding._flights, riding._threads)
+
+    class Elsewhere:
+        issued = posted = turn = rounds = 0
+
+    with pytest.raises(TypeError, match="is no slot"):
+        extension.configure(*known, riding.Ride, Elsewhere, ProcessGroup)
+    for array, at in ((probe, address + 8), (probe.T, address), (np.zeros((3, 3)), address)):
+        with pytest.raises(TypeError, match="laid out"):
+            extension.check_arrays(array, at)
+    extension.configure(*known, riding.Ride, Lane, ProcessGroup)
+    extension.check_arrays(probe, address)
 
 
-@pytest.mark.parametrize(("op", "dtype"), [("SUM", "f8"), ("PROD", "i2"), ("MAX", "f4"), ("SUM", "c16"), ("LXOR", "?")])
-def test_a_reduction_in_turns(extension: Any, op: str, dtype: str) -> None:
-    """Both members get the same, in place, and what NumPy says."""
-    from mpicoll.transports.shm.transport import OPS
+def test_calls_with_other_things(extension: Any) -> None:
+    """What is no group, no prepared call or no frame is a TypeError."""
+    for given in ((), (1, 2, 3, 4, 5), (None,) * 5):
+        with pytest.raises(TypeError):
+            extension.run(*given)
 
+
+# ---- rounds ----
+
+
+def rings(extension: Any, size: int) -> list[Any]:
+    """Return the ring of each of some members."""
+    memory = mmap.mmap(-1, size * control.PART)
+    return [extension.Ring(memory, me, size, control.PART) for me in range(size)]
+
+
+@pytest.mark.parametrize("size", (1, *SIZES))
+def test_rounds(extension: Any, size: int) -> None:
+    """A round is over when all have posted; it says whether the words are the same, and the largest of each."""
+    members = rings(extension, size)
+    for number in range(1, 3 * extension.PLACES):
+        odd = number % (2 * size)
+        words = [tuple(number * (i - 4) + (rank == odd and i == 9) for i in range(10)) for rank in range(size)]
+        for rank, ring in enumerate(members):
+            ring.write(number, words[rank])
+            assert [each.is_over(number) for each in members] == [size == 1] * size
+        for rank, ring in enumerate(members):
+            ring.post(number)
+            over = [all(other <= rank or other == me for other in range(size)) for me in range(size)]
+            assert [each.is_over(number) for each in members] == over
+            assert members[0].poll(number, 1000) == over[0]
+        for rank, ring in enumerate(members):
+            assert ring.is_unanimous(number) == (len(set(words)) == 1)
+            largest, spread, waited = ring.maxima(number)
+            assert largest == [max(column) for column in zip(*words, strict=True)]
+            assert 0 <= waited <= spread == ring.spread(number)
+            assert rank < size - 1 or waited == 0
+
+
+@pytest.mark.parametrize("wrong", [{"me": 2}, {"me": -1}, {"size": 0}, {"size": 3}, {"stride": 128}, {"stride": 34817}])
+def test_a_ring_that_does_not_fit(extension: Any, wrong: dict[str, int]) -> None:
+    """Members and places outside the memory are a ValueError, and the memory is not kept."""
+    memory = mmap.mmap(-1, 2 * control.PART)
+    with pytest.raises(ValueError):
+        extension.Ring(**{"memory": memory, "me": 0, "size": 2, "stride": control.PART, **wrong})
+    memory.close()  # BufferError if something still refers to it
+
+
+def test_wrong_arguments_of_a_ring(extension: Any) -> None:
+    """Other things than numbers and memory, and numbers below 0, are refused."""
+    ring = rings(extension, 2)[0]
+    words = tuple(range(10))
+    for number in (-1, -16, -(1 << 63)):
+        for call in (ring.post, ring.is_over, ring.is_unanimous, ring.spread, ring.maxima):
+            with pytest.raises(ValueError):
+                call(number)
+        with pytest.raises(ValueError):
+            ring.write(number, words)
+        with pytest.raises(ValueError):
+            ring.poll(number, 0)
+    for given in ((1, words[:9]), (1, list(words)), (1,), ("1", words), (1, ("x",) * 10), (1 << 64, words)):
+        with pytest.raises((TypeError, OverflowError)):
+            ring.write(*given)
+    for memory in (bytes(2 * control.PART), 5, None):
+        with pytest.raises((TypeError, BufferError)):
+            extension.Ring(memory, 0, 2, control.PART)
+    with pytest.raises(ValueError, match="not made"):
+        extension.Ring.__new__(extension.Ring).post(1)
+    with pytest.raises(TypeError, match="once"):
+        ring.__init__(bytearray(1), 0, 2, 1)
+
+
+# ---- segments and transfers ----
+
+
+def segments(extension: Any, size: int, room: int = ROOM) -> list[Any]:
+    """Return the segment of each of some members."""
+    memory = mmap.mmap(-1, FIRST + 2 * size * room)
+    return [extension.Segment(memory, me, size, FIRST, room) for me in range(size)]
+
+
+def moved(transfers: Sequence[Any], order: random.Random) -> None:
+    """Complete the transfers of all members, in turns that come as they like."""
+    left = list(transfers)
+    for _ in range(10_000):
+        order.shuffle(left)
+        left = [each for each in left if not each.Test()]
+        if not left:
+            return
+    raise AssertionError(f"waits: {[each.waits_for for each in left]}")
+
+
+def values(dtype: str, count: int, rank: int) -> Any:
+    """Return elements of a rank: random bits for integers, and for others all that is special."""
+    generator = np.random.default_rng([rank, count])
     kind = np.dtype(dtype)
-    terms = [(np.arange(100) % (7 + rank)).astype(kind) for rank in range(2)]
-    expected = OPS[op](*terms)
-    memory = bytearray(SHARED)
-    blocks = [(rank, 0, terms[rank].view(np.uint8)) for rank in range(2)]
-    both = [
-        moved(
-            extension,
-            memory,
-            rank,
-            step=0,
-            total=terms[0].nbytes,
-            writes=[blocks[rank]],
-            reads=[blocks[rank]],
-            reduction=f"{op} {kind.kind}{kind.itemsize}",
-            itemsize=kind.itemsize,
-        )
-        for rank in range(2)
-    ]
-    for _ in range(200):
-        if both[0].go() & both[1].go():
-            break
-    assert all((term == expected).all() for term in terms)
+    if kind.kind in "iu":
+        return np.frombuffer(generator.bytes(count * kind.itemsize), kind).copy()
+    if kind.kind == "b":
+        return generator.integers(0, 2, count).astype(bool)
+    real = kind if kind.kind == "f" else np.dtype(f"f{kind.itemsize // 2}")
+    many = count if kind.kind == "f" else 2 * count
+    tiny = np.finfo(real).smallest_subnormal
+    special = np.array([0.0, -0.0, np.inf, -np.inf, tiny, -tiny, 1.5, -2.5, np.finfo(real).max, np.nan], real)
+    common = generator.standard_normal(many).astype(real)
+    return np.where(generator.random(many) < 0.5, generator.choice(special, many), common).astype(real).view(kind)
+
+
+def is_same(found: Any, expected: Any, op: str) -> bool:
+    """Return whether arrays are the same, bit for bit but for the sign of NaNs, and of the larger of two zeros."""
+    if found.dtype.kind not in "fc":
+        return bool(found.tobytes() == expected.tobytes())
+    parts = np.dtype(f"f{found.itemsize // (2 if found.dtype.kind == 'c' else 1)}")
+    one, other = found.view(parts), expected.view(parts)
+    signs = (np.signbit(one) == np.signbit(other)) | np.isnan(other) | ((other == 0) & (op in ("MAX", "MIN")))
+    return bool(np.array_equal(one, other, equal_nan=True) and signs.all())
+
+
+def ops_of(extension: Any, dtype: str) -> list[str]:
+    every = ("SUM", "PROD", "MAX", "MIN", "BAND", "BOR", "BXOR", "LAND", "LOR", "LXOR")
+    return [op for op in every if extension.knows(native.name_of(op, np.dtype(dtype)))]
+
+
+def counts_of(dtype: str) -> tuple[int, ...]:
+    """Return numbers of elements around the limits: none, one, a piece, several pieces."""
+    most = ROOM // np.dtype(dtype).itemsize
+    return 0, 1, 7, most - 1, most, most + 1, 3 * most + 5
+
+
+def named(op: str, dtype: str) -> dict[str, Any]:
+    kind = np.dtype(dtype)
+    return {"reduction": native.name_of(op, kind), "itemsize": kind.itemsize}
+
+
+def raw(array: Any) -> Any:
+    return array.view(np.uint8)
+
+
+def reduced(segment: Any, send: Any, recv: Any, op: str, root: int) -> Any:
+    """Return the transfer of a member: all that want the result reduce everything."""
+    result = recv if root in (-1, segment.me) else None
+    return segment_transfer(segment, "reduce", send, result, op, writes=[(segment.me, 0, raw(send))])
+
+
+def in_parts(segment: Any, send: Any, recv: Any, op: str, root: int) -> Any:
+    """Return the transfer of a member: each reduces its part."""
+    return segment_transfer(segment, "parts", send, recv if root in (-1, segment.me) else None, op)
+
+
+def segment_transfer(segment: Any, kind: str, send: Any, recv: Any, op: str, **more: Any) -> Any:
+    assert native.found is not None
+    width = segment.room // send.itemsize * send.itemsize
+    result = None if recv is None else raw(recv)
+    dtype = send.dtype.str
+    return native.found.SharedTransfer(
+        segment, kind, send.nbytes, width, LOOK_ONCE, send=raw(send), recv=result, **more, **named(op, dtype)
+    )
+
+
+def test_every_reduction_is_known(extension: Any) -> None:
+    """All operations that MPI has for a native dtype are there, and none of others."""
+    expected = {"b": 3, "i": 7, "u": 7, "f": 4, "c": 1}
+    for dtype in DTYPES:
+        assert len(ops_of(extension, dtype)) == expected[np.dtype(dtype).kind], dtype
+    for name in ("", "SUM", "SUM f2", "MAX c8", "BAND f8", "SUM f", "sum f8", "PROD c16", "SUM b1"):
+        assert not extension.knows(name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("make", [reduced, in_parts])
+def test_reductions(extension: Any, make: Callable[..., Any], dtype: str) -> None:
+    """Each op, number of members and size around a limit, in place and not, for all and for one: NumPy's bits."""
+    order = random.Random(7)
+    for size in SIZES:
+        members = segments(extension, size)
+        for op in ops_of(extension, dtype):
+            for count in counts_of(dtype):
+                root = order.randrange(-1, size)
+                terms = [values(dtype, count, rank) for rank in range(size)]
+                expected = fold(op, terms)
+                for in_place in (True, False):
+                    sends = [term.copy() for term in terms]
+                    recvs = sends if in_place else [np.full_like(term, 1) for term in terms]
+                    transfers = [make(*each, op, root) for each in zip(members, sends, recvs, strict=True)]
+                    moved(transfers, order)
+                    for rank in range(size):
+                        where = (op, size, count, root, in_place, rank)
+                        if root in (-1, rank):
+                            assert is_same(recvs[rank], expected, op), where
+                        if not in_place or root not in (-1, rank):
+                            assert sends[rank].tobytes() == terms[rank].tobytes(), where
+        assert len({segment.step for segment in members}) == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reductions_in_place(extension: Any, dtype: str) -> None:
+    """Arrays that all members share, larger than what is reduced at once."""
+    order = random.Random(8)
+    itemsize = np.dtype(dtype).itemsize
+    for size in SIZES:
+        members = segments(extension, size)
+        for op in ops_of(extension, dtype):
+            for count in (1, size - 1, 4096 // itemsize + 1, size * 4096 // itemsize + 3):
+                terms = [values(dtype, count, rank) for rank in range(size)]
+                expected, arrays = fold(op, terms), [raw(term) for term in terms]
+                moved(
+                    [
+                        extension.SharedTransfer(
+                            segment,
+                            "in place",
+                            terms[0].nbytes,
+                            order.choice((itemsize, 1000 * itemsize, 1 << 20)),
+                            LOOK_ONCE,
+                            arrays=arrays,
+                            **named(op, dtype),
+                        )
+                        for segment in members
+                    ],
+                    order,
+                )
+                assert all(is_same(term, expected, op) for term in terms), (op, size, count)
+
+
+@pytest.mark.parametrize("dtype", ["f8", "i2", "G"])
+def test_a_block_of_the_result_for_each_member(extension: Any, dtype: str) -> None:
+    """Blocks of unequal size, some of them empty, each reduced by the member that it is for."""
+    order, itemsize = random.Random(9), np.dtype(dtype).itemsize
+    for size in SIZES:
+        members, room = segments(extension, size), ROOM // size // 16 * 16
+        for scale in (0, 1, 50, 500):
+            counts = [scale * ((rank + 1) % 3) for rank in range(size)]
+            terms = [[values(dtype, count, rank) for count in counts] for rank in range(size)]
+            results = [np.zeros(count, dtype) for count in counts]
+            moved(
+                [
+                    extension.SharedTransfer(
+                        segment,
+                        "reduce",
+                        max(counts) * itemsize,
+                        room // itemsize * itemsize,
+                        LOOK_ONCE,
+                        writes=[(me, to * room, raw(terms[me][to])) for to in range(size) if to != me],
+                        send=raw(terms[me][me]),
+                        recv=raw(results[me]),
+                        read_at=me * room,
+                        **named("SUM", dtype),
+                    )
+                    for me, segment in enumerate(members)
+                ],
+                order,
+            )
+            for me in range(size):
+                assert is_same(results[me], fold("SUM", [terms[rank][me] for rank in range(size)]), "SUM"), (size, me)
+
+
+def test_copies(extension: Any) -> None:
+    """Blocks of any length from each member to each, one behind the other: all arrive, and nothing beside them is written."""
+    order = random.Random(10)
+    for size in SIZES:
+        members, place = segments(extension, size), ROOM // size // 16 * 16
+        for width in (1, 16, place):
+            for _ in range(5):
+                lengths = [[order.choice((0, 1, width, 3 * width + 1)) for _ in range(size)] for _ in range(size)]
+                sent = [[values("u1", length, rank) for length in lengths[rank]] for rank in range(size)]
+                got = [[np.full(lengths[rank][me] + 2, 77, np.uint8) for rank in range(size)] for me in range(size)]
+                moved(
+                    [
+                        extension.SharedTransfer(
+                            segment,
+                            "copy",
+                            max(map(max, lengths)),
+                            width,
+                            LOOK_ONCE,
+                            [(me, to * place, sent[me][to]) for to in range(size) if to != me],
+                            [(rank, me * place, got[me][rank][1:-1]) for rank in range(size) if rank != me],
+                        )
+                        for me, segment in enumerate(members)
+                    ],
+                    order,
+                )
+                for me in range(size):
+                    for rank in set(range(size)) - {me}:
+                        assert got[me][rank].tolist() == [77, *sent[rank][me], 77]
+
+
+def test_a_root_that_writes_ahead(extension: Any) -> None:
+    """A member that only writes is one piece ahead at most; one that only reads may come first; each says for whom it waits."""
+    source, target = np.arange(1000, dtype=np.uint16).view(np.uint8)[:1000], np.zeros(1000, np.uint8)
+    members = segments(extension, 2)
+    writer = extension.SharedTransfer(members[0], "copy", 1000, 64, LOOK_ONCE, [(0, 0, source)], [])
+    reader = extension.SharedTransfer(members[1], "copy", 1000, 64, LOOK_ONCE, [], [(0, 0, target)])
+    assert not reader.Test()
+    assert reader.waits_for == (1, [0])
+    assert not writer.Test()
+    assert members[0].step == 2
+    assert writer.waits_for == (2, [1])
+    moved([writer, reader], random.Random(0))
+    assert (source == target).all()
+    assert [segment.step for segment in members] == [16, 16]
+    assert members[0].has_reached(16)
+    assert not members[0].has_reached(17, 1)
+    assert writer.Test()
+    assert members[0].step == 16
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_announcements(extension: Any, size: int) -> None:
+    """All learn the two words of each."""
+    members, order = segments(extension, size), random.Random(size)
+    for turn in range(5):
+        words = [(turn - rank, rank << 60) for rank in range(size)]
+        announced = [
+            extension.SharedTransfer(segment, "announce", 1, 1, LOOK_ONCE, words=words[me])
+            for me, segment in enumerate(members)
+        ]
+        moved(announced, order)
+        for segment in members:
+            assert [segment.announced(rank) for rank in range(size)] == words
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"data": bytearray(SHARED - 1)},
-        {"first": 255},
-        {"apart": 255},
-        {"places": 1},
-        {"line": 4},
         {"me": 2},
+        {"me": -1},
         {"size": 0},
-        {"width": 0},
-        {"total": -1},
-        {"itemsize": 0},
-        {"itemsize": 0, "reduction": "SUM f8"},
-        {"writes": [(0, 65, bytes(64))]},
-        {"writes": [(0, -1, bytes(64))]},
-        {"reads": [(2, 0, bytearray(64))]},
-        {"reads": [(-1, 0, bytearray(64))]},
-        {"reduction": "SUM f2", "itemsize": 2},
-        {"reduction": "SUM f8", "itemsize": 8, "width": 60},
-        {"reduction": "SUM f8", "itemsize": 8, "writes": [(0, 0, bytes(64))]},
-        {"reduction": "SUM f8", "itemsize": 8, "total": 64, "writes": [(0, 0, bytes(64))] * 2},
-        {"reduction": "SUM f8", "itemsize": 8, "total": 64, "reads": [(0, 8, bytearray(64))]},
+        {"size": 3},
+        {"first": 641},
+        {"first": 128},
+        {"first": 1 << 40},
+        {"room": 0},
+        {"room": 24},
+        {"room": 2 * ROOM},
     ],
 )
-def test_a_movement_that_does_not_fit(extension: Any, wrong: dict[str, Any]) -> None:
-    """It says so when it is made."""
+def test_a_segment_that_does_not_fit(extension: Any, wrong: dict[str, int]) -> None:
+    """Counters and buffers outside the memory are a ValueError, and the memory is not kept."""
+    memory = mmap.mmap(-1, FIRST + 4 * ROOM)
     with pytest.raises(ValueError):
-        moved(extension, bytearray(SHARED), wrong.pop("me", 0), **wrong)
+        extension.Segment(**{"memory": memory, "me": 0, "size": 2, "first": FIRST, "room": ROOM, **wrong})
+    memory.close()
+
+
+def test_wrong_arguments_of_a_segment(extension: Any) -> None:
+    """Members that there are not, and a segment that was not made, are refused."""
+    segment = segments(extension, 2)[0]
+    with pytest.raises(ValueError):
+        segment.has_reached(1, 2)
+    for rank in (-1, 2):
+        with pytest.raises(ValueError):
+            segment.announced(rank)
+    empty = extension.Segment.__new__(extension.Segment)
+    for call in (empty.advance, lambda: empty.has_reached(1), lambda: empty.announced(0)):
+        with pytest.raises(ValueError, match="not made"):
+            call()
+    with pytest.raises(ValueError, match="not made"):
+        extension.SharedTransfer(empty, "announce", 1, 1, 0)
+    with pytest.raises(TypeError, match="once"):
+        segment.__init__(bytearray(1), 0, 2, 1, 1)
+
+
+SUM = {"reduction": "SUM f8", "itemsize": 8}
+F8 = {"send": bytes(64), "recv": bytearray(64), "total": 64, **SUM}
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"writes": ()}, {"reads": [(0, 0, bytes(8))]}, {"writes": [(0, 0)]}, {"writes": [1]}]
+    "wrong",
+    [
+        {"width": 0},
+        {"total": -1},
+        {"itemsize": 0},
+        {"writes": [(0, ROOM - 63, bytes(64))]},
+        {"writes": [(0, -1, bytes(64))]},
+        {"writes": [(1, 0, bytes(64))]},
+        {"writes": [(0, 0, bytes(1001))]},
+        {"reads": [(2, 0, bytearray(64))]},
+        {"reads": [(-1, 0, bytearray(64))]},
+        {"reads": [(1, 1 << 62, bytearray(64))]},
+        {"kind": "reduce", **F8, "reduction": "SUM f2"},
+        {"kind": "reduce", **F8, "reduction": ""},
+        {"kind": "reduce", **F8, "itemsize": 4},
+        {"kind": "reduce", **F8, "itemsize": 0},
+        {"kind": "reduce", **F8, "width": 60},
+        {"kind": "reduce", **F8, "send": bytes(56)},
+        {"kind": "reduce", **F8, "total": 56},
+        {"kind": "reduce", **F8, "recv": bytearray(60)},
+        {"kind": "reduce", **F8, "read_at": ROOM - 56},
+        {"kind": "reduce", **F8, "read_at": -8},
+        {"kind": "reduce", **F8, "reads": [(1, 0, bytearray(64))]},
+        {"kind": "parts", **F8, "send": bytes(56)},
+        {"kind": "parts", **F8, "recv": bytearray(56)},
+        {"kind": "parts", **F8, "width": ROOM + 8},
+        {"kind": "parts", **F8, "writes": [(0, 0, bytes(64))]},
+        {"kind": "in place", **SUM, "total": 64, "arrays": [bytearray(64)]},
+        {"kind": "in place", **SUM, "total": 64, "arrays": [bytearray(64), bytearray(56)]},
+        {"kind": "in place", **SUM, "total": 60, "arrays": [bytearray(60), bytearray(60)]},
+        {"kind": "in place", "total": 64, "arrays": [bytearray(64)] * 2},
+        {"kind": "copy", **SUM},
+        {"kind": "announce", **SUM},
+    ],
 )
-def test_a_movement_of_other_things(extension: Any, wrong: dict[str, Any]) -> None:
-    """What is no block, or cannot be written to, is an error, and nothing is kept of it."""
-    with pytest.raises((TypeError, BufferError)):
-        moved(extension, bytearray(SHARED), 0, **wrong)
+def test_a_transfer_that_does_not_fit(extension: Any, wrong: dict[str, Any]) -> None:
+    """A transfer that would leave its memory is a ValueError, also when it is made again, and keeps nothing."""
+    given = {"kind": "copy", "total": 1000, "width": 64, "poll_ns": 0, **wrong}
+    memory = bytearray(64)
+    given["reads"] = [*given.get("reads", []), (1, 0, memory)] if given["kind"] == "copy" else given.get("reads", [])
     with pytest.raises(ValueError):
-        extension.Mover.__new__(extension.Mover).go()
+        extension.SharedTransfer(segments(extension, 2)[0], **given)
+    memory.append(1)  # BufferError if something still refers to it
+    refused = extension.SharedTransfer.__new__(extension.SharedTransfer)
+    with pytest.raises(ValueError):
+        refused.__init__(segments(extension, 2)[0], **given)
+    with pytest.raises(ValueError, match="not made"):
+        refused.Test()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"writes": ()},
+        {"reads": [(0, 0, bytes(8))]},
+        {"writes": [(0, 0)]},
+        {"writes": [1]},
+        {"writes": [(0, 0, 5)]},
+        {"kind": "move"},
+        {"arrays": 5},
+        {"words": (1,)},
+        {"segment": object()},
+        {"send": 5},
+        {"recv": bytes(8)},
+    ],
+)
+def test_a_transfer_of_other_things(extension: Any, wrong: dict[str, Any]) -> None:
+    """What is no block, no kind, or cannot be written to, is an error, and nothing can be made of the transfer."""
+    segment = segments(extension, 2)[0]
+    refused = extension.SharedTransfer.__new__(extension.SharedTransfer)
+    with pytest.raises((TypeError, BufferError)):
+        refused.__init__(**{"segment": segment, "kind": "copy", "total": 64, "width": 64, "poll_ns": 0, **wrong})
+    for use in (refused.Test, lambda: refused.waits_for):
+        with pytest.raises(ValueError, match="not made"):
+            use()
+
+
+# ---- prepared calls ----
+
+
+def prepared(extension: Any, ring: Any, **other: Any) -> Any:
+    """Return a prepared call: an all_reduce of three float64 beside the records."""
+    given: dict[str, Any] = {
+        "ring": ring,
+        "segment": None,
+        "lane": Lane.__new__(Lane),
+        "words": tuple(range(10)),
+        "dtype": np.dtype("f8"),
+        "itemsize": 8,
+        "sends": 24,
+        "offset": 0,
+        "block": 24,
+        "width": 24,
+        "root": -1,
+        "send": (3,),
+        "recv": (3,),
+        "result": "reduced",
+        "reduction": "SUM f8",
+        "average": False,
+        "in_place": False,
+        "poll_ns": 0,
+    }
+    return extension.SharedOperation(**{**given, **other})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prepared_reductions(extension: Any, dtype: str) -> None:
+    """Each op and the average, as much as goes beside a record, in place and not: NumPy's bits."""
+    kind, number = np.dtype(dtype), 0
+    for size in (1, *SIZES):
+        members = rings(extension, size)
+        for op in (*ops_of(extension, dtype), *(["AVG"] if kind.kind in "fc" else [])):
+            for count in (0, 1, 5, extension.EAGER_BYTES // kind.itemsize):
+                name, nbytes = op.replace("AVG", "SUM"), count * kind.itemsize
+                about = {"dtype": kind, "itemsize": kind.itemsize, "sends": nbytes, "block": nbytes}
+                about |= {"width": max(nbytes, 1), "send": (count,), "recv": (count,)}
+                about |= {"reduction": native.name_of(name, kind), "average": op == "AVG"}
+                terms = [values(dtype, count, rank) for rank in range(size)]
+                expected = fold(name, terms)
+                if op == "AVG":
+                    with np.errstate(all="ignore"):
+                        expected = np.divide(expected, size, dtype=kind)
+                for in_place in (True, False):
+                    number += 1
+                    calls = [prepared(extension, ring, in_place=in_place, **about) for ring in members]
+                    for rank, call in enumerate(calls):
+                        call.write(number, terms[rank])
+                    for rank, call in enumerate(calls):
+                        out = terms[rank].copy() if in_place else np.zeros(count, kind)
+                        call.read(number, out)
+                        assert is_same(out, expected, op), (op, size, count, in_place, rank)
+
+
+def test_other_prepared_results(extension: Any) -> None:
+    """A row of each member, a list of them, and what the root has; of one block for each member, too."""
+    size, number = 3, 5
+    members = rings(extension, size)
+    about = {"reduction": "", "sends": 72, "send": [(3,)] * size}
+    for rank, ring in enumerate(members):
+        call = prepared(extension, ring, result="", recv=None, **about)
+        call.write(number, [np.full(3, 10.0 * rank + to) for to in range(size)])
+    expected = [[10.0 * rank + me for rank in range(size)] for me in range(size)]
+    for me, ring in enumerate(members):
+        about["offset"] = 24 * me
+        rows, arrays, block = np.zeros((size, 3)), [np.zeros(3) for _ in range(size)], np.zeros(3)
+        prepared(extension, ring, result="rows", recv=(size, 3), **about).read(number, rows)
+        prepared(extension, ring, result="list", recv=[(3,)] * size, **about).read(number, arrays)
+        prepared(extension, ring, result="copied", root=2, **about).read(number, block)
+        assert rows[:, 0].tolist() == [each[2] for each in arrays] == expected[me]
+        assert block.tolist() == [20.0 + me] * 3
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"sends": 4096},
+        {"sends": -8},
+        {"sends": 20},
+        {"block": 4096},
+        {"block": 20},
+        {"block": -8},
+        {"offset": 2032},
+        {"offset": -8},
+        {"width": 0},
+        {"width": 16},
+        {"itemsize": 0},
+        {"itemsize": 4, "sends": 12},
+        {"root": 2},
+        {"words": tuple(range(9))},
+        {"send": [(3,), (3,)], "sends": 40},
+        {"send": [(3,), (3,)], "sends": 48, "block": 32},
+        {"send": (1 << 61, 4)},
+        {"send": (-1,)},
+        {"lane": object()},
+        {"segment": object()},
+        {"result": "other"},
+        {"result": "copied"},
+        {"result": "rows"},
+        {"result": "list"},
+        {"result": "reduced", "recv": None},
+        {"reduction": "SUM f2"},
+        {"reduction": "SUM f4"},
+        {"reduction": ""},
+        {"reduction": "MAX f8", "average": True},
+    ],
+)
+def test_a_prepared_call_that_does_not_fit(extension: Any, wrong: dict[str, Any]) -> None:
+    """A call that would read or write beside its memory, or has no such result, is a ValueError."""
+    with pytest.raises(ValueError):
+        prepared(extension, rings(extension, 2)[1], **wrong)
+
+
+def test_pieces_that_do_not_fit(extension: Any) -> None:
+    """A call in several pieces has one array of all its bytes, and pieces that fit into a buffer."""
+    ring, segment = rings(extension, 2)[1], segments(extension, 2)[1]
+    fits = {"segment": segment, "sends": 4096, "block": 4096, "width": ROOM, "send": (512,), "recv": (512,)}
+    prepared(extension, ring, **fits)
+    for wrong in (
+        {"recv": (511,)},
+        {"width": 2 * ROOM},
+        {"width": ROOM - 4},
+        {"offset": 8},
+        {"segment": None},
+        {"segment": segments(extension, 2)[0]},
+        {"segment": segments(extension, 3)[1]},
+        {"recv": [(256,)] * 2, "result": "list"},
+    ):
+        with pytest.raises(ValueError):
+            prepared(extension, ring, **{**fits, **wrong})
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"send": 3}, {"recv": [3]}, {"recv": [("x",)]}, {"result": 1}, {"words": [0] * 10}, {"ring": object()}]
+)
+def test_a_prepared_call_of_other_things(extension: Any, wrong: dict[str, Any]) -> None:
+    """Arguments of other types are a TypeError."""
+    with pytest.raises(TypeError):
+        prepared(extension, **{"ring": rings(extension, 2)[1], **wrong})
+
+
+def test_only_arrays_that_were_prepared_for(extension: Any) -> None:
+    """Other shapes, dtypes, layouts and types are refused, and so are places that there are not."""
+    call = prepared(extension, rings(extension, 2)[0])
+    readonly = np.zeros(3)
+    readonly.setflags(write=False)
+    others = (np.zeros(4), np.zeros((3, 2))[:, 0], None, [1.0] * 3, b"x" * 24, np.zeros(3, ">f8"), np.zeros(3, "i8"))
+    for array in others:
+        with pytest.raises(ValueError):
+            call.write(1, array)
+        with pytest.raises(ValueError):
+            call.read(1, array)
+    call.write(1, readonly)
+    with pytest.raises(ValueError):
+        call.read(1, readonly)
+    for use in (call.write, call.read):
+        with pytest.raises(ValueError):
+            use(-1, np.zeros(3))
+    two = prepared(extension, rings(extension, 2)[0], recv=[(3,)] * 2, result="list", reduction="")
+    whole = np.zeros(5)
+    with pytest.raises(ValueError):  # results that overlap
+        two.read(1, [whole[:3], whole[2:]])
+
+
+# ---- functions ----
+
+
+def test_matches(extension: Any) -> None:
+    """An array in one piece of memory, of a dtype and a shape, is told from others."""
+    x = np.zeros((2, 3))
+    assert extension.matches(x, x.dtype, (2, 3), True)
+    readonly = x.copy()
+    readonly.setflags(write=False)
+    assert extension.matches(readonly, x.dtype, (2, 3), False)
+    for other, shape in ((readonly, (2, 3)), (x.T, (3, 2)), (x, (3, 2)), (x, (2,)), (x, (2, "3")), ([0.0], (1,))):
+        assert not extension.matches(other, x.dtype, shape, True)
+    assert not extension.matches(x, np.dtype("i8"), (2, 3), True)
+    with pytest.raises(TypeError):
+        extension.matches(x, x.dtype, [2, 3], True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows(extension: Any, dtype: str) -> None:
+    """Rows that stand one behind the other are reduced in their order; memory of another size is refused."""
+    for op in ops_of(extension, dtype):
+        rows = np.array([values(dtype, 9, rank) for rank in range(4)])
+        out = np.zeros(9, dtype)
+        native.reduce_rows(op, rows, 4, out)
+        assert is_same(out, fold(op, list(rows)), op), op
+    for size, name in ((3, "SUM f8"), (1, "SUM f8"), (-1, "SUM f8"), (4, "SUM f2"), (4, "")):
+        with pytest.raises(ValueError):
+            extension.reduce_rows(np.zeros((4, 9)), size, np.zeros(9), name)
