@@ -23,7 +23,7 @@ import mpicoll as dist
 PACKAGE = os.path.dirname(dist.__file__) + os.sep
 PROGRAM = "the program"
 NATIVE = "_native"
-EXTENSIONS = ("mpicoll._riding", "mpicoll._native")
+EXTENSION = "mpicoll._native"
 LATE = 0.03
 """Seconds that rank 1 sleeps before its call. Below 50 ms, so that the members need no meeting before a call of MPI."""
 WAITED = 0.02
@@ -116,7 +116,7 @@ def is_native(function: Any) -> bool:
     """Return whether a built-in function or method belongs to the C extension."""
     owner = getattr(function, "__self__", None)
     module = getattr(function, "__module__", None) or getattr(type(owner), "__module__", None)
-    return module in EXTENSIONS or getattr(owner, "__name__", None) in EXTENSIONS
+    return EXTENSION in (module, getattr(owner, "__name__", None))
 
 
 def record(call: Callable[[int], object], *, late: bool = True) -> list[Recording]:

@@ -29,6 +29,7 @@ _SELF_CHECK = """\
 import json
 import numpy as np
 import mpicoll as dist
+from mpicoll.groups import registry
 from mpicoll.runtime import native
 from mpicoll.transports.device.capability import loaded_mpi
 from mpicoll.runtime.settings import read_settings
@@ -43,7 +44,9 @@ if world.rank == 0:
     order = [MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE]
     found = loaded_mpi(read_settings().cuda)
     cuda = [sorted({operation for operation, _ in found.direct}), found.evidence, [bad.why for bad in found.bad]]
-    facts = {"sum": float(x[0]), "no extension": native.why_not, "size": world.size, "hosts": sorted(set(hosts)), "cuda": cuda,
+    off = "MPICOLL_EXTENSION=off" if read_settings().extension == "off" else ""
+    without = "" if registry.state().pool.extension else off or native.why_not or "the other rank lacks it"
+    facts = {"sum": float(x[0]), "no extension": without, "size": world.size, "hosts": sorted(set(hosts)), "cuda": cuda,
             "threads": levels[order.index(MPI.Query_thread())]}
     print("self-check:" + json.dumps(facts), flush=True)
 dist.destroy_process_group()

@@ -46,7 +46,7 @@ from mpicoll.runtime.progress import ProgressThread
 from mpicoll.runtime.settings import LEVELS, Cuda, Level, Settings, warn_caller
 from mpicoll.runtime.torch_compile import leave_alone
 from mpicoll.transports.device.capability import loaded_mpi
-from mpicoll.transports.selection import share_profile
+from mpicoll.transports.selection import share_extension, share_profile
 from mpicoll.transports.topology import Topology, discover
 
 Steps = Generator[MPI.Request, None, tuple[JobEndpoint, Pair]]
@@ -214,10 +214,10 @@ def _look_around(endpoint: JobEndpoint, pair: Pair, settings: Settings, device: 
     topology: Topology = discover(pair.data, device)
     endpoint.topology = topology
     endpoint.board.slots = _node_board(pair.data, topology)
-    has_native = native.found is not None and settings.extension != "off"
-    endpoint.pool.profile, endpoint.pool.extension = share_profile(
-        pair.data, settings.profile, len(topology.local_ranks), has_native
-    )
+    on_node = len(topology.local_ranks)
+    endpoint.pool.profile = share_profile(pair.data, settings.profile, on_node)
+    is_off = settings.extension == "off"
+    endpoint.pool.extension = share_extension(pair.data, native.found is not None, is_off, settings.engine, on_node)
 
 
 def _node_board(comm: MPI.Intracomm, topology: Topology) -> NodeBoard | None:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mpicoll.runtime.mpi_library import library_name
 from mpicoll.runtime.output import say
 from mpicoll.transports.base import Kind
@@ -111,19 +113,11 @@ def path_of_profiles(setting: str, environ: Mapping[str, str] | None = None) -> 
     return Path(env.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "mpicoll" / "profiles.json"
 
 
-def share_profile(
-    comm: MPI.Intracomm, setting: str, ranks: int, extension: bool = True
-) -> tuple[Mapping[Kind, Ranges] | None, bool]:
+def share_profile(comm: MPI.Intracomm, setting: str, ranks: int) -> Mapping[Kind, Ranges] | None:
     """Return what was measured for this MPI and about so many ranks on a node, as rank 0 finds it; None: nothing.
 
     Called by all ranks of ``comm``, which are known to (it uses blocking MPI calls). Of a file that cannot be read rank 0 tells,
     and the defaults count.
-
-    Args:
-        extension: this rank has the C extension.
-
-    Returns:
-        What was measured, and whether all ranks have the extension: where some have not, nobody uses it, and all reduce alike.
     """
     from mpi4py import MPI
 
@@ -137,10 +131,29 @@ def share_profile(
                 say(f"mpicoll: MPICOLL_PROFILE={setting}: {error.strerror}\n")
         except (OSError, RuntimeError, ValueError) as error:
             say(f"mpicoll: {path}: {error}\n")
-    have_it = comm.allreduce(int(extension))
-    everybody = have_it == comm.Get_size()
-    if comm.Get_rank() == 0 and have_it and not everybody:
-        lack = comm.Get_size() - have_it
-        say(f"mpicoll: {lack} of {comm.Get_size()} ranks lack the C extension, so none of them uses it\n")
     told: Mapping[Kind, Ranges] | None = comm.bcast(found, 0)
-    return told, everybody
+    return told
+
+
+def share_extension(comm: MPI.Intracomm, is_there: bool, is_off: bool, engine: str, ranks: int) -> bool:
+    """Return whether all ranks have the C extension. If one lacks it, all ranks go through MPI, and rank 0 says so in one line.
+
+    Called by all ranks of ``comm``, which are known to (it uses blocking MPI calls). Nothing is said if all ranks switched it off,
+    or have their nodes to themselves, unless the setting of the engine asks for shared memory.
+
+    Args:
+        is_there: this rank has the extension.
+        is_off: this rank shall not use the extension.
+        engine: the setting, as all ranks have it.
+        ranks: on this rank's node.
+    """
+    size = comm.Get_size()
+    uses, off, alone = comm.allreduce(np.array([is_there and not is_off, is_off, ranks == 1], np.int64))
+    asked = engine == "node"
+    if comm.Get_rank() == 0 and uses < size and (asked or (off < size and alone < size)):
+        why = ", though MPICOLL_ENGINE=node asks for shared memory" if asked else ""
+        say(
+            f"mpicoll: {size - uses} of {size} ranks lack the C extension, so none of them uses it: "
+            f"all goes through MPI{why} (mpicoll doctor says more)\n"
+        )
+    return bool(uses == size)

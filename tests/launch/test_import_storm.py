@@ -101,7 +101,7 @@ def test_one_library_of_ours_is_loaded(account: dict[str, Any]) -> None:
     """What is mapped between the import and the first collective is MPI's, Python's, the system's, and the C extension."""
     ours = [path for path in account["libraries"] if path.startswith(account["homes"]["mpicoll"])]
     assert len(ours) <= 1
-    assert all(os.path.basename(path).startswith("_riding.") for path in ours), ours
+    assert all(os.path.basename(path).startswith("_native.") for path in ours), ours
     named = [path for path in account["libraries"] if ".so" in path]
     assert any("mpi" in os.path.basename(path).lower() for path in named), account["libraries"]
     print(f"\n{len(named)} shared libraries")

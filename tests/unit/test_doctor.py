@@ -28,8 +28,9 @@ TOLD = {
     [
         (TOLD, "", 0, "all_reduce gave 2.0"),
         ({**TOLD, "threads": "SINGLE"}, "", 0, "one thread only"),
-        (TOLD, "", 0, "for calls that are made again"),
-        ({**TOLD, "no extension": "No module named 'mpicoll._riding'"}, "", 0, "a C compiler"),
+        (TOLD, "", 0, "there, for shared memory"),
+        ({**TOLD, "no extension": "No module named 'mpicoll._native'"}, "", 0, "a C compiler"),
+        ({**TOLD, "no extension": "MPICOLL_EXTENSION=off"}, "", 0, "none: MPICOLL_EXTENSION=off"),
         ({**TOLD, "size": 1, "sum": 1.0}, "", 1, "do not work together"),
         (None, "the job ended with exit code 3:\nboom", 1, "boom"),
         (None, "", 1, "no output"),

@@ -1,4 +1,4 @@
-"""Small calls whose data rides along in the round: the same results as ever, whatever else is under way."""
+"""Calls that are made again, whose arguments are known: the results of the first time, whatever else is pending."""
 
 from __future__ import annotations
 
@@ -12,59 +12,9 @@ import numpy as np
 import pytest
 
 import mpicoll as dist
-from mpicoll.operations import riding
 from mpicoll.pytest_plugin import collective_raises
-from mpicoll.transports.shm.control import EAGER_BYTES, MASK
 
 pytestmark = pytest.mark.mpi(min_size=2)
-
-
-@pytest.fixture(autouse=True)
-def _shared() -> None:
-    world = dist.group.WORLD
-    assert world is not None
-    if not world.pair.agreement.channel.carries_data:
-        pytest.skip("the ranks make their rounds through MPI")
-
-
-def contributions(count: int, dtype: str, turn: int) -> list[Any]:
-    """What each rank brings: small integers, so that every way of adding them gives the same."""
-    return [
-        np.random.default_rng(1000 * turn + rank).integers(1, 5, count).astype(dtype)
-        for rank in range(dist.get_world_size())
-    ]
-
-
-FOLDS = {
-    dist.ReduceOp.SUM: np.add,
-    dist.ReduceOp.PRODUCT: np.multiply,
-    dist.ReduceOp.MAX: np.maximum,
-    dist.ReduceOp.MIN: np.minimum,
-}
-
-
-@pytest.mark.parametrize("dtype", ["f4", "f8", "i4", "u1", "c16"])
-def test_reductions_that_ride(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every size that rides, and the first that does not, three times the ring round; what rides is seen to."""
-    me, rides = dist.get_rank(), []
-    real = riding.ride
-    monkeypatch.setattr(riding, "ride", lambda *given: rides.append(real(*given)) or rides[-1])
-    itemsize = np.dtype(dtype).itemsize
-    ops = [dist.ReduceOp.SUM] if dtype == "c16" else list(FOLDS)
-    for count in (0, 1, 7, EAGER_BYTES // itemsize, EAGER_BYTES // itemsize + 1):
-        for op in ops:
-            rides.clear()
-            for turn in range(3 * (MASK + 1)):
-                all_of_them = contributions(count, dtype, turn)
-                expected = all_of_them[0]
-                for term in all_of_them[1:]:
-                    expected = FOLDS[op](expected, term)
-                x = all_of_them[me].copy()
-                dist.all_reduce(x, op)
-                assert (x == expected).all(), (count, op, turn)
-            # Not while messages of the tests before are under way.
-            wanted = 2 * (MASK + 1) if count * itemsize <= EAGER_BYTES else 0
-            assert rides.count(True) >= wanted, (count, op, len(rides))
 
 
 def test_an_average_and_shapes() -> None:
@@ -83,7 +33,7 @@ def test_an_average_and_shapes() -> None:
 
 
 def test_not_where_an_array_is_no_plain_one() -> None:
-    """Strided, reversed, read-only and foreign arrays of a shape that rides go their own way, and agree."""
+    """Strided, reversed, read-only and foreign arrays of a shape that was passed before go their own way, and agree."""
     me, size = dist.get_rank(), dist.get_world_size()
     for _ in range(2):
         dist.all_reduce(np.zeros((2, 3)))
@@ -99,20 +49,6 @@ def test_not_where_an_array_is_no_plain_one() -> None:
             y.setflags(write=False)
         dist.broadcast(y, 0)
         assert (y == 0).all()
-
-
-def test_members_run_ahead_of_each_other() -> None:
-    """Ranks that come late in turn, by more rounds than the ring has places: nobody reads another round's elements."""
-    me, size = dist.get_rank(), dist.get_world_size()
-    for turn in range(400):
-        if turn % (MASK + 4) == 3 and turn // (MASK + 4) % size == me:
-            time.sleep(0.003)
-        x = np.array([turn + me, me], np.int64)
-        dist.all_reduce(x)
-        assert (x == (size * turn + size * (size - 1) // 2, size * (size - 1) // 2)).all(), turn
-        y = np.full(3, float(turn if me == turn % size else -1))
-        dist.broadcast(y, turn % size)
-        assert (y == turn).all(), turn
 
 
 def test_beside_asynchronous_calls() -> None:
@@ -179,7 +115,7 @@ def test_threads_with_a_group_each() -> None:
 
 
 def test_a_buffer_that_is_under_way() -> None:
-    """A call that would ride with memory of an asynchronous one is refused, and the others are told."""
+    """A call with memory of an asynchronous one is refused, and the others are told."""
     me = dist.get_rank()
     x = np.ones(4)
     for _ in range(2):
@@ -208,7 +144,7 @@ def test_overflow_is_silent() -> None:
 
 @pytest.mark.parametrize("name", sorted({*cases.ALL}))
 def test_every_collective_made_again(name: str) -> None:
-    """Below, at and above what rides beside a record and what rides through a step of the node's memory."""
+    """Sizes below, at and above what goes beside a record, and what goes through one step of the segment."""
     for count in (1, 200, 3000, 40_000):
         for root in range(min(2, dist.get_world_size())):
             for turn in range(4):
@@ -262,7 +198,7 @@ KINDS = (
 
 
 def test_all_kinds_in_any_order() -> None:
-    """Riding, larger and asynchronous ones, the last on some ranks only, one behind the other as they come; some come late."""
+    """Small, larger and asynchronous ones, the last on some ranks only, one behind the other as they come; some come late."""
     me, size = dist.get_rank(), dist.get_world_size()
     together, alone = random.Random(11), random.Random(100 + me)
     under_way: list[tuple[int, Any, list[tuple[Any, Any]]]] = []
@@ -401,6 +337,9 @@ def test_what_looks_like_the_arguments_before() -> None:
 def test_the_same_arithmetic_the_first_time_and_later(count: int) -> None:
     """Integers wrap around, a NaN stays one and sums have the same bits: asynchronous, made first, and made again."""
     me, size = dist.get_rank(), dist.get_world_size()
+    world = dist.group.WORLD
+    assert world is not None
+    in_order_of_ranks = world.pair.agreement.channel.carries_data  # MPI adds in an order of its own
     parts = [
         np.random.default_rng(rank).standard_normal(count).astype("f4") * 10.0 ** (rank % 3) for rank in range(size)
     ]
@@ -420,9 +359,12 @@ def test_the_same_arithmetic_the_first_time_and_later(count: int) -> None:
             work = dist.all_reduce(y, async_op=async_op)
             if work is not None:
                 work.wait()
-            assert y.tobytes() == in_order.tobytes(), (turn, async_op)
+            assert not in_order_of_ranks or y.tobytes() == in_order.tobytes(), (turn, async_op)
             z = parts[me].copy()
             work = dist.reduce(z, 0, async_op=async_op)
             if work is not None:
                 work.wait()
-            assert z.tobytes() == (in_order if me == 0 else parts[me]).tobytes(), (turn, async_op)
+            assert not in_order_of_ranks or z.tobytes() == (in_order if me == 0 else parts[me]).tobytes(), (
+                turn,
+                async_op,
+            )
