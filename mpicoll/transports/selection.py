@@ -138,8 +138,8 @@ def share_profile(comm: MPI.Intracomm, setting: str, ranks: int) -> Mapping[Kind
 def share_extension(comm: MPI.Intracomm, is_there: bool, is_off: bool, engine: str, ranks: int) -> bool:
     """Return whether all ranks have the C extension. If one lacks it, all ranks go through MPI, and rank 0 says so in one line.
 
-    Called by all ranks of ``comm``, which are known to (it uses blocking MPI calls). Nothing is said if all ranks switched it off,
-    or have their nodes to themselves, unless the setting of the engine asks for shared memory.
+    Called by all ranks of ``comm``, which are known to (it uses blocking MPI calls). Nothing is said if all ranks switched it
+    off, or have their nodes to themselves, unless the setting of the engine asks for shared memory.
 
     Args:
         is_there: this rank has the extension.

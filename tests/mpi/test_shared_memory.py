@@ -57,17 +57,17 @@ def fresh() -> Iterator[Callable[..., Any]]:
     def make(shared: bool = True) -> Any:
         group = dist.new_group()
         pair = group.pair
-        made.append((group, pair.node, pair.lane.shared))
+        made.append((group, pair.node, pair.agreement.channel))
         if not shared:
-            pair.lane.share(None)
+            pair.agreement.use(None)
             pair.node = None
         return group
 
     yield make
-    for group, node, rounds in made:
+    for group, node, channel in made:
         if group.pair.node is not node:
             dist.barrier(group)
-            group.pair.lane.share(rounds)
+            group.pair.agreement.use(channel)
             group.pair.node = node
         dist.destroy_process_group(group)
 
@@ -441,7 +441,7 @@ def test_a_rank_that_is_gone_in_the_midst_of_pieces(fresh: Callable[[], Any]) ->
             raise KeyError("gone")
 
         known = (riding._await, riding._pending, riding._flights, riding._threads)
-        known += (riding.Ride, type(group.pair.lane), type(group))
+        known += (riding.Ride, type(group))
         native.found.configure(gone, lambda *given: None, *known)  # as if it were stopped for good
         try:
             with pytest.raises(KeyError):
