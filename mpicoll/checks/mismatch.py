@@ -1,15 +1,14 @@
 """What follows a round whose members differ: each tells all others what it called, and all raise.
 
-The exchange uses messages on the control communicator with tags that nothing else uses there.
+The exchange uses messages on the control communicator (:mod:`mpicoll.transports.mpi.exchange`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from typing import TypeVar
+from collections.abc import Generator
+from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
 from mpicoll.checks.levels import EVERY
 from mpicoll.diagnosis.call import Call, Made
@@ -18,12 +17,11 @@ from mpicoll.diagnosis.report.texts import MESSAGE_WIDTH, mismatch
 from mpicoll.errors import CollectiveMismatchError
 from mpicoll.runtime.call_site import Site
 from mpicoll.transports.base import Request
-
-_T = TypeVar("_T")
+from mpicoll.transports.mpi.exchange import merge_all
 
 
 def explain(
-    comm: MPI.Intracomm, call: Call, group_name: str, ranks: tuple[int, ...], waited: float = 0.0
+    comm: Any, call: Call, group_name: str, ranks: tuple[int, ...], waited: float = 0.0
 ) -> Generator[Request, None, None]:
     """Tell all members what every member called, and raise: ``call.error`` here, CollectiveMismatchError on the others.
 
@@ -59,7 +57,7 @@ def explain(
     raise error
 
 
-def _first_difference(comm: MPI.Intracomm, call: Call) -> Generator[Request, None, tuple[Call, str]]:
+def _first_difference(comm: Any, call: Call) -> Generator[Request, None, tuple[Call, str]]:
     """Find the first place where the members' calls since the last comparison differ.
 
     Not by a collective of MPI: where one member has made a call more than another, their next ones would not fit.
@@ -72,7 +70,7 @@ def _first_difference(comm: MPI.Intracomm, call: Call) -> Generator[Request, Non
     mine[:2] = here, -here
     for i, (_, print_, *_) in enumerate(call.made, 1):
         mine[2 * i : 2 * i + 2] = print_, -print_
-    highest = yield from _all_merge(
+    highest = yield from merge_all(
         comm, mine, np.maximum, np.ndarray.tobytes, lambda told: np.frombuffer(told, np.int64)
     )
     most, least = int(highest[0]), -int(highest[1])
@@ -95,72 +93,5 @@ def _first_difference(comm: MPI.Intracomm, call: Call) -> Generator[Request, Non
     return said, closing
 
 
-def _merge_tables(comm: MPI.Intracomm, table: Table) -> Generator[Request, None, Table]:
-    return _all_merge(comm, table, merge, Table.pack, Table.unpack)
-
-
-def _all_merge(
-    comm: MPI.Intracomm,
-    mine: _T,
-    merge: Callable[[_T, _T], _T],
-    pack: Callable[[_T], bytes],
-    unpack: Callable[[bytes], _T],
-) -> Generator[Request, None, _T]:
-    """Merge what all members pass up a binomial tree, and return the result on all of them.
-
-    One member may be at the next call while another still reads: the messages of a pair come in their order.
-    """
-    me, size = comm.Get_rank(), comm.Get_size()
-    last = comm.Get_attr(MPI.TAG_UB) or 32767  # what MPI gives at least
-    up, down = last - 1, last - 2
-    said = mine
-    bit = 1
-    while bit < size and not me & bit:
-        if me + bit < size:
-            told = _Incoming(comm, me + bit, up)
-            yield told
-            said = merge(said, unpack(told.message))
-        bit *= 2
-    if bit < size:
-        yield comm.Isend(np.frombuffer(pack(said), np.uint8), me - bit, up)
-        told = _Incoming(comm, me - bit, down)
-        yield told
-        packed = told.message
-        said = unpack(packed)
-    else:
-        packed = pack(said)
-    message = np.frombuffer(packed, np.uint8)
-    sends = []
-    while bit > 1:
-        bit //= 2
-        if me + bit < size:
-            sends.append(comm.Isend(message, me + bit, down))
-    yield from sends
-    return said
-
-
-class _Incoming:
-    """A message of unknown length from one member (a Request)."""
-
-    __slots__ = ("_buffer", "_comm", "_request", "_source", "_tag")
-
-    def __init__(self, comm: MPI.Intracomm, source: int, tag: int) -> None:
-        self._comm = comm
-        self._source = source
-        self._tag = tag
-        self._request: MPI.Request | None = None
-        self._buffer = np.empty(0, np.uint8)
-
-    @property
-    def message(self) -> bytes:
-        return self._buffer.tobytes()
-
-    def Test(self) -> bool:
-        if self._request is None:
-            status = MPI.Status()
-            found = self._comm.Improbe(self._source, self._tag, status)
-            if found is None:
-                return False
-            self._buffer = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-            self._request = found.Irecv(self._buffer)
-        return self._request.Test()
+def _merge_tables(comm: Any, table: Table) -> Generator[Request, None, Table]:
+    return merge_all(comm, table, merge, Table.pack, Table.unpack)

@@ -67,7 +67,6 @@ SPEAKS_MPI = (
 SPEAKS_MPI_TOO = {
     "api/messages",
     "api/object_messages",
-    "checks/agreement",
     "checks/memory_in_use",
     "operations/deferred",
     "operations/execution",
@@ -79,17 +78,14 @@ SPEAKS_MPI_TOO = {
 UPWARD: set[tuple[str, str]] = set()
 LAUNCH_TOO: set[tuple[str, str]] = set()
 LONG = {
-    "api/coalesced": 576,
-    "api/collectives": 1376,
+    "api/coalesced": 577,
+    "api/collectives": 1377,
     "api/messages": 571,
     "api/objects": 542,
-    "checks/agreement": 546,
     "memory/device/array": 529,
-    "operations/deferred": 663,
-    "operations/execution": 884,
-    "operations/riding": 699,
+    "operations/deferred": 656,
+    "operations/execution": 887,
     "operations/work": 532,
-    "transports/shm/transport": 660,
 }
 MOST_INSIDE = 68
 

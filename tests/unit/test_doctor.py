@@ -28,7 +28,7 @@ TOLD = {
     [
         (TOLD, "", 0, "all_reduce gave 2.0"),
         ({**TOLD, "threads": "SINGLE"}, "", 0, "one thread only"),
-        (TOLD, "", 0, "there, for shared memory"),
+        (TOLD, "", 0, "available, for shared memory"),
         ({**TOLD, "no extension": "No module named 'mpicoll._native'"}, "", 0, "a C compiler"),
         ({**TOLD, "no extension": "MPICOLL_EXTENSION=off"}, "", 0, "none: MPICOLL_EXTENSION=off"),
         ({**TOLD, "size": 1, "sum": 1.0}, "", 1, "do not work together"),
