@@ -30,23 +30,20 @@ if TYPE_CHECKING:
         set_debug_level_from_env,
         supports_complex,
     )
-    from mpicoll.api.barriers import breakpoint, monitored_barrier
     from mpicoll.api.coalesced import all_gather_coalesced, all_reduce_coalesced, average_gradients
     from mpicoll.api.collectives import (
+        all_reduce,
+        barrier,
+        breakpoint,
+        broadcast,
+        monitored_barrier,
+        reduce,
+    )
+    from mpicoll.api.gathering import (
         all_gather,
         all_gather_into_tensor,
         all_gather_single,
-        all_reduce,
-        all_to_all,
-        all_to_all_single,
-        barrier,
-        broadcast,
         gather,
-        reduce,
-        reduce_scatter,
-        reduce_scatter_single,
-        reduce_scatter_tensor,
-        scatter,
     )
     from mpicoll.api.groups import (
         leaders_group,
@@ -77,6 +74,14 @@ if TYPE_CHECKING:
     from mpicoll.api.object_messages import recv_object_list, send_object_list
     from mpicoll.api.objects import all_gather_object, broadcast_object_list, gather_object, scatter_object_list
     from mpicoll.api.persistent import Plan, all_reduce_init
+    from mpicoll.api.scattering import (
+        all_to_all,
+        all_to_all_single,
+        reduce_scatter,
+        reduce_scatter_single,
+        reduce_scatter_tensor,
+        scatter,
+    )
     from mpicoll.device_mesh import DeviceMesh, init_device_mesh
     from mpicoll.errors import (
         BufferInUseError,
@@ -138,26 +143,28 @@ _HOME = {
         "set_debug_level_from_env",
         "supports_complex",
     ),
-    "api.barriers": (
-        "breakpoint",
-        "monitored_barrier",
-    ),
     "api.coalesced": (
         "all_gather_coalesced",
         "all_reduce_coalesced",
         "average_gradients",
     ),
     "api.collectives": (
+        "all_reduce",
+        "barrier",
+        "breakpoint",
+        "broadcast",
+        "monitored_barrier",
+        "reduce",
+    ),
+    "api.gathering": (
         "all_gather",
         "all_gather_into_tensor",
         "all_gather_single",
-        "all_reduce",
+        "gather",
+    ),
+    "api.scattering": (
         "all_to_all",
         "all_to_all_single",
-        "barrier",
-        "broadcast",
-        "gather",
-        "reduce",
         "reduce_scatter",
         "reduce_scatter_single",
         "reduce_scatter_tensor",

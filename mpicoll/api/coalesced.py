@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from mpicoll.api.collectives import Prepared, run_prepared
 from mpicoll.checks.memory_in_use import SEALED_BYTES, claims
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import member_or_warn
@@ -29,6 +28,7 @@ from mpicoll.memory.half import wide
 from mpicoll.memory.memory import AnyArray, Memory
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
 from mpicoll.operations import riding
+from mpicoll.operations.prepare_collectives import Prepared, run_prepared
 from mpicoll.operations.repeating import Repeated
 from mpicoll.operations.work import Work
 from mpicoll.runtime import signals

@@ -9,7 +9,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from mpicoll.api import barriers, coalesced, collectives, messages
+from mpicoll.api import coalesced, collectives, gathering, messages, scattering
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.lifecycle.destroy import destroy_process_group
 from mpicoll.memory.memory import AnyArray
@@ -64,7 +64,7 @@ def allgather(
 ) -> Made:
     """Start :func:`mpicoll.all_gather`."""
     outputs, source = _inner(output_tensors, "output_tensors"), _one(input_tensors, "input_tensors")
-    return collectives.all_gather(outputs, source, group, True, timeout=timeout)
+    return gathering.all_gather(outputs, source, group, True, timeout=timeout)
 
 
 def allgather_coalesced(
@@ -79,7 +79,7 @@ def allgather_coalesced(
 
 def all_gather_single(group: ProcessGroup, output: AnyArray, input: AnyArray, timeout: timedelta | None = None) -> Made:
     """Start :func:`mpicoll.all_gather_single`."""
-    return collectives.all_gather_single(output, input, group, True, timeout=timeout)
+    return gathering.all_gather_single(output, input, group, True, timeout=timeout)
 
 
 def gather(
@@ -87,7 +87,7 @@ def gather(
 ) -> Made:
     """Start :func:`mpicoll.gather`."""
     outputs, source = _inner(output_tensors, "output_tensors"), _one(input_tensors, "input_tensors")
-    return collectives.gather(source, outputs, None, group, True, root, timeout=timeout)
+    return gathering.gather(source, outputs, None, group, True, root, timeout=timeout)
 
 
 def scatter(
@@ -95,7 +95,7 @@ def scatter(
 ) -> Made:
     """Start :func:`mpicoll.scatter`."""
     result, inputs = _one(output_tensors, "output_tensors"), _inner(input_tensors, "input_tensors")
-    return collectives.scatter(result, inputs, None, group, True, root, timeout=timeout)
+    return scattering.scatter(result, inputs, None, group, True, root, timeout=timeout)
 
 
 def reduce_scatter(
@@ -107,21 +107,21 @@ def reduce_scatter(
 ) -> Made:
     """Start :func:`mpicoll.reduce_scatter`."""
     result, inputs = _one(output_tensors, "output_tensors"), _inner(input_tensors, "input_tensors")
-    return collectives.reduce_scatter(result, inputs, op, group, True, timeout=timeout)
+    return scattering.reduce_scatter(result, inputs, op, group, True, timeout=timeout)
 
 
 def reduce_scatter_single(
     group: ProcessGroup, output: AnyArray, input: AnyArray, op: Op = ReduceOp.SUM, timeout: timedelta | None = None
 ) -> Made:
     """Start :func:`mpicoll.reduce_scatter_single`."""
-    return collectives.reduce_scatter_single(output, input, op, group, True, timeout=timeout)
+    return scattering.reduce_scatter_single(output, input, op, group, True, timeout=timeout)
 
 
 def alltoall(
     group: ProcessGroup, output: list[AnyArray], input: list[AnyArray], timeout: timedelta | None = None
 ) -> Made:
     """Start :func:`mpicoll.all_to_all`."""
-    return collectives.all_to_all(output, input, group, True, timeout=timeout)
+    return scattering.all_to_all(output, input, group, True, timeout=timeout)
 
 
 def all_to_all_single(
@@ -133,7 +133,7 @@ def all_to_all_single(
     timeout: timedelta | None = None,
 ) -> Made:
     """Start :func:`mpicoll.all_to_all_single`."""
-    return collectives.all_to_all_single(
+    return scattering.all_to_all_single(
         output, input, output_split_sizes, input_split_sizes, group, True, timeout=timeout
     )
 
@@ -160,7 +160,7 @@ def barrier(group: ProcessGroup, timeout: timedelta | None = None) -> Made:
 
 def monitored_barrier(group: ProcessGroup, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
     """Call :func:`mpicoll.monitored_barrier`."""
-    barriers.monitored_barrier(group, timeout, wait_all_ranks)
+    collectives.monitored_barrier(group, timeout, wait_all_ranks)
 
 
 def shutdown(group: ProcessGroup) -> None:

@@ -173,7 +173,7 @@ def _find_method(name: str) -> Callable[..., Any] | None:
 
 def _load_calls() -> None:
     """Import the calls that most programs make: here, at one time on all ranks, as each takes milliseconds."""
-    from mpicoll.api import collectives, messages, objects  # noqa: F401
+    from mpicoll.api import collectives, gathering, messages, objects, scattering  # noqa: F401
 
 
 register_methods(_find_method)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch  # type: ignore[import-not-found,unused-ignore]
 
-from mpicoll.api import collectives
+from mpicoll.api import collectives, gathering, scattering
 from mpicoll.api.job import get_group_rank, get_rank, get_world_size
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
 from mpicoll.runtime.call_site import pass_through
@@ -226,7 +226,7 @@ class _AllGather(torch.autograd.Function):  # type: ignore[misc,unused-ignore]
         ctx.group, ctx.shape = group, tensor.shape
         mine = tensor.detach().contiguous()
         results = [mine.new_empty(shape) for shape in shapes or [tensor.shape] * get_world_size(group)]
-        collectives.all_gather(results, mine, group)
+        gathering.all_gather(results, mine, group)
         return tuple(results)
 
     @staticmethod
@@ -239,7 +239,7 @@ class _ReduceScatter(torch.autograd.Function):  # type: ignore[misc,unused-ignor
     def forward(ctx: Any, op: Any, group: Any, output: Tensor, *inputs: Tensor) -> Tensor:
         ctx.op, ctx.group, ctx.shapes = op, group, [each.shape for each in inputs]
         result = torch.empty_like(output, memory_format=torch.contiguous_format)
-        collectives.reduce_scatter(result, [each.detach().contiguous() for each in inputs], op, group)
+        scattering.reduce_scatter(result, [each.detach().contiguous() for each in inputs], op, group)
         return result
 
     @staticmethod
@@ -288,7 +288,7 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc,unused-ignore]
         ctx.dst, ctx.group = dst, group
         like = tensor.detach().contiguous()
         results = [torch.zeros_like(like) for _ in range(get_world_size(group))]
-        collectives.gather(like, results if _is(dst, group) else None, dst, group)
+        gathering.gather(like, results if _is(dst, group) else None, dst, group)
         return tuple(results)
 
     @staticmethod
@@ -304,7 +304,7 @@ class _Scatter(torch.autograd.Function):  # type: ignore[misc,unused-ignore]
             raise ValueError("scatter: parameter `tensors` must hold one tensor for each rank, all of one shape")
         parts = [each.detach().contiguous() for each in tensors]
         result = torch.empty_like(parts[0])
-        collectives.scatter(result, parts if _is(src, group) else None, src, group)
+        scattering.scatter(result, parts if _is(src, group) else None, src, group)
         return result
 
     @staticmethod
@@ -319,7 +319,7 @@ class _AllToAll(torch.autograd.Function):  # type: ignore[misc,unused-ignore]
         ctx.group, ctx.count = group, count
         ctx.shapes = [each.shape for each in inputs]
         results = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in outputs]
-        collectives.all_to_all(results, [each.detach().contiguous() for each in inputs], group)
+        scattering.all_to_all(results, [each.detach().contiguous() for each in inputs], group)
         return tuple(results)
 
     @staticmethod
@@ -333,7 +333,7 @@ class _AllToAllSingle(torch.autograd.Function):  # type: ignore[misc,unused-igno
     def forward(ctx: Any, output: Tensor, received: Any, sent: Any, group: Any, tensor: Tensor) -> Tensor:
         ctx.received, ctx.sent, ctx.group, ctx.shape = received, sent, group, tensor.shape
         result = torch.empty_like(output, memory_format=torch.contiguous_format)
-        collectives.all_to_all_single(result, tensor.detach().contiguous(), received, sent, group)
+        scattering.all_to_all_single(result, tensor.detach().contiguous(), received, sent, group)
         return result
 
     @staticmethod

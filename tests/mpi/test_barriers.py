@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpicoll as dist
-from mpicoll.api import barriers
+from mpicoll.api import collectives
 
 pytestmark = pytest.mark.mpi
 
@@ -89,8 +89,8 @@ def test_others_are_in_another_call(where: str) -> None:
 def test_breakpoint(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """One rank stops, the others wait; the first calls may pass by."""
     stops = []
-    monkeypatch.setattr(barriers.pdb, "set_trace", lambda: stops.append(dist.get_rank()))
-    monkeypatch.setattr(barriers, "_skipped", 0)
+    monkeypatch.setattr(collectives.pdb, "set_trace", lambda: stops.append(dist.get_rank()))
+    monkeypatch.setattr(collectives, "_skipped", 0)
     for _ in range(3):
         dist.breakpoint(dist.get_world_size() - 1, skip=1)
     last = dist.get_rank() == dist.get_world_size() - 1

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mpicoll as dist
-from mpicoll.api import collectives
+from mpicoll.api import collectives, gathering, scattering
 from mpicoll.diagnosis.call import Call
 from mpicoll.memory import adapt, lists
 from mpicoll.memory.memory import Memory
@@ -260,10 +260,11 @@ def test_memory_that_is_packed_and_unpacked(monkeypatch: pytest.MonkeyPatch) -> 
         adapt.adapt_list(values, name, writable=writable, length=length)
         return [owned(value, name, writable=writable) for value in values]
 
-    for module in (collectives, lists):
+    for module in (collectives, gathering, scattering, lists):
         monkeypatch.setattr(module, "adapt", owned)
-        monkeypatch.setattr(module, "adapt_list", owned_list)
-    monkeypatch.setattr(collectives, "_learn", lambda *_: None)  # what is kept takes the array's own memory
+        monkeypatch.setattr(module, "adapt_list", owned_list, raising=False)
+    for module in (collectives, gathering, scattering):
+        monkeypatch.setattr(module, "cache_call", lambda *_: None)  # what is kept takes the array's own memory
     group = dist.new_group()
     cases.every_collective(group, dtype="d")
     assert packs > 10

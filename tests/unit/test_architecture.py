@@ -79,7 +79,6 @@ UPWARD: set[tuple[str, str]] = set()
 LAUNCH_TOO: set[tuple[str, str]] = set()
 LONG = {
     "api/coalesced": 577,
-    "api/collectives": 1377,
     "api/messages": 571,
     "api/objects": 542,
     "memory/device/array": 529,

@@ -1,0 +1,409 @@
+"""What the collectives share: arrays made ready to move, the call made and waited for, and what is kept for the next time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpicoll.checks.memory_in_use import SEALED_BYTES, Flight, Seal, claims, written
+from mpicoll.diagnosis.call import Call
+from mpicoll.errors import wrong_argument
+from mpicoll.groups import registry
+from mpicoll.groups.process_group import ProcessGroup, Stopping
+from mpicoll.memory.adapt import adapt_list, same_dtype, viewed
+from mpicoll.memory.device import array as device_array
+from mpicoll.memory.device.array import Held, Shadow
+from mpicoll.memory.device.runtime import Fold
+from mpicoll.memory.dtypes import HALVES, Reduction, dtype_name, resolve_reduction
+from mpicoll.memory.half import WIDE
+from mpicoll.memory.layouts import joined
+from mpicoll.memory.lists import Side
+from mpicoll.memory.memory import Array, Memory
+from mpicoll.memory.reduce_op import RedOpType
+from mpicoll.operations import execution, riding
+from mpicoll.operations.repeating import Repeated
+from mpicoll.operations.work import Work
+from mpicoll.runtime.call_site import Site, call_site
+from mpicoll.transports.base import Kind, Movement
+from mpicoll.transports.control import AS_IT_IS, IN_PIECES, NOTHING
+
+if TYPE_CHECKING:
+    from mpicoll.transports.device.ipc import Offer
+
+
+MOST_BLOCKS = 16
+"""Members up to which blocks of an array on a GPU move in pieces: a quarter of a MiB of each is copied by itself."""
+
+
+class Prepared:
+    """What the checks of one rank's arguments came to: the key of the call, what to move, what to do around it.
+
+    With an ``offer`` the movement only says what the call is about.
+
+    ``inputs`` are the memories that the transfer reads: they are packed when it starts. ``awaits`` are those whose GPUs have to
+    have come to the call before ``before`` is run. ``stopping`` is what the
+    agreement of a barrier carries signals for.
+    """
+
+    __slots__ = (
+        "after",
+        "awaits",
+        "before",
+        "detail",
+        "inputs",
+        "key",
+        "move",
+        "offer",
+        "outputs",
+        "stopping",
+        "uneven",
+    )
+
+    def __init__(
+        self,
+        key: tuple[Any, ...],
+        move: Movement,
+        outputs: list[Any],
+        *,
+        inputs: tuple[Memory, ...] = (),
+        awaits: tuple[Memory, ...] = (),
+        before: Callable[[], None] | None = None,
+        after: Callable[[], None] | None = None,
+        uneven: bool = False,
+        detail: int = NOTHING,
+        stopping: Stopping | None = None,
+        offer: Offer | None = None,
+    ) -> None:
+        self.key = key
+        self.offer = offer
+        self.stopping = stopping
+        self.move = move
+        self.outputs = outputs
+        self.inputs = inputs
+        self.awaits = awaits
+        self.before = before
+        self.after = after
+        self.uneven = uneven
+        self.detail = detail
+
+
+def run_prepared(
+    op: str,
+    group: ProcessGroup,
+    async_op: bool,
+    timeout: timedelta | None,
+    prepare: Callable[[ProcessGroup], Prepared],
+    name: str | None,
+    alias: str = "",
+    stream: Any = None,
+) -> Work | None:
+    """Check the arguments; what is wrong with them takes part in the agreement, so that all members raise."""
+    site = call_site()
+    execution.enter(group, op)
+    try:
+        limit = execution.call_limit(group, timeout)
+        execution.check_name(name)
+        async_op = bool(async_op)
+        with device_array.Noted(stream) as noted:
+            ready = prepare(group)
+        flight = _flight(group, op, site, ready, async_op)
+    except Exception as error:
+        call = Call(op, (), site, error=wrong_argument(error), alias=alias)
+        execution.run(group, call, None, outputs=[], limit=group.timeout)
+        raise AssertionError("a call with wrong arguments always raises") from error
+    key = ready.key if name is None else (*ready.key, ("name", name))
+    call = Call(op, key, site, uneven=ready.uneven, detail=ready.detail, alias=alias)
+    carried: Any = None
+    if ready.stopping is not None:
+        call.signal, carried = ready.stopping.brings(), ready.stopping.carried
+    if ready.offer is not None:
+        call.device_reduction, call.device = ready.offer, IN_PIECES if ready.offer.in_pieces else 0
+        call.block_bytes, move = ready.offer.nbytes, ready.move
+
+        def carried(_: Any) -> Movement:
+            return move
+    else:
+        call.device = _of_gpu(ready.move)
+
+    work = execution.run(
+        group,
+        call,
+        carried or ready.move,
+        outputs=ready.outputs,
+        async_op=async_op,
+        limit=limit,
+        ready=_all_ready((*ready.inputs, *ready.awaits), noted.asks),
+        before=_packing(ready),
+        after=ready.after,
+    )
+    return None if work is None else work.fly(flight)
+
+
+def is_unscaled(op: Any) -> bool:
+    """Return whether the elements are reduced as they are, without a factor before or a division after."""
+    return type(op) is RedOpType and op not in (RedOpType.AVG, RedOpType.PREMUL_SUM)
+
+
+def _of_gpu(move: Movement) -> int:
+    """Return how memory of a GPU is moved that is not copied as a whole; 0: there is none."""
+    handed = [array.handed for array in (move.send, move.recv) if isinstance(array, Shadow)]
+    return (AS_IT_IS if all(handed) else IN_PIECES) if handed else 0
+
+
+def result_finisher(memory: Memory, reduction: Reduction, size: int) -> Callable[[], None] | None:
+    """Return a function that divides a result for AVG; None if there is nothing to do, or each piece is finished by itself."""
+    if not reduction.average:
+        return None
+    flat = memory.flat
+    if isinstance(flat, Shadow):
+        flat.finish = lambda piece: reduction.after(piece, size)
+        return None
+    return lambda: reduction.after(flat, size)
+
+
+def bytes_in_pieces(op: Any) -> int | None:
+    """Return the bytes above which an array on a GPU is reduced in pieces; None if its elements are changed first."""
+    return device_array.PIECES_FROM if type(op) is RedOpType and op is not RedOpType.PREMUL_SUM else None
+
+
+def blocks_in_pieces(size: int) -> int | None:
+    """Return the bytes above which blocks on a GPU move in pieces; None if the pieces of a block would be too small."""
+    return device_array.PIECES_FROM if size <= MOST_BLOCKS else None
+
+
+def device_reductions() -> Any:
+    """Return the module of reductions on a GPU, which programs without one do not load."""
+    from mpicoll.transports.device import ipc
+
+    return ipc
+
+
+def device_array_of(g: ProcessGroup, tensor: Any, op: Any) -> Held | None:
+    """Return an array that may be reduced on a GPU, if the members of the group may share one; else None."""
+    if (
+        not (g.pair.on_node and device_array.on_device(tensor))
+        or type(op) is not RedOpType
+        or op is RedOpType.PREMUL_SUM
+    ):
+        return None
+    return None if registry.state().settings.cuda_ipc == "off" else device_array.hold(tensor, "tensor", writable=True)
+
+
+def prepare_on_device(g: ProcessGroup, held: Held, tensor: Any, op: Any, by_host: Callable[[], Prepared]) -> Prepared:
+    """Return what the checks of an ``all_reduce`` came to that may be made on the GPU that all members share.
+
+    Args:
+        by_host: returns the same by way of the host, for which memory is taken.
+    """
+    dtype = WIDE if held.named in HALVES else held.array.dtype
+    reduction = resolve_reduction("all_reduce", op, dtype, held.named)
+    agreed = (str(reduction.op), held.named or dtype_name(dtype), ("elements", held.origin.size))
+    fold = Fold(reduction.mpi_op, held.each.wire, held.named, g.size() if reduction.average else 0)
+
+    def otherwise() -> Any:
+        found = by_host()
+        return found.move, _all_ready(found.inputs, []), _packing(found), found.after
+
+    offer = device_reductions().Offer(
+        g, held, fold, held.origin.size * dtype.itemsize, otherwise, held.in_pieces(bytes_in_pieces(op))
+    )
+    return Prepared(agreed, Movement(Kind.ALL_REDUCE, recv=held.origin, op=reduction.mpi_op), [tensor], offer=offer)
+
+
+def _packing(ready: Prepared) -> Callable[[], None] | None:
+    """Return what is done just before data moves."""
+    return all_steps_of(*(memory.pack for memory in ready.inputs), ready.before) if ready.inputs else ready.before
+
+
+def _all_ready(memories: tuple[Memory, ...], noted: list[Callable[[], bool]]) -> Callable[[], bool] | None:
+    """Return what says whether the GPUs have come to a call; None where all it uses is on the host."""
+    asks = noted + [memory.ready for memory in memories if memory.ready is not None and not memory.direct]
+    return (lambda: all(ask() for ask in asks)) if asks else None
+
+
+def _flight(group: ProcessGroup, op: str, site: Site, ready: Prepared, async_op: bool) -> Flight | None:
+    """Compare the memory of a call with that of the operations under way, and return what is to be kept of it.
+
+    Raises:
+        BufferInUseError: one of them uses it; raised on all members.
+    """
+    if not group.compares or not (async_op or claims.flights):
+        return None
+    move = ready.move
+    writes: list[Array] = []
+    if move.recv is not None and not (move.kind is Kind.BROADCAST and move.root == group.rank()):
+        writes = [array for array in map(viewed, ready.outputs) if array is not None]
+    flight = Flight(
+        op,
+        site,
+        reads=[memory.own for memory in ready.inputs if memory.pack is None or memory.origin is not None],
+        writes=writes,
+        gone=lambda: group.broken is not None or group.destroyed,
+        group=group.display,
+    )
+    claims.check(flight)
+    if not async_op:
+        flight.let_go()
+        return None
+    flight.seal()
+    if writes and sum(array.nbytes for array in writes) <= SEALED_BYTES and not isinstance(move.recv, Shadow):
+        _watch_results(flight, ready, writes)
+    return flight
+
+
+def _watch_results(flight: Flight, ready: Prepared, arrays: list[Array]) -> None:
+    """Have an asynchronous call move through memory of the library, so that a write of the program to its results shows."""
+    move, result, found_before, found_after = ready.move, ready.move.recv, ready.before, ready.after
+    assert result is not None
+    own = np.empty_like(result) if any(np.may_share_memory(result, array) for array in arrays) else result
+    seal = Seal(arrays)
+    dirty = False
+
+    def before() -> None:
+        nonlocal seal, dirty
+        dirty = seal.broken()
+        if found_before is not None:
+            found_before()
+        if own is not result:
+            own[...] = result
+        seal = Seal(arrays)
+
+    def after() -> None:
+        if dirty or seal.broken():
+            raise written(flight.op, flight.site, flight.group)
+        if own is not result:
+            result[...] = own
+        if found_after is not None:
+            found_after()
+        flight.seal_results()
+
+    ready.move, ready.before, ready.after = move.into(own), before, after
+
+
+def result_unpacker(memories: list[Memory], packed: Array | None = None) -> Callable[[], None] | None:
+    """Return what writes results back: blocks of ``packed`` into each memory, then each memory into its array."""
+    hooks = [memory.unpack for memory in memories if memory.unpack is not None]
+    if packed is None and not hooks:
+        return None
+
+    def unpack() -> None:
+        if packed is not None:
+            at = 0
+            for memory in memories:
+                memory.flat[...] = packed[at : at + memory.flat.size]
+                at += memory.flat.size
+        for hook in hooks:
+            hook()
+
+    return unpack
+
+
+def _plain(memory: Memory) -> bool:
+    return memory.pack is None and memory.unpack is None and not memory.named
+
+
+def one_result_buffer(side: Side, others: Sequence[Memory]) -> tuple[Array, Callable[[], None] | None]:
+    """Return one buffer for a list of results, and what is done when they are in it; their own where it is one.
+
+    Args:
+        others: what the call reads, which must not be in that buffer; empty for a call that is not waited for.
+    """
+    if side.whole is not None:
+        return side.whole, side.spread
+    memories = side.memories
+    if others and all(map(_plain, memories)):
+        whole = joined([memory.flat for memory in memories])
+        if whole is not None and not any(np.may_share_memory(whole, other.flat) for other in others):
+            return whole, None
+    packed = np.empty(sum(memory.flat.size for memory in memories), memories[0].dtype)
+    return packed, result_unpacker(memories, packed)
+
+
+def one_source_buffer(side: Side, others: Sequence[Memory]) -> Array:
+    """Return the elements of a list in one buffer; their own where it is one.
+
+    Args:
+        others: what the call writes, which must not be in that buffer; empty for a call that is not waited for.
+    """
+    if side.whole is not None:
+        return side.whole  # it is filled when the call begins
+    memories = side.memories
+    if others and all(map(_plain, memories)):
+        whole = joined([memory.flat for memory in memories])
+        if whole is not None and not any(np.may_share_memory(whole, other.flat) for other in others):
+            return whole
+    return np.concatenate([memory.filled() for memory in memories])
+
+
+def source_apart_from(result: Memory, source: Side) -> Array:
+    """Return the elements that a call reads where they are not in the memory that it writes: MPI forbids that these overlap."""
+    if source.whole is not None:
+        return source.whole
+    memory = source.memories[0]
+    if isinstance(memory.flat, Shadow):
+        return memory.flat  # both go in pieces, which those that overlap do not
+    return memory.filled().copy() if np.may_share_memory(result.flat, memory.flat) else memory.flat
+
+
+def input_scaler(reduction: Reduction, memory: Memory) -> Callable[[], None] | None:
+    """Return what puts this rank's multiplied contribution in place, for PREMUL_SUM: once all are known to make the call."""
+    if reduction.factor is None:
+        return None
+    scaled = reduction.before(memory.filled())
+
+    def scale() -> None:
+        memory.flat[...] = scaled
+
+    return scale
+
+
+def cache_call(g: ProcessGroup, key: Any, again: Repeated, memories: tuple[Memory, ...], send: Any, recv: Any) -> None:
+    """Keep a call of plain arrays, whose own memory moves as it is, so that it costs less when it is made again.
+
+    Args:
+        key: what the program gave; None where the call was not plain.
+        memories: of all arrays.
+        send, recv: what this rank passes, and where its result goes.
+    """
+    if key is None or type(g) is not ProcessGroup:
+        return
+    if any(memory.named or memory.pack is not None or memory.unpack is not None for memory in memories):
+        return
+    riding.learn(g, key, again, memories[0].dtype, send, recv)
+
+
+def all_steps_of(*steps: Callable[[], None] | None) -> Callable[[], None] | None:
+    """Return a function that runs the steps that are not None, in their order; None if there are none."""
+    wanted = [step for step in steps if step is not None]
+    if not wanted:
+        return None
+
+    def all_steps() -> None:
+        for step in wanted:
+            step()
+
+    return all_steps
+
+
+NO_DTYPE = np.dtype(np.uint8)
+
+
+def refuse_values(values: Any, name: str, role: str) -> None:
+    """Raise ValueError if a rank that is not ``role`` passes values."""
+    if values is not None and not isinstance(values, list):
+        adapt_list(values, name, writable=False)
+    if values:
+        raise ValueError(f"Argument ``{name}`` must NOT be specified on non-{role} ranks.")
+
+
+def check_same_size(name: str, memories: list[Memory], tensor: Memory) -> None:
+    """Raise ValueError unless all memories have as many elements as ``tensor``; TypeError unless they have its dtype."""
+    same_dtype(tensor, *memories)
+    for i, memory in enumerate(memories):
+        if memory.flat.size != tensor.flat.size:
+            raise ValueError(
+                f"{name}[{i}] has {memory.flat.size} elements, tensor has {tensor.flat.size}: all must be equal"
+            )
