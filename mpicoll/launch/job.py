@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import selectors
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
@@ -21,7 +19,14 @@ from typing import Literal
 
 from mpicoll.errors import LaunchError
 from mpicoll.launch.environment import Family, allocated_tasks
-from mpicoll.launch.job_folder import RUN_DIR, Record, read_records, read_report, write_ours
+from mpicoll.launch.job_folder import Record, read_records, read_report, write_ours
+from mpicoll.launch.job_signals import (
+    be_killed_with_parent,
+    die_with_parent,
+    processes_of,
+    run_with_signals,
+    send_signal,
+)
 from mpicoll.launch.mpi_library import MpiLibrary, conflicting_wheels, find_library
 from mpicoll.launch.mpiexec import (
     Launch,
@@ -34,14 +39,13 @@ from mpicoll.launch.mpiexec import (
     this_machine,
 )
 from mpicoll.launch.slurm import find_plugins, how
-from mpicoll.launch.streams import Streams, write_all
+from mpicoll.launch.streams import LauncherOutput, Streams, is_stdin_usable, write_all
 
 GRACE = 1.0  # seconds between asking the launcher to end the job and killing the rest of the job
 FAR_GRACE = 10.0  # the same if ranks are on other hosts, which only the launcher can reach
 TIMED_OUT = 124  # as timeout(1)
 LISTENER = b"listener thread failed to start"  # Open MPI 5.0, in about 2 of 90 starts on a busy machine
 SLOTS = b"not enough slots"  # Open MPI calls the tasks of an allocation and the places of a hostfile slots
-_RECENT = 1 << 18  # bytes at the end of the output, in which a termination report is looked for
 _SIGNALS = {129, 130, 131, 134, 137, 143, 9, 15}
 
 
@@ -169,7 +173,7 @@ class Job:
         self._lifeline = lifeline  # a pipe: the job ends when the pipe ends
         self._sinks = sinks  # descriptors for the job's stdout and stderr
         self._name = name
-        self._stdin = stdin and _usable_stdin()
+        self._stdin = stdin and is_stdin_usable()
         self._stop_code: int | None = None
         self._stop_time: float | None = None
         self._hurry = False
@@ -196,7 +200,7 @@ class Job:
     def pass_on(self, number: int) -> None:
         """Send a signal to the launcher, which sends it to the ranks."""
         if self._launcher is not None and self._launcher.poll() is None:
-            _signal(self._launcher.pid, number)
+            send_signal(self._launcher.pid, number)
 
     def pids(self) -> dict[int, int]:
         """Return for each rank that has started on this host the process id of the shell that runs it."""
@@ -212,11 +216,11 @@ class Job:
     def run(self) -> Outcome:
         """Run the job to its end; kill the processes that a failed job leaves running."""
         try:
-            outcome, chatter = self._attempt()
-            if outcome.code and LISTENER in chatter and not read_records(self.directory) and self._stop_code is None:
+            outcome, printed = self._attempt()
+            if outcome.code and LISTENER in printed and not read_records(self.directory) and self._stop_code is None:
                 self._print("Open MPI's listener thread failed to start before any rank ran; trying once more")
-                outcome, chatter = self._attempt()
-            if outcome.code and SLOTS in chatter and self._stop_code is None:
+                outcome, printed = self._attempt()
+            if outcome.code and SLOTS in printed and self._stop_code is None:
                 self._print(
                     f"{self.options.nprocs} ranks are more than Open MPI was given places for; ask for as many tasks "
                     f"(sbatch -n {self.options.nprocs}), or start them all the same with --mpiexec-args=--oversubscribe"
@@ -238,7 +242,7 @@ class Job:
                 # Rank 0 opens stdin itself: Open MPI 5.0's mpirun does not pass on the end of its input, and MPICH's mpiexec
                 # never closes the inputs of the other ranks.
                 (self.directory / "in.0").symlink_to(f"/proc/{os.getpid()}/fd/0")
-        die = _die_with_us if self.launch.srun or self.launch.family == "openmpi" else _be_killed_with_us
+        die = die_with_parent if self.launch.srun or self.launch.family == "openmpi" else be_killed_with_parent
         try:
             process = subprocess.Popen(
                 self.launch.argv,
@@ -252,25 +256,25 @@ class Job:
         except OSError as error:
             raise LaunchError(f"could not start {self.launch.argv[0]}: {error}") from None
         self._launcher = process
-        chatter = self._pump(process, streams)
+        printed = self._pump(process, streams)
         code = process.wait()
         report = read_report(self.directory)
-        if streams is None and report not in chatter.recent:  # Open MPI 5.0's mpirun forwards nothing after SIGTERM
+        if streams is None and report not in printed.recent:  # Open MPI 5.0's mpirun forwards nothing after SIGTERM
             with suppress(OSError):
                 write_all(self._sinks[1], report)
         if self._stop_code is not None:
-            return Outcome(self._stop_code), bytes(chatter.seen)
+            return Outcome(self._stop_code), bytes(printed.seen)
         records = read_records(self.directory)
         if self._given_up:
             code = 0  # the launcher's exit code after the SIGTERM from here means nothing
         outcome = decide(records, code, self.launch.family, local=self.launch.local)
         if outcome.rank is None:
-            chatter.show()
-        return outcome, bytes(chatter.seen)
+            printed.show()
+        return outcome, bytes(printed.seen)
 
-    def _pump(self, process: subprocess.Popen[bytes], streams: Streams | None) -> _Chatter:
+    def _pump(self, process: subprocess.Popen[bytes], streams: Streams | None) -> LauncherOutput:
         assert process.stdout is not None and process.stderr is not None  # noqa: PT018
-        chatter = _Chatter(self.directory, quiet=streams is not None)
+        printed = LauncherOutput(self.directory, quiet=streams is not None)
         sinks = dict(zip((process.stdout.fileno(), process.stderr.fileno()), self._sinks, strict=True))
         with selectors.DefaultSelector() as selector:
             for descriptor in sinks:
@@ -294,7 +298,7 @@ class Job:
                             self.stop(128 + signal.SIGTERM)
                             alive = False
                         elif data := os.read(key.fd, 1 << 16):
-                            chatter.feed(sinks[key.fd], data)
+                            printed.feed(sinks[key.fd], data)
                         else:
                             del sinks[key.fd]
                             alive = False
@@ -315,7 +319,7 @@ class Job:
             streams.close()
         process.stdout.close()
         process.stderr.close()
-        return chatter
+        return printed
 
     def _time_out(self) -> None:
         if self._stop_code is None:
@@ -344,96 +348,23 @@ class Job:
             return
         if not self._asked:
             self._asked = True
-            _signal(process.pid, signal.SIGTERM)
+            send_signal(process.pid, signal.SIGTERM)
         elif self._hurry or time.monotonic() - self._stop_time > (GRACE if self.launch.local else FAR_GRACE):
-            for pid in _processes(self.directory):
-                _signal(pid, signal.SIGKILL)
-            _signal(process.pid, signal.SIGKILL)
+            for pid in processes_of(self.directory):
+                send_signal(pid, signal.SIGKILL)
+            send_signal(process.pid, signal.SIGKILL)
 
     def _sweep(self) -> None:
         """Kill the processes that the job has left running."""
         deadline = time.monotonic() + 0.5
-        while (left := _processes(self.directory)) and time.monotonic() < deadline:
+        while (left := processes_of(self.directory)) and time.monotonic() < deadline:
             for pid in left:
-                _signal(pid, signal.SIGKILL)
+                send_signal(pid, signal.SIGKILL)
             time.sleep(0.005)
 
     def _print(self, text: str) -> None:
         with suppress(OSError):
             write_all(self._sinks[1], f"{self._name}: {text}\n".encode())
-
-
-class _Chatter:
-    """The launcher's own output. Output after the failure of a rank is delayed, as `mpicoll run` reports the failure itself."""
-
-    def __init__(self, directory: Path, *, quiet: bool) -> None:
-        self._directory = directory
-        self._quiet = quiet
-        self._delayed: list[tuple[int, bytes]] = []
-        self.seen = bytearray()
-        self.recent = bytearray()
-
-    def feed(self, sink: int, data: bytes) -> None:
-        """Write data to a descriptor, or delay it."""
-        if len(self.seen) < 1 << 16:
-            self.seen += data
-        self.recent += data
-        if len(self.recent) > 2 * _RECENT:
-            del self.recent[:-_RECENT]
-        if self._quiet and any(record.kind == "exit" and record.value for record in read_records(self._directory)):
-            self._delayed.append((sink, data))
-        else:
-            write_all(sink, data)
-
-    def show(self) -> None:
-        """Write the delayed output."""
-        for sink, data in self._delayed:
-            try:
-                write_all(sink, data)
-            except OSError:
-                pass
-
-
-def _usable_stdin() -> bool:
-    """Return whether rank 0 may read this standard input: no if another program has the terminal at present."""
-    try:
-        mode = os.fstat(0).st_mode
-        if os.isatty(0):
-            return os.tcgetpgrp(0) == os.getpgrp()
-    except OSError:
-        return False
-    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISCHR(mode)
-
-
-def _die_with_us() -> None:
-    """Let the kernel send SIGTERM to the launcher when this process is killed. Runs between fork and exec."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
-
-
-def _be_killed_with_us() -> None:
-    """Let the kernel send SIGKILL: MPICH's proxies kill their ranks when mpiexec is gone; on SIGTERM they only ask them."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-
-
-def _signal(pid: int, number: int) -> None:
-    try:
-        os.kill(pid, number)
-    except OSError:
-        pass
-
-
-def _processes(directory: Path) -> list[int]:
-    """Return the processes that have this run directory in their environment: the launcher and the ranks."""
-    marker = f"{RUN_DIR}={directory}".encode()
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                if marker in Path("/proc", entry, "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry))
-            except OSError:
-                continue
-    return found
 
 
 def run_job(options: Options, command: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
@@ -445,7 +376,7 @@ def run_job(options: Options, command: Sequence[str], environ: Mapping[str, str]
     Raises:
         LaunchError: the job cannot be started; the message says what to do.
     """
-    outcome = _run(Job(options, command, environ, stdin=True))
+    outcome = run_with_signals(Job(options, command, environ, stdin=True))
     if outcome.rank is not None:
         write_all(2, f"mpicoll run: rank {outcome.rank} failed first: {describe(outcome.code)}\n".encode())
     return outcome.code
@@ -464,30 +395,7 @@ def run_job_for_spawn(options: Options, command: Sequence[str], directory: Path)
     """Run a job for `spawn`: on this host, in the caller's directory, until the caller closes its end of stdin."""
     if not is_local(os.environ, None, None, ()):
         options = replace(options, host=f"localhost:{options.nprocs}")
-    return _run(Job(options, command, directory=directory, lifeline=0, name="spawn"))
-
-
-def _run(job: Job) -> Outcome:
-    """Run a job that Ctrl-C and SIGTERM end."""
-    before = {}
-
-    def ask(number: int, frame: object) -> None:
-        job.stop(128 + number)
-
-    def pass_on(number: int, frame: object) -> None:
-        job.pass_on(number)
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or started in the background by a script
-            before[number] = signal.signal(number, ask)
-    for number in (signal.SIGUSR1, signal.SIGUSR2):  # from --signal=B:USR1@120, or for the program's own use
-        before[number] = signal.signal(number, pass_on)
-    try:
-        return job.run()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        job.clean()
+    return run_with_signals(Job(options, command, directory=directory, lifeline=0, name="spawn"))
 
 
 def describe(code: int) -> str:

@@ -6,12 +6,16 @@ import fcntl
 import os
 import re
 import selectors
+import stat
 import termios
 import time
 import tty
 from pathlib import Path
 
+from mpicoll.launch.job_folder import read_records
+
 IDLE = 0.05  # seconds after which an unfinished line (a prompt, a progress bar) is written
+_RECENT = 1 << 18  # bytes at the end of the output, in which a termination report is searched
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r(?=[^\n]))")
 
 
@@ -130,3 +134,45 @@ class Streams:
             write_all(sink, lines.flush(end=True))
         except OSError:
             pass
+
+
+class LauncherOutput:
+    """The launcher's own output. Output after the failure of a rank is delayed, as `mpicoll run` reports the failure itself."""
+
+    def __init__(self, directory: Path, *, quiet: bool) -> None:
+        self._directory = directory
+        self._quiet = quiet
+        self._delayed: list[tuple[int, bytes]] = []
+        self.seen = bytearray()
+        self.recent = bytearray()
+
+    def feed(self, sink: int, data: bytes) -> None:
+        """Write data to a descriptor, or delay it."""
+        if len(self.seen) < 1 << 16:
+            self.seen += data
+        self.recent += data
+        if len(self.recent) > 2 * _RECENT:
+            del self.recent[:-_RECENT]
+        if self._quiet and any(record.kind == "exit" and record.value for record in read_records(self._directory)):
+            self._delayed.append((sink, data))
+        else:
+            write_all(sink, data)
+
+    def show(self) -> None:
+        """Write the delayed output."""
+        for sink, data in self._delayed:
+            try:
+                write_all(sink, data)
+            except OSError:
+                pass
+
+
+def is_stdin_usable() -> bool:
+    """Return whether rank 0 may read this standard input: no if another program has the terminal at present."""
+    try:
+        mode = os.fstat(0).st_mode
+        if os.isatty(0):
+            return os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISCHR(mode)
