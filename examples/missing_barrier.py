@@ -2,9 +2,8 @@
 
     mpicoll run -n 2 examples/missing_barrier.py
 
-Rank 0 raises PeerExitedError within a second of rank 1's end. The message names the barrier that rank 0 waits in, with
-its line, and the barrier after which rank 1 ended. The program does not catch the error, so the job ends with exit code
-1, as intended.
+Rank 0 raises PeerExitedError within a second of rank 1's end. The message names the barrier of rank 0, with its line, and the
+last barrier of rank 1. The program does not catch the error, so the job ends with exit code 1, as intended.
 """
 
 import mpicoll as dist
