@@ -281,11 +281,11 @@ _HOME = {
 _home_of = {name: (f"mpicoll.{module}", name) for module, names in _HOME.items() for name in names}
 # Private names of torch.distributed that programs and libraries use all the same.
 _home_of |= {
-    "_all_gather_base": ("mpicoll.api.collectives", "all_gather_into_tensor"),
+    "_all_gather_base": ("mpicoll.api.gathering", "all_gather_into_tensor"),
     "_get_default_group": ("mpicoll.api.job", "default_group"),
     "_make_nccl_premul_sum": ("mpicoll.memory.reduce_op", "premul_sum"),
     "_rank_not_in_group": ("mpicoll.api.job", "rank_not_in_group"),
-    "_reduce_scatter_base": ("mpicoll.api.collectives", "reduce_scatter_tensor"),
+    "_reduce_scatter_base": ("mpicoll.api.scattering", "reduce_scatter_tensor"),
 }
 
 __all__ = [
