@@ -58,6 +58,11 @@ $(eval $(call environment,.venv-cupy,mpich,$(CUPY_TEST)))
 	@echo "== putting a stand-in for CUDA into .venv-cupy"
 	@tests/gpu/standin/install.sh .venv-cupy
 
+# The C extension with the address and undefined-behaviour sanitizers.
+.venv-mpich/sanitized/library: tests/native/sanitized.py $(wildcard mpicoll/native/*) .venv-mpich/.installed
+	@echo "== building the C extension with sanitizers"
+	@.venv-mpich/bin/python tests/native/sanitized.py build .venv-mpich/sanitized
+
 demo: .venv/.installed
 	.venv/bin/mpicoll run -n 4 examples/train_digits.py
 
@@ -76,6 +81,7 @@ test-all:
 	@tests/cluster/install.sh
 	@if command -v mpirun.openmpi >/dev/null; then $(MAKE) --no-print-directory .venv-debian/bin/mpiexec; fi
 	@if command -v g++ >/dev/null; then $(MAKE) --no-print-directory .venv-cupy/standin/.installed || echo "no stand-in for CUDA" >&2; fi
+	@if command -v gcc >/dev/null; then $(MAKE) --no-print-directory .venv-mpich/sanitized/library || echo "no sanitizers" >&2; fi
 	@$(PYTHON) tests/pythons.py | while read -r version python; do \
 	    $(MAKE) --no-print-directory PYTHON="$$python" ".venv-python$$version/.installed" </dev/null || echo "no environment for Python $$version" >&2; done
 	@$(PYTHON) tests/stages.py slow

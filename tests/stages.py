@@ -64,7 +64,7 @@ MOST_AGAIN, TIMES_AGAIN = 3, 3
 # Some dozens of ranks on two cores leave little to anybody else, and one test compares times: these run by themselves.
 ALONE = ("tests/hang/test_scale.py", "tests/hang/test_release.py")
 FOLDERS = {  # the stages that are plain pytest, and the folders they run
-    "unit": ("tests/unit",),
+    "unit": ("tests/unit", "tests/native"),
     "launch": ("tests/launch",),
     "hang": ("tests/hang", *(f"--ignore={file}" for file in ALONE)),
     "scale": ALONE,
@@ -85,6 +85,9 @@ ON_CUPY = {
     "n=3 handed gpu": (3, "aware", "off", ("test_gpu", "test_kinds")),
     "jobs gpu": (0, "auto", "auto", ("test_jobs",)),
 }
+# The tests of shared memory on an extension with the address and undefined-behaviour sanitizers: on ranks, and in one process.
+SANITIZED = ROOT / ".venv-mpich" / "sanitized"
+SANITIZED_SIZE = 2
 # What is run on the MPI that Debian has: on some ranks, and a handful of the tests of whole jobs.
 DEBIAN_SIZE = 3
 # What is run on the other Pythons of this machine, on MPICH: unit tests and some ranks, on the newest the jobs that hang, too.
@@ -174,7 +177,7 @@ def plan(
             standins = () if with_standins else STANDINS
             name, env = f"{mpi} mpi n={size}", ()
             if part == "slow" and mpi == mpis[0] and size == WITHOUT_EXTENSION:
-                name, env = f"{name} in Python", (("MPICOLL_EXTENSION", "off"),)
+                name, env = f"{name} without extension", (("MPICOLL_EXTENSION", "off"),)
             if wanted:
                 ranks.append(Stage(name, (*command, *standins), venv, size, env))
         if part == "slow" and THROUGH_MPI in sizes:
@@ -202,6 +205,15 @@ def plan(
                 special = (*env, ("MPICOLL_CUDA", cuda), ("MPICOLL_CUDA_IPC", ipc))
                 command = ("-m", "pytest", "-q", "--color=no", *extra, *tests)
                 stages.append(Stage(f"{mpi} {name}", command, CUPY.name, size, special, mpi=mpi))
+        if _wants_sanitizers(part, only) and mpi == "mpich" and _has_sanitizers():
+            # Not --capture=fd: what a sanitizer says as it ends the process has to reach the log.
+            sanitized = ("tests/native/sanitized.py", "pytest", "-q", "--capture=sys", "--color=no")
+            on_ranks = (*sanitized, *extra, "--with-mpi", "tests/mpi/test_shared_memory.py")
+            alone = (*sanitized, *SHORT, *extra, "tests/unit/test_native.py")
+            stages += [
+                Stage(f"{mpi} mpi n={SANITIZED_SIZE} sanitizers", on_ranks, venv, SANITIZED_SIZE),
+                Stage(f"{mpi} unit sanitizers", alone, venv),
+            ]
         if part == "slow" and TWO_NODES[mpi] in sizes:
             # On what MPICH takes for two nodes.
             env = (("MPIR_CVAR_NUM_CLIQUES", "2"),)
@@ -264,6 +276,14 @@ def _has_cupy() -> bool:
     return (CUPY / "standin/.installed").exists()
 
 
+def _wants_sanitizers(part: str, only: Sequence[str]) -> bool:
+    return part == "slow" and (not only or "sanitizers" in only)
+
+
+def _has_sanitizers() -> bool:
+    return (SANITIZED / "library").exists()
+
+
 def not_tested(part: str, only: Sequence[str], outcomes: Sequence[Outcome]) -> list[str]:
     """Return what the tests leave out since this machine lacks something: a cluster, Debian's MPI, or memory."""
     lines = []
@@ -275,6 +295,8 @@ def not_tested(part: str, only: Sequence[str], outcomes: Sequence[Outcome]) -> l
         lines += [f"{outcome.stage.name}: {count} tests: {reason}" for reason, count in reasons.items()]
     if _wants_cupy(part, only) and not _has_cupy():
         lines.append("gpu: no stand-in for CUDA in .venv-cupy (make .venv-cupy/standin/.installed, which needs g++)")
+    if _wants_sanitizers(part, only) and not _has_sanitizers():
+        lines.append("sanitizers: no extension with them (make .venv-mpich/sanitized/library, which needs gcc and libasan)")
     if _wants_pythons(part, only):
         lines += [
             f"python {version}: no such Python on this machine, or no .venv-python{version}"
@@ -512,7 +534,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--stage",
         default="",
-        help="which: lint, unit, mpi, torch, launch, hang, scale, examples, gpu, cluster, debian, python",
+        help="which: lint, unit, mpi, sanitizers, torch, launch, hang, scale, examples, gpu, cluster, debian, python",
     )
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="numbers of ranks (default: %(default)s)")
     parser.add_argument(

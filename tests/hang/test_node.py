@@ -50,7 +50,7 @@ def run(act: int, limit: int, elements: int = 1 << 20) -> JobResult:
 @pytest.mark.parametrize(
     "elements",
     [1, pytest.param(5_000, marks=pytest.mark.slow), pytest.param(1 << 20, marks=pytest.mark.slow)],
-    ids=["rides", "in one step", "in pieces"],
+    ids=["beside the record", "in one step", "in pieces"],
 )
 def test_kill_nine(elements: int) -> None:
     """A rank that is killed in the middle: the others raise what says so, and no memory is left."""
@@ -118,11 +118,11 @@ import numpy as np
 import mpicoll as dist
 dist.init_process_group()
 from mpicoll.transports.shm import transport
-made = transport.make_segment
+made = transport._make_segment
 def late(*given):
     time.sleep(2)
     yield from made(*given)
-if dist.get_rank(): transport.make_segment = late
+if dist.get_rank(): transport._make_segment = late
 else: signal.setitimer(signal.ITIMER_REAL, 0.7); signal.signal(signal.SIGALRM, signal.default_int_handler)
 dist.all_reduce(np.ones(50_000))
 """,

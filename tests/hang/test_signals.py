@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from jobs import run_job
 
+from mpicoll.runtime import native
+
 PROGRAM = """
 import collections, random, signal, sys, time
 from datetime import timedelta
@@ -234,6 +236,7 @@ from mpicoll.groups import registry
 from mpicoll.operations import deferred, execution, riding
 from mpicoll.transports.mpi.control import MpiControl
 from mpicoll.transports.mpi.collectives import MpiPlan, persistent_collectives
+from mpicoll.transports.shm.control import RingControl, RingRound
 
 class Stop(Exception):
     pass
@@ -256,9 +259,8 @@ PLACES = {
     "conducted": (execution, "_conducted"),
     "issued": (execution, "_collectives_pending"),
     "posted": (execution.Operation, "advance"),
-    "riding": (riding, "_now"),
-    "rides": (riding.Ride, "look"),
-    "begins": (deferred, "_now"),
+    "written": (RingControl, "fill"),
+    "started": (RingRound, "Start"),
     "looks": (deferred.Deferred, "advance"),
     "finished": (riding, "_end"),  # in Python, since the other comes late
     "filled": (MpiControl, "fill"),
@@ -278,11 +280,9 @@ def strike(place):
     if own.rank == 0:
         setattr(home, name, struck)
 
-AGAIN = [("again", "riding"), ("again", "rides")]
-if riding.extension is not None and os.environ.get("MPICOLL_EXTENSION") != "off":
-    AGAIN = [("again", "finished")]
-LATER = [("later", "rides"), ("later", "begins"), ("later", "looks")]
-if os.environ.get("MPICOLL_ENGINE") == "mpi":
+AGAIN = [("again", "finished")]
+LATER = [("later", "written"), ("later", "started"), ("later", "looks")]
+if os.environ["THROUGH"] == "MPI":
     LATER = [("later", "issued"), ("later", "posted")]
     AGAIN = [("again", "filled")]
     if persistent_collectives():  # else it goes the long way
@@ -308,7 +308,7 @@ for call, place in [("first", "counted"), ("first", "issued"), *AGAIN,
     struck, other = own.allgather(said)
     assert struck == ["Stop", "GroupBrokenError", True], (call, place, struck, other)
     # Of what has been posted the other may see the end.
-    assert other[0] == "GroupBrokenError" or place in ("posted", "planned", "looks", "finished"), (call, place, struck, other)
+    assert other[0] == "GroupBrokenError" or place in ("posted", "planned", "started", "looks", "finished"), (call, place, struck, other)
     assert other[1:] == ["GroupBrokenError", True], (call, place, struck, other)
     for group in list(registry.state().groups.values()):
         group.unwaited.clear()
@@ -320,11 +320,13 @@ print("through", flush=True)
 @pytest.mark.parametrize(
     ("engine", "extension"),
     [("auto", "auto"), ("auto", "off"), ("mpi", "auto")],
-    ids=["by shared memory", "by shared memory in Python", "by MPI"],
+    ids=["by shared memory", "without the extension", "by MPI"],
 )
 def test_a_call_that_is_struck_before_it_is_waited_for(engine: str, extension: str) -> None:
     """A handler that raises once this rank has begun a call, before it waits: its group is broken, on all ranks at once."""
-    job = run_job(STRUCK, 2, limit=60, env={"MPICOLL_ENGINE": engine, "MPICOLL_EXTENSION": extension})
+    through = "MPI" if engine == "mpi" or extension == "off" or native.found is None else "shared memory"
+    env = {"MPICOLL_ENGINE": engine, "MPICOLL_EXTENSION": extension, "THROUGH": through}
+    job = run_job(STRUCK, 2, limit=60, env=env)
     assert not job.timed_out, job
     assert job.returncode == 0, job
     assert all("through" in out for out in job.out), job
@@ -349,7 +351,7 @@ def by_plan():
     if r == 0:
         plan.start()
         plan.wait()
-    else:  # the long way: its array is none that rides
+    else:  # the long way: its array is not in one piece of memory
         apart = np.full(8, r + 1.0)[::2]
         dist.all_reduce(apart)
 

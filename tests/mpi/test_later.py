@@ -15,7 +15,6 @@ import pytest
 
 import mpicoll as dist
 from mpicoll.checks.memory_in_use import claims
-from mpicoll.operations import riding
 from mpicoll.operations.deferred import MOST_AT_REST, Deferred, Later
 from mpicoll.pytest_plugin import collective_raises
 from mpicoll.runtime import waiting
@@ -335,24 +334,6 @@ def test_threads_with_a_group_each() -> None:
     dist.barrier()
     for each in groups:
         dist.destroy_process_group(each)
-
-
-def test_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bits in Python as in C, on all ranks."""
-    values = np.random.default_rng(dist.get_rank()).normal(size=200)
-    known = group()
-    results = []
-    for extension in (riding.extension, None):
-        monkeypatch.setattr(riding, "extension", extension)
-        known.rides.clear()
-        x = values.copy()
-        begun(x).wait()
-        results.append(x)
-    known.rides.clear()
-    assert results[0].tobytes() == results[1].tobytes()
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, results[0].tobytes())
-    assert len(set(everybody)) == 1
 
 
 def test_struck_before_it_waits() -> None:
