@@ -296,7 +296,9 @@ def not_tested(part: str, only: Sequence[str], outcomes: Sequence[Outcome]) -> l
     if _wants_cupy(part, only) and not _has_cupy():
         lines.append("gpu: no stand-in for CUDA in .venv-cupy (make .venv-cupy/standin/.installed, which needs g++)")
     if _wants_sanitizers(part, only) and not _has_sanitizers():
-        lines.append("sanitizers: no extension with them (make .venv-mpich/sanitized/library, which needs gcc and libasan)")
+        lines.append(
+            "sanitizers: no extension with them (make .venv-mpich/sanitized/library, which needs gcc and libasan)"
+        )
     if _wants_pythons(part, only):
         lines += [
             f"python {version}: no such Python on this machine, or no .venv-python{version}"

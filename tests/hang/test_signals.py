@@ -308,7 +308,8 @@ for call, place in [("first", "counted"), ("first", "issued"), *AGAIN,
     struck, other = own.allgather(said)
     assert struck == ["Stop", "GroupBrokenError", True], (call, place, struck, other)
     # Of what has been posted the other may see the end.
-    assert other[0] == "GroupBrokenError" or place in ("posted", "planned", "started", "looks", "finished"), (call, place, struck, other)
+    ended = place in ("posted", "planned", "started", "looks", "finished")
+    assert other[0] == "GroupBrokenError" or ended, (call, place, struck, other)
     assert other[1:] == ["GroupBrokenError", True], (call, place, struck, other)
     for group in list(registry.state().groups.values()):
         group.unwaited.clear()
