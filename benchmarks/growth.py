@@ -203,58 +203,33 @@ def _both(comm: Any, raw: Callable[[], object], ours: Callable[[], object]) -> t
     return time_of(comm, raw), time_of(comm, ours)
 
 
-class _Members:
-    """A communicator of so many members, as far as :class:`Rounds` asks."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def Get_rank(self) -> int:
-        """Return 0."""
-        return 0
-
-    def Get_size(self) -> int:
-        """Return how many there are."""
-        return self.size
-
-
 def reading(size: int) -> tuple[Callable[[], None], Callable[[], None]]:
     """Return what one process of so many does in a barrier, and in an all_reduce of 8 bytes, when the others are there."""
-    from mpicoll.memory.arithmetic import quiet_runner
-    from mpicoll.operations.riding import MANY
-    from mpicoll.transports.shm.control import PART, RingRound, Rounds
-    from mpicoll.transports.shm.transport import OPS
+    from mpicoll.checks.agreement import Lane
+    from mpicoll.operations.riding import extension
+    from mpicoll.transports.shm.control import MASK, PART
 
-    words = (1, -1, 0, 0, 0, 8, 0, 0, 0, 9)
-    largest: Any = OPS["MAX"]
-    at_once = size >= MANY
-    combine = partial(quiet_runner(), largest.reduce if at_once else largest)
-    everybody: Any = _Members(size)
-    shared = Rounds(mmap.mmap(-1, size * PART), everybody, PART)
-    body = np.array(words, np.int64).data.cast("B").cast("q")
-    for start in range(0, size * PART // 8, PART // 8):
-        shared.counters[start] = 1 << 60
-        shared.counters[start + 1 : start + 1 + len(words)] = body
-    slot = RingRound(shared, 0)
-    double = np.dtype(np.float64)
-    views = [shared.beside(0, rank, double, (1,)) for rank in range(size)]
-    together = shared.across(0, double, 1)
-    out = np.zeros(1)
+    memory, words, number = mmap.mmap(-1, size * PART), (1, -1, 0, 0, 0, 8, 0, 0, 0, 9), MASK + 1
+    rings = [extension.Ring(memory, rank, size, PART) for rank in range(size)]
+    x, out, ring = np.ones(1), np.zeros(1), rings[0]
+    about = {"lane": Lane.__new__(Lane), "words": words, "dtype": x.dtype, "itemsize": 8, "poll_ns": 0}
+    about |= {"send": (1,), "recv": (1,), "sends": 8, "offset": 0, "block": 8, "width": 8, "root": -1, "segment": None}
+    about |= {"result": "reduced", "reduction": "MAX f8", "average": False, "in_place": False}
+    operation = extension.SharedOperation(ring=ring, **about)
+    for each in rings:
+        extension.SharedOperation(ring=each, **about).write(number, x)
+        each.write(number, words)
+        each.post(number)
 
     def barrier() -> None:
-        slot.fill(1, words)
-        slot.Start()
-        if not (slot.Test() and slot.same()):
+        ring.write(number, words)
+        ring.post(number)
+        if not (ring.is_over(number) and ring.is_unanimous(number)):
             raise RuntimeError("the records are not what they were made")
 
     def all_reduce() -> None:
         barrier()
-        if at_once:
-            combine(together, 0, double, out)
-            return
-        combine(views[0], views[1], out=out)
-        for view in views[2:]:
-            combine(out, view, out=out)
+        operation.read(number, out)
 
     return barrier, all_reduce
 

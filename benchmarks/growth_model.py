@@ -18,7 +18,7 @@ The model is LogGP (Alexandrov, Ionescu, Schauser, Scheiman: "LogGP: Incorporati
   it twice at most.
 - No contention in the network beyond the port, no noise of the system, and all members come at the same time.
 - The network is one like InfiniBand of 100 Gb/s: see ``Network``.
-- mpicoll on one node: what two ranks take, and for each further member the time in which Python looks at a record (measured),
+- mpicoll on one node: what two ranks take, and for each further member the time in which a record is looked at (measured),
   and the ``LINE`` in which its cache lines come from another core (assumed). Data of 1 MiB is copied through shared memory, at
   the speed per byte of two ranks and at most at ``MEMORY`` for the whole node (assumed); each of its steps looks at all members.
 - mpicoll on several nodes: a constant, which is what two ranks take when all goes through MPI, less the levels in it; one MAX
