@@ -339,7 +339,8 @@ def test_the_same_arithmetic_the_first_time_and_later(count: int) -> None:
     me, size = dist.get_rank(), dist.get_world_size()
     world = dist.group.WORLD
     assert world is not None
-    in_order_of_ranks = world.pair.agreement.channel.carries_data  # MPI adds in an order of its own
+    if not world.pair.agreement.channel.carries_data:
+        pytest.skip("the arithmetic is MPI's")
     parts = [
         np.random.default_rng(rank).standard_normal(count).astype("f4") * 10.0 ** (rank % 3) for rank in range(size)
     ]
@@ -359,12 +360,12 @@ def test_the_same_arithmetic_the_first_time_and_later(count: int) -> None:
             work = dist.all_reduce(y, async_op=async_op)
             if work is not None:
                 work.wait()
-            assert not in_order_of_ranks or y.tobytes() == in_order.tobytes(), (turn, async_op)
+            assert y.tobytes() == in_order.tobytes(), (turn, async_op)
             z = parts[me].copy()
             work = dist.reduce(z, 0, async_op=async_op)
             if work is not None:
                 work.wait()
-            assert not in_order_of_ranks or z.tobytes() == (in_order if me == 0 else parts[me]).tobytes(), (
+            assert z.tobytes() == (in_order if me == 0 else parts[me]).tobytes(), (
                 turn,
                 async_op,
             )
