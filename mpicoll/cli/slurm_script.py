@@ -8,14 +8,12 @@ import re
 import shlex
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from mpicoll.cli.run import rank_command
 from mpicoll.errors import LaunchError
-
-if TYPE_CHECKING:
-    from mpicoll.launch.mpi_library import MpiLibrary
-    from mpicoll.launch.slurm import Way
-
+from mpicoll.launch import mpi_library, mpiexec, slurm
+from mpicoll.launch.mpi_library import MpiLibrary
+from mpicoll.launch.slurm import Way
 
 # Slurm's forms: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, d-hours:minutes:seconds.
 _TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
@@ -108,16 +106,12 @@ def _word(text: str) -> str:
 
 def main(options: argparse.Namespace) -> int:
     """Print the script, the MPI type or the path of mpirun, and return the exit code."""
-    from mpicoll.cli.run import rank_command
-    from mpicoll.launch.mpi_library import find_library
 
     if options.mpi_type:
-        print(_mpi_type(find_library()))
+        print(_mpi_type(mpi_library.find_library()))
         return 0
     if options.mpirun:
-        from mpicoll.launch.mpiexec import find_mpiexec
-
-        print(find_mpiexec(find_library()).path)
+        print(mpiexec.find_mpiexec(mpi_library.find_library()).path)
         return 0
     if options.script is None:
         raise LaunchError("which script? mpicoll slurm-script --nodes 2 --ntasks-per-node 4 script.py")
@@ -137,7 +131,7 @@ def main(options: argparse.Namespace) -> int:
         modules=tuple(options.module or ()),
         folder=os.getcwd(),
     )
-    library = find_library()
+    library = mpi_library.find_library()
     plan, warning = _plan(library, options.launcher, options.mpi)
     text = script(wanted, plan)
     if options.output is None:
@@ -172,14 +166,12 @@ def _mpi_type(library: MpiLibrary) -> str:
 
 
 def _way(library: MpiLibrary) -> Way:
-    from mpicoll.launch.slurm import find_plugins, how
 
-    return how(library.text, find_plugins(), os.environ)
+    return slurm.how(library.text, slurm.find_plugins(), os.environ)
 
 
 def _plan(library: MpiLibrary, launcher: str | None, mpi: str | None) -> tuple[Plan, str]:
     """Return how to start this library's ranks here, and a warning if no way is known to work."""
-    from mpicoll.launch.mpiexec import find_mpiexec
 
     name = f"{library.name} {library.version}".strip()
     if mpi is not None:
@@ -194,7 +186,7 @@ def _plan(library: MpiLibrary, launcher: str | None, mpi: str | None) -> tuple[P
     else:
         reason = "mpirun was asked for"
     try:
-        path = find_mpiexec(library).path
+        path = mpiexec.find_mpiexec(library).path
     except LaunchError as error:
         warning = f"no way is known to start {name} here: {reason}; {error}"
         return Plan(remarks=(f"No way is known to start {name} here: {reason}.", "Ask your site.")), warning

@@ -86,7 +86,7 @@ LONG = {
     "operations/execution": 887,
     "operations/work": 532,
 }
-MOST_INSIDE = 68
+MOST_INSIDE = 52
 
 # ---- sizes ----
 
