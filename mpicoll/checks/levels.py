@@ -6,7 +6,7 @@ members compare at the same ones.
 
 from __future__ import annotations
 
-from mpicoll.diagnosis.call import Kept
+from mpicoll.diagnosis.call import MadeFields
 
 EVERY = 16
 """Calls between two comparisons of the rolling fingerprint, at most."""
@@ -24,9 +24,9 @@ class Rolling:
     __slots__ = ("made",)
 
     def __init__(self) -> None:
-        self.made: list[Kept] = []
+        self.made: list[MadeFields] = []
 
-    def cut(self) -> tuple[int, list[Kept]]:
+    def cut(self) -> tuple[int, list[MadeFields]]:
         """Start anew, at a call that compares; return the fingerprint of the calls that it compares, and these calls."""
         made, self.made = self.made, []
         # Of a tuple of integers: the same in every process, whatever PYTHONHASHSEED is, and made in C.

@@ -1,7 +1,7 @@
-"""What the ranks tell each other outside the collectives: failures, exits, withdrawals, and who waits where.
+"""Messages between ranks about what is wrong: failures, exits, withdrawals, and where ranks wait.
 
-Small messages on a communicator of the library's own. Nothing is sent while all goes well; a rank reads them when it
-waits for more than a few milliseconds, and while it lingers at its exit. A rank that computes does not answer, which is
+They are small messages on a communicator of the library. None is sent as long as nothing is wrong. A rank reads them in waits
+of more than a few milliseconds, and while it waits for its peers at its end. A rank that computes does not answer, which is
 right: it is not blocked.
 """
 
@@ -26,18 +26,18 @@ from mpicoll.runtime.mpi_library import retain_frames
 
 _TAG = 1
 MOST_ASKED = 256
-"""Ranks that one waiting rank asks where they are; in a larger group it asks the nearest ones."""
+"""Ranks that a waiting rank asks where they are; in a larger group it asks the nearest ones."""
 ANSWER_WITHIN = 0.3
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that ended with an uncaught exception or a nonzero exit code, or whose process is gone.
+    """A rank that ended with an uncaught exception or a nonzero exit code, or that is dead.
 
     Attributes:
         what, site: what ended it, and file:line.
-        op, last: its last call and where the program made it, of one that could not say what ended it.
-        finalizes: it may call MPI_Finalize after all, when each rank has failed by itself; False: it ends the job, or is gone.
+        op, last: its last call and where the program made it, if the rank could not report what ended it.
+        finalizes: it calls MPI_Finalize if each rank has failed by itself; False: it ends the job, or is dead.
     """
 
     rank: int
@@ -55,13 +55,13 @@ class Failure:
 
 @dataclass(frozen=True)
 class Exit:
-    """A rank that will make no call any more.
+    """A rank that makes no call any more.
 
     Attributes:
         calls: made on each group.
-        sent: messages sent to this rank on each group, by their tag; of those long ago all under -1.
+        sent: messages sent to this rank on each group, by tag; early ones under -1.
         last: its last call on each group, with its place in the program.
-        reason: what it did, as the end of a sentence about it.
+        reason: what it did, as the end of a sentence.
     """
 
     rank: int
@@ -75,7 +75,7 @@ class Exit:
         return sum(self.sent.get(group, {}).values())
 
     def describe(self, group: str | None) -> str:
-        """Return what it did, and after which calls on ``group``; None: leave the calls out."""
+        """Return what it did, and after which calls on ``group``; None: without the calls."""
         if group is None:
             return self.reason
         calls = self.calls.get(group, 0)
@@ -85,7 +85,7 @@ class Exit:
 
 @dataclass(frozen=True)
 class Where:
-    """Where a waiting rank is: calls it has issued on the group asked about and the call that it waits in, if any."""
+    """Where a waiting rank is: the number of calls on the group asked about, and the call that it waits in."""
 
     rank: int
     calls: int
@@ -95,23 +95,30 @@ class Where:
 _Sends = list[tuple[MPI.Request, Any]]
 
 
-def _under_way(sends: _Sends) -> _Sends:
-    """Return those that have not completed."""
+def _incomplete(sends: _Sends) -> _Sends:
+    """Return the sends that are not complete."""
     return [item for item in sends if not item[0].Test()]
 
 
 @dataclass
 class Board:
-    """This process's view of the others, by global rank.
+    """What this process knows of other ranks, by global rank.
 
     Attributes:
-        comm: a communicator that nobody else uses.
-        where: answers a question: a group's name -> calls made on it, what this rank waits in.
-        state: says of this rank what a search for deadlocks needs.
-        slots: the shared memory of this node's ranks, where it can be had.
-        sent: what ranks say at the end, when messages are lost: group's name -> tag -> (messages to this rank, place).
-        dead: ranks whose process is gone without a word; nothing is sent to them.
-        verdict: (epoch, report) of a certificate that another rank found and that names this one.
+        comm: a communicator for these messages only.
+        where: answers a question: a group's name -> calls made on it, and what this rank waits in.
+        failed, exited: ranks that have failed, and ranks that have ended.
+        ended: ranks that have ended after a failure.
+        handling: ranks that handle a failure.
+        withdrawn: groups that a rank has given up: that rank, and why.
+        leavers: all ranks that have given a group up, by its name.
+        joins, left: what ranks bring to a meeting, and ranks that have left it again.
+        announced: failed ranks whose failure this rank has raised.
+        state: returns the state of this rank for a search for deadlocks.
+        slots: the node board, if there is shared memory.
+        sent: what ranks report at the end if messages are lost: group's name -> tag -> (messages to this rank, place).
+        dead: ranks whose process has ended without a message; nothing is sent to them.
+        verdict: (epoch, report) of a certificate that another rank found and that names this rank.
         certain: the ranks of the certificate for which a group was given up, by its name.
         alive: when (time.monotonic) a rank in a long block last gave a sign of life.
     """
@@ -141,19 +148,19 @@ class Board:
         self._lock = threading.Lock()
         self._asking = threading.Lock()
         self._sending: _Sends = []
-        self._coming: list[tuple[MPI.Request, Any]] = []
+        self._receiving: list[tuple[MPI.Request, Any]] = []
         self._answers: dict[str, dict[int, Where]] = {}
         self.states: dict[int, State] = {}
         self.search = 0
-        self.balance = 0  # messages posted here, less those read here
+        self.balance = 0  # messages posted here, less messages read here
         self.searched_by: dict[int, float] = {}
 
     def post(self, kind: str, payload: Any, ranks: Iterable[int]) -> None:
-        """Send ``(kind, payload)`` to every rank of ``ranks`` but this one; never waits."""
+        """Send ``(kind, payload)`` to all ranks of ``ranks`` but this rank; never wait."""
         message = np.frombuffer(pickle.dumps((kind, self.rank, payload)), np.uint8)
         try:
             with self._lock:
-                self._sending = _under_way(self._sending)
+                self._sending = _incomplete(self._sending)
                 for rank in ranks:
                     if rank == self.rank or rank in self.dead:
                         continue
@@ -164,7 +171,7 @@ class Board:
             raise
 
     def notice_dead(self) -> bool:
-        """Look for ranks of this node whose process is gone, and say so on the other nodes; whether there are any."""
+        """Look for dead ranks of this node, and tell the other nodes; return whether any rank is dead."""
         if self.slots is None:
             return bool(self.dead)
         new = [rank for rank in self.slots.dead() if rank not in self.dead and rank not in self.exited]
@@ -186,21 +193,21 @@ class Board:
         self.failed.setdefault(rank, Failure(rank, what, place.site, 1, place.op, place.last))
 
     def origin(self, rank: int) -> int:
-        """Return who ends the job because ``rank`` failed: itself, or for one that is dead the lowest that lives."""
+        """Return the rank that ends the job because ``rank`` failed: ``rank``, or the lowest living rank if it is dead."""
         return rank if rank not in self.dead else min(set(range(self.size)) - self.dead)
 
     def flush(self, limit: float) -> None:
-        """Wait until what was posted is on its way, at most ``limit`` seconds."""
+        """Wait until all posted messages are sent, at most ``limit`` seconds."""
         end = time.monotonic() + limit
         with self._lock:
             while True:
                 if not self._sending or time.monotonic() >= end:
                     break
-                self._sending = _under_way(self._sending)
+                self._sending = _incomplete(self._sending)
                 time.sleep(0.0005)
 
     def poll(self) -> None:
-        """Read every message that has come, and answer questions."""
+        """Read all messages that have arrived, and answer questions."""
         try:
             self._poll()
         except BaseException as error:
@@ -218,13 +225,13 @@ class Board:
                 if found is None:
                     break
                 buffer = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-                # Not waited for: a large message comes when its sender is in MPI again.
-                self._coming.append((found.Irecv([buffer, MPI.BYTE]), buffer))
-            for item in tuple(self._coming):
+                # Not waited for: a large message arrives once its sender is in MPI again.
+                self._receiving.append((found.Irecv([buffer, MPI.BYTE]), buffer))
+            for item in tuple(self._receiving):
                 request, buffer = item
                 if not request.Test():
                     continue
-                self._coming.remove(item)
+                self._receiving.remove(item)
                 self.balance -= 1
                 kind, rank, payload = pickle.loads(buffer.tobytes())
                 answers.append((rank, self._read(kind, rank, payload)))
@@ -278,10 +285,10 @@ class Board:
         return None
 
     def ask(self, group: str, ranks: Iterable[int]) -> dict[int, Where | None]:
-        """Ask ``ranks`` where they are, or the nearest of them where they are many.
+        """Ask ``ranks`` where they are, or the nearest of many ranks.
 
         Returns:
-            For each that was asked what it answered within 0.3 s (those that wait in the library do), else None.
+            For each rank that was asked its answer within 0.3 s (ranks that wait in the library answer), else None.
         """
         others = [rank for rank in ranks if rank != self.rank]
         others.sort(key=lambda rank: abs(rank - self.rank))

@@ -18,30 +18,30 @@ class Call:
 
     Attributes:
         op: the public function's name.
-        key: what must be the same on every member; never the call site (the same call from different lines is legal).
+        key: what must be equal on all members; never the call site (the same call from different lines is legal).
         site: where the program calls it.
         seq: number of the call on its group, from 1.
-        asynchronous: this rank issued it with ``async_op=True``, or has other calls under way.
+        asynchronous: this rank issued it with ``async_op=True``, or has other calls pending.
         error: what is wrong with this rank's arguments; raised after all members know.
         uneven: this rank's blocks differ in size.
         block_bytes: the largest block that this rank moves to or from one peer.
-        detail: a number that must agree where every member gives one.
+        detail: a number that must agree if all members give one.
         device: how its memory moves, of `mpicoll.transports.control`: the largest of all members counts. ``AS_IT_IS``: this rank
             can only hand its memory to MPI; then all members use MPI. ``IN_PIECES``: its memory is a GPU's and moves through the
             host; then all members move in pieces. ``BEHIND``: its memory is copied as a whole, and the GPU may be late or
             fail; then all members meet before they enter MPI.
         signal: what the signals that have reached this rank ask for, on a barrier or ``should_stop``.
         print: what its round compares: the fingerprint of this call, of all since the last comparison, or nothing.
-        made: those calls, this one among them.
+        made: the calls since the last comparison, this call included.
         closes: it is no call: here the group was destroyed, or the program has ended.
-        apart: the members have made unequal numbers of calls since the last comparison, and cannot get in step again.
-        passes: it makes no round at all.
+        apart: the members have made unequal numbers of calls since the last comparison, so their orders no longer match.
+        passes: it makes no round.
         alias: another name of the public function, under which this rank called it.
-        explaining: the members differ, and tell each other what they called.
-        compared: it is compared at level ``roll`` however small it is.
-        device_reduction: how this rank can reduce on the GPU that all share (see ``transports.device.ipc.Offer``); None: not.
-        wait_policy: makes the wait for it where that is a special one (see ``diagnosis.wait_policy.CallWait``).
-        come: asks whether this rank's GPU has come to it; None where no rank is known to have an array on one.
+        explaining: the members differ, and exchange what they called.
+        compared: it is compared at level ``roll`` also if it is small.
+        device_reduction: how this rank can reduce on the GPU that all ranks share (see ``transports.device.ipc.Offer``), or None.
+        wait_policy: makes its wait policy, if it is not :class:`mpicoll.diagnosis.wait_policy.CallWait`.
+        come: asks whether this rank's GPU has reached the call; None if no rank is known to have an array on a GPU.
     """
 
     op: str
@@ -56,7 +56,7 @@ class Call:
     device: int = NO_DEVICE
     signal: int = 0
     print: int = 0
-    made: list[Kept] = field(default_factory=list)
+    made: list[MadeFields] = field(default_factory=list)
     closes: bool = False
     apart: bool = False
     passes: bool = False
@@ -73,7 +73,7 @@ class Call:
         return self.alias or self.op
 
     def describe(self) -> str:
-        """Return the call as a reader would write it: ``all_reduce(ReduceOp.SUM, float32, 1000 elements)``."""
+        """Return the call as a program would write it: ``all_reduce(ReduceOp.SUM, float32, 1000 elements)``."""
         if self.error is not None and not self.key:
             return f"{self.name}(…)"
         return f"{self.name}({', '.join(_word(part) for part in self.key)})"
@@ -96,7 +96,7 @@ _prints: dict[tuple[Any, ...], int] = {}
 
 
 def fingerprint(op: str, key: tuple[Any, ...]) -> int:
-    """Return 62 bits that are the same in every process for the same call (never ``hash()``: it is salted)."""
+    """Return 62 bits that are equal in all processes for the same call (never ``hash()``: it is salted)."""
     full = (op, key)
     known = _prints.get(full)
     if known is None:
@@ -108,7 +108,7 @@ def fingerprint(op: str, key: tuple[Any, ...]) -> int:
 
 
 def compress_ranks(ranks: list[int] | tuple[int, ...] | set[int]) -> str:
-    """Return ranks as a reader wants them: ``0, 2-7``."""
+    """Return ranks in short: ``0, 2-7``."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
@@ -134,5 +134,5 @@ class Made(NamedTuple):
     instruction: int
 
 
-Kept = tuple[int, int, str, tuple[object, ...], CodeType, int]
-"""The fields of a :class:`Made`, which is made of them when somebody asks."""
+MadeFields = tuple[int, int, str, tuple[object, ...], CodeType, int]
+"""The fields of a :class:`Made`, which is made of them only if it is needed."""

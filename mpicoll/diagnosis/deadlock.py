@@ -1,11 +1,11 @@
-"""Is it certain that ranks wait for each other for ever? A certificate, not a time-out.
+"""Decide whether it is certain that ranks wait for each other for ever: a certificate, not a time-out.
 
-What each rank says of itself when it is asked (:class:`State`) holds what it waits in and what it has issued, sent and
-received so far. :func:`blocked_set` finds the ranks that only each other could release: the greatest set in which every wait
-needs somebody inside it. Two readings with nothing changed in between make it certain: each member was blocked from
-before the first was over until after the second had begun, so all of them at one moment.
+The state of a rank (:class:`State`) lists its waits, and what it has issued, sent and received so far. :func:`blocked_set` finds
+the ranks that only each other could release: the greatest set in which every wait needs a rank of the set. Two readings with
+unchanged states make it certain: each rank was blocked from before the end of the first until after the begin of the second
+reading, so all ranks were blocked at one moment.
 
-Anything in doubt is no deadlock: a rank that does not answer (it computes, or is inside MPI) releases all that wait for it.
+Anything in doubt is no deadlock: a rank that does not answer (it computes, or is inside MPI) releases the ranks that wait for it.
 
 Source of the idea: Chandy, Misra, Haas, "Distributed deadlock detection" (1983), for AND-waits.
 """
@@ -29,14 +29,14 @@ class Wait:
         group: name of the group.
         members: its ranks.
         entry: the call and its place in the program, for the report.
-        peer: the rank at the other end of a point-to-point call, -1 for any; None for a collective.
+        peer: the other rank of a point-to-point call, -1 for any rank; None for a collective.
         seq: number of the collective on its group.
-        sending: it waits for its message to be received.
+        sending: a message is to be received by the peer.
         tag: of the message.
         since: when it began, in seconds since the epoch.
         call: fingerprint of a collective whose group does not compare every call; else 0.
-        meeting: the ranks meet to make a group: who does not know it has not come.
-        needs: the members of which a collective needs something, where it need not be all of them.
+        meeting: the ranks meet to make a group: a rank that does not list the meeting has not come.
+        needs: the members that a collective needs, if it does not need all of them.
     """
 
     group: str
@@ -54,20 +54,20 @@ class Wait:
 
 @dataclass(frozen=True)
 class State:
-    """What one rank says of itself.
+    """The state of one rank.
 
     Attributes:
-        rank: which one.
+        rank: its number.
         epoch: grows with every wait that begins or ends.
-        waits: of all its threads that wait.
-        free: a thread that uses the library does not wait, so it may release others.
-        calls: collectives issued on each group; one that is not named was destroyed some time ago.
+        waits: of all its waiting threads.
+        free: a thread that uses the library does not wait, so it may release other ranks.
+        calls: collectives issued on each group; a group that is not listed was destroyed some time ago.
         sent, received: messages to and from each (group, rank, tag).
         receives: (group, source, tag) of receives that are started and not complete; source -1: any.
         gone: the rank has ended, and will never do anything again.
-        doubtful: other threads of the program are alive that have not used the library so far.
-        patient: one of them is no daemon, so the program waits for it at its end: it may well have something to do.
-        looks: how often each wait has been found not to be over; it grows while the same state goes on.
+        doubtful: threads of the program are alive that have not used the library so far.
+        non_daemon: such a thread is no daemon, so the program waits for it at its end: it probably has something to do.
+        looks: how often each wait was tested and not over; grows while the state is unchanged.
     """
 
     rank: int
@@ -80,46 +80,47 @@ class State:
     receives: tuple[tuple[str, int, int], ...] = ()
     gone: bool = False
     doubtful: bool = False
-    patient: bool = False
+    non_daemon: bool = False
     looks: tuple[int, ...] = field(default=(), compare=False)
 
     def issued(self, wait: Wait) -> float:
-        """Return how many collectives this rank has issued on the group of a wait, or has come to of its meetings."""
+        """Return how many collectives this rank has issued on the group of a wait, or whether it came to the meeting."""
         return self.calls.get(wait.group, 0 if wait.meeting or self.gone else math.inf)
 
     def looked_since(self, before: tuple[int, ...]) -> bool:
-        """Whether each wait has been found not to be over since ``before``, the ``looks`` of the same state."""
+        """Return whether each wait was tested and not over since ``before``, the ``looks`` of the same state."""
         return all(now > then for now, then in zip(self.looks, before, strict=True))
 
 
 def blocked_set(states: Mapping[int, State]) -> set[int]:
-    """Return the blocked ranks that nobody outside the set can release; ranks that are gone are not returned.
+    """Return the blocked ranks that no rank outside the set can release, without ranks that are gone.
 
     Args:
-        states: of the ranks that answered, and of those that are gone.
+        states: of the ranks that answered, and of ranks that are gone.
     """
-    held = {rank for rank, state in states.items() if state.gone or (state.waits and not state.free)}
+    blocked = {rank for rank, state in states.items() if state.gone or (state.waits and not state.free)}
     while True:
         released = {
             rank
-            for rank in held
-            if not states[rank].gone and any(_may_end(wait, states[rank], states, held) for wait in states[rank].waits)
+            for rank in blocked
+            if not states[rank].gone
+            and any(_may_end(wait, states[rank], states, blocked) for wait in states[rank].waits)
         }
         if not released:
-            return {rank for rank in held if not states[rank].gone}
-        held -= released
+            return {rank for rank in blocked if not states[rank].gone}
+        blocked -= released
 
 
-def _may_end(wait: Wait, state: State, states: Mapping[int, State], held: set[int]) -> bool:
-    """Whether somebody outside ``held`` may still end this wait, or its end is already on the way."""
+def _may_end(wait: Wait, state: State, states: Mapping[int, State], blocked: set[int]) -> bool:
+    """Return whether a rank outside ``blocked`` may still end this wait, or its end is already on the way."""
     if wait.peer is None:
-        missing = _missing(wait, state.rank, states, held)
+        missing = _missing(wait, state.rank, states, blocked)
         return not missing
     if wait.sending:
-        return wait.peer not in held or _is_expected(wait, state.rank, states[wait.peer])
+        return wait.peer not in blocked or _is_expected(wait, state.rank, states[wait.peer])
     sources = [rank for rank in wait.members if rank != state.rank] if wait.peer < 0 else [wait.peer]
     for source in sources:
-        if source not in held or not (states[source].gone or wait.group in states[source].calls):
+        if source not in blocked or not (states[source].gone or wait.group in states[source].calls):
             return True
         sent = states[source].sent.get((wait.group, state.rank, wait.tag), 0)
         if sent > state.received.get((wait.group, source, wait.tag), 0):
@@ -127,20 +128,20 @@ def _may_end(wait: Wait, state: State, states: Mapping[int, State], held: set[in
     return False
 
 
-def _missing(wait: Wait, rank: int, states: Mapping[int, State], held: set[int]) -> list[int]:
-    """Return the members in ``held`` that have not issued a collective yet (one is enough to keep it from ending).
+def _missing(wait: Wait, rank: int, states: Mapping[int, State], blocked: set[int]) -> list[int]:
+    """Return the members in ``blocked`` that have not issued a collective yet: one is enough, and it cannot end.
 
-    Where calls are not compared, nor has one that waits in another call at the same place.
+    If calls are not compared, a member that waits in another call with the same number has not issued it either.
     """
     return [
         m
         for m in (wait.members if wait.needs is None else wait.needs)
-        if m in held and m != rank and (states[m].issued(wait) < wait.seq or _differs(wait, states[m]))
+        if m in blocked and m != rank and (states[m].issued(wait) < wait.seq or _differs(wait, states[m]))
     ]
 
 
 def _differs(wait: Wait, peer: State) -> bool:
-    """Whether a peer waits in another collective at the place of this one in the order of their group."""
+    """Return whether a peer waits in another collective with the same number on the group."""
     return any(
         other.group == wait.group and other.peer is None and other.seq == wait.seq and other.call != wait.call
         for other in peer.waits
@@ -148,20 +149,20 @@ def _differs(wait: Wait, peer: State) -> bool:
 
 
 def _is_expected(wait: Wait, sender: int, peer: State) -> bool:
-    """Whether the peer has a receive under way that takes the message."""
+    """Return whether the peer has a pending receive that matches the message."""
     return any(
         group == wait.group and tag == wait.tag and source in (sender, -1) for group, source, tag in peer.receives
     )
 
 
 def report(states: Mapping[int, State], members: set[int], now: float = 0.0) -> Report:
-    """Return the report of a certificate: who waits where for whom, and which of the ranks they need have ended.
+    """Return the report of a certificate: which ranks wait where for which ranks, and which of those have ended.
 
     Args:
         members: the ranks that are blocked.
-        now: seconds since the epoch, to say how long each has waited.
+        now: seconds since the epoch, for the time that each rank has waited.
     """
-    held = members | {rank for rank, state in states.items() if state.gone}
+    blocked = members | {rank for rank, state in states.items() if state.gone}
     waits = [wait for rank in members for wait in states[rank].waits]
     named: dict[str, set[str]] = {}
     for wait in waits:
@@ -172,7 +173,7 @@ def report(states: Mapping[int, State], members: set[int], now: float = 0.0) -> 
     for rank in sorted(members):
         for wait in states[rank].waits:
             waited = (now - wait.since, now - wait.since) if now and wait.since else None
-            words, ranks, other = _needs(wait, rank, states, held)
+            words, ranks, other = _needs(wait, rank, states, blocked)
             unasked = unasked or other
             group = wait.entry.group
             if len(named[group]) > 1:
@@ -185,7 +186,7 @@ def report(states: Mapping[int, State], members: set[int], now: float = 0.0) -> 
 
 
 def _other_tags(wait: Wait, state: State, peer: State) -> str:
-    """Return the tags of messages from a peer that wait to be received, in words."""
+    """Return the tags of unreceived messages from a peer, in words."""
     tags = sorted(
         tag
         for (group, rank, tag), count in peer.sent.items()
@@ -195,10 +196,10 @@ def _other_tags(wait: Wait, state: State, peer: State) -> str:
     return ("tag " if len(tags) == 1 else "tags ") + ", ".join(map(str, tags[:8])) if tags else ""
 
 
-def _needs(wait: Wait, rank: int, states: Mapping[int, State], held: set[int]) -> tuple[str, list[int], bool]:
-    """Return what a wait needs, in words; the ranks of which it needs something, if it is not any of them; other tags came."""
+def _needs(wait: Wait, rank: int, states: Mapping[int, State], blocked: set[int]) -> tuple[str, list[int], bool]:
+    """Return what a wait needs, in words; the ranks that it needs, none if any rank will do; whether other tags came."""
     if wait.peer is None:
-        missing = _missing(wait, rank, states, held)
+        missing = _missing(wait, rank, states, blocked)
         return (name_runs(runs_of(missing)) if missing else ""), missing, False
     if wait.peer < 0:
         return "a message from anybody", [], False

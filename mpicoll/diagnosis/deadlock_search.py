@@ -15,7 +15,7 @@ from typing import Any
 from mpicoll.diagnosis import job_state
 from mpicoll.diagnosis.board import Board
 from mpicoll.diagnosis.deadlock import State, blocked_set, report
-from mpicoll.diagnosis.job_state import JobState, joined, waits_by_thread
+from mpicoll.diagnosis.job_state import JobState
 from mpicoll.diagnosis.membership import Membership
 from mpicoll.diagnosis.report.report import Report
 from mpicoll.diagnosis.report.texts import MESSAGE_WIDTH
@@ -25,16 +25,16 @@ from mpicoll.errors import (
 from mpicoll.runtime import signals, waiting
 
 DESTROYED = 32
-"""Destroyed groups that a rank still speaks of; with one that it does not name nothing is certain."""
+"""Destroyed groups that a rank still lists; nothing is certain about a group that it does not list."""
 
 
 def describe_state() -> State:
-    """Return what this rank says of itself to a search for deadlocks."""
+    """Return the state of this rank for a search for deadlocks."""
     known = job_state.current()
     rank = known.world.rank() if known is not None else -1
-    waits = dict(waits_by_thread)
-    # Of all threads that run Python, also those that the threading module has not started.
-    # What they run and no frames: this one among them would keep all that is in use here until Python looks for cycles.
+    waits, meetings = (dict(known.waits), dict(known.meetings)) if known is not None else ({}, {})
+    # All threads that run Python, also threads that the threading module has not started. Their code and no frames: this
+    # function's own frame would keep its objects alive until Python collects cycles.
     runs, started = {ident: frame.f_code for ident, frame in sys._current_frames().items()}, threading.enumerate()
     alive = set(runs) - {thread.ident for thread in started if thread.name.startswith("mpicoll-")}
     users = (signals.threads & alive) | {threading.main_thread().ident} | waiting.calling
@@ -47,7 +47,11 @@ def describe_state() -> State:
         search.epoch,
         tuple(wait.as_wait() for wait in waits.values()),
         free=any(ident not in waits for ident in users),
-        calls={**joined, **_of_destroyed("calls"), **{group.group_name: group.calls for group in ours}},
+        calls={
+            **meetings,
+            **_of_destroyed("calls"),
+            **{group.group_name: group.calls for group in ours},
+        },
         sent={**_of_destroyed("sent"), **_messages(ours, "sent")},
         received={**_of_destroyed("received"), **_messages(ours, "received")},
         receives=tuple(
@@ -56,19 +60,19 @@ def describe_state() -> State:
             for source, tag in group.receiver.outstanding()
         ),
         doubtful=bool(others),
-        patient=any(each.ident in others and not (each.daemon or _idles(runs[each.ident])) for each in started),
+        non_daemon=any(each.ident in others and not (each.daemon or _idles(runs[each.ident])) for each in started),
         looks=tuple(wait.looks for wait in waits.values()),
     )
 
 
 def _idles(code: CodeType) -> bool:
-    """Whether a thread is a worker of a pool that has nothing to do: only another thread can give it something."""
+    """Return whether a thread is an idle worker of a pool: only another thread can give it work."""
     pool = sys.modules.get("concurrent.futures.thread")
     return pool is not None and code is pool._worker.__code__
 
 
 def _of_destroyed(what: str) -> dict[Any, int]:
-    """Return the same of the groups that were destroyed last: others may still be in their last calls."""
+    """Return a counter of the groups that were destroyed last: other ranks may still be in their last calls."""
     known = job_state.current()
     if known is None or known.endpoint is None:
         return {}
@@ -80,7 +84,7 @@ def _of_destroyed(what: str) -> dict[Any, int]:
 
 
 def catch_up(group: Membership) -> None:
-    """Count the messages that have come for receives that nobody waits for yet: they are no longer on their way."""
+    """Count the messages of receives that are complete, although nobody has waited for them."""
     for operation in tuple(group.unwaited.values()):
         operation.advance()
 
@@ -96,14 +100,14 @@ def _messages(ours: list[Membership], what: str) -> dict[tuple[str, int, int], i
 class DeadlockSearch:
     """The search of one process for deadlocks, while it waits.
 
-    One rank of those that wait searches, the lowest as a rule: the others leave it to a lower one that has searched since
-    they began to wait. The state of each rank of this node is read from shared memory, where ranks that wait keep it up to
-    date; those of other nodes are asked. All that twice, and each state is said to hold again after the first reading, so
-    that all held at one moment. The ranks that the certificate names are told.
+    One waiting rank searches, as a rule the lowest: a rank does not search if a lower rank has searched since it began to
+    wait. The states of the ranks of this node are read from the node board, where waiting ranks write them. Ranks of other
+    nodes are asked. Both are done twice, and each state is confirmed after the first reading: then all states held at one
+    moment. The ranks that the certificate names receive it.
 
-    A search that finds nothing is made again later and later. Meanwhile the lowest rank of each node that waits looks at the
-    time of its neighbours' last change, which costs some microseconds, and searches among them when there is a new one: what
-    a rank that blocks after all others completes is found at once. Searches for news take a twentieth of the time at most.
+    A search that finds nothing is repeated at growing intervals. Meanwhile the lowest waiting rank of each node looks at the
+    time of the last change on its node, which takes some microseconds, and searches among the ranks of the node if it is new.
+    So a deadlock that the last rank completes is found at once. These searches take a twentieth of the time at most.
     """
 
     FIRST_AFTER = 0.1
@@ -111,9 +115,9 @@ class DeadlockSearch:
     LEAVE_IT = 1.0
     AGAIN_WITHIN = 5.0
     DOUBTFUL_FOR = 2.0
-    PATIENT_FOR = 10.0
+    NON_DAEMON_FOR = 10.0
     AWAKE_WITHIN = 0.5
-    PUBLISH_EVERY = 0.005
+    WRITE_EVERY = 0.005
     DEAD_EVERY = 0.02
     NEWS_EVERY = 0.02
     NEAR_SHARE = 1 / 20
@@ -121,7 +125,7 @@ class DeadlockSearch:
 
     def __init__(self) -> None:
         self.epoch = 0
-        self.published: State | None = None
+        self.written: State | None = None
         self._lock = threading.Lock()
         self._mine = -1
         self._since = 0.0
@@ -130,32 +134,32 @@ class DeadlockSearch:
         self._asked: list[int] | None = None
         self._until = 0.0
         self._before: tuple[float, dict[int, State]] | None = None
-        self._next_publish = 0.0
+        self._next_write = 0.0
         self._next_dead = 0.0
         self._stated: tuple[tuple[int, ...], int] = (), 0
         self._read_at = 0.0
-        self._near = False  # the search that is under way is among the ranks of this node alone
+        self._near = False  # the current search is among the ranks of this node only
         self._near_at = math.inf
         self._rest_until = 0.0
         self._news = (0, 0)
         self._next_news = 0.0
 
     def verdict(self, board: Board) -> DeadlockError | None:
-        """Return the error of a certificate that another rank found, if this rank still waits as it did then."""
+        """Return the error of a certificate that another rank found, if this rank still waits in the same calls."""
         if board.verdict is None:
             return None
-        (epoch, told), board.verdict = board.verdict, None
-        return self._error(told, board.rank) if epoch == self.epoch else None
+        (epoch, certificate), board.verdict = board.verdict, None
+        return self._error(certificate, board.rank) if epoch == self.epoch else None
 
     @staticmethod
-    def _error(told: Report, me: int) -> DeadlockError:
-        error = DeadlockError(told.text(me, MESSAGE_WIDTH))
-        told.put_on(error)
-        error.reporter = told.members[0][0]
+    def _error(certificate: Report, me: int) -> DeadlockError:
+        error = DeadlockError(certificate.text(me, MESSAGE_WIDTH))
+        certificate.put_on(error)
+        error.reporter = certificate.members[0][0]
         return error
 
     def look_for_dead(self, board: Board, waited: float) -> None:
-        """Look, every now and then, whether a process of this node is gone."""
+        """Look every 20 ms whether a process of this node is dead."""
         now = time.monotonic()
         if waited > self.DEAD_EVERY and now >= self._next_dead:
             self._next_dead = now + self.DEAD_EVERY
@@ -163,12 +167,12 @@ class DeadlockSearch:
                 signals.guard.ignore_news()
 
     def look(self, waited: float) -> BaseException | None:
-        """Go on with the search; return the error when this rank is in a certificate. Called every few milliseconds."""
+        """Continue the search, every few milliseconds; return the error if a certificate names this rank."""
         known = job_state.current()
         if known is None or known.world.size() == 1 or waited < self.FIRST_AFTER:
             return None
         if not self._lock.acquire(blocking=False):
-            return None  # another thread is at it
+            return None  # another thread searches
         try:
             return self._look(known, waited, time.monotonic())
         finally:
@@ -180,11 +184,11 @@ class DeadlockSearch:
         new = self._mine != self.epoch
         if new:
             self._mine, self._since, self._pause = self.epoch, now, self.FIRST_AFTER
-            turn = board.rank if slots is None else slots.waiting_below() + known.topology.node
-            self._next = now + min(turn, 50) * self.STAGGER
+            place = board.rank if slots is None else slots.waiting_below() + known.topology.node
+            self._next = now + min(place, 50) * self.STAGGER
             self._near_at = math.inf
             self._asked, self._before = None, None
-        self._publish(board, now)
+        self._write_state(board, now)
         if new and slots is not None:
             self._news = slots.changed(), len(board.exited)
         if self._asked is not None:
@@ -197,7 +201,7 @@ class DeadlockSearch:
         return None
 
     def _watch(self, board: Board, now: float) -> None:
-        """Arrange for a search among the ranks of this node when there is news of them, where no lower one of them does."""
+        """Plan a search among the ranks of this node if one of their states has changed and no lower rank waits."""
         slots = board.slots
         if slots is None or now < self._next_news:
             return
@@ -232,29 +236,29 @@ class DeadlockSearch:
         else:
             self._next = now + self.STAGGER
 
-    def _publish(self, board: Board, now: float) -> None:
-        """Keep this rank's state in shared memory up to date."""
-        if board.slots is None or now < self._next_publish:
+    def _write_state(self, board: Board, now: float) -> None:
+        """Write this rank's state to the node board if it has changed, or confirm it."""
+        if board.slots is None or now < self._next_write:
             return
-        self._next_publish = now + self.PUBLISH_EVERY
+        self._next_write = now + self.WRITE_EVERY
         state = describe_state()
-        if state != self.published:
+        if state != self.written:
             board.slots.write_state(pickle.dumps(state))
-            self.published, self._stated = state, (state.looks, time.monotonic_ns())
+            self.written, self._stated = state, (state.looks, time.monotonic_ns())
         elif state.looked_since(self._stated[0]):
-            # No wait was over when it was looked at since then, so all held then.
+            # Each wait has been tested since then and was not over, so all of them held then.
             board.slots.confirm(self._stated[1])
             self._stated = state.looks, time.monotonic_ns()
 
-    def unpublish(self) -> None:
-        """Take this rank's state back: it does not wait any more."""
+    def erase(self) -> None:
+        """Remove this rank's state from the node board: it does not wait any more."""
         known = job_state.current()
         if known is not None and known.board.slots is not None:
             known.board.slots.write("state", b"")
-        self.published = None
+        self.written = None
 
     def _left_to_another(self, board: Board, now: float) -> bool:
-        """Whether a lower rank has searched lately, and since this one began to wait."""
+        """Return whether a lower rank has searched in the last second, and since this rank began to wait."""
         recent = max(self._since, now - self.LEAVE_IT)
         if any(rank < board.rank and when > recent for rank, when in tuple(board.searched_by.items())):
             return True
@@ -276,57 +280,58 @@ class DeadlockSearch:
         for exit_ in tuple(board.exited.values()):
             sent = {(name, board.rank, tag): n for name, by_tag in exit_.sent.items() for tag, n in by_tag.items()}
             states[exit_.rank] = State(exit_.rank, gone=True, calls=exit_.calls, sent=sent)
-        held = blocked_set(states)
+        blocked = blocked_set(states)
         before, self._before = self._before, (now, states)
         read_before, self._read_at = self._read_at, now
-        if not held:
+        if not blocked:
             self._before = None
             if not self._near:
                 self._pause = min(2 * self._pause, self.AGAIN_WITHIN)
                 self._next = now + self._pause
             return None
-        if before is None or any(not _goes_on(board, before[1].get(rank), states[rank]) for rank in held):
+        if before is None or any(not _goes_on(board, before[1].get(rank), states[rank]) for rank in blocked):
             self._again(now)
             return None
-        doubtful = any(states[rank].doubtful for rank in held)
-        if doubtful and min(read_before, self._awake(board, held)) < now - self.AWAKE_WITHIN:
-            # One is, or this rank was, stopped, with its other threads: the time in which they do nothing begins anew.
+        doubtful = any(states[rank].doubtful for rank in blocked)
+        if doubtful and min(read_before, self._awake(board, blocked)) < now - self.AWAKE_WITHIN:
+            # A rank is, or this rank was, stopped, with its other threads: the time in which they do nothing starts again.
             self._again(now)
             return None
-        doubtful_for = self.PATIENT_FOR if any(states[rank].patient for rank in held) else self.DOUBTFUL_FOR
-        if (doubtful and now - before[0] < doubtful_for) or not self._held_since(board, held, before[0]):
+        doubtful_for = self.NON_DAEMON_FOR if any(states[rank].non_daemon for rank in blocked) else self.DOUBTFUL_FOR
+        if (doubtful and now - before[0] < doubtful_for) or not self._blocked_since(board, blocked, before[0]):
             self._before = before
             self._again(now)
             return None
-        told = report(states, held, time.time())
+        certificate = report(states, blocked, time.time())
         if doubtful:
-            told = replace(told, closing=f"Other threads are alive; nothing has changed for {now - before[0]:.1f} s.")
-        board.post("deadlock", ({rank: states[rank].epoch for rank in held}, told), held)
-        if board.rank not in held:
+            closing = f"Other threads are alive; nothing has changed for {now - before[0]:.1f} s."
+            certificate = replace(certificate, closing=closing)
+        board.post("deadlock", ({rank: states[rank].epoch for rank in blocked}, certificate), blocked)
+        if board.rank not in blocked:
             if not self._near:
                 self._next = now + self.AGAIN_WITHIN
             return None
-        return self._error(told, board.rank)
+        return self._error(certificate, board.rank)
 
     @staticmethod
-    def _held_since(board: Board, held: set[int], first: float) -> bool:
-        """Whether each state that was read from shared memory has been confirmed after the first reading."""
+    def _blocked_since(board: Board, blocked: set[int], first: float) -> bool:
+        """Return whether each state that was read from the node board has been confirmed after the first reading."""
         if board.slots is None:
             return True
-        mine = [rank for rank in held if rank != board.rank and _is_local(board, rank)]
+        mine = [rank for rank in blocked if rank != board.rank and _is_local(board, rank)]
         return all(board.slots.confirmed(rank) > first * 1e9 for rank in mine)
 
     @staticmethod
-    def _awake(board: Board, held: set[int]) -> float:
-        """Return when the last of these ranks of this node was awake (ranks of others have just answered)."""
+    def _awake(board: Board, blocked: set[int]) -> float:
+        """Return the earliest time when these ranks of this node were awake (ranks of other nodes have just answered)."""
         if board.slots is None:
             return math.inf
-        times = [board.slots.confirmed(rank) for rank in held if rank != board.rank and _is_local(board, rank)]
+        times = [board.slots.confirmed(rank) for rank in blocked if rank != board.rank and _is_local(board, rank)]
         return min(times, default=math.inf) / 1e9
 
 
 def _goes_on(board: Board, before: State | None, now: State) -> bool:
-    """Whether a rank still says the same, and one of another node has looked at its waits since it said so first."""
+    """Return whether a rank's state is unchanged; a rank of another node must have tested its waits in between."""
     if before is None or before != now:
         return False
     return now.gone or _is_local(board, now.rank) or now.looked_since(before.looks)

@@ -1,4 +1,4 @@
-"""What this rank tells other ranks of itself: what its threads wait in, its last call, where its program is."""
+"""State of the job on this rank, and what this rank reports of itself: waits of its threads, last call, place in the program."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOT_INITIALIZED = "Default process group has not been initialized, please make s
 
 
 class Counters(Protocol):
-    """What is kept of groups that were destroyed, by their names, the last one last."""
+    """Counters of destroyed groups by name, in the order in which the groups were destroyed."""
 
     calls: dict[str, int]
     sent: dict[str, dict[tuple[int, int], int]]
@@ -35,7 +35,7 @@ class Counters(Protocol):
         """Record the counters of a group that is destroyed."""
 
     def settle(self, name: str, to: set[int], by: set[int]) -> None:
-        """Forget the messages on one of them that all have come."""
+        """Forget messages on a destroyed group that have all arrived."""
 
 
 @dataclass(kw_only=True)
@@ -45,12 +45,14 @@ class JobState:
     Attributes:
         world: the default group.
         groups: all groups of this process, by name.
-        board: where ranks write what others must know when something is wrong.
+        board: where ranks write what other ranks must know if something is wrong.
         on_failure: "job" if a rank that fails ends the job, else "raise".
         pid: this process; a forked child has another one.
         thread_multiple: whether MPI allows calls from several threads at once.
         thread: the thread that called ``init_process_group``.
-        endpoint: what is kept of groups that were destroyed.
+        endpoint: the counters of groups that were destroyed.
+        waits: the call that each thread waits in, by thread.
+        meetings: meetings of the listed ranks of a new group that this rank has come to, each as a group with one call.
     """
 
     world: Membership
@@ -63,10 +65,12 @@ class JobState:
     thread_multiple: bool
     thread: int
     endpoint: Counters | None = None
+    waits: dict[int, Waiting] = field(default_factory=dict)
+    meetings: dict[str, int] = field(default_factory=dict)
 
 
 class Waiting(Protocol):
-    """A call that a thread of this process waits in (:class:`mpicoll.diagnosis.wait_policy.CallWait`)."""
+    """The wait of a thread of this process (:class:`mpicoll.diagnosis.wait_policy.CallWait`)."""
 
     group: Membership
     call: Any
@@ -87,50 +91,51 @@ class Waiting(Protocol):
 _job: JobState | None = None
 
 doomed = ""
-"""What has ended this rank's program, or a thread of it that communicated: other threads and exit handlers may still wait."""
+"""What has ended this rank's program, or a communicating thread of it. Other threads and exit handlers may still wait."""
 
 
 def set_job(new: JobState | None) -> None:
-    """Install or remove what is known of the job; for ``groups.registry`` only."""
+    """Set or remove the state of the job; for ``groups.registry`` only."""
     global _job
     _job = new
 
 
 def job() -> JobState:
-    """Return what is known of the job, or raise torch's ValueError when there is no default group."""
+    """Return the state of the job; raise torch's ValueError if there is no default group."""
     if _job is None:
         raise ValueError(NOT_INITIALIZED)
     return _job
 
 
 def current() -> JobState | None:
-    """Return what is known of the job, or None when there is no default group."""
+    """Return the state of the job, or None if there is no default group."""
     return _job
 
 
-waits_by_thread: dict[int, Waiting] = {}
-"""Thread → the call that it waits in."""
+def _waits() -> tuple[Waiting, ...]:
+    """Return the waits of all threads of this process."""
+    return tuple(_job.waits.values()) if _job is not None else ()
 
-joined: dict[str, int] = {}
-"""Meetings of the listed ranks of a new group that this rank has come to: as if each was a group with one call."""
+
 BETWEEN = "between two calls, or at the end"
 GIVEN_UP_AFTER = 10.0
+"""Seconds in a call of MPI after which a group that a member has given up counts as broken for that call."""
 
 
 def note_waits() -> None:
-    """Write down for the ranks of this node in which collectives the threads of this one wait."""
+    """Write the collectives that the threads of this rank wait in to the node board."""
     known = current()
     if known is not None and known.board.slots is not None:
-        waits = [wait for wait in tuple(waits_by_thread.values()) if wait.peer is None]
-        said = []
+        waits = [wait for wait in _waits() if wait.peer is None]
+        rows = []
         for wait in waits[:3]:
             name, _, seq = wait.meets()
-            said.append((name, seq, wait.began, str(wait.call.site)[-200:]))
-        known.board.slots.write("waits", pickle.dumps(said) if said else b"")
+            rows.append((name, seq, wait.began, str(wait.call.site)[-200:]))
+        known.board.slots.write("waits", pickle.dumps(rows) if rows else b"")
 
 
 def place_of(board: Board, rank: int) -> Place:
-    """Return where a rank is that does not answer; without a site if it is not of this node."""
+    """Return where a rank last was by the node board; a place without a site if the rank is on another node."""
     return board.slots.place(rank) if board.slots is not None and rank in board.slots.ranks else Place()
 
 
@@ -142,7 +147,7 @@ def seen_ago(ago: float, where: str) -> str:
 
 
 def _last_call(known: JobState, group: Membership | None = None) -> tuple[str, str, str]:
-    """Return the last call on a group, or where there is none that on the group with most: op, site, group; or empty."""
+    """Return the last call on a group, or else on the group with most calls: op, site, group; or empty strings."""
     if group is None or group.last is None:
         group = max(tuple(known.groups.values()), key=lambda group: group.calls, default=None)
     op, _, site = (group.last_call() if group is not None else "").partition(" at ")
@@ -150,7 +155,7 @@ def _last_call(known: JobState, group: Membership | None = None) -> tuple[str, s
 
 
 def write_place() -> None:
-    """Write down for the ranks of this node where the program is just now (a watchdog service: it never calls MPI)."""
+    """Write the program's current place to the node board (a watchdog service: it never calls MPI)."""
     known = current()
     if known is None or known.board.slots is None:
         return
@@ -159,20 +164,20 @@ def write_place() -> None:
 
 
 def await_death(board: Board) -> str:
-    """Block until the next rank of this node is gone without a word, and return what to say; "" when nobody is left.
+    """Block until the next rank of this node dies, and return the sentence to print; "" if no rank is left.
 
     For a thread of its own (see :meth:`mpicoll.diagnosis.node_board.NodeBoard.await_death`).
     """
     slots = board.slots
     try:
         rank = slots.await_death() if slots is not None else -1
-        if rank < 0 or slots is None or rank in told_dead or board.failed:
-            return ""  # after a failure that is known already, it is the launcher that ends the others
-        told_dead.add(rank)
+        if rank < 0 or slots is None or rank in reported_dead or board.failed:
+            return ""  # after a known failure the launcher ends the other ranks
+        reported_dead.add(rank)
         place = slots.place(rank)
     except (OSError, ValueError):
         return ""  # the communicator was freed
-    waits = [wait.describe() for wait in tuple(waits_by_thread.values())]
+    waits = [wait.describe() for wait in _waits()]
     waits += [call.describe() for call in tuple(watchdog.active.values())]
     return (
         f"rank {rank}'s process is gone without a word: killed by a signal, or os._exit"
@@ -181,15 +186,16 @@ def await_death(board: Board) -> str:
     )
 
 
-told_dead: set[int] = set()
+reported_dead: set[int] = set()
+"""Dead ranks that this rank has printed."""
 
 
 def hopeless(group: Membership, inside: float) -> str:
-    """Return why a native call of a group can never end, or "", from what stands in shared memory alone.
+    """Return why a blocking MPI call of a group can never end, or "", from shared memory only.
 
     Args:
-        inside: seconds that it has taken. A member may give a group up in a later call, while others are still within the
-            transfer that they are through with: that is not looked at before it has taken far too long.
+        inside: seconds that it has taken. A member that has completed the call may give the group up in a later call while
+            other members are still inside. So a group that was given up counts only after GIVEN_UP_AFTER.
     """
     known = current()
     slots = known.board.slots if known is not None else None
@@ -207,33 +213,35 @@ def hopeless(group: Membership, inside: float) -> str:
 
 
 FRESH = 0.5
-"""Seconds for which a wait looks at all that is pending at least every millisecond."""
+"""Seconds for which a wait progresses all pending requests at least every millisecond."""
 
 
 def waits_lately() -> bool:
-    """Whether some thread has begun a short while ago to wait, and so moves everything on that is pending."""
+    """Return whether a thread has begun to wait a short while ago, and so progresses all pending requests."""
     since = time.time() - FRESH
-    return any(wait.began > since for wait in tuple(waits_by_thread.values()))
+    return any(wait.began > since for wait in _waits())
 
 
 def waits_now(group_name: str) -> tuple[int, Entry]:
-    """Return this rank's part of the answer to a question (see ``diagnosis.board.Where``)."""
+    """Return this rank's answer to a question of another rank (see ``diagnosis.board.Where``)."""
     known = current()
     found = known.groups.get(group_name) if known is not None else None
     rank = known.world.rank() if known is not None else -1
-    for wait in tuple(waits_by_thread.values())[:1]:
+    for wait in _waits()[:1]:
         entry = entry_of(wait.call, rank, wait.group.display, state="late")
         break
     else:
         op, site, display = _last_call(known, found) if known is not None else ("", "", "")
         entry = Entry(((rank, rank),), op, site=site, group=display, state="late", problem=BETWEEN)
-    return found.calls if found is not None else joined.get(group_name, 0), entry
+    if found is not None:
+        return found.calls, entry
+    return known.meetings.get(group_name, 0) if known is not None else 0, entry
 
 
 def calls_now(rank: int) -> list[Entry]:
-    """Return what each thread of this process waits in, or else its last call; for a report of where all ranks are.
+    """Return what each thread of this process waits in, or else its last call; for a report of all ranks.
 
-    Reads only, takes no lock and never calls MPI: any thread may ask, whatever the others hang in.
+    Any thread may call it, wherever other threads hang: it only reads, takes no lock, and never calls MPI.
 
     Args:
         rank: this process, as the report numbers it.
@@ -244,8 +252,7 @@ def calls_now(rank: int) -> list[Entry]:
         return [Entry(ranks, state="late", problem="has no default group")]
     now = time.time()
     entries = [
-        entry_of(wait.call, rank, wait.group.display, state="waits", waited=now - wait.began)
-        for wait in tuple(waits_by_thread.values())
+        entry_of(wait.call, rank, wait.group.display, state="waits", waited=now - wait.began) for wait in _waits()
     ]
     entries += [
         Entry(ranks, state="late", problem=f"{time.monotonic() - call.since:.1f} s inside MPI for {call.describe()}")
@@ -260,7 +267,7 @@ def calls_now(rank: int) -> list[Entry]:
 
 
 def last_seen(rank: int) -> str:
-    """Return where a rank of this node was when it last wrote it down, as the end of a sentence, or ""."""
+    """Return where a rank of this node was when it last wrote its place, as the end of a sentence, or ""."""
     known = current()
     place = place_of(known.board, rank) if known is not None else Place()
     return seen_ago(place.ago, str(place)) if place.site else ""

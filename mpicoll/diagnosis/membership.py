@@ -1,4 +1,4 @@
-"""What reports and searches for deadlocks need to know of a group."""
+"""Members of a group and what this rank has done on it, as reports and searches for deadlocks need it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Turn(Protocol):
-    """A block that is open in this process, whose other ranks wait for its end or are about to meet there."""
+class OpenBlock(Protocol):
+    """A block that is open in this process. Its other ranks wait for its end, or are about to meet there."""
 
     def refuse(self, op: str, site: Site) -> Exception:
         """Return the error of a collective inside it."""
 
     def group(self) -> Membership | None:
-        """Return its group, if that has been made."""
+        """Return its group, or None if the group has not been made."""
 
 
 class _Slots:
-    """What each call of a group reads or writes, at a known place in it: machine code finds it there."""
+    """The attributes that each call reads or writes, at fixed offsets: the C extension finds them there."""
 
     __slots__ = ("last", "lock", "turn")
 
@@ -38,13 +38,13 @@ class Membership(_Slots):
         display: its name as users read it.
         ranks: global ranks of the members.
         timeout: limit of a wait in seconds.
-        level: how much of the calls is compared.
+        level: the check level.
         order: the numbers of its calls (``checks.order.CallOrder``), which this file only counts.
-        last: its last call: op, code and instruction, or an object that has them as ``place``; None before the first call.
+        last: its last call as op, code and instruction, or an object with these as ``place``; None before the first call.
         receiver: the receives of this rank.
         unwaited: asynchronous calls that nobody has waited for.
         persistent: persistent sends and receives, which count their messages themselves.
-        broken: why it cannot be used any more; None while it can.
+        broken: why the group cannot be used any more, or None.
         destroyed: whether ``destroy_process_group`` was called on it.
     """
 
@@ -97,7 +97,7 @@ class Membership(_Slots):
         return self._size
 
     def last_call(self) -> str:
-        """Return the last call that was made on this group and its place in the program, or ""."""
+        """Return the last call on this group and its place in the program, or ""."""
         if self.last is None:
             return ""
         op, code, instruction = self.last if isinstance(self.last, tuple) else self.last.place
@@ -109,7 +109,7 @@ class Membership(_Slots):
             self.broken = why
 
     def by_rank(self, counts: dict[tuple[int, int], T]) -> dict[tuple[int, int], T]:
-        """Return what is known of messages by (global rank, tag) from the same by (rank in the group, tag)."""
+        """Return a table by (global rank, tag) from a table by (rank in the group, tag)."""
         return {(self.ranks[peer], tag): count for (peer, tag), count in counts.items()}
 
     @property
@@ -143,7 +143,7 @@ class Membership(_Slots):
 
     @staticmethod
     def by_peer(counts: dict[tuple[int, int], int]) -> dict[int, int]:
-        """Return messages for each peer from messages for each peer and tag."""
+        """Return the number of messages by peer from the number by peer and tag."""
         totals: dict[int, int] = {}
         for (peer, _), count in counts.items():
             totals[peer] = totals.get(peer, 0) + count
@@ -151,5 +151,5 @@ class Membership(_Slots):
 
 
 def count(counts: dict[tuple[int, int], int], peer: int, tag: int, messages: int) -> None:
-    """Add a number of messages to those of a peer and a tag."""
+    """Add to the number of messages of a peer and a tag."""
     counts[peer, tag] = counts.get((peer, tag), 0) + messages

@@ -1,11 +1,11 @@
-"""The node's part of the call board: a slot of shared memory for each rank of a node, and a lock that says who is alive.
+"""The node board: a slot of shared memory for each rank of a node, and a lock that shows whether the rank is alive.
 
-A rank writes into its own slot alone: where it is, four times a second and from a thread; and when it waits for long, gives
-a group up, or leaves. The others read it whatever its owner does, also from a thread that must not call MPI. What is read
-is checked by its CRC, so that nothing depends on the order in which another core's stores are seen.
+A rank writes into its own slot only: its place, four times a second and from a thread, and when it waits for long, gives a group
+up, or leaves. Other ranks read it whatever the owner does, also from a thread that must not call MPI. A CRC checks what is
+read, so nothing depends on the order in which another core's stores become visible.
 
-Who is alive is told by a record lock on the file: the kernel drops it when the process is gone, whatever ended it, where
-asking for a process id fails on zombies, across containers and when ids are used again (fcntl(2), "record locks").
+A record lock on the file shows whether a rank is alive: the kernel drops it when the process ends, whatever ended it. A process
+id would fail for zombies, across containers, and when ids are used again (fcntl(2), "record locks").
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _AREAS = {
 }
 
 ENDED_FOR = 1.5
-"""Seconds after which a rank that a signal ends counts as dead: as a rule the same signal ends the others, too."""
+"""Seconds after which a rank that a signal ends counts as dead: as a rule the same signal ends the other ranks, too."""
 
 
 class NodeBoard:
     """The slots of the ranks of one node; ranks are those of the base communicator.
 
     Attributes:
-        ranks: the ranks of this node, this one among them.
+        ranks: the ranks of this node, this rank included.
         me: this rank.
     """
 
@@ -63,7 +63,7 @@ class NodeBoard:
         self._put(_STATUS, _THERE)
 
     def wait_through(self, descriptor: int) -> None:
-        """Take the descriptor through which :meth:`await_death` waits; it is never closed while the lock is held."""
+        """Set the descriptor through which :meth:`await_death` waits; it stays open as long as the lock."""
         self._second = descriptor
 
     def _put(self, at: int, value: int) -> None:
@@ -74,7 +74,7 @@ class NodeBoard:
         return value
 
     def write(self, area: str, data: bytes) -> bool:
-        """Put ``data`` into an area of this rank's slot (b"": nothing); return whether there was room."""
+        """Write ``data`` to an area of this rank's slot (b"" empties it); return whether there was room."""
         at, room = _AREAS[area]
         at += self._mine
         fits = len(data) + _HEAD.size <= room
@@ -86,7 +86,7 @@ class NodeBoard:
         return fits
 
     def read(self, rank: int, area: str) -> bytes:
-        """Return what stands in an area of a rank's slot; b"" when there is nothing, or it is just being written."""
+        """Return the contents of an area of a rank's slot; b"" if it is empty, or is just being written."""
         at, room = _AREAS[area]
         at += self._place[rank] * SLOT_BYTES
         length, crc = _HEAD.unpack_from(self._memory, at)
@@ -96,16 +96,16 @@ class NodeBoard:
         return data if zlib.crc32(data) == crc else b""
 
     def write_state(self, data: bytes) -> None:
-        """Put another state of this rank into its slot: what it waits in, for those who search for deadlocks."""
-        self.write("state", data)  # one without room is as one that does not answer
+        """Write a changed state of this rank, for searches for deadlocks."""
+        self.write("state", data)  # if there is no room, the rank counts as one that does not answer
         self._put(_CHANGED, time.monotonic_ns())
 
     def changed(self) -> int:
-        """Return when a rank of this node last wrote another state (``time.monotonic_ns``)."""
+        """Return when a rank of this node last wrote a changed state (``time.monotonic_ns``)."""
         return max(self._word(rank, _CHANGED) for rank in self.ranks)
 
     def waiting_below(self, since: int = 0) -> int:
-        """Return how many lower ranks of this node have a state there, confirmed since then (``time.monotonic_ns``)."""
+        """Return how many lower ranks of this node have a state that was confirmed since then (``time.monotonic_ns``)."""
         return sum(rank < self.me and self._has_state(rank) and self.confirmed(rank) >= since for rank in self.ranks)
 
     def _has_state(self, rank: int) -> bool:
@@ -113,15 +113,15 @@ class NodeBoard:
         return length > 0
 
     def confirm(self, when: int) -> None:
-        """Say that this rank's state was what stands there at a moment (``time.monotonic_ns``)."""
+        """Confirm that this rank's state was the written one at a time (``time.monotonic_ns``)."""
         self._put(_CONFIRMED, when)
 
     def confirmed(self, rank: int) -> int:
-        """Return when a rank last said so, on the clock of ``time.monotonic_ns`` (one for all processes of a node)."""
+        """Return the time for which a rank last confirmed its state, on ``time.monotonic_ns`` (one clock for a node)."""
         return self._word(rank, _CONFIRMED)
 
     def searching(self) -> None:
-        """Say that this rank searches now."""
+        """Record that this rank searches now."""
         self._put(_SEARCHED, time.monotonic_ns())
 
     def searched(self, rank: int) -> int:
@@ -129,12 +129,12 @@ class NodeBoard:
         return self._word(rank, _SEARCHED)
 
     def write_place(self, site: str, op: str = "", last: str = "") -> None:
-        """Write down where this rank is just now, and its last call (see :class:`Place`)."""
+        """Write where this rank is now, and its last call (see :class:`Place`)."""
         words = (site.encode()[-420:], op.encode()[:60], last.encode()[-420:])
         self.write("place", _WORD.pack(time.monotonic_ns()) + b"\0".join(words))
 
     def place(self, rank: int) -> Place:
-        """Return what a rank last wrote down."""
+        """Return the place that a rank last wrote."""
         data = self.read(rank, "place")
         if len(data) < _WORD.size:
             return Place()
@@ -143,37 +143,37 @@ class NodeBoard:
         return Place((time.monotonic_ns() - when) / 1e9, site, op, last)
 
     def leave(self, *, ends_job: bool = False) -> None:
-        """Say that this rank ends in an orderly way; and that it ends the job, so that the launcher will kill the others."""
+        """Record that this rank ends in an orderly way, and whether it ends the job: then the launcher kills the other ranks."""
         self._put(_STATUS, _ENDS_JOB if ends_job else _LEFT)
 
     def end(self) -> None:
-        """Say that a signal ends this rank."""
+        """Record that a signal ends this rank."""
         self._put(_SINCE, time.monotonic_ns())
         self._put(_STATUS, _ENDED)
 
     def ended(self, rank: int) -> bool:
-        """Whether a rank has said that a signal ends it."""
+        """Return whether a rank has recorded that a signal ends it."""
         return self._word(rank, _STATUS) == _ENDED
 
     def orderly(self, rank: int) -> bool:
-        """Whether a rank has ended in an orderly way."""
+        """Return whether a rank has ended in an orderly way."""
         return self._word(rank, _STATUS) in (_LEFT, _ENDS_JOB)
 
     def ends_job(self) -> bool:
-        """Whether a rank of this node has ended the job: the launcher ends the others then."""
+        """Return whether a rank of this node has ended the job: then the launcher ends the other ranks."""
         return any(self._word(rank, _STATUS) == _ENDS_JOB for rank in self.ranks)
 
     def report(self) -> None:
-        """Say that this rank has reported where the ranks of this node are."""
+        """Record that this rank has reported where the ranks of this node are."""
         self._put(_REPORTED, time.monotonic_ns())
 
     def reported(self, within: float) -> bool:
-        """Whether a rank has done so within these last seconds."""
+        """Return whether a rank has reported within the last ``within`` seconds."""
         since = time.monotonic_ns() - int(within * 1e9)
         return any(self._word(rank, _REPORTED) > since for rank in self.ranks)
 
     def dead(self) -> list[int]:
-        """Return the ranks of this node whose process is gone without having said so, or was ended by a signal a while ago."""
+        """Return the ranks of this node whose process has ended without a record, or was ended by a signal a while ago."""
         return [rank for rank in self.ranks if rank != self.me and not self._lives(rank)]
 
     def _lives(self, rank: int) -> bool:
@@ -184,21 +184,21 @@ class NodeBoard:
         return kind != fcntl.F_UNLCK or not self._may_die(rank)
 
     def _may_die(self, rank: int) -> bool:
-        """Whether the end of a rank's process would be news."""
+        """Return whether the end of a rank's process would mean that the rank is dead."""
         status = self._word(rank, _STATUS)
         ended_at = self._word(rank, _SINCE)
         return status == _THERE or (status == _ENDED and time.monotonic_ns() - ended_at > ENDED_FOR * 1e9)
 
     def await_death(self) -> int:
-        """Return the rank after this one on the node when its process is gone without a word; -1 when none will be.
+        """Wait until the next rank of the node dies, and return that rank; -1 if none will.
 
-        Blocks, for a thread of its own: the kernel wakes it the moment the process is gone, before a launcher can have
-        ended this one because of it. A rank that ends in an orderly way is followed by the next. When one has ended the job,
-        it is the launcher that kills the others: that is no news.
+        It blocks, for a thread of its own. The kernel wakes it the moment the process ends, before a launcher can have ended
+        this process because of it. If the next rank ends in an orderly way, wait for the rank after it. If a rank has ended
+        the job, the launcher kills the other ranks: these deaths are not returned.
         """
         here = self.ranks.index(self.me)
         for rank in (*self.ranks[here + 1 :], *self.ranks[:here]):
-            # Waiting by a lock of the open file, for which the kernel does not look for cycles; these would be one.
+            # A lock of the open file: the kernel looks for no cycles among these. The waits of all ranks are a cycle.
             question = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, self._place[rank], 1, 0)
             fcntl.fcntl(self._second, fcntl.F_OFD_SETLKW, question)
             answer = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, self._place[rank], 1, 0)
@@ -210,7 +210,7 @@ class NodeBoard:
         return -1
 
     def close(self) -> None:
-        """Give the memory back; the lock goes with it."""
+        """Release the memory, and the lock with it."""
         if self._word(self.me, _STATUS) == _THERE:
             self.leave()
         self._memory.close()
@@ -220,9 +220,9 @@ class NodeBoard:
 
 
 def make_node_board(node: MPI.Comm, me: int, ranks: tuple[int, ...]) -> NodeBoard | None:
-    """Make the slots of a node; None, on all its ranks alike, where shared memory cannot be had.
+    """Make the node board; None, on all ranks of the node, if there is no shared memory.
 
-    Called by all ranks of ``node``, which are known to (it uses blocking MPI calls).
+    All ranks of ``node`` must be known to call it: it makes blocking MPI calls.
 
     Args:
         node: the ranks of one node.

@@ -18,7 +18,7 @@ from mpicoll.diagnosis.board import Board, Exit, Failure
 from mpicoll.diagnosis.call import Call, fingerprint
 from mpicoll.diagnosis.deadlock import Wait
 from mpicoll.diagnosis.deadlock_search import catch_up, search
-from mpicoll.diagnosis.job_state import note_waits, place_of, seen_ago, waits_by_thread
+from mpicoll.diagnosis.job_state import note_waits, place_of, seen_ago
 from mpicoll.diagnosis.membership import Membership
 from mpicoll.diagnosis.report.entries import Entry, Runs, Table, entry_of, holds, join, runs_of, table_of
 from mpicoll.diagnosis.report.report import Report, show
@@ -34,7 +34,7 @@ from mpicoll.errors import (
 )
 from mpicoll.runtime import waiting
 
-MOST_PLACES = 6  # rows of a report for each way to be missing: so they all fit into its table
+MOST_PLACES = 6  # rows of a report for each way to be missing: so all rows fit into the table
 EXPLAINED_WITHIN = 3.0
 VERDICT_WITHIN = 2.0
 
@@ -43,7 +43,7 @@ DOOMED_AFTER = 0.1
 
 
 class CallWait:
-    """What one wait on a group is for: its limit, who can never come, and what to say when it is over."""
+    """Wait policy of one call on a group."""
 
     __slots__ = (
         "_wait",
@@ -61,20 +61,20 @@ class CallWait:
     )
 
     AFTERWARDS = BROKEN
-    """What holds when it has ended without success."""
+    """What the error says about the group after the wait has failed."""
 
     def __init__(self, group: Membership, call: Call, limit: float, peer: int | None = None, tag: int = 0) -> None:
         self.group = group
         self.call = call
         self.limit = limit
-        self.peer = peer  # global rank this point-to-point call waits for; None: all members; -1: any source
+        self.peer = peer  # global rank that this point-to-point call waits for; None: all members; -1: any source
         self.tag = tag
         self.stall_warn = job_state.job().settings.stall_warn
         self.began = time.time()
-        self.looks = 0  # times that it was found not to be over
-        self.noted = False  # the ranks of this node can read that this one waits
+        self.looks = 0  # number of tests after which the wait was not over
+        self.noted = False  # the wait stands on the node board
         self.verdict_until = 0.0
-        self.origin: int | None = None  # the failed rank because of which it ends
+        self.origin: int | None = None  # the failed rank that ends the wait
         self._wait: Wait | None = None
 
     def describe(self) -> str:
@@ -83,7 +83,7 @@ class CallWait:
         return f"{self.call.describe()} on group {self.group.display}{number} at {self.call.site}"
 
     def check(self, waited: float) -> BaseException | None:
-        """Return an error when this wait can never end."""
+        """Return an error if this wait can never end."""
         self.looks += 1
         known = job_state.current()
         if known is None:
@@ -92,11 +92,11 @@ class CallWait:
         self.note()
         search.look_for_dead(board, waited)
         if self.call.explaining and waited < EXPLAINED_WITHIN:
-            return None  # members that have told everything raise, and end, before others have read it
+            return None  # members that have posted their calls raise, and may end before other members have read them
         return search.verdict(board) or self.ended(board, waited) or search.look(waited)
 
     def ended(self, board: Board, waited: float) -> BaseException | None:
-        """Return an error when somebody who is needed has failed, has ended, or gave the group up; or this rank has failed."""
+        """Return an error if a needed rank, or this rank, has failed, if a needed rank has ended, or if one gave the group up."""
         if job_state.doomed and waited > DOOMED_AFTER:
             return GroupBrokenError(
                 f"{self.describe()}: this rank has failed ({job_state.doomed}), so nobody makes this call with it"
@@ -105,7 +105,7 @@ class CallWait:
         for failure in tuple(board.failed.values()):
             if failure.rank in self.group.ranks or failure.rank not in board.announced:
                 if gone and failure.what.startswith(PeerExitedError.__name__):
-                    continue  # it failed since somebody is gone, as this wait does
+                    continue  # it failed because a rank is gone, like this wait
                 self.origin = failure.rank
                 return self.because_failed(failure, waited)
         if gone:
@@ -119,7 +119,7 @@ class CallWait:
         return None
 
     def _verdict_comes(self, board: Board) -> bool:
-        """Whether the group was given up for a certificate that names this rank, too: it comes from another one."""
+        """Return whether the group was given up for a certificate that names this rank, too: the certificate will arrive."""
         if not holds(board.certain.get(self.group.group_name, ()), board.rank):
             return False
         now = time.monotonic()
@@ -128,20 +128,20 @@ class CallWait:
 
     def because_failed(self, failure: Failure, waited: float) -> PeerFailedError:
         """Return the error of a wait that cannot end because a rank has failed."""
-        told = self._report(peer_failed, [failed_entry(failure)], waited)
-        error = PeerFailedError(told.text(job_state.job().world.rank(), MESSAGE_WIDTH))
-        told.put_on(error)
+        report = self._report(peer_failed, [failed_entry(failure)], waited)
+        error = PeerFailedError(report.text(job_state.job().world.rank(), MESSAGE_WIDTH))
+        report.put_on(error)
         return error
 
     def because_exited(self, exits: list[Exit], waited: float) -> PeerExitedError:
         """Return the error of a wait that cannot end because ranks have ended."""
-        told = self._report(peer_exited, [self._end(exit_) for exit_ in exits], waited)
-        error = PeerExitedError(told.text(job_state.job().world.rank(), MESSAGE_WIDTH))
-        told.put_on(error)
+        report = self._report(peer_exited, [self._end(exit_) for exit_ in exits], waited)
+        error = PeerExitedError(report.text(job_state.job().world.rank(), MESSAGE_WIDTH))
+        report.put_on(error)
         return error
 
     def _end(self, exit_: Exit) -> Entry:
-        """Return what a rank did that has left, with its last call on the group."""
+        """Return what a rank that has ended did, with its last call on the group."""
         name = self.meets()[0]
         what = exit_.describe(name if self.peer is None and name == self.group.group_name else None)
         op, _, site = exit_.last.get(self.group.group_name, "").rpartition(" at ")
@@ -149,31 +149,31 @@ class CallWait:
         return Entry(ranks, op, site=site, state="exited", problem=what.partition(", the last ")[0])
 
     def _report(
-        self, kind: Callable[[Entry, str, Runs, Table, str], Report], said: list[Entry], waited: float
+        self, kind: Callable[[Entry, str, Runs, Table, str], Report], causes: list[Entry], waited: float
     ) -> Report:
-        """Return the report of a call that cannot complete, because of what ``said`` tells."""
+        """Return the report of a call that cannot complete because of ``causes``."""
         mine = entry_of(self.call, job_state.job().world.rank())
-        gone = join(run for entry in said for run in entry.ranks)
+        gone = join(run for entry in causes for run in entry.ranks)
         waits = [Entry(mine.ranks, state="waits", waited=(waited, waited)), *self._beside(mine, gone)]
         members = runs_of(self.meets()[1])
-        return kind(mine, self.group.display, members, table_of([*said, *waits]), self.AFTERWARDS)
+        return kind(mine, self.group.display, members, table_of([*causes, *waits]), self.AFTERWARDS)
 
     def meets(self) -> tuple[str, tuple[int, ...], int]:
-        """Return the group whose ranks all have to come to this call, these ranks, and its number there."""
+        """Return the name of the group whose ranks must all make this call, these ranks, and the number of the call."""
         return self.group.group_name, self.group.ranks, self.call.seq
 
     def came(self) -> set[int]:
-        """Return ranks that are known to have come to it, whatever they do now."""
+        """Return ranks that are known to have made this call, whatever they do now."""
         return set()
 
     def note(self) -> None:
-        """Write down for the ranks of this node which collectives this one waits in, once; it costs some microseconds."""
+        """Write the collectives that this rank waits in to the node board, once; it takes some microseconds."""
         if not self.noted:
             self.noted = True
             note_waits()
 
     def _beside(self, mine: Entry, gone: Runs) -> list[Entry]:
-        """Return those ranks of this node, but ``gone``, that wait in this collective, or left it for the same reason."""
+        """Return the ranks of this node, without ``gone``, that wait in this collective, or left it for the same reason."""
         slots, (name, ranks, seq) = job_state.job().board.slots, self.meets()
         if slots is None or self.peer is not None:
             return []
@@ -192,7 +192,7 @@ class CallWait:
         return found
 
     def as_wait(self) -> Wait:
-        """Return this wait as a search for deadlocks sees it."""
+        """Return this wait in the form that a search for deadlocks reads."""
         if self._wait is None:
             me = self.group.ranks[self.group.rank()]
             sending = self.peer is not None and self.call.op in ("send", "isend")
@@ -231,34 +231,34 @@ class CallWait:
         return bool(exit_.sent_on(name) <= received)
 
     def stalled(self, waited: float) -> None:
-        """Say who is missing: once a job, by the lowest rank that waits."""
-        arrived, told = self._told(waited)
+        """Print which ranks are missing: once a job, on the lowest rank that waits."""
+        arrived, report = self._ask(waited)
         if all(rank > job_state.job().world.rank() for rank in arrived):
-            show(told, width=MESSAGE_WIDTH, before="mpicoll: ")
+            show(report, width=MESSAGE_WIDTH, before="mpicoll: ")
 
     def timed_out(self, waited: float) -> BaseException:
-        """Return the error for a wait that passed its limit, naming who is late and where."""
-        _, told = self._told(waited, over=True)
-        error = CollectiveTimeoutError(told.text(job_state.job().world.rank(), MESSAGE_WIDTH))
-        told.put_on(error)
+        """Return the error of a wait that passed its limit, with the ranks that are late and their places."""
+        _, report = self._ask(waited, over=True)
+        error = CollectiveTimeoutError(report.text(job_state.job().world.rank(), MESSAGE_WIDTH))
+        report.put_on(error)
         return error
 
     def withdraw(self, reason: BaseException) -> None:
         """Withdraw: mark the group broken and tell its members."""
         text = in_one_line(reason) or type(reason).__name__
         known = job_state.current()
-        heard = False
+        informed = False
         if isinstance(reason, PeerFailedError) and known is not None:
-            if self.origin is not None:  # only now: where the call has come to its end after all, nothing is raised
+            if self.origin is not None:  # only now: if the call completes after all, nothing is raised
                 known.board.announced.add(self.origin)
                 known.board.post("handling", None, [known.board.origin(self.origin)])
             for group in tuple(known.groups.values()):
                 if any(rank in group.ranks for rank in known.board.failed):
                     group.give_up(text)
-                    heard = heard or group is self.group
-        # The failed rank may be no member: the others here do not learn from it that this rank has left their call.
+                    informed = informed or group is self.group
+        # The failed rank may be no member: then its failure does not tell the members that this rank has left their call.
         self.group.give_up(f"rank {self.group.ranks[self.group.rank()]} gave up: {text}")
-        if heard or isinstance(reason, GroupBrokenError) or known is None:
+        if informed or isinstance(reason, GroupBrokenError) or known is None:
             return
         known.board.withdrawn.setdefault(self.group.group_name, (known.board.rank, text))
         if known.board.slots is not None:
@@ -267,8 +267,8 @@ class CallWait:
         certain = reason.report.members if isinstance(reason, DeadlockError) and reason.report is not None else ()
         known.board.post("withdrawn", (self.group.group_name, text, certain), self.group.ranks)
 
-    def _told(self, waited: float, over: bool = False) -> tuple[list[int], Report]:
-        """Ask the others where they are; return who has come to the call, too, and the report."""
+    def _ask(self, waited: float, over: bool = False) -> tuple[list[int], Report]:
+        """Ask other ranks where they are; return the ranks that have made the call, too, and the report."""
         board, (name, members, seq) = job_state.job().board, self.meets()
         wanted = members if self.peer is None or self.peer < 0 else (self.peer,)
         answers, came = board.ask(name, wanted), self.came()
@@ -294,7 +294,7 @@ class CallWait:
             Entry(runs_of(arrived), state="waits", waited=(waited, waited)),
         ]
         mine = entry_of(self.call, board.rank)
-        told = time_limit(
+        report = time_limit(
             mine,
             self.group.display,
             runs_of(members),
@@ -305,22 +305,22 @@ class CallWait:
             behind=None if self.call.come is None else not self.call.come(),
             closing=self.AFTERWARDS,
         )
-        return arrived[1:], told
+        return arrived[1:], report
 
 
 def _largest(entries: list[Entry], rest: Entry) -> list[Entry]:
-    """Return what most of the ranks say, in at most ``MOST_PLACES`` entries, and who says something else as ``rest``."""
+    """Return the answers of most ranks, at most ``MOST_PLACES`` different ones, and the ranks with other answers as ``rest``."""
     rows: dict[tuple[Any, ...], list[Entry]] = {}
     for entry in entries:
         rows.setdefault(entry.content(), []).append(entry)
     alike = sorted(rows.values(), key=len, reverse=True)
     others = [run for row in alike[MOST_PLACES:] for entry in row for run in entry.ranks]
-    kept = [entry for row in alike[:MOST_PLACES] for entry in row]
-    return [*kept, replace(rest, ranks=join(others))] if others else kept
+    listed = [entry for row in alike[:MOST_PLACES] for entry in row]
+    return [*listed, replace(rest, ranks=join(others))] if others else listed
 
 
 def _needs(call: Call, me: int, level: str) -> tuple[int, ...] | None:
-    """Return whom a call that makes no round needs; None: all members. A root that sends to all waits for nobody."""
+    """Return the ranks that a call without a round needs; None: all members. A root that sends to all members needs none."""
     if level == "full" or not call.passes:
         return None
     named = dict(part for part in call.key if isinstance(part, tuple) and len(part) == 2)
@@ -342,10 +342,11 @@ def failed_entry(failure: Failure) -> Entry:
 
 
 def local_wait(test: Callable[[], bool], policy: CallWait) -> None:
-    """Wait, and be found waiting by those who ask."""
+    """Wait, with the wait on record for ranks that ask."""
     ident = threading.get_ident()
-    outer = waits_by_thread.get(ident)
-    waits_by_thread[ident] = policy
+    waits = job_state.job().waits
+    outer = waits.get(ident)
+    waits[ident] = policy
     search.epoch += 1
     over = False
     try:
@@ -354,10 +355,10 @@ def local_wait(test: Callable[[], bool], policy: CallWait) -> None:
     finally:
         search.epoch += 1
         if outer is None:
-            del waits_by_thread[ident]
+            del waits[ident]
         else:
-            waits_by_thread[ident] = outer
-        if search.published is not None:
-            search.unpublish()
-        if over and policy.noted:  # else it stays for those who leave the call after this rank
+            waits[ident] = outer
+        if search.written is not None:
+            search.erase()
+        if over and policy.noted:  # else it stays for ranks that leave the call after this rank
             note_waits()

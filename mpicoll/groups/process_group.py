@@ -9,7 +9,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from mpicoll.diagnosis.membership import Membership, Turn, count
+from mpicoll.diagnosis.membership import Membership, OpenBlock, count
 from mpicoll.errors import GroupBrokenError
 from mpicoll.runtime.mpi_library import retain_for_ever
 from mpicoll.transports.mpi.envelope import Told
@@ -107,7 +107,7 @@ class ProcessGroup(Membership):
         super().__init__(name, display or name, pair.ranks, rank, timeout, level, pair.receiver, pair.agreement.order)
         self.group_desc = desc or "undefined"
         self.pair = pair
-        self.turn: Turn | None = None  # what keeps its collectives out: a block that one rank runs first
+        self.turn: OpenBlock | None = None  # what keeps its collectives out: a block that one rank runs first
         self.stopping: Stopping | None = None  # what answers signals on it, on all members alike
         self.lock = threading.RLock()  # held through a collective: one at a time on a group
         self.posting = threading.Lock()  # held while a message is posted: other threads may send during a collective

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from mpicoll.diagnosis import job_state
 from mpicoll.diagnosis.job_state import JobState
-from mpicoll.diagnosis.membership import Turn
+from mpicoll.diagnosis.membership import OpenBlock
 from mpicoll.groups.process_group import ProcessGroup
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class JobWithGroups(JobState):
     secret: bytes = b""
     node: ProcessGroup | None = None
     leaders: ProcessGroup | None = None
-    blocks: list[Turn] = field(default_factory=list)
+    blocks: list[OpenBlock] = field(default_factory=list)
 
 
 class _Default:

@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from mpicoll.groups import registry
 from mpicoll.launch.environment import local_rank_hint
 from mpicoll.memory.device import runtime as device_runtime
+from mpicoll.runtime.settings import warn_caller
 
 Chosen = tuple[str, int]
-"""The bus address of the GPU that a rank has selected, "" where it has not, and how many GPUs it sees."""
+"""The bus address of the GPU that a rank has selected ("": none), and the number of GPUs that it sees."""
 
 _chosen: Chosen = "", 0
 
 
 def chosen() -> Chosen:
-    """Return what this process has selected."""
+    """Return the GPU that this process has selected."""
     return _chosen
 
 
 def select_device(device: Any = None) -> int:
-    """Make a GPU this rank's own: the current device of CuPy, and of torch where it has been imported.
+    """Select this rank's GPU: the current device of CuPy, and of torch if that was imported.
 
-    Called by each rank for itself, before :func:`mpicoll.init_process_group` or after it. It talks to nobody.
+    Each rank calls it by itself, before :func:`mpicoll.init_process_group` or after it. It does not communicate.
 
     Args:
-        device: its number among those that this rank sees, or ``"cuda:1"``, a ``torch.device`` or a ``cupy.cuda.Device``. By
-            default the local rank modulo the number of those that this rank sees: where it sees one, that one.
+        device: its number among the GPUs that this rank sees, or ``"cuda:1"``, a ``torch.device`` or a ``cupy.cuda.Device``. By
+            default the local rank modulo the number of GPUs that this rank sees: if it sees one GPU, that one.
 
     Returns:
         The number of the device.
@@ -39,8 +39,8 @@ def select_device(device: Any = None) -> int:
         ValueError: there is no such device.
         TypeError: it names no device of CUDA.
 
-    Of ranks that have called it before ``init_process_group`` that one warns when several of a node share a GPU while others are
-    idle. A device is current for the thread that called this, as with CUDA itself.
+    If ranks have called it before ``init_process_group``, that function warns if ranks of a node share a GPU while GPUs are
+    idle. The device is current for the calling thread, as in CUDA.
 
     Source: torch.cuda.set_device; cupy.cuda.Device.use.
     """
@@ -80,7 +80,7 @@ def _number(device: Any) -> int:
 
 
 def idle_while_shared(devices: Sequence[Chosen], node_of: Sequence[int], hosts: Sequence[str]) -> list[tuple[int, str]]:
-    """Return for each node of which ranks share a GPU while others are idle the lowest such rank, and a warning.
+    """Return the lowest rank that shares a GPU, and a warning, for each node with idle GPUs.
 
     Args:
         devices: of each rank of the world.
@@ -107,7 +107,7 @@ def idle_while_shared(devices: Sequence[Chosen], node_of: Sequence[int], hosts: 
 
 
 def warn_of_sharing(rank: int, devices: Sequence[Chosen], node_of: Sequence[int], hosts: Sequence[str]) -> None:
-    """Warn on one rank of each node of which ranks share a GPU while others are idle."""
-    for teller, text in idle_while_shared(devices, node_of, hosts):
-        if teller == rank:
-            warnings.warn(text, UserWarning, stacklevel=3)
+    """Warn, on one rank of each node, if ranks share a GPU while GPUs are idle."""
+    for reporter, text in idle_while_shared(devices, node_of, hosts):
+        if reporter == rank:
+            warn_caller(text)

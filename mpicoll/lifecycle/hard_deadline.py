@@ -1,8 +1,8 @@
-"""Ends the process when a call into C that keeps the interpreter to itself takes too long.
+"""End the process if a call into C that holds the interpreter lock takes too long.
 
-No thread and no handler of Python's runs then. faulthandler.dump_traceback_later would, but there is one of it in a process,
-and it is the program's, or its test runner's. So a timer of our own (timer_create(2)) sends a real-time signal that nobody
-uses. On it faulthandler writes down where all threads are, from C, before it takes its default effect.
+No Python thread and no Python handler runs then. faulthandler.dump_traceback_later would, but a process has only one, which
+belongs to the program or its test runner. So a timer of our own (timer_create(2)) sends an unused real-time signal.
+faulthandler prints the stacks of all threads on it, from C, before the signal has its default effect.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Times(ctypes.Structure):
 
 
 def _library() -> Any:
-    """Return the library that has timers, or None: the C library of Linux, or librt beside it before glibc 2.34."""
+    """Return the library that has timers, or None: the C library of Linux, or librt before glibc 2.34."""
     if sys.platform != "linux":
         return None
     for name in (None, "librt.so.1"):
@@ -63,7 +63,7 @@ def _free_signal() -> int | None:
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """End the process, and write the stacks of all threads to its standard error, unless the block ends in time."""
+    """End the process, and print the stacks of all threads to stderr, unless the block ends in time."""
     seconds = min(seconds, _LONGEST)
     with ExitStack() as undo:
         start = _timer(seconds, undo)
@@ -74,10 +74,10 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def afterwards(seconds: float) -> None:
-    """Give what runs when the interpreter is gone so many seconds; then the process is ended, without a word.
+    """End the process without a message ``seconds`` after the interpreter is gone, if it still runs.
 
-    That is what libraries do at exit(3), MPI_Abort by mpi4py among them. Python's own exit handlers have all the time they want.
-    The first call counts.
+    Libraries run code at exit(3), for example MPI_Abort by mpi4py. The time of Python's own exit handlers does not count. The
+    first call counts.
     """
     if hasattr(sys, "_mpicoll_afterwards"):
         return
@@ -89,7 +89,7 @@ def afterwards(seconds: float) -> None:
 
 
 class _Afterwards:
-    """Starts the timer when Python clears the ``sys`` module, which it does last: it holds all that it needs."""
+    """Starts the timer when Python clears the ``sys`` module, the last one; so it refers to all that it needs."""
 
     def __init__(self, start: Callable[[], int]) -> None:
         self.start = start
@@ -99,7 +99,7 @@ class _Afterwards:
 
 
 def _timer(seconds: float, undo: ExitStack) -> Callable[[], int] | None:
-    """Make a timer of our own and return what starts it (0 if well), or None where this machine has them not."""
+    """Make a timer, and return the function that starts it (0: success), or None if this machine has none."""
     library, number = _library(), _free_signal()
     if library is None or number is None:
         return None

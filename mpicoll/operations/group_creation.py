@@ -11,7 +11,6 @@ from typing import Any, Protocol
 from mpicoll.diagnosis.call import Call, compress_ranks, name_ranks
 from mpicoll.diagnosis.deadlock import Wait
 from mpicoll.diagnosis.deadlock_search import search
-from mpicoll.diagnosis.job_state import joined
 from mpicoll.diagnosis.report.entries import Entry, entry_of
 from mpicoll.diagnosis.report.report import with_calls
 from mpicoll.diagnosis.wait_policy import CallWait, local_wait
@@ -262,9 +261,10 @@ def _gather_and_tell(patience: _JoinWait, words: _Words) -> dict[int, _Words]:
     gone = patience.given_up()
     if gone is not None:
         raise gone
-    while len(joined) >= MOST_JOINED:
-        del joined[next(iter(joined))]
-    joined[name] = 1
+    meetings = state().meetings
+    while len(meetings) >= MOST_JOINED:
+        del meetings[next(iter(meetings))]
+    meetings[name] = 1
     others = [rank for rank in patience.members if rank != board.rank]
     if board.rank != leader:
         board.post("join", (name, words), [leader])

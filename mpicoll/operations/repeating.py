@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from mpicoll.checks.agreement import is_usual
 from mpicoll.checks.levels import EVERY
-from mpicoll.diagnosis.call import Call, Kept, fingerprint
+from mpicoll.diagnosis.call import Call, MadeFields, fingerprint
 from mpicoll.diagnosis.job_state import hopeless
 from mpicoll.diagnosis.wait_policy import CallWait, local_wait
 from mpicoll.errors import AGREED, CollectiveMismatchError
@@ -288,7 +288,7 @@ def _end_large(
     number: int,
     made_round: Any,
     print_: int,
-    made: list[Kept],
+    made: list[MadeFields],
 ) -> None:
     """Go on with a large call whose round is posted."""
     order = group.pair.agreement.order
@@ -368,7 +368,7 @@ def _repeat_uncompared(group: ProcessGroup, known: Repeated, move: Movement, fra
     plan.finish(move)
 
 
-def _print_again(group: ProcessGroup, known: Repeated, frame: FrameType) -> tuple[int, list[Kept]]:
+def _print_again(group: ProcessGroup, known: Repeated, frame: FrameType) -> tuple[int, list[MadeFields]]:
     """Return what the round of a call that is made again compares, and the calls since the last comparison."""
     if group.level == "roll" and not group.pair.agreement.channel.carries_data:
         _note_again(group, known, frame)

@@ -1,7 +1,7 @@
-"""What MPI may go on to use after a call was given up: kept for good, since it may write there at any time.
+"""Facts of the MPI library, and memory that it may write at any time after a call was given up: retained for ever.
 
-A signal handler of the program's may raise between any two lines of the library: just after MPI was given a buffer, and
-before there is anything that has hold of it.
+A signal handler of the program may raise between any two lines of the library: just after MPI has received a buffer, and before
+any object refers to that buffer.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from typing import Any
 
 from mpicoll.runtime.call_site import PACKAGE
 
-_kept: list[Any] = []
+_retained: list[Any] = []
 
 
 def retain_for_ever(*things: Any) -> None:
-    """Keep these for good."""
-    _kept.extend(things)
+    """Refer to objects for ever."""
+    _retained.extend(things)
 
 
 def retain_frames(error: BaseException) -> None:
-    """Keep what the functions of this package held that an exception has gone through so far."""
+    """Refer for ever to the locals of all frames of this package that an exception has passed."""
     trace: TracebackType | None = error.__traceback__
     while trace is not None:
         frame = trace.tb_frame
         if frame.f_code.co_filename.startswith(PACKAGE):
-            _kept.append(list(frame.f_locals.values()))
+            _retained.append(list(frame.f_locals.values()))
         trace = trace.tb_next
 
 

@@ -1,13 +1,13 @@
-"""The progress thread: operations under way go on while the program computes (``MPICOLL_PROGRESS=thread``).
+"""The progress thread: progresses pending requests while the program computes (``MPICOLL_PROGRESS=thread``).
 
-Without it they go on where the library is waiting anyway, so most of the data of an asynchronous call moves in its ``wait``.
+Without it they progress in waits of the library only, so most of the data of an asynchronous call moves in its ``wait``.
 
-The thread does what a wait does with what is pending, and nothing else: it does not read what other ranks tell, looks at no
-limit, and counts neither as a thread of the program nor as waiting, so a rank that computes is no more blocked than without it.
-What an operation ends with is kept for its own ``wait``. While another thread begins to wait it stands back, since that one moves
-everything on.
+The thread progresses requests as a wait does, and nothing else. It reads no messages of the board and watches no limit. It counts
+neither as a thread of the program nor as waiting, so a rank that computes is no more blocked than without it. The error of
+a request is stored for its own ``wait``. If another thread has just begun to wait, it pauses, since that thread progresses
+all requests.
 
-It is started with the first operation, sleeps in a queue while nothing is under way, and is ended before MPI is.
+It is started with the first request, sleeps in a queue while none is pending, and is ended before MPI is finalised.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mpicoll.runtime import waiting
 from mpicoll.runtime.output import say
 
 NAME = "mpicoll-progress"
-"""Threads whose names begin with "mpicoll-" are none of the program's (``diagnosis.deadlock_search.describe_state``)."""
+"""Threads whose names begin with "mpicoll-" are not the program's (``diagnosis.deadlock_search.describe_state``)."""
 
 MOVING_NAP = 5e-5
 FIRST_NAP = 5e-5
@@ -34,15 +34,15 @@ STAND_BACK = 1e-3
 NAP_SHARE = 1 / 50
 MOST_AT_ONCE = 128
 ENDS_WITHIN = 2.0
-"""Seconds after which the thread is left alone: a callback of the program's runs in it, and does not return."""
+"""Seconds for which others wait for the thread: a callback of the program may run in it, and not return."""
 
 
 def nap(waited: float, moves: bool) -> float:
-    """Return the seconds to sleep until the next look.
+    """Return the seconds to sleep until the next poll.
 
     Args:
-        waited: seconds since something has last come to its end, or has been begun.
-        moves: data is on its way, which goes on in steps, one or a few a look.
+        waited: seconds since a request was last completed or started.
+        moves: a transfer is on its way, which takes steps, one or a few a poll.
     """
     if moves:
         return MOVING_NAP
@@ -50,28 +50,28 @@ def nap(waited: float, moves: bool) -> float:
 
 
 class Group(Protocol):
-    """The group of an operation."""
+    """The group of a request."""
 
     broken: str | None
 
 
 class Operation(Protocol):
-    """An operation that was issued and is not over."""
+    """A request that was started and is not over."""
 
     @property
     def done(self) -> bool:
-        """Whether it is over."""
+        """Whether the request is over."""
 
     @property
     def error(self) -> BaseException | None:
-        """What it has failed with."""
+        """The error of the request."""
 
     @property
     def group(self) -> Group:
-        """The group that it is on."""
+        """The group of the request."""
 
     def advance(self) -> bool:
-        """Move it on."""
+        """Progress the request; return whether it is over."""
 
 
 def _no_device() -> int | None:
@@ -87,12 +87,12 @@ _Queue = queue.SimpleQueue[tuple[_Ref, int | None] | None]
 
 
 class ProgressThread:
-    """The thread of one process, and what it has to move on (a waiting.BackgroundProgress).
+    """The progress thread of one process, and the requests that it progresses (a waiting.BackgroundProgress).
 
     Args:
-        stands_back: whether some other thread moves everything on just now.
-        current_device: returns the current device of the thread that calls it; None if the library has seen no array on one.
-        use_device: makes a device the current one of the thread that calls it.
+        stands_back: returns whether another thread progresses all requests now.
+        current_device: returns the current device of the calling thread; None if the library has seen no array on a device.
+        use_device: sets the current device of the calling thread.
     """
 
     def __init__(
@@ -103,28 +103,30 @@ class ProgressThread:
     ) -> None:
         self._stands_back = stands_back
         self._current_device, self._use_device = current_device, use_device
-        self._came: _Queue = queue.SimpleQueue()  # a signal handler may put into it, too
-        self._turn = threading.RLock()  # held while operations are looked at
+        self._started: _Queue = queue.SimpleQueue()  # a signal handler may put into it, too
+        self._polling = threading.RLock()  # locked while the thread progresses requests
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
         self._first = 0
 
     def begun(self, operation: Operation) -> None:
-        """Take over an operation that has been issued; never waits."""
-        # It goes, with its arrays, as soon as its wait is over. MPI may be handed memory of the program's current GPU.
+        """Add a request that was started; never wait."""
+        # By a weak reference: it goes, with its arrays, when its wait is over. MPI may get memory of the program's current GPU.
         device: int | None = None
-        with suppress(Exception):  # it has failed: told where its elements are needed
+        with suppress(Exception):  # the device has failed: raised where its elements are needed
             device = self._current_device()
-        self._came.put((weakref.ref(operation), device))
+        self._started.put((weakref.ref(operation), device))
         if self._thread is None and self._starting.acquire(blocking=False):
             try:
                 if self._thread is None:
                     self._over = threading.Event()
-                    thread = threading.Thread(target=self._run, args=(self._came, self._over), name=NAME, daemon=True)
+                    thread = threading.Thread(
+                        target=self._run, args=(self._started, self._over), name=NAME, daemon=True
+                    )
                     self._thread = thread
                     thread.start()
-            except RuntimeError as error:  # there are too many, or the interpreter is at its end
+            except RuntimeError as error:  # too many threads, or the interpreter is at its end
                 self._thread = waiting.progress_thread = None
                 say(f"mpicoll: MPICOLL_PROGRESS=thread has no effect: {error}\n")
             finally:
@@ -132,57 +134,57 @@ class ProgressThread:
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """Have it look at nothing meanwhile; where a callback of the program's keeps it busy that is not waited for long."""
-        held = self._turn.acquire(timeout=ENDS_WITHIN)
+        """Prevent progress by the thread inside the block; wait at most 2 s for a callback of the program in it."""
+        locked = self._polling.acquire(timeout=ENDS_WITHIN)
         try:
             yield
         finally:
-            if held:
-                self._turn.release()
+            if locked:
+                self._polling.release()
 
     def stop(self) -> None:
-        """End it, until an operation is begun again; what it has not moved to its end is left to waits."""
+        """End the thread, until a request is started again; waits complete what is pending."""
         thread = self._thread
         if thread is not None:
             self._over.set()
-            self._came.put(None)
-            self._came = queue.SimpleQueue()
+            self._started.put(None)
+            self._started = queue.SimpleQueue()
             if thread is not threading.current_thread() and thread.is_alive():
                 thread.join(ENDS_WITHIN)
             self._thread = None
 
-    def _run(self, came: _Queue, over: threading.Event) -> None:
-        under_way: list[_Ref] = []
+    def _run(self, started: _Queue, over: threading.Event) -> None:
+        pending: list[_Ref] = []
         device: int | None = None
         since = time.monotonic()
         while not over.is_set():
-            while not under_way or not came.empty():
-                new = came.get()
+            while not pending or not started.empty():
+                new = started.get()
                 if new is None:
                     return
                 since = time.monotonic()
-                under_way.append(new[0])
+                pending.append(new[0])
                 device = self._use(device, new[1])
             if self._stands_back():
                 time.sleep(STAND_BACK)
                 continue
-            with self._turn:
-                left = self._look(under_way)
+            with self._polling:
+                left = self._look(pending)
             now = time.monotonic()
-            if len(left) < len(under_way):
-                under_way, since = left, now
+            if len(left) < len(pending):
+                pending, since = left, now
             if left:
                 time.sleep(nap(now - since, now < waiting.transfers_until()))
 
     def _use(self, device: int | None, wanted: int | None) -> int | None:
-        """Make a device the current one of this thread, if it is another one than before; return it."""
+        """Set the current device of this thread if it differs from ``device``; return it."""
         if wanted is not None and wanted != device:
-            with suppress(Exception):  # it has failed: told where its elements are needed
+            with suppress(Exception):  # the device has failed: raised where its elements are needed
                 self._use_device(wanted)
         return device if wanted is None else wanted
 
     def _look(self, operations: list[_Ref]) -> list[_Ref]:
-        """Move operations on, where there are very many the first ones and some others in turn; return those that are left."""
+        """Progress requests, of very many the first ones and a window of the rest; return those that are not over."""
         looked = operations
         if len(operations) > MOST_AT_ONCE:
             half = MOST_AT_ONCE // 2
@@ -199,37 +201,37 @@ def _goes_on(operation: Operation | None) -> bool:
 
 
 def _advance(operation: Operation | None) -> None:
-    """Move an operation on; what it ends with is its own."""
+    """Progress a request; its error is its own."""
     if operation is None or operation.group.broken is not None:
         return
     try:
         operation.advance()
     except BaseException as error:
-        if operation.error is None:  # out of a callback of the program's that hangs on its future
+        if operation.error is None:  # of a callback of the program on its future
             threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, None)))
     if operation.done:
         waiting.drop(operation)
 
 
-_held = threading.local()
+_locked = threading.local()
 
 
 def _before_fork() -> None:
-    """Fork between two looks, so that nothing is left half done in the child."""
+    """Fork between two polls, so that no request is half progressed in the child."""
     thread = waiting.progress_thread
-    _held.by = (
-        thread._turn if isinstance(thread, ProgressThread) and thread._turn.acquire(timeout=ENDS_WITHIN) else None
+    _locked.by = (
+        thread._polling if isinstance(thread, ProgressThread) and thread._polling.acquire(timeout=ENDS_WITHIN) else None
     )
 
 
 def _after_fork() -> None:
-    if _held.by is not None:
-        _held.by.release()
-        _held.by = None
+    if _locked.by is not None:
+        _locked.by.release()
+        _locked.by = None
 
 
 def _in_child() -> None:
-    waiting.progress_thread = _held.by = None
+    waiting.progress_thread = _locked.by = None
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)

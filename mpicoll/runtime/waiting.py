@@ -1,11 +1,11 @@
-"""The one waiting loop: clock, back-off, limit, signals, stall notice, and progress of everything else that is pending.
+"""The only loop of the package that waits: clock, back-off, limit, signals, stall notice, progress of all pending requests.
 
-Nothing here knows MPI. A caller hands in ``test``, a function that makes progress and says whether the wait is over,
-and a :class:`WaitPolicy` that knows the limit and what to do when it passes.
+It needs no MPI. A caller passes ``test``, a function that makes progress and returns whether the wait is over, and a
+:class:`WaitPolicy` with the limit and the reactions.
 
-Back-off. Measured on two cores with five ranks beside a busy process, a loop that only yields costs 9 ms an operation,
-one that sleeps 0.1 ms costs 0.16 ms; and sleeping multiplies with the depth of the tree that a collective walks, so a
-sleep may only ever be a small part of the time already waited.
+Back-off: measured on two cores with five ranks beside a busy process, a loop that only yields takes 9 ms an operation, and a
+loop that sleeps 0.1 ms takes 0.16 ms. Sleeps add up along the depth of the tree of a collective. So a sleep is always a small
+part of the time already waited.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from mpicoll.errors import DistError
 from mpicoll.runtime.signals import Terminated, guard, shield
 
 STALL = 0.05
-"""Seconds after which a wait counts as stalled: posting times that spread more than this make members agree again."""
+"""Seconds after which a wait counts as stalled: if posting times spread by more than this, members agree again."""
 
 GIVE_UP_AFTER = 2 * STALL
-"""Seconds that a rank waits at least before it may withdraw from a call that it has posted."""
+"""Seconds that a rank waits at least before it withdraws from a call that it has posted."""
 
 SPIN_POLLS = 64
 YIELD_FOR = 0.02
@@ -33,14 +33,14 @@ MOST_SLEEP = 0.01
 SLEEP_SHARE = 1 / 500
 SERVICE_EVERY = 0.005
 TERMINATED_LOOKS = 0.05
-"""Seconds that a rank that such a signal has reached in a wait looks for another that has died, before it ends."""
+"""Seconds for which a rank looks for a dead rank, after a signal of ``signals.ENDING`` in a wait, before it ends."""
 SMALLEST_MOVING = 16 * 1024
 SLOWEST_MOVING = 2e7
-"""Bytes a second below which a transfer that is under way may be slept through."""
+"""Bytes a second: a wait sleeps during transfers that take longer than at this speed."""
 
 
 def pause(waited: float, polls: int, oversubscribed: bool) -> float | None:
-    """Return how to pass the time until the next poll: ``None`` spin, ``0.0`` yield, else seconds to sleep.
+    """Return what to do until the next poll: ``None`` spin, ``0.0`` yield, else seconds to sleep.
 
     Args:
         waited: seconds waited so far.
@@ -59,29 +59,34 @@ def pause(waited: float, polls: int, oversubscribed: bool) -> float | None:
 
 
 class WaitPolicy(Protocol):
-    """What one wait is for: its limit and its reactions."""
+    """Limit and reactions of one wait.
+
+    Attributes:
+        limit: seconds until the error of :meth:`timed_out` is raised.
+        stall_warn: seconds until :meth:`stalled` is called.
+    """
 
     limit: float
     stall_warn: float
 
     def check(self, waited: float) -> BaseException | None:
-        """Return an error when this wait can never end (a peer failed or left); called every few milliseconds."""
+        """Return an error if this wait can never end (a peer failed or left, a deadlock); called every few milliseconds."""
 
     def stalled(self, waited: float) -> None:
-        """Say once who is missing."""
+        """Print, once, which ranks are missing."""
 
     def timed_out(self, waited: float) -> BaseException:
-        """Return the error for a wait that passed its limit."""
+        """Return the error of a wait that passed its limit."""
 
     def withdraw(self, reason: BaseException) -> None:
-        """Withdraw from the call: tell the peers, mark the group broken."""
+        """Withdraw from the call: tell the peers, and mark the group broken."""
 
 
 class Pollable(Protocol):
-    """Something that can be moved on while its owner waits for something else."""
+    """A request that every wait of the process progresses."""
 
     def advance(self) -> bool:
-        """Make progress; return True when there is nothing left to do."""
+        """Make progress without blocking; return whether nothing is left to do."""
 
 
 class Condition:
@@ -94,11 +99,11 @@ class Condition:
 
 
 pending: list[Pollable] = []
-"""Every operation of this process that is not done yet; each wait moves all of them on."""
+"""All requests of this process that are not complete; every wait progresses them."""
 
 
 def drop(item: Pollable) -> None:
-    """Take something out of :data:`pending`, if it is there: another thread may be faster."""
+    """Remove an item from :data:`pending`, if another thread has not removed it."""
     if item in pending:
         try:
             pending.remove(item)
@@ -107,32 +112,32 @@ def drop(item: Pollable) -> None:
 
 
 class BackgroundProgress(Protocol):
-    """What moves operations on while the program computes (:mod:`mpicoll.runtime.progress`)."""
+    """Progresses requests while the program computes (:mod:`mpicoll.runtime.progress`)."""
 
     def begun(self, operation: Any) -> None:
-        """Take over one that has been issued; never waits."""
+        """Add a request that was started; never wait."""
 
     def resting(self) -> AbstractContextManager[object]:
-        """Have it do nothing meanwhile."""
+        """Return a block in which it progresses nothing."""
 
     def stop(self) -> None:
-        """End it, until an operation is begun again."""
+        """End the thread, until a request is started again."""
 
 
 progress_thread: BackgroundProgress | None = None
-"""The one of this process; none unless MPICOLL_PROGRESS asks for it."""
+"""The progress thread of this process; None unless MPICOLL_PROGRESS asks for it."""
 
 _services: list[Callable[[], None]] = []
 
 
 def add_service(service: Callable[[], None]) -> None:
-    """Have ``service`` called every few milliseconds from every wait that lasts (questions are answered there)."""
+    """Call ``service`` every few milliseconds in every long wait (it answers questions of other ranks)."""
     if service not in _services:
         _services.append(service)
 
 
 def remove_service(service: Callable[[], None]) -> None:
-    """Take a service out again."""
+    """Remove a service."""
     if service in _services:
         _services.remove(service)
 
@@ -142,9 +147,9 @@ _next_window = 0
 
 
 def _to_advance() -> tuple[Pollable, ...]:
-    """Return the pending operations to move on now: all, or where there are very many the first ones and some others in turn.
+    """Return the pending requests to progress now: all, or of very many the first ones and a window of the rest.
 
-    What many wait for are those before them. To look at all in each poll would make the time for all grow as their square.
+    Most requests wait for earlier ones. If each poll tested all of them, the total time would grow as their square.
     """
     global _next_window
     if len(pending) <= _MOST_AT_ONCE:
@@ -157,7 +162,7 @@ def _to_advance() -> tuple[Pollable, ...]:
 
 
 def progress() -> None:
-    """Move pending operations on, and drop those that are done."""
+    """Progress pending requests, and drop those that are complete."""
     for item in _to_advance():
         if item.advance():
             drop(item)
@@ -173,11 +178,11 @@ _transfers_until = 0.0
 
 
 def transfer_hint(nbytes: int) -> None:
-    """Note that ``nbytes`` have been posted and move while this process polls: for as long as they may take it only yields.
+    """Record that a transfer of ``nbytes`` was posted: as long as it may take, waits only yield.
 
-    A nonblocking transfer goes on in steps, one or a few a poll. Sleeping by the time waited would stretch each step by what
-    all before it have taken: Open MPI 5.0's Ireduce of 64 MiB on two ranks takes 0.1 s when polled without a sleep, and had
-    not ended after 10 s with sleeps of a five-hundredth.
+    A nonblocking transfer goes on in steps, one or a few a poll. A sleep that grows with the time waited would stretch each
+    step by the time of all earlier steps. Open MPI 5.0's Ireduce of 64 MiB on two ranks takes 0.1 s if it is polled without
+    a sleep, and had not ended after 10 s with sleeps of a five-hundredth of the time waited.
     """
     global _transfers_until
     if nbytes > SMALLEST_MOVING:
@@ -185,27 +190,27 @@ def transfer_hint(nbytes: int) -> None:
 
 
 def transfers_until() -> float:
-    """Return until when something may move that was told to :func:`transfer_hint` (time.monotonic)."""
+    """Return until when a transfer of :func:`transfer_hint` may be on its way (time.monotonic)."""
     return _transfers_until
 
 
 calling: set[int] = set()
-"""Threads in which callbacks of the program's run just now: they may do anything, as any other of its threads."""
+"""Threads in which callbacks of the program run now: they may do anything, like the program's own threads."""
 
 oversubscribed = False
-"""More ranks than cores on this node; set when the node is known."""
+"""Whether this node has more ranks than cores; set once the node is known."""
 
 
 def wait(test: Callable[[], bool], policy: WaitPolicy) -> None:
-    """Return when ``test()`` is true; raise what ``policy`` says when that can no longer be, or takes too long.
+    """Wait until ``test()`` is true; raise the error of ``policy`` if that is impossible, or takes too long.
 
     Args:
-        test: makes progress and says whether the wait is over; its own failures are :class:`DistError`.
+        test: makes progress, and returns whether the wait is over; its own failures are :class:`DistError`.
         policy: the limit and the reactions of this wait.
 
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed; the call is withdrawn first.
-        BaseException: whatever a signal handler of the program raised, after withdrawing; what ``policy`` returned.
+        BaseException: an exception of a signal handler of the program, after the withdrawal; the error of ``policy``.
     """
     reason: BaseException | None = None
     try:
@@ -228,7 +233,11 @@ def wait_long(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Wait past the first polls: back off, serve, and watch the limit. ``reason``: why this rank already wants to leave."""
+    """Wait after the first polls: back off, serve, and watch the limit.
+
+    Args:
+        reason: why this rank already wants to withdraw.
+    """
     try:
         _wait_long(test, policy, reason, clock, sleep)
     finally:
@@ -253,10 +262,10 @@ def _wait_long(
             shield.deliver()
             reason = guard.pop() or reason
             if test():
-                break  # also for a rank that wants to leave: others go on into the transfer once a round is complete
+                break  # also if this rank wants to withdraw: once a round is complete, other ranks enter the transfer
             if reason is not None and waited >= GIVE_UP_AFTER:
                 if isinstance(reason, Terminated):
-                    reason = policy.check(waited) or reason  # a launcher ends the job when a rank has died
+                    reason = policy.check(waited) or reason  # a launcher ends the job if a rank has died
                 if not isinstance(reason, Terminated) or time.monotonic() > reason.at + TERMINATED_LOOKS:
                     policy.withdraw(reason)
                     if isinstance(reason, Terminated):
@@ -268,7 +277,7 @@ def _wait_long(
             if now >= next_service:
                 next_service = now + SERVICE_EVERY
                 if waited > YIELD_FOR:
-                    guard.arm()  # again, too: a wait inside this one, out of a callback, has disarmed it
+                    guard.arm()  # each time: a wait inside this wait, in a callback, disarms it
                 if waited > SERVICE_EVERY:
                     serve()
                 if reason is None:
@@ -290,7 +299,7 @@ def _wait_long(
                 policy.withdraw(error)
             raise
         except BaseException as exception:
-            # Out of a signal handler, between any two lines: kept until the rank may withdraw.
+            # Of a signal handler, between any two lines: raised once the rank may withdraw.
             if exception is reason:
                 raise
             reason = exception

@@ -1,12 +1,11 @@
-"""The last resort for a rank that sits in a blocking MPI call which cannot end: report, and end the process.
+"""The watchdog: a thread that reports, and ends the process, if a blocking MPI call cannot end.
 
-A sleeping thread that never calls MPI. The waiting loop handles everything that is waited for by polling; a blocking
-native call is entered only after all members have agreed to it, but an agreement is a promise, not a fact: a peer may be
-stopped or die between the two. Past the limit, or when a member on this node is known to be dead or to have given the
-group up, the process reports and ends.
+It sleeps, and never calls MPI. The waiting loop handles everything that can be polled. A blocking MPI call is entered only after
+all members have agreed to it. But an agreement is a promise, not a fact: a peer may be stopped, or die, between the two. If
+the limit has passed, or if a member on this node is dead or has given the group up, the watchdog reports and ends the process.
 
-The same thread answers, through the shared memory of the node, when others ask where this rank is: also while the program
-computes, or sleeps in a call that is not ours.
+The same thread writes to the node board where this rank is, also while the program computes, or sleeps in a call that is not
+the library's.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Native(Protocol):
     """A blocking MPI call that a thread is in.
 
     Attributes:
-        since: when it was entered (time.monotonic).
+        since: when the thread entered it (time.monotonic).
         limit: seconds.
     """
 
@@ -34,23 +33,23 @@ class Native(Protocol):
     limit: float
 
     def describe(self) -> str:
-        """Return what the call is."""
+        """Return the call in words."""
 
     def hopeless(self, inside: float) -> str:
-        """Return why it can never end, or "", given the seconds that it has taken."""
+        """Return why the call can never end, or ""; ``inside``: seconds that it has taken."""
 
 
 active: dict[int, Native] = {}
-"""Thread → the blocking MPI call that it is in."""
+"""The blocking MPI call that each thread is in, by thread."""
 
 services: list[Callable[[], None]] = []
-"""Called by the thread every quarter of a second; they never call MPI."""
+"""Functions that the thread calls every quarter of a second; they never call MPI."""
 
 _EVERY = 0.25
 LOOK_AFTER = 1.0
-"""Seconds in one native call (which is cut to take half a second) after which its members are looked at."""
+"""Seconds in one blocking MPI call (which is cut to take half a second) after which its members are checked."""
 HOPELESS_FOR = 2.0
-"""Seconds after which a call that can never end is ended: it may have been about to return when a member died."""
+"""Seconds after which a call that can never end ends the process: it may have been about to return when a member died."""
 EXIT_CODE = 70
 
 _thread: threading.Thread | None = None
@@ -59,7 +58,11 @@ _deadly = True
 
 
 def start(*, deadly: bool) -> None:
-    """Start the thread, once. ``deadly``: it may end the process (never as a guest in somebody else's program)."""
+    """Start the thread, once.
+
+    Args:
+        deadly: it may end the process (never as a guest in another program).
+    """
     global _thread, _deadly
     _deadly = deadly
     if _thread is None or not _thread.is_alive():
@@ -69,7 +72,7 @@ def start(*, deadly: bool) -> None:
 
 
 def watch(death: Callable[[], str]) -> None:
-    """Start a thread that prints what ``death`` returns: it blocks until a process of this node is gone; "": no more."""
+    """Start a thread that prints what ``death`` returns: it blocks until a rank of this node dies; "" ends the thread."""
 
     def run() -> None:
         while text := death():
@@ -79,12 +82,12 @@ def watch(death: Callable[[], str]) -> None:
 
 
 def stop() -> None:
-    """Let the thread end."""
+    """End the thread."""
     _stop.set()
 
 
 def forget() -> None:
-    """Drop the thread's traces in a forked child, where it does not exist."""
+    """Reset the module in a forked child, where the thread does not exist."""
     global _thread
     _thread = None
     active.clear()
@@ -92,13 +95,13 @@ def forget() -> None:
 
 
 def verdict(now: float, call: Native, hopeless_since: dict[float, float], *, readable: bool = True) -> str:
-    """Return why a native call has to be ended, or "".
+    """Return why a blocking MPI call must end the process, or "".
 
     Args:
         now: time.monotonic.
         call: the call.
-        hopeless_since: the memory of this function: when the call that was entered at some time was found hopeless.
-        readable: what it depends on can be read; else its limit alone counts.
+        hopeless_since: when each call (by its time of entry) was first found hopeless; this function updates it.
+        readable: the call can be described; else only its limit counts.
     """
     since = call.since
     inside = now - since
@@ -112,21 +115,21 @@ def verdict(now: float, call: Native, hopeless_since: dict[float, float], *, rea
 
 
 def _run() -> None:
-    told: set[float] = set()
+    reported: set[float] = set()
     hopeless_since: dict[float, float] = {}
     failures: dict[Callable[[], None], int] = {}
     while not _stop.wait(_EVERY):
         _serve(failures)
         if not active:
-            told.clear()
+            reported.clear()
             hopeless_since.clear()
             continue
         for call in tuple(active.values()):
             why = _why(call, hopeless_since)
             if not why:
                 continue
-            if call.since not in told:
-                told.add(call.since)
+            if call.since not in reported:
+                reported.add(call.since)
                 _write(f"{_name(call)}: all ranks had agreed to this call, and {why}.")
             if _deadly:
                 with contextlib.suppress(Exception):  # None, closed, or full
@@ -135,16 +138,16 @@ def _run() -> None:
 
 
 def _serve(failures: dict[Callable[[], None], int]) -> None:
-    """Run every service; one that fails ends neither the others nor the last resort, and is told of when it fails again.
+    """Run all services; a failing service stops neither other services nor the watchdog, and is reported at its second failure.
 
     Args:
-        failures: of each service, in a row.
+        failures: the number of failures of each service in a row.
     """
     for service in tuple(services):
         try:
             service()
             failures.pop(service, None)
-        except Exception as error:  # the program's threads change what it reads
+        except Exception as error:  # threads of the program change what the service reads
             failures[service] = failures.get(service, 0) + 1
             if failures[service] == 2:
                 _write(
@@ -153,7 +156,7 @@ def _serve(failures: dict[Callable[[], None], int]) -> None:
 
 
 def _why(call: Native, hopeless_since: dict[float, float]) -> str:
-    """Return the verdict on a call; by its limit alone where what it depends on cannot be read."""
+    """Return the verdict on a call; only by its limit if the call cannot be described."""
     now = time.monotonic()
     try:
         return verdict(now, call, hopeless_since)

@@ -13,7 +13,7 @@ from mpicoll.diagnosis import wait_policy
 from mpicoll.diagnosis.board import Board
 from mpicoll.diagnosis.call import Call
 from mpicoll.diagnosis.deadlock_search import search
-from mpicoll.diagnosis.job_state import await_death, told_dead, waits_now
+from mpicoll.diagnosis.job_state import await_death, reported_dead, waits_now
 from mpicoll.diagnosis.place import Place
 from mpicoll.diagnosis.report.entries import Entry
 from mpicoll.diagnosis.report.texts import deadlock
@@ -54,6 +54,8 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[SyntheticBoard]:
         board=made,
         settings=SimpleNamespace(stall_warn=60.0),
         groups={},
+        waits={},
+        meetings={},
     )
     registry.set_state(state)
     yield made
@@ -69,7 +71,7 @@ def test_a_death_is_told_whoever_notices_it_first(board: SyntheticBoard) -> None
         assert "rank 7's process is gone without a word" in await_death(board)
         assert await_death(board) == ""
     finally:
-        told_dead.discard(7)
+        reported_dead.discard(7)
 
 
 def wait(seq: int = 41, peer: int | None = None) -> CallWait:
