@@ -31,9 +31,8 @@ from mpicoll.operations import riding
 from mpicoll.operations.prepare_collectives import Prepared, run_prepared
 from mpicoll.operations.repeating import Repeated
 from mpicoll.operations.work import Work
-from mpicoll.runtime import signals
+from mpicoll.runtime import native, signals
 from mpicoll.runtime.call_site import caller
-from mpicoll.runtime.native import found as extension
 from mpicoll.transports.base import Kind, Movement
 
 BUCKET_BYTES = 25 * 1024 * 1024
@@ -288,7 +287,7 @@ def _repeat(g: ProcessGroup, function: str, op: RedOpType, arrays: Any, bytes_: 
     whole = flat.whole
     with signals.guard:  # to the end: a Ctrl-C that is noted in a call that is complete must not keep its results back
         given.into(bucket, flat)
-        made = known.shared is not None and extension.run(g, known, whole, whole, frame)
+        made = known.shared is not None and native.found.run(g, known, whole, whole, frame)
         made = made or riding.repeat(g, known, whole, whole, frame)
         if made:
             given.out_of(bucket, flat)
