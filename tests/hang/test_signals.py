@@ -258,6 +258,7 @@ PLACES = {
     "counted": (execution, "_print"),
     "conducted": (execution, "_conducted"),
     "issued": (execution, "_collectives_pending"),
+    "numbered": (execution, "_has_come"),
     "posted": (execution.Operation, "advance"),
     "written": (RingControl, "fill"),
     "started": (RingRound, "Start"),
@@ -283,12 +284,12 @@ def strike(place):
 AGAIN = [("again", "finished")]
 LATER = [("later", "written"), ("later", "started"), ("later", "looks")]
 if os.environ["THROUGH"] == "MPI":
-    LATER = [("later", "issued"), ("later", "posted")]
+    LATER = [("later", "numbered"), ("later", "posted")]
     AGAIN = [("again", "filled")]
     if persistent_collectives():  # else it goes the long way
         AGAIN.append(("again", "planned"))
 for call, place in [("first", "counted"), ("first", "issued"), *AGAIN,
-                    *LATER, ("async", "issued"), ("async", "posted"), ("group", "counted"), ("group", "conducted")]:
+                    *LATER, ("async", "numbered"), ("async", "posted"), ("group", "counted"), ("group", "conducted")]:
     dist.init_process_group(timeout=timedelta(seconds=10), comm=MPI.COMM_WORLD, on_failure="raise")
     if call == "again":
         for _ in range(3):
