@@ -146,8 +146,9 @@ class Closing:
         """Progress the comparison; return whether it is over."""
         while self._request is not None and self._request.Test():
             if self.same is None:
-                self.same = self._round.agreed().same
+                agreed = self._round.agreed()
                 self._round.release()
+                self.same = agreed.same
             try:
                 self._request = None if self.same else next(self._explanation)
             except CollectiveMismatchError as error:

@@ -98,12 +98,12 @@ class Repeated:
 
     def words(self, print_: int, signal: int = 0) -> Words:
         """Return the words of its rounds, kept for the usual fingerprint."""
-        if signal or print_ != self._words[0]:
-            made = make_words(print_, self.nbytes, detail=self.detail, signal=signal)
-            if signal:
-                return made
-            self._words = made
-        return self._words
+        words = self._words  # other threads make the same call on other groups, with other fingerprints
+        if signal or print_ != words[0]:
+            words = make_words(print_, self.nbytes, detail=self.detail, signal=signal)
+            if not signal:
+                self._words = words
+        return words
 
     def call(self, group: ProcessGroup, frame: FrameType) -> Call:
         """Return what the reports need to know of it."""

@@ -105,7 +105,7 @@ class Ride:
         self.shared: Any = None
         self.width = 0
         brings = again.nbytes * (size if kind in _PARTED else 1)
-        self.poll_ns = poll_ns(brings, waiting.oversubscribed)
+        self.poll_ns = 0
         multiple = registry.state().thread_multiple
         in_place = kind in (Kind.BARRIER, Kind.ALL_REDUCE, Kind.BROADCAST)
         self.crosses = not on_node and group.level == "full" and multiple and in_place and again.nbytes <= SMALL_BYTES
@@ -120,6 +120,8 @@ class Ride:
                 self.segment = self.segment or node.in_one_step(kind, brings)
             if self.segment is None:
                 return
+        # Of a piece: the extension holds the interpreter lock while it polls.
+        self.poll_ns = poll_ns(self.width or brings, waiting.oversubscribed)
         print_ = execution.plain_print(group, again.op, again.fingerprint)
         # A member whose data does not come with the round posts 0 for eager bytes, and all go the long way.
         self.body = make_words(print_, again.nbytes, detail=again.detail, eager=again.nbytes + 1)
