@@ -78,8 +78,8 @@ static void fill(int64_t *at, int rank, int64_t turn, ptrdiff_t from, ptrdiff_t 
 static void post(Member *member, int with_data)
 {
     const int64_t number = ++member->posted;
-    int64_t words[RING_COMPARED];
-    for (int i = 0; i < RING_COMPARED; i++)
+    int64_t words[RING_SAID];
+    for (int i = 0; i < RING_SAID; i++)
         words[i] = number * (i - 4) + (number % 5 == 0 && i == 3 ? member->me : 0);
     delay(member);
     if (with_data)
@@ -97,7 +97,7 @@ static void await_round(Member *member, int with_data)
         delay(member);
     check(ring_is_unanimous(&member->ring, number) == (number % 5 != 0 || size == 1), "unanimous", member, number);
     ring_maxima(&member->ring, number, &maxima);
-    for (int i = 0; i < RING_COMPARED; i++)
+    for (int i = 0; i < RING_SAID; i++)
         check(maxima.words[i] == number * (i - 4) + (number % 5 == 0 && i == 3 ? size - 1 : 0), "word", member, number);
     check(ring_spread(&member->ring, number) == maxima.last - maxima.first && maxima.last >= maxima.first, "time", member, number);
     for (int rank = 0; with_data && rank < size; rank++) {
