@@ -205,14 +205,14 @@ def _both(comm: Any, raw: Callable[[], object], ours: Callable[[], object]) -> t
 
 def reading(size: int) -> tuple[Callable[[], None], Callable[[], None]]:
     """Return what one process of so many does in a barrier, and in an all_reduce of 8 bytes, when the others are there."""
-    from mpicoll.checks.agreement import Lane
     from mpicoll.operations.riding import extension
+    from mpicoll.transports.control import make_words
     from mpicoll.transports.shm.control import MASK, PART
 
-    memory, words, number = mmap.mmap(-1, size * PART), (1, -1, 0, 0, 0, 8, 0, 0, 0, 9), MASK + 1
+    memory, words, number = mmap.mmap(-1, size * PART), make_words(1, 8, eager=9), MASK + 1
     rings = [extension.Ring(memory, rank, size, PART) for rank in range(size)]
     x, out, ring = np.ones(1), np.zeros(1), rings[0]
-    about = {"lane": Lane.__new__(Lane), "words": words, "dtype": x.dtype, "itemsize": 8, "poll_ns": 0}
+    about = {"order": extension.CallOrder(), "words": words, "dtype": x.dtype, "itemsize": 8, "poll_ns": 0}
     about |= {"send": (1,), "recv": (1,), "sends": 8, "offset": 0, "block": 8, "width": 8, "root": -1, "segment": None}
     about |= {"result": "reduced", "reduction": "MAX f8", "average": False, "in_place": False}
     operation = extension.SharedOperation(ring=ring, **about)

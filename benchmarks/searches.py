@@ -3,7 +3,7 @@
     python benchmarks/searches.py [--seconds 30] [RANKS RANKS_PER_NODE ...]
     MPIR_CVAR_NOLOCAL=1 mpicoll run -n 8 benchmarks/searches.py
 
-On one process all ranks are made up: the library's own searches and boards (``diagnosis.deadlock_search.Search``,
+On one process all ranks are made up: the library's own searches and boards (``diagnosis.deadlock_search.DeadlockSearch``,
 ``diagnosis.board.Board``) with a clock and messages that this script keeps, so any number of ranks can be tried. On several
 ranks the messages of a real job are counted, while the last rank sleeps for ten seconds; MPICH takes each rank for a node of
 its own with that variable. Prints how many searches and messages there were (questions, and answers of the ranks that wait)
@@ -96,7 +96,7 @@ def made_up(size: int, node: int, seconds: float, lowest: int = 0) -> None:
         board = MadeUp(comm, lambda group: (0, None))  # type: ignore[arg-type, return-value]
         board.state = deadlock_search.describe_state
         board.slots = nodes[rank // node].of(rank) if node > 1 else None
-        search = deadlock_search.Search()
+        search = deadlock_search.DeadlockSearch()
         search.epoch = 1
         known = SimpleNamespace(board=board, topology=SimpleNamespace(node=rank // node))
         waiting.append((known, search))
