@@ -126,7 +126,11 @@ def make(case: Drawn, group: Any) -> None:
     call.finish(case.function(call, case.op, case.root % call.size), repr(case))
 
 
-@pytest.mark.parametrize("number", [60, pytest.param(CASES, marks=pytest.mark.slow)])
+# To draw so many cases takes a busy machine more than a minute, before any call is made.
+MANY = pytest.param(CASES, marks=[pytest.mark.slow, pytest.mark.mpi_timeout(300)])
+
+
+@pytest.mark.parametrize("number", [60, MANY])
 def test_calls_of_any_kind(number: int) -> None:
     """Whatever is drawn gives what NumPy gives on the inputs of all members, in place, and writes nothing beside it."""
     seed = MPI.COMM_WORLD.bcast(int(os.environ.get("MPICOLL_TEST_SEED", "20")), 0)
