@@ -139,6 +139,7 @@ def test_a_kernel_that_outlasts_the_limit(call: str, count: int, cuda: str, engi
         cupy.cuda.Device().synchronize()
         if dist.get_rank() == 1:
             spin((1,), (1,), (numpy.int64(6_000_000_000),))
+        dist.barrier()  # on a busy machine the kernel may be launched late
         try:
             dist.{call}
         except (dist.CollectiveTimeoutError, dist.GroupBrokenError) as error:
