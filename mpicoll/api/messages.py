@@ -23,9 +23,11 @@ from mpicoll.memory.device import array as device_array
 from mpicoll.memory.dtypes import is_native
 from mpicoll.memory.memory import AnyArray, Array, Memory
 from mpicoll.operations import execution, persistent
+from mpicoll.operations.failures import begun
 from mpicoll.operations.persistent import PersistentReceive, message_call
+from mpicoll.operations.request import Operation
 from mpicoll.operations.underway import receive_again, receiving, send_again
-from mpicoll.operations.work import Operation, Work
+from mpicoll.operations.work import Work
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import call_site, caller
 from mpicoll.transports.mpi.collectives import Together
@@ -138,7 +140,7 @@ def send(
         )
     limit = execution.call_limit(found, timeout)
     operation, _ = _start_send("send", found, tensor, peer, tag, limit, stream)
-    execution.finish_waiting(operation, limit)
+    operation.complete(limit)
     if group_dst is None and timeout is None and type(tensor) is _ndarray and is_native(tensor.dtype):
         persistent.learn(found, "send", peer, tensor, dst, tag)
 
@@ -245,10 +247,10 @@ def recv(
         raise ValueError("Invalid source rank: source rank should not be the same as the rank of the current process.")
     limit = execution.call_limit(found, timeout)
     operation, _ = _start_recv("recv", found, tensor, peer, tag, limit, stream)
-    execution.finish_waiting(operation, limit)
+    operation.complete(limit)
     if group_src is None and timeout is None and type(tensor) is _ndarray and is_native(tensor.dtype):
         persistent.learn(found, "recv", peer, tensor, src, tag)
-    return found.ranks[operation.source]
+    return int(found.ranks[operation.returned])
 
 
 def isend(
@@ -292,7 +294,7 @@ def _isend(
         return None
     peer = peer_rank(found, dst, group_dst, "dst")
     operation, flight = _start_send("isend", found, tensor, peer, tag, found.timeout, stream)
-    work = Work(operation, execution.finish_waiting).fly(flight)
+    work = Work(operation).fly(flight)
     if plain and peer != found.rank() and is_native(tensor.dtype):
         _learn(work, found, "send", peer, tensor, dst, tag)
     return work
@@ -340,7 +342,7 @@ def _irecv(
         return None
     peer = _source(found, src, group_src)
     operation, flight = _start_recv("irecv", found, tensor, peer, tag, found.timeout, stream)
-    work = Work(operation, execution.finish_waiting).fly(flight)
+    work = Work(operation).fly(flight)
     if plain and peer != found.rank() and is_native(tensor.dtype):
         _learn(work, found, "recv", peer, tensor, src, tag)
     return work
@@ -475,17 +477,15 @@ def _start_send(
             flight.seal()
         flat = memory.filled()
         message = write(flat, memory.named, *group.told.place(peer, tag, name, call.site))
-        with execution.begun(group, call, limit, (message, flat), peer=group.ranks[peer], tag=tag):
+        with begun(group, call, limit, (message, flat), peer=group.ranks[peer], tag=tag):
             requests = [group.pair.data.Isend([message, MPI.BYTE], peer, tag)]
             if flat.nbytes > SMALL_BYTES:
                 body = flat if flat.dtype.kind != "V" else flat.view(np.uint8)
                 requests.append(persistent.post_apart(group, body, peer, tag))
             group.count_sent(peer, tag)
             waiting.transfer_hint(flat.nbytes)
-            steps = execution.sending(group, call, Together(requests, (message, flat)))
-            operation = Operation(
-                group, call, steps, [tensor], limit, peer=group.ranks[peer], tag=tag, give_up=execution.lost
-            )
+            steps = execution.sending(Together(requests, (message, flat)))
+            operation = Operation(group, call, steps, [tensor], limit, peer=group.ranks[peer], tag=tag)
             return operation, flight
 
 
@@ -504,7 +504,7 @@ def _start_recv(
     with signals.guard, group.posting:
         receiver = group.pair.receiver
         source = group.ranks[peer] if peer >= 0 else -1
-        with execution.begun(group, call, limit, memory, peer=source, tag=tag):
+        with begun(group, call, limit, memory, peer=source, tag=tag):
             receive = receiver.start(memory, peer, tag, exact=group.compares)
             if flight is not None:
                 receive.watch(flight)
@@ -556,7 +556,6 @@ def _receive_operation(
         peer=group.ranks[receive.source] if receive.source >= 0 else -1,
         tag=receive.tag,
         withdraw=lambda: receiver.withdraw(receive),
-        give_up=execution.lost,
     )
     receiver.watch()
     return operation
@@ -568,4 +567,4 @@ def _receive_unusual(group: ProcessGroup, again: PersistentReceive, tensor: Arra
     call = persistent.call(group, again, tensor)
     receive = group.pair.receiver.adopt(Message(*again.key, again.buffer.copy()), memory, exact=group.compares)
     operation = _receive_operation(group, call, memory, receive, tensor, group.timeout)
-    execution.finish_waiting(operation, group.timeout)
+    operation.complete(group.timeout)

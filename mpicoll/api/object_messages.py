@@ -25,7 +25,8 @@ from mpicoll.groups.registry import need_member, peer_rank
 from mpicoll.memory import pickled
 from mpicoll.memory.pickled import HEADER, Arriving, Packed, WireError, need_list
 from mpicoll.operations import execution
-from mpicoll.operations.work import Operation
+from mpicoll.operations.failures import begun
+from mpicoll.operations.request import Operation
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import call_site
 from mpicoll.transports.base import Request
@@ -77,7 +78,7 @@ def send_object_list(
     need_list(object_list, "object_list")
     execution.enter(found, "send_object_list")
     operation = _start_send(found, pickled.pack(object_list), len(object_list), peer)
-    execution.finish_waiting(operation, found.timeout)
+    operation.complete(found.timeout)
 
 
 def recv_object_list(
@@ -118,9 +119,9 @@ def recv_object_list(
     need_list(object_list, "object_list")
     execution.enter(found, "recv_object_list")
     operation, arrived = _start_recv(found, len(object_list), peer)
-    execution.finish_waiting(operation, found.timeout)
-    object_list[:] = arrived[0].load(f"recv_object_list: what rank {operation.group.ranks[operation.source]} sent")
-    return found.ranks[operation.source]
+    operation.complete(found.timeout)
+    object_list[:] = arrived[0].load(f"recv_object_list: what rank {operation.group.ranks[operation.returned]} sent")
+    return int(found.ranks[operation.returned])
 
 
 def _call(op: str, group: ProcessGroup, length: int, peer: int) -> Call:
@@ -143,16 +144,16 @@ def _start_send(group: ProcessGroup, packed: Packed, length: int, peer: int) -> 
         message = write(inside, "", *group.told.place(peer, _TAG, call.name, call.site), objects=True)
         rest = [*packed.rest(prefix, first), *pickled.pieces(packed.parts)]
         held = message, rest
-        with execution.begun(group, call, group.timeout, held, peer=group.ranks[peer], tag=_TAG):
+        with begun(group, call, group.timeout, held, peer=group.ranks[peer], tag=_TAG):
             control, tag = group.pair.control, _tag_of(number)
             posts: list[Post] = [(group.pair.data.Isend, message, peer, _TAG)]
             posts += [(control.Issend, piece, peer, tag) for piece in rest]
             requests = post_all(posts)
             group.count_sent(peer, _TAG)
             waiting.transfer_hint(sum(piece.nbytes for piece in rest))
-            steps = execution.sending(group, call, Together(requests, held))
+            steps = execution.sending(Together(requests, held))
             where = group.ranks[peer]
-            return Operation(group, call, steps, [], group.timeout, peer=where, tag=_TAG, give_up=execution.lost)
+            return Operation(group, call, steps, [], group.timeout, peer=where, tag=_TAG)
 
 
 def _start_recv(group: ProcessGroup, length: int, peer: int) -> tuple[Operation, list[Arriving]]:
@@ -161,7 +162,7 @@ def _start_recv(group: ProcessGroup, length: int, peer: int) -> tuple[Operation,
         receiver = group.pair.receiver
         where = group.ranks[peer] if peer >= 0 else -1
         receive = ObjectReceive(receiver, length, peer, _TAG, group.objects_received)
-        with execution.begun(group, call, group.timeout, receive, peer=where, tag=_TAG):
+        with begun(group, call, group.timeout, receive, peer=where, tag=_TAG):
             receiver.begin(receive)
             arrived: list[Arriving] = []
             operation = Operation(
@@ -173,7 +174,6 @@ def _start_recv(group: ProcessGroup, length: int, peer: int) -> tuple[Operation,
                 peer=where,
                 tag=_TAG,
                 withdraw=lambda: receiver.withdraw(receive),
-                give_up=execution.lost,
             )
             receiver.watch()
             return operation, arrived
@@ -182,7 +182,6 @@ def _start_recv(group: ProcessGroup, length: int, peer: int) -> tuple[Operation,
 def _receiving(
     group: ProcessGroup, call: Call, receive: ObjectReceive, arrived: list[Arriving]
 ) -> Generator[Request, None, int | None]:
-    mpi_error = MPI.Exception  # as in execution
     try:
         yield receive
         if receive.refused is not None:
@@ -194,8 +193,6 @@ def _receiving(
         yield from _rest(group, receive, arriving.rest(first))
         arriving.open()
         yield from _rest(group, receive, pickled.pieces(arriving.parts))
-    except mpi_error as error:
-        raise execution.wrap(error, group, call) from error
     except WireError as error:
         group.count_received(receive.sender, _TAG)
         group.give_up(f"what came for {call.name} is no list of objects")

@@ -12,7 +12,6 @@ or late each of them sees a round end.
 from __future__ import annotations
 
 from collections.abc import Generator
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpicoll.checks.levels import Rolling
@@ -21,9 +20,8 @@ from mpicoll.checks.order import make_order
 from mpicoll.diagnosis.call import Call
 from mpicoll.errors import CollectiveMismatchError
 from mpicoll.runtime.call_site import Site
-from mpicoll.runtime.waiting import Condition
 from mpicoll.transports.base import Request
-from mpicoll.transports.control import Agreed, ControlChannel, Round, Words, make_words
+from mpicoll.transports.control import ControlChannel, Round, Words, make_words
 from mpicoll.transports.mpi.control import MpiControl
 
 if TYPE_CHECKING:
@@ -156,22 +154,6 @@ class Closing:
         return self._request is None
 
 
-def agree(agreement: Agreement, number: int, call: Call) -> Generator[Request, None, Agreed]:
-    """Make the one round of ``call`` and return what all members now know.
-
-    A generator that yields what has to complete before it goes on. All members make the same rounds, in the same order, and move
-    nothing but the words.
-    """
-    if not agreement.may_post(number):
-        yield Condition(partial(agreement.may_post, number))
-    made = agreement.post(words_of(call))
-    if not made.Test():
-        yield made
-    agreed = made.agreed()
-    made.release()
-    return agreed
-
-
 def words_of(call: Call) -> Words:
     """Return the words of a call whose data does not come with its round."""
     return make_words(
@@ -185,25 +167,3 @@ def words_of(call: Call) -> Words:
         signal=call.signal,
         nonblocking=call.asynchronous,
     )
-
-
-def agree_or_raise(
-    agreement: Agreement, number: int, call: Call, group_name: str, ranks: tuple[int, ...]
-) -> Generator[Request, None, Agreed]:
-    """Make the round; when the members differ, or one has wrong arguments, raise the same on all of them.
-
-    Args:
-        group_name: for the message.
-        ranks: global ranks of the members, by rank in the group.
-
-    Raises:
-        CollectiveMismatchError: the calls differ, or another member's arguments are wrong.
-        Exception: this rank's own ``call.error``.
-    """
-    agreed = yield from agree(agreement, number, call)
-    if agreed.same and not agreed.error:
-        return agreed
-    if not agreement.order.may_move(number):
-        yield Condition(partial(agreement.order.may_move, number))
-    yield from explain(agreement.comm, call, group_name, ranks, agreed.waited)
-    raise AssertionError("explain() always raises")

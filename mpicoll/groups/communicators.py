@@ -24,6 +24,9 @@ from mpicoll.transports.shm.control import MOST_MEMBERS, PART, RingControl, make
 from mpicoll.transports.shm.transport import Budget, SharedMemoryTransport
 from mpicoll.transports.topology import Topology
 
+MpiError = MPI.Exception
+"""An error of MPI. It stays here at the end of the interpreter, when the names of ``MPI`` are gone."""
+
 
 def mpi_text(error: MPI.Exception) -> str:
     """Return MPI's own words for an error."""

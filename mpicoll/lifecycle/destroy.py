@@ -74,15 +74,15 @@ def _refuse_unwaited(doomed: list[ProcessGroup]) -> None:
 
 
 def _destroy(group: ProcessGroup, endpoint: Counters | None) -> None:
-    from mpicoll.operations.work import Operation  # MPI is started: there is a default group
+    from mpicoll.operations.request import Request  # MPI is started: there is a default group
 
     busy = [item for item in tuple(waiting.pending) if getattr(item, "group", None) is group]
     for item in busy:
-        item.advance()
-    if any(not item.advance() for item in busy):
+        item.Test()
+    if any(not item.Test() for item in busy):
         group.give_up("it was destroyed while an operation was under way")
         for item in busy:
-            if isinstance(item, Operation) and not item.done:  # the program may have its future
+            if isinstance(item, Request) and not item.done:  # the program may have its future
                 item.abandon(GroupBrokenError(f"{item.call.describe()} on group {group.display}: {group.broken}"))
     for item in busy:
         waiting.drop(item)

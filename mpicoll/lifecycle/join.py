@@ -39,6 +39,7 @@ from mpicoll.memory.device import array as device_array
 from mpicoll.memory.device import pool as device_pool
 from mpicoll.memory.device import runtime as device_runtime
 from mpicoll.operations import execution
+from mpicoll.operations.failures import BlockingCall
 from mpicoll.runtime import native, signals, waiting, watchdog
 from mpicoll.runtime.call_site import call_site
 from mpicoll.runtime.output import say
@@ -136,7 +137,7 @@ def join(
             block_bytes=_initialisations,
         )
         flags = execution.agree(state.world, call, limit)
-        with signals.guard, execution.native(state.world, call, limit):
+        with signals.guard, BlockingCall(state.world, call, limit):
             if endpoint.topology is None:
                 _look_around(endpoint, pair, settings, ("", 0) if devices is None else devices.chosen())
                 if how == "job" and endpoint.board.slots is not None and len(endpoint.board.slots.ranks) > 1:

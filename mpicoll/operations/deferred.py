@@ -15,6 +15,7 @@ import os
 import threading
 from collections.abc import Generator
 from datetime import timedelta
+from functools import partial
 from types import CodeType, FrameType
 from typing import Any
 
@@ -30,16 +31,18 @@ from mpicoll.memory.arithmetic import quietly
 from mpicoll.memory.dtypes import dtype_name, is_native, resolve_reduction
 from mpicoll.memory.reduce_op import RedOpType
 from mpicoll.operations import execution
+from mpicoll.operations.failures import guarded, wrap
 from mpicoll.operations.repeating import Repeated
+from mpicoll.operations.request import Operation, Request, due, over
 from mpicoll.operations.riding import MOST, Ride
-from mpicoll.operations.work import Operation, Work, due, warn_of_dropped
+from mpicoll.operations.work import Work, warn_of_dropped
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import Site
 from mpicoll.runtime.mpi_library import retain_frames
-from mpicoll.transports.base import Kind, Movement, Request
-from mpicoll.transports.control import Agreed
+from mpicoll.transports.base import Kind, Movement
+from mpicoll.transports.base import Request as Pollable
 
-Steps = Generator[Request, None, None]
+Steps = Generator[Pollable, None, None]
 
 _ident = threading.get_ident
 _guard = signals.guard
@@ -97,7 +100,7 @@ class Deferred:
         self._moving = False
         self._started = False
         self._done = False  # what rode has come to its end, or goes the long way
-        self._operation: Operation | None = None
+        self._operation: Request | None = None
         self._error: BaseException | None = None
         self._sent = self._landed = b""
         self._number = self._calls = 0
@@ -185,11 +188,11 @@ class Deferred:
         try:
             if not self._done:
                 self._round.poll(ride.poll_ns)
-                self.advance()
+                self.Test()
                 if not self._done:
                     self._wait_long(limit)
             if self._operation is not None:
-                execution.finish_waiting(self._operation, limit)
+                self._operation.complete(limit)
             elif self._error is not None:
                 raise self._error
             if self._landed and self._flat.tobytes() != self._landed:
@@ -210,11 +213,11 @@ class Deferred:
 
     def _wait_long(self, limit: float | None) -> None:
         group, call = self.group, self.call
-        local_wait(execution.guarded(self.looked, group, call), CallWait(group, call, limit or group.timeout))
+        local_wait(guarded(self.looked, group, call), CallWait(group, call, limit or group.timeout))
 
     def looked(self) -> bool:
         """Move it on; whether what rode has come to its end, or goes the long way."""
-        self.advance()
+        self.Test()
         return self._done
 
     def poll(self) -> bool:
@@ -225,9 +228,9 @@ class Deferred:
         """
         with signals.guard:
             waiting.progress()
-            self.advance()
+            self.Test()
             operation = self._operation
-            done = self._done and (operation is None or operation.advance())
+            done = self._done and (operation is None or operation.Test())
         if done:
             self.group.unwaited.pop(id(self), None)
             if self._landed and self._flat.tobytes() != self._landed:
@@ -247,18 +250,18 @@ class Deferred:
             return False
         operation = self._operation
         if operation is not None:
-            lost = execution.look(operation, polled)
+            lost = operation.poll()[1]
             self._error = operation.error
             return lost
         patience = CallWait(self.group, self.call, self.group.timeout)
-        error = execution.over(patience, polled)
+        error = over(patience, polled)
         if error is None or self.looked():
             return False
         patience.withdraw(error)
         self._lose(error)
         return True
 
-    def advance(self) -> bool:
+    def Test(self) -> bool:
         """Move on what rides, without waiting; for the waits of the process. It leaves their list by itself: False.
 
         Were it taken out by who has moved it on, another thread could have begun it again by then.
@@ -289,7 +292,7 @@ class Deferred:
             ):
                 self._settle(ride)
         except MPI.Exception as error:
-            self._lose(execution.wrap(error, self.group, self.call))
+            self._lose(wrap(error, self.group, self.call))
         except BaseException as error:  # out of a handler of the program's, or the memory ran out
             retain_frames(error)
             self._lose(error)
@@ -316,22 +319,19 @@ class Deferred:
         call, own = self.call, self._flat.copy()
         agreed = made.agreed()
         made.release()
-        steps = self._steps(ride, call, self._number, agreed, own)
-        operation = Operation(
-            self.group, call, steps, [self._flat], self.group.timeout, give_up=execution.lost, held=own
-        )
+        after = partial(self._finish_long, ride, call, own)
+        move = Movement(Kind.ALL_REDUCE, recv=own.reshape(-1), op=ride.again.mpi_op)
+        operation = execution.resume(self.group, call, move, self._number, agreed, after, [self._flat])
         self._operation = operation
         if not operation.done:
             _pending.append(operation)
         self._end()
 
-    def _steps(self, ride: Ride, call: Call, number: int, agreed: Agreed, own: Any) -> Steps:
-        again, flat, watched = ride.again, self._flat, self._flight is not None
-        move = Movement(Kind.ALL_REDUCE, recv=own.reshape(-1), op=again.mpi_op)
-        yield from execution.unusual(self.group, call, move, number, agreed)
+    def _finish_long(self, ride: Ride, call: Call, own: Any) -> None:
+        flat, watched = self._flat, self._flight is not None
         if watched and flat.tobytes() != self._sent:
             raise written(self._place[0], call.site, self.group.display)
-        if again.average:
+        if ride.again.average:
             quietly(np.divide, own, self.group.size(), out=own)
         flat[...] = own
         if watched:
@@ -405,13 +405,11 @@ class _Pooled(Deferred):
         """Return an Operation that is over when this is, and ends as it does."""
         call = self.call
         known = self.group.unwaited.pop(id(self), None)
-        operation = Operation(
-            self.group, call, self._following(), [self._flat], self.group.timeout, give_up=execution.lost, held=self
-        )
+        operation = Operation(self.group, call, self._following(), [self._flat], self.group.timeout, held=self)
         if known is not None:
             self.group.unwaited[id(operation)] = operation
         if self._flight is not None:
-            self._flight.over, self._flight.advance = lambda: operation.done, operation.advance
+            self._flight.over, self._flight.advance = lambda: operation.done, operation.Test
         if not operation.done:
             _pending.append(operation)
         return operation
@@ -421,7 +419,7 @@ class _Pooled(Deferred):
             yield waiting.Condition(self.looked)
         operation, flight = self._operation, self._flight
         if operation is not None and not operation.done:
-            yield waiting.Condition(operation.advance)
+            yield waiting.Condition(operation.Test)
         error = self._error if operation is None else operation.error
         if error is not None:
             raise error
@@ -517,14 +515,13 @@ class Later(Work):
         self._deferred: _Pooled | None = deferred
         self._array = array
         self._ended: _Ended | None = None
-        self._made: Operation | None = None
+        self._made: Request | None = None
         self._turn = [None]
         self._observed = False
         self._flight = None
-        self._wait = execution.finish_waiting
 
     @property
-    def _operation(self) -> Operation:  # type: ignore[override]
+    def _request(self) -> Request:  # type: ignore[override]
         """The call, as what all handles have."""
         with _turning:
             if self._made is None:
@@ -605,7 +602,7 @@ class Later(Work):
 
     def get_future(self) -> Any:
         """As :meth:`mpicoll.Work.get_future`."""
-        self._operation  # noqa: B018  its memory is adrift from now on
+        self._request  # noqa: B018  its memory is adrift from now on
         return super().get_future()
 
     def __del__(self) -> None:
@@ -636,7 +633,7 @@ class _Ended:
     def operation(self, array: Any) -> Operation:
         """Return it as what all handles have."""
         call = _call(self._ride, self._site, self._calls)
-        return Operation(self._group, call, self._steps(), [array], self._group.timeout, give_up=execution.lost)
+        return Operation(self._group, call, self._steps(), [array], self._group.timeout)
 
     def _steps(self) -> Steps:
         if self._error is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from datetime import timedelta
@@ -14,30 +13,23 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll.checks.agreement import agree_or_raise
 from mpicoll.checks.levels import EVERY
 from mpicoll.checks.mismatch import explain
 from mpicoll.diagnosis.call import Call, fingerprint
-from mpicoll.diagnosis.job_state import hopeless
-from mpicoll.diagnosis.wait_policy import CallWait, local_wait
-from mpicoll.errors import (
-    AGREED,
-    CollectiveMismatchError,
-    DistBackendError,
-)
+from mpicoll.errors import CollectiveMismatchError
 from mpicoll.groups import registry
-from mpicoll.groups.communicators import mpi_text
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.memory.device import array as device_array
 from mpicoll.memory.device.array import Shadow
-from mpicoll.operations import work
-from mpicoll.operations.work import ASLEEP, Operation, Work
-from mpicoll.runtime import signals, waiting, watchdog
-from mpicoll.runtime.mpi_library import retain_for_ever, retain_frames
+from mpicoll.operations.failures import BlockingCall
+from mpicoll.operations.request import Operation, Request, Steps, collectives_are_pending
+from mpicoll.operations.work import Work
+from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.native import reduce_rows
 from mpicoll.runtime.output import say
 from mpicoll.transports import large_counts
-from mpicoll.transports.base import SMALL_BYTES, Kind, Movement, Request, block_bytes, piece_elements, pieces
+from mpicoll.transports.base import SMALL_BYTES, Kind, Movement, block_bytes, piece_elements, pieces
+from mpicoll.transports.base import Request as Pollable
 from mpicoll.transports.control import AS_IT_IS, BEHIND, IN_PIECES, Agreed
 from mpicoll.transports.selection import NEVER
 from mpicoll.transports.shm.control import EAGER_BYTES
@@ -66,54 +58,27 @@ def check_name(name: Any) -> None:
         raise TypeError(f"name must be a string or None, not {type(name).__name__}")
 
 
-def collective(
+def _move(
     group: ProcessGroup,
     call: Call,
     move: Movement | Callable[[Agreed], Movement] | None,
     number: int,
-    *,
-    ready: Callable[[], bool] | None = None,
-    before: Callable[[], None] | None = None,
-    after: Callable[[], None] | None = None,
-    limit: float,
-) -> Generator[Request, None, None]:
-    """Agree, move and finish one collective; yields what has to complete before it goes on.
-
-    Args:
-        move: what to move, or what says it when the agreement is known; None where this rank's arguments are wrong.
-        ready: whether a GPU has come to the call; awaited before ``before``.
-        before: run when all members are known to make this call, just before data moves.
-        after: run when this rank's part has moved.
-    """
-    mpi_error = MPI.Exception  # at the end of the interpreter the module's names are gone before kept generators
-    try:
-        if call.passes:
-            assert isinstance(move, Movement)
-            yield from _uncompared(group, call, move, number, ready, before, after)
-            return
-        agreed = yield from agree_or_raise(group.pair.agreement, number, call, group.display, group.ranks)
-        assert move is not None
-        yield from _agreed(group, call, move, number, agreed, ready, before, after, limit)
-    except mpi_error as error:
-        raise wrap(error, group, call) from error
-    finally:
-        group.pair.agreement.order.pass_on(number)
-        if call.apart:
-            group.give_up("its ranks made unequal numbers of calls")
-
-
-def _agreed(
-    group: ProcessGroup,
-    call: Call,
-    move: Movement | Callable[[Agreed], Movement],
-    number: int,
-    agreed: Agreed,
     ready: Callable[[], bool] | None,
     before: Callable[[], None] | None,
     after: Callable[[], None] | None,
     limit: float,
-) -> Generator[Request, None, None]:
-    """Move and finish one collective that all members are known to make."""
+    agreed: Agreed,
+) -> Steps:
+    """Move and finish one collective that all members are known to make.
+
+    Args:
+        move: what to move, or what returns that when the agreement is known; None if the arguments of this rank are wrong.
+        ready: returns whether a GPU has reached the call; awaited before ``before``.
+        before: run just before data moves.
+        after: run when the part of this rank has moved.
+        agreed: what all members know.
+    """
+    assert move is not None
     rank, size, data = group.rank(), group.size(), group.pair.data
     engine = group.pair.native
     fixed = isinstance(move, Movement)
@@ -121,8 +86,6 @@ def _agreed(
         move = move(agreed)
     if agreed.behind and call.come is None:
         call.come = _come
-    if not group.pair.agreement.order.may_move(number):
-        yield waiting.Condition(partial(group.pair.agreement.order.may_move, number))
     if agreed.stalled:
         # Somebody may have withdrawn after posting: such a rank never joins a second round.
         yield data.Ibarrier()
@@ -198,7 +161,7 @@ def _agreed(
                 # Every further native call is preceded by a wait that can be left, and so is the first where somebody may still
                 # wait for its GPU.
                 yield data.Ibarrier()
-            with native(group, call, limit):
+            with BlockingCall(group, call, limit):
                 engine.blocking(piece)
     _finish(call, after)
 
@@ -229,7 +192,7 @@ def _permitted(move: Movement, agreed: Agreed) -> bool:
 
 def _in_pieces(
     group: ProcessGroup, call: Call, move: Movement, agreed: Agreed, limit: float
-) -> Generator[Request, None, bool]:
+) -> Generator[Pollable, None, bool]:
     """Move in pieces, as somebody's memory is a GPU's and goes by way of the host; return whether that was done.
 
     All members know alike whether it is done, and how large the pieces are. Where MPI reduces and the order of the ranks
@@ -257,7 +220,7 @@ def _in_pieces(
     assert buffer is not None
     block = piece_elements(move, buffer.itemsize, size, most) * buffer.itemsize
 
-    def moved(piece: Movement) -> Generator[Request, None, None]:
+    def moved(piece: Movement) -> Steps:
         if node is not None:
             waiting.transfer_hint(most)
             yield from node.steps(piece, min(block, agreed.block_bytes))
@@ -266,14 +229,14 @@ def _in_pieces(
             yield engine.nonblocking(piece)
         else:
             yield data.Ibarrier()  # a member whose GPU is late, or has failed, does not come
-            with native(group, call, limit):
+            with BlockingCall(group, call, limit):
                 engine.blocking(piece)
 
     yield from staged.move_pieces(move, rank, size, agreed.block_bytes, most, moved)
     return True
 
 
-def _on_device(call: Call, comm: MPI.Intracomm, agreed: Agreed) -> Generator[Request, None, bool]:
+def _on_device(call: Call, comm: MPI.Intracomm, agreed: Agreed) -> Generator[Pollable, None, bool]:
     """Reduce on the GPU that all members share, which all have offered; whether that was done, the same on all."""
     if agreed.block_bytes != call.block_bytes:  # at check level "off" nobody compares them
         raise ValueError(f"{call.describe()}: another rank passes an array of another size")
@@ -302,7 +265,7 @@ def _by_host(move: Movement, after: Callable[[], None] | None) -> tuple[Movement
     return replace(move, send=send, recv=recv), then
 
 
-def _reduce_in_order(group: ProcessGroup, number: int, move: Movement) -> Generator[Request, None, None]:
+def _reduce_in_order(group: ProcessGroup, number: int, move: Movement) -> Steps:
     """Reduce little data in the order of the ranks, as calls do whose data comes with the round: the result is the same."""
     rank, size, engine = group.rank(), group.size(), group.pair.native
     given = move.recv if move.send is None else move.send
@@ -338,34 +301,7 @@ def _finish(call: Call, after: Callable[[], None] | None) -> None:
             raise
 
 
-class native:
-    """Have the watchdog look at a blocking MPI call (a context manager)."""
-
-    __slots__ = ("_call", "group", "limit", "since")
-
-    def __init__(self, group: ProcessGroup, call: Call, limit: float) -> None:
-        self.group = group
-        self.limit = limit
-        self.since = 0.0
-        self._call = call
-
-    def describe(self) -> str:
-        """Return what the call is."""
-        return f"{self._call.describe()} on group {self.group.display} at {self._call.site}"
-
-    def hopeless(self, inside: float) -> str:
-        """Return why it can never end, or "", given the seconds that it has taken."""
-        return hopeless(self.group, inside)
-
-    def __enter__(self) -> None:
-        self.since = time.monotonic()
-        watchdog.active[threading.get_ident()] = self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        del watchdog.active[threading.get_ident()]
-
-
-def _check_splits(group: ProcessGroup, call: Call, move: Movement) -> Generator[Request, None, None]:
+def _check_splits(group: ProcessGroup, call: Call, move: Movement) -> Steps:
     """Exchange how much each member sends to each, so that a split that nobody expects raises instead of corrupting."""
     assert move.send is not None
     assert move.recv is not None
@@ -388,19 +324,6 @@ def _check_splits(group: ProcessGroup, call: Call, move: Movement) -> Generator[
     yield data.Iallreduce(MPI.IN_PLACE, bad, MPI.MAX)
     if bad[0]:
         yield from explain(group.pair.control, call, group.display, group.ranks)
-
-
-def wrap(error: MPI.Exception, group: ProcessGroup, call: Call) -> DistBackendError:
-    """Return MPI's error as ours: operation, group, this rank, MPI's own text."""
-    group.give_up(f"MPI reported an error in {call.op}")
-    hint = (
-        ""
-        if group.level == "full"
-        else (f". At check level {group.level!r} different calls may end so: run with MPICOLL_CHECK=full to see which")
-    )
-    return DistBackendError(
-        f"{call.describe()} on group {group.display}, rank {group.ranks[group.rank()]}, at {call.site}: {mpi_text(error)}{hint}"
-    )
 
 
 def run(
@@ -446,36 +369,7 @@ def _leave_begun(group: ProcessGroup, call: Call, limit: float, error: BaseExcep
     place in the order taken and nobody there to pass it on. The other members make the call, so there is no way back.
     """
     if group.broken is None and error is not call.error and not isinstance(error, CollectiveMismatchError):
-        (call.wait_policy or CallWait)(group, call, limit).withdraw(error)
-
-
-class begun:
-    """Where a message is posted: an exception of anybody else's in between gives the group up (a context manager).
-
-    A signal handler of the program's may raise between any two lines: with the message posted and not counted, or counted and
-    nobody there to wait for it.
-
-    Args:
-        held: the memory that MPI may use then, kept for good.
-    """
-
-    __slots__ = ("_call", "_group", "_held", "_limit", "_peer", "_tag")
-
-    def __init__(self, group: ProcessGroup, call: Call, limit: float, held: Any, *, peer: int, tag: int) -> None:
-        self._group, self._call, self._limit, self._held, self._peer, self._tag = group, call, limit, held, peer, tag
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None:
-            return
-        retain_for_ever(self._held)
-        retain_frames(error)
-        if isinstance(error, MPI.Exception):
-            raise wrap(error, self._group, self._call) from error
-        if self._group.broken is None:
-            CallWait(self._group, self._call, self._limit, self._peer, self._tag).withdraw(error)
+        Request(group, call, [], limit).policy().withdraw(error)
 
 
 UNCOMPARED = frozenset(Kind) - {Kind.BARRIER, Kind.ALL_TO_ALL}
@@ -531,7 +425,7 @@ def _print_of_function(op: str) -> int:
     return fingerprint(op, ())
 
 
-def _uncompared(
+def _move_uncompared(
     group: ProcessGroup,
     call: Call,
     move: Movement,
@@ -539,14 +433,9 @@ def _uncompared(
     ready: Callable[[], bool] | None,
     before: Callable[[], None] | None,
     after: Callable[[], None] | None,
-) -> Generator[Request, None, None]:
-    """Move a small call whose members have not compared it; by the nonblocking call, as some may be asynchronous."""
-    agreement = group.pair.agreement
-    if not agreement.may_pass(number):
-        yield waiting.Condition(partial(agreement.may_pass, number))
-    agreement.order.posted += 1
-    if not group.pair.agreement.order.may_move(number):
-        yield waiting.Condition(partial(group.pair.agreement.order.may_move, number))
+    _: None,
+) -> Steps:
+    """Move a small call that made no round; by the nonblocking call of MPI, as some members may be asynchronous."""
     if ready is not None and not ready():
         yield waiting.Condition(ready)
     if before is not None:
@@ -580,44 +469,65 @@ def issue(
     after: Callable[[], None] | None = None,
 ) -> Work | None:
     """Make a call that has its number and its place in the order: see :func:`run`."""
-    call.asynchronous = async_op or _collectives_pending()
+    call.asynchronous = async_op or collectives_are_pending()
     call.come = _has_come(call, move, ready)
     if call.come is not None and not call.device:
         call.device = BEHIND
-    steps = collective(group, call, move, number, ready=ready, before=before, after=after, limit=limit)
+    transfer: Callable[[Any], Steps]
+    if call.passes:
+        assert isinstance(move, Movement)
+        transfer = partial(_move_uncompared, group, call, move, number, ready, before, after)
+    else:
+        transfer = partial(_move, group, call, move, number, ready, before, after, limit)
+    request = Request(group, call, outputs, limit, held=move, waited=not call.asynchronous)
+    if not call.asynchronous:
+        with signals.shield:
+            request.start(number, transfer)
+            request.complete()
+        return None
     try:
-        if not call.asynchronous:
-            with signals.shield:
-                drive(group, call, steps, limit)
-            return None
-        operation = Operation(group, call, steps, outputs, limit, give_up=lost, held=move)
-        if not operation.done:
-            waiting.pending.append(operation)
-    except BaseException:
-        if getattr(steps, "gi_frame", None) is not None:  # not at its end: MPI may still write there
-            retain_for_ever(steps)
+        request.start(number, transfer)
+        if not request.done:
+            waiting.pending.append(request)
+    except BaseException as error:
+        request.withdraw(error)
         raise
     if async_op:
-        return Work(operation, finish_waiting)
-    finish_waiting(operation, limit)
+        return Work(request)
+    request.complete(limit)
     return None
 
 
-def unusual(
+def resume(
+    group: ProcessGroup,
+    call: Call,
+    move: Movement | Callable[[Agreed], Movement],
+    number: int,
+    agreed: Agreed,
+    after: Callable[[], None] | None = None,
+    outputs: list[Any] | None = None,
+    *,
+    waited: bool = False,
+) -> Request:
+    """Return the request of a call whose round is over, and says that something differs, or that a member is late."""
+    request = Request(group, call, outputs or [], group.timeout, held=move, waited=waited)
+    request.start(number, partial(_move, group, call, move, number, None, None, after, group.timeout), agreed)
+    return request
+
+
+def go_on(
     group: ProcessGroup, call: Call, move: Movement | Callable[[Agreed], Movement], number: int, agreed: Agreed
-) -> Generator[Request, None, None]:
-    """Go on after a round that says that something differs, or that somebody is late or asynchronous."""
-    mpi_error = MPI.Exception  # at the end of the interpreter the module's names are gone before kept generators
-    try:
-        if not agreed.same or agreed.error:
-            yield from explain(group.pair.control, call, group.display, group.ranks, agreed.waited)
-        yield from _agreed(group, call, move, number, agreed, None, None, None, group.timeout)
-    except mpi_error as error:
-        raise wrap(error, group, call) from error
-    finally:
-        group.pair.agreement.order.pass_on(number)
-        if call.apart:
-            group.give_up("its ranks made unequal numbers of calls")
+) -> None:
+    """Make the rest of a call that is waited for, and whose round is over."""
+    with signals.shield:
+        resume(group, call, move, number, agreed, waited=True).complete()
+
+
+def drive(group: ProcessGroup, call: Call, steps: Steps, limit: float) -> Any:
+    """Wait for steps that belong to no call in the order of a group; return what they return."""
+    request = Operation(group, call, steps, [], limit, waited=True)
+    request.complete()
+    return request.returned
 
 
 def agree(group: ProcessGroup, call: Call, limit: float) -> Agreed:
@@ -630,23 +540,14 @@ def agree(group: ProcessGroup, call: Call, limit: float) -> Agreed:
     if group.turn is not None:
         raise group.turn.refuse(call.describe(), call.site)
     with signals.guard, group.lock:
-        try:
-            group.calls += 1
-            call.seq = group.calls
-            group.last = call.op, call.site.code, call.site.instruction
-            _print(group, call, compares=True)
-            # What makes a group or the world is always compared.
-            if group.level == "off":
-                call.print = fingerprint(call.op, call.key)
-            number = group.pair.agreement.order.issue()
-            agreed: Agreed = drive(group, call, _conducted(group, call, number), limit)
-            return agreed
-        except BaseException as error:
-            _leave_begun(group, call, limit, error)
-            raise
+        return _conduct(group, call, limit, _no_steps)
 
 
-def conduct(group: ProcessGroup, call: Call, steps: Callable[[Agreed], Generator[Request, None, None]]) -> None:
+def _no_steps(agreed: Agreed) -> Steps:
+    yield from ()
+
+
+def conduct(group: ProcessGroup, call: Call, steps: Callable[[Agreed], Steps]) -> None:
     """Make one collective call that moves its data in several steps, and wait for it.
 
     The caller has asked :func:`enter` whether the group can be used.
@@ -660,47 +561,39 @@ def conduct(group: ProcessGroup, call: Call, steps: Callable[[Agreed], Generator
     if call.error is not None and group.level != "full":
         raise call.error  # the others do not compare, so nobody asks what was wrong here
     with signals.guard, group.lock:
-        try:
-            group.calls += 1
-            call.seq = group.calls
-            group.last = call.op, call.site.code, call.site.instruction
-            call.asynchronous = _collectives_pending()
-            _print(group, call, compares=True)
-            conducted = _conducted(group, call, group.pair.agreement.order.issue(), steps)
-            with signals.shield:
-                drive(group, call, conducted, group.timeout)
-        except BaseException as error:
-            _leave_begun(group, call, group.timeout, error)
-            raise
+        call.asynchronous = collectives_are_pending()
+        with signals.shield:
+            _conduct(group, call, group.timeout, steps)
 
 
-def _conducted(
-    group: ProcessGroup,
-    call: Call,
-    number: int,
-    steps: Callable[[Agreed], Generator[Request, None, None]] | None = None,
-) -> Generator[Request, None, Agreed]:
-    mpi_error = MPI.Exception  # at the end of the interpreter the module's names are gone before kept generators
+def _conduct(group: ProcessGroup, call: Call, limit: float, steps: Callable[[Agreed], Steps]) -> Agreed:
+    """Make a compared call that is waited for; the lock of the group is held."""
     try:
-        agreed = yield from agree_or_raise(group.pair.agreement, number, call, group.display, group.ranks)
-        if not group.pair.agreement.order.may_move(number):
-            yield waiting.Condition(partial(group.pair.agreement.order.may_move, number))
-        if agreed.stalled:
-            yield group.pair.data.Ibarrier()
-        if steps is not None:
-            yield from steps(agreed)
-        return agreed
-    except mpi_error as error:
-        raise wrap(error, group, call) from error
-    finally:
-        group.pair.agreement.order.pass_on(number)
-        if call.apart:
-            group.give_up("its ranks made unequal numbers of calls")
+        group.calls += 1
+        call.seq = group.calls
+        group.last = call.op, call.site.code, call.site.instruction
+        _print(group, call, compares=True)
+        if steps is _no_steps and group.level == "off":  # what makes a group or the world is always compared
+            call.print = fingerprint(call.op, call.key)
+        request = Request(group, call, [], limit, waited=True)
+        request.start(group.pair.agreement.order.issue(), partial(_meet_and_move, group, steps))
+        request.complete()
+        assert request.agreed is not None
+        return request.agreed
+    except BaseException as error:
+        _leave_begun(group, call, limit, error)
+        raise
+
+
+def _meet_and_move(group: ProcessGroup, steps: Callable[[Agreed], Steps], agreed: Agreed) -> Steps:
+    if agreed.stalled:
+        yield group.pair.data.Ibarrier()
+    yield from steps(agreed)
 
 
 def move_once(
     group: ProcessGroup, call: Call, agreed: Agreed, move: Movement, moved: int
-) -> Generator[Request, None, int]:
+) -> Generator[Pollable, None, int]:
     """Move a flat buffer within the steps of a conducted call: by blocking calls unless somebody is asynchronous.
 
     Args:
@@ -730,64 +623,14 @@ def move_once(
         if moved > NATIVE_BYTES:
             moved = step
             yield data.Ibarrier()  # as in _agreed
-        with native(group, call, group.timeout):
+        with BlockingCall(group, call, group.timeout):
             engine.blocking(piece)
     return moved
 
 
-def sending(group: ProcessGroup, call: Call, request: Request) -> Generator[Request, None, int | None]:
-    """Wait for what has been sent; the steps of an Operation."""
-    mpi_error = MPI.Exception  # at the end of the interpreter the module's names are gone before kept generators
-    try:
-        yield request
-    except mpi_error as error:
-        raise wrap(error, group, call) from error
-    return None
-
-
-def lost(operation: Operation, reason: BaseException) -> None:
-    """Give up a call that something foreign struck while it was moved on."""
-    CallWait(operation.group, operation.call, operation.limit, operation.peer).withdraw(reason)
-
-
-def drive(group: ProcessGroup, call: Call, steps: Generator[Request, None, Any], limit: float) -> Any:
-    """Run ``steps`` to their end, waiting for each; one limit for the whole call."""
-    patience = (call.wait_policy or CallWait)(group, call, limit)
-    while True:
-        try:
-            request = next(steps)
-        except StopIteration as stop:
-            return stop.value
-        except CollectiveMismatchError:
-            raise  # all members raise it, and the group is still good
-        except BaseException as error:
-            if error is call.error:
-                setattr(error, AGREED, True)
-            else:
-                # From here on the members are no longer in step: a signal handler raised, MPI or memory failed.
-                retain_for_ever(steps, call)
-                retain_frames(error)
-                patience.withdraw(error)
-            raise
-        try:
-            test = guarded(request.Test, group, call)
-            if not test():
-                local_wait(test, patience)
-        except BaseException:
-            retain_for_ever(steps, request)
-            raise
-
-
-def guarded(test: Callable[[], bool], group: ProcessGroup, call: Call) -> Callable[[], bool]:
-    """Return ``test`` with MPI's errors as ours."""
-
-    def wrapped() -> bool:
-        try:
-            return test()
-        except MPI.Exception as error:
-            raise wrap(error, group, call) from error
-
-    return wrapped
+def sending(request: Pollable) -> Steps:
+    """Yield what has been sent; the steps of an operation."""
+    yield request
 
 
 def enter(group: ProcessGroup, operation: str, *, apart: bool = False) -> None:
@@ -810,78 +653,3 @@ def enter(group: ProcessGroup, operation: str, *, apart: bool = False) -> None:
         raise RuntimeError(f"{operation}: MPI has been finalised")
     if group.destroyed or not apart:
         group.usable(operation)
-
-
-def _at_once(operation: Operation) -> bool:
-    """Whether an operation ends without a wait, as most small ones do: nothing is noted then of who waits for what."""
-    try:
-        return operation.advance() or operation.advance()
-    except BaseException as error:
-        if not operation.done:  # out of a signal handler, between two lines
-            lost(operation, error)
-            operation.abandon(error)
-        raise
-
-
-def finish_waiting(operation: Operation, limit: float | None) -> None:
-    """Wait for an operation and raise its error."""
-    if operation.done:
-        waiting.drop(operation)
-    else:
-        with signals.guard:
-            if _at_once(operation):
-                waiting.drop(operation)
-                if operation.error is not None:
-                    raise operation.error
-                return
-            group, call = operation.group, operation.call
-            limit = operation.limit if limit is None else limit
-            special = call.wait_policy
-            patience = (
-                special(group, call, limit) if special else CallWait(group, call, limit, operation.peer, operation.tag)
-            )
-            try:
-                local_wait(partial(operation.advance, ASLEEP), patience)
-            except BaseException as error:
-                operation.abandon(error)
-                raise
-            finally:
-                if operation.done:
-                    waiting.drop(operation)
-    if operation.error is not None:
-        raise operation.error
-
-
-def look(operation: Operation, polled: float) -> bool:
-    """Give an operation up that can never complete, or for which the program has polled too long; whether it is over.
-
-    Args:
-        polled: seconds since it was first asked for.
-    """
-    group, call = operation.group, operation.call
-    patience = (call.wait_policy or CallWait)(group, call, operation.limit, operation.peer, operation.tag)
-    error = over(patience, polled)
-    if error is None or operation.advance():
-        return operation.done
-    patience.withdraw(error)
-    operation.abandon(error)
-    waiting.drop(operation)
-    return True
-
-
-work.look = look
-
-
-def over(patience: CallWait, polled: float) -> BaseException | None:
-    """Return an error when what a program polls can never complete, or has been polled past its limit."""
-    known = registry.current()
-    if known is None:
-        return None
-    waiting.serve()
-    if patience.call.explaining and polled < patience.limit:
-        return None
-    return patience.ended(known.board, polled) or (patience.timed_out(polled) if polled >= patience.limit else None)
-
-
-def _collectives_pending() -> bool:
-    return any(isinstance(item, Operation) and item.peer is None for item in tuple(waiting.pending))

@@ -24,6 +24,7 @@ from mpicoll.groups.communicators import Pair, make_pair
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import NON_MEMBER, JobWithGroups, state
 from mpicoll.operations import execution
+from mpicoll.operations.failures import BlockingCall
 from mpicoll.runtime import signals
 from mpicoll.runtime.backend_names import check_backend
 from mpicoll.runtime.call_site import Site
@@ -160,7 +161,7 @@ def check_arguments(timeout: Any, backend: Any, group_desc: Any) -> None:
 def _shrink(known: JobWithGroups, tag: int, call: Call) -> None:
     """Free communicators of destroyed groups; all ranks of the world are known to be here."""
     with signals.guard:
-        with execution.native(known.world, call, known.world.timeout):
+        with BlockingCall(known.world, call, known.world.timeout):
             known.pool.meet_all(known.world.pair.control, tag)
         for settled in execution.drive(known.world, call, known.pool.shrink(), known.world.timeout):
             if known.endpoint is None:
@@ -179,7 +180,7 @@ def _make(known: JobWithGroups, members: tuple[int, ...], index: int, tag: int, 
                 known.endpoint.settle(*settled)
             execution.drive(known.world, call, known.pool.meet(pair), known.world.timeout)
         return pair
-    with signals.guard, execution.native(known.world, call, known.world.timeout):
+    with signals.guard, BlockingCall(known.world, call, known.world.timeout):
         pair = make_pair(known.world.pair.control, members, tag)
     pair.agreement.epoch = known.world.pair.agreement.epoch
     known.pool.furnish(pair, known.topology, known.settings, known.world.level)

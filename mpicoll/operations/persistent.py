@@ -28,7 +28,7 @@ from mpicoll.groups import registry
 from mpicoll.groups.process_group import Kept, ProcessGroup
 from mpicoll.memory.dtypes import dtype_name
 from mpicoll.memory.memory import Array
-from mpicoll.operations.execution import guarded, wrap
+from mpicoll.operations.failures import guarded, wrap
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import Site
 from mpicoll.runtime.mpi_library import retain_for_ever, retain_frames

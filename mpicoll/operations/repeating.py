@@ -20,6 +20,7 @@ from mpicoll.errors import AGREED, CollectiveMismatchError
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.memory.arithmetic import quietly
 from mpicoll.operations import execution
+from mpicoll.operations.failures import BlockingCall, guarded, wrap
 from mpicoll.runtime import signals, waiting, watchdog
 from mpicoll.runtime.call_site import NOWHERE, Site
 from mpicoll.runtime.mpi_library import retain_for_ever, retain_frames
@@ -170,7 +171,7 @@ def repeat(group: ProcessGroup, known: Repeated, move: Movement, frame: FrameTyp
         except MPI.Exception as error:
             patience = patience_of(group, known, frame)
             patience.withdraw(error)
-            raise execution.wrap(error, group, patience.call) from error
+            raise wrap(error, group, patience.call) from error
         except BaseException as error:
             retain_frames(error)
             if group.broken is None and not getattr(error, AGREED, False):
@@ -220,7 +221,7 @@ def _repeat_on_node(
     if agreed is None:
         execution.issue(group, call, move, number, [move.recv], False, group.timeout)
     else:
-        execution.drive(group, call, execution.unusual(group, call, move, number, agreed), group.timeout)
+        execution.go_on(group, call, move, number, agreed)
 
 
 def patience_of(group: ProcessGroup, known: Repeated, frame: FrameType) -> CallWait:
@@ -300,9 +301,9 @@ def _end_large(
     call = known.call(group, frame)
     call.print, call.made = print_, made
     if agreed is not None:
-        execution.drive(group, call, execution.unusual(group, call, move, number, agreed), group.timeout)
+        execution.go_on(group, call, move, number, agreed)
         return
-    with execution.native(group, call, group.timeout):
+    with BlockingCall(group, call, group.timeout):
         group.pair.native.blocking(move)
 
 
@@ -328,7 +329,7 @@ def _repeat_round(group: ProcessGroup, known: Repeated, move: Movement, frame: F
         agreed = outcome(made_round, words)
         if agreed is None:
             if large:
-                with execution.native(group, known.call(group, frame), group.timeout):
+                with BlockingCall(group, known.call(group, frame), group.timeout):
                     group.pair.native.blocking(move)
                 return
             if plan is None:  # a barrier is its round
@@ -345,7 +346,7 @@ def _repeat_round(group: ProcessGroup, known: Repeated, move: Movement, frame: F
     if agreed is None:
         execution.issue(group, call, what, number, [move.recv], False, group.timeout)
     else:
-        execution.drive(group, call, execution.unusual(group, call, what, number, agreed), group.timeout)
+        execution.go_on(group, call, what, number, agreed)
 
 
 def _repeat_uncompared(group: ProcessGroup, known: Repeated, move: Movement, frame: FrameType, number: int) -> None:
@@ -387,7 +388,7 @@ def go_on(group: ProcessGroup, known: Repeated, move: Movement, frame: FrameType
     call = known.call(group, frame)
     call.print = execution.plain_print(group, known.op, known.fingerprint)
     with signals.shield:
-        execution.drive(group, call, execution.unusual(group, call, move, number, agreed), group.timeout)
+        execution.go_on(group, call, move, number, agreed)
 
 
 def finish_request(
@@ -397,7 +398,7 @@ def finish_request(
     call = known.call(group, frame)
     call.passes = passes
     try:
-        local_wait(execution.guarded(request.Test, group, call), CallWait(group, call, group.timeout))
+        local_wait(guarded(request.Test, group, call), CallWait(group, call, group.timeout))
     except BaseException:
         retain_for_ever(request)
         raise

@@ -28,6 +28,7 @@ from mpicoll.groups.registry import default
 from mpicoll.memory.arithmetic import quietly
 from mpicoll.memory.layouts import joined
 from mpicoll.operations import execution, repeating
+from mpicoll.operations.failures import wrap
 from mpicoll.operations.repeating import REPEATED_BYTES, Repeated
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import caller
@@ -376,7 +377,7 @@ def _give_up(group: ProcessGroup, again: Repeated, frame: FrameType, error: Base
     if isinstance(error, MPI.Exception):
         patience = repeating.patience_of(group, again, frame)
         patience.withdraw(error)
-        raise execution.wrap(error, group, patience.call) from error
+        raise wrap(error, group, patience.call) from error
     if group.broken is None and not getattr(error, AGREED, False):
         repeating.patience_of(group, again, frame).withdraw(error)
 

@@ -23,9 +23,11 @@ from mpicoll.errors import CollectiveMismatchError
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.memory.adapt import adapt
 from mpicoll.memory.memory import Array, Memory
-from mpicoll.operations import execution, persistent
+from mpicoll.operations import persistent
 from mpicoll.operations.persistent import PersistentReceive, PersistentSend, message_call
-from mpicoll.operations.work import Operation, Work
+from mpicoll.operations.request import Operation
+from mpicoll.operations.states import MOVING
+from mpicoll.operations.work import Work
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import Site
 from mpicoll.runtime.mpi_library import retain_for_ever
@@ -130,7 +132,7 @@ def receive_again(group: ProcessGroup, again: PersistentReceive, tensor: Array, 
 
 
 def _work(operation: _Again, flight: _Lent | None) -> Work:
-    work = Work(operation, execution.finish_waiting)
+    work = Work(operation)
     if flight is not None:
         work.lend(flight)
     return work
@@ -168,13 +170,13 @@ class _Again(Operation):
         self.limit = group.timeout
         self.peer = group.ranks[again.peer]
         self.tag = again.tag
-        self.done = False
-        self.error = self.future = self.landing = None
-        self.source = -1
+        self.state = MOVING
+        self.number = self.returned = -1
+        self.round = self.agreed = self.error = self.future = self.landing = None
+        self.waited = self._in_effect = False
+        self.polled = self.next_look = 0.0
         self._steps = _NONE
-        self._withdraw = None
-        self._give_up = execution.lost
-        self._current = None
+        self._withdraw = self._transfer = self._current = None
         self._lock = _new_lock()
         self.again: Any = again
         self.array = tensor
@@ -219,11 +221,8 @@ class _SendAgain(_Again):
 
     def _move(self) -> bool:
         again = self.again
-        try:
-            if not again.test() or (self.body is not None and not self.body.Test()):
-                return False
-        except MPI.Exception as error:
-            raise execution.wrap(error, self.group, self.call) from error
+        if not again.test() or (self.body is not None and not self.body.Test()):
+            return False
         self.through = True
         if self.flight is None:
             again.give_back(None)
@@ -250,30 +249,27 @@ class _ReceiveAgain(_Again):
         if self._steps is not _NONE:
             return super()._move()
         again = self.again
-        try:
-            if self.body is None:
-                if not again.test():
-                    return False
-                self.dirty = self.before is not None and self.array.tobytes() != self.before
-                if again.words[0] != again.expected:
-                    self._take_the_long_way()
-                    return super()._move()
-                if again.elements is None:
-                    self.body = _start_body(again, self.array)
-                    waiting.transfer_hint(self.array.nbytes)
-                elif self.array.shape == again.shape:
-                    self.array[...] = again.elements
-                else:  # the program has given it another one meanwhile
-                    self.array.reshape(-1)[...] = again.elements.reshape(-1)
-            if self.body is not None and not self.body.Test():
+        if self.body is None:
+            if not again.test():
                 return False
-        except MPI.Exception as error:
-            raise execution.wrap(error, self.group, self.call) from error
+            self.dirty = self.before is not None and self.array.tobytes() != self.before
+            if again.words[0] != again.expected:
+                self._take_the_long_way()
+                return super()._move()
+            if again.elements is None:
+                self.body = _start_body(again, self.array)
+                waiting.transfer_hint(self.array.nbytes)
+            elif self.array.shape == again.shape:
+                self.array[...] = again.elements
+            else:  # the program has given it another one meanwhile
+                self.array.reshape(-1)[...] = again.elements.reshape(-1)
+        if self.body is not None and not self.body.Test():
+            return False
         again.count += 1
         posted = self.group.pair.receiver.posted
         if again.key in posted:
             posted.remove(again.key)
-        self.source = again.peer
+        self.returned = again.peer
         if self.dirty:
             raise written(self.name, self.call.site, self.group.display)
         if self.flight is not None:
@@ -333,7 +329,7 @@ class _Lent(Flight):
         return self.operation.done
 
     def advance(self) -> bool:
-        return self.operation.advance()
+        return self.operation.Test()
 
     def seal_results(self) -> None:
         if self.array.nbytes <= SEALED_BYTES:
@@ -360,11 +356,7 @@ def receiving(
     group: ProcessGroup, call: Call, memory: Memory, receive: Receive
 ) -> Generator[Request, None, int | None]:
     """Wait for a message; the steps of an Operation, which end with the sender's rank in the group."""
-    mpi_error = MPI.Exception  # as in execution
-    try:
-        yield receive
-    except mpi_error as error:
-        raise execution.wrap(error, group, call) from error
+    yield receive
     source = receive.sender
     if receive.refused is not None:
         raise _misfit(group, call, memory, receive, receive.refused)

@@ -70,7 +70,7 @@ class Operation(Protocol):
     def group(self) -> Group:
         """The group of the request."""
 
-    def advance(self) -> bool:
+    def Test(self) -> bool:
         """Progress the request; return whether it is over."""
 
 
@@ -205,7 +205,7 @@ def _advance(operation: Operation | None) -> None:
     if operation is None or operation.group.broken is not None:
         return
     try:
-        operation.advance()
+        operation.Test()
     except BaseException as error:
         if operation.error is None:  # of a callback of the program on its future
             threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, None)))

@@ -85,7 +85,7 @@ class WaitPolicy(Protocol):
 class Pollable(Protocol):
     """A request that every wait of the process progresses."""
 
-    def advance(self) -> bool:
+    def Test(self) -> bool:
         """Make progress without blocking; return whether nothing is left to do."""
 
 
@@ -164,7 +164,7 @@ def _to_advance() -> tuple[Pollable, ...]:
 def progress() -> None:
     """Progress pending requests, and drop those that are complete."""
     for item in _to_advance():
-        if item.advance():
+        if item.Test():
             drop(item)
 
 

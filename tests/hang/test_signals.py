@@ -15,6 +15,7 @@ from mpi4py import MPI
 import mpicoll as dist
 from mpicoll.groups import registry
 from mpicoll.operations import execution
+from mpicoll.operations.request import Request
 
 class Stop(Exception):
     pass
@@ -256,13 +257,13 @@ CALLS = {
 }
 PLACES = {
     "counted": (execution, "_print"),
-    "conducted": (execution, "_conducted"),
-    "issued": (execution, "_collectives_pending"),
+    "conducted": (execution, "_conduct"),
+    "issued": (execution, "collectives_are_pending"),
     "numbered": (execution, "_has_come"),
-    "posted": (execution.Operation, "advance"),
+    "posted": (Request, "Test"),
     "written": (RingControl, "fill"),
     "started": (RingRound, "Start"),
-    "looks": (deferred.Deferred, "advance"),
+    "looks": (deferred.Deferred, "Test"),
     "finished": (riding, "_end"),  # in Python, since the other comes late
     "filled": (MpiControl, "fill"),
     "planned": (MpiPlan, "start_in_place"),

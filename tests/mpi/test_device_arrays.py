@@ -19,7 +19,7 @@ import mpicoll as dist
 from mpicoll.memory.device import array as device_array
 from mpicoll.memory.device import pool as device_pool
 from mpicoll.memory.device import runtime as device_runtime
-from mpicoll.operations import execution
+from mpicoll.operations import failures
 from mpicoll.pytest_plugin import collective_raises
 from mpicoll.transports.selection import Choice
 
@@ -205,13 +205,13 @@ def test_nobody_enters_mpi_before_every_gpu_has_come(
     assert world is not None
     monkeypatch.setattr(world.pair, "choice", Choice(engine))
     entered: list[float] = []
-    enter = execution.native.__enter__
+    enter = failures.BlockingCall.__enter__
 
-    def noted(self: execution.native) -> None:
+    def noted(self: failures.BlockingCall) -> None:
         entered.append(time.monotonic())
         enter(self)
 
-    monkeypatch.setattr(execution.native, "__enter__", noted)
+    monkeypatch.setattr(failures.BlockingCall, "__enter__", noted)
     gpu.pace = "lazy"
     rank, size = dist.get_rank(), dist.get_world_size()
     last, count = rank == size - 1, 100_000
@@ -289,8 +289,8 @@ def test_memory_of_an_operation_is_kept_until_it_has_been_waited_for(gpu: Gpu) -
     work = dist.all_gather_into_tensor(gpu.array_of(np.zeros(4 * size)), given, async_op=True)
     del given
     assert work is not None
-    while not work._operation.done:
-        work._operation.advance()
+    while not work._request.done:
+        work._request.Test()
     assert seen() is not None
     work.wait()
     del work

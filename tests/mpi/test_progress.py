@@ -162,7 +162,7 @@ def test_arguments_that_are_wrong_are_raised_by_wait() -> None:
 def test_buffers_are_watched_until_the_wait() -> None:
     """A write between the end of the call and its wait is an error as it is without the thread."""
     x, work = begin(3)
-    assert until(lambda: work._operation.done)
+    assert until(lambda: work._request.done)
     x[0] = -1.0
     with collective_raises(dist.BufferInUseError, match="written before"):
         work.wait()
@@ -192,7 +192,7 @@ def test_it_is_none_of_the_threads_of_the_program() -> None:
     before = describe_state()
     _, work = begin(400_000)
     if dist.get_world_size() > 1:
-        assert until(lambda: bool(running()) or work._operation.done)
+        assert until(lambda: bool(running()) or work._request.done)
     after = describe_state()
     assert (after.doubtful, after.free, after.waits) == (before.doubtful, before.free, before.waits)
     work.wait()

@@ -34,7 +34,7 @@ def neighbours(group: Any = None) -> tuple[int, int]:
 
 def kept(work: Any) -> bool:
     """Whether an operation took a request that is kept."""
-    return type(work._operation).__module__ == "mpicoll.operations.underway"
+    return type(work._request).__module__ == "mpicoll.operations.underway"
 
 
 def receive(y: Any, group: Any = None, tag: int = 0) -> Any:
@@ -163,7 +163,7 @@ def test_writes_are_noticed(count: int) -> None:
     dist.barrier()
     received, sent = ring(x, y)
     sent.wait()
-    while not received._operation.advance():
+    while not received._request.Test():
         pass
     y[0] = 78  # after it has come
     with pytest.raises(dist.BufferInUseError, match="irecv"):
@@ -275,7 +275,7 @@ def test_works_that_are_dropped() -> None:
     practise(x, y, group)
     works: Any = ring(x, y, group)
     assert all(map(kept, works))
-    operations = [work._operation for work in works]
+    operations = [work._request for work in works]
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         del works
@@ -283,7 +283,7 @@ def test_works_that_are_dropped() -> None:
     assert sorted(str(each.message).split()[0] for each in said) == ["irecv", "isend"]
     with pytest.raises(dist.DistError, match=r"nobody waited for: irecv issued at .*; isend issued at"):
         dist.destroy_process_group(group)
-    while not all(operation.advance() for operation in operations):
+    while not all(operation.Test() for operation in operations):
         pass
     assert (y == before + 1).all()
     group.unwaited.clear()

@@ -82,9 +82,8 @@ LONG = {
     "api/messages": 571,
     "api/objects": 542,
     "memory/device/array": 529,
-    "operations/deferred": 656,
-    "operations/execution": 887,
-    "operations/work": 532,
+    "operations/deferred": 653,
+    "operations/execution": 655,
 }
 MOST_INSIDE = 52
 

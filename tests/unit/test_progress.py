@@ -26,7 +26,7 @@ class Made:
         self.threads: set[str] = set()
         self._raises = raises
 
-    def advance(self) -> bool:
+    def Test(self) -> bool:
         """Be looked at once more."""
         self.threads.add(threading.current_thread().name)
         self.looks -= 1
@@ -143,9 +143,9 @@ def test_stopped_from_within(mover: ProgressThread) -> None:
     """A callback may end it."""
 
     class Stops(Made):
-        def advance(self) -> bool:
+        def Test(self) -> bool:
             mover.stop()
-            return super().advance()
+            return super().Test()
 
     operation: Any = Stops(1)
     mover.begun(operation)

@@ -192,7 +192,7 @@ def test_waits_move_everything_that_is_pending() -> None:
     class Item:
         left = 3
 
-        def advance(self) -> bool:
+        def Test(self) -> bool:
             self.left -= 1
             return self.left == 0
 

@@ -376,7 +376,7 @@ class Receiver:
                 self.waiting.remove(receive)
             self._rest()
 
-    def advance(self) -> bool:
+    def Test(self) -> bool:
         """Look for messages; True when no receive waits for one."""
         if self.waiting:
             self.look()

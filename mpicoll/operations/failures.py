@@ -1,0 +1,100 @@
+"""What a call does when MPI or a signal handler of the program fails it, and what the watchdog sees of a call inside MPI."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from mpicoll.diagnosis.call import Call
+from mpicoll.diagnosis.job_state import hopeless
+from mpicoll.diagnosis.wait_policy import CallWait
+from mpicoll.errors import DistBackendError
+from mpicoll.groups.communicators import MpiError, mpi_text
+from mpicoll.runtime import watchdog
+from mpicoll.runtime.mpi_library import retain_for_ever, retain_frames
+
+if TYPE_CHECKING:
+    from mpicoll.groups.process_group import ProcessGroup
+
+
+def wrap(error: MpiError, group: ProcessGroup, call: Call) -> DistBackendError:
+    """Give the group up, and return an error of MPI as an error of the library: operation, group, rank, text of MPI."""
+    group.give_up(f"MPI reported an error in {call.op}")
+    hint = (
+        ""
+        if group.level == "full"
+        else (f". At check level {group.level!r} different calls may end so: run with MPICOLL_CHECK=full to see which")
+    )
+    return DistBackendError(
+        f"{call.describe()} on group {group.display}, rank {group.ranks[group.rank()]}, at {call.site}: {mpi_text(error)}{hint}"
+    )
+
+
+def guarded(test: Callable[[], bool], group: ProcessGroup, call: Call) -> Callable[[], bool]:
+    """Return ``test`` with errors of MPI as errors of the library."""
+
+    def wrapped() -> bool:
+        try:
+            return test()
+        except MpiError as error:
+            raise wrap(error, group, call) from error
+
+    return wrapped
+
+
+class BlockingCall:
+    """Have the watchdog look at a blocking MPI call inside the block."""
+
+    __slots__ = ("_call", "group", "limit", "since")
+
+    def __init__(self, group: ProcessGroup, call: Call, limit: float) -> None:
+        self.group = group
+        self.limit = limit
+        self.since = 0.0
+        self._call = call
+
+    def describe(self) -> str:
+        """Return the call, its group and its place in the program."""
+        return f"{self._call.describe()} on group {self.group.display} at {self._call.site}"
+
+    def hopeless(self, inside: float) -> str:
+        """Return why the call can never end, or "", given the seconds that it has taken."""
+        return hopeless(self.group, inside)
+
+    def __enter__(self) -> None:
+        self.since = time.monotonic()
+        watchdog.active[threading.get_ident()] = self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        del watchdog.active[threading.get_ident()]
+
+
+class begun:
+    """Give the group up if an exception comes while a message is posted (a context manager).
+
+    A signal handler of the program may raise between any two lines: with the message posted and not counted, or counted and
+    no request that would wait for the message.
+
+    Args:
+        held: the memory that MPI may use then, which is retained for ever.
+    """
+
+    __slots__ = ("_call", "_group", "_held", "_limit", "_peer", "_tag")
+
+    def __init__(self, group: ProcessGroup, call: Call, limit: float, held: Any, *, peer: int, tag: int) -> None:
+        self._group, self._call, self._limit, self._held, self._peer, self._tag = group, call, limit, held, peer, tag
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            return
+        retain_for_ever(self._held)
+        retain_frames(error)
+        if isinstance(error, MpiError):
+            raise wrap(error, self._group, self._call) from error
+        if self._group.broken is None:
+            CallWait(self._group, self._call, self._limit, self._peer, self._tag).withdraw(error)

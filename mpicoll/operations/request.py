@@ -1,0 +1,488 @@
+"""A request: one start of a call, from its round to its result.
+
+Every wait of the process progresses all pending requests. Only :meth:`Request.Test` advances a request, and only
+:func:`mpicoll.operations.states.to` changes its state.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from mpicoll.checks.agreement import words_of
+from mpicoll.checks.mismatch import explain
+from mpicoll.diagnosis.call import Call
+from mpicoll.diagnosis.job_state import current
+from mpicoll.diagnosis.wait_policy import CallWait, local_wait
+from mpicoll.errors import AGREED as KNOWN_TO_ALL
+from mpicoll.errors import BufferInUseError, CollectiveMismatchError, DistError
+from mpicoll.groups.communicators import MpiError
+from mpicoll.operations.failures import wrap
+from mpicoll.operations.states import AGREED, COMPLETE, DISPUTED, FAILED, IDLE, MOVING, POSTED, QUEUED, State, to
+from mpicoll.runtime import signals, waiting
+from mpicoll.runtime.mpi_library import retain_for_ever, retain_frames
+
+if TYPE_CHECKING:
+    from mpicoll.groups.process_group import ProcessGroup
+    from mpicoll.transports.base import Request as Pollable
+    from mpicoll.transports.control import Agreed, Round
+
+Steps = Generator["Pollable", None, Any]
+"""What moves data in several steps: yields what has to complete next."""
+
+ASLEEP = 0.001
+"""Seconds for which a thread that waits for a request sleeps at a time while another thread progresses the request."""
+
+LOOK_EVERY = 0.005
+"""Seconds between two checks, for a program that polls, whether a request can still complete."""
+
+STILL_WITHIN = 1.0
+"""Seconds after which no other thread is assumed to progress a request any more."""
+
+
+class Request:
+    """One collective call that was started. The library refers to the request until it is over; users hold a ``Work``.
+
+    Args:
+        group: the group.
+        call: the description of the call.
+        outputs: the arrays of the result, for ``Work.result``.
+        limit: seconds until a wait raises CollectiveTimeoutError.
+        held: what has the memory that MPI uses.
+        waited: the caller waits at once: the request is never pending, and may make blocking calls of MPI.
+
+    Attributes:
+        state: of the request (:mod:`mpicoll.operations.states`).
+        number: in the order of the group's calls.
+        round: the round that was posted and is not released.
+        agreed: what all members know after the round; None before, and for a call without a round.
+        error: of the request, once its state is FAILED.
+        peer, tag: of a message: the global rank at the other end (-1: any), and the tag; ``peer`` is None for a collective.
+        returned: what the steps returned; of a receive the rank in the group that the message came from, -1 before.
+        future: of the result, if the program has asked for one; ``landing`` is called just before the request is over.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_current",
+        "_in_effect",
+        "_lock",
+        "_steps",
+        "_transfer",
+        "agreed",
+        "call",
+        "error",
+        "future",
+        "group",
+        "held",
+        "landing",
+        "limit",
+        "next_look",
+        "number",
+        "outputs",
+        "peer",
+        "polled",
+        "returned",
+        "round",
+        "state",
+        "tag",
+        "waited",
+    )
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        call: Call,
+        outputs: list[Any],
+        limit: float,
+        *,
+        peer: int | None = None,
+        tag: int = 0,
+        held: Any = None,
+        waited: bool = False,
+    ) -> None:
+        self.group = group
+        self.call = call
+        self.outputs = outputs
+        self.limit = limit
+        self.peer, self.tag = peer, tag
+        self.held = held
+        self.waited = waited
+        self.state: State = IDLE
+        self.number = -1
+        self.round: Round | None = None
+        self.agreed: Agreed | None = None
+        self.error: BaseException | None = None
+        self.returned: Any = -1
+        self.future: Future[Any] | None = None
+        self.landing: Callable[[], None] | None = None
+        self.polled = self.next_look = 0.0
+        self._in_effect = False  # between an effect and its transition: an exception there loses the call
+        self._transfer: Callable[[Agreed | None], Steps] | None = None
+        self._steps: Steps | None = None
+        self._current: Pollable | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def done(self) -> bool:
+        """Whether the request is over, well or not."""
+        return self.state >= COMPLETE
+
+    def start(self, number: int, transfer: Callable[[Any], Steps], agreed: Agreed | None = None) -> None:
+        """Start the request.
+
+        Args:
+            number: of the call in the order of the group.
+            transfer: returns what moves the data, given what all members know; None: the call makes no round.
+            agreed: what all members know, if the round of the call is over already.
+        """
+        self.number, self._transfer = number, transfer
+        to(self, QUEUED)
+        if agreed is not None:
+            to(self, POSTED)
+            self._judge(agreed)
+        if not self.waited:
+            self.Test()
+
+    def Test(self, asleep: float = 0.0) -> bool:
+        """Advance through the states as far as possible without waiting; return whether the request is over.
+
+        The error of the request is stored, not raised, since every wait of the process progresses every request. An exception
+        of a signal handler of the program is raised. If the exception came after an effect on the other members and before the
+        transition, the request fails, and its group is given up.
+
+        Args:
+            asleep: seconds to sleep while another thread progresses the request, or until that thread has ended.
+        """
+        if self.state >= COMPLETE:
+            return True
+        if not self._lock.acquire(blocking=False) and not (asleep and self._lock.acquire(timeout=asleep)):
+            return False
+        try:
+            if self.state < COMPLETE:
+                self._advance()
+        except BaseException as error:
+            self._react(error)
+        finally:
+            self._lock.release()
+        return self.state >= COMPLETE
+
+    def _advance(self) -> None:
+        """Make all transitions that can be made now."""
+        agreement, number = self.group.pair.agreement, self.number
+        order = agreement.order
+        while True:
+            if self.state is QUEUED:
+                if self.call.passes:
+                    if not agreement.may_pass(number):
+                        return
+                    self._in_effect = True
+                    order.posted += 1
+                    to(self, AGREED)
+                else:
+                    if not agreement.may_post(number):
+                        return
+                    self._in_effect = True
+                    self.round = agreement.post(words_of(self.call))
+                    to(self, POSTED)
+                self._in_effect = False
+            elif self.state is POSTED:
+                assert self.round is not None
+                if not self.round.Test():
+                    return
+                self._judge(self.round.agreed())
+            elif self.state is DISPUTED or self.state is AGREED:
+                self._release_round()
+                if not order.may_move(number):
+                    return
+                if self.state is AGREED:
+                    assert self._transfer is not None
+                    self._steps = self._transfer(self.agreed)
+                    to(self, MOVING)
+                    continue
+                if self._steps is None:
+                    assert self.agreed is not None
+                    group = self.group
+                    self._steps = explain(group.pair.control, self.call, group.display, group.ranks, self.agreed.waited)
+                if not self._run_steps():
+                    return
+                raise AssertionError("the exchange after a mismatch always raises")
+            elif self.state is MOVING:
+                if not self._run_steps():
+                    return
+                self._complete()
+            else:
+                return
+
+    def _judge(self, agreed: Agreed) -> None:
+        self.agreed = agreed
+        to(self, AGREED if agreed.same and not agreed.error else DISPUTED)
+
+    def _release_round(self) -> None:
+        if self.round is not None:
+            self.round.release()
+            self.round = None
+
+    def _run_steps(self) -> bool:
+        """Run the steps as far as possible; return whether they are at their end."""
+        steps = self._steps
+        assert steps is not None
+        self._in_effect = True
+        try:
+            while True:
+                if self._current is not None and not self._current.Test():
+                    break
+                self._current = next(steps)
+            self._in_effect = False
+            return False
+        except StopIteration as stop:
+            self._in_effect = False
+            self.returned = -1 if stop.value is None else stop.value
+            return True
+
+    def _complete(self) -> None:
+        if self.landing is not None:
+            self.landing()  # may find an error
+        self._end(COMPLETE if self.error is None else FAILED)
+
+    def _fail(self, error: BaseException) -> None:
+        self.error = error
+        if self.landing is not None:
+            self.landing()
+        self._release_round()
+        if self.call.apart:
+            self.group.give_up("its ranks made unequal numbers of calls")
+        self._end(FAILED)
+
+    def _end(self, state: State) -> None:
+        if self.number >= 0:
+            self.group.pair.agreement.order.pass_on(self.number)
+        to(self, state)
+        future = self.future
+        if future is not None:
+            settle(future, self)
+
+    def _react(self, error: BaseException) -> None:
+        """End the request with an error of its own; raise an exception that is no outcome of the call.
+
+        Such an exception is of a signal handler of the program, or the memory ran out.
+        """
+        call = self.call
+        if error is call.error:  # the arguments of this rank are wrong, or its result could not be finished
+            setattr(error, KNOWN_TO_ALL, True)
+            self._fail(error)
+        elif isinstance(error, (DistError, MpiError)):
+            outcome = error if isinstance(error, DistError) else wrap(error, self.group, call)
+            self._fail(outcome)
+            own = isinstance(outcome, (CollectiveMismatchError, BufferInUseError))
+            if self.peer is None and not own and (self.group.broken is None or outcome is not error):
+                self._lose(outcome)  # the members are no longer in step
+        elif not self._in_effect:
+            raise error  # the state is what it was: the next test goes on
+        elif self.waited:
+            self._fail(error)
+            self._lose(error)
+        else:
+            self._fail(DistError(f"{call.op} issued at {call.site} was interrupted: {type(error).__name__}: {error}"))
+            self._lose(error)
+            raise error
+
+    def _lose(self, error: BaseException) -> None:
+        """Give the group up. MPI may still write into the buffers of the request, so they are retained for ever."""
+        self._keep()
+        retain_frames(error)
+        self.policy().withdraw(error)
+
+    def _keep(self) -> None:
+        retain_for_ever(self._current, self.outputs, self.held, self._steps)
+
+    def policy(self, limit: float | None = None) -> CallWait:
+        """Return the policy of a wait for this request.
+
+        Args:
+            limit: seconds; None: that of the request.
+        """
+        limit = self.limit if limit is None else limit
+        policy: CallWait = (self.call.wait_policy or CallWait)(self.group, self.call, limit, self.peer, self.tag)
+        return policy
+
+    def complete(self, limit: float | None = None) -> None:
+        """Wait until the request is over, and raise its error.
+
+        Args:
+            limit: seconds; None: that of the request.
+        """
+        if self.state >= COMPLETE:
+            waiting.drop(self)
+        else:
+            with signals.guard:
+                if not self._is_over_at_once():
+                    try:
+                        local_wait(partial(self.Test, ASLEEP), self.policy(limit))
+                    except BaseException as error:
+                        self.abandon(error)
+                        raise
+                    finally:
+                        if self.state >= COMPLETE:
+                            waiting.drop(self)
+                else:
+                    waiting.drop(self)
+        if self.error is not None:
+            raise self.error
+
+    def _is_over_at_once(self) -> bool:
+        """Return whether the request ends without a wait, as most small calls do: then no wait is noted anywhere."""
+        try:
+            return self.Test() or self.Test()
+        except BaseException as error:
+            if self.state < COMPLETE:  # of a signal handler
+                self.withdraw(error)
+            raise
+
+    def poll(self) -> tuple[bool, bool]:
+        """Progress all requests; return whether this one is over, and whether it has just been ended because it never can be.
+
+        That is checked every few milliseconds, as a wait would.
+        """
+        with signals.guard:
+            if self.state < COMPLETE:
+                waiting.progress()
+            if self.Test():
+                waiting.drop(self)
+                return True, False
+            return False, self._is_lost()
+
+    def _is_lost(self) -> bool:
+        polled = due(self)
+        if polled is None:
+            return False
+        policy = self.policy()
+        error = over(policy, polled)
+        if error is None or self.Test():
+            return self.state >= COMPLETE
+        policy.withdraw(error)
+        self.abandon(error)
+        waiting.drop(self)
+        return True
+
+    @contextmanager
+    def still(self) -> Iterator[None]:
+        """Prevent other threads from progressing the request inside the block; wait at most 1 s for a thread that does."""
+        held = self._lock.acquire(timeout=STILL_WITHIN)
+        try:
+            yield
+        finally:
+            if held:
+                self._lock.release()
+
+    def withdraw(self, reason: BaseException) -> None:
+        """Leave a posted call: tell the members, give the group up, and end the request with ``reason``."""
+        if self.group.broken is None:
+            self.policy().withdraw(reason)
+        self.abandon(reason)
+
+    def abandon(self, error: BaseException) -> None:
+        """End the request with ``error``. What was posted to MPI stays posted, so the buffers are retained for ever."""
+        with self.still():
+            self._take_back()
+            self._keep()
+            if self.state < COMPLETE:
+                self._fail(error)
+
+    def _take_back(self) -> None:
+        """Withdraw what has not begun to move."""
+
+
+class Operation(Request):
+    """A request whose transitions come from a generator: a message, or objects.
+
+    Args:
+        steps: yields what has to complete next, and returns the rank in the group that a message came from, or None.
+        withdraw: called when the operation is given up.
+    """
+
+    __slots__ = ("_withdraw",)
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        call: Call,
+        steps: Steps,
+        outputs: list[Any],
+        limit: float,
+        *,
+        peer: int | None = None,
+        tag: int = 0,
+        withdraw: Callable[[], None] | None = None,
+        held: Any = None,
+        waited: bool = False,
+    ) -> None:
+        super().__init__(group, call, outputs, limit, peer=peer, tag=tag, held=held, waited=waited)
+        self._steps = steps
+        self._withdraw = withdraw
+        to(self, MOVING)
+        if not waited:
+            self.Test()
+
+    def _advance(self) -> None:
+        if self._move():
+            self._complete()
+
+    def _move(self) -> bool:
+        """Progress the message; return whether it is complete."""
+        return self._run_steps()
+
+    def _take_back(self) -> None:
+        if self._withdraw is not None:
+            self._withdraw()
+
+
+def settle(future: Future[Any], request: Request) -> None:
+    """Give a future the outcome of a request; callbacks of the program run now."""
+    ident = threading.get_ident()
+    outermost = ident not in waiting.calling
+    waiting.calling.add(ident)
+    try:
+        if request.error is not None:
+            future.set_exception(request.error)
+        else:
+            future.set_result(request.outputs)
+    finally:
+        if outermost:
+            waiting.calling.discard(ident)
+
+
+def due(asked: Any) -> float | None:
+    """Return the seconds since the program first polled, every few milliseconds, when a check is due; else None.
+
+    Args:
+        asked: has ``polled`` and ``next_look`` (time.monotonic): when it was first polled, and when the next check is due.
+    """
+    now = time.monotonic()
+    if now < asked.next_look:
+        return None
+    asked.polled = asked.polled or now
+    asked.next_look = now + LOOK_EVERY
+    polled: float = now - asked.polled
+    return polled
+
+
+def over(policy: CallWait, polled: float) -> BaseException | None:
+    """Return an error if what a program polls can never complete, or has been polled past its limit."""
+    known = current()
+    if known is None:
+        return None
+    waiting.serve()
+    if policy.call.explaining and polled < policy.limit:
+        return None
+    return policy.ended(known.board, polled) or (policy.timed_out(polled) if polled >= policy.limit else None)
+
+
+def collectives_are_pending() -> bool:
+    """Return whether an asynchronous collective of any group is pending."""
+    return any(isinstance(item, Request) and item.peer is None for item in tuple(waiting.pending))
