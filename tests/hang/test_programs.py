@@ -1,6 +1,6 @@
 """The corpus of buggy and of correct programs: what is wrong ends soon with a message that explains it, the rest ends well.
 
-What must come of each program stands in its docstring, see ``corpus``; ``python tests/corpus.py`` prints the score.
+What must come of each program stands in its docstring, see ``corpus``; ``python tests/support/corpus.py`` prints the score.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Guard the architecture at run time: how many files a call enters, and how often a lower layer calls a higher one.
 
-A walk is one call on rank 0 of two, recorded by ``tests/walks.py``. Its length is the number of files of the package that
+A walk is one call on rank 0 of two, recorded by ``tests/support/walks.py``. Its length is the number of files of the package that
 it enters. A climb is a call from a file of a lower layer to a function in a file of a higher layer. A climb that repeats
 counts once. Each walk is made several times, and the shortest recording counts, so a busy machine does not lengthen a walk.
 
@@ -149,9 +149,9 @@ def picture_of(recording: Recording) -> str:
 
 def walk(engine: str, *names: str) -> dict[str, list[Recording]]:
     """Make walks in a job of two ranks, and return their recordings."""
-    path = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
+    path = os.pathsep.join([str(ROOT / "tests" / "support"), str(ROOT)])
     settings = {**SETTINGS, "MPICOLL_ENGINE": engine, "PYTHONPATH": path}
-    job = run_job(ROOT / "tests" / "walks.py", 2, limit=120, args=names, env=settings)
+    job = run_job(ROOT / "tests" / "support" / "walks.py", 2, limit=120, args=names, env=settings)
     assert job.returncode == 0, job
     found: dict[str, list[Recording]] = json.loads(job.out[0])
     return found

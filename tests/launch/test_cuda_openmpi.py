@@ -85,7 +85,7 @@ def test_without_a_driver() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tests", ["test_device_arrays", "test_direct_arrays", "test_handed_lists"])
+@pytest.mark.parametrize("tests", ["test_device_arrays", "test_direct_arrays", "test_direct_lists"])
 def test_arrays_that_it_is_handed(tests: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests of what MPI is handed pass on it, with memory of the host in a GPU's place."""
     monkeypatch.setattr(launching, "LIMIT", 300.0)
@@ -102,7 +102,7 @@ COUNTED = "way_of_the_host or no_memory or forms_that_fail or test_uneven or nob
 
 @pytest.mark.slow
 @pytest.mark.skipif(has_driver(), reason="this machine has NVIDIA's driver")
-@pytest.mark.parametrize("tests", ["test_direct_arrays", "test_handed_lists"])
+@pytest.mark.parametrize("tests", ["test_direct_arrays", "test_direct_lists"])
 def test_addresses_that_only_a_driver_can_read(tests: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It moves what is at addresses of a device: whoever reads from them without the driver ends by a signal."""
     monkeypatch.setattr(launching, "LIMIT", 300.0)

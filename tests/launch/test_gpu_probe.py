@@ -30,7 +30,7 @@ def test_a_crash_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether two ranks have memory of a GPU in common, and why not."""
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'tests'}:{ROOT}")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'tests' / 'support'}:{ROOT}")
     assert gpu_probe.probe_sharing("standin") == "yes"
     assert gpu_probe.probe_sharing("standin", "export") == "no: RuntimeError: cudaErrorNotSupported"
     monkeypatch.setenv("MPICOLL_CUDA_IPC", "off")

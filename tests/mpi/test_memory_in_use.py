@@ -51,7 +51,7 @@ def test_an_overlap_raises_at_once_and_names_both_calls() -> None:
             lambda part=part: dist.send(part, after),
         ):
             with pytest.raises(
-                dist.BufferInUseError, match=r"test_inflight.py:\d+ .* memory that irecv at .*test_inf"
+                dist.BufferInUseError, match=r"test_memory_in_use.py:\d+ .* memory that irecv at .*test_mem"
             ) as error:
                 call()
             assert "(8 bytes in common)" in str(error.value)
@@ -122,7 +122,7 @@ def test_a_write_to_what_is_sent_is_noticed() -> None:
         dist.irecv(y, before).wait()
         for _ in range(2):
             with pytest.raises(
-                dist.BufferInUseError, match=r"the tensor of isend at .*test_inflight.py:\d+ was written"
+                dist.BufferInUseError, match=r"the tensor of isend at .*test_memory_in_use.py:\d+ was written"
             ):
                 work.wait()
         assert isinstance(work.exception(), dist.BufferInUseError)
@@ -148,7 +148,7 @@ def test_a_write_to_what_is_received_into_is_noticed() -> None:
         y[0] = 3
         dist.barrier()
         dist.isend(np.ones(count), after).wait()
-        with pytest.raises(dist.BufferInUseError, match=r"irecv at .*test_inflight.py:\d+ was written"):
+        with pytest.raises(dist.BufferInUseError, match=r"irecv at .*test_memory_in_use.py:\d+ was written"):
             work.wait()
 
 
@@ -188,7 +188,7 @@ def test_a_write_to_a_collective_s_buffers_is_noticed(count: int) -> None:
         for number, (work, buffer, result) in enumerate(cases):
             if write and rank == 1:
                 buffer[0] += 5
-                with pytest.raises(dist.BufferInUseError, match=r"of \w+ at .*test_inflight.py:\d+ was written"):
+                with pytest.raises(dist.BufferInUseError, match=r"of \w+ at .*test_memory_in_use.py:\d+ was written"):
                     work.wait()
             else:
                 work.wait()

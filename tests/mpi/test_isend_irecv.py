@@ -149,7 +149,7 @@ def test_writes_are_noticed(count: int) -> None:
     assert kept(received)
     assert kept(sent)
     x[-1] = 77
-    with pytest.raises(dist.BufferInUseError, match=r"isend at .*test_underway.py:\d+ was written before its wait"):
+    with pytest.raises(dist.BufferInUseError, match=r"isend at .*test_isend_irecv.py:\d+ was written before its wait"):
         sent.wait()
     received.wait()
     assert (y[:-1] == before).all()
@@ -158,7 +158,7 @@ def test_writes_are_noticed(count: int) -> None:
     received, sent = ring(x, y)
     sent.wait()
     y[0] = 77  # whether it has come or not
-    with pytest.raises(dist.BufferInUseError, match=r"irecv at .*test_underway.py:\d+ was written before its wait"):
+    with pytest.raises(dist.BufferInUseError, match=r"irecv at .*test_isend_irecv.py:\d+ was written before its wait"):
         received.wait()
     dist.barrier()
     received, sent = ring(x, y)
@@ -375,7 +375,7 @@ def test_batches() -> None:
         x[...] = rank + turn
         ops = [dist.P2POp(dist.irecv, y, before), dist.P2POp(dist.isend, x, after)]
         works = dist.batch_isend_irecv(ops)
-        assert all("test_underway.py" in repr(work) for work in works)
+        assert all("test_isend_irecv.py" in repr(work) for work in works)
         assert [kept(work) for work in works] == [turn > 1] * 2
         for work in works:
             work.wait()

@@ -24,7 +24,7 @@ def test_it_ends_what_holds_the_interpreter() -> None:
     start = time.monotonic()
     command = [sys.executable, "-c", source]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=15, check=False, cwd=Path(__file__).parents[2]
+        command, capture_output=True, text=True, timeout=15, check=False, cwd=Path(__file__).parents[3]
     )
     assert done.returncode < 0, done
     assert -done.returncode >= signal.SIGRTMIN, done
@@ -48,7 +48,7 @@ afterwards(60)
         text=True,
         timeout=15,
         check=False,
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
     )
     assert -done.returncode >= signal.SIGRTMIN, done
     assert (done.stdout, done.stderr) == ("handled\n", ""), done

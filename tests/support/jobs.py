@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MARK = "TEST_JOB_ID"  # in the environment of each process of a job, to find what it left behind
 LISTENER = "listener thread failed to start"
 

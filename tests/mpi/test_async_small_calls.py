@@ -154,7 +154,7 @@ def re_site(work: Any) -> str:
     """Return the state in the words of a handle."""
     text = repr(work)
     assert "all_reduce issued at" in text
-    assert "test_later.py" in text
+    assert "test_async_small_calls.py" in text
     return text.rpartition(": ")[2].rstrip(">")
 
 

@@ -8,7 +8,7 @@ It begins with the lines of the block behind ``<!-- head -->``, which all of the
 that is set in by four spaces is what the rank that the comment names printed: its error without the traceback above it, or
 what the library said; where it said nothing, what the program did.
 
-``python tests/pasted.py [words]`` runs those whose names hold one of the words (all without any) on the MPI of its
+``python tests/support/pasted.py [words]`` runs those whose names hold one of the words (all without any) on the MPI of its
 interpreter, and says which print something else by now, but for the seconds; ``--write`` pastes what they print.
 """
 

@@ -1,14 +1,14 @@
 """Run the stages of the test suite on both MPIs, each with a hard limit, its time, and every skip with its reason.
 
-``python tests/stages.py fast`` is what ``make test`` runs: lint, then for Open MPI and for MPICH the unit tests, the
+``python tests/support/stages.py fast`` is what ``make test`` runs: lint, then for Open MPI and for MPICH the unit tests, the
 multi-rank tests on several numbers of ranks, and the tests that start jobs of their own, all without those marked ``slow``.
-``python tests/stages.py slow`` runs the rest, the tests of torch's tensors and those of tests/gpu, which
+``python tests/support/stages.py slow`` runs the rest, the tests of torch's tensors and those of tests/gpu, which
 have environments of their own, and some on Debian's Open MPI and on other Pythons, where those are installed.
 Four stages run at a time: one of tests on several ranks, one of jobs that hang and one of Slurm, which mostly wait, and one of
 the rest. What loads the whole machine runs after them, alone.
 Options narrow it down while developing::
 
-    python tests/stages.py fast --mpi openmpi --stage mpi --sizes 2,3 -- -k all_reduce
+    python tests/support/stages.py fast --mpi openmpi --stage mpi --sizes 2,3 -- -k all_reduce
 
 Standard library only; it runs outside the environments that it tests. Whole logs are kept under ``.ci-logs/``.
 """
@@ -48,7 +48,7 @@ WITHOUT_EXTENSION = 4
 STANDINS_SIZE = 2
 STANDINS = tuple(
     f"--ignore=tests/mpi/{name}.py"
-    for name in ("test_device_arrays", "test_device_link", "test_device_pieces", "test_handed_lists")
+    for name in ("test_device_arrays", "test_device_link", "test_device_pieces", "test_direct_lists")
 )
 # What says little about the MPI below, or takes long: `make test` runs it on the first, the slow part on the second, without
 # what is long and not `both_mpis`.
@@ -209,7 +209,7 @@ def plan(
             # Not --capture=fd: what a sanitizer says as it ends the process has to reach the log.
             sanitized = ("tests/native/sanitized.py", "pytest", "-q", "--capture=sys", "--color=no")
             on_ranks = (*sanitized, *extra, "--with-mpi", "tests/mpi/test_shared_memory.py")
-            alone = (*sanitized, *SHORT, *extra, "tests/unit/test_native.py")
+            alone = (*sanitized, *SHORT, *extra, "tests/unit/native/test_native.py")
             stages += [
                 Stage(f"{mpi} mpi n={SANITIZED_SIZE} sanitizers", on_ranks, venv, SANITIZED_SIZE),
                 Stage(f"{mpi} unit sanitizers", alone, venv),

@@ -5,12 +5,9 @@ from __future__ import annotations
 import itertools
 import random
 
-import mpi4py
 import numpy as np
 
-mpi4py.rc.initialize = False  # nothing here moves
-
-from mpicoll.api.coalesced import Plan, layout  # noqa: E402
+from mpicoll.api.coalesced import Plan, layout
 
 DTYPES = [np.dtype(char) for char in "dfD"]
 

@@ -1,6 +1,6 @@
 """What ranks say, merged and written: golden reports from 4 to 100,000 ranks, and bounds that hold for any input.
 
-``UPDATE_GOLDEN=1 python -m pytest tests/unit/test_report.py`` writes the golden files anew: look at their difference.
+``UPDATE_GOLDEN=1 python -m pytest tests/unit/diagnosis/test_report.py`` writes the golden files anew: look at their difference.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from mpicoll.runtime import native
 from mpicoll.transports.control import COMPARED, SAID
 from mpicoll.transports.shm import control, transport
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SOURCES = Path(mpicoll.__file__).with_name("native")
 COMPILER = shutil.which("cc") or shutil.which("gcc")
 INCLUDE = sysconfig.get_paths()["include"]

@@ -23,7 +23,7 @@ Each program is a script as its author would have written it. Its docstring says
 
 A comment ``# ranks 0, 2``, ``# rank 1`` or ``# all ranks`` marks the call in which these ranks are when it is noticed.
 
-``python tests/corpus.py [words]`` runs the programs whose names hold one of the words (all without any), and prints the
+``python tests/support/corpus.py [words]`` runs the programs whose names hold one of the words (all without any), and prints the
 score on the MPI of its interpreter: **D** ended with an error, **F** soon, **E** an exception on every rank that was
 involved, **X** one message explains it, **L** file and line of every rank's call are told.
 """

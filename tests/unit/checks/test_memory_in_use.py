@@ -44,7 +44,7 @@ def test_reading_twice_is_right_and_writing_what_is_used_is_not() -> None:
             with pytest.raises(BufferInUseError) as caught:
                 registry.check(new)
             text = str(caught.value)
-            assert text.count("test_inflight.py:") == 2, text
+            assert text.count("test_memory_in_use.py:") == 2, text
             assert (
                 f"irecv at {new.site} {second} memory that isend at {old.site} still {first} (16 bytes in common)"
                 in text
