@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from jobs import left_in_memory
-from reductions import fold
+from reductions import fold, is_same, values
 
 import mpicoll as dist
 from mpicoll.api import collectives
@@ -94,24 +94,6 @@ def group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     dist.destroy_process_group(made)
 
 
-def values(dtype: str, count: int, rank: int) -> Any:
-    """Return elements of a rank: random bits for integers, and for others all that is special."""
-    random = np.random.default_rng([rank, count])
-    kind = np.dtype(dtype)
-    if kind.kind in "iu":
-        return np.frombuffer(random.bytes(count * kind.itemsize), kind).copy()
-    if kind.kind == "b":
-        return random.integers(0, 2, count).astype(bool)
-    if kind.kind == "S":
-        return random.integers(1, 100, count).astype(dtype)
-    real = kind if kind.kind == "f" else np.dtype(f"f{kind.itemsize // 2}")
-    many = count if kind.kind == "f" else 2 * count
-    tiny = np.finfo(real).smallest_subnormal
-    special = np.array([0.0, -0.0, np.inf, -np.inf, tiny, -tiny, 1.5, -2.5, np.finfo(real).max, np.nan], real)
-    found = np.where(random.random(many) < 0.5, random.choice(special, many), random.standard_normal(many).astype(real))
-    return found.astype(real).view(kind)
-
-
 MPI_NAMES = {Op.SUM: "SUM", Op.PRODUCT: "PROD", Op.MAX: "MAX", Op.MIN: "MIN"} | {
     op: op.name for op in (Op.BAND, Op.BOR, Op.BXOR)
 }
@@ -125,24 +107,19 @@ def ops_of(dtype: str) -> list[Any]:
     return list(MPI_NAMES) if kind in "iub" else [Op.SUM, Op.PRODUCT, Op.MAX, Op.MIN, Op.AVG]
 
 
+def name_of(op: Any) -> str:
+    """Return the name of the MPI operation of a reduction; an average is a sum."""
+    return MPI_NAMES.get(op, "SUM")
+
+
 def oracle(op: Any, terms: list[Any]) -> Any:
     """Return what NumPy gives in the order of the ranks."""
-    name = MPI_NAMES.get(op, "SUM")
+    name = name_of(op)
     result = fold(OF_BOOLS.get(name, "LAND") if terms[0].dtype.kind == "b" else name, terms)
     if op is Op.AVG:
         with np.errstate(all="ignore"):
             result = np.divide(result, len(terms), dtype=result.dtype)
     return result
-
-
-def is_same(found: Any, expected: Any, op: Any) -> bool:
-    """Return whether arrays are the same, bit for bit but for the sign of NaNs, and of the larger of two zeros."""
-    if found.dtype.kind not in "fc":
-        return bool(found.tobytes() == expected.tobytes())
-    parts = np.dtype(f"f{found.itemsize // (2 if found.dtype.kind == 'c' else 1)}")
-    one, other = found.view(parts), expected.view(parts)
-    signs = (np.signbit(one) == np.signbit(other)) | np.isnan(other) | ((other == 0) & (op in (Op.MAX, Op.MIN)))
-    return bool(np.array_equal(one, other, equal_nan=True) and signs.all())
 
 
 def assert_same_on_all(*found: Any) -> None:
@@ -173,9 +150,9 @@ def test_the_bits_of_numpy(dtype: str, fresh: Callable[[], Any]) -> None:
             for turn in range(4):
                 x, y = terms[me].copy(), terms[me].copy()
                 dist.all_reduce(x, op, group=group)
-                assert is_same(x, expected, op), (op, count, turn)
+                assert is_same(x, expected, name_of(op)), (op, count, turn)
                 dist.reduce(y, turn % size, op, group=group)
-                assert is_same(y, expected if me == turn % size else terms[me], op), (op, count, turn)
+                assert is_same(y, expected if me == turn % size else terms[me], name_of(op)), (op, count, turn)
                 results.append(x)
         if dtype not in "gG":  # whose elements have bytes that are not used
             assert_same_on_all(*results)
@@ -191,16 +168,16 @@ def test_reductions_in_pieces(group: Any, dtype: str) -> None:
         for again in range(3):
             x = terms[me].copy()
             dist.all_reduce(x, op, group=group)
-            assert is_same(x, expected, op), (op, size, again)
+            assert is_same(x, expected, name_of(op)), (op, size, again)
         for root in range(world):
             x = terms[me].copy()
             dist.reduce(x, root, op, group=group)
-            assert is_same(x, expected if me == root else terms[me], op), (op, size, root)
+            assert is_same(x, expected if me == root else terms[me], name_of(op)), (op, size, root)
         blocks = [values(dtype, size * world, rank) for rank in range(world)]
         out = np.empty(size, dtype)
         dist.reduce_scatter_single(out, blocks[me], op, group=group)
         part = slice(me * size, (me + 1) * size)
-        assert is_same(out, oracle(op, [each[part] for each in blocks]), op), (op, size)
+        assert is_same(out, oracle(op, [each[part] for each in blocks]), name_of(op)), (op, size)
 
 
 @pytest.mark.parametrize(

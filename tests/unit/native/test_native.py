@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reductions import fold
+from reductions import fold, is_same, values
 
 import mpicoll
 from mpicoll.groups.process_group import ProcessGroup
@@ -239,32 +239,6 @@ def moved(transfers: Sequence[Any], order: random.Random) -> None:
         if not left:
             return
     raise AssertionError(f"waits: {[each.waits_for for each in left]}")
-
-
-def values(dtype: str, count: int, rank: int) -> Any:
-    """Return elements of a rank: random bits for integers, and for others all that is special."""
-    generator = np.random.default_rng([rank, count])
-    kind = np.dtype(dtype)
-    if kind.kind in "iu":
-        return np.frombuffer(generator.bytes(count * kind.itemsize), kind).copy()
-    if kind.kind == "b":
-        return generator.integers(0, 2, count).astype(bool)
-    real = kind if kind.kind == "f" else np.dtype(f"f{kind.itemsize // 2}")
-    many = count if kind.kind == "f" else 2 * count
-    tiny = np.finfo(real).smallest_subnormal
-    special = np.array([0.0, -0.0, np.inf, -np.inf, tiny, -tiny, 1.5, -2.5, np.finfo(real).max, np.nan], real)
-    common = generator.standard_normal(many).astype(real)
-    return np.where(generator.random(many) < 0.5, generator.choice(special, many), common).astype(real).view(kind)
-
-
-def is_same(found: Any, expected: Any, op: str) -> bool:
-    """Return whether arrays are the same, bit for bit but for the sign of NaNs, and of the larger of two zeros."""
-    if found.dtype.kind not in "fc":
-        return bool(found.tobytes() == expected.tobytes())
-    parts = np.dtype(f"f{found.itemsize // (2 if found.dtype.kind == 'c' else 1)}")
-    one, other = found.view(parts), expected.view(parts)
-    signs = (np.signbit(one) == np.signbit(other)) | np.isnan(other) | ((other == 0) & (op in ("MAX", "MIN")))
-    return bool(np.array_equal(one, other, equal_nan=True) and signs.all())
 
 
 def ops_of(extension: Any, dtype: str) -> list[str]:
