@@ -13,6 +13,7 @@ import collective_cases as cases
 import numpy as np
 import pytest
 from array_kinds import OnGpu
+from ranks import neighbours
 from standin_gpu import Gpu, GpuArray, Stream
 
 import mpicoll as dist
@@ -53,11 +54,6 @@ def test_every_collective(name: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) 
         counts = (3, cases.large(dtype)) if turn < 2 else (3,)
         cases.run(name, cases.taste(name, dtype, counts))
     assert gpu.copied
-
-
-def neighbours() -> tuple[int, int]:
-    size, rank = dist.get_world_size(), dist.get_rank()
-    return (rank - 1) % size, (rank + 1) % size
 
 
 @several

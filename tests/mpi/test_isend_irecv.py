@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-import threading
 import time
 import warnings
 import weakref
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mpi4py import MPI
+from ranks import neighbours, run_threads
 from striking import strike
 
 import mpicoll as dist
@@ -24,12 +24,6 @@ from mpicoll.runtime import waiting
 pytestmark = pytest.mark.mpi(min_size=2)
 
 COUNTS = (1, 500, 513, 3000, 40_000)  # in the message, apart from it, watched for writes, and not
-
-
-def neighbours(group: Any = None) -> tuple[int, int]:
-    """Return the ranks before and after this one on the ring."""
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    return (rank - 1) % size, (rank + 1) % size
 
 
 def kept(work: Any) -> bool:
@@ -357,11 +351,7 @@ def test_threads() -> None:
                 except BaseException as error:
                     errors.append(error)
 
-            threads = [threading.Thread(target=run, args=(tag,)) for tag in tags]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            run_threads(run, tags)
             assert not errors, errors
             assert sorted(got) == sorted(before + 10.0 * turn for turn in range(20) for _ in tags)
             dist.barrier()

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ranks import neighbours
 
 import mpicoll as dist
 from mpicoll.checks.memory_in_use import claims
@@ -30,11 +31,6 @@ def registry_flight() -> Any:
     from mpicoll.runtime.call_site import call_site
 
     return Flight("check", call_site())
-
-
-def neighbours() -> tuple[int, int]:
-    size, rank = dist.get_world_size(), dist.get_rank()
-    return (rank - 1) % size, (rank + 1) % size
 
 
 def test_an_overlap_raises_at_once_and_names_both_calls() -> None:

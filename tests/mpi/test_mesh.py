@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any
 
 import numpy as np
 import pytest
+from ranks import sum_of_ranks
 
 import mpicoll as dist
 from mpicoll.pytest_plugin import collective_raises
 
 pytestmark = pytest.mark.mpi
-
-
-def total(group: Any) -> float:
-    """Return the sum of the global ranks of a group's members, as they find it."""
-    x = np.array([float(dist.get_rank())])
-    dist.all_reduce(x, group=group)
-    return float(x[0])
 
 
 def test_one_dimension() -> None:
@@ -62,8 +55,8 @@ def test_two_dimensions() -> None:
         assert mesh.get_local_rank("tp") == mesh.get_local_rank(-1) == column
         assert dist.get_process_group_ranks(mesh.get_group("dp")) == [column, column + columns]
         assert dist.get_process_group_ranks(mesh.get_group("tp")) == [row * columns + each for each in range(columns)]
-        assert total(mesh.get_group("dp")) == 2 * column + columns
-        assert total(mesh.get_group(1)) == sum(row * columns + each for each in range(columns))
+        assert sum_of_ranks(mesh.get_group("dp")) == 2 * column + columns
+        assert sum_of_ranks(mesh.get_group(1)) == sum(row * columns + each for each in range(columns))
         part = mesh["tp"]
         assert part.get_group() is mesh.get_group("tp")
         assert part.mesh.tolist() == [row * columns + each for each in range(columns)]
@@ -93,7 +86,7 @@ def test_two_dimensions() -> None:
     flat = mesh._flatten("all")
     assert flat.mesh.tolist() == list(range(rows * columns))
     if rank < rows * columns:
-        assert total(flat.get_group()) == sum(range(rows * columns))
+        assert sum_of_ranks(flat.get_group()) == sum(range(rows * columns))
     assert mesh["all"] is flat
     if rank < rows * columns:
         assert mesh.get_local_rank("all") == mesh["dp"].get_local_rank("all") == rank
@@ -124,7 +117,7 @@ def test_slices_of_three_dimensions() -> None:
     mine = [rank // length * length + each for each in range(length)]
     assert flat.mesh.tolist() == mine
     assert mesh["rest"] is flat
-    assert total(flat.get_group()) == sum(mine)
+    assert sum_of_ranks(flat.get_group()) == sum(mine)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -135,7 +128,7 @@ def test_by_ranks_and_from_groups() -> None:
     if dist.get_rank() < 2:
         assert mesh.get_coordinate() == (1 - dist.get_rank(),)
         assert mesh.get_local_rank() == dist.get_group_rank(mesh.get_group(), dist.get_rank())
-        assert total(mesh.get_group()) == 1
+        assert sum_of_ranks(mesh.get_group()) == 1
     world = dist.group.WORLD
     assert world is not None
     known = dist.DeviceMesh.from_group(world, "cpu", mesh_dim_names=("dp",))
@@ -172,8 +165,8 @@ def test_one_dimension_becomes_several() -> None:
         assert mesh.get_coordinate() == (0, row, column)
         assert mesh.get_group("pp") is line.get_group("pp")
         assert mesh.get_group("tp").group_desc == ("default_pg" if columns == size else "mesh_tp")
-        assert total(mesh.get_group("tp")) == sum(row * columns + each for each in range(columns))
-        assert total(mesh["dp"].get_group()) == sum(column + each * columns for each in range(rows))
+        assert sum_of_ranks(mesh.get_group("tp")) == sum(row * columns + each for each in range(columns))
+        assert sum_of_ranks(mesh["dp"].get_group()) == sum(column + each * columns for each in range(rows))
         assert part.get_coordinate() == divmod(rank, rows)
         assert part.get_local_rank("ep") == rank % rows
         with pytest.raises(ValueError, match="do not make up"):
@@ -224,7 +217,7 @@ def test_flattened_dimensions_beside_others() -> None:
     assert both.get_group("sc") is flat.get_group()
     assert both.get_group("rep") is mesh.get_group("rep")
     assert both.get_coordinate() == divmod(rank, size // rows)
-    assert total(both.get_group("sc")) == sum(both.mesh[rank // (size // rows)].tolist())
+    assert sum_of_ranks(both.get_group("sc")) == sum(both.mesh[rank // (size // rows)].tolist())
     assert both["sc"].mesh.tolist() == flat.mesh.tolist()
     for overlapping in (("shard", "sc"), ("sc", "cp"), ("rep", "sc", "sc")):
         with pytest.raises(RuntimeError, match="Slicing overlapping dim_names"):

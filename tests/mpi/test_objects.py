@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import pickle
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import pytest
+from ranks import Unpicklable, run_threads
 
 import mpicoll as dist
 from mpicoll.api import objects as implementation
@@ -22,11 +22,6 @@ from mpicoll.pytest_plugin import collective_raises
 pytestmark = pytest.mark.mpi
 
 MANY = 50_000  # float64: a buffer that stays out of the stream
-
-
-class Unpicklable:
-    def __reduce__(self) -> Any:
-        raise RuntimeError("this one cannot be pickled")
 
 
 class Unloadable:
@@ -428,10 +423,6 @@ def test_threads_that_receive_lists_at_once() -> None:
                     wrong.append(got[:2])
 
     if me < 2:
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_threads(work, range(4))
     dist.barrier()
     assert not wrong, wrong

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import collective_cases as cases
 import numpy as np
 import pytest
 from mpi4py import MPI
+from ranks import Unpicklable, run_threads
 
 import mpicoll as dist
 from mpicoll.pytest_plugin import collective_raises
 
 pytestmark = pytest.mark.mpi
-
-
-class Unpicklable:
-    def __reduce__(self) -> Any:
-        raise RuntimeError("this one cannot be pickled")
 
 
 def test_objects_of_every_size_are_gathered() -> None:
@@ -90,11 +85,7 @@ def in_threads(functions: list[Any]) -> None:
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=(function,)) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(run, functions)
     if errors:
         raise errors[0]
 

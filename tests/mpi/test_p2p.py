@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from datetime import timedelta
-from typing import Any
 
 import collective_cases as cases
 import numpy as np
 import pytest
+from ranks import neighbours
 
 import mpicoll as dist
 from mpicoll.operations.persistent import MOST_BODIES
@@ -18,12 +18,6 @@ from mpicoll.runtime import waiting
 pytestmark = pytest.mark.mpi
 
 several = pytest.mark.mpi(min_size=2)
-
-
-def neighbours(group: Any = None) -> tuple[int, int]:
-    """Return the group ranks before and after this one on the ring."""
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    return (rank - 1) % size, (rank + 1) % size
 
 
 @several

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import random
 import re
-import threading
 import time
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import pytest
+from ranks import run_threads
 
 import mpicoll as dist
 from mpicoll.checks.memory_in_use import claims
@@ -400,11 +400,7 @@ def test_threads_with_a_group_each() -> None:
         except BaseException as error:
             wrong.append((index, error))
 
-    threads = [threading.Thread(target=loop, args=(index,)) for index in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(loop, range(3))
     assert not wrong
     dist.barrier()
     for group in groups:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from typing import Any
 
 import collective_cases as cases
 import numpy as np
 import pytest
+from ranks import run_threads
 
 import mpicoll as dist
 from mpicoll.pytest_plugin import collective_raises
@@ -102,11 +102,7 @@ def test_threads_with_a_group_each() -> None:
         except BaseException as error:
             wrong.append(error)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(work, range(3))
     assert not wrong
     for group in groups:
         dist.destroy_process_group(group)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import pytest
+from ranks import sum_of_ranks
 from standin_gpu import Gpu
 
 import mpicoll as dist
@@ -14,13 +14,6 @@ from mpicoll.memory.device import runtime as device_runtime
 from mpicoll.pytest_plugin import collective_raises
 
 pytestmark = pytest.mark.mpi
-
-
-def total(group: Any) -> float:
-    """Return the sum of the global ranks of a group's members, as they find it."""
-    x = np.array([float(dist.get_rank())])
-    dist.all_reduce(x, group=group)
-    return float(x[0])
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4, 5])
@@ -38,7 +31,7 @@ def test_equal_parts(group_size: int) -> None:
     assert [each for each in every if each is not mine] == [dist.GroupMember.NON_GROUP_MEMBER] * (len(every) - 1)
     first = rank // group_size * group_size
     assert dist.get_process_group_ranks(mine) == list(range(first, first + group_size))
-    assert total(mine) == sum(range(first, first + group_size))
+    assert sum_of_ranks(mine) == sum(range(first, first + group_size))
     assert mine.group_desc == "part"
     dist.destroy_process_group(mine)
 
@@ -83,7 +76,7 @@ def test_by_enumeration() -> None:
     mine, every = dist.new_subgroups_by_enumeration([[0, size - 1], [1]])
     assert [each is mine for each in every] == [rank in (0, size - 1), rank == 1]
     if rank in (0, size - 1):
-        assert total(mine) == size - 1
+        assert sum_of_ranks(mine) == size - 1
     elif rank != 1:
         assert mine is None
 
@@ -120,7 +113,7 @@ def test_split() -> None:
         first = place // half * half
         assert mine is not None
         assert dist.get_process_group_ranks(mine) == [size - 1 - each for each in range(first, first + half)]
-        assert total(mine) == sum(size - 1 - each for each in range(first, first + half))
+        assert sum_of_ranks(mine) == sum(size - 1 - each for each in range(first, first + half))
         assert mine.group_desc == "half"
     for wrong in (None, [], [[]], [[0], [0]], [[size]]):
         with collective_raises(ValueError):

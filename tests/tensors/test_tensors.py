@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from array_kinds import Through
+from ranks import neighbours
 
 import mpicoll as dist
 from mpicoll import ReduceOp
@@ -31,11 +32,6 @@ MET = (
 )  # some of ml_dtypes' types; its older versions lack the last
 FLOATS = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 Tensor = torch.Tensor
-
-
-def neighbours() -> tuple[int, int]:
-    size, rank = dist.get_world_size(), dist.get_rank()
-    return (rank - 1) % size, (rank + 1) % size
 
 
 def random(dtype: torch.dtype, count: int, rank: int) -> Tensor:

@@ -1,0 +1,42 @@
+"""Small functions that several tests on several ranks use."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+import mpicoll as dist
+
+__all__ = ["Unpicklable", "neighbours", "run_threads", "sum_of_ranks"]
+
+
+class Unpicklable:
+    """An object that raises when it is pickled."""
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError("this one cannot be pickled")
+
+
+def neighbours(group: Any = None) -> tuple[int, int]:
+    """Return the group ranks before and after this one on the ring."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    return (rank - 1) % size, (rank + 1) % size
+
+
+def sum_of_ranks(group: Any) -> float:
+    """Return the sum of the global ranks of a group's members, as the group reduces it."""
+    x = np.array([float(dist.get_rank())])
+    dist.all_reduce(x, group=group)
+    return float(x[0])
+
+
+def run_threads(function: Callable[[Any], object], values: Iterable[Any]) -> None:
+    """Call a function with each of the values, each in a thread of its own, and wait for all threads."""
+    threads = [threading.Thread(target=function, args=(value,)) for value in values]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
