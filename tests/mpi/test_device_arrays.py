@@ -7,19 +7,18 @@ import inspect
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import collective_cases as cases
 import numpy as np
 import pytest
 from array_kinds import OnGpu
 from ranks import neighbours
-from standin_gpu import Gpu, GpuArray, Stream
+from standin_gpu import Gpu, GpuArray, Stream, fails_at_some_pace, select
 
 import mpicoll as dist
 from mpicoll.memory.device import array as device_array
 from mpicoll.memory.device import pool as device_pool
-from mpicoll.memory.device import runtime as device_runtime
 from mpicoll.operations import failures
 from mpicoll.pytest_plugin import collective_raises
 from mpicoll.transports.selection import Choice
@@ -40,8 +39,7 @@ def _by_way_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     """The stand-in, as the GPU of this rank."""
     found = Gpu(request.param)
-    monkeypatch.setattr(device_runtime, "_runtime", found)
-    monkeypatch.setattr(device_pool, "_pool", None)
+    select(found, monkeypatch)
     yield found
     device_pool.close()
 
@@ -318,8 +316,7 @@ class Failing(Gpu):
 def test_a_gpu_that_fails(async_op: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the device says is raised soon, and the library can be left and begun again."""
     gpu = Failing("lazy")
-    monkeypatch.setattr(device_runtime, "_runtime", gpu)
-    monkeypatch.setattr(device_pool, "_pool", None)
+    select(gpu, monkeypatch)
     x = gpu.array_of(np.ones(10))
     started = time.monotonic()
     with pytest.raises((RuntimeError, dist.DistError), match="cudaErrorIllegalAddress"):
@@ -396,17 +393,11 @@ def test_every_wait_is_needed(wait: int, monkeypatch: pytest.MonkeyPatch, reques
     copies = device_array._copies
     exec(compile("from __future__ import annotations\n" + source, device_array.__file__, "exec"), vars(device_array))
     request.addfinalizer(lambda: setattr(device_array, "_copies", copies))
-    failed = []
-    for check in [NOTICED_BY[wait]] if wait else dict.fromkeys(NOTICED_BY.values()):
-        for pace in ("eager", "lazy"):
-            gpu = Gpu(pace)
-            monkeypatch.setattr(device_runtime, "_runtime", gpu)
-            monkeypatch.setattr(device_pool, "_pool", None)
-            try:
-                check(gpu)
-            except AssertionError:
-                failed.append(pace)
-            dist.barrier()
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, failed)
-    assert any(everywhere) == bool(wait), everywhere
+
+    def stand_in(pace: Literal["eager", "lazy"]) -> Gpu:
+        gpu = Gpu(pace)
+        select(gpu, monkeypatch)
+        return gpu
+
+    checks = [NOTICED_BY[wait]] if wait else dict.fromkeys(NOTICED_BY.values())
+    assert fails_at_some_pace(checks, stand_in) == bool(wait)

@@ -10,7 +10,7 @@ from typing import Any
 import collective_cases as cases
 import numpy as np
 import pytest
-from standin_gpu import Gpu, Stream, Window
+from standin_gpu import Gpu, Stream, Window, select
 from striking import Struck
 
 import mpicoll as dist
@@ -39,8 +39,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     """The stand-in, as the GPU of this rank."""
     found = Gpu(request.param)
-    monkeypatch.setattr(device_runtime, "_runtime", found)
-    monkeypatch.setattr(device_pool, "_pool", None)
+    select(found, monkeypatch)
     yield found
     device_pool.close()
 
@@ -341,8 +340,7 @@ class Failing(Gpu):
 def test_a_rank_that_fails_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
     """It raises what its GPU says, the others that the group is broken, at once; everything is closed."""
     gpu = Failing("lazy")
-    monkeypatch.setattr(device_runtime, "_runtime", gpu)
-    monkeypatch.setattr(device_pool, "_pool", None)
+    select(gpu, monkeypatch)
     group = dist.new_group()
     dist.all_reduce(gpu.array_of(np.ones(LEAST)), group=group)
     if group.rank() == 0:
@@ -513,8 +511,7 @@ def test_every_wait_is_needed(wait: int, monkeypatch: pytest.MonkeyPatch) -> Non
             gpu = Gpu(pace)  # type: ignore[arg-type]
             if dist.get_rank() == slow:
                 gpu.seconds = 0.02
-            monkeypatch.setattr(device_runtime, "_runtime", gpu)
-            monkeypatch.setattr(device_pool, "_pool", None)
+            select(gpu, monkeypatch)
             group = dist.new_group()
             try:
                 check(gpu, group)

@@ -7,19 +7,18 @@ import re
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import collective_cases as cases
 import numpy as np
 import pytest
 from array_kinds import OnGpu
-from standin_gpu import Gpu, Stream
+from standin_gpu import Gpu, Stream, fails_at_some_pace, select
 from striking import strike
 
 import mpicoll as dist
 from mpicoll.memory.device import array as device_array
 from mpicoll.memory.device import pool as device_pool
-from mpicoll.memory.device import runtime as device_runtime
 from mpicoll.memory.dtypes import named_element
 from mpicoll.transports.base import Movement
 from mpicoll.transports.device import staged
@@ -58,8 +57,7 @@ class Recording(Gpu):
 
 def use(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, piece: int = PIECE) -> None:
     """Make a stand-in the GPU of this rank, and have arrays move in small pieces."""
-    monkeypatch.setattr(device_runtime, "_runtime", gpu)
-    monkeypatch.setattr(device_pool, "_pool", None)
+    select(gpu, monkeypatch)
     monkeypatch.setattr(device_array, "PIECES_FROM", FROM)
     monkeypatch.setattr(staged, "PIECE_BYTES", piece)
 
@@ -491,16 +489,11 @@ def test_every_wait_is_needed(wait: int, monkeypatch: pytest.MonkeyPatch, reques
     assert sum(one != other for one, other in zip(lines, kept, strict=True)) == (1 if wait else 0)
     monkeypatch.setattr(staged, "Belt", staged.Belt)
     exec(compile("from __future__ import annotations\n" + "\n".join(kept), staged.__file__, "exec"), vars(staged))
-    failed = []
-    for check in [NOTICED_BY[wait]] if wait else dict.fromkeys(NOTICED_BY.values()):
-        for pace in ("eager", "lazy"):
-            gpu = Recording(pace)
-            use(gpu, monkeypatch)
-            try:
-                check(gpu)
-            except AssertionError:
-                failed.append(pace)
-            dist.barrier()
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, failed)
-    assert any(everywhere) == bool(wait), everywhere
+
+    def stand_in(pace: Literal["eager", "lazy"]) -> Recording:
+        gpu = Recording(pace)
+        use(gpu, monkeypatch)
+        return gpu
+
+    checks = [NOTICED_BY[wait]] if wait else dict.fromkeys(NOTICED_BY.values())
+    assert fails_at_some_pace(checks, stand_in) == bool(wait)

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from standin_gpu import Gpu
+from standin_gpu import Gpu, select
 
 import mpicoll as dist
 from mpicoll.memory.device import array as device_array
 from mpicoll.memory.device import pool as device_pool
-from mpicoll.memory.device import runtime as device_runtime
 from mpicoll.memory.device.array import DIRECT_BYTES, Shadow, shadow
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -25,9 +24,7 @@ MANY = DIRECT_BYTES // 8 + 1000
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     """A stand-in whose memory MPI knows, on all ranks."""
     found = Gpu(request.param, known_to_mpi=True)
-    monkeypatch.setattr(device_runtime, "_runtime", found)
-    monkeypatch.setattr(device_pool, "_pool", None)
-    monkeypatch.setattr(device_array, "_permitted", found.permitted)
+    select(found, monkeypatch)
     yield found
     device_pool.close()
 

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from array_kinds import OnGpu
 from collective_cases import Case
-from standin_gpu import Gpu, Stream
+from standin_gpu import Gpu, Stream, fails_at_some_pace, select
 
 import mpicoll as dist
 from mpicoll.memory.device import array as device_array
 from mpicoll.memory.device import pool as device_pool
-from mpicoll.memory.device import runtime as device_runtime
 from mpicoll.memory.device.array import DIRECT_BYTES, Shadow
 from mpicoll.operations import execution
 from mpicoll.transports import large_counts
@@ -34,9 +33,7 @@ LISTS = [name for name in NAMES if "single" not in name and "tensor" not in name
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, pace: Any) -> Gpu:
     found = Gpu(pace, known_to_mpi=True)
-    monkeypatch.setattr(device_runtime, "_runtime", found)
-    monkeypatch.setattr(device_pool, "_pool", None)
-    monkeypatch.setattr(device_array, "_permitted", found.permitted)
+    select(found, monkeypatch)
     return found
 
 
@@ -60,12 +57,6 @@ def done(gpu: Gpu, work: dist.Work | None) -> None:
     if work is not None:
         work.wait()
     gpu.finish()
-
-
-def agreed(value: bool) -> list[bool]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -370,7 +361,7 @@ NOTICED_BY: dict[int, Callable[[Gpu], None]] = {
 
 @several
 @pytest.mark.parametrize("wait", [0, *NOTICED_BY])
-def test_every_wait_is_needed(wait: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_wait_is_needed(wait: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Without any one of the waits, numbered in the source, a test of those above fails at some pace; with all, none."""
     lines = inspect.getsource(device_array.room).splitlines()
     kept = [line for line in lines if not line.endswith(f"# {wait}")]
@@ -378,15 +369,6 @@ def test_every_wait_is_needed(wait: int, monkeypatch: pytest.MonkeyPatch) -> Non
     room = device_array.room
     source = "\n".join(["from __future__ import annotations", *kept]).replace(".append(array.stream)\n\n", "\n")
     exec(compile(source, device_array.__file__, "exec"), vars(device_array))
-    failed = []
-    try:
-        for check in [NOTICED_BY[wait]] if wait else dict.fromkeys(NOTICED_BY.values()):
-            for pace in ("eager", "lazy"):
-                try:
-                    check(stand_in(monkeypatch, pace))
-                except AssertionError:
-                    failed.append(pace)
-                dist.barrier()
-    finally:
-        device_array.room = room
-    assert any(agreed(bool(failed))) == bool(wait)
+    request.addfinalizer(lambda: setattr(device_array, "room", room))
+    checks = [NOTICED_BY[wait]] if wait else dict.fromkeys(NOTICED_BY.values())
+    assert fails_at_some_pace(checks, lambda pace: stand_in(monkeypatch, pace)) == bool(wait)

@@ -13,18 +13,27 @@ import itertools
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from reductions import OPS
 
+import mpicoll as dist
 from mpicoll.memory import half
 from mpicoll.memory.arithmetic import quietly
+from mpicoll.memory.device import array as device_array
+from mpicoll.memory.device import pool as device_pool
+from mpicoll.memory.device import runtime as device_runtime
 from mpicoll.memory.device.runtime import DeviceArray, Fold
 from mpicoll.transports.device.capability import REDUCTIONS
 
-__all__ = ["Gpu", "GpuArray", "Stream", "Window"]
+if TYPE_CHECKING:
+    import pytest
+
+__all__ = ["PACES", "Gpu", "GpuArray", "Stream", "Window", "fails_at_some_pace", "select"]
+
+PACES: tuple[Literal["eager", "lazy"], ...] = ("eager", "lazy")
 
 Array = np.ndarray[Any, Any]
 AWAY = int(os.environ.get("TEST_GPU_AWAY", "0"), 0)
@@ -403,3 +412,28 @@ def _part(array: DeviceArray, host: Array, begin: int | None) -> Array:
     if begin is None:
         return elements
     return elements.reshape(-1).view(np.uint8)[begin : begin + host.nbytes]
+
+
+def select(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a stand-in the GPU of this rank, without pinned memory; pass its memory to MPI if MPI knows the memory."""
+    monkeypatch.setattr(device_runtime, "_runtime", gpu)
+    monkeypatch.setattr(device_pool, "_pool", None)
+    if gpu.known_to_mpi:
+        monkeypatch.setattr(device_array, "_permitted", gpu.permitted)
+
+
+def fails_at_some_pace(
+    checks: Iterable[Callable[[Any], None]], stand_in: Callable[[Literal["eager", "lazy"]], Gpu]
+) -> bool:
+    """Run checks with a stand-in of each pace; return whether a check fails on any rank."""
+    failed = False
+    for check in checks:
+        for pace in PACES:
+            try:
+                check(stand_in(pace))
+            except AssertionError:
+                failed = True
+            dist.barrier()
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, failed)
+    return any(everywhere)
