@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpicoll.memory.arithmetic import quietly
+from mpicoll.memory.arithmetic import without_warnings
 from mpicoll.memory.protocols import bare_name
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
 
@@ -174,13 +174,15 @@ class Reduction:
         """Return what this rank contributes: ``send`` itself, or a new array for PREMUL_SUM."""
         if self.factor is None:
             return send
-        scaled: Array = quietly(np.multiply, send, self.factor)  # all are known to make the call, or soon will be
+        scaled: Array = without_warnings(
+            np.multiply, send, self.factor
+        )  # all are known to make the call, or soon will be
         return scaled
 
     def after(self, result: Array, size: int) -> None:
         """Finish ``result`` in place (AVG divides by the number of members, rounding once)."""
         if self.average:
-            quietly(np.divide, result, size, out=result)
+            without_warnings(np.divide, result, size, out=result)
 
 
 _NUMERIC = {

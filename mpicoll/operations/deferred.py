@@ -27,7 +27,7 @@ from mpicoll.diagnosis.call import Call
 from mpicoll.diagnosis.wait_policy import CallWait, local_wait
 from mpicoll.errors import BufferInUseError, DistError
 from mpicoll.groups.process_group import ProcessGroup
-from mpicoll.memory.arithmetic import quietly
+from mpicoll.memory.arithmetic import without_warnings
 from mpicoll.memory.dtypes import dtype_name, is_native, resolve_reduction
 from mpicoll.memory.reduce_op import RedOpType
 from mpicoll.operations import execution
@@ -332,7 +332,7 @@ class Deferred:
         if watched and flat.tobytes() != self._sent:
             raise written(self._place[0], call.site, self.group.display)
         if ride.again.average:
-            quietly(np.divide, own, self.group.size(), out=own)
+            without_warnings(np.divide, own, self.group.size(), out=own)
         flat[...] = own
         if watched:
             self._landed = flat.tobytes()

@@ -18,7 +18,7 @@ from mpicoll.diagnosis.job_state import hopeless
 from mpicoll.diagnosis.wait_policy import CallWait, local_wait
 from mpicoll.errors import AGREED, CollectiveMismatchError
 from mpicoll.groups.process_group import ProcessGroup
-from mpicoll.memory.arithmetic import quietly
+from mpicoll.memory.arithmetic import without_warnings
 from mpicoll.operations import execution
 from mpicoll.operations.failures import BlockingCall, guarded, wrap
 from mpicoll.runtime import signals, waiting, watchdog
@@ -181,7 +181,7 @@ def repeat(group: ProcessGroup, known: Repeated, move: Movement, frame: FrameTyp
             if number is not None:
                 group.pair.agreement.order.pass_on(number)
         if known.average and move.recv is not None:
-            quietly(np.divide, move.recv, group.size(), out=move.recv)
+            without_warnings(np.divide, move.recv, group.size(), out=move.recv)
 
 
 def outcome(made: Round, words: Words) -> Agreed | None:

@@ -25,7 +25,7 @@ from mpicoll.errors import AGREED, CollectiveMismatchError
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import default
-from mpicoll.memory.arithmetic import quietly
+from mpicoll.memory.arithmetic import without_warnings
 from mpicoll.memory.layouts import joined
 from mpicoll.operations import execution, repeating
 from mpicoll.operations.failures import wrap
@@ -356,7 +356,7 @@ def cross(group: ProcessGroup, known: Ride, array: Any, frame: FrameType) -> boo
                 plan.finish_in_place(flat)
             order.moving = call + 1
             if again.average:
-                quietly(np.divide, array, group.size(), out=array)
+                without_warnings(np.divide, array, group.size(), out=array)
             return True
     except CollectiveMismatchError as error:
         wrong = error
@@ -391,7 +391,7 @@ def _go_on(
     made_round.release()
     repeating.go_on(group, known.again, move, frame, call, agreed)
     if known.again.average and move.recv is not None:
-        quietly(np.divide, move.recv, group.size(), out=move.recv)
+        without_warnings(np.divide, move.recv, group.size(), out=move.recv)
     if after is not None:
         after()
 

@@ -21,7 +21,7 @@ from reductions import OPS
 
 import mpicoll as dist
 from mpicoll.memory import half
-from mpicoll.memory.arithmetic import quietly
+from mpicoll.memory.arithmetic import without_warnings
 from mpicoll.memory.device import array as device_array
 from mpicoll.memory.device import pool as device_pool
 from mpicoll.memory.device import runtime as device_runtime
@@ -337,9 +337,9 @@ class Gpu:
                 for words, wide in zip(terms, values, strict=True):
                     half.widen(fold.half, words, wide)
             for term in values[1:]:
-                quietly(OPS[fold.op], values[0], term, out=values[0])
+                without_warnings(OPS[fold.op], values[0], term, out=values[0])
             if fold.divisor:
-                quietly(np.divide, values[0], fold.divisor, out=values[0])
+                without_warnings(np.divide, values[0], fold.divisor, out=values[0])
             if fold.half:
                 half.narrow(fold.half, values[0], terms[0])
 
