@@ -53,7 +53,7 @@ class Simulated:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self.current, self.lanes = Stream(), (Stream(), Stream())
+        self.current, self.copy_streams = Stream(), (Stream(), Stream())
 
     def array(self, value: Any, name: str, *, writable: bool) -> DeviceArray:
         """Return what an array is."""
@@ -82,9 +82,9 @@ class Simulated:
         """Return a stream that the program gave."""
         return given
 
-    def lane(self, device: int, beside: bool = False) -> Stream:
+    def copy_stream(self, device: int, second: bool = False) -> Stream:
         """Return a stream of the library."""
-        return self.lanes[beside]
+        return self.copy_streams[second]
 
     def mark(self, device: int, stream: Stream) -> float:
         """Return when a stream has come so far."""
@@ -102,13 +102,13 @@ class Simulated:
         """Have a stream go on after that."""
         stream.end = max(stream.end, event)
 
-    def copy_out(self, host: Array, array: DeviceArray, lane: Stream, begin: int | None = None) -> None:
+    def copy_out(self, host: Array, array: DeviceArray, stream: Stream, begin: int | None = None) -> None:
         """Take the time of a copy."""
-        lane.end = max(lane.end, time.perf_counter()) + host.nbytes * self.seconds
+        stream.end = max(stream.end, time.perf_counter()) + host.nbytes * self.seconds
 
-    def copy_in(self, array: DeviceArray, host: Array, lane: Stream, begin: int | None = None) -> None:
+    def copy_in(self, array: DeviceArray, host: Array, stream: Stream, begin: int | None = None) -> None:
         """Take the time of a copy."""
-        self.copy_out(host, array, lane)
+        self.copy_out(host, array, stream)
 
     def pinned(self, nbytes: int, device: int) -> Array:
         """Return memory of the host."""

@@ -74,9 +74,9 @@ class PerThread(Gpu):
         self.own = threading.local()
         super().__init__("lazy")
 
-    def lane(self, device):
-        self.own.lane = getattr(self.own, "lane", None) or Stream()
-        return self.own.lane
+    def copy_stream(self, device):
+        self.own.copies = getattr(self.own, "copies", None) or Stream()
+        return self.own.copies
 
     current = property(lambda self: self.own.__dict__.setdefault("stream", Stream()), lambda self, stream: None)
 

@@ -289,9 +289,9 @@ def test_memory_of_an_operation_is_kept_until_it_has_been_waited_for(gpu: Gpu) -
     work.wait()
     del work
     gpu.finish()
-    for lane in gpu.lanes.values():
-        lane.work.clear()
-        lane.done = 0
+    for stream in gpu.copy_streams.values():
+        stream.work.clear()
+        stream.done = 0
     gc.collect()
     assert seen() is None
 

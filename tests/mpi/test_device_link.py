@@ -476,8 +476,8 @@ def test_a_call_that_is_struck_leaves_no_copy_behind(last: bool, gpu: Gpu, group
     assert puts or dist.get_rank()
     gpu.launch(lambda: x.fill(5))
     gpu.finish()
-    for lane in gpu.lanes.values():
-        lane.run(len(lane.work))
+    for stream in gpu.copy_streams.values():
+        stream.run(len(stream.work))
     assert (x == 5).all()
     dist.barrier()
     if group.broken is None:

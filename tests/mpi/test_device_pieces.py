@@ -44,15 +44,15 @@ class Recording(Gpu):
         super().__init__(*args, **options)
         self.log: list[tuple[str, int]] = []
 
-    def copy_out(self, host: Array, array: Any, lane: Any, begin: int | None = None) -> None:
+    def copy_out(self, host: Array, array: Any, stream: Any, begin: int | None = None) -> None:
         if begin is not None:
             self.log.append(("out", begin))
-        super().copy_out(host, array, lane, begin)
+        super().copy_out(host, array, stream, begin)
 
-    def copy_in(self, array: Any, host: Array, lane: Any, begin: int | None = None) -> None:
+    def copy_in(self, array: Any, host: Array, stream: Any, begin: int | None = None) -> None:
         if begin is not None:
             self.log.append(("in", begin))
-        super().copy_in(array, host, lane, begin)
+        super().copy_in(array, host, stream, begin)
 
 
 def use(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, piece: int = PIECE) -> None:
@@ -458,8 +458,8 @@ def test_struck_at_every_line(function: Any, engine: str, gpu: Recording) -> Non
         gpu.finish()
         y = np.ones(MANY)
         dist.all_reduce(gpu.array_of(y))
-        for lane in gpu.lanes.values():
-            lane.run(len(lane.work))
+        for stream in gpu.copy_streams.values():
+            stream.run(len(stream.work))
         gpu.finish()
         assert (x == 5).all(), line
         assert (y == size).all(), line

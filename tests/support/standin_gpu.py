@@ -166,7 +166,7 @@ class Gpu:
     def __init__(self, pace: Literal["lazy", "eager"] = "eager", polls: int = 3, known_to_mpi: bool = False) -> None:
         self.pace, self.polls, self.known_to_mpi = pace, polls, known_to_mpi
         self.current = Stream()
-        self.lanes: dict[int, Stream] = {}
+        self.copy_streams: dict[int, Stream] = {}
         self.copied = self.packed = 0
         self.memory = True
         self._rooms: dict[int, list[Array]] = {}
@@ -232,8 +232,8 @@ class Gpu:
             raise TypeError(f"stream must be a stream of CUDA, not {type(given).__name__}")
         return given
 
-    def lane(self, device: int, beside: bool = False) -> Stream:
-        return self.lanes.setdefault(-1 - device if beside else device, Stream())
+    def copy_stream(self, device: int, second: bool = False) -> Stream:
+        return self.copy_streams.setdefault(-1 - device if second else device, Stream())
 
     def mark(self, device: int, stream: Stream) -> Event:
         return Event(stream)
@@ -252,13 +252,13 @@ class Gpu:
         stream.work.append(event)
         self._go_on(stream)
 
-    def copy_out(self, host: Array, array: DeviceArray, lane: Stream, begin: int | None = None) -> None:
+    def copy_out(self, host: Array, array: DeviceArray, stream: Stream, begin: int | None = None) -> None:
         elements, there = _part(array, host, begin), _Address(host).array()
-        self._put(lane, lambda: np.copyto(there, elements.reshape(-1)))
+        self._put(stream, lambda: np.copyto(there, elements.reshape(-1)))
 
-    def copy_in(self, array: DeviceArray, host: Array, lane: Stream, begin: int | None = None) -> None:
+    def copy_in(self, array: DeviceArray, host: Array, stream: Stream, begin: int | None = None) -> None:
         elements, there = _part(array, host, begin), _Address(host).array()
-        self._put(lane, lambda: np.copyto(elements, there.reshape(elements.shape)))
+        self._put(stream, lambda: np.copyto(elements, there.reshape(elements.shape)))
 
     def window(self, nbytes: int, device: int) -> Window:
         if "window" in self.refuses:
@@ -297,38 +297,38 @@ class Gpu:
         window.memory = None
         self.released += 1
 
-    def write(self, window: Window, at: int, host: Array, lane: Stream) -> None:
+    def write(self, window: Window, at: int, host: Array, stream: Stream) -> None:
         staged = host.copy()
-        self._put(lane, lambda: np.copyto(window.of(at, staged.nbytes), staged))
+        self._put(stream, lambda: np.copyto(window.of(at, staged.nbytes), staged))
 
-    def read(self, host: Array, window: Window, at: int, lane: Stream) -> None:
+    def read(self, host: Array, window: Window, at: int, stream: Stream) -> None:
         there = _Address(host).array()
-        self._put(lane, lambda: np.copyto(there, window.of(at, there.nbytes)))
+        self._put(stream, lambda: np.copyto(there, window.of(at, there.nbytes)))
 
-    def pack(self, array: DeviceArray, lane: Stream) -> None:
+    def pack(self, array: DeviceArray, stream: Stream) -> None:
         pass
 
-    def unpack(self, array: DeviceArray, lane: Stream) -> None:
+    def unpack(self, array: DeviceArray, stream: Stream) -> None:
         pass
 
-    def take(self, window: Window, at: int, array: DeviceArray, start: int, count: int, lane: Stream) -> None:
+    def take(self, window: Window, at: int, array: DeviceArray, start: int, count: int, stream: Stream) -> None:
         elements, dtype = array.held.elements, array.dtype
 
         def copy() -> None:
             window.of(at, count * dtype.itemsize).view(dtype)[:] = elements.reshape(-1)[start : start + count]
 
-        self._put(lane, copy)
+        self._put(stream, copy)
         self.taken += 1
 
-    def put(self, array: DeviceArray, start: int, count: int, window: Window, at: int, lane: Stream) -> None:
+    def put(self, array: DeviceArray, start: int, count: int, window: Window, at: int, stream: Stream) -> None:
         elements, dtype = array.held.elements, array.dtype
 
         def copy() -> None:
             elements.flat[start : start + count] = window.of(at, count * dtype.itemsize).view(dtype)
 
-        self._put(lane, copy)
+        self._put(stream, copy)
 
-    def fold(self, fold: Fold, window: Window, places: Sequence[int], count: int, scratch: int, lane: Stream) -> None:
+    def fold(self, fold: Fold, window: Window, places: Sequence[int], count: int, scratch: int, stream: Stream) -> None:
         def reduce() -> None:
             terms = [window.of(place, count * fold.dtype.itemsize).view(fold.dtype) for place in places]
             values = terms
@@ -343,15 +343,15 @@ class Gpu:
             if fold.half:
                 half.narrow(fold.half, values[0], terms[0])
 
-        self._put(lane, reduce)
+        self._put(stream, reduce)
 
-    def _put(self, lane: Stream, copy: Callable[[], None]) -> None:
+    def _put(self, stream: Stream, copy: Callable[[], None]) -> None:
         self.copied += not AWAY
-        lane.work.append(copy)
-        self._go_on(lane)
+        stream.work.append(copy)
+        self._go_on(stream)
 
     def _go_on(self, stream: Stream) -> None:
-        if self.pace == "eager" and stream in self.lanes.values():
+        if self.pace == "eager" and stream in self.copy_streams.values():
             stream.run(len(stream.work))
 
     def pinned(self, nbytes: int, device: int) -> Array:
@@ -378,7 +378,7 @@ class Gpu:
         free = self._rooms.setdefault(count * dtype.itemsize, [])
         memory = free.pop() if free else np.empty(count * dtype.itemsize, np.uint8)
         found = self._array_of(np.asarray(_Room(free, memory)).view(dtype), arrays[0])
-        found.stream = self.lane(found.device)
+        found.stream = self.copy_stream(found.device)
         return found
 
     def _array_of(self, elements: Array, like: DeviceArray) -> DeviceArray:
@@ -387,14 +387,14 @@ class Gpu:
             held, held.elements.dtype, elements.shape, elements.strides, held.address, like.device, False, like.stream
         )
 
-    def gather(self, room: DeviceArray, arrays: list[DeviceArray], lane: Stream) -> None:
-        self._one_by_one(room, arrays, lane, lambda inside, each: np.copyto(inside, each.reshape(-1)))
+    def gather(self, room: DeviceArray, arrays: list[DeviceArray], stream: Stream) -> None:
+        self._one_by_one(room, arrays, stream, lambda inside, each: np.copyto(inside, each.reshape(-1)))
 
-    def spread(self, arrays: list[DeviceArray], room: DeviceArray, lane: Stream) -> None:
-        self._one_by_one(room, arrays, lane, lambda inside, each: np.copyto(each, inside.reshape(each.shape)))
+    def spread(self, arrays: list[DeviceArray], room: DeviceArray, stream: Stream) -> None:
+        self._one_by_one(room, arrays, stream, lambda inside, each: np.copyto(each, inside.reshape(each.shape)))
 
     def _one_by_one(
-        self, room: DeviceArray, arrays: list[DeviceArray], lane: Stream, copy: Callable[[Array, Array], None]
+        self, room: DeviceArray, arrays: list[DeviceArray], stream: Stream, copy: Callable[[Array, Array], None]
     ) -> None:
         at = 0
         for each in arrays:
@@ -402,8 +402,8 @@ class Gpu:
             there = _Address(room.held.elements[at : at + elements.size]).array()
             at += elements.size
             self.packed += 1
-            lane.work.append(lambda there=there, elements=elements: copy(there, elements))  # type: ignore[misc]
-        self._go_on(lane)
+            stream.work.append(lambda there=there, elements=elements: copy(there, elements))  # type: ignore[misc]
+        self._go_on(stream)
 
 
 def _part(array: DeviceArray, host: Array, begin: int | None) -> Array:

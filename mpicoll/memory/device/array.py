@@ -187,19 +187,19 @@ def _copies(
     """
 
     def pack() -> None:
-        lane = gpu.lane(array.device)
-        gpu.follow(array.device, lane, began)  # 1
-        gpu.copy_out(host, array, lane)
-        copied = gpu.mark(array.device, lane)
+        stream = gpu.copy_stream(array.device)
+        gpu.follow(array.device, stream, began)  # 1
+        gpu.copy_out(host, array, stream)
+        copied = gpu.mark(array.device, stream)
         if block is not None:
             block.busy = copied  # whatever strikes now
         gpu.await_(copied)  # 2
 
     def unpack() -> None:
-        lane = gpu.lane(array.device)
-        gpu.follow(array.device, lane, began)  # 3
-        gpu.copy_in(array, host, lane)
-        done = gpu.mark(array.device, lane)
+        stream = gpu.copy_stream(array.device)
+        gpu.follow(array.device, stream, began)  # 3
+        gpu.copy_in(array, host, stream)
+        done = gpu.mark(array.device, stream)
         gpu.follow(array.device, array.stream, done)  # 4
         if block is not None:
             block.busy = done  # 5
@@ -357,18 +357,18 @@ def room(flats: list[Array]) -> tuple[Array, Callable[[], None], Callable[[], No
         return None
     if not gpu.plain(whole):
         return None
-    free = gpu.mark(device, gpu.lane(device))
+    free = gpu.mark(device, gpu.copy_stream(device))
     _note(lambda: over(gpu, free))  # 1
 
     def gather() -> None:
-        lane = gpu.lane(device)
-        gpu.gather(whole, arrays, lane)
-        gpu.await_(gpu.mark(device, lane))  # 2
+        stream = gpu.copy_stream(device)
+        gpu.gather(whole, arrays, stream)
+        gpu.await_(gpu.mark(device, stream))  # 2
 
     def spread() -> None:
-        lane = gpu.lane(device)
-        gpu.spread(arrays, whole, lane)
-        done = gpu.mark(device, lane)
+        stream = gpu.copy_stream(device)
+        gpu.spread(arrays, whole, stream)
+        done = gpu.mark(device, stream)
         told: list[Any] = []
         for array in arrays:
             if array.stream not in told:
@@ -390,12 +390,12 @@ def picked(flat: Array, parts: list[slice]) -> Array:
         packed, gather, _ = found
         gather()
         return packed
-    lane, at = gpu.lane(whole.device), 0
+    stream, at = gpu.copy_stream(whole.device), 0
     host: Array = np.empty(sum(each.size for each in flats), whole.dtype)
     for each in flats:
-        gpu.copy_out(host[at : at + each.size], each.array, lane)  # type: ignore[attr-defined]
+        gpu.copy_out(host[at : at + each.size], each.array, stream)  # type: ignore[attr-defined]
         at += each.size
-    gpu.await_(gpu.mark(whole.device, lane))
+    gpu.await_(gpu.mark(whole.device, stream))
     return host
 
 

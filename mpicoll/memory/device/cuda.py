@@ -72,8 +72,8 @@ class Cuda:
             raise ImportError(f"CuPy finds no GPU: {error}") from error
         if not count:
             raise ImportError("CuPy finds no GPU")
-        self._lanes: list[Any] = [None] * count
-        self._beside: list[Any] = [None] * count
+        self._copy_streams: list[Any] = [None] * count
+        self._second_streams: list[Any] = [None] * count
         self._driver: Any = None
         self._making = threading.Lock()
 
@@ -96,7 +96,7 @@ class Cuda:
         number, packed = array.device.id, None
         if not array.flags.c_contiguous:
             # Now, while what goes wrong is known to all ranks before anything moves.
-            with cupy.cuda.Device(number), self.lane(number):
+            with cupy.cuda.Device(number), self.copy_stream(number):
                 packed = cupy.empty(array.shape, array.dtype)
         return DeviceArray(
             array, np.dtype(dtype), array.shape, array.strides, array.data.ptr, number, readonly, stream, packed
@@ -170,7 +170,7 @@ class Cuda:
 
     def count(self) -> int:
         """Return the number of devices that this process sees."""
-        return len(self._lanes)
+        return len(self._copy_streams)
 
     def current_device(self) -> int:
         """Return the number of the current device of this thread."""
@@ -206,16 +206,16 @@ class Cuda:
         _refuse_capture(stream)
         return stream
 
-    def lane(self, device: int, beside: bool = False) -> Any:
+    def copy_stream(self, device: int, second: bool = False) -> Any:
         """Return the stream of the library on a device, or the one beside it; they do not wait for the default stream."""
-        lanes = self._beside if beside else self._lanes
-        lane = lanes[device]
-        if lane is None:
+        streams = self._second_streams if second else self._copy_streams
+        stream = streams[device]
+        if stream is None:
             with self._making, cupy.cuda.Device(device):
-                lane = lanes[device]
-                if lane is None:
-                    lane = lanes[device] = cupy.cuda.Stream(non_blocking=True)
-        return lane
+                stream = streams[device]
+                if stream is None:
+                    stream = streams[device] = cupy.cuda.Stream(non_blocking=True)
+        return stream
 
     def mark(self, device: int, stream: Any) -> Any:
         """Return an event: all that has been put on a stream so far."""
@@ -243,38 +243,38 @@ class Cuda:
         with cupy.cuda.Device(device):  # the default stream is that of the current device
             stream.wait_event(event)
 
-    def copy_out(self, host: Array, array: DeviceArray, lane: Any, begin: int | None = None) -> None:
+    def copy_out(self, host: Array, array: DeviceArray, stream: Any, begin: int | None = None) -> None:
         """Put a copy of the elements, in C order, into host memory on a stream; of a part of them from byte ``begin`` on."""
         if begin is not None:
             kind = cupy.cuda.runtime.memcpyDeviceToHost
-            self._copy(host.ctypes.data, array.address + begin, host.nbytes, kind, array.device, lane)
+            self._copy(host.ctypes.data, array.address + begin, host.nbytes, kind, array.device, stream)
             return
         source = array.held if array.packed is None else array.packed
-        with cupy.cuda.Device(array.device), lane:
+        with cupy.cuda.Device(array.device), stream:
             if array.packed is not None:
                 array.packed[...] = array.held
             if host.nbytes:
                 kind = cupy.cuda.runtime.memcpyDeviceToHost
-                cupy.cuda.runtime.memcpyAsync(host.ctypes.data, source.data.ptr, host.nbytes, kind, lane.ptr)
+                cupy.cuda.runtime.memcpyAsync(host.ctypes.data, source.data.ptr, host.nbytes, kind, stream.ptr)
 
-    def copy_in(self, array: DeviceArray, host: Array, lane: Any, begin: int | None = None) -> None:
+    def copy_in(self, array: DeviceArray, host: Array, stream: Any, begin: int | None = None) -> None:
         """Put a copy of host memory into an array on a stream; into a part of it from byte ``begin`` on."""
         if begin is not None:
             kind = cupy.cuda.runtime.memcpyHostToDevice
-            self._copy(array.address + begin, host.ctypes.data, host.nbytes, kind, array.device, lane)
+            self._copy(array.address + begin, host.ctypes.data, host.nbytes, kind, array.device, stream)
             return
         target = array.held if array.packed is None else array.packed
-        with cupy.cuda.Device(array.device), lane:
+        with cupy.cuda.Device(array.device), stream:
             if host.nbytes:
                 kind = cupy.cuda.runtime.memcpyHostToDevice
-                cupy.cuda.runtime.memcpyAsync(target.data.ptr, host.ctypes.data, host.nbytes, kind, lane.ptr)
+                cupy.cuda.runtime.memcpyAsync(target.data.ptr, host.ctypes.data, host.nbytes, kind, stream.ptr)
             if array.packed is not None:
                 array.held[...] = array.packed
 
     @staticmethod
-    def _copy(target: int, source: int, nbytes: int, kind: int, device: int, lane: Any) -> None:
+    def _copy(target: int, source: int, nbytes: int, kind: int, device: int, stream: Any) -> None:
         with cupy.cuda.Device(device):
-            cupy.cuda.runtime.memcpyAsync(target, source, nbytes, kind, lane.ptr)
+            cupy.cuda.runtime.memcpyAsync(target, source, nbytes, kind, stream.ptr)
 
     def pinned(self, nbytes: int, device: int) -> Array:
         """Return host memory that a device reads and writes by itself, as bytes."""
@@ -307,22 +307,22 @@ class Cuda:
 
     def room(self, arrays: list[DeviceArray]) -> DeviceArray:
         """Return memory of their device for as many elements, from the allocator that CuPy uses."""
-        first, lane = arrays[0], self.lane(arrays[0].device)
-        with cupy.cuda.Device(first.device), lane:  # the pool gives it again to this stream alone
+        first, stream = arrays[0], self.copy_stream(arrays[0].device)
+        with cupy.cuda.Device(first.device), stream:  # the pool gives it again to this stream alone
             memory = cupy.empty(sum(math.prod(each.shape) for each in arrays), first.dtype)
-        return self._of(memory, first.dtype, lane, readonly=False)
+        return self._of(memory, first.dtype, stream, readonly=False)
 
-    def gather(self, room: DeviceArray, arrays: list[DeviceArray], lane: Any) -> None:
+    def gather(self, room: DeviceArray, arrays: list[DeviceArray], stream: Any) -> None:
         """Put copies of contiguous arrays, one behind the other, into such memory on a stream."""
         at = room.address
         for each in arrays:
-            at += _copy_on_device(at, each.address, each, lane)
+            at += _copy_on_device(at, each.address, each, stream)
 
-    def spread(self, arrays: list[DeviceArray], room: DeviceArray, lane: Any) -> None:
+    def spread(self, arrays: list[DeviceArray], room: DeviceArray, stream: Any) -> None:
         """Put copies of what is in such memory into the arrays on a stream."""
         at = room.address
         for each in arrays:
-            at += _copy_on_device(each.address, at, each, lane)
+            at += _copy_on_device(each.address, at, each, stream)
 
     def window(self, nbytes: int, device: int) -> _Window:
         """Return new memory of cudaMalloc, which other processes may open: of CuPy's pool, it would be a part of something."""
@@ -350,47 +350,47 @@ class Cuda:
             else:
                 cupy.cuda.runtime.free(window.address)
 
-    def write(self, window: _Window, at: int, host: Array, lane: Any) -> None:
+    def write(self, window: _Window, at: int, host: Array, stream: Any) -> None:
         """Put a copy of a few bytes of the host into a window on a stream; such a copy is staged before this returns."""
         with cupy.cuda.Device(window.device):
             kind = cupy.cuda.runtime.memcpyHostToDevice
-            cupy.cuda.runtime.memcpyAsync(window.address + at, host.ctypes.data, host.nbytes, kind, lane.ptr)
+            cupy.cuda.runtime.memcpyAsync(window.address + at, host.ctypes.data, host.nbytes, kind, stream.ptr)
 
-    def read(self, host: Array, window: _Window, at: int, lane: Any) -> None:
+    def read(self, host: Array, window: _Window, at: int, stream: Any) -> None:
         """Put a copy of a few bytes of a window into host memory on a stream."""
         with cupy.cuda.Device(window.device):
             kind = cupy.cuda.runtime.memcpyDeviceToHost
-            cupy.cuda.runtime.memcpyAsync(host.ctypes.data, window.address + at, host.nbytes, kind, lane.ptr)
+            cupy.cuda.runtime.memcpyAsync(host.ctypes.data, window.address + at, host.nbytes, kind, stream.ptr)
 
-    def pack(self, array: DeviceArray, lane: Any) -> None:
+    def pack(self, array: DeviceArray, stream: Any) -> None:
         """Have the elements of an array stand in C order, on a stream."""
         if array.packed is not None:
-            with cupy.cuda.Device(array.device), lane:
+            with cupy.cuda.Device(array.device), stream:
                 array.packed[...] = array.held
 
-    def unpack(self, array: DeviceArray, lane: Any) -> None:
+    def unpack(self, array: DeviceArray, stream: Any) -> None:
         """Put what was written into an array to where its elements are, on a stream."""
         if array.packed is not None:
-            with cupy.cuda.Device(array.device), lane:
+            with cupy.cuda.Device(array.device), stream:
                 array.held[...] = array.packed
 
-    def take(self, window: _Window, at: int, array: DeviceArray, start: int, count: int, lane: Any) -> None:
+    def take(self, window: _Window, at: int, array: DeviceArray, start: int, count: int, stream: Any) -> None:
         """Put a copy of elements of an array into a window on a stream."""
-        self._copy_between(window.address + at, _elements(array) + start * array.dtype.itemsize, array, count, lane)
+        self._copy_between(window.address + at, _elements(array) + start * array.dtype.itemsize, array, count, stream)
 
-    def put(self, array: DeviceArray, start: int, count: int, window: _Window, at: int, lane: Any) -> None:
+    def put(self, array: DeviceArray, start: int, count: int, window: _Window, at: int, stream: Any) -> None:
         """Put a copy of a window into elements of an array on a stream."""
-        self._copy_between(_elements(array) + start * array.dtype.itemsize, window.address + at, array, count, lane)
+        self._copy_between(_elements(array) + start * array.dtype.itemsize, window.address + at, array, count, stream)
 
     @staticmethod
-    def _copy_between(target: int, source: int, array: DeviceArray, count: int, lane: Any) -> None:
+    def _copy_between(target: int, source: int, array: DeviceArray, count: int, stream: Any) -> None:
         with cupy.cuda.Device(array.device):
             kind = cupy.cuda.runtime.memcpyDeviceToDevice
-            cupy.cuda.runtime.memcpyAsync(target, source, count * array.dtype.itemsize, kind, lane.ptr)
+            cupy.cuda.runtime.memcpyAsync(target, source, count * array.dtype.itemsize, kind, stream.ptr)
 
-    def fold(self, fold: Fold, window: _Window, places: Sequence[int], count: int, scratch: int, lane: Any) -> None:
+    def fold(self, fold: Fold, window: _Window, places: Sequence[int], count: int, scratch: int, stream: Any) -> None:
         """Reduce what stands at some places of a window, in their order, into the first of them, on a stream."""
-        with cupy.cuda.Device(window.device), lane:
+        with cupy.cuda.Device(window.device), stream:
             if not fold.half:
                 first, *others = [window.view(place, count, fold.dtype) for place in places]
                 _reduce(fold, first, others)
@@ -423,11 +423,11 @@ def _refuse_capture(stream: Any) -> None:
         )
 
 
-def _copy_on_device(target: int, source: int, like: DeviceArray, lane: Any) -> int:
+def _copy_on_device(target: int, source: int, like: DeviceArray, stream: Any) -> int:
     """Put a copy of as many bytes as an array has on a stream, and return how many that are."""
     nbytes = math.prod(like.shape) * like.dtype.itemsize
     with cupy.cuda.Device(like.device):
-        cupy.cuda.runtime.memcpyAsync(target, source, nbytes, cupy.cuda.runtime.memcpyDeviceToDevice, lane.ptr)
+        cupy.cuda.runtime.memcpyAsync(target, source, nbytes, cupy.cuda.runtime.memcpyDeviceToDevice, stream.ptr)
     return nbytes
 
 

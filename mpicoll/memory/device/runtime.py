@@ -66,7 +66,7 @@ class Runtime(Protocol):
     def stream(self, given: Any, device: int) -> Any:
         """Return a stream that the program gave; TypeError where it is none."""
 
-    def lane(self, device: int, beside: bool = False) -> Any:
+    def copy_stream(self, device: int, second: bool = False) -> Any:
         """Return the stream of the library on a device, on which it copies; or the one beside it, for copies in meanwhile."""
 
     def mark(self, device: int, stream: Any) -> Any:
@@ -81,13 +81,13 @@ class Runtime(Protocol):
     def follow(self, device: int, stream: Any, event: Any) -> None:
         """Have what is put on a stream of a device from now on wait for an event."""
 
-    def copy_out(self, host: Array, array: DeviceArray, lane: Any, begin: int | None = None) -> None:
+    def copy_out(self, host: Array, array: DeviceArray, stream: Any, begin: int | None = None) -> None:
         """Put a copy of the elements, in C order, into host memory on a stream.
 
         ``begin``: of an array that is contiguous, the first byte of a part of it, as long as the host memory.
         """
 
-    def copy_in(self, array: DeviceArray, host: Array, lane: Any, begin: int | None = None) -> None:
+    def copy_in(self, array: DeviceArray, host: Array, stream: Any, begin: int | None = None) -> None:
         """Put a copy of host memory into an array on a stream; ``begin`` as for :meth:`copy_out`."""
 
     def pinned(self, nbytes: int, device: int) -> Array:
@@ -105,10 +105,10 @@ class Runtime(Protocol):
         It is used again in the order of the library's stream: what that holds when this returns may still use it.
         """
 
-    def gather(self, room: DeviceArray, arrays: list[DeviceArray], lane: Any) -> None:
+    def gather(self, room: DeviceArray, arrays: list[DeviceArray], stream: Any) -> None:
         """Put copies of contiguous arrays, one behind the other, into such memory on a stream."""
 
-    def spread(self, arrays: list[DeviceArray], room: DeviceArray, lane: Any) -> None:
+    def spread(self, arrays: list[DeviceArray], room: DeviceArray, stream: Any) -> None:
         """Put copies of what is in such memory into the arrays on a stream."""
 
     def window(self, nbytes: int, device: int) -> Any:
@@ -123,25 +123,25 @@ class Runtime(Protocol):
     def release(self, window: Any) -> None:
         """Free a window of this process, which no other one has open, or close one of another process."""
 
-    def write(self, window: Any, at: int, host: Array, lane: Any) -> None:
+    def write(self, window: Any, at: int, host: Array, stream: Any) -> None:
         """Put a copy of a few bytes of the host into a window, from byte ``at`` on, on a stream."""
 
-    def read(self, host: Array, window: Any, at: int, lane: Any) -> None:
+    def read(self, host: Array, window: Any, at: int, stream: Any) -> None:
         """Put a copy of a few bytes of a window into host memory on a stream."""
 
-    def pack(self, array: DeviceArray, lane: Any) -> None:
+    def pack(self, array: DeviceArray, stream: Any) -> None:
         """Have the elements of an array stand in C order, on a stream: what :meth:`take` and :meth:`put` use."""
 
-    def unpack(self, array: DeviceArray, lane: Any) -> None:
+    def unpack(self, array: DeviceArray, stream: Any) -> None:
         """Put what :meth:`put` has written into an array to where its elements are, on a stream."""
 
-    def take(self, window: Any, at: int, array: DeviceArray, start: int, count: int, lane: Any) -> None:
+    def take(self, window: Any, at: int, array: DeviceArray, start: int, count: int, stream: Any) -> None:
         """Put a copy of ``count`` elements of an array, from ``start`` in C order, into a window on a stream."""
 
-    def put(self, array: DeviceArray, start: int, count: int, window: Any, at: int, lane: Any) -> None:
+    def put(self, array: DeviceArray, start: int, count: int, window: Any, at: int, stream: Any) -> None:
         """Put a copy of a window into ``count`` elements of an array on a stream."""
 
-    def fold(self, fold: Fold, window: Any, places: Sequence[int], count: int, scratch: int, lane: Any) -> None:
+    def fold(self, fold: Fold, window: Any, places: Sequence[int], count: int, scratch: int, stream: Any) -> None:
         """Reduce what stands at some places of a window, in their order, into the first of them, on a stream.
 
         Args:
@@ -150,7 +150,7 @@ class Runtime(Protocol):
             places: bytes from its start, for each operand.
             count: elements of each.
             scratch: bytes from the start of the window to ``SCRATCH`` bytes that nobody else uses.
-            lane: the stream.
+            stream: the stream.
         """
 
 

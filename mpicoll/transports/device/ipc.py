@@ -187,9 +187,9 @@ class Link:
             if self._me and handle:
                 self._window = gpu.open_window(handle, self.nbytes, self.device)
                 _open.append(self)
-            lane = gpu.lane(self.device)
+            stream = gpu.copy_stream(self.device)
             if self._window is not None:
-                gpu.write(self._window, self._me * self._part, secret + np.uint8(self._me), lane)
+                gpu.write(self._window, self._me * self._part, secret + np.uint8(self._me), stream)
                 yield from self._seen()
         except Exception as error:
             self._refuse(error)
@@ -198,13 +198,13 @@ class Link:
         try:
             found = np.zeros((self._size, _TOKEN), np.uint8)
             for rank in range(self._size):
-                gpu.read(found[rank], self._window, rank * self._part, lane)
+                gpu.read(found[rank], self._window, rank * self._part, stream)
             # In this member's own part: it can reduce at all.
             places = [self._me * self._part + self._buffer + 4 * at for at in (0, 4)]
             count, four = np.arange(8, dtype=np.int32), np.empty(4, np.int32)
-            gpu.write(self._window, places[0], count.view(np.uint8), lane)
-            gpu.fold(Fold("SUM", count.dtype), self._window, places, 4, self._scratch(), lane)
-            gpu.read(four.view(np.uint8), self._window, places[0], lane)
+            gpu.write(self._window, places[0], count.view(np.uint8), stream)
+            gpu.fold(Fold("SUM", count.dtype), self._window, places, 4, self._scratch(), stream)
+            gpu.read(four.view(np.uint8), self._window, places[0], stream)
             yield from self._seen()
             expected = [secret + np.uint8(rank) for rank in range(self._size)]
             if not (found == expected).all():
@@ -227,7 +227,7 @@ class Link:
 
     def _seen(self) -> Steps:
         """Wait until the host has seen what is on the library's stream complete."""
-        return self._come(self._gpu.mark(self.device, self._gpu.lane(self.device)))
+        return self._come(self._gpu.mark(self.device, self._gpu.copy_stream(self.device)))
 
     def _come(self, event: Any) -> Steps:
         come = _Come(self._gpu, event)
@@ -243,33 +243,33 @@ class Link:
             fold: how.
         """
         gpu, array, window = self._gpu, held.array, self._window
-        lane, itemsize, count = gpu.lane(self.device), array.dtype.itemsize, held.origin.size
+        stream, itemsize, count = gpu.copy_stream(self.device), array.dtype.itemsize, held.origin.size
         meets = self._comm.Ibarrier
         width = self._buffer // itemsize
         parts = [rank * self._part for rank in range(self._size)]
         yield from self._come(held.began)  # 1
-        gpu.pack(array, lane)
+        gpu.pack(array, stream)
         for start in range(0, count, width):
             many = min(width, count - start)
             at = self._which * self._buffer
             self._which ^= 1  # 2
-            gpu.take(window, parts[self._me] + at, array, start, many, lane)
+            gpu.take(window, parts[self._me] + at, array, start, many, stream)
             yield from self._seen()  # 3
             yield meets()  # 4
             low, high = many * self._me // self._size, many * (self._me + 1) // self._size
             if high > low:
                 places = [part + at + low * itemsize for part in parts]
-                gpu.fold(fold, window, places, high - low, self._scratch(), lane)
+                gpu.fold(fold, window, places, high - low, self._scratch(), stream)
             yield from self._seen()  # 5
             yield meets()  # 6
             try:
-                gpu.put(array, start, many, window, at, lane)
+                gpu.put(array, start, many, window, at, stream)
                 if start + many == count:
-                    gpu.unpack(array, lane)
-                gpu.follow(self.device, array.stream, gpu.mark(self.device, lane))  # 7
+                    gpu.unpack(array, stream)
+                gpu.follow(self.device, array.stream, gpu.mark(self.device, stream))  # 7
             except BaseException:  # a signal handler's: nothing may come in after what the program does next
                 with contextlib.suppress(Exception):
-                    gpu.await_(gpu.mark(self.device, lane))
+                    gpu.await_(gpu.mark(self.device, stream))
                 raise
 
     def leave(self, *, awaited: bool = True) -> None:
@@ -301,7 +301,7 @@ class Link:
     def _at_rest(self) -> bool:
         """Whether nothing that was put on the library's stream is still to come; after a while, no."""
         try:
-            event = self._gpu.mark(self.device, self._gpu.lane(self.device))
+            event = self._gpu.mark(self.device, self._gpu.copy_stream(self.device))
             # A call that was given up may have copies behind kernels of the program that run for ever.
             return _within(_Come(self._gpu, event).Test, CLOSING)
         except Exception:  # the device has failed

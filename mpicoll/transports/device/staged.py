@@ -104,7 +104,7 @@ class Belt:
         self._times = 1 if flat.narrower is None else flat.itemsize // flat.narrower[0].itemsize
         self._out, self._back = out, back
         gpu, device = self._gpu, self._array.device
-        self._outward, self._inward = gpu.lane(device), gpu.lane(device, True)
+        self._outward, self._inward = gpu.copy_stream(device), gpu.copy_stream(device, True)
         self._places: list[_Place] = []
         self._put = 0
         self._comes_after: list[Any] = []

@@ -126,10 +126,10 @@ def test_a_window_is_exported_opened_and_freed(runtime: Runtime) -> None:
     handle = cuda.export(window)
     assert len(handle) == 64
     other = cuda.open_window(handle, 4096, 0)
-    lane = Nothing()
-    cuda.write(window, 100, np.arange(8, dtype=np.uint8), lane)
+    stream = Nothing()
+    cuda.write(window, 100, np.arange(8, dtype=np.uint8), stream)
     found = np.zeros(8, np.uint8)
-    cuda.read(found, other, 100, lane)
+    cuda.read(found, other, 100, stream)
     assert found.tolist() == list(range(8))
     assert runtime.copies == [1, 2]
     cuda.release(other)
@@ -142,21 +142,21 @@ def test_a_window_is_exported_opened_and_freed(runtime: Runtime) -> None:
 
 def test_elements_are_copied_in_and_out(runtime: Runtime) -> None:
     """A part of an array goes to a place of the window, and back to another part."""
-    cuda, lane = gpu(), Nothing()
+    cuda, stream = gpu(), Nothing()
     window = cuda.window(4096, 0)
     x = np.arange(20.0)
     array = DeviceArray(OnDevice(x), x.dtype, x.shape, x.strides, x.ctypes.data, 0, False, None)
-    cuda.pack(array, lane)
-    cuda.take(window, 64, array, 5, 3, lane)
-    cuda.put(array, 17, 3, window, 64, lane)
-    cuda.unpack(array, lane)
+    cuda.pack(array, stream)
+    cuda.take(window, 64, array, 5, 3, stream)
+    cuda.put(array, 17, 3, window, 64, stream)
+    cuda.unpack(array, stream)
     assert x.tolist() == [*range(17), 5, 6, 7]
     assert runtime.copies == [3, 3]
 
 
 def test_an_array_that_is_packed_on_the_device(runtime: Runtime) -> None:
     """Elements that do not stand in C order are put together before, and taken apart after."""
-    cuda, lane = gpu(), Nothing()
+    cuda, stream = gpu(), Nothing()
     window = cuda.window(4096, 0)
 
     class Held(np.ndarray[Any, Any]):
@@ -166,18 +166,18 @@ def test_an_array_that_is_packed_on_the_device(runtime: Runtime) -> None:
     held, packed = whole.T, np.zeros((4, 3)).view(Held)
     packed.data = types.SimpleNamespace(ptr=packed.ctypes.data)
     array = DeviceArray(held, held.dtype, held.shape, held.strides, held.ctypes.data, 0, False, None, packed)
-    cuda.pack(array, lane)
-    cuda.take(window, 0, array, 0, 12, lane)
+    cuda.pack(array, stream)
+    cuda.take(window, 0, array, 0, 12, stream)
     window.view(0, 12, np.dtype("f8"))[:] *= 2
-    cuda.put(array, 0, 12, window, 0, lane)
-    cuda.unpack(array, lane)
+    cuda.put(array, 0, 12, window, 0, stream)
+    cuda.unpack(array, stream)
     assert (whole == 2 * np.arange(12.0).reshape(3, 4)).all()
 
 
 @pytest.mark.parametrize("op", ["SUM", "PROD", "MAX", "MIN", "BAND", "BOR", "BXOR", "LAND", "LOR", "LXOR"])
 def test_operands_are_reduced_into_the_first(op: str, runtime: Runtime) -> None:
     """Every operation, in the order of the operands; nothing but the first is written."""
-    cuda, lane = gpu(), Nothing()
+    cuda, stream = gpu(), Nothing()
     dtype = np.dtype("?" if op.startswith("L") else "i4")
     window = cuda.window(4096, 0)
     places, values = (64, 1024, 2048), np.random.default_rng(1).integers(0, 2, (3, 50)).astype(dtype)
@@ -186,7 +186,7 @@ def test_operands_are_reduced_into_the_first(op: str, runtime: Runtime) -> None:
     ufunc = {"SUM": np.add, "PROD": np.multiply, "MAX": np.maximum, "MIN": np.minimum}.get(op)
     ufunc = ufunc or {"AND": np.bitwise_and, "OR": np.bitwise_or, "XOR": np.bitwise_xor}[op[1:]]
     expected = ufunc(ufunc(values[0], values[1]), values[2])
-    cuda.fold(Fold(op, dtype), window, places, 50, 0, lane)
+    cuda.fold(Fold(op, dtype), window, places, 50, 0, stream)
     assert (window.view(64, 50, dtype) == expected).all()
     assert (window.view(1024, 50, dtype) == values[1]).all()
     assert (window.view(2048, 50, dtype) == values[2]).all()
@@ -196,7 +196,7 @@ def test_operands_are_reduced_into_the_first(op: str, runtime: Runtime) -> None:
 @pytest.mark.parametrize("divisor", [0, 3])
 def test_halves_are_rounded_once(half: str, divisor: int, runtime: Runtime) -> None:
     """Halves are reduced as float32 in pieces of what room there is, and rounded at the end."""
-    cuda, lane = gpu(), Nothing()
+    cuda, stream = gpu(), Nothing()
     count = SCRATCH // 8 + 1000
     scratch = -(-3 * 2 * count // 4096) * 4096
     window = cuda.window(scratch + SCRATCH, 0)
@@ -211,5 +211,5 @@ def test_halves_are_rounded_once(half: str, divisor: int, runtime: Runtime) -> N
         total /= np.float32(divisor)
     expected = np.zeros(count, np.uint16)
     narrow(half, total, expected)
-    cuda.fold(Fold("SUM", np.dtype("u2"), half, divisor), window, places, count, scratch, lane)
+    cuda.fold(Fold("SUM", np.dtype("u2"), half, divisor), window, places, count, scratch, stream)
     assert (window.view(0, count, np.dtype("u2")) == expected).all()

@@ -108,9 +108,9 @@ def test_the_pool_is_bounded_and_gives_memory_again() -> None:
     third, again = pool.take(4000, 0)
     assert again is not None
     assert pool.taken == 2 * 4096
-    lane = gpu.lane(0)
-    lane.work.append(lambda: None)
-    again.busy = gpu.mark(0, lane)
+    stream = gpu.copy_stream(0)
+    stream.work.append(lambda: None)
+    again.busy = gpu.mark(0, stream)
     address = third.ctypes.data
     del third, again
     held = [pool.take(4096, 0) for _ in range(2)]
@@ -158,9 +158,9 @@ def test_what_comes_back_after_the_end_is_freed() -> None:
     pool = Pool(gpu, 1 << 20)
     memory, block = pool.take(100, 0)
     assert block is not None
-    lane, ran = gpu.lane(0), []
-    lane.work.append(lambda: ran.append(1))
-    block.busy = gpu.mark(0, lane)
+    stream, ran = gpu.copy_stream(0), []
+    stream.work.append(lambda: ran.append(1))
+    block.busy = gpu.mark(0, stream)
     pool.close()
     assert pool.taken == 4096
     del memory, block
@@ -173,11 +173,11 @@ def test_memory_that_comes_back_at_any_moment() -> None:
     gpu = Gpu("lazy", polls=10_000)
     pool = Pool(gpu, 4 * 4096)
     held = [pool.take(10, 0) for _ in range(4)]
-    lane, ran = gpu.lane(0), []
-    lane.work.append(lambda: ran.append(1))
+    stream, ran = gpu.copy_stream(0), []
+    stream.work.append(lambda: ran.append(1))
     for _, block in held:
         assert block is not None
-        block.busy = gpu.mark(0, lane)
+        block.busy = gpu.mark(0, stream)
     asked = gpu.over
 
     def over(event: Any) -> bool:
@@ -192,6 +192,6 @@ def test_memory_that_comes_back_at_any_moment() -> None:
     assert not ran
     assert not held
     assert pool.taken == 4 * 4096
-    gpu.await_(gpu.mark(0, lane))
+    gpu.await_(gpu.mark(0, stream))
     assert pool.take(10, 0)[1] is not None
     assert pool.take(1 << 20, 0)[1] is None  # more than it may have in all
