@@ -11,7 +11,7 @@ from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import default, member_or_warn, peer_rank
 from mpicoll.memory.adapt import adapt, memory_of
 from mpicoll.memory.device import array as device_array
-from mpicoll.memory.device.array import Held
+from mpicoll.memory.device.array import MovableArray
 from mpicoll.memory.dtypes import resolve_reduction
 from mpicoll.memory.half import wide
 from mpicoll.memory.memory import AnyArray, Memory
@@ -190,7 +190,7 @@ def all_reduce(
             return of(g, wide(adapt(tensor, "tensor", writable=True, direct=direct, pieces=bytes_in_pieces(op))))
         return of(g, by_host(held))
 
-    def by_host(held: Held) -> Memory:
+    def by_host(held: MovableArray) -> Memory:
         return wide(memory_of(held.stage(writable=True, pieces=bytes_in_pieces(op))))
 
     def of(g: ProcessGroup, memory: Memory) -> Prepared:

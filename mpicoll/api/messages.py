@@ -466,7 +466,7 @@ def _check_tag(tag: Any) -> None:
 def _start_send(
     name: str, group: ProcessGroup, tensor: Array, peer: int, tag: int, limit: float, stream: Any
 ) -> tuple[Operation, Flight | None]:
-    with device_array.Noted(stream):
+    with device_array.StreamOrder(stream):
         memory = adapt(tensor, "tensor", writable=False, direct="send", nonblocking=True)
     _check_tag(tag)
     execution.enter(group, name)
@@ -493,7 +493,7 @@ def _start_recv(
     name: str, group: ProcessGroup, tensor: Array, peer: int, tag: int, limit: float, stream: Any
 ) -> tuple[Operation, Flight | None]:
     # What is not compared may be smaller than the array, and stand in its envelope.
-    with device_array.Noted(stream):
+    with device_array.StreamOrder(stream):
         memory = adapt(tensor, "tensor", writable=True, direct="recv" if group.compares else "", nonblocking=True)
     _check_tag(tag)
     execution.enter(group, name)

@@ -25,7 +25,7 @@ from mpi4py import MPI
 from mpicoll.diagnosis.report.entries import Entry
 from mpicoll.diagnosis.report.report import with_calls
 from mpicoll.errors import BufferInUseError
-from mpicoll.memory.device.array import Shadow
+from mpicoll.memory.device.array import DeviceAddresses
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import Site
 
@@ -95,7 +95,9 @@ class Seal:
 
     def __init__(self, arrays: Iterable[Array]) -> None:
         self._held = [
-            (array, _bytes(array)) for array in arrays if array.nbytes <= SEALED_BYTES and type(array) is not Shadow
+            (array, _bytes(array))
+            for array in arrays
+            if array.nbytes <= SEALED_BYTES and type(array) is not DeviceAddresses
         ]
 
     def broken(self) -> bool:

@@ -78,7 +78,7 @@ def adapt(
     return Memory(flat, value.shape, pack=pack, unpack=unpack if writable else None, named=each.name, origin=plain)
 
 
-def memory_of(found: device_array.OnGpu) -> Memory:
+def memory_of(found: device_array.DeviceMemory) -> Memory:
     """Return the memory of an array on a GPU: its own, where MPI may have it or pieces of it move; or of the host."""
     return Memory(
         found.flat,
@@ -89,7 +89,7 @@ def memory_of(found: device_array.OnGpu) -> Memory:
         origin=found.origin,
         place=found.place,
         ready=found.ready,
-        direct=isinstance(found.flat, device_array.Shadow),
+        direct=isinstance(found.flat, device_array.DeviceAddresses),
     )
 
 

@@ -42,8 +42,8 @@ def wide(memory: Memory) -> Memory:
     if memory.named not in HALVES:
         return memory
     if memory.direct:
-        shadow: Any = memory.flat
-        wider = shadow.widened(WIDE, partial(widen, memory.named), partial(narrow, memory.named))
+        addresses: Any = memory.flat
+        wider = addresses.widened(WIDE, partial(widen, memory.named), partial(narrow, memory.named))
         return replace(memory, flat=wider, origin=memory.own)
     name, words, values = memory.named, memory.flat, np.empty(memory.flat.size, WIDE)
 

@@ -20,7 +20,7 @@ from mpicoll.errors import CollectiveMismatchError
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.memory.device import array as device_array
-from mpicoll.memory.device.array import Shadow
+from mpicoll.memory.device.array import DeviceAddresses
 from mpicoll.operations.failures import BlockingCall
 from mpicoll.operations.request import Operation, Request, Steps, collectives_are_pending
 from mpicoll.operations.work import Work
@@ -110,7 +110,7 @@ def _move(
                 return
         if call.device > BEHIND and not (call.device == AS_IT_IS and _permitted(move, agreed)):
             for array in _on_gpu(move):
-                yield waiting.Condition(partial(device_array.come, array))
+                yield waiting.Condition(partial(device_array.is_ready, array))
             move, after = _by_host(move, after)
     if move.kind is not Kind.BARRIER and not move.more and not agreed.device:
         node = group.pair.through(move.kind, agreed.block_bytes)
@@ -166,8 +166,8 @@ def _move(
     _finish(call, after)
 
 
-def _on_gpu(move: Movement) -> list[Shadow]:
-    return [array for array in (move.send, move.recv) if isinstance(array, Shadow)]
+def _on_gpu(move: Movement) -> list[DeviceAddresses]:
+    return [array for array in (move.send, move.recv) if isinstance(array, DeviceAddresses)]
 
 
 def _has_come(call: Call, move: Any, ready: Callable[[], bool] | None) -> Callable[[], bool] | None:
@@ -176,7 +176,7 @@ def _has_come(call: Call, move: Any, ready: Callable[[], bool] | None) -> Callab
         come: Callable[[], bool] = call.device_reduction.come
         return come
     if call.device and isinstance(move, Movement):
-        return lambda: all(map(device_array.come, _on_gpu(move)))
+        return lambda: all(map(device_array.is_ready, _on_gpu(move)))
     return ready
 
 
@@ -249,10 +249,10 @@ def _by_host(move: Movement, after: Callable[[], None] | None) -> tuple[Movement
     """Return a movement by way of the host in place of one whose nonblocking form MPI must not be handed memory of a GPU."""
     send, recv = move.send, move.recv
     steps = [] if after is None else [after]
-    if isinstance(send, Shadow):
+    if isinstance(send, DeviceAddresses):
         send, pack, _ = device_array.on_host(send)
         pack()
-    if isinstance(recv, Shadow):
+    if isinstance(recv, DeviceAddresses):
         recv, pack, unpack = device_array.on_host(recv)
         if move.reads_recv:
             pack()

@@ -15,7 +15,7 @@ from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup, Stopping
 from mpicoll.memory.adapt import adapt_list, same_dtype, viewed
 from mpicoll.memory.device import array as device_array
-from mpicoll.memory.device.array import Held, Shadow
+from mpicoll.memory.device.array import DeviceAddresses, MovableArray
 from mpicoll.memory.device.runtime import Fold
 from mpicoll.memory.dtypes import HALVES, Reduction, dtype_name, resolve_reduction
 from mpicoll.memory.half import WIDE
@@ -107,7 +107,7 @@ def run_prepared(
         limit = execution.call_limit(group, timeout)
         execution.check_name(name)
         async_op = bool(async_op)
-        with device_array.Noted(stream) as noted:
+        with device_array.StreamOrder(stream) as order:
             ready = prepare(group)
         flight = _flight(group, op, site, ready, async_op)
     except Exception as error:
@@ -135,7 +135,7 @@ def run_prepared(
         outputs=ready.outputs,
         async_op=async_op,
         limit=limit,
-        ready=_all_ready((*ready.inputs, *ready.awaits), noted.asks),
+        ready=_all_ready((*ready.inputs, *ready.awaits), order.ready_tests),
         before=_packing(ready),
         after=ready.after,
     )
@@ -149,8 +149,8 @@ def is_unscaled(op: Any) -> bool:
 
 def _of_gpu(move: Movement) -> int:
     """Return how memory of a GPU is moved that is not copied as a whole; 0: there is none."""
-    handed = [array.handed for array in (move.send, move.recv) if isinstance(array, Shadow)]
-    return (AS_IT_IS if all(handed) else IN_PIECES) if handed else 0
+    direct = [array.passed_directly for array in (move.send, move.recv) if isinstance(array, DeviceAddresses)]
+    return (AS_IT_IS if all(direct) else IN_PIECES) if direct else 0
 
 
 def result_finisher(memory: Memory, reduction: Reduction, size: int) -> Callable[[], None] | None:
@@ -158,7 +158,7 @@ def result_finisher(memory: Memory, reduction: Reduction, size: int) -> Callable
     if not reduction.average:
         return None
     flat = memory.flat
-    if isinstance(flat, Shadow):
+    if isinstance(flat, DeviceAddresses):
         flat.finish = lambda piece: reduction.after(piece, size)
         return None
     return lambda: reduction.after(flat, size)
@@ -181,7 +181,7 @@ def device_reductions() -> Any:
     return ipc
 
 
-def device_array_of(g: ProcessGroup, tensor: Any, op: Any) -> Held | None:
+def device_array_of(g: ProcessGroup, tensor: Any, op: Any) -> MovableArray | None:
     """Return an array that may be reduced on a GPU, if the members of the group may share one; else None."""
     if (
         not (g.pair.on_node and device_array.on_device(tensor))
@@ -189,10 +189,16 @@ def device_array_of(g: ProcessGroup, tensor: Any, op: Any) -> Held | None:
         or op is RedOpType.PREMUL_SUM
     ):
         return None
-    return None if registry.state().settings.cuda_ipc == "off" else device_array.hold(tensor, "tensor", writable=True)
+    return (
+        None
+        if registry.state().settings.cuda_ipc == "off"
+        else device_array.movable_array(tensor, "tensor", writable=True)
+    )
 
 
-def prepare_on_device(g: ProcessGroup, held: Held, tensor: Any, op: Any, by_host: Callable[[], Prepared]) -> Prepared:
+def prepare_on_device(
+    g: ProcessGroup, held: MovableArray, tensor: Any, op: Any, by_host: Callable[[], Prepared]
+) -> Prepared:
     """Return what the checks of an ``all_reduce`` came to that may be made on the GPU that all members share.
 
     Args:
@@ -249,7 +255,7 @@ def _flight(group: ProcessGroup, op: str, site: Site, ready: Prepared, async_op:
         flight.let_go()
         return None
     flight.seal()
-    if writes and sum(array.nbytes for array in writes) <= SEALED_BYTES and not isinstance(move.recv, Shadow):
+    if writes and sum(array.nbytes for array in writes) <= SEALED_BYTES and not isinstance(move.recv, DeviceAddresses):
         _watch_results(flight, ready, writes)
     return flight
 
@@ -343,7 +349,7 @@ def source_apart_from(result: Memory, source: Side) -> Array:
     if source.whole is not None:
         return source.whole
     memory = source.memories[0]
-    if isinstance(memory.flat, Shadow):
+    if isinstance(memory.flat, DeviceAddresses):
         return memory.flat  # both go in pieces, which those that overlap do not
     return memory.filled().copy() if np.may_share_memory(result.flat, memory.flat) else memory.flat
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from mpicoll.memory.device.array import Shadow, picked
+from mpicoll.memory.device.array import DeviceAddresses, picked
 from mpicoll.memory.memory import MemoryKind
 
 Array = npt.NDArray[Any]
@@ -271,7 +271,7 @@ def _reduce_scatter_piece(move: Movement, size: int, start: int, stop: int, pack
     assert move.recv is not None
     counts, displs = _cut(move.send, move.sendcounts, None, size, start, stop)
     parts = [slice(at, at + count) for at, count in zip(displs, counts, strict=True)]
-    if pack is np.concatenate and isinstance(move.send, Shadow):
+    if pack is np.concatenate and isinstance(move.send, DeviceAddresses):
         packed: Any = picked(move.send, parts)
     else:
         packed = pack([move.send[part] for part in parts])

@@ -12,7 +12,7 @@ from standin_gpu import Gpu, select
 import mpicoll as dist
 from mpicoll.memory.device import array as device_array
 from mpicoll.memory.device import pool as device_pool
-from mpicoll.memory.device.array import DIRECT_BYTES, Shadow, shadow
+from mpicoll.memory.device.array import DIRECT_BYTES, DeviceAddresses, addresses_of
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -188,8 +188,8 @@ def test_nobody_reads_the_elements() -> None:
     """What would read memory of a GPU from the host raises; MPI and comparisons of addresses do not."""
     gpu = Gpu(known_to_mpi=True)
     x = np.ones(10)
-    place = shadow(gpu.array(gpu.array_of(x), "x", writable=False))
-    assert type(place) is Shadow
+    place = addresses_of(gpu.array(gpu.array_of(x), "x", writable=False))
+    assert type(place) is DeviceAddresses
     assert np.may_share_memory(place, x)
     reads: list[Any] = [lambda: place + 1, place.copy, place.tobytes, place.tolist, lambda: np.copyto(x, place)]
     reads += [

@@ -16,7 +16,7 @@ from standin_gpu import Gpu, Stream, fails_at_some_pace, select
 import mpicoll as dist
 from mpicoll.memory.device import array as device_array
 from mpicoll.memory.device import pool as device_pool
-from mpicoll.memory.device.array import DIRECT_BYTES, Shadow
+from mpicoll.memory.device.array import DIRECT_BYTES, DeviceAddresses
 from mpicoll.operations import execution
 from mpicoll.transports import large_counts
 from mpicoll.transports.device.capability import decide
@@ -270,8 +270,8 @@ def test_small_blocks_of_what_is_large(gpu: Gpu, monkeypatch: pytest.MonkeyPatch
     start = MpiPlan.start
 
     def checked(self: MpiPlan, move: Any) -> Any:
-        assert not isinstance(move.send, Shadow)
-        assert not isinstance(move.recv, Shadow)
+        assert not isinstance(move.send, DeviceAddresses)
+        assert not isinstance(move.recv, DeviceAddresses)
         return start(self, move)
 
     monkeypatch.setattr(MpiPlan, "start", checked)

@@ -1,14 +1,13 @@
-"""Arrays on a GPU as memory of the host that is copied out and back, in the order of their streams.
+"""Adapt arrays on a GPU: pass their memory to MPI directly, or copy the elements through host memory in the order of streams.
 
-What a call needs of a GPU is a :class:`Runtime`; that of CUDA is in :mod:`mpicoll.memory.device.cuda`, and loaded with the first
-array that is on one. The device as a whole is never waited for. Four orders have to be kept, and each is one line here:
+A :class:`Runtime` gives access to the GPU. The runtime of CUDA, :mod:`mpicoll.memory.device.cuda`, is loaded with the first
+array on a GPU. No call waits for the whole device. Five rules hold; the line that establishes a rule has its number:
 
-1. the elements are copied out after what the program has put on its stream before the call;
-2. the host reads them when they are there;
-3. results are copied in after what the program has put on its stream before the call, which may read the old ones;
-4. what the program puts on its stream after the call comes after the results;
-
-and a fifth, of the host's memory: it is used again when what was copied out of it has left.
+1. elements are copied to the host after the work that the program put on its stream before the call;
+2. the host reads the elements after that copy is complete;
+3. results are copied to the GPU after the work that the program put on its stream before the call, which may read old elements;
+4. work that the program puts on its stream after the call runs after the copy of the results;
+5. host memory is used again after the copies from it are complete.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def _runtime_for(name: str) -> Runtime:
 
 
 def on_device(value: Any) -> bool:
-    """Whether an array, which is not NumPy's, is in the memory of a GPU, as far as it tells."""
+    """Return whether an array of another package than NumPy is in the memory of a GPU, as far as the array tells."""
     torch = sys.modules.get("torch")
     tensor = getattr(torch, "Tensor", None)
     if isinstance(tensor, type) and isinstance(value, tensor):
@@ -48,36 +47,34 @@ def on_device(value: Any) -> bool:
     if isinstance(value, type):
         return False
     try:
-        asks = getattr(value, "__dlpack_device__", None)
-        if asks is not None:
-            return int(asks()[0]) in _GPU
+        query = getattr(value, "__dlpack_device__", None)
+        if query is not None:
+            return int(query()[0]) in _GPU
     except Exception:
         pass  # an array on several devices, in JAX
     try:
         return hasattr(value, "__cuda_array_interface__")
-    except Exception:  # a property of somebody else's
+    except Exception:  # a property of another package
         return False
 
 
-class Shadow(np.ndarray[Any, np.dtype[Any]]):
-    """Where an array lies on a GPU: its addresses, to be compared with others, handed to MPI, or moved in pieces.
+class DeviceAddresses(np.ndarray[Any, np.dtype[Any]]):
+    """The addresses of an array on a GPU, as an ndarray whose elements cannot be read or written on the host.
 
-    Its elements are not to be had: NumPy would end the process by a signal, so what reads or writes them raises instead.
-
-    Slices and views of a shadow have none of its attributes.
+    Access to the elements raises: in NumPy a signal would end the process. Slices and views have none of the attributes.
 
     Attributes:
-        array: what it is of.
-        began: the event that the call comes after.
-        handed: whether MPI may be handed it; else it is moved in pieces, by way of the host.
-        finish: what is done to each piece of a result before it is copied in; None: nothing.
-        narrower: of an array that is moved as a wider dtype than it has, its own dtype, what makes the wider elements of its
-            own, and its own of the wider; else None. Its addresses are then counted in the wider elements.
+        array: the array on the GPU.
+        began: the event that the call follows.
+        passed_directly: MPI gets the addresses; otherwise the elements move in pieces through the host.
+        finish: function applied to each piece of a result before the piece is copied to the GPU, or None.
+        narrower: None, or for an array that moves as a wider dtype: its own dtype, the function that widens elements, and
+            the function that narrows elements. Addresses then count wider elements.
     """
 
     array: DeviceArray
     began: Any
-    handed: bool
+    passed_directly: bool
     finish: Callable[[Array], None] | None = None
     narrower: tuple[np.dtype[Any], Callable[[Array, Array], None], Callable[[Array, Array], None]] | None = None
 
@@ -86,15 +83,15 @@ class Shadow(np.ndarray[Any, np.dtype[Any]]):
         dtype: np.dtype[Any],
         widen: Callable[[Array, Array], None],
         narrow: Callable[[Array, Array], None],
-    ) -> Shadow:
-        """Return the same for elements that are moved as a wider dtype.
+    ) -> DeviceAddresses:
+        """Return the addresses for elements that move as a wider dtype.
 
         Args:
-            widen, narrow: write elements of the first argument into the second one.
+            widen, narrow: write converted elements of the first argument into the second.
         """
         interface = {"version": 3, "data": (self.ctypes.data, False), "shape": self.shape, "typestr": dtype.str}
-        wide = np.asarray(_Place(interface, self.array.held)).view(Shadow)
-        wide.array, wide.began, wide.handed = self.array, self.began, False
+        wide = np.asarray(_AddressHolder(interface, self.array.held)).view(DeviceAddresses)
+        wide.array, wide.began, wide.passed_directly = self.array, self.began, False
         wide.narrower = self.dtype, widen, narrow
         return wide
 
@@ -107,7 +104,7 @@ class Shadow(np.ndarray[Any, np.dtype[Any]]):
         return super().__array_function__(func, types, args, kwargs)
 
     def __repr__(self) -> str:
-        return f"Shadow(shape={self.shape}, dtype={self.dtype})"
+        return f"DeviceAddresses(shape={self.shape}, dtype={self.dtype})"
 
     __str__ = __repr__
 
@@ -121,8 +118,8 @@ def _unreadable() -> RuntimeError:
     return RuntimeError("the elements of an array on a GPU are not to be had on the host: this is a bug of mpicoll")
 
 
-class _Place:
-    """What tells NumPy of an address, and keeps the memory there from being given to another array."""
+class _AddressHolder:
+    """Object that gives NumPy an address, and keeps the owner of the memory alive."""
 
     __slots__ = ("__array_interface__", "owner")
 
@@ -132,14 +129,14 @@ class _Place:
 
 
 def place_of(value: Any, name: str) -> Array:
-    """Return the addresses of an array on a GPU; TypeError where it cannot be had. ``name`` is the parameter's."""
-    return shadow(_runtime_for(name).array(value, name, writable=False))
+    """Return the addresses of an array on a GPU, or raise TypeError. ``name`` is the name of the parameter."""
+    return addresses_of(_runtime_for(name).array(value, name, writable=False))
 
 
-def shadow(array: DeviceArray) -> Array:
-    """Return the addresses of an array (a GPU's are not those of any other memory: CUDA guide, unified virtual addressing)."""
+def addresses_of(array: DeviceArray) -> Array:
+    """Return the addresses of an array. Host and GPU share no address (CUDA guide, unified virtual addressing)."""
     if 0 in array.shape:
-        return np.empty(array.shape, array.dtype).view(Shadow)
+        return np.empty(array.shape, array.dtype).view(DeviceAddresses)
     raw = np.dtype((np.void, array.dtype.itemsize))
     interface = {
         "version": 3,
@@ -148,22 +145,22 @@ def shadow(array: DeviceArray) -> Array:
         "strides": array.strides,
         "typestr": raw.str,
     }
-    return np.asarray(_Place(interface, array.held)).view(array.dtype).view(Shadow)
+    return np.asarray(_AddressHolder(interface, array.held)).view(array.dtype).view(DeviceAddresses)
 
 
 @dataclass(slots=True)
-class OnGpu:
-    """An array on a GPU: by way of host memory, or as it is handed to MPI.
+class DeviceMemory:
+    """The memory of an array on a GPU, as a call moves it.
 
     Attributes:
-        flat: its elements in C order: host memory for them, or their own addresses.
-        shape: the array's.
-        named: the name of its dtype where that is not the one of ``flat``.
-        origin: its addresses.
+        flat: elements in C order: host memory for them, or their addresses on the GPU.
+        shape: shape of the array.
+        named: name of the dtype of the array if ``flat`` has another dtype, otherwise "".
+        origin: addresses of the array.
         place: the device, in words.
-        ready: whether the device has come to the call, so that its elements can be had.
-        pack: copies them out, or waits until MPI may have them.
-        unpack: copies them back in; None where there is nothing to copy.
+        ready: returns whether the device has completed all work before the call, so that ``pack`` does not wait.
+        pack: copies the elements to the host, or waits until MPI may read them.
+        unpack: copies the elements back to the GPU; None if there is nothing to copy.
     """
 
     flat: Array
@@ -179,11 +176,11 @@ class OnGpu:
 def _copies(
     gpu: Runtime, array: DeviceArray, host: Array, block: _Block | None, began: Any
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Return what copies an array out into host memory, and what copies it back in.
+    """Return two functions: one copies an array to host memory, one copies host memory to the array.
 
     Args:
-        block: what the host memory is of; None for ordinary memory.
-        began: the event that both come after.
+        block: the block of the host memory; None for ordinary memory.
+        began: the event that both copies follow.
     """
 
     def pack() -> None:
@@ -192,7 +189,7 @@ def _copies(
         gpu.copy_out(host, array, stream)
         copied = gpu.mark(array.device, stream)
         if block is not None:
-            block.busy = copied  # whatever strikes now
+            block.busy = copied  # now, as a signal handler may raise at any time
         gpu.await_(copied)  # 2
 
     def unpack() -> None:
@@ -210,10 +207,10 @@ def _copies(
 
 
 DIRECT_BYTES = 64 * 1024
-"""What is larger may be handed to MPI. What is not moves together with its envelope, or in a plan's buffers: of the host."""
+"""Larger arrays may be passed to MPI directly. Smaller arrays move with an envelope, or in buffers of a plan, on the host."""
 
 MOST_DIRECT = (1 << 31) - 1
-"""Bytes that MPI is handed at most in one piece."""
+"""Most bytes passed to MPI directly in one piece."""
 
 
 def _nothing(operation: str, nonblocking: bool) -> bool:
@@ -221,113 +218,115 @@ def _nothing(operation: str, nonblocking: bool) -> bool:
 
 
 _permitted: Callable[[str, bool], bool] = _nothing
-_notes = threading.local()
+_order = threading.local()
 
 
 def permit(permitted: Callable[[str, bool], bool]) -> None:
-    """Say which operations may be handed memory of a GPU: a function of their name, and whether they are nonblocking."""
+    """Register the function that returns whether MPI may get memory of a GPU: of an operation's name, and whether nonblocking."""
     global _permitted
     _permitted = permitted
 
 
 def permits(operation: str, nonblocking: bool) -> bool:
-    """Whether an operation of MPI may be handed memory of a GPU."""
+    """Return whether memory of a GPU may be passed to an operation of MPI."""
     return _permitted(operation, nonblocking)
 
 
-class Noted:
-    """Where the arrays of one call are looked at: they are on its stream.
+class StreamOrder:
+    """Context in which the arrays of one call are adapted, so that all follow the stream of the call.
 
     Args:
-        stream: as the program gave it; None for the current one of the package that an array is of.
+        stream: the stream that the program passed; None: the current stream of the package of each array.
 
     Attributes:
-        asks: of every array that is handed to MPI as it is, whether its GPU has come to the call.
+        ready_tests: for each array passed to MPI directly, a function that returns whether its GPU has reached the call.
     """
 
-    __slots__ = ("_stream", "asks")
+    __slots__ = ("_stream", "ready_tests")
 
     def __init__(self, stream: Any = None) -> None:
-        self.asks: list[Callable[[], bool]] = []
+        self.ready_tests: list[Callable[[], bool]] = []
         self._stream = stream
 
-    def __enter__(self) -> Noted:
-        _notes.asks, _notes.stream = self.asks, self._stream
+    def __enter__(self) -> StreamOrder:
+        _order.ready_tests, _order.stream = self.ready_tests, self._stream
         return self
 
     def __exit__(self, *_: object) -> None:
-        _notes.asks = _notes.stream = None
+        _order.ready_tests = _order.stream = None
 
 
 def _array(gpu: Runtime, value: Any, name: str, writable: bool) -> DeviceArray:
     array = gpu.array(value, name, writable=writable)
-    stream = getattr(_notes, "stream", None)
+    stream = getattr(_order, "stream", None)
     if stream is not None:
         array.stream = gpu.stream(stream, array.device)
     return array
 
 
-def _note(ask: Callable[[], bool]) -> None:
-    asks = getattr(_notes, "asks", None)
-    if asks is not None:
-        asks.append(ask)
+def _add_ready_test(test: Callable[[], bool]) -> None:
+    ready_tests = getattr(_order, "ready_tests", None)
+    if ready_tests is not None:
+        ready_tests.append(test)
 
 
-def direct(value: Any, name: str, *, writable: bool, least: int = DIRECT_BYTES) -> OnGpu | None:
-    """Return an array on a GPU as it is handed to MPI; None where it has to go by way of the host.
+def direct(value: Any, name: str, *, writable: bool, least: int = DIRECT_BYTES) -> DeviceMemory | None:
+    """Return the memory of an array on a GPU that is passed to MPI directly; None if it has to move through the host.
 
     Args:
         value, name, writable: as in :func:`stage`.
-        least: arrays of more bytes may be handed to MPI.
+        least: arrays of more bytes may be passed directly.
     """
     gpu = runtime()
     array = _array(gpu, value, name, writable)
-    place = shadow(array)
+    place = addresses_of(array)
     if not (place.flags.c_contiguous and is_native(array.dtype) and least < place.nbytes <= MOST_DIRECT):
         return None
     if writable and array.readonly:
-        return None  # it is said there
+        return None  # `stage` raises
     if place.nbytes and not gpu.plain(array):
-        return None  # libraries below MPI take it for memory of the host: openucx/ucx#7194
+        return None  # libraries below MPI treat such memory as memory of the host: openucx/ucx#7194
     flat = _addresses(gpu, array)
 
     def ready() -> bool:
-        return come(flat)
+        return is_ready(flat)
 
-    _note(ready)
-    return OnGpu(flat, array.shape, "", flat, _words(array), ready, lambda: gpu.await_(flat.began), None)
+    _add_ready_test(ready)
+    return DeviceMemory(flat, array.shape, "", flat, _words(array), ready, lambda: gpu.await_(flat.began), None)
 
 
 PIECES_FROM = 8 << 20
-"""Bytes of an array above which it is moved in pieces: up to two of them, hardly anything would be copied meanwhile."""
+"""Bytes of an array above which the array moves in pieces: with one or two pieces almost no copies overlap."""
 
 
-def _flat(gpu: Runtime, array: DeviceArray, place: Array, dtype: np.dtype[Any], *, handed: bool) -> Shadow:
+def _flat(
+    gpu: Runtime, array: DeviceArray, place: Array, dtype: np.dtype[Any], *, passed_directly: bool
+) -> DeviceAddresses:
     flat = place.view(dtype).reshape(-1)
-    assert isinstance(flat, Shadow)
-    flat.array, flat.began, flat.handed = array, gpu.mark(array.device, array.stream), handed
+    assert isinstance(flat, DeviceAddresses)
+    flat.array, flat.began, flat.passed_directly = array, gpu.mark(array.device, array.stream), passed_directly
     return flat
 
 
-def _addresses(gpu: Runtime, array: DeviceArray) -> Shadow:
-    """Return the addresses of a contiguous array, to be handed to MPI."""
-    return _flat(gpu, array, shadow(array), array.dtype, handed=True)
+def _addresses(gpu: Runtime, array: DeviceArray) -> DeviceAddresses:
+    """Return the addresses of a contiguous array that is passed to MPI directly."""
+    return _flat(gpu, array, addresses_of(array), array.dtype, passed_directly=True)
 
 
 def _nothing_yet() -> None:
-    """Copy nothing: that is done when the pieces move."""
+    """Copy nothing: elements are copied when the pieces move."""
 
 
-def come(flat: Shadow) -> bool:
-    """Whether the GPU has come to the call that an array was passed to."""
+def is_ready(flat: DeviceAddresses) -> bool:
+    """Return whether the GPU has reached the call that an array was passed to."""
     return over(runtime(), flat.began)
 
 
 def across(flats: list[Array]) -> Array | None:
-    """Return the addresses of arrays that MPI may be handed, as those of one; None where they are not in one piece.
+    """Return the addresses of one array over all given arrays; None if they do not stand one behind the other.
 
     Args:
-        flats: as :func:`direct` returns them, of one dtype on one device.
+        flats: addresses as in results of :func:`direct`, of one dtype on one device.
     """
     held = [flat for flat in flats if flat.size] or flats[:1]
     if len(held) == 1:
@@ -337,16 +336,16 @@ def across(flats: list[Array]) -> Array | None:
 
 
 def room(flats: list[Array]) -> tuple[Array, Callable[[], None], Callable[[], None]] | None:
-    """Return memory of the device in one piece for the elements of arrays that MPI may be handed.
+    """Return memory of the device in one piece for the elements of arrays that are passed to MPI directly.
 
-    The call that is being looked at waits until that memory is free.
+    The call that is being prepared (:class:`StreamOrder`) waits until that memory is free.
 
     Args:
-        flats: as :func:`direct` returns them, of one dtype on one device.
+        flats: addresses as in results of :func:`direct`, of one dtype on one device.
 
     Returns:
-        Its addresses, what copies the elements in when the arrays are ready, and what copies them out. None where the device
-        has no such memory that MPI may be handed.
+        Addresses of the memory, a function that copies the elements into it when the arrays are ready, and a function that
+        copies the elements out of it. None if the device has no such memory that MPI may get.
     """
     gpu = runtime()
     arrays: list[DeviceArray] = [flat.array for flat in flats if flat.size]  # type: ignore[attr-defined]
@@ -358,7 +357,7 @@ def room(flats: list[Array]) -> tuple[Array, Callable[[], None], Callable[[], No
     if not gpu.plain(whole):
         return None
     free = gpu.mark(device, gpu.copy_stream(device))
-    _note(lambda: over(gpu, free))  # 1
+    _add_ready_test(lambda: over(gpu, free))  # 1
 
     def gather() -> None:
         stream = gpu.copy_stream(device)
@@ -369,19 +368,19 @@ def room(flats: list[Array]) -> tuple[Array, Callable[[], None], Callable[[], No
         stream = gpu.copy_stream(device)
         gpu.spread(arrays, whole, stream)
         done = gpu.mark(device, stream)
-        told: list[Any] = []
+        seen: list[Any] = []
         for array in arrays:
-            if array.stream not in told:
-                told.append(array.stream)
+            if array.stream not in seen:
+                seen.append(array.stream)
                 gpu.follow(device, array.stream, done)  # 3
 
     return _addresses(gpu, whole), gather, spread
 
 
 def picked(flat: Array, parts: list[slice]) -> Array:
-    """Return parts of an array that MPI may be handed, one behind the other in other memory; the host waits for them.
+    """Copy parts of an array that is passed to MPI directly into other memory, one behind the other; wait for the copies.
 
-    That memory is the device's, or the host's where the device has none: what a call needs when it has begun must not fail.
+    The memory is on the device, or on the host if the device has none left: a call that has begun must not fail.
     """
     gpu, whole = runtime(), flat.array  # type: ignore[attr-defined]
     flats: list[Array] = [_addresses(gpu, gpu.part(whole, part)) for part in parts if part.stop > part.start]
@@ -404,8 +403,8 @@ def _words(array: DeviceArray) -> str:
 
 
 def on_host(flat: Array) -> tuple[Array, Callable[[], None], Callable[[], None]]:
-    """Return host memory in the place of what was to be handed to MPI, what copies the elements out, and what copies them in."""
-    assert isinstance(flat, Shadow)
+    """Return host memory for an array on a GPU, a function that copies elements to the host, and one that copies them back."""
+    assert isinstance(flat, DeviceAddresses)
     gpu, array = runtime(), flat.array
     dtype = flat.dtype if flat.narrower is None else flat.narrower[0]
     memory, block = pool().take(flat.size * dtype.itemsize, array.device)
@@ -432,14 +431,14 @@ def on_host(flat: Array) -> tuple[Array, Callable[[], None], Callable[[], None]]
 
 
 @dataclass(slots=True)
-class Held:
-    """An array on a GPU that can be moved; nothing is taken for it yet.
+class MovableArray:
+    """An array on a GPU that was checked and can be moved; no memory is reserved for it yet.
 
     Attributes:
-        array: what it is.
-        each: its elements.
-        origin: its addresses.
-        began: the event of all that its stream held at the call.
+        array: the array.
+        each: description of the elements.
+        origin: addresses of the array.
+        began: the event behind all work that was on the stream at the call.
     """
 
     array: DeviceArray
@@ -449,20 +448,22 @@ class Held:
 
     @property
     def named(self) -> str:
-        """The name of its dtype where its elements travel as those of another one."""
+        """The name of the dtype if the elements move as another dtype, otherwise ""."""
         return "" if is_native(self.array.dtype) else self.each.name
 
     def in_pieces(self, pieces: int | None) -> bool:
-        """Whether it moves in pieces where contiguous arrays of more than so many bytes do; None: none does."""
+        """Return whether the array moves in pieces if contiguous arrays of more than ``pieces`` bytes do; None: none does."""
         return pieces is not None and self.origin.nbytes > pieces and self.origin.flags.c_contiguous
 
-    def stage(self, *, writable: bool, pieces: int | None = None) -> OnGpu:
-        """Return host memory for it, or its addresses where it moves in pieces (see :meth:`in_pieces`)."""
+    def stage(self, *, writable: bool, pieces: int | None = None) -> DeviceMemory:
+        """Return host memory for the array, or its addresses if it moves in pieces (see :meth:`in_pieces`)."""
         gpu, array, began = runtime(), self.array, self.began
         dtype = array.dtype if is_native(array.dtype) else self.each.wire
         if self.in_pieces(pieces):
-            flat = _flat(gpu, array, self.origin, dtype, handed=False)
-            return OnGpu(flat, array.shape, self.named, flat, _words(array), partial(come, flat), _nothing_yet, None)
+            flat = _flat(gpu, array, self.origin, dtype, passed_directly=False)
+            return DeviceMemory(
+                flat, array.shape, self.named, flat, _words(array), partial(is_ready, flat), _nothing_yet, None
+            )
         nbytes = self.origin.size * array.dtype.itemsize
         memory, block = pool().take(nbytes, array.device)
         host: Array = memory.view(array.dtype)
@@ -471,7 +472,7 @@ class Held:
             return over(gpu, began)
 
         pack, unpack = _copies(gpu, array, host, block, began)
-        return OnGpu(
+        return DeviceMemory(
             host.view(dtype),
             array.shape,
             self.named,
@@ -483,27 +484,26 @@ class Held:
         )
 
 
-def stage(value: Any, name: str, *, writable: bool, pieces: int | None = None) -> OnGpu:
-    """Return host memory for an array on a GPU, as :func:`hold`; what the array's stream holds now comes before the call.
+def stage(value: Any, name: str, *, writable: bool, pieces: int | None = None) -> DeviceMemory:
+    """Check an array on a GPU as :func:`movable_array` does, and return host memory for it.
 
     Args:
-        value, name, writable: as in :func:`hold`.
-        pieces: bytes of a contiguous array above which it is not given host memory, but moved in pieces; None: never.
+        value, name, writable: as in :func:`movable_array`.
+        pieces: contiguous arrays of more bytes get no host memory, and move in pieces; None: no array does.
     """
-    return hold(value, name, writable=writable).stage(writable=writable, pieces=pieces)
+    return movable_array(value, name, writable=writable).stage(writable=writable, pieces=pieces)
 
 
-def hold(value: Any, name: str, *, writable: bool) -> Held:
-    """Return an array on a GPU that can be moved, after what its stream holds now.
+def movable_array(value: Any, name: str, *, writable: bool) -> MovableArray:
+    """Check an array on a GPU, and note the work that is on its stream now: the call follows that work.
 
     Args:
-        name: the parameter's name, for messages.
-        writable: the call writes into it.
-        pieces: bytes of a contiguous array above which it is not given host memory, but moved in pieces; None: never.
+        name: the name of the parameter, for messages.
+        writable: the call writes into the array.
 
     Raises:
-        TypeError: an array that cannot be had, or of a dtype that does not move; no CuPy.
-        ValueError: read-only, or with elements that share memory, and the call writes into it.
+        TypeError: the memory of the array is not accessible, its dtype cannot be moved, or there is no CuPy.
+        ValueError: the call writes into the array, which is read-only or has elements that share memory.
     """
     gpu = _runtime_for(name)
     array = _array(gpu, value, name, writable)
@@ -516,7 +516,7 @@ def hold(value: Any, name: str, *, writable: bool) -> Held:
         raise TypeError(
             f"parameter `{name}`: an array on a GPU with {what} ({array.dtype}) is not supported: pass a copy"
         )
-    origin = shadow(array)
+    origin = addresses_of(array)
     if writable and array.readonly:
         raise ValueError(
             f"parameter `{name}` is read-only, and this call writes its result into it: pass x.copy(), and keep it"
@@ -526,4 +526,4 @@ def hold(value: Any, name: str, *, writable: bool) -> Held:
             f"parameter `{name}` has elements that share memory (shape {array.shape}, strides {array.strides}), and this call "
             "writes its result into it: pass a copy"
         )
-    return Held(array, each, origin, gpu.mark(array.device, array.stream))
+    return MovableArray(array, each, origin, gpu.mark(array.device, array.stream))

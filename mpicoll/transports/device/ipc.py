@@ -48,7 +48,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll.memory.device import runtime as device_runtime
-from mpicoll.memory.device.array import Held
+from mpicoll.memory.device.array import MovableArray
 from mpicoll.memory.device.runtime import SCRATCH, Fold, Runtime
 from mpicoll.memory.dtypes import HALVES
 from mpicoll.transports.base import Array, Request
@@ -235,7 +235,7 @@ class Link:
             yield come
         self._gpu.await_(event)  # it has come: this raises what the device has to say
 
-    def all_reduce(self, held: Held, fold: Fold) -> Steps:
+    def all_reduce(self, held: MovableArray, fold: Fold) -> Steps:
         """Reduce an array of all members in place; the window has been proven.
 
         Args:
@@ -394,7 +394,7 @@ class Offer:
     __slots__ = ("_fold", "_group", "_held", "by_host", "in_pieces", "nbytes")
 
     def __init__(
-        self, group: Linked, held: Held, fold: Fold, nbytes: int, by_host: Callable[[], Any], in_pieces: bool
+        self, group: Linked, held: MovableArray, fold: Fold, nbytes: int, by_host: Callable[[], Any], in_pieces: bool
     ) -> None:
         self._group, self._held, self._fold, self.nbytes, self.by_host = group, held, fold, nbytes, by_host
         self.in_pieces = in_pieces
@@ -404,7 +404,7 @@ class Offer:
         return device_runtime.over(device_runtime.runtime(), self._held.began)
 
     @staticmethod
-    def possible(group: Linked, held: Held, alone: bool) -> bool:
+    def possible(group: Linked, held: MovableArray, alone: bool) -> bool:
         """Whether this rank may offer an array.
 
         Args:

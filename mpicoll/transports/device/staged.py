@@ -31,7 +31,7 @@ import numpy as np
 
 from mpicoll.memory.device import pool as device_pool
 from mpicoll.memory.device import runtime as device_runtime
-from mpicoll.memory.device.array import Shadow
+from mpicoll.memory.device.array import DeviceAddresses
 from mpicoll.transports.base import Array, Kind, Movement, Request, pieces
 
 Steps = Generator[Request, None, None]
@@ -98,7 +98,7 @@ class Belt:
         out, back: whether its pieces are copied out, and in when they have moved.
     """
 
-    def __init__(self, flat: Shadow, *, out: bool, back: bool) -> None:
+    def __init__(self, flat: DeviceAddresses, *, out: bool, back: bool) -> None:
         self._gpu, self._array, self._finish = device_runtime.runtime(), flat.array, flat.finish
         self._first, self._dtype, self._narrower = flat.ctypes.data, flat.dtype, flat.narrower
         self._times = 1 if flat.narrower is None else flat.itemsize // flat.narrower[0].itemsize
@@ -220,8 +220,8 @@ class _Line:
         send, recv = move.send, move.recv
         gives = send is None and (move.kind is not Kind.BROADCAST or move.root == rank)
         takes = move.kind is not Kind.BROADCAST or move.root != rank
-        self._send = Belt(send, out=True, back=False) if isinstance(send, Shadow) else None
-        self._recv = Belt(recv, out=gives, back=takes) if isinstance(recv, Shadow) else None
+        self._send = Belt(send, out=True, back=False) if isinstance(send, DeviceAddresses) else None
+        self._recv = Belt(recv, out=gives, back=takes) if isinstance(recv, DeviceAddresses) else None
 
     def put(self, piece: Movement) -> _Staged:
         """Give a piece of the movement its memory, and have it copied out."""
@@ -267,7 +267,7 @@ def move_pieces(
         rank, size, largest, limit: as for :func:`mpicoll.transports.base.pieces`.
         moved: moves a piece that is on the host.
     """
-    if not (isinstance(move.send, Shadow) or isinstance(move.recv, Shadow)):
+    if not (isinstance(move.send, DeviceAddresses) or isinstance(move.recv, DeviceAddresses)):
         for piece in pieces(move, rank, size, largest, limit):
             yield from moved(piece)
         return

@@ -13,7 +13,7 @@ from standin_gpu import Gpu
 
 from mpicoll.memory.adapt import adapt
 from mpicoll.memory.device import runtime as device_runtime
-from mpicoll.memory.device.array import Shadow, on_device, shadow
+from mpicoll.memory.device.array import DeviceAddresses, addresses_of, on_device
 from mpicoll.memory.device.pool import Pool
 
 
@@ -81,15 +81,15 @@ def test_a_shadow_is_an_address() -> None:
     gpu = Gpu()
     x = np.zeros((4, 6))
     places = [
-        shadow(gpu.array(gpu.array_of(part), "x", writable=False)) for part in (x, x[1:3], x[:, 2:4], x[3], x[:0])
+        addresses_of(gpu.array(gpu.array_of(part), "x", writable=False)) for part in (x, x[1:3], x[:, 2:4], x[3], x[:0])
     ]
     whole, rows, columns, last, nothing = places
-    assert all(type(place) is Shadow for place in places)
+    assert all(type(place) is DeviceAddresses for place in places)
     assert np.shares_memory(whole, rows)
     assert np.shares_memory(rows, columns)
     assert not np.shares_memory(rows, last)
     assert nothing.size == 0
-    assert not np.shares_memory(whole, shadow(gpu.array(gpu.array_of(np.zeros(4)), "x", writable=False)))
+    assert not np.shares_memory(whole, addresses_of(gpu.array(gpu.array_of(np.zeros(4)), "x", writable=False)))
 
 
 def test_the_pool_is_bounded_and_gives_memory_again() -> None:
