@@ -10,7 +10,7 @@ import numpy as np
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import member_or_warn, peer_rank
 from mpicoll.memory.adapt import adapt_list, same_dtype
-from mpicoll.memory.lists import Asked, sides
+from mpicoll.memory.lists import ListArgument, list_memories
 from mpicoll.memory.memory import AnyArray
 from mpicoll.operations import riding
 from mpicoll.operations.repeating import Repeated
@@ -71,8 +71,8 @@ def all_gather(
         return None
 
     def prepare(g: ProcessGroup) -> Prepared:
-        results, source = sides(
-            "all_gather", Asked(tensor_list, "tensor_list", True, g.size()), Asked(tensor, "tensor")
+        results, source = list_memories(
+            "all_gather", ListArgument(tensor_list, "tensor_list", True, g.size()), ListArgument(tensor, "tensor")
         )
         outputs, (memory,) = results.memories, source.memories
         same_dtype(memory, *outputs)
@@ -168,10 +168,10 @@ def _all_gather_single(
 
     def prepare(g: ProcessGroup) -> Prepared:
         most = blocks_in_pieces(g.size())
-        source, result = sides(
+        source, result = list_memories(
             "all_gather",
-            Asked(input_tensor, "input_tensor", pieces=None if most is None else most // g.size()),
-            Asked(output_tensor, "output_tensor", True, pieces=most),
+            ListArgument(input_tensor, "input_tensor", pieces=None if most is None else most // g.size()),
+            ListArgument(output_tensor, "output_tensor", True, pieces=most),
             size=min,
         )
         (memory,), (output,) = source.memories, result.memories
@@ -238,10 +238,10 @@ def gather(
 
     def prepare(g: ProcessGroup) -> Prepared:
         root = peer_rank(g, dst, group_dst, "dst", default=0)
-        asked = [Asked(tensor, "tensor")]
+        arguments = [ListArgument(tensor, "tensor")]
         if g.rank() == root and isinstance(gather_list, list) and gather_list:
-            asked.append(Asked(gather_list, "gather_list", True, g.size()))
-        source, *results = sides("gather", *asked)
+            arguments.append(ListArgument(gather_list, "gather_list", True, g.size()))
+        source, *results = list_memories("gather", *arguments)
         (memory,) = source.memories
         agreed = (("root", g.ranks[root]), memory.name, ("elements", memory.flat.size))
         again = Repeated("gather", agreed, Kind.GATHER, memory.flat.nbytes, root=root)

@@ -1,8 +1,8 @@
-"""Lists of objects point to point: send_object_list and recv_object_list.
+"""Send and receive lists of objects: send_object_list and recv_object_list.
 
-An ordinary message with tag 0 carries the list's length and the head of its pickle (``memory.pickled``). What does not
-fit there, a long head and the buffers, follows synchronously on the control communicator, with a tag of the library's own
-that goes by the number of the message: so several threads may receive at once.
+An ordinary message with tag 0 carries the length of the list and the head of its pickle (``memory.pickled``). The rest of a
+long head and the buffers follow in synchronous messages on the control communicator. Their tag depends on the number of the
+list, so that several threads may receive at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mpicoll.errors import CollectiveMismatchError, DistError
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import need_member, peer_rank
 from mpicoll.memory import pickled
-from mpicoll.memory.pickled import HEADER, Arriving, Packed, WireError, need_list
+from mpicoll.memory.pickled import HEADER, IncomingObject, Packed, WireError, need_list
 from mpicoll.operations import execution
 from mpicoll.operations.failures import begun
 from mpicoll.operations.request import Operation
@@ -38,7 +38,7 @@ _KIND = b"M"
 _TAG = 0
 _LENGTH = struct.Struct("=q")
 _INSIDE = SMALL_BYTES - _LENGTH.size
-_MOST = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # bytes of memory: what is larger cannot be
+_MOST = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # bytes of memory of this machine: no object is larger
 
 
 def send_object_list(
@@ -49,22 +49,22 @@ def send_object_list(
     group_dst: int | None = None,
     use_batch: bool = False,
 ) -> None:
-    """Send the objects of a list to one rank; return when they may be changed again.
+    """Send the objects of a list to one rank; return when the objects may be changed again.
 
-    Called by this rank alone; the destination calls :func:`recv_object_list` with a list of the same length. The objects may
-    be of any kind and size. Up to about 4,000 bytes may be sent before they are received, more are not. Arrays of 16 KiB and
-    more are sent from where they are.
+    Only this rank calls this function; the destination calls :func:`recv_object_list` with a list of the same length. Objects
+    may have any type and size. A list of up to about 4,000 bytes may be sent before it is received, a larger one is not.
+    Arrays of 16 KiB and more are sent without a copy.
 
     Args:
-        object_list: what to send.
+        object_list: the objects to send.
         dst: global rank of the destination; or ``group_dst``, its rank in the group.
         group: the group; default the world.
-        device, use_batch: taken and ignored, as objects travel through host memory, in one way.
+        device, use_batch: accepted and ignored, as all objects move in one way through host memory.
 
     Raises:
         TypeError: not a list.
-        ValueError: the destination is this rank itself, or it or this rank is not in the group.
-        Exception: what pickle raises for an object that cannot be pickled.
+        ValueError: the destination is this rank itself, or one of both is not in the group.
+        Exception: as pickle raises for an object that cannot be pickled.
         Others as :func:`mpicoll.send`.
 
     Source: torch.distributed.send_object_list.
@@ -91,21 +91,21 @@ def recv_object_list(
 ) -> int:
     """Receive objects into a list; return the global rank of the sender.
 
-    Called by this rank alone; the source calls :func:`send_object_list` with a list of the same length. Arrays inside the
-    objects are received into memory of their own, each for itself, and can be written unless they were read-only.
+    Only this rank calls this function; the source calls :func:`send_object_list` with a list of the same length. Each array
+    inside an object is received into memory of its own, and is writable unless it was read-only on the source.
 
     Args:
         object_list: a list whose elements are replaced.
-        src: global rank of the source; or ``group_src``, its rank in the group; neither: any member (torch refuses that).
+        src: global rank of the source; or ``group_src``, its rank in the group; neither: any member (an error in torch).
         group: the group; default the world.
-        device, use_batch: taken and ignored, as in :func:`send_object_list`.
+        device, use_batch: accepted and ignored, as in :func:`send_object_list`.
 
     Raises:
         TypeError: not a list.
-        ValueError: the source is this rank itself, or it or this rank is not in the group.
-        CollectiveMismatchError: the message is a list of another length, or an array; it stays where it is, for another
-            receive, and the group is still good.
-        Exception: what pickle raises for an object that cannot be unpickled; the message is gone then, the list as it was.
+        ValueError: the source is this rank itself, or one of both is not in the group.
+        CollectiveMismatchError: the message is a list of another length, or an array; another receive can still get the
+            message, and the group can be used.
+        Exception: as pickle raises for an object that cannot be unpickled; the message is lost, the list is unchanged.
         Others as :func:`mpicoll.recv`.
 
     Source: torch.distributed.recv_object_list.
@@ -156,7 +156,7 @@ def _start_send(group: ProcessGroup, packed: Packed, length: int, peer: int) -> 
             return Operation(group, call, steps, [], group.timeout, peer=where, tag=_TAG)
 
 
-def _start_recv(group: ProcessGroup, length: int, peer: int) -> tuple[Operation, list[Arriving]]:
+def _start_recv(group: ProcessGroup, length: int, peer: int) -> tuple[Operation, list[IncomingObject]]:
     call = _call("recv", group, length, peer)
     with signals.guard, group.posting:
         receiver = group.pair.receiver
@@ -164,7 +164,7 @@ def _start_recv(group: ProcessGroup, length: int, peer: int) -> tuple[Operation,
         receive = ObjectReceive(receiver, length, peer, _TAG, group.objects_received)
         with begun(group, call, group.timeout, receive, peer=where, tag=_TAG):
             receiver.begin(receive)
-            arrived: list[Arriving] = []
+            arrived: list[IncomingObject] = []
             operation = Operation(
                 group,
                 call,
@@ -180,7 +180,7 @@ def _start_recv(group: ProcessGroup, length: int, peer: int) -> tuple[Operation,
 
 
 def _receiving(
-    group: ProcessGroup, call: Call, receive: ObjectReceive, arrived: list[Arriving]
+    group: ProcessGroup, call: Call, receive: ObjectReceive, arrived: list[IncomingObject]
 ) -> Generator[Request, None, int | None]:
     try:
         yield receive
@@ -189,10 +189,10 @@ def _receiving(
         block = receive.memory.flat[_LENGTH.size :]
         header = pickled.read_header(block, _KIND, receive.number, _MOST, _MOST)
         first = _first_bytes(header.head_bytes)
-        arriving = Arriving(block[:first], header)
-        yield from _rest(group, receive, arriving.rest(first))
-        arriving.open()
-        yield from _rest(group, receive, pickled.pieces(arriving.parts))
+        incoming = IncomingObject(block[:first], header)
+        yield from _rest(group, receive, incoming.rest(first))
+        incoming.open()
+        yield from _rest(group, receive, pickled.pieces(incoming.parts))
     except WireError as error:
         group.count_received(receive.sender, _TAG)
         group.give_up(f"what came for {call.name} is no list of objects")
@@ -202,7 +202,7 @@ def _receiving(
         ) from error
     receive.receiver.taken(receive)
     group.count_received(receive.sender, _TAG)
-    arrived.append(arriving)
+    arrived.append(incoming)
     return receive.sender
 
 
@@ -214,7 +214,7 @@ def _rest(group: ProcessGroup, receive: ObjectReceive, pieces: list[Any]) -> Gen
 
 
 def _first_bytes(head: int) -> int:
-    """Return how many bytes of the head stand in the message."""
+    """Return the number of bytes of the head in the message."""
     return head if head <= _INSIDE else HEADER.size
 
 
@@ -223,7 +223,7 @@ def _tag_of(number: int) -> int:
 
 
 def _misfit(group: ProcessGroup, call: Call, receive: ObjectReceive, sent: Envelope) -> CollectiveMismatchError:
-    """Return the error of a receive whose message is another list, or no list."""
+    """Return the error of a receive whose message is a list of another length, or an array."""
     sender, me = group.ranks[receive.sender], group.ranks[group.rank()]
     takes = "recv_object_list" if sent.objects >= 0 else "recv"
     error = CollectiveMismatchError(

@@ -1,10 +1,10 @@
-"""The object collectives: any picklable Python object, moved without a copy of the arrays inside it.
+"""Collectives of objects: any object that pickle can serialize, without copies of the arrays inside the object.
 
-A call agrees as every call does, and learns there how large the largest object and the largest head are. Then one movement
-of equal blocks carries the heads (see ``memory.pickled``), which is all there is of small objects. What is left, the rest
-of long heads and the buffers, goes from the memory that it has at its sender to the memory that it keeps at its receiver.
+The members agree on the call, and learn the sizes of the largest object and of the largest head. One transfer of equal blocks
+carries the heads (see ``memory.pickled``): small objects are complete then. The rest of long heads and the buffers move
+directly from the memory of the sender to the memory of the object on the receiver.
 
-A pickle from another rank of the same job is trusted as that rank's program is.
+Pickles of other ranks of the job are trusted like the program itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mpicoll.errors import ARGUMENT, CollectiveMismatchError, DistError, wrong_a
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import member_or_warn, peer_rank
 from mpicoll.memory import pickled
-from mpicoll.memory.pickled import Arriving, Packed, WireError, need_list
+from mpicoll.memory.pickled import IncomingObject, Packed, WireError, need_list
 from mpicoll.operations import execution
 from mpicoll.runtime import waiting
 from mpicoll.runtime.call_site import call_site
@@ -30,18 +30,20 @@ from mpicoll.transports.control import NOTHING, Agreed
 from mpicoll.transports.mpi.collectives import Post, Together, library_tag, post_all
 
 FIRST_BYTES = 16 * 1024
-"""Heads up to this size move whole in the first movement, each padded to the largest."""
+"""Heads up to this size move whole in the first transfer, each padded to the largest."""
 
 SHORT_BYTES = 512
-"""What the first movement carries of each head when one of them is larger."""
+"""Bytes of each head in the first transfer if one head is larger."""
 
 PEERS = 8
-"""Members that an all-gather exchanges buffers with at a time."""
+"""Members with which an all-gather exchanges buffers at a time."""
 
 _TAG = 3
 _FAILED = 1 << 62
 
 Steps = Generator[Request, None, None]
+_Sends = dict[int, tuple[Packed, Any]]
+_Pieces = list[tuple[int, list[Any]]]
 
 
 def broadcast_object_list(
@@ -55,22 +57,21 @@ def broadcast_object_list(
 ) -> None:
     """Copy the objects of one rank's list into the list of all members.
 
-    Called by all members with the same source and lists of the same length. The objects may be of any kind and size. Arrays
-    inside them are received into memory of their own, each for itself, and can be written unless they were read-only.
+    All members call this function with the same source and lists of the same length. Objects may have any type and size. Each
+    array inside an object is received into memory of its own, and is writable unless it was read-only on the source.
 
     Args:
-        object_list: on the source what is sent, on the others a list whose elements are replaced.
+        object_list: on the source the objects to send; on other members a list whose elements are replaced.
         src: global rank of the source (default 0); or ``group_src``, its rank in the group.
         group: the group; default the world.
-        device: taken and ignored, as objects travel through host memory.
+        device: accepted and ignored, as objects move through host memory.
         name: as in :func:`mpicoll.broadcast`.
 
     Raises:
         TypeError: not a list.
-        Exception: what pickle raises for an object that cannot be pickled, on the source, while the other members raise
-            CollectiveMismatchError; what it raises for one that cannot be unpickled, on that rank alone, whose list stays
-            as it was. The group is good in both cases.
-        DistError: what came is no object of this call, as ranks made different calls that were not compared.
+        Exception: as pickle raises on the source (other members raise CollectiveMismatchError), or for an object that
+            cannot be unpickled on that rank only, whose list is unchanged. The group can be used in both cases.
+        DistError: received bytes are no object of this call, as ranks made different calls that were not compared.
         Others as :func:`mpicoll.broadcast`.
 
     Source: torch.distributed.broadcast_object_list.
@@ -91,14 +92,13 @@ def broadcast_object_list(
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: Any = None, *, name: str | None = None) -> None:
-    """Gather one object of every member into ``object_list`` on all of them.
+    """Gather one object of each member into ``object_list`` on all members.
 
-    Called by all members, with lists of a place for each of them. The objects may be of any kind and size; each rank gets
-    a copy of its own, too. Arrays inside them are as in :func:`broadcast_object_list`.
+    All members call this function. Objects may have any type and size; each rank also gets a copy of its own object. Arrays
+    inside objects as in :func:`broadcast_object_list`.
 
     Args:
-        object_list: a list with a place for each member, by rank in the group; these elements are replaced, and those behind
-            them stay.
+        object_list: a list with an element for each member, by rank in the group, which are replaced; others are unchanged.
         obj: this rank's object.
         group: the group; default the world.
         name: as in :func:`mpicoll.broadcast`.
@@ -134,21 +134,21 @@ def gather_object(
     *,
     name: str | None = None,
 ) -> None:
-    """Gather one object of every member into ``object_gather_list`` on the rank ``dst``.
+    """Gather one object of each member into ``object_gather_list`` on the rank ``dst``.
 
-    Called by all members with the same destination. The objects may be of any kind and size; arrays inside them are as in
+    All members call this function with the same destination. Objects may have any type and size; arrays inside objects as in
     :func:`broadcast_object_list`.
 
     Args:
         obj: this rank's object.
-        object_gather_list: on the destination a list with a place for each member, by rank in the group, which is replaced
-            (elements behind them stay); elsewhere None or [].
+        object_gather_list: on the destination a list with an element for each member, by rank in the group, which are
+            replaced (further elements are unchanged); on other members None or [].
         dst: global rank of the destination (default 0); or ``group_dst``, its rank in the group.
         group: the group; default the world.
         name: as in :func:`mpicoll.broadcast`.
 
     Raises:
-        TypeError, ValueError: not a list, too short, missing on the destination or given elsewhere.
+        TypeError, ValueError: not a list, too short, missing on the destination, or passed on another member.
         Others as :func:`broadcast_object_list`.
 
     Source: torch.distributed.gather_object.
@@ -169,9 +169,7 @@ def gather_object(
 
 
 def _load_all(transfer: _Transfer, group: ProcessGroup, op: str) -> list[Any]:
-    return [
-        transfer.arrived.pop(rank).load(f"{op}: the object of rank {group.ranks[rank]}") for rank in range(group.size())
-    ]
+    return [transfer.arrived.pop(at).load(f"{op}: the object of rank {rank}") for at, rank in enumerate(group.ranks)]
 
 
 def scatter_object_list(
@@ -185,19 +183,19 @@ def scatter_object_list(
 ) -> None:
     """Send one object of ``scatter_object_input_list`` on the rank ``src`` to each member.
 
-    Called by all members with the same source. The objects may be of any kind and size; the source gets a copy, too. Arrays
-    inside them are as in :func:`broadcast_object_list`.
+    All members call this function with the same source. Objects may have any type and size; the source gets a copy of its own
+    object. Arrays inside objects as in :func:`broadcast_object_list`.
 
     Args:
-        scatter_object_output_list: a list of at least one place; this rank's object replaces its first element.
-        scatter_object_input_list: on the source one object for each member, by rank in the group; elsewhere it is ignored
+        scatter_object_output_list: a list with at least one element; this rank's object replaces the first.
+        scatter_object_input_list: on the source one object for each member, by rank in the group; ignored on other members
             (as in torch).
         src: global rank of the source (default 0); or ``group_src``, its rank in the group.
         group: the group; default the world.
         name: as in :func:`mpicoll.broadcast`.
 
     Raises:
-        TypeError, ValueError: no lists, no place for the output, not one input for each member.
+        TypeError, ValueError: not lists, no element for the output, or not one input for each member.
         Others as :func:`broadcast_object_list`.
 
     Source: torch.distributed.scatter_object_list.
@@ -234,7 +232,7 @@ def _list_of_root(values: Any, name: str, group: ProcessGroup, root: int, role: 
 
 @dataclass(slots=True)
 class _Ready:
-    """What the checks of one rank's arguments came to: the key of the call, its root (-1: none), the objects to send."""
+    """Checked arguments of this rank: the key of the call, its root (-1: none), and the objects to send."""
 
     key: tuple[Any, ...]
     root: int
@@ -243,13 +241,13 @@ class _Ready:
 
 @dataclass(slots=True)
 class _Transfer:
-    """One rank's part in one call, after its arguments were found right.
+    """This rank's part in one call with right arguments.
 
     Attributes:
-        packed: what it sends.
-        failed: why its objects could not be pickled, where that was not told in the agreement.
-        arrived: the objects that this rank gets, by their rank, not loaded yet.
-        whole, whole_heads: the first movement carries all there is, or all heads.
+        packed: objects to send.
+        failed: exception of pickling, if the round carries it as a detail and not as an error.
+        arrived: received objects by rank, not unpickled yet.
+        whole, whole_heads: the first transfer carries all objects, or all heads.
     """
 
     group: ProcessGroup
@@ -257,13 +255,13 @@ class _Transfer:
     root: int
     packed: list[Packed]
     failed: Exception | None = None
-    arrived: dict[int, Arriving] = field(default_factory=dict)
+    arrived: dict[int, IncomingObject] = field(default_factory=dict)
     whole: bool = False
     whole_heads: bool = False
     kind = b"?"
 
     def steps(self, agreed: Agreed) -> Steps:
-        """Move the objects: the generator that ``operations.execution.conduct`` drives."""
+        """Move the objects: a generator for ``operations.execution.conduct``."""
         if agreed.most >= _FAILED:
             if self.failed is not None:
                 self.call.error = self.failed
@@ -275,18 +273,18 @@ class _Transfer:
         first = _first_bytes(agreed.most)
         self.whole = agreed.block_bytes <= first
         self.whole_heads = agreed.most <= first
-        wire_error = WireError  # at the end of the interpreter the module's names are gone before kept generators
+        wire_error = WireError  # at the end of the interpreter the module's names are deleted before generators
         try:
             yield from self.move(agreed, first)
         except wire_error as error:
             raise self.refused(error) from error
 
     def move(self, agreed: Agreed, first: int) -> Steps:
-        """Move them; ``first``: bytes of each head that the first movement carries."""
+        """Move the objects; ``first``: bytes of each head in the first transfer."""
         raise NotImplementedError
 
     def refused(self, error: WireError) -> DistError:
-        """Return the error for something that is no object of this call; the members are no longer in step."""
+        """Return the error for bytes that are no object of this call: the members make different calls."""
         group, call = self.group, self.call
         hint = "" if group.level == "full" else ": run with MPICOLL_CHECK=full to see which ranks made other calls"
         return DistError(
@@ -297,28 +295,27 @@ class _Transfer:
     def prefix(self, packed: Packed) -> Any:
         return packed.prefix(self.kind, self.call.seq)
 
-    def arriving(self, block: Any, agreed: Agreed) -> Arriving:
-        """Return what a first block announces."""
-        return Arriving(block, pickled.read_header(block, self.kind, self.call.seq, agreed.block_bytes, agreed.most))
+    def incoming(self, block: Any, agreed: Agreed) -> IncomingObject:
+        """Return the object whose first block was received."""
+        header = pickled.read_header(block, self.kind, self.call.seq, agreed.block_bytes, agreed.most)
+        return IncomingObject(block, header)
 
     def first_movement(self, agreed: Agreed, move: Movement, first: int) -> Steps:
-        """Move one block of ``first`` bytes for each member, in polled steps."""
-        engine = self.group.pair.native
+        """Move one block of ``first`` bytes for each member, without blocking."""
+        transport = self.group.pair.native
         if agreed.nonblocking:
-            yield engine.nonblocking(move)
+            yield transport.nonblocking(move)
             return
         key = ("objects", move.kind, move.root, first)
         plan = self.group.plan(self.group.plans, key)
         if plan is None:
-            plan = engine.plan(move)
+            plan = transport.plan(move)
             self.group.keep_plan(self.group.plans, key, plan)
         yield plan.start(move)
         plan.finish(move)
 
-    def exchange(
-        self, sends: list[tuple[int, list[Any]]], receives: list[tuple[int, list[Any]]], meanwhile: Callable[[], None]
-    ) -> Steps:
-        """Send memory to, and receive memory from, ranks of the group, piece by piece."""
+    def exchange(self, sends: _Pieces, receives: _Pieces, meanwhile: Callable[[], None]) -> Steps:
+        """Send pieces to and receive pieces from ranks of the group, and call ``meanwhile`` while they move."""
         control, tag = self.group.pair.control, library_tag(_TAG)
         posts: list[Post] = [(control.Irecv, piece, peer, tag) for peer, pieces in receives for piece in pieces]
         posts += [(control.Isend, piece, peer, tag) for peer, pieces in sends for piece in pieces]
@@ -330,7 +327,7 @@ class _Transfer:
             meanwhile()
 
     def beside(self, requests: Together, meanwhile: Callable[[], None]) -> Steps:
-        """Do something while messages move; they are waited for even if it fails."""
+        """Call ``meanwhile`` while messages move; wait for the messages even if it raises."""
         failed: Exception | None = None
         try:
             meanwhile()
@@ -340,19 +337,19 @@ class _Transfer:
         if failed is not None:
             raise failed
 
-    def exchange_all(self, sends: dict[int, tuple[Packed, Any]], receives: dict[int, Arriving], first: int) -> Steps:
+    def exchange_all(self, sends: _Sends, receives: dict[int, IncomingObject], first: int) -> Steps:
         """Exchange the rest of the heads, then the buffers, with some ranks of the group at a time.
 
         Args:
-            sends: what goes to whom, with its prefix.
-            receives: what comes from whom.
-            first: bytes of the heads that are there.
+            sends: object and prefix for each destination.
+            receives: object of each source.
+            first: bytes of each head that were received.
         """
         me, size = self.group.rank(), self.group.size()
-        if self.whole:  # nothing else moves, on any rank
+        if self.whole:  # nothing else moves on any rank
             size = 1
-            for arriving in receives.values():
-                arriving.open()
+            for incoming in receives.values():
+                incoming.open()
         for at in range(1, size, PEERS):
             to = [(me + d) % size for d in range(at, min(at + PEERS, size))]
             of = [(me - d) % size for d in range(at, min(at + PEERS, size))]
@@ -368,22 +365,22 @@ class _Transfer:
             yield from self.exchange(
                 [(peer, pickled.pieces(sends[peer][0].parts)) for peer in to if peer in sends],
                 [(peer, pickled.pieces(receives[peer].parts)) for peer in of if peer in receives],
-                self.keep_own if at == 1 else _nothing,
+                self.copy_own if at == 1 else _nothing,
             )
-        self.keep_own()
+        self.copy_own()
         self.arrived.update(receives)
 
-    def keep_own(self) -> None:
-        """Copy what this rank gets from itself."""
+    def copy_own(self) -> None:
+        """Copy the object that this rank gets from itself."""
 
 
 class _Broadcast(_Transfer):
     kind = b"B"
 
     def move(self, agreed: Agreed, first: int) -> Steps:
-        """By broadcasts: of the first bytes, the rest of the head, each buffer."""
+        """Broadcast the first bytes, the rest of the head, and each buffer."""
         block = np.empty(first, np.uint8)
-        arriving: Arriving | None = None
+        incoming: IncomingObject | None = None
         if self.packed:
             packed = self.packed[0]
             prefix = self.prefix(packed)
@@ -393,16 +390,16 @@ class _Broadcast(_Transfer):
         if self.packed:
             rest = packed.rest(prefix, first)
         else:
-            arriving = self.arriving(block, agreed)
-            rest = arriving.rest(first)
+            incoming = self.incoming(block, agreed)
+            rest = incoming.rest(first)
         for piece in rest:
             moved = yield from self.broadcast(agreed, piece, moved)
-        if arriving is not None:
-            arriving.open()
-        for piece in pickled.pieces(packed.parts if arriving is None else arriving.parts):
+        if incoming is not None:
+            incoming.open()
+        for piece in pickled.pieces(packed.parts if incoming is None else incoming.parts):
             moved = yield from self.broadcast(agreed, piece, moved)
-        if arriving is not None:
-            self.arrived[self.root] = arriving
+        if incoming is not None:
+            self.arrived[self.root] = incoming
 
     def broadcast(self, agreed: Agreed, piece: Any, moved: int) -> Generator[Request, None, int]:
         """Broadcast memory in place."""
@@ -414,7 +411,7 @@ class _AllGather(_Transfer):
     kind = b"A"
 
     def move(self, agreed: Agreed, first: int) -> Steps:
-        """By an all-gather of the first bytes; each pair exchanges the rest."""
+        """Gather the first bytes on all members; then each pair exchanges the rest."""
         me, size = self.group.rank(), self.group.size()
         packed = self.packed[0]
         prefix = self.prefix(packed)
@@ -423,11 +420,11 @@ class _AllGather(_Transfer):
         move = Movement(Kind.ALL_GATHER, send=mine, recv=blocks.reshape(-1))
         yield from self.first_movement(agreed, move, first)
         others = [peer for peer in range(size) if peer != me]
-        receives = {peer: self.arriving(blocks[peer], agreed) for peer in others}
+        receives = {peer: self.incoming(blocks[peer], agreed) for peer in others}
         yield from self.exchange_all(dict.fromkeys(others, (packed, prefix)), receives, first)
 
-    def keep_own(self) -> None:
-        """Copy this rank's object, unless that is done."""
+    def copy_own(self) -> None:
+        """Copy this rank's object, unless it was copied before."""
         me = self.group.rank()
         if me not in self.arrived:
             self.arrived[me] = self.packed[0].copied()
@@ -437,7 +434,7 @@ class _Gather(_Transfer):
     kind = b"G"
 
     def move(self, agreed: Agreed, first: int) -> Steps:
-        """By a gather of the first bytes; each member sends the rest to the root."""
+        """Gather the first bytes; then each member sends the rest to the root."""
         me, size = self.group.rank(), self.group.size()
         packed = self.packed[0]
         prefix = self.prefix(packed)
@@ -446,11 +443,11 @@ class _Gather(_Transfer):
         blocks = np.empty((size if at_root else 0, first), np.uint8)
         move = Movement(Kind.GATHER, send=mine, recv=blocks.reshape(-1) if at_root else None, root=self.root)
         yield from self.first_movement(agreed, move, first)
-        receives = {peer: self.arriving(blocks[peer], agreed) for peer in range(len(blocks)) if peer != me}
+        receives = {peer: self.incoming(blocks[peer], agreed) for peer in range(len(blocks)) if peer != me}
         yield from self.exchange_all({} if at_root else {self.root: (packed, prefix)}, receives, first)
 
-    def keep_own(self) -> None:
-        """Copy the root's object, unless that is done."""
+    def copy_own(self) -> None:
+        """Copy the root's object, unless it was copied before."""
         me = self.group.rank()
         if me == self.root and me not in self.arrived:
             self.arrived[me] = self.packed[0].copied()
@@ -460,7 +457,7 @@ class _Scatter(_Transfer):
     kind = b"S"
 
     def move(self, agreed: Agreed, first: int) -> Steps:
-        """By a scatter of the first bytes; the root sends each member the rest."""
+        """Scatter the first bytes; then the root sends the rest to each member."""
         me, size = self.group.rank(), self.group.size()
         block = np.empty(first, np.uint8)
         prefixes = [self.prefix(packed) for packed in self.packed]
@@ -473,18 +470,18 @@ class _Scatter(_Transfer):
             sends = {peer: (self.packed[peer], prefixes[peer]) for peer in range(size) if peer != me}
             yield from self.exchange_all(sends, {}, first)
         else:
-            yield from self.exchange_all({}, {self.root: self.arriving(block, agreed)}, first)
+            yield from self.exchange_all({}, {self.root: self.incoming(block, agreed)}, first)
             self.arrived[me] = self.arrived.pop(self.root)
 
-    def keep_own(self) -> None:
-        """Copy the root's object, unless that is done."""
+    def copy_own(self) -> None:
+        """Copy the root's object, unless it was copied before."""
         me = self.group.rank()
         if me == self.root and me not in self.arrived:
             self.arrived[me] = self.packed[me].copied()
 
 
 def _first_bytes(largest: int) -> int:
-    """Return what the first movement carries of each head: a power of two, so that few plans serve all calls."""
+    """Return the bytes of each head in the first transfer: a power of two, so that few plans serve all calls."""
     return max(64, 1 << (largest - 1).bit_length()) if largest <= FIRST_BYTES else SHORT_BYTES
 
 
@@ -499,7 +496,7 @@ def _run(
     name: str | None,
     transfer: type[_Transfer],
 ) -> _Transfer:
-    """Check, pickle, agree and move; what arrived is loaded by the caller, when nobody waits for this rank any more."""
+    """Check arguments, pickle, agree, and move. The caller unpickles, when no other rank waits for this rank any more."""
     site = call_site()
     execution.enter(group, op)
     packed: list[Packed] = []
@@ -516,7 +513,9 @@ def _run(
             if group.level == "full":
                 raise
             setattr(error, ARGUMENT, True)
-            failed = error  # the calls are not compared, but the round is made: it tells the others
+            failed = (
+                error  # calls are not compared at this level, but the round is made, and its detail tells the failure
+            )
         if group.compares:
             look_at(op, site, [part for each in packed for part in each.parts], group.gone, group.display)
     except Exception as error:
@@ -529,7 +528,7 @@ def _run(
         op,
         key,
         site,
-        uneven=True,  # the detail is not compared then: its maximum is what counts
+        uneven=True,  # the detail is not compared: its maximum counts
         detail=largest if failed is None else _FAILED + group.rank(),
         block_bytes=max((each.nbytes for each in packed), default=0),
     )
@@ -539,4 +538,4 @@ def _run(
 
 
 def _no_steps(agreed: Agreed) -> Steps:
-    raise AssertionError("nothing moves where arguments are wrong")
+    raise AssertionError("nothing moves if arguments are wrong")

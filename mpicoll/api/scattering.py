@@ -13,7 +13,7 @@ from mpicoll.groups.registry import member_or_warn, peer_rank
 from mpicoll.memory.adapt import adapt_list, same_dtype
 from mpicoll.memory.dtypes import resolve_reduction
 from mpicoll.memory.half import wide
-from mpicoll.memory.lists import Asked, sides
+from mpicoll.memory.lists import ListArgument, list_memories
 from mpicoll.memory.memory import AnyArray, Array, Memory
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
 from mpicoll.operations import riding
@@ -91,10 +91,10 @@ def scatter(
 
     def prepare(g: ProcessGroup) -> Prepared:
         root = peer_rank(g, src, group_src, "src", default=0)
-        asked = [Asked(tensor, "tensor", True)]
+        arguments = [ListArgument(tensor, "tensor", True)]
         if g.rank() == root and isinstance(scatter_list, list) and scatter_list:
-            asked.append(Asked(scatter_list, "scatter_list", False, g.size()))
-        result, *sources = sides("scatter", *asked)
+            arguments.append(ListArgument(scatter_list, "scatter_list", False, g.size()))
+        result, *sources = list_memories("scatter", *arguments)
         (memory,) = result.memories
         agreed = (("root", g.ranks[root]), memory.name, ("elements", memory.flat.size))
         again = Repeated("scatter", agreed, Kind.SCATTER, memory.flat.nbytes, root=root)
@@ -153,10 +153,10 @@ def reduce_scatter(
         return None
 
     def prepare(g: ProcessGroup) -> Prepared:
-        result, source = sides(
+        result, source = list_memories(
             "reduce_scatter" if is_unscaled(op) else "",
-            Asked(output, "output", True),
-            Asked(input_list, "input_list", False, g.size()),
+            ListArgument(output, "output", True),
+            ListArgument(input_list, "input_list", False, g.size()),
         )
         memory = wide(result.memories[0])
         inputs = source.memories = [wide(item) for item in source.memories]
@@ -243,10 +243,10 @@ def _reduce_scatter_single(
 
     def prepare(g: ProcessGroup) -> Prepared:
         most = None if bytes_in_pieces(op) is None else blocks_in_pieces(g.size())
-        result, given = sides(
+        result, given = list_memories(
             "reduce_scatter" if is_unscaled(op) else "",
-            Asked(output, "output", True, pieces=None if most is None else most // g.size()),
-            Asked(source, "input", pieces=most),
+            ListArgument(output, "output", True, pieces=None if most is None else most // g.size()),
+            ListArgument(source, "input", pieces=most),
             size=min,
         )
         memory, sending = wide(result.memories[0]), wide(given.memories[0])
@@ -363,8 +363,8 @@ def all_to_all_single(
 
     def prepare(g: ProcessGroup) -> Prepared:
         most = blocks_in_pieces(g.size())
-        given, result = sides(
-            "all_to_all", Asked(input, "input", pieces=most), Asked(output, "output", True, pieces=most)
+        given, result = list_memories(
+            "all_to_all", ListArgument(input, "input", pieces=most), ListArgument(output, "output", True, pieces=most)
         )
         (source,), (out,) = given.memories, result.memories
         same_dtype(out, source)
@@ -413,10 +413,10 @@ def all_to_all(
         return None
 
     def prepare(g: ProcessGroup) -> Prepared:
-        results, source = sides(
+        results, source = list_memories(
             "all_to_all",
-            Asked(output_tensor_list, "output_tensor_list", True, g.size()),
-            Asked(input_tensor_list, "input_tensor_list", False, g.size()),
+            ListArgument(output_tensor_list, "output_tensor_list", True, g.size()),
+            ListArgument(input_tensor_list, "input_tensor_list", False, g.size()),
         )
         outputs, inputs = results.memories, source.memories
         same_dtype(*outputs, *inputs)

@@ -1,7 +1,7 @@
-"""What a call reads and what it writes, each in one piece of memory that MPI is handed, where MPI knows of GPUs.
+"""Adapt arguments that are arrays or lists of arrays: on GPUs, one piece of memory for each argument if MPI gets it directly.
 
-Arrays of a list that stand one behind the other in one allocation are one piece. Others are copied into memory of the device,
-or out of it: that takes little beside what MPI needs for them.
+Arrays that stand one behind the other in one allocation are one piece. Other lists are copied to or from a piece of memory of
+the device, which takes little time compared to MPI.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from mpicoll.memory.memory import AnyArray, Array, Memory
 
 
 @dataclass(slots=True, frozen=True)
-class Asked:
-    """A parameter of a call: an array, or a list of them.
+class ListArgument:
+    """An argument of a call: an array or a list of arrays.
 
     Attributes:
-        value: what the program passed.
-        name: the parameter's, for messages.
-        writable: the call writes into it.
-        length: how many arrays the list has to have; 0 for an array.
-        pieces: bytes of an array above which it moves in pieces, where all of the call does; None: as a whole.
+        value: object that the program passed.
+        name: name of the parameter, for messages.
+        writable: the call writes into the arrays.
+        length: required length of the list; 0 for an array.
+        pieces: an array of more bytes moves in pieces if all arrays of the call do; None: no array does.
     """
 
     value: AnyArray
@@ -36,27 +36,27 @@ class Asked:
     pieces: int | None = None
 
     def adapted(self, direct: str) -> list[Memory]:
-        """Return the memories of its arrays, as :func:`adapt`: of any size, where they may be handed to MPI."""
+        """Adapt the arrays, of any size, for an operation of MPI that may get memory of a GPU."""
         if self.length:
             return adapt_list(
                 self.value, self.name, writable=self.writable, length=self.length, direct=direct, least=-1
             )
         return [adapt(self.value, self.name, writable=self.writable, direct=direct, least=-1)]
 
-    def staged(self, pieces: int | None) -> Side:
-        """Return the memory of an array that is not handed to MPI, in pieces from so many bytes on."""
-        return Side([adapt(self.value, self.name, writable=self.writable, pieces=pieces)])
+    def staged(self, pieces: int | None) -> ListMemory:
+        """Adapt an array that is not passed to MPI directly; more than ``pieces`` bytes move in pieces."""
+        return ListMemory([adapt(self.value, self.name, writable=self.writable, pieces=pieces)])
 
 
 @dataclass(slots=True)
-class Side:
-    """What a call reads, or what it writes.
+class ListMemory:
+    """The memories of one argument.
 
     Attributes:
-        memories: of the arrays.
-        whole: the memory of a GPU that MPI is handed for all of them; None where nothing of the call is handed to it.
-        gather: copies the elements of the arrays into it; None where they are there.
-        spread: copies them out of it; None where that is their own memory.
+        memories: memory of each array.
+        whole: memory of a GPU for all arrays, which is passed to MPI directly; None if nothing of the call is.
+        gather: copies the elements of the arrays into ``whole``; None if there is nothing to copy.
+        spread: copies the elements of ``whole`` into the arrays; None if there is nothing to copy.
     """
 
     memories: list[Memory]
@@ -66,40 +66,42 @@ class Side:
 
     @property
     def flat(self) -> Array:
-        """What moves, of one array."""
+        """The memory that moves, of an argument that is one array."""
         return self.memories[0].flat if self.whole is None else self.whole
 
     @property
     def waits(self) -> tuple[Memory, ...]:
-        """The memories whose GPU the call has to wait for before ``gather``; none where it is not handed to MPI."""
+        """The memories whose GPU must be ready before ``gather``; none if the argument is not passed to MPI directly."""
         return () if self.whole is None else tuple(self.memories)
 
 
-def sides(operation: str, *asked: Asked, size: Callable[[Iterable[int]], int] = max, even: bool = False) -> list[Side]:
+def list_memories(
+    operation: str, *arguments: ListArgument, size: Callable[[Iterable[int]], int] = max, even: bool = False
+) -> list[ListMemory]:
     """Return what a call reads and writes: all is handed to MPI, or moves in pieces, or nothing is and does.
 
     Args:
         operation: the operation of MPI that would be; "" for none.
-        asked: the parameters; of two whose memory overlaps the one that is read is copied.
+        arguments: the parameters; of two whose memory overlaps the one that is read is copied.
         size: of the bytes of all arrays, those that have to be more than ``staging.DIRECT_BYTES``: the largest or the smallest.
 
     Raises: as :func:`adapt` and :func:`adapt_list`.
     """
-    if operation and _on_device(asked[0].value) and device_array.permits(operation, False):
-        found = [Side(each.adapted(operation)) for each in asked]
-        if _fit(found, size) and _in_one_piece(found, asked):
+    if operation and _on_device(arguments[0].value) and device_array.permits(operation, False):
+        found = [ListMemory(each.adapted(operation)) for each in arguments]
+        if _fit(found, size) and _in_one_piece(found, arguments):
             return found
-    if all(each.pieces is not None for each in asked):
+    if all(each.pieces is not None for each in arguments):
         found = []
-        for each in asked:
+        for each in arguments:
             most = each.pieces if not found or found[-1].memories[0].direct else None
             found.append(each.staged(most))
-        in_pieces = [side.memories[0].direct for side in found]
-        one, *others = (side.flat for side in found)
+        in_pieces = [argument.memories[0].direct for argument in found]
+        one, *others = (argument.flat for argument in found)
         if not any(in_pieces) or (all(in_pieces) and not any(np.may_share_memory(one, other) for other in others)):
             return found
-        return [each.staged(None) for each in asked]
-    return [Side(each.adapted("")) for each in asked]
+        return [each.staged(None) for each in arguments]
+    return [ListMemory(each.adapted("")) for each in arguments]
 
 
 def _on_device(value: Any) -> bool:
@@ -107,33 +109,33 @@ def _on_device(value: Any) -> bool:
     return not isinstance(first, np.ndarray) and device_array.on_device(first)
 
 
-def _fit(found: list[Side], size: Callable[[Iterable[int]], int]) -> bool:
-    every = [memory for side in found for memory in side.memories]
+def _fit(found: list[ListMemory], size: Callable[[Iterable[int]], int]) -> bool:
+    every = [memory for argument in found for memory in argument.memories]
     first = every[0]
     return (
         all(each.direct and each.place == first.place and each.name == first.name for each in every)
         and size(each.flat.nbytes for each in every) > device_array.DIRECT_BYTES
-        and all(sum(each.flat.nbytes for each in side.memories) <= device_array.MOST_DIRECT for side in found)
+        and all(sum(each.flat.nbytes for each in argument.memories) <= device_array.MOST_DIRECT for argument in found)
     )
 
 
-def _in_one_piece(found: list[Side], asked: tuple[Asked, ...]) -> bool:
-    """Give each side the one piece of memory that MPI is handed; False where the device has none."""
-    for side in found:
-        side.whole = device_array.across([memory.flat for memory in side.memories])
-    pieces = [side.whole for side in found if side.whole is not None]
+def _in_one_piece(found: list[ListMemory], arguments: tuple[ListArgument, ...]) -> bool:
+    """Set ``whole`` of each argument; return False if the device has no memory for one."""
+    for argument in found:
+        argument.whole = device_array.across([memory.flat for memory in argument.memories])
+    pieces = [argument.whole for argument in found if argument.whole is not None]
     if any(np.may_share_memory(one, other) for at, one in enumerate(pieces) for other in pieces[at + 1 :]):
-        for side, each in zip(found, asked, strict=True):
+        for argument, each in zip(found, arguments, strict=True):
             if not each.writable:
-                side.whole = None
-    for side, each in zip(found, asked, strict=True):
-        if side.whole is None:
-            room = device_array.room([memory.flat for memory in side.memories])
+                argument.whole = None
+    for argument, each in zip(found, arguments, strict=True):
+        if argument.whole is None:
+            room = device_array.room([memory.flat for memory in argument.memories])
             if room is None:
                 return False
-            side.whole, gather, spread = room
+            argument.whole, gather, spread = room
             if each.writable:
-                side.spread = spread
+                argument.spread = spread
             else:
-                side.gather = gather
+                argument.gather = gather
     return True

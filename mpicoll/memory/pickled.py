@@ -1,9 +1,8 @@
-"""Objects as memory: a head, which is a checked header and the pickle stream, and the buffers that stay out of the stream.
+"""Pickle objects to memory that can be moved: a head with a header and the pickle stream, and buffers outside the stream.
 
-``head = header | length of each buffer | pickle stream``, all in the order and the byte order of the machine. The buffers
-(pickle protocol 5, PEP 574) are the memory of the objects themselves: they are sent from where they are and received where
-they stay. What comes from another rank is believed only after :func:`read_header` and :meth:`Arriving.open`: no memory is
-allocated for sizes that cannot be.
+``head = header | length of each buffer | pickle stream``, all in the byte order of the machine. The buffers (pickle protocol
+5, PEP 574) are the memory of the objects: they are sent and received without a copy. Bytes of another rank are used only after
+the checks of :func:`read_header` and :meth:`IncomingObject.open`: no memory is allocated for impossible sizes.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 
 HEADER = struct.Struct("=7scqqqqQ")
-"""Magic, kind, sequence number, number of buffers, bytes of the stream, bytes of all buffers, CRC-32 of all these."""
+"""Magic, kind, sequence number, number of buffers, bytes of the stream, bytes of all buffers, CRC-32 of the fields before."""
 
 _CHECKED = HEADER.size - 8
 _CHECKSUM = struct.Struct("=Q")
 
 CHUNK_BYTES = 1 << 30
-"""Bytes of one piece at most: MPI counts up to 2**31 - 1."""
+"""Most bytes of one piece: counts of MPI end at 2**31 - 1."""
 
 
 _MAGIC = b"mpicoll"
 _LENGTH = 8
 
 IN_BAND_BYTES = 16 * 1024
-"""Buffers below this size are copied into the stream: one more movement takes longer than copying them twice."""
+"""Smaller buffers are copied into the stream: two copies take less time than one more transfer."""
 
 
 def need_list(value: Any, name: str) -> None:
@@ -45,14 +44,14 @@ def need_list(value: Any, name: str) -> None:
 
 
 class WireError(ValueError):
-    """What came is not an object that belongs here; the message says why."""
+    """Received bytes are not an object that belongs to this call; the message says why."""
 
 
 class Header:
-    """What the header of an object says, once it has been checked.
+    """The checked fields of an object's header.
 
     Attributes:
-        buffers: number of buffers out of the stream.
+        buffers: number of buffers outside the stream.
         stream: bytes of the pickle stream.
         tail: bytes of all buffers.
     """
@@ -81,13 +80,13 @@ class Header:
 
 
 def cut(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Yield the ends of the pieces of at most ``CHUNK_BYTES`` from ``start`` to ``stop``."""
+    """Yield start and end of each piece of at most ``CHUNK_BYTES`` from ``start`` to ``stop``."""
     for at in range(start, stop, CHUNK_BYTES):
         yield at, min(at + CHUNK_BYTES, stop)
 
 
 def pieces(parts: list[Bytes]) -> list[Bytes]:
-    """Return buffers in pieces, the same for the memory that they are sent from and received in."""
+    """Cut buffers into pieces, on the sender and on the receiver alike."""
     return [part[a:b] for part in parts for a, b in cut(0, part.size)]
 
 
@@ -95,8 +94,8 @@ class Packed(Header):
     """An object of this rank, ready to be sent.
 
     Attributes:
-        memory: its stream.
-        parts: its buffers, in place.
+        memory: pickle stream.
+        parts: buffers of the object, not copied.
     """
 
     __slots__ = ("memory", "parts")
@@ -107,7 +106,7 @@ class Packed(Header):
         super().__init__(len(parts), self.memory.size, sum(part.size for part in parts))
 
     def prefix(self, kind: bytes, sequence: int) -> Bytes:
-        """Return what stands before the stream: header and lengths."""
+        """Return the bytes before the stream: header and lengths of the buffers."""
         prefix = np.empty(self.prefix_bytes, np.uint8)
         HEADER.pack_into(prefix.data, 0, _MAGIC, kind, sequence, self.buffers, self.stream, self.tail, 0)
         _CHECKSUM.pack_into(prefix.data, _CHECKED, zlib.crc32(prefix.data[:_CHECKED]))
@@ -124,14 +123,14 @@ class Packed(Header):
         into[ahead + behind :] = 0
 
     def rest(self, prefix: Bytes, start: int) -> list[Bytes]:
-        """Return the head from ``start`` on, in the same pieces as :meth:`Arriving.rest`."""
+        """Return the head from ``start`` on, in the same pieces as :meth:`IncomingObject.rest`."""
         ahead = self.prefix_bytes
         pieces = [prefix[a:b] for a, b in cut(start, ahead)]
         return pieces + [self.memory[a - ahead : b - ahead] for a, b in cut(max(start, ahead), self.head_bytes)]
 
-    def copied(self) -> Arriving:
-        """Return a copy, to be loaded here: the buffers are copied, the stream is only read."""
-        own = Arriving.__new__(Arriving)
+    def copied(self) -> IncomingObject:
+        """Return a copy that this rank can load: the buffers are copied, the stream is only read."""
+        own = IncomingObject.__new__(IncomingObject)
         own.header = self
         own.head = self.memory
         own.start = 0
@@ -139,13 +138,13 @@ class Packed(Header):
         return own
 
 
-class Arriving:
-    """An object of another rank, from its first bytes on.
+class IncomingObject:
+    """An object of another rank, whose first bytes have been received.
 
     Attributes:
-        header: what its header says.
-        head: memory of its head, or of its stream alone, which begins at ``start``.
-        parts: memory of its buffers, each by itself, once they are known.
+        header: fields of the header.
+        head: memory of the head, or only of the stream, which begins at ``start``.
+        parts: memory of each buffer, after :meth:`open`.
     """
 
     __slots__ = ("head", "header", "parts", "start")
@@ -159,15 +158,15 @@ class Arriving:
         self.parts: list[Bytes] = []
 
     def rest(self, start: int) -> list[Bytes]:
-        """Return where the head from ``start`` on is to be received, in pieces."""
+        """Return the memory in which the head from ``start`` on is received, in pieces."""
         ahead, end = self.header.prefix_bytes, self.header.head_bytes
         return [self.head[a:b] for a, b in (*cut(start, ahead), *cut(max(start, ahead), end))]
 
     def open(self) -> None:
-        """Allocate the buffers, when the head is here.
+        """Allocate the buffers, after the head has been received.
 
         Raises:
-            WireError: their lengths do not add up.
+            WireError: the lengths of the buffers do not add up, or there is no memory.
         """
         lengths = self.head[HEADER.size : self.start].view(np.int64).tolist()
         if min(lengths, default=0) < 0 or sum(lengths) != self.header.tail:
@@ -178,13 +177,13 @@ class Arriving:
             raise WireError(f"there is no memory for its buffers of {self.header.tail} bytes") from error
 
     def load(self, whose: str) -> Any:
-        """Return the object, when all is here.
+        """Unpickle the object, after all of it has been received.
 
         Args:
-            whose: what to add to an error: the call, and where the object comes from.
+            whose: words for an error: the call, and the rank that sent the object.
 
         Raises:
-            Exception: what unpickling raises.
+            Exception: as unpickling raises.
         """
         try:
             return pickle.loads(self.head[self.start :].data, buffers=self.parts)
@@ -197,10 +196,10 @@ class Arriving:
 
 
 def pack(value: Any) -> Packed:
-    """Pickle an object; the memory of its large buffers is not copied.
+    """Pickle an object without copying its large buffers.
 
     Raises:
-        Exception: what pickling raises.
+        Exception: as pickling raises.
     """
     parts: list[Bytes] = []
 
@@ -218,14 +217,14 @@ def pack(value: Any) -> Packed:
 
 
 def read_header(block: Bytes, kind: bytes, sequence: int, most: int, most_head: int) -> Header:
-    """Return what the header at the start of ``block`` says.
+    """Check the header at the start of ``block``, and return its fields.
 
     Args:
-        kind, sequence: what it has to say.
-        most, most_head: bytes of the largest object, and of the largest head, that may come.
+        kind, sequence: required fields.
+        most, most_head: most bytes of the object, and of its head.
 
     Raises:
-        WireError: it is cut short, of something else, or of sizes that cannot be.
+        WireError: the header is cut short, belongs to another call, or has impossible sizes.
     """
     if block.size < HEADER.size:
         raise WireError(f"it is cut short after {block.size} bytes")

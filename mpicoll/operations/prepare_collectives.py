@@ -20,7 +20,7 @@ from mpicoll.memory.device.runtime import Fold
 from mpicoll.memory.dtypes import HALVES, Reduction, dtype_name, resolve_reduction
 from mpicoll.memory.half import WIDE
 from mpicoll.memory.layouts import joined
-from mpicoll.memory.lists import Side
+from mpicoll.memory.lists import ListMemory
 from mpicoll.memory.memory import Array, Memory
 from mpicoll.memory.reduce_op import RedOpType
 from mpicoll.operations import execution, riding
@@ -311,15 +311,15 @@ def _plain(memory: Memory) -> bool:
     return memory.pack is None and memory.unpack is None and not memory.named
 
 
-def one_result_buffer(side: Side, others: Sequence[Memory]) -> tuple[Array, Callable[[], None] | None]:
+def one_result_buffer(argument: ListMemory, others: Sequence[Memory]) -> tuple[Array, Callable[[], None] | None]:
     """Return one buffer for a list of results, and what is done when they are in it; their own where it is one.
 
     Args:
         others: what the call reads, which must not be in that buffer; empty for a call that is not waited for.
     """
-    if side.whole is not None:
-        return side.whole, side.spread
-    memories = side.memories
+    if argument.whole is not None:
+        return argument.whole, argument.spread
+    memories = argument.memories
     if others and all(map(_plain, memories)):
         whole = joined([memory.flat for memory in memories])
         if whole is not None and not any(np.may_share_memory(whole, other.flat) for other in others):
@@ -328,15 +328,15 @@ def one_result_buffer(side: Side, others: Sequence[Memory]) -> tuple[Array, Call
     return packed, result_unpacker(memories, packed)
 
 
-def one_source_buffer(side: Side, others: Sequence[Memory]) -> Array:
+def one_source_buffer(argument: ListMemory, others: Sequence[Memory]) -> Array:
     """Return the elements of a list in one buffer; their own where it is one.
 
     Args:
         others: what the call writes, which must not be in that buffer; empty for a call that is not waited for.
     """
-    if side.whole is not None:
-        return side.whole  # it is filled when the call begins
-    memories = side.memories
+    if argument.whole is not None:
+        return argument.whole  # it is filled when the call begins
+    memories = argument.memories
     if others and all(map(_plain, memories)):
         whole = joined([memory.flat for memory in memories])
         if whole is not None and not any(np.may_share_memory(whole, other.flat) for other in others):
@@ -344,7 +344,7 @@ def one_source_buffer(side: Side, others: Sequence[Memory]) -> Array:
     return np.concatenate([memory.filled() for memory in memories])
 
 
-def source_apart_from(result: Memory, source: Side) -> Array:
+def source_apart_from(result: Memory, source: ListMemory) -> Array:
     """Return the elements that a call reads where they are not in the memory that it writes: MPI forbids that these overlap."""
     if source.whole is not None:
         return source.whole

@@ -18,7 +18,7 @@ from mpicoll.transports.base import Kind, Movement, Request, starts
 def persistent_collectives() -> bool:
     """Whether this MPI has the persistent collectives of MPI-4 (the same answer on all ranks of a job).
 
-    Asked by making one: Open MPI 5.0 has them and reports version 3.1.
+    This function makes one to find out: Open MPI 5.0 has them and reports version 3.1.
     """
     try:
         MPI.COMM_SELF.Barrier_init().Free()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mpicoll.memory import pickled
-from mpicoll.memory.pickled import HEADER, IN_BAND_BYTES, Arriving, Packed, WireError, pack, read_header
+from mpicoll.memory.pickled import HEADER, IN_BAND_BYTES, IncomingObject, Packed, WireError, pack, read_header
 
 LARGE = 1 << 50
 
@@ -29,14 +29,14 @@ def moved(packed: Packed, first: int) -> Any:
     block = np.full(first, 255, np.uint8)
     packed.block(prefix, block)
     header = read_header(block, b"A", 7, packed.nbytes, packed.head_bytes)
-    arriving = Arriving(block, header)
-    for send, recv in zip(packed.rest(prefix, first), arriving.rest(first), strict=True):
+    incoming = IncomingObject(block, header)
+    for send, recv in zip(packed.rest(prefix, first), incoming.rest(first), strict=True):
         assert 0 < send.size <= pickled.CHUNK_BYTES
         recv[:] = send
-    arriving.open()
-    for send, recv in zip(pickled.pieces(packed.parts), pickled.pieces(arriving.parts), strict=True):
+    incoming.open()
+    for send, recv in zip(pickled.pieces(packed.parts), pickled.pieces(incoming.parts), strict=True):
         recv[:] = send
-    return arriving.load("an object")
+    return incoming.load("an object")
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1 << 30])
@@ -137,8 +137,8 @@ def test_sizes_that_cannot_be_allocate_nothing() -> None:
 def test_lengths_that_do_not_add_up_allocate_nothing(lengths: list[int]) -> None:
     """The lengths of the buffers have to be those of the header's sum."""
     packed = pack([np.ones(4500), np.ones(4500)])
-    arriving = Arriving(head_of(packed), read_header(head_of(packed), b"A", 7, packed.nbytes, packed.head_bytes))
-    arriving.head[HEADER.size : HEADER.size + 16].view(np.int64)[:] = lengths
+    incoming = IncomingObject(head_of(packed), read_header(head_of(packed), b"A", 7, packed.nbytes, packed.head_bytes))
+    incoming.head[HEADER.size : HEADER.size + 16].view(np.int64)[:] = lengths
     with pytest.raises(WireError, match="2 buffers do not add up to 72000 bytes"):
-        arriving.open()
-    assert not arriving.parts
+        incoming.open()
+    assert not incoming.parts
