@@ -24,28 +24,28 @@ ROUNDS, BLOCKS = 21, 50
 
 def moved_by(block: Callable[[], object]) -> str:
     """Return what one block moves through the group's engine on this rank, apart from agreements."""
-    from mpicoll.transports.mpi.collectives import MpiEngine, MpiPlan
+    from mpicoll.transports.mpi.collectives import EagerMpiSchedule, MpiTransport
 
     seen: list[str] = []
-    start, blocking = MpiPlan.start, MpiEngine.blocking
+    start, blocking = EagerMpiSchedule.start, MpiTransport.blocking
 
     def note(move: Any) -> None:
         buffer = move.recv if move.recv is not None else move.send
         seen.append(f"{move.kind.value} of {buffer.nbytes if buffer is not None else 0} bytes")
 
-    def counted_start(self: MpiPlan, move: Any) -> Any:
+    def counted_start(self: EagerMpiSchedule, move: Any) -> Any:
         note(move)
         return start(self, move)
 
-    def counted_blocking(self: MpiEngine, move: Any) -> None:
+    def counted_blocking(self: MpiTransport, move: Any) -> None:
         note(move)
         blocking(self, move)
 
-    MpiPlan.start, MpiEngine.blocking = counted_start, counted_blocking  # type: ignore[method-assign]
+    EagerMpiSchedule.start, MpiTransport.blocking = counted_start, counted_blocking  # type: ignore[method-assign]
     try:
         block()
     finally:
-        MpiPlan.start, MpiEngine.blocking = start, blocking  # type: ignore[method-assign]
+        EagerMpiSchedule.start, MpiTransport.blocking = start, blocking  # type: ignore[method-assign]
     return ", ".join(seen) or "nothing"
 
 

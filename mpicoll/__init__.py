@@ -416,7 +416,7 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(home), own_name)
     globals()[name] = value
     if "torch" in sys.modules:
-        importlib.import_module("mpicoll.runtime.torch_compile").leave_alone()
+        importlib.import_module("mpicoll.runtime.torch_compile").exclude_from_compile()
     return value
 
 

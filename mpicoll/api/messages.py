@@ -30,7 +30,7 @@ from mpicoll.operations.underway import receive_again, receiving, send_again
 from mpicoll.operations.work import Work
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import call_site, caller
-from mpicoll.transports.mpi.collectives import Together
+from mpicoll.transports.mpi.collectives import AllRequests
 from mpicoll.transports.mpi.envelope import SMALL_BYTES, write
 from mpicoll.transports.mpi.matching import Message, Receive
 
@@ -484,7 +484,7 @@ def _start_send(
                 requests.append(persistent.post_apart(group, body, peer, tag))
             group.count_sent(peer, tag)
             waiting.transfer_hint(flat.nbytes)
-            steps = execution.sending(Together(requests, (message, flat)))
+            steps = execution.sending(AllRequests(requests, (message, flat)))
             operation = Operation(group, call, steps, [tensor], limit, peer=group.ranks[peer], tag=tag)
             return operation, flight
 

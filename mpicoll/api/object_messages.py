@@ -30,7 +30,7 @@ from mpicoll.operations.request import Operation
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import call_site
 from mpicoll.transports.base import Request
-from mpicoll.transports.mpi.collectives import Post, Together, library_tag, post_all
+from mpicoll.transports.mpi.collectives import Post, AllRequests, library_tag, post_all
 from mpicoll.transports.mpi.envelope import SMALL_BYTES, Envelope, describe_list, write
 from mpicoll.transports.mpi.matching import OBJECT_TAGS, ObjectReceive
 
@@ -151,7 +151,7 @@ def _start_send(group: ProcessGroup, packed: Packed, length: int, peer: int) -> 
             requests = post_all(posts)
             group.count_sent(peer, _TAG)
             waiting.transfer_hint(sum(piece.nbytes for piece in rest))
-            steps = execution.sending(Together(requests, held))
+            steps = execution.sending(AllRequests(requests, held))
             where = group.ranks[peer]
             return Operation(group, call, steps, [], group.timeout, peer=where, tag=_TAG)
 
@@ -210,7 +210,7 @@ def _rest(group: ProcessGroup, receive: ObjectReceive, pieces: list[Any]) -> Gen
     control, tag = group.pair.control, _tag_of(receive.number)
     if pieces:
         waiting.transfer_hint(sum(piece.nbytes for piece in pieces))
-        yield Together(post_all((control.Irecv, piece, receive.sender, tag) for piece in pieces))
+        yield AllRequests(post_all((control.Irecv, piece, receive.sender, tag) for piece in pieces))
 
 
 def _first_bytes(head: int) -> int:

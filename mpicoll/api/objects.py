@@ -27,7 +27,7 @@ from mpicoll.runtime import waiting
 from mpicoll.runtime.call_site import call_site
 from mpicoll.transports.base import Kind, Movement, Request
 from mpicoll.transports.control import NOTHING, Agreed
-from mpicoll.transports.mpi.collectives import Post, Together, library_tag, post_all
+from mpicoll.transports.mpi.collectives import AllRequests, Post, library_tag, post_all
 
 FIRST_BYTES = 16 * 1024
 """Heads up to this size move whole in the first transfer, each padded to the largest."""
@@ -320,13 +320,13 @@ class _Transfer:
         posts: list[Post] = [(control.Irecv, piece, peer, tag) for peer, pieces in receives for piece in pieces]
         posts += [(control.Isend, piece, peer, tag) for peer, pieces in sends for piece in pieces]
         if posts:
-            requests = Together(post_all(posts))
+            requests = AllRequests(post_all(posts))
             waiting.transfer_hint(sum(piece.nbytes for _, piece, _, _ in posts))
             yield from self.beside(requests, meanwhile)
         else:
             meanwhile()
 
-    def beside(self, requests: Together, meanwhile: Callable[[], None]) -> Steps:
+    def beside(self, requests: AllRequests, meanwhile: Callable[[], None]) -> Steps:
         """Call ``meanwhile`` while messages move; wait for the messages even if it raises."""
         failed: Exception | None = None
         try:

@@ -17,7 +17,7 @@ from mpicoll.checks.agreement import Agreement, Closing
 from mpicoll.errors import DistBackendError
 from mpicoll.runtime.settings import Level, Settings
 from mpicoll.transports.base import SMALL_BYTES, Engine, Kind, Request
-from mpicoll.transports.mpi.collectives import MpiEngine
+from mpicoll.transports.mpi.collectives import MpiTransport
 from mpicoll.transports.mpi.matching import Receiver
 from mpicoll.transports.selection import DEFAULT, Choice, Ranges
 from mpicoll.transports.shm.control import MOST_MEMBERS, PART, RingControl, make_ring
@@ -72,7 +72,7 @@ class Pair:
 
     def __post_init__(self) -> None:
         self.agreement = Agreement(self.control)
-        self.native = MpiEngine(self.data)
+        self.native = MpiTransport(self.data)
         self.receiver = Receiver(self.control, self.data)
 
     def through(self, kind: Kind, nbytes: int) -> SharedMemoryTransport | None:

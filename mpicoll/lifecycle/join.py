@@ -45,7 +45,7 @@ from mpicoll.runtime.call_site import call_site
 from mpicoll.runtime.output import say
 from mpicoll.runtime.progress import ProgressThread
 from mpicoll.runtime.settings import LEVELS, Cuda, Level, Settings, warn_caller
-from mpicoll.runtime.torch_compile import leave_alone
+from mpicoll.runtime.torch_compile import exclude_from_compile
 from mpicoll.transports.device.capability import loaded_mpi
 from mpicoll.transports.selection import share_extension, share_profile
 from mpicoll.transports.topology import Topology, discover
@@ -156,7 +156,7 @@ def join(
     if devices is not None:
         devices.warn_of_sharing(me, topology.devices, topology.node_of, topology.hosts)
     if "torch" in sys.modules:
-        leave_alone()
+        exclude_from_compile()
     _initialisations = flags.block_bytes
     state.world.level = level
     state.world.calls, state.world.last = 0, None  # numbers in messages are those of the program's own calls

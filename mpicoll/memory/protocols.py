@@ -151,9 +151,9 @@ def torch_dtype(torch: Any, tensor: Any, name: str, device: str) -> np.dtype[Any
     """
     dtype = _torch_dtypes.get(tensor.dtype)
     if dtype is None:
-        from mpicoll.runtime.torch_compile import leave_alone
+        from mpicoll.runtime.torch_compile import exclude_from_compile
 
-        leave_alone()  # that may have been loaded after this package
+        exclude_from_compile()  # that may have been loaded after this package
         dtype = _TORCH_NAMES.get(str(tensor.dtype))
         if dtype is not None:
             _torch_dtypes[tensor.dtype] = dtype

@@ -19,7 +19,7 @@ from mpicoll.api import collectives, gathering, scattering
 from mpicoll.api.job import get_group_rank, get_rank, get_world_size
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
 from mpicoll.runtime.call_site import pass_through
-from mpicoll.runtime.torch_compile import leave_alone
+from mpicoll.runtime.torch_compile import exclude_from_compile
 
 __all__ = [
     "all_gather",
@@ -342,4 +342,4 @@ class _AllToAllSingle(torch.autograd.Function):  # type: ignore[misc,unused-igno
         return None, None, None, None, _AllToAllSingle.apply(like, ctx.sent, ctx.received, ctx.group, grad)
 
 
-leave_alone()
+exclude_from_compile()

@@ -123,7 +123,7 @@ def _move(
                 yield from node.steps(move, agreed.block_bytes)
                 _finish(call, after)
                 return
-    beyond = large_counts.beyond(move, size, agreed.block_bytes)
+    exceeds_count = large_counts.exceeds_count(move, size, agreed.block_bytes)
     brings = agreed.block_bytes * (size if move.kind is Kind.REDUCE_SCATTER else 1)
     if (
         move.op
@@ -134,12 +134,12 @@ def _move(
         yield from _reduce_in_order(group, number, move)
     elif move.kind is Kind.BARRIER:
         pass  # the round itself was one: nobody sees its end before everybody has posted it
-    elif agreed.nonblocking and not beyond:
+    elif agreed.nonblocking and not exceeds_count:
         requests = [engine.nonblocking(part) for part in move.parts]
         group.pair.agreement.order.pass_on(number)
         waiting.transfer_hint(agreed.block_bytes * len(requests) * (1 if move.root < 0 and move.op else size))
         yield from requests
-    elif agreed.block_bytes <= SMALL_BYTES and not (beyond or agreed.device):
+    elif agreed.block_bytes <= SMALL_BYTES and not (exceeds_count or agreed.device):
         if move.vector or move.more or not fixed:
             yield from [engine.nonblocking(part) for part in move.parts]
         else:
@@ -212,7 +212,7 @@ def _in_pieces(
             node = None
     most = staged.PIECE_BYTES
     if node is None and staged.rank_order_matters(move):
-        if agreed.nonblocking and not large_counts.beyond(move, size, agreed.block_bytes):
+        if agreed.nonblocking and not large_counts.exceeds_count(move, size, agreed.block_bytes):
             return False
         most = NATIVE_BYTES
     most = min(most, large_counts.COUNT_LIMIT)
@@ -385,7 +385,7 @@ def _passes(group: ProcessGroup, call: Call, move: Movement | Callable[[Agreed],
         and move.kind in UNCOMPARED
         and not (call.uneven or move.vector or move.more)
         and call.block_bytes <= SMALL_BYTES
-        and not large_counts.beyond(move, group.size(), call.block_bytes)
+        and not large_counts.exceeds_count(move, group.size(), call.block_bytes)
         and not (group.level == "roll" and (call.compared or group.calls % EVERY == 0))
     )
 

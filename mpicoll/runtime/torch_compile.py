@@ -18,7 +18,7 @@ _left: set[str] = set()
 _strategy: Any = None
 
 
-def leave_alone() -> None:
+def exclude_from_compile() -> None:
     """Have the compiler of a torch that is loaded leave all functions alone that are loaded by now."""
     if "torch" not in sys.modules:
         return

@@ -236,7 +236,7 @@ import mpicoll as dist
 from mpicoll.groups import registry
 from mpicoll.operations import deferred, execution, riding
 from mpicoll.transports.mpi.control import MpiControl
-from mpicoll.transports.mpi.collectives import MpiPlan, persistent_collectives
+from mpicoll.transports.mpi.collectives import EagerMpiSchedule, persistent_collectives
 from mpicoll.transports.shm.control import RingControl, RingRound
 
 class Stop(Exception):
@@ -266,7 +266,7 @@ PLACES = {
     "looks": (deferred.Deferred, "Test"),
     "finished": (riding, "_end"),  # in Python, since the other comes late
     "filled": (MpiControl, "fill"),
-    "planned": (MpiPlan, "start_in_place"),
+    "planned": (EagerMpiSchedule, "start_in_place"),
 }
 
 def strike(place):

@@ -27,7 +27,7 @@ from mpi4py import MPI
 import mpicoll as dist
 from mpicoll import ReduceOp
 from mpicoll.pytest_plugin import collective_raises
-from mpicoll.transports.mpi.collectives import MpiEngine
+from mpicoll.transports.mpi.collectives import MpiTransport
 
 pytestmark = pytest.mark.mpi
 needs_ml_dtypes = pytest.mark.skipif(ml_dtypes is None, reason="ml_dtypes is not installed")
@@ -117,7 +117,7 @@ def test_a_sum_formed_in_halves_would_be_noticed(name: str, monkeypatch: pytest.
         b[...] = (a.astype(dtype) + b.astype(dtype)).astype(dtype).astype(np.float32)
 
     planted = MPI.Op.Create(add_halves, commute=True)
-    monkeypatch.setattr(MpiEngine, "_op", staticmethod(lambda move: planted))
+    monkeypatch.setattr(MpiTransport, "_op", staticmethod(lambda move: planted))
     group = dist.new_group()  # with no plans of the right operation
     try:
         x = np.random.default_rng(dist.get_rank()).standard_normal(4096).astype(dtype)

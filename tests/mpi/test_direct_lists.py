@@ -20,7 +20,7 @@ from mpicoll.memory.device.array import DIRECT_BYTES, DeviceAddresses
 from mpicoll.operations import execution
 from mpicoll.transports import large_counts
 from mpicoll.transports.device.capability import decide
-from mpicoll.transports.mpi.collectives import MpiEngine, MpiPlan
+from mpicoll.transports.mpi.collectives import EagerMpiSchedule, MpiTransport
 
 pytestmark = pytest.mark.mpi
 
@@ -239,14 +239,14 @@ def test_in_pieces(name: str, beyond: bool, gpu: Gpu, monkeypatch: pytest.Monkey
             large_counts, "COUNT_LIMIT", size * 112_000
         )  # elements of all blocks together are never more
     monkeypatch.setattr(cases, "dist", OnGpu(gpu))
-    call = MpiEngine.call
+    call = MpiTransport.call
 
-    def known(self: MpiEngine, move: Any) -> tuple[str, tuple[Any, ...]]:
+    def known(self: MpiTransport, move: Any) -> tuple[str, tuple[Any, ...]]:
         found = call(self, move)
         assert found[0] != "Reduce_scatter" or name == "reduce_scatter_uneven"  # Open MPI has the other for GPUs
         return found
 
-    monkeypatch.setattr(MpiEngine, "call", known)
+    monkeypatch.setattr(MpiTransport, "call", known)
     for turn, async_op in enumerate((False, True, False)):
         before = gpu.copied
         cases.run(name, iter([Case("d", 2 * MANY + turn, root=turn % size, async_op=async_op, seed=turn)]))
@@ -267,14 +267,14 @@ def test_no_memory_for_a_piece(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_small_blocks_of_what_is_large(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of a few bytes of an array that is handed to MPI do not move through buffers of the host."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    start = MpiPlan.start
+    start = EagerMpiSchedule.start
 
-    def checked(self: MpiPlan, move: Any) -> Any:
+    def checked(self: EagerMpiSchedule, move: Any) -> Any:
         assert not isinstance(move.send, DeviceAddresses)
         assert not isinstance(move.recv, DeviceAddresses)
         return start(self, move)
 
-    monkeypatch.setattr(MpiPlan, "start", checked)
+    monkeypatch.setattr(EagerMpiSchedule, "start", checked)
     monkeypatch.setattr(device_array, "DIRECT_BYTES", 1000)
     for count in (200, 3000):
         x, y = np.repeat(np.arange(size) + 10.0 * rank, count), np.zeros(size * count)

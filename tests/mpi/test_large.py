@@ -18,7 +18,7 @@ from mpicoll import ReduceOp
 from mpicoll.groups import registry
 from mpicoll.operations import riding
 from mpicoll.transports import large_counts
-from mpicoll.transports.mpi.collectives import MpiEngine
+from mpicoll.transports.mpi.collectives import MpiTransport
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("rounds_of_mpi")]
 
@@ -46,9 +46,9 @@ def largest(arguments: tuple[Any, ...]) -> int:
 def native(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """Lower the limit, and note the name and the largest number of every native collective."""
     seen: Calls = []
-    call, contiguous = MpiEngine.call, large_counts._contiguous
+    call, contiguous = MpiTransport.call, large_counts._contiguous
 
-    def noted(self: MpiEngine, move: Any) -> tuple[str, tuple[Any, ...]]:
+    def noted(self: MpiTransport, move: Any) -> tuple[str, tuple[Any, ...]]:
         name, arguments = call(self, move)
         seen.append((name, largest(arguments)))
         return name, arguments
@@ -57,7 +57,7 @@ def native(monkeypatch: pytest.MonkeyPatch) -> Calls:
         seen.append(("derived type", 1))
         return contiguous(array)
 
-    monkeypatch.setattr(MpiEngine, "call", noted)
+    monkeypatch.setattr(MpiTransport, "call", noted)
     monkeypatch.setattr(large_counts, "_contiguous", derived)
     monkeypatch.setattr(large_counts, "COUNT_LIMIT", LOWERED)
     monkeypatch.setattr(riding, "REPEATED_BYTES", LOWERED)

@@ -94,9 +94,9 @@ def test_torch_that_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules are marked as soon as there is a torch, each once."""
     monkeypatch.setattr(torch_compile, "_left", set())
     torch_ = sys.modules.pop("torch")
-    torch_compile.leave_alone()
+    torch_compile.exclude_from_compile()
     assert not torch_compile._left
     sys.modules["torch"] = torch_
-    torch_compile.leave_alone()
+    torch_compile.exclude_from_compile()
     assert "mpicoll.api.collectives" in torch_compile._left
     assert dist.all_reduce._torchdynamo_disable  # type: ignore[attr-defined]

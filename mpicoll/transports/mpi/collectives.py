@@ -1,4 +1,4 @@
-"""The native engine: every movement is one MPI collective on the group's data communicator."""
+"""The MPI transport: each movement is one collective of MPI on the data communicator of the group."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from mpicoll.transports.base import Kind, Movement, Request, starts
 
 @lru_cache(maxsize=1)
 def persistent_collectives() -> bool:
-    """Whether this MPI has the persistent collectives of MPI-4 (the same answer on all ranks of a job).
+    """Return whether this MPI has the persistent collectives of MPI-4 (the same on all ranks of a job).
 
-    This function makes one to find out: Open MPI 5.0 has them and reports version 3.1.
+    The function makes one to find out, as Open MPI 5.0 has persistent collectives and reports version 3.1.
     """
     try:
         MPI.COMM_SELF.Barrier_init().Free()
@@ -29,12 +29,12 @@ def persistent_collectives() -> bool:
 
 @lru_cache
 def library_tag(number: int) -> int:
-    """Return one of the 32 tags that are the library's own, the largest there are; 1 and 2 are those of the agreement."""
-    return (MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767) - number  # what MPI gives at least
+    """Return one of the 32 largest tags, which only the library uses; 1 and 2 belong to the exchange after a mismatch."""
+    return (MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767) - number  # MPI guarantees 32767
 
 
-class Together:
-    """Several requests of MPI as one, and what has to live as long (a Request)."""
+class AllRequests:
+    """Several requests of MPI as one request, with the memory that must live as long."""
 
     __slots__ = ("_held", "_requests")
 
@@ -43,29 +43,29 @@ class Together:
         self._held = held
 
     def Test(self) -> bool:
-        """Return whether all are complete."""
+        """Return whether all requests are complete."""
         return bool(MPI.Request.Testall(self._requests))
 
 
 Post = tuple[Callable[..., MPI.Request], Any, int, int]
-"""The method that posts a message of bytes, the bytes, the other rank and the tag."""
+"""A message of bytes to post: method of the communicator, bytes, peer, and tag."""
 
-_left: list[Any] = []
+_retained: list[Any] = []
 
 
 def post_all(posts: Iterable[Post]) -> list[MPI.Request]:
-    """Post messages; those before one that fails are kept for good, since MPI may still write into their memory."""
+    """Post messages. If one cannot be posted, the earlier requests are retained, as MPI may still write into their memory."""
     requests: list[MPI.Request] = []
     try:
         for post, piece, peer, tag in posts:
             requests.append(post([piece, MPI.BYTE], peer, tag))
     except BaseException:
-        _left.append(requests)
+        _retained.append(requests)
         raise
     return requests
 
 
-# One name each for the blocking call; the nonblocking one is "I" and the same name in lower case.
+# Names of blocking calls. A nonblocking call has "I" and the same name in lower case.
 _EVEN = {
     Kind.BROADCAST: "Bcast",
     Kind.ALL_REDUCE: "Allreduce",
@@ -85,31 +85,31 @@ _UNEVEN = {
 }
 
 
-class MpiPlan:
-    """A small movement that is made again and again: owned buffers, and one persistent request where MPI-4 has them.
+class EagerMpiSchedule:
+    """A small movement that is started many times, in buffers of the library, by a persistent request if MPI has such.
 
-    A rank that gives up in the middle leaves MPI writing into these buffers, never into the user's.
+    After a rank withdraws, MPI may write into these buffers, but never into buffers of the program.
     """
 
     __slots__ = ("_again", "_recv", "_request", "_send", "_writes")
 
-    def __init__(self, engine: MpiEngine, comm: MPI.Intracomm, move: Movement, persistent: bool = True) -> None:
+    def __init__(self, transport: MpiTransport, comm: MPI.Intracomm, move: Movement, persistent: bool = True) -> None:
         self._send = None if move.send is None else np.empty_like(move.send)
         self._recv = None if move.recv is None else np.empty_like(move.recv)
-        # The source of a broadcast has its elements already, perhaps in an array that cannot be written.
+        # The root of a broadcast gets no result, and its array may be read-only.
         self._writes = not (move.kind is Kind.BROADCAST and move.root == comm.Get_rank())
         owned = replace(move, send=self._send, recv=self._recv)
         self._request: MPI.Prequest | None = None
-        self._again: Callable[[], Request] = partial(engine.nonblocking, owned)
+        self._again: Callable[[], Request] = partial(transport.nonblocking, owned)
         if persistent and persistent_collectives():
             if move.kind is Kind.BARRIER:
                 self._request = comm.Barrier_init()
             else:
-                name, arguments = engine.call(owned)
+                name, arguments = transport.call(owned)
                 self._request = getattr(comm, name + "_init")(*arguments)
 
     def start(self, move: Movement) -> Request:
-        """Copy this rank's part in and post it."""
+        """Copy the data of this rank into the buffers, and post the movement."""
         if self._send is not None:
             self._send[...] = move.send
         if self._recv is not None and move.reads_recv:
@@ -120,7 +120,7 @@ class MpiPlan:
         return self._request
 
     def start_in_place(self, flat: Any) -> Request:
-        """Copy a buffer that is input and output in, and post it."""
+        """Copy an array that is input and output into the buffer, and post the movement."""
         self._recv[:] = flat  # type: ignore[index]
         if self._request is None:
             return self._again()
@@ -128,25 +128,25 @@ class MpiPlan:
         return self._request
 
     def finish_in_place(self, flat: Any) -> None:
-        """Copy the result out into that buffer."""
+        """Copy the result into the array."""
         if self._writes:
             flat[:] = self._recv
 
     def finish(self, move: Movement) -> None:
-        """Copy the result out."""
+        """Copy the result into the array of the program."""
         if self._recv is not None and self._writes:
             assert move.recv is not None
             move.recv[...] = self._recv
 
     def free(self) -> None:
-        """Give the persistent request back to MPI; nothing may be under way."""
+        """Free the persistent request, which must not be started."""
         if self._request is not None:
             self._request.Free()
             self._request = None
 
 
 def _without_long_complex(move: Movement) -> Movement:
-    """Return a movement of clongdouble as one of twice as many longdouble; others as they are.
+    """Return a movement of clongdouble as a movement of twice as many longdouble, and another movement unchanged.
 
     MPICH 5.0.2: Gather and Igather of MPI_C_LONG_DOUBLE_COMPLEX abort on 4 ranks and more, in blocks of a few KiB
     (typerep_yaksa_pack.c:326, element_size < 0 || *actual_unpack_bytes % element_size == 0).
@@ -174,11 +174,11 @@ def _without_long_complex(move: Movement) -> Movement:
 
 @cache
 def _type_of_bytes(count: int) -> MPI.Datatype:
-    """Return a type of so many bytes, for elements of which MPI knows no more; kept, as messages under way may have it."""
+    """Return a type of ``count`` bytes, for elements unknown to MPI; it is never freed, as pending messages may use it."""
     return MPI.BYTE.Create_contiguous(count).Commit()
 
 
-class MpiEngine:
+class MpiTransport:
     """Moves host memory by the collectives of MPI (MPI-4.1 chapter 6)."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -186,7 +186,7 @@ class MpiEngine:
         self._types: dict[str, MPI.Datatype] = {}
 
     def blocking(self, move: Movement) -> None:
-        """Move by the blocking call."""
+        """Make the blocking call."""
         if move.kind is Kind.BARRIER:
             self._comm.Barrier()
             return
@@ -197,7 +197,10 @@ class MpiEngine:
             moved[1]()
 
     def transfer(self, move: Movement) -> tuple[Callable[..., object], Callable[[Movement], tuple[Any, ...]]] | None:
-        """Return the blocking call of a movement, to be made again, and what makes its arguments; None: in pieces or odd."""
+        """Return the blocking call of a movement, to be made many times, and the function that makes its arguments.
+
+        None if the movement has several calls or unequal blocks.
+        """
         if move.vector or move.more or move.kind is Kind.BARRIER or _without_long_complex(move) is not move:
             return None
         if move.send is None and move.recv is not None:
@@ -217,15 +220,15 @@ class MpiEngine:
         moved = large_counts.near(move) if move.vector else None
         name, arguments = self.call(move if moved is None else moved[0])
         request: MPI.Request = getattr(self._comm, "I" + name.lower())(*arguments)
-        return request if moved is None else large_counts.Landing(request, moved[1])
+        return request if moved is None else large_counts.CopyAfter(request, moved[1])
 
-    def plan(self, move: Movement, persistent: bool = True) -> MpiPlan:
-        """Return a reusable form of a small movement, through buffers that the engine owns.
+    def plan(self, move: Movement, persistent: bool = True) -> EagerMpiSchedule:
+        """Return a reusable form of a small movement, in buffers of the library.
 
         Args:
-            persistent: use the persistent collectives of MPI-4, which do not match the nonblocking ones of others.
+            persistent: use a persistent collective of MPI-4, which does not match a nonblocking collective of another member.
         """
-        return MpiPlan(self, self._comm, move, persistent)
+        return EagerMpiSchedule(self, self._comm, move, persistent)
 
     def _type(self, array: Any) -> MPI.Datatype:
         char = array.dtype.char
@@ -233,12 +236,12 @@ class MpiEngine:
             return _type_of_bytes(array.dtype.itemsize)
         found = self._types.get(char)
         if found is None:
-            # One type for dtypes that differ by name alone: on Linux long and long long, which mpi4py would not let meet.
+            # One type for dtypes that differ in name only: mpi4py has two for long and long long, which are equal on Linux.
             found = self._types[char] = MPI.Datatype.fromcode(np.dtype(array.dtype.str).char)
         return found
 
     def call(self, move: Movement) -> tuple[str, tuple[Any, ...]]:
-        """Return the name of the MPI call and its arguments."""
+        """Return the name and the arguments of the blocking call."""
         if not move.op:
             move = _without_long_complex(move)
         kind, send, recv = move.kind, move.send, move.recv

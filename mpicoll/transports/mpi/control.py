@@ -42,7 +42,7 @@ class MpiRound:
 
     @property
     def starting(self) -> tuple[Any, ...]:
-        """Return what posts the round, for ``map``; () without a persistent request."""
+        """The function that posts the round, and its arguments, for ``map``; () without a persistent request."""
         return (MPI.Prequest.Start, (self.request,)) if self._channel.persistent else ()
 
     def write(self, words: Words) -> None:
@@ -86,7 +86,7 @@ class MpiRound:
         return tuple(self.maxima()[:COMPARED]) == words[:COMPARED]
 
     def agreed(self) -> Agreed:
-        """Return what all members know now."""
+        """Return the decoded words of the complete round."""
         *words, last, first = self.maxima()
         return decode(words, (last + first) / 1e6, (last - int(self.send[SAID])) / 1e6)
 

@@ -1,4 +1,4 @@
-"""Merge what all members of a communicator pass, by messages with tags of the library, and give the result to all of them."""
+"""Merge objects of all members of a communicator, by messages with tags of the library, and give the result to all members."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ def merge_all(
     pack: Callable[[_T], bytes],
     unpack: Callable[[bytes], _T],
 ) -> Generator[Request, None, _T]:
-    """Merge what all members pass up a binomial tree, and return the result on all of them.
+    """Merge the objects of all members up a binomial tree, and return the result on all members.
 
-    A generator that yields the requests to complete.
+    A generator that yields the requests to complete. A member may make the next call while another one still reads: messages of
+    a pair of ranks arrive in the order in which they were sent.
 
     Args:
-        comm: All its members call this function.
-        mine: what this member passes.
-        merge: returns one object for two; the order of the members is that of the tree.
-        pack, unpack: make bytes of an object, and an object of bytes.
-
-    One member may be at the next call while another still reads: the messages of a pair come in their order.
+        comm: communicator; all its members call this function.
+        mine: object of this member.
+        merge: returns one object for two, in the order of the tree.
+        pack, unpack: convert an object to bytes, and bytes to an object.
     """
     me, size = comm.Get_rank(), comm.Get_size()
     up, down = library_tag(1), library_tag(2)
@@ -62,7 +61,7 @@ def merge_all(
 
 
 class _Incoming:
-    """A message of unknown length from one member (a Request)."""
+    """A message of unknown length from one member, as a request."""
 
     __slots__ = ("_buffer", "_comm", "_request", "_source", "_tag")
 

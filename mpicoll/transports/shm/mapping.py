@@ -68,7 +68,7 @@ def remove(*paths: str) -> None:
             os.unlink(path)
 
 
-def sweep(kind: str) -> None:
+def remove_stale(kind: str) -> None:
     """Remove files of this user whose makers were killed before they could do it themselves."""
     for name in os.listdir(DIRECTORY):
         path = os.path.join(DIRECTORY, name)
@@ -147,7 +147,7 @@ def map_together(
     told = np.zeros(256, np.uint8)
     if me == 0 and not why:
         with contextlib.suppress(OSError):
-            mapping.sweep("segment")
+            mapping.remove_stale("segment")
         descriptor, path, why = mapping.create("segment", head + size * part, head)
         words = f"{part} {path}".encode() if path else b""
         told[: len(words)] = np.frombuffer(words, np.uint8)

@@ -45,15 +45,15 @@ sys.stdin.read()
     maker = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert maker.stdout is not None
     assert maker.stdout.readline() == b"made\n"
-    mapping.sweep("segment")
+    mapping.remove_stale("segment")
     assert len(list(folder.iterdir())) == 2  # young
     for path in folder.iterdir():
         os.utime(path, (1, 1))
-    mapping.sweep("segment")
+    mapping.remove_stale("segment")
     assert len(list(folder.iterdir())) == 2  # its maker lives
     maker.kill()
     maker.communicate()
-    mapping.sweep("segment")
+    mapping.remove_stale("segment")
     assert [path.name.split("-")[1] for path in folder.iterdir()] == ["other"]
 
 
