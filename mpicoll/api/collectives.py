@@ -184,7 +184,7 @@ def all_reduce(
     def prepare(g: ProcessGroup) -> Prepared:
         direct = "all_reduce" if is_unscaled(op) else ""
         held = None if type(tensor) is _ndarray else device_array_of(g, tensor, op)
-        if held is not None and device_reductions().Offer.possible(g, held, not async_op):
+        if held is not None and device_reductions().DeviceReduction.possible(g, held, not async_op):
             return prepare_on_device(g, held, tensor, op, lambda: of(g, by_host(held)))
         if held is None or (direct and device_array.permits(direct, False)):
             return of(g, wide(adapt(tensor, "tensor", writable=True, direct=direct, pieces=bytes_in_pieces(op))))

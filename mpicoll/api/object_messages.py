@@ -30,7 +30,7 @@ from mpicoll.operations.request import Operation
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import call_site
 from mpicoll.transports.base import Request
-from mpicoll.transports.mpi.collectives import Post, AllRequests, library_tag, post_all
+from mpicoll.transports.mpi.collectives import AllRequests, Post, library_tag, post_all
 from mpicoll.transports.mpi.envelope import SMALL_BYTES, Envelope, describe_list, write
 from mpicoll.transports.mpi.matching import OBJECT_TAGS, ObjectReceive
 

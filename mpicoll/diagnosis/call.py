@@ -39,9 +39,9 @@ class Call:
         alias: another name of the public function, under which this rank called it.
         explaining: the members differ, and exchange what they called.
         compared: it is compared at level ``roll`` also if it is small.
-        device_reduction: how this rank can reduce on the GPU that all ranks share (see ``transports.device.ipc.Offer``), or None.
+        device_reduction: the ``transports.device.ipc.DeviceReduction`` of this rank on the GPU that all ranks share, or None.
         wait_policy: makes its wait policy, if it is not :class:`mpicoll.diagnosis.wait_policy.CallWait`.
-        come: asks whether this rank's GPU has reached the call; None if no rank is known to have an array on a GPU.
+        device_ready: returns whether this rank's GPU has reached the call; None if no rank is known to have an array on a GPU.
     """
 
     op: str
@@ -65,7 +65,7 @@ class Call:
     explaining: bool = False
     compared: bool = False
     wait_policy: Any = None
-    come: Callable[[], bool] | None = None
+    device_ready: Callable[[], bool] | None = None
 
     @property
     def name(self) -> str:

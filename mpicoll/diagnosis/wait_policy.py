@@ -302,7 +302,7 @@ class CallWait:
             self.limit if over and self.limit < math.inf else round(waited, 1),
             over,
             unasked=len({*wanted} - {board.rank}) - len(answers),
-            behind=None if self.call.come is None else not self.call.come(),
+            behind=None if self.call.device_ready is None else not self.call.device_ready(),
             closing=self.AFTERWARDS,
         )
         return arrived[1:], report

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mpicoll.runtime.settings import Level
     from mpicoll.transports.base import Movement, Plan
     from mpicoll.transports.control import Agreed
-    from mpicoll.transports.device.ipc import Link
+    from mpicoll.transports.device.ipc import DeviceWindow
 
 
 T = TypeVar("T")
@@ -122,7 +122,7 @@ class ProcessGroup(Membership):
         self.own_plans: OrderedDict[Any, Plan] = OrderedDict()  # of calls that make no round: this rank's own affair
         self.rides: dict[Any, Any] = {}  # calls that may be made again
         pair.receiver.torn = lambda error: self.give_up(f"{type(error).__name__} struck while its messages were taken")
-        self.link: Link | None = None  # the memory of a GPU that its members share
+        self.device_window: DeviceWindow | None = None  # the memory of a GPU that its members share
         self.bound_device_id: Any = None  # torch's, of which scripts ask
 
     if not TYPE_CHECKING:  # a misspelt attribute is to be found

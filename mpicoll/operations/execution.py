@@ -84,8 +84,8 @@ def _move(
     fixed = isinstance(move, Movement)
     if not isinstance(move, Movement):
         move = move(agreed)
-    if agreed.behind and call.come is None:
-        call.come = _come
+    if agreed.behind and call.device_ready is None:
+        call.device_ready = _is_ready
     if agreed.stalled:
         # Somebody may have withdrawn after posting: such a rank never joins a second round.
         yield data.Ibarrier()
@@ -170,17 +170,17 @@ def _on_gpu(move: Movement) -> list[DeviceAddresses]:
     return [array for array in (move.send, move.recv) if isinstance(array, DeviceAddresses)]
 
 
-def _has_come(call: Call, move: Any, ready: Callable[[], bool] | None) -> Callable[[], bool] | None:
+def _device_test(call: Call, move: Any, ready: Callable[[], bool] | None) -> Callable[[], bool] | None:
     """Return what asks whether this rank's GPU has come to a call; None where no array is on one."""
     if call.device_reduction is not None:
-        come: Callable[[], bool] = call.device_reduction.come
-        return come
+        ready_now: Callable[[], bool] = call.device_reduction.is_ready
+        return ready_now
     if call.device and isinstance(move, Movement):
         return lambda: all(map(device_array.is_ready, _on_gpu(move)))
     return ready
 
 
-def _come() -> bool:
+def _is_ready() -> bool:
     """Whether this rank's GPU has come to a call for which it has none, and others do."""
     return True
 
@@ -470,8 +470,8 @@ def issue(
 ) -> Work | None:
     """Make a call that has its number and its place in the order: see :func:`run`."""
     call.asynchronous = async_op or collectives_are_pending()
-    call.come = _has_come(call, move, ready)
-    if call.come is not None and not call.device:
+    call.device_ready = _device_test(call, move, ready)
+    if call.device_ready is not None and not call.device:
         call.device = BEHIND
     transfer: Callable[[Any], Steps]
     if call.passes:

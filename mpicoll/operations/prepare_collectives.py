@@ -31,7 +31,7 @@ from mpicoll.transports.base import Kind, Movement
 from mpicoll.transports.control import AS_IT_IS, IN_PIECES, NOTHING
 
 if TYPE_CHECKING:
-    from mpicoll.transports.device.ipc import Offer
+    from mpicoll.transports.device.ipc import DeviceReduction
 
 
 MOST_BLOCKS = 16
@@ -41,7 +41,7 @@ MOST_BLOCKS = 16
 class Prepared:
     """What the checks of one rank's arguments came to: the key of the call, what to move, what to do around it.
 
-    With an ``offer`` the movement only says what the call is about.
+    With a ``device_reduction`` the movement only says what the call is about.
 
     ``inputs`` are the memories that the transfer reads: they are packed when it starts. ``awaits`` are those whose GPUs have to
     have come to the call before ``before`` is run. ``stopping`` is what the
@@ -53,10 +53,10 @@ class Prepared:
         "awaits",
         "before",
         "detail",
+        "device_reduction",
         "inputs",
         "key",
         "move",
-        "offer",
         "outputs",
         "stopping",
         "uneven",
@@ -75,10 +75,10 @@ class Prepared:
         uneven: bool = False,
         detail: int = NOTHING,
         stopping: Stopping | None = None,
-        offer: Offer | None = None,
+        device_reduction: DeviceReduction | None = None,
     ) -> None:
         self.key = key
-        self.offer = offer
+        self.device_reduction = device_reduction
         self.stopping = stopping
         self.move = move
         self.outputs = outputs
@@ -119,9 +119,12 @@ def run_prepared(
     carried: Any = None
     if ready.stopping is not None:
         call.signal, carried = ready.stopping.brings(), ready.stopping.carried
-    if ready.offer is not None:
-        call.device_reduction, call.device = ready.offer, IN_PIECES if ready.offer.in_pieces else 0
-        call.block_bytes, move = ready.offer.nbytes, ready.move
+    if ready.device_reduction is not None:
+        call.device_reduction, call.device = (
+            ready.device_reduction,
+            IN_PIECES if ready.device_reduction.in_pieces else 0,
+        )
+        call.block_bytes, move = ready.device_reduction.nbytes, ready.move
 
         def carried(_: Any) -> Movement:
             return move
@@ -213,10 +216,15 @@ def prepare_on_device(
         found = by_host()
         return found.move, _all_ready(found.inputs, []), _packing(found), found.after
 
-    offer = device_reductions().Offer(
+    on_device = device_reductions().DeviceReduction(
         g, held, fold, held.origin.size * dtype.itemsize, otherwise, held.in_pieces(bytes_in_pieces(op))
     )
-    return Prepared(agreed, Movement(Kind.ALL_REDUCE, recv=held.origin, op=reduction.mpi_op), [tensor], offer=offer)
+    return Prepared(
+        agreed,
+        Movement(Kind.ALL_REDUCE, recv=held.origin, op=reduction.mpi_op),
+        [tensor],
+        device_reduction=on_device,
+    )
 
 
 def _packing(ready: Prepared) -> Callable[[], None] | None:

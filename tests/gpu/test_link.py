@@ -37,21 +37,21 @@ def group() -> Iterator[Any]:
     for each in found:
         dist.destroy_process_group(each)
     dist.barrier()
-    ipc.sweep(5)
+    ipc.free_closed(5)
     assert not ipc._closing
 
 
 def proven(group: Any) -> None:
     """Make the group's window; where this machine gives none, skip on all ranks, and say why."""
     dist.all_reduce(cupy().ones(MIB), group=group)
-    if not group.link.usable:
-        pytest.skip(f"no memory of the GPU in common: {group.link.why}")
+    if not group.device_window.usable:
+        pytest.skip(f"no memory of the GPU in common: {group.device_window.why}")
 
 
 def test_it_is_used(group: Any) -> None:
     """Ranks on one GPU of this machine have memory in common: what the others of these tests need."""
     dist.all_reduce(cupy().ones(MIB), group=group)
-    assert group.link.usable, group.link.why
+    assert group.device_window.usable, group.device_window.why
 
 
 @pytest.mark.parametrize("dtype", "?bBhHiIlLqQefdFD")

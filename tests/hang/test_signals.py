@@ -259,7 +259,7 @@ PLACES = {
     "counted": (execution, "_print"),
     "conducted": (execution, "_conduct"),
     "issued": (execution, "collectives_are_pending"),
-    "numbered": (execution, "_has_come"),
+    "numbered": (execution, "_device_test"),
     "posted": (Request, "Test"),
     "written": (RingControl, "fill"),
     "started": (RingRound, "Start"),

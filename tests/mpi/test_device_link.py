@@ -58,7 +58,7 @@ def leave(group: Any) -> None:
         dist.barrier(group)
     dist.destroy_process_group(group)
     dist.barrier()
-    ipc.sweep(5)
+    ipc.free_closed(5)
     dist.barrier()
     assert not ipc._closing
     assert not ipc._open
@@ -67,7 +67,7 @@ def leave(group: Any) -> None:
 
 def ready(group: Any) -> bool:
     """Whether the group's window has been proven."""
-    return group.link is not None and group.link.usable is True
+    return group.device_window is not None and group.device_window.usable is True
 
 
 @several
@@ -193,7 +193,7 @@ def test_small_arrays_and_other_calls(gpu: Gpu, group: Any) -> None:
     gpu.finish()
     assert (x == group.size()).all()
     assert (y == 2 * group.size()).all()
-    assert group.link is None
+    assert group.device_window is None
 
 
 @several
@@ -210,7 +210,7 @@ def test_off(gpu: Gpu, group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     dist.all_reduce(gpu.array_of(x), group=group)
     gpu.finish()
     assert (x == group.size()).all()
-    assert group.link is None
+    assert group.device_window is None
 
 
 @several
@@ -251,9 +251,9 @@ def test_what_cannot_be_proven(refused: str, where: str, gpu: Gpu, group: Any) -
         dist.all_reduce(gpu.array_of(x), group=group)
         gpu.finish()
         assert (x == (turn + 1.0) * group.size()).all()
-        assert group.link.usable == works
+        assert group.device_window.usable == works
         if not works:
-            assert group.link.why
+            assert group.device_window.why
             assert not gpu.taken
             dist.barrier()
             assert not Window.named
@@ -265,7 +265,7 @@ def test_asynchronous_calls(gpu: Gpu, group: Any) -> None:
     size = group.size()
     arrays = [np.full(LEAST + turn, turn + 1.0) for turn in range(6)]
     works = [dist.all_reduce(gpu.array_of(x), group=group, async_op=True) for x in arrays[:2]]
-    assert group.link is None
+    assert group.device_window is None
     dist.all_reduce(gpu.array_of(arrays[2]), group=group)
     assert ready(group)
     before = gpu.taken
@@ -308,8 +308,8 @@ def test_windows_are_bounded(gpu: Gpu, group: Any, monkeypatch: pytest.MonkeyPat
     dist.all_reduce(gpu.array_of(x), group=group)
     gpu.finish()
     assert (x == group.size()).all()
-    assert not group.link.usable
-    assert "as many windows" in group.link.why
+    assert not group.device_window.usable
+    assert "as many windows" in group.device_window.why
 
 
 def test_buffers() -> None:
@@ -377,7 +377,7 @@ def test_wrong_calls(gpu: Gpu, group: Any) -> None:
 
 @several
 def test_rounds_through_mpi(gpu: Gpu, rounds_of_mpi: None) -> None:
-    """Where the calls are agreed on through MPI: used when all offer it, and not when one does not."""
+    """Where the calls are agreed on through MPI: used when all device_reduction it, and not when one does not."""
     group = dist.new_group()
     for host in (False, True, False):
         x, before = np.ones(LEAST), gpu.taken
@@ -499,12 +499,12 @@ NOTICED_BY: dict[int, Callable[[Gpu, Any], None]] = {
 @pytest.mark.parametrize("wait", [0, *NOTICED_BY])
 def test_every_wait_is_needed(wait: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without any one of the lines numbered in the source a check fails on some rank, at some pace; with all, none."""
-    lines = inspect.getsource(ipc.Link.all_reduce).splitlines()
+    lines = inspect.getsource(ipc.DeviceWindow.all_reduce).splitlines()
     kept = [line[4:] for line in lines if not line.endswith(f"# {wait}")]
     assert len(lines) - len(kept) == (1 if wait else 0)
     space = dict(vars(ipc))
     exec(compile("from __future__ import annotations\n" + "\n".join(kept), ipc.__file__, "exec"), space)
-    monkeypatch.setattr(ipc.Link, "all_reduce", space["all_reduce"])
+    monkeypatch.setattr(ipc.DeviceWindow, "all_reduce", space["all_reduce"])
     failed = []
     for check in [NOTICED_BY[wait]] if wait else dict.fromkeys(NOTICED_BY.values()):
         for pace, slow in (("eager", 0), ("lazy", 0), ("lazy", 1), ("lazy", -1)):

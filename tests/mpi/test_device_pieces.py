@@ -254,7 +254,7 @@ def test_it_overlaps(engine: str, gpu: Recording, monkeypatch: pytest.MonkeyPatc
     ends = [at for at, what in enumerate(order) if what == "moved"]
     for number, end in enumerate(ends):
         before = order[:end]
-        assert before.count("out") == min(6, number + staged.TURNS), (number, order)
+        assert before.count("out") == min(6, number + staged.PIECE_BUFFERS), (number, order)
         assert before.count("in") == number, (number, order)
 
 
@@ -268,7 +268,7 @@ def test_little_pinned_memory(engine: str, gpu: Recording) -> None:
         gpu.finish()
         assert (x == size).all()
     pool = device_pool.pool()
-    assert 0 < pool.taken <= 2 * staged.TURNS * PIECE
+    assert 0 < pool.taken <= 2 * staged.PIECE_BUFFERS * PIECE
     pool.limit = 0
     pool._free.clear()
     x[:] = 1
@@ -425,12 +425,12 @@ def test_a_gpu_that_ends_in_the_middle(
 @pytest.mark.parametrize(
     "function",
     [
-        staged.Belt.__init__,
-        staged.Belt.begin,
-        staged.Belt.put,
-        staged.Belt.here,
-        staged.Belt._until,
-        staged.Belt.take_back,
+        staged.CopyPipeline.__init__,
+        staged.CopyPipeline.begin,
+        staged.CopyPipeline.put,
+        staged.CopyPipeline.wait,
+        staged.CopyPipeline._wait_for,
+        staged.CopyPipeline.copy_back,
         staged.move_pieces,
     ],
 )
@@ -484,10 +484,10 @@ NOTICED_BY: dict[int, Callable[[Any], None]] = {
 @pytest.mark.parametrize("wait", [0, *NOTICED_BY])
 def test_every_wait_is_needed(wait: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Without any one of the waits, numbered in the source, a test of those above fails at some pace; with all, none."""
-    lines = inspect.getsource(staged.Belt).splitlines()
+    lines = inspect.getsource(staged.CopyPipeline).splitlines()
     kept = [re.sub(r"\S.*", "pass", line) if line.endswith(f"# {wait}") else line for line in lines]
     assert sum(one != other for one, other in zip(lines, kept, strict=True)) == (1 if wait else 0)
-    monkeypatch.setattr(staged, "Belt", staged.Belt)
+    monkeypatch.setattr(staged, "CopyPipeline", staged.CopyPipeline)
     exec(compile("from __future__ import annotations\n" + "\n".join(kept), staged.__file__, "exec"), vars(staged))
 
     def stand_in(pace: Literal["eager", "lazy"]) -> Recording:

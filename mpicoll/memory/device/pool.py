@@ -1,4 +1,4 @@
-"""Pinned host memory that is used again, for copies from and to a device."""
+"""A pool of pinned host memory for copies from and to a device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SMALLEST = 4096
 
 
 class _Block:
-    """Memory of the pool that is in use: it goes back when the last array of it has gone."""
+    """Memory of the pool in use: it returns to the pool when the last array on it is deleted."""
 
     __slots__ = ("__array_interface__", "busy", "memory", "pool")
 
@@ -32,15 +32,15 @@ class _Block:
 
 
 MOST_TOO_LARGE = 4
-"""By how many times a block may be larger than what it is used for."""
+"""Largest ratio of the size of a block to the size that a call needs."""
 
 
 class Pool:
-    """Pinned host memory, used again and again; none is freed before the pool is closed, as CUDA waits for the device then.
+    """Pinned host memory. None is freed before the pool is closed, as CUDA waits for the whole device to free pinned memory.
 
     Attributes:
-        limit: bytes that it may have; what is needed beyond that is ordinary memory, which is copied more slowly.
-        taken: bytes that it has, in use or not.
+        limit: most bytes of the pool; calls that need more get ordinary memory, which is copied more slowly.
+        taken: bytes of the pool, in use or not.
     """
 
     def __init__(self, gpu: Runtime, limit: int) -> None:
@@ -49,12 +49,12 @@ class Pool:
         self.taken = 0
         self._closed = False
         self._lock = threading.Lock()
-        # What comes back does so in the middle of anything, by the garbage collector: it is put here without a lock.
+        # The garbage collector may return memory at any time: it is put here without a lock.
         self._back: deque[tuple[Array, Any]] = deque()
         self._free: dict[int, list[tuple[Array, Any]]] = {}
 
     def take(self, nbytes: int, device: int) -> tuple[Array, _Block | None]:
-        """Return bytes of host memory, and the block that they are of; None for ordinary memory."""
+        """Return bytes of host memory, and their block; None for ordinary memory."""
         memory = self._found(_rounded(nbytes), device)
         if memory is None:
             return np.empty(nbytes, np.uint8), None
@@ -89,7 +89,7 @@ class Pool:
             self._free.setdefault(memory.nbytes, []).append((memory, busy))
 
     def give_back(self, memory: Array, busy: Any) -> None:
-        """Take memory back, to be used again when ``busy`` has come."""
+        """Return memory to the pool, to be used again after the event ``busy``."""
         if self._closed:
             self._let_go(memory, busy)
         else:
@@ -99,12 +99,12 @@ class Pool:
         try:
             if busy is not None:
                 self._gpu.await_(busy)
-        except Exception:  # the device has failed, and copies nothing any more
+        except Exception:  # the device has failed, and makes no more copies
             pass
         self.taken -= memory.nbytes
 
     def close(self) -> None:
-        """Free all that is not in use, and the rest when it comes back."""
+        """Free all memory that is not in use, and other memory when it is returned."""
         with self._lock:
             self._closed = True
             self._sort()
@@ -115,7 +115,7 @@ class Pool:
 
 
 def _rounded(nbytes: int) -> int:
-    """Return the size of the block for so many bytes: blocks are used again for what needs a little less."""
+    """Return the size of the block for ``nbytes``, rounded up so that calls of similar sizes use the same blocks."""
     if nbytes <= _SMALLEST:
         return _SMALLEST
     step = 1 << max(0, (nbytes - 1).bit_length() - (3 if nbytes > 1 << 20 else 0))
@@ -135,7 +135,7 @@ def pool() -> Pool:
 
 
 def bound(nbytes: int) -> None:
-    """Say how many bytes of pinned memory there may be, from the next pool on."""
+    """Set the limit of pinned memory of the next pool, in bytes."""
     global _limit
     _limit = nbytes
 
@@ -152,7 +152,7 @@ _parents: list[Any] = []
 
 
 def _in_child() -> None:
-    """Leave CUDA alone in a forked process: it does not work there, not even to free what is here."""
+    """Drop the pool in a forked process without CUDA calls: CUDA does not work there, not even to free memory."""
     global _pool
     _parents.append(_pool)
     _pool = None

@@ -1,4 +1,4 @@
-"""What the library needs of a device: the interface of a runtime, arrays on it, and the runtime of this process."""
+"""The interface of a device runtime, the description of an array on a device, and the runtime of this process."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,13 +20,13 @@ class DeviceArray:
     """An array on a GPU.
 
     Attributes:
-        held: what keeps its memory, in the form in which the runtime copies.
-        packed: memory of the device for its elements in C order, where they do not stand so; None where they do.
-        dtype, shape, strides: as NumPy's of an array of the same elements.
-        address: of its first element.
-        device: the number of the GPU.
-        readonly: whether it must not be written.
-        stream: the one that was current, in the package that the array is of, when the call was made.
+        held: object that owns the memory, in the form that the runtime copies.
+        packed: memory of the device for the elements in C order; None if the array itself is in C order.
+        dtype, shape, strides: as of a NumPy array of the same elements.
+        address: address of the first element.
+        device: number of the GPU.
+        readonly: whether the array must not be written.
+        stream: the current stream at the call, in the package of the array.
     """
 
     held: Any
@@ -40,16 +41,16 @@ class DeviceArray:
 
 
 class Runtime(Protocol):
-    """What the library needs of a GPU: streams, events, copies and pinned memory."""
+    """Streams, events, copies and pinned memory of the GPUs of this process."""
 
     def array(self, value: Any, name: str, *, writable: bool) -> DeviceArray:
-        """Return what an array is; TypeError where it cannot be had, ValueError where it must not be written.
+        """Describe an array. Raise TypeError if its memory is not accessible, ValueError if it must not be written.
 
-        ``name`` is the parameter's, for messages.
+        ``name`` is the name of the parameter, for messages.
         """
 
     def plain(self, array: DeviceArray) -> bool:
-        """Whether its memory is of an ordinary allocation, and not of CUDA's asynchronous allocator or mapped piece by piece."""
+        """Return whether an ordinary allocation holds the array, not CUDA's asynchronous allocator or memory mapped in pieces."""
 
     def count(self) -> int:
         """Return the number of devices that this process sees; at least one."""
@@ -58,104 +59,104 @@ class Runtime(Protocol):
         """Return the number of the current device of this thread."""
 
     def use(self, device: int) -> None:
-        """Make a device the current one of this thread, for every package that asks."""
+        """Make a device the current device of this thread, for all packages."""
 
     def bus(self, device: int) -> str:
-        """Return the address of a device on its bus, which is the same for all processes of the node."""
+        """Return the bus address of a device, which is the same in all processes of the node."""
 
     def stream(self, given: Any, device: int) -> Any:
-        """Return a stream that the program gave; TypeError where it is none."""
+        """Return the stream that the program passed; raise TypeError if the object is no stream."""
 
     def copy_stream(self, device: int, second: bool = False) -> Any:
-        """Return the stream of the library on a device, on which it copies; or the one beside it, for copies in meanwhile."""
+        """Return the stream of the library on a device for copies; or its second stream, for copies to the GPU meanwhile."""
 
     def mark(self, device: int, stream: Any) -> Any:
-        """Return an event: all that has been put on a stream so far."""
+        """Return an event behind all work that is on a stream now."""
 
     def over(self, event: Any) -> bool:
-        """Whether an event has come, without waiting."""
+        """Return whether an event is complete, without waiting."""
 
     def await_(self, event: Any) -> None:
-        """Have the host wait for an event."""
+        """Wait on the host for an event."""
 
     def follow(self, device: int, stream: Any, event: Any) -> None:
-        """Have what is put on a stream of a device from now on wait for an event."""
+        """Let later work on a stream of a device wait for an event."""
 
     def copy_out(self, host: Array, array: DeviceArray, stream: Any, begin: int | None = None) -> None:
-        """Put a copy of the elements, in C order, into host memory on a stream.
+        """Copy the elements, in C order, to host memory, on a stream.
 
-        ``begin``: of an array that is contiguous, the first byte of a part of it, as long as the host memory.
+        ``begin``: first byte of the part of a contiguous array that has the size of the host memory; None: the whole array.
         """
 
     def copy_in(self, array: DeviceArray, host: Array, stream: Any, begin: int | None = None) -> None:
-        """Put a copy of host memory into an array on a stream; ``begin`` as for :meth:`copy_out`."""
+        """Copy host memory to an array, on a stream; ``begin`` as in :meth:`copy_out`."""
 
     def pinned(self, nbytes: int, device: int) -> Array:
-        """Return host memory that a device reads and writes by itself, as bytes; MemoryError where there is none."""
+        """Return pinned host memory, as bytes; raise MemoryError if there is none."""
 
     def across(self, arrays: list[DeviceArray]) -> DeviceArray | None:
-        """Return one array over contiguous ones that stand one behind the other in one allocation; None where they do not."""
+        """Return one array over contiguous arrays that stand one behind the other in one allocation; None if they do not."""
 
     def part(self, array: DeviceArray, part: slice) -> DeviceArray:
-        """Return a part of a contiguous array, as if that had one dimension."""
+        """Return a part of a contiguous array, as if the array had one dimension."""
 
     def room(self, arrays: list[DeviceArray]) -> DeviceArray:
-        """Return memory of their device for as many elements; MemoryError where there is none.
+        """Return memory of the device for all elements of the arrays; raise MemoryError if there is none.
 
-        It is used again in the order of the library's stream: what that holds when this returns may still use it.
+        The memory is used again in the order of the library's stream: earlier work on that stream may still use it.
         """
 
     def gather(self, room: DeviceArray, arrays: list[DeviceArray], stream: Any) -> None:
-        """Put copies of contiguous arrays, one behind the other, into such memory on a stream."""
+        """Copy contiguous arrays, one behind the other, to memory of :meth:`room`, on a stream."""
 
     def spread(self, arrays: list[DeviceArray], room: DeviceArray, stream: Any) -> None:
-        """Put copies of what is in such memory into the arrays on a stream."""
+        """Copy memory of :meth:`room` to the arrays, on a stream."""
 
     def window(self, nbytes: int, device: int) -> Any:
-        """Return new memory of a device that other processes may open; MemoryError where there is none."""
+        """Return new memory of a device that other processes may open; raise MemoryError if there is none."""
 
     def export(self, window: Any) -> bytes:
-        """Return what another process opens a window of this one with."""
+        """Return the handle with which another process opens a window of this process."""
 
     def open_window(self, handle: bytes, nbytes: int, device: int) -> Any:
-        """Return a window of another process; once for each window."""
+        """Open a window of another process; once for each window."""
 
     def release(self, window: Any) -> None:
-        """Free a window of this process, which no other one has open, or close one of another process."""
+        """Free a window of this process that no other process has open, or close a window of another process."""
 
     def write(self, window: Any, at: int, host: Array, stream: Any) -> None:
-        """Put a copy of a few bytes of the host into a window, from byte ``at`` on, on a stream."""
+        """Copy a few bytes of the host to a window, from byte ``at`` on, on a stream."""
 
     def read(self, host: Array, window: Any, at: int, stream: Any) -> None:
-        """Put a copy of a few bytes of a window into host memory on a stream."""
+        """Copy a few bytes of a window, from byte ``at`` on, to host memory, on a stream."""
 
     def pack(self, array: DeviceArray, stream: Any) -> None:
-        """Have the elements of an array stand in C order, on a stream: what :meth:`take` and :meth:`put` use."""
+        """Copy the elements of an array to C order for :meth:`take` and :meth:`put`, on a stream."""
 
     def unpack(self, array: DeviceArray, stream: Any) -> None:
-        """Put what :meth:`put` has written into an array to where its elements are, on a stream."""
+        """Copy elements that :meth:`put` has written to their places in the array, on a stream."""
 
     def take(self, window: Any, at: int, array: DeviceArray, start: int, count: int, stream: Any) -> None:
-        """Put a copy of ``count`` elements of an array, from ``start`` in C order, into a window on a stream."""
+        """Copy ``count`` elements of an array, from ``start`` in C order, to a window, on a stream."""
 
     def put(self, array: DeviceArray, start: int, count: int, window: Any, at: int, stream: Any) -> None:
-        """Put a copy of a window into ``count`` elements of an array on a stream."""
+        """Copy ``count`` elements of a window to an array, on a stream."""
 
     def fold(self, fold: Fold, window: Any, places: Sequence[int], count: int, scratch: int, stream: Any) -> None:
-        """Reduce what stands at some places of a window, in their order, into the first of them, on a stream.
+        """Reduce operands at some places of a window, in their order, into the first operand, on a stream.
 
         Args:
-            fold: what is done.
-            window: of this process, or of another one.
-            places: bytes from its start, for each operand.
-            count: elements of each.
-            scratch: bytes from the start of the window to ``SCRATCH`` bytes that nobody else uses.
+            fold: the reduction.
+            window: window of this or of another process.
+            places: bytes from the start of the window to each operand.
+            count: elements of each operand.
+            scratch: bytes from the start of the window to ``SCRATCH`` bytes of working memory.
             stream: the stream.
         """
 
 
 SCRATCH = 8 << 20
-"""Bytes that :meth:`Runtime.fold` may need beside its operands, to reduce halves as float32."""
+"""Bytes of working memory that :meth:`Runtime.fold` may need to reduce half types as float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +165,9 @@ class Fold:
 
     Attributes:
         op: name of the MPI operation.
-        dtype: of the elements; 16-bit words for halves.
-        half: "float16" or "bfloat16", which are reduced as float32 and rounded once; else "".
-        divisor: what the result is divided by at the end; 0: nothing.
+        dtype: dtype of the elements; 16-bit words for half types.
+        half: "float16" or "bfloat16", which are reduced as float32 and rounded once; otherwise "".
+        divisor: divisor of the result; 0: none.
     """
 
     op: str
@@ -176,16 +177,16 @@ class Fold:
 
 
 BINDING = "cuda"
-"""The module beside this one that implements :class:`Runtime`; imported when the first array on a device comes."""
+"""The module in this package that implements :class:`Runtime`; it is imported for the first array on a device."""
 
 _runtime: Runtime | None = None
 
 
 def runtime() -> Runtime:
-    """Return that of CUDA.
+    """Return the runtime of CUDA.
 
     Raises:
-        ImportError: CuPy is not there, or finds no GPU.
+        ImportError: CuPy is not installed, or finds no GPU.
     """
     global _runtime
     if _runtime is None:
@@ -195,28 +196,37 @@ def runtime() -> Runtime:
 
 
 def current_device() -> int | None:
-    """Return the number of the current device of this thread; None where no array on a GPU has come to the library."""
+    """Return the number of the current device of this thread; None if the library has got no array on a GPU yet."""
     return None if _runtime is None else _runtime.current_device()
 
 
 def use(device: int) -> None:
-    """Make a device the current one of this thread."""
+    """Make a device the current device of this thread."""
     runtime().use(device)
 
 
 def over(gpu: Runtime, event: Any) -> bool:
-    """Whether an event has come, or never will: what the device says of that is raised where the elements are needed."""
+    """Return whether an event is complete or has failed; a failure is raised by the code that needs the elements."""
     try:
         return gpu.over(event)
     except Exception:
         return True
 
 
+class EventComplete:
+    """An event of a device as something to wait for: ``Test`` returns whether it is complete, or has failed."""
+
+    __slots__ = ("Test",)
+
+    def __init__(self, gpu: Runtime, event: Any) -> None:
+        self.Test = partial(over, gpu, event)
+
+
 _parents: list[Any] = []
 
 
 def _in_child() -> None:
-    """Leave CUDA alone in a forked process: it does not work there, not even to free what is here."""
+    """Drop the runtime in a forked process without CUDA calls: CUDA does not work there, not even to free memory."""
     global _runtime
     _parents.append(_runtime)
     _runtime = None

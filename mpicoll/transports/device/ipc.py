@@ -1,37 +1,37 @@
-"""Ranks that share a GPU reduce on it, in memory of the device that all of them have open (CUDA IPC).
+"""Reduce on a GPU that the ranks of a group share, in memory of the device that all members have open (CUDA IPC).
 
-The first member of a group makes one *window* with cudaMalloc, the others open it, and each has a part of it: two buffers, and
-some room to work in. A large ``all_reduce`` goes through it in chunks. For each chunk every member
+The first member of a group makes one *window* with cudaMalloc, and the other members open the window. Each member has a part of
+it: two buffers and working memory. A large ``all_reduce`` moves through the window in chunks. For each chunk every member
 
-1. copies its elements into its buffer, and waits until it has seen that copy complete;
-2. meets the others;
+1. copies its elements into its buffer, and waits until the host has seen the copy complete;
+2. enters a barrier;
 3. reduces its share of the elements, of all buffers in the order of the ranks, into the buffer of the first member, and waits
-   until it has seen that complete;
-4. meets the others;
-5. copies the whole result from the first member's buffer into its own array.
+   until the host has seen the reduction complete;
+4. enters a barrier;
+5. copies the whole result from the buffer of the first member into its own array.
 
-So each element is reduced by one member alone, always in the same order: all hold the same bits, each time. The two buffers are
-used in turn, through all calls: a member that copies its next elements in does not touch what others still copy out, and it
-comes to the meeting after that only when its own copy out is over. Nobody waits at the end of a call.
+One member reduces each element, always in the same order: all members get the same bits in each run. Calls use the two buffers
+alternately: a member that copies its next elements into one buffer does not disturb copies out of the other one. A member
+enters the next barrier only after its own copy out is complete. No member waits at the end of a call.
 
-**Why not the program's arrays themselves.** Each would have to be exported and opened; memory of cudaMallocAsync, or mapped
-piece by piece, cannot be; and an importer must close a handle before its memory is freed, of which nobody tells the library.
-The window is made once. It costs two more copies on the device, where memory is some thirty times as fast as the PCIe that is
-left out.
+**Why not in the arrays of the program.** Each array would have to be exported and opened. Memory of cudaMallocAsync, or memory
+that is mapped piece by piece, cannot be exported. An importer must close a handle before the memory is freed, and programs do
+not announce that to the library. The window is made once. It needs two more copies on the device, whose memory is about thirty
+times as fast as the PCIe bus that is not used.
 
-**Between processes** only events that the host has seen complete count before a meeting, which is a nonblocking barrier of MPI.
-Kernels and copies that have completed are seen by those that any process of that GPU begins later.
+**Between processes.** Before a barrier (a nonblocking barrier of MPI), the host waits until it has seen the events complete.
+Results of complete kernels and copies are visible to kernels and copies that any process of that GPU starts later.
 
-**Whether it is used** is agreed on for each call: every member has to offer it, which it does for an array of 1 MiB or more,
-on the GPU on which the group's window is. The window is made at the first such call that is waited for, and proven: each member
-writes into its part, and reads what all others have written. Containers, ``--gpus-per-task`` and MIG break CUDA IPC: then the
-group goes by way of the host for good.
+**When the window is used.** The members agree for each call: every member must be able to, with an array of at least 1 MiB on
+the GPU of the window. The first such call that is waited for makes the window and tests it: each member writes into its part,
+and reads the parts of all other members. Containers, ``--gpus-per-task`` and MIG break CUDA IPC: then all calls of the group
+go through the host.
 
-**What CUDA asks for** ("Interprocess communication" in its programming guide, and cudaIpcOpenMemHandle): the process that
-exports does not open its own handle; a window is opened once in each process; sizes are multiples of 2 MiB, or what else the
-driver has put beside it would be shared, too; it is freed only when all others have closed it. Each member says so in a page of
-host memory that all share, and the first one frees the window when it next looks. That of a group of which a member was killed
-is freed with the process.
+**Rules of CUDA** ("Interprocess communication" in its programming guide, and cudaIpcOpenMemHandle): the exporting process does
+not open its own handle. A process opens a window once. Sizes are multiples of 2 MiB, as the driver would otherwise share
+neighbouring allocations too. The window is freed only after all other members have closed it. Each member sets a flag in a page
+of shared host memory, and the first member frees the window when it next reads the flags. If a member was killed, the end of
+the process frees the window.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from mpi4py import MPI
 
 from mpicoll.memory.device import runtime as device_runtime
 from mpicoll.memory.device.array import MovableArray
-from mpicoll.memory.device.runtime import SCRATCH, Fold, Runtime
+from mpicoll.memory.device.runtime import SCRATCH, EventComplete, Fold, Runtime
 from mpicoll.memory.dtypes import HALVES
 from mpicoll.transports.base import Array, Request
 from mpicoll.transports.shm.mapping import map_together
@@ -57,58 +57,42 @@ from mpicoll.transports.shm.mapping import map_together
 Steps = Generator[Request, None, None]
 
 LEAST_BYTES = 1 << 20
-"""Bytes of an array from which on it is reduced on the device."""
+"""Bytes of the smallest array that is reduced on the device."""
 
 LARGEST_BUFFER = 32 << 20
 SMALLEST_BUFFER = 1 << 20
 WINDOW_BYTES = 256 << 20
-"""Bytes of a window at most, whatever the number of members."""
+"""Most bytes of a window, for any number of members."""
 
 MOST_BYTES = 1 << 30
-"""Bytes of all windows that this process has open at most."""
+"""Most bytes of all windows that this process has open."""
 
 DTYPES = frozenset("?bBhHiIlLqQfdFD")
-"""Type characters of the dtypes that CuPy reduces; halves are known by their names."""
+"""Type characters of the dtypes that CuPy reduces; half types are looked up by name."""
 
 CLOSING = 1.0
-"""Seconds for which copies under way are waited for when a window is closed."""
+"""Longest wait for pending copies, in seconds, when a window is closed."""
 
 _ALIGNED = 2 << 20
 _TOKEN = 64
 _PAGE = mmap.PAGESIZE
 
 
-class _Come:
-    """An event has come, or never will (a Request)."""
-
-    __slots__ = ("_event", "_gpu")
-
-    def __init__(self, gpu: Runtime, event: Any) -> None:
-        self._gpu, self._event = gpu, event
-
-    def Test(self) -> bool:
-        """Return whether it has."""
-        try:
-            return self._gpu.over(self._event)
-        except Exception:  # raised where it is waited for
-            return True
-
-
 def buffer_bytes(size: int) -> int:
-    """Return the bytes of each of the two buffers of a member; 0: there are too many members."""
+    """Return the bytes of each of the two buffers of a member; 0 if there are too many members."""
     part = WINDOW_BYTES // size // _ALIGNED * _ALIGNED
     buffer = min(LARGEST_BUFFER, (part - SCRATCH) // 2 // 4096 * 4096)
     return buffer if buffer >= SMALLEST_BUFFER else 0
 
 
-class Link:
-    """The window of one group, as one member sees it.
+class DeviceWindow:
+    """The window of one group on one member.
 
     Attributes:
-        device: the number of the GPU that it is on.
-        awaited: when this member has closed it, the others will soon do so.
-        usable: whether it has been proven; None before it was tried. Known to all members alike.
-        why: why not, where this member knows.
+        device: number of the GPU of the window.
+        awaited: the other members close the window at about the same time as this member.
+        usable: whether the test succeeded, the same on all members; None before the test.
+        why: why the window is not usable, if this member knows.
     """
 
     def __init__(self, comm: MPI.Intracomm, device: int) -> None:
@@ -118,8 +102,8 @@ class Link:
         self._pid = os.getpid()
         self._window: Any = None
         self._memory: mmap.mmap | None = None
-        self._said = 0  # bytes from one member's word on the shared page to the next one's
-        self._which = 0
+        self._stride = 0  # bytes from one member's flag on the shared pages to the next member's
+        self._buffer_number = 0
         self._buffer = buffer_bytes(self._size)
         self._part = -(-(2 * self._buffer + SCRATCH) // _ALIGNED) * _ALIGNED
         self.awaited = True
@@ -133,27 +117,27 @@ class Link:
         return self._size * self._part
 
     def prepare(self) -> Steps:
-        """Make the window and prove it, once; all members do it, and are known to."""
-        sweep()
+        """Make and test the window, once. All members call this method, and are known to."""
+        free_closed()
         made = yield from map_together(self._comm, _PAGE, _PAGE)
         if isinstance(made, str):
             self.usable, self.why = False, f"no shared memory: {made}"
             return
-        self._memory, self._said = made
+        self._memory, self._stride = made
         self.usable = yield from self._try()
         if not self.usable:
             if self._me:
-                self.leave()
-            yield self._comm.Ibarrier()  # everybody has closed it
-            self.leave()
+                self.close()
+            yield self._comm.Ibarrier()  # all members have closed it
+            self.close()
 
     def _try(self) -> Generator[Request, None, bool]:
-        """Make the window and prove it; whether that went well, on all members alike."""
-        mine = np.zeros(64, np.uint8)  # 1 where this member cannot take part, and the address of its GPU
+        """Make and test the window; return whether all members succeeded."""
+        mine = np.zeros(64, np.uint8)  # 1 if this member cannot take part, and the address of its GPU
         try:
             if not self._buffer:
                 raise MemoryError("too many ranks share the GPU")
-            if self.nbytes + sum(link.nbytes for link in _open) > MOST_BYTES:
+            if self.nbytes + sum(window.nbytes for window in _open) > MOST_BYTES:
                 raise MemoryError("the groups of this process have as many windows as they may")
             _fill(mine[1:], self._gpu.bus(self.device).encode())
         except Exception as error:
@@ -181,7 +165,7 @@ class Link:
         self.why = self.why or f"{type(error).__name__}: {error}"
 
     def _prove(self, handle: bytes, secret: Array) -> Generator[Request, None, bool]:
-        """Open the window, write into this member's part, and read what the others have written; whether all could."""
+        """Open the window, write into this member's part, and read the parts of all members; return whether all succeeded."""
         gpu = self._gpu
         try:
             if self._me and handle:
@@ -190,7 +174,7 @@ class Link:
             stream = gpu.copy_stream(self.device)
             if self._window is not None:
                 gpu.write(self._window, self._me * self._part, secret + np.uint8(self._me), stream)
-                yield from self._seen()
+                yield from self._wait_for_copies()
         except Exception as error:
             self._refuse(error)
         if not (yield from self._all_well()):
@@ -199,13 +183,13 @@ class Link:
             found = np.zeros((self._size, _TOKEN), np.uint8)
             for rank in range(self._size):
                 gpu.read(found[rank], self._window, rank * self._part, stream)
-            # In this member's own part: it can reduce at all.
+            # Test a reduction in this member's own part.
             places = [self._me * self._part + self._buffer + 4 * at for at in (0, 4)]
             count, four = np.arange(8, dtype=np.int32), np.empty(4, np.int32)
             gpu.write(self._window, places[0], count.view(np.uint8), stream)
             gpu.fold(Fold("SUM", count.dtype), self._window, places, 4, self._scratch(), stream)
             gpu.read(four.view(np.uint8), self._window, places[0], stream)
-            yield from self._seen()
+            yield from self._wait_for_copies()
             expected = [secret + np.uint8(rank) for rank in range(self._size)]
             if not (found == expected).all():
                 self.why = "what another rank has written is not there"
@@ -225,58 +209,58 @@ class Link:
     def _scratch(self) -> int:
         return self._me * self._part + 2 * self._buffer
 
-    def _seen(self) -> Steps:
-        """Wait until the host has seen what is on the library's stream complete."""
-        return self._come(self._gpu.mark(self.device, self._gpu.copy_stream(self.device)))
+    def _wait_for_copies(self) -> Steps:
+        """Wait until the host has seen the work on the library's stream complete."""
+        return self._wait_for(self._gpu.mark(self.device, self._gpu.copy_stream(self.device)))
 
-    def _come(self, event: Any) -> Steps:
-        come = _Come(self._gpu, event)
-        if not come.Test():
-            yield come
-        self._gpu.await_(event)  # it has come: this raises what the device has to say
+    def _wait_for(self, event: Any) -> Steps:
+        complete = EventComplete(self._gpu, event)
+        if not complete.Test():
+            yield complete
+        self._gpu.await_(event)  # the event is complete: this raises an error of the device
 
     def all_reduce(self, held: MovableArray, fold: Fold) -> Steps:
-        """Reduce an array of all members in place; the window has been proven.
+        """Reduce an array of all members in place, in a usable window.
 
         Args:
             held: the array.
-            fold: how.
+            fold: the reduction.
         """
         gpu, array, window = self._gpu, held.array, self._window
         stream, itemsize, count = gpu.copy_stream(self.device), array.dtype.itemsize, held.origin.size
-        meets = self._comm.Ibarrier
+        barrier = self._comm.Ibarrier
         width = self._buffer // itemsize
         parts = [rank * self._part for rank in range(self._size)]
-        yield from self._come(held.began)  # 1
+        yield from self._wait_for(held.began)  # 1
         gpu.pack(array, stream)
         for start in range(0, count, width):
             many = min(width, count - start)
-            at = self._which * self._buffer
-            self._which ^= 1  # 2
+            at = self._buffer_number * self._buffer
+            self._buffer_number ^= 1  # 2
             gpu.take(window, parts[self._me] + at, array, start, many, stream)
-            yield from self._seen()  # 3
-            yield meets()  # 4
+            yield from self._wait_for_copies()  # 3
+            yield barrier()  # 4
             low, high = many * self._me // self._size, many * (self._me + 1) // self._size
             if high > low:
                 places = [part + at + low * itemsize for part in parts]
                 gpu.fold(fold, window, places, high - low, self._scratch(), stream)
-            yield from self._seen()  # 5
-            yield meets()  # 6
+            yield from self._wait_for_copies()  # 5
+            yield barrier()  # 6
             try:
                 gpu.put(array, start, many, window, at, stream)
                 if start + many == count:
                     gpu.unpack(array, stream)
                 gpu.follow(self.device, array.stream, gpu.mark(self.device, stream))  # 7
-            except BaseException:  # a signal handler's: nothing may come in after what the program does next
+            except BaseException:  # a signal handler's: no copy may follow the next work of the program
                 with contextlib.suppress(Exception):
                     gpu.await_(gpu.mark(self.device, stream))
                 raise
 
-    def leave(self, *, awaited: bool = True) -> None:
-        """Close the window on this rank, without waiting for others; the last to do so lets the first free it.
+    def close(self, *, awaited: bool = True) -> None:
+        """Close the window on this rank, without waiting for other members. The first member frees the window after the last.
 
         Args:
-            awaited: the others will soon do the same, so that :func:`sweep` may wait for them.
+            awaited: the other members close the window soon too, so that :func:`free_closed` may wait for them.
         """
         self.awaited = awaited
         window, self._window = self._window, None
@@ -286,70 +270,70 @@ class Link:
             return
         if self in _open:
             _open.remove(self)
-        if window is not None and not self._at_rest():
-            _kept.append(window)
-            self._memory = None  # it is never said to be closed
+        if window is not None and not self._is_idle():
+            _retained.append(window)
+            self._memory = None  # the flag is never set
         elif window is not None and self._me == 0:
             self._window = window
             _closing.append(self)
-            sweep()
+            free_closed()
         elif window is None or _released(self._gpu, window):
-            self._words()[self._me] = 1
+            self._flags()[self._me] = 1
         else:
             self._memory = None
 
-    def _at_rest(self) -> bool:
-        """Whether nothing that was put on the library's stream is still to come; after a while, no."""
+    def _is_idle(self) -> bool:
+        """Return whether all work on the library's stream is complete, within ``CLOSING`` seconds."""
         try:
             event = self._gpu.mark(self.device, self._gpu.copy_stream(self.device))
-            # A call that was given up may have copies behind kernels of the program that run for ever.
-            return _within(_Come(self._gpu, event).Test, CLOSING)
+            # A withdrawn call may have copies behind kernels of the program that never end.
+            return _within(EventComplete(self._gpu, event).Test, CLOSING)
         except Exception:  # the device has failed
             return False
 
-    def _words(self) -> Any:
+    def _flags(self) -> Any:
         assert self._memory is not None
-        return np.frombuffer(self._memory, np.uint8)[_PAGE :: self._said]
+        return np.frombuffer(self._memory, np.uint8)[_PAGE :: self._stride]
 
     def closed_by_all(self) -> bool:
-        """Whether all other members have closed the window."""
-        return bool(self._words()[1:].all())
+        """Return whether all other members have closed the window."""
+        return bool(self._flags()[1:].all())
 
     def free(self) -> None:
-        """Free the window, which nobody else has open."""
+        """Free the window, which no other member has open."""
         window, self._window = self._window, None
         _released(self._gpu, window)
 
 
 def _fill(room: Array, content: bytes) -> None:
-    """Write bytes into what has room for them."""
+    """Write bytes to the start of an array."""
     room[: len(content)] = np.frombuffer(content, np.uint8)
 
 
 def _released(gpu: Runtime, window: Any) -> bool:
     try:
         gpu.release(window)
-    except Exception:  # the device has failed; what it holds goes with the process
-        _kept.append(window)
+    except Exception:  # the device has failed; the end of the process frees its memory
+        _retained.append(window)
         return False
     return True
 
 
-_open: list[Link] = []
-_closing: list[Link] = []
-_kept: list[Any] = []
+_open: list[DeviceWindow] = []
+_closing: list[DeviceWindow] = []
+_retained: list[Any] = []
 
 
-def sweep(seconds: float = 0.0) -> None:
-    """Free the windows of this process that all others have closed; wait so long for those that they will close soon."""
+def free_closed(seconds: float = 0.0) -> None:
+    """Free the windows of this process that all other members have closed; wait for windows that they close soon."""
 
     def free() -> bool:
-        for link in tuple(_closing):
-            if link.closed_by_all():
+        for window in tuple(_closing):
+            if window.closed_by_all():
                 with contextlib.suppress(ValueError):  # another thread was faster
-                    _closing.remove(link)
-                    link.free()
-        return not any(link.awaited for link in _closing)
+                    _closing.remove(window)
+                    window.free()
+        return not any(window.awaited for window in _closing)
 
     _within(free, seconds)
 
@@ -372,60 +356,65 @@ def _in_child() -> None:
 os.register_at_fork(after_in_child=_in_child)
 
 
-class Linked(Protocol):
-    """A group, as far as it concerns a link."""
+class HasDeviceWindow(Protocol):
+    """A group that may have a device window."""
 
-    link: Link | None
+    device_window: DeviceWindow | None
 
 
-class Offer:
-    """One rank's offer to reduce an array on the GPU that all members share.
+class DeviceReduction:
+    """A reduction that this rank can make on the GPU that all members share.
 
     Args:
-        group: what keeps the members' window.
+        group: the group, which holds the window.
         held: the array.
-        fold: how it is reduced.
-        nbytes: of what moves where it goes by way of the host.
-        by_host: what makes the call where somebody does not offer it: returns what to move, what says whether it can begin, and
-            what is done before it and after it.
-        in_pieces: whether that moves in pieces.
+        fold: the reduction.
+        nbytes: bytes that move if the call goes through the host.
+        by_host: prepares the call through the host, if another member cannot reduce on the GPU: returns the movement, the
+            test whether it can begin, and the functions to call before and after it.
+        in_pieces: whether the movement through the host is in pieces.
     """
 
     __slots__ = ("_fold", "_group", "_held", "by_host", "in_pieces", "nbytes")
 
     def __init__(
-        self, group: Linked, held: MovableArray, fold: Fold, nbytes: int, by_host: Callable[[], Any], in_pieces: bool
+        self,
+        group: HasDeviceWindow,
+        held: MovableArray,
+        fold: Fold,
+        nbytes: int,
+        by_host: Callable[[], Any],
+        in_pieces: bool,
     ) -> None:
         self._group, self._held, self._fold, self.nbytes, self.by_host = group, held, fold, nbytes, by_host
         self.in_pieces = in_pieces
 
-    def come(self) -> bool:
-        """Whether the GPU has come to the call."""
+    def is_ready(self) -> bool:
+        """Return whether the GPU has reached the call."""
         return device_runtime.over(device_runtime.runtime(), self._held.began)
 
     @staticmethod
-    def possible(group: Linked, held: MovableArray, alone: bool) -> bool:
-        """Whether this rank may offer an array.
+    def possible(group: HasDeviceWindow, held: MovableArray, waited: bool) -> bool:
+        """Return whether this rank can reduce an array on the GPU.
 
         Args:
-            group: what keeps the members' window.
+            group: the group, which holds the window.
             held: the array.
-            alone: the call is waited for. One that is not is offered when the window has been proven: the first call alone says
-                on which GPU that is.
+            waited: the call is waited for. An asynchronous call needs a usable window: only a call that is waited for makes one.
         """
         fits = held.origin.nbytes >= LEAST_BYTES and (
             held.array.dtype.char in DTYPES if not held.named else held.named in HALVES
         )
-        link = group.link
-        return fits and (alone if link is None else bool(link.usable) and link.device == held.array.device)
+        window = group.device_window
+        return fits and (waited if window is None else bool(window.usable) and window.device == held.array.device)
 
     def steps(self, comm: MPI.Intracomm) -> Generator[Request, None, bool]:
-        """Reduce, if the device proves to be able to; all members have offered it. Returns whether it did, on all alike."""
-        link = self._group.link
-        if link is None:
-            link = self._group.link = Link(comm, self._held.array.device)
-            yield from link.prepare()
-        if not link.usable:
+        """Reduce, after all members have agreed to; return whether the window was usable, the same on all members."""
+        window = self._group.device_window
+        if window is None:
+            window = self._group.device_window = DeviceWindow(comm, self._held.array.device)
+            yield from window.prepare()
+        if not window.usable:
             return False
-        yield from link.all_reduce(self._held, self._fold)
+        yield from window.all_reduce(self._held, self._fold)
         return True

@@ -1,21 +1,21 @@
-"""Memory of a GPU in pieces: one is copied out while the one before it moves, and the one before that is copied in.
+"""Move memory of a GPU in pieces: one piece is copied out while the piece before moves, and the one before that is copied in.
 
-A few pieces of pinned memory take turns, so little of it is needed however large an array is. Copies out are put on one
-stream of the library and copies in on another, as a GPU copies both ways at a time. In which order all comes is said in
-:mod:`mpicoll.memory.device.array`; here the five are kept piece by piece, and two more, of memory that takes its next turn:
+A few pieces of pinned memory are used again and again, so that arrays of any size need little. Copies to the host are put on one
+stream of the library, copies to the GPU on another one, as a GPU copies in both directions at a time. The rules of
+:mod:`mpicoll.memory.device.array` hold for each piece, and two more for pinned memory that is used again:
 
-1. pieces are copied out, and in, after what the program has put on its stream before the call;
-2. the host reads a piece when it is there;
-3. what the program puts on its stream after the call comes after the results;
-4. the memory serves other calls when what was copied out of it has left;
-5. the next piece is copied out into the memory of an earlier one when that has left;
-6. the host writes the next piece into the memory of an earlier one when that has left.
+1. pieces are copied out, and in, after the work that the program put on its stream before the call;
+2. the host reads a piece after its copy is complete;
+3. work that the program puts on its stream after the call runs after the copies of the results;
+4. other calls use the memory after the copies from it are complete;
+5. the next piece is copied to the memory of an earlier piece after the copies from that memory are complete;
+6. the host writes the next piece into the memory of an earlier piece after the copies from that memory are complete.
 
-For the first of these the host waits, before anything is put on the library's streams, which serve all calls: one that follows
-a kernel of the program's there would hold up those whose streams have come.
+For rule 1 the host waits before it puts copies on the library's streams. These serve all calls: a copy that waits for a kernel
+of the program would delay calls whose streams are ready.
 
-Every piece that is put on its way back is at once before what the program does next, not the last one alone: a call that
-fails in the middle leaves no copy behind that might come after the memory has been given to another array.
+Rule 3 holds for each piece at once, not only for the last: a call that fails in the middle leaves no copy that could follow the
+reuse of the memory for another array.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,26 +36,17 @@ from mpicoll.transports.base import Array, Kind, Movement, Request, pieces
 Steps = Generator[Request, None, None]
 
 PIECE_BYTES = 4 << 20
-"""Bytes of a piece: a GPU copies them in 80 to 300 microseconds, and what is done for each may take some 40 on the host."""
+"""Bytes of a piece: a GPU copies a piece in 80 to 300 us, and the host needs about 40 us for each."""
 
-TURNS = 3
-"""Pieces of host memory for an array: one on its way out, one that the host moves, one on its way back."""
+PIECE_BUFFERS = 3
+"""Pieces of host memory for an array: one being copied out, one being moved by the host, one being copied in."""
 
 Parts = list[tuple[int, int]]
-"""Where parts of an array begin, and how long they are, in bytes."""
+"""Start and length of parts of an array, in bytes."""
 
 
-class _Come:
-    """An event of a GPU as a Request."""
-
-    __slots__ = ("Test",)
-
-    def __init__(self, gpu: device_runtime.Runtime, event: Any) -> None:
-        self.Test = partial(device_runtime.over, gpu, event)
-
-
-class _Place:
-    """Host memory that takes turns."""
+class _PieceMemory:
+    """Host memory that serves one piece after the other."""
 
     __slots__ = ("_wide", "block", "left", "memory")
 
@@ -66,7 +56,7 @@ class _Place:
         self._wide: Array | None = None
 
     def wide(self, memory: Array, dtype: np.dtype[Any], narrower: Any) -> Array:
-        """Return memory for elements that move as a dtype: what they are copied to, unless they have a narrower one."""
+        """Return memory for elements that move as a dtype: the memory of the copy, unless the elements have a narrower dtype."""
         if narrower is None:
             return memory.view(dtype)
         count = memory.nbytes // narrower[0].itemsize
@@ -79,23 +69,23 @@ class Piece:
     """A piece of an array in host memory.
 
     Attributes:
-        host: its elements, one part behind the other, as which they move.
-        copied: the same memory as bytes; of elements that move as a wider dtype, memory for their own.
+        host: elements as they move, one part behind the other.
+        copied: the same memory as bytes; if elements move as a wider dtype, memory for elements of the array's dtype.
     """
 
     __slots__ = ("awaits", "copied", "host", "parts", "place")
 
-    def __init__(self, host: Array, copied: Array, parts: Parts, place: _Place) -> None:
+    def __init__(self, host: Array, copied: Array, parts: Parts, place: _PieceMemory) -> None:
         self.host, self.copied, self.parts, self.place = host, copied, parts, place
         self.awaits: list[Any] = []
 
 
-class Belt:
-    """An array on a GPU that goes through host memory, one piece behind the other.
+class CopyPipeline:
+    """Copies of an array on a GPU through host memory, piece after piece.
 
     Args:
         flat: the array.
-        out, back: whether its pieces are copied out, and in when they have moved.
+        out, back: whether pieces are copied to the host before they move, and to the GPU after they have moved.
     """
 
     def __init__(self, flat: DeviceAddresses, *, out: bool, back: bool) -> None:
@@ -105,23 +95,23 @@ class Belt:
         self._out, self._back = out, back
         gpu, device = self._gpu, self._array.device
         self._outward, self._inward = gpu.copy_stream(device), gpu.copy_stream(device, True)
-        self._places: list[_Place] = []
+        self._places: list[_PieceMemory] = []
         self._put = 0
-        self._comes_after: list[Any] = []
-        self._comes_after.append(flat.began)  # 1
+        self._began: list[Any] = []
+        self._began.append(flat.began)  # 1
 
     def begin(self) -> Steps:
-        """Wait until the GPU has come to the call."""
-        for event in self._comes_after:
-            yield from self._until(event)
+        """Wait until the GPU has reached the call."""
+        for event in self._began:
+            yield from self._wait_for(event)
 
     def parts(self, views: list[Array]) -> Parts:
-        """Return where views of the array are in it."""
+        """Return the places of views of the array in the array."""
         first, times = self._first, self._times
         return [((view.ctypes.data - first) // times, view.nbytes // times) for view in views if view.size]
 
     def put(self, parts: Parts) -> Piece:
-        """Give the next piece its memory, and have it copied out."""
+        """Give the next piece its memory, and start its copy to the host."""
         gpu, array = self._gpu, self._array
         nbytes = sum(length for _, length in parts)
         place = self._place(nbytes)
@@ -135,27 +125,27 @@ class Belt:
                 at += length
             copied = gpu.mark(array.device, self._outward)
             if place.block is not None:
-                place.block.busy = copied  # whatever strikes now
+                place.block.busy = copied  # now, as a signal handler may raise at any time
             piece.awaits.append(copied)  # 2
         else:
             piece.awaits += place.left  # 6
         return piece
 
-    def here(self, piece: Piece) -> Steps:
-        """Wait until the host may have a piece."""
+    def wait(self, piece: Piece) -> Steps:
+        """Wait until the host may use the memory of a piece."""
         for event in piece.awaits:
-            yield from self._until(event)
+            yield from self._wait_for(event)
         if self._out and self._narrower is not None:
             own, widen, _ = self._narrower
             widen(piece.copied.view(own), piece.host)
 
-    def _until(self, event: Any) -> Steps:
+    def _wait_for(self, event: Any) -> Steps:
         if not device_runtime.over(self._gpu, event):
-            yield _Come(self._gpu, event)
-        self._gpu.await_(event)  # says what has failed
+            yield device_runtime.EventComplete(self._gpu, event)
+        self._gpu.await_(event)  # raises an error of the device
 
-    def take_back(self, piece: Piece) -> None:
-        """Have a piece that has moved copied in."""
+    def copy_back(self, piece: Piece) -> None:
+        """Start the copy of a moved piece to the GPU."""
         if not self._back:
             return
         gpu, array, place = self._gpu, self._array, piece.place
@@ -174,23 +164,23 @@ class Belt:
             if place.block is not None:
                 place.block.busy = left  # 4
             gpu.follow(array.device, array.stream, left)  # 3
-        except BaseException:  # a signal handler's: nothing may come in after what the program does next
+        except BaseException:  # a signal handler's: no copy may follow the next work of the program
             with suppress(Exception):
                 gpu.await_(gpu.mark(array.device, self._inward))
             raise
 
     def end(self) -> None:
-        """Wait for what is copied out of ordinary memory."""
+        """Wait for copies from host memory that is not pinned."""
         for place in self._places:
             if place.block is None:
                 for event in place.left:
                     self._gpu.await_(event)
 
-    def _place(self, nbytes: int) -> _Place:
-        number = self._put % TURNS
+    def _place(self, nbytes: int) -> _PieceMemory:
+        number = self._put % PIECE_BUFFERS
         self._put += 1
         if number == len(self._places):
-            self._places.append(_Place(nbytes, self._array.device))
+            self._places.append(_PieceMemory(nbytes, self._array.device))
         return self._places[number]
 
     def _follow(self, stream: Any, events: list[Any]) -> None:
@@ -199,36 +189,36 @@ class Belt:
 
 
 def rank_order_matters(move: Movement) -> bool:
-    """Whether the bits of a result depend on the order in which its terms are reduced, as those of floating point do."""
+    """Return whether the bits of a result depend on the order of its terms, as in floating point."""
     buffer = move.recv if move.recv is not None else move.send
     return bool(move.op) and buffer is not None and buffer.dtype.kind not in "biu"
 
 
-class _Staged:
-    """One piece of a movement, with host memory in the place of a GPU's."""
+class _StagedPiece:
+    """One piece of a movement, with host memory in place of memory of a GPU."""
 
     __slots__ = ("held", "move")
 
-    def __init__(self, move: Movement, held: list[tuple[Belt, Piece]]) -> None:
+    def __init__(self, move: Movement, held: list[tuple[CopyPipeline, Piece]]) -> None:
         self.move, self.held = move, held
 
 
-class _Line:
-    """The belts of one movement."""
+class _Pipelines:
+    """The copy pipelines of one movement."""
 
     def __init__(self, move: Movement, rank: int) -> None:
         send, recv = move.send, move.recv
-        gives = send is None and (move.kind is not Kind.BROADCAST or move.root == rank)
-        takes = move.kind is not Kind.BROADCAST or move.root != rank
-        self._send = Belt(send, out=True, back=False) if isinstance(send, DeviceAddresses) else None
-        self._recv = Belt(recv, out=gives, back=takes) if isinstance(recv, DeviceAddresses) else None
+        sends = send is None and (move.kind is not Kind.BROADCAST or move.root == rank)
+        receives = move.kind is not Kind.BROADCAST or move.root != rank
+        self._send = CopyPipeline(send, out=True, back=False) if isinstance(send, DeviceAddresses) else None
+        self._recv = CopyPipeline(recv, out=sends, back=receives) if isinstance(recv, DeviceAddresses) else None
 
-    def put(self, piece: Movement) -> _Staged:
-        """Give a piece of the movement its memory, and have it copied out."""
-        held: list[tuple[Belt, Piece]] = []
+    def put(self, piece: Movement) -> _StagedPiece:
+        """Give a piece of the movement its memory, and start its copy to the host."""
+        held: list[tuple[CopyPipeline, Piece]] = []
         send, recv = piece.send, piece.recv
         if self._send is not None and send is not None:
-            views: Any = send  # several, where they would have to be put together on the host
+            views: Any = send  # a list, if parts of the array have to be packed on the host
             if not isinstance(views, list):
                 views = _blocks(send, piece.sendcounts, piece.senddispls)
             put = self._send.put(self._send.parts(views))
@@ -238,21 +228,21 @@ class _Line:
             put = self._recv.put(self._recv.parts(_blocks(recv, piece.recvcounts, piece.recvdispls)))
             held.append((self._recv, put))
             piece = replace(piece, recv=put.host, recvdispls=None)
-        return _Staged(piece, held)
+        return _StagedPiece(piece, held)
 
     def begin(self) -> Steps:
-        for belt in (self._send, self._recv):
-            if belt is not None:
-                yield from belt.begin()
+        for pipeline in (self._send, self._recv):
+            if pipeline is not None:
+                yield from pipeline.begin()
 
     def end(self) -> None:
-        for belt in (self._send, self._recv):
-            if belt is not None:
-                belt.end()
+        for pipeline in (self._send, self._recv):
+            if pipeline is not None:
+                pipeline.end()
 
 
 def _blocks(buffer: Array, counts: Any, displs: Any) -> list[Array]:
-    if counts is None or displs is None:  # one behind the other
+    if counts is None or displs is None:  # blocks stand one behind the other
         return [buffer]
     return [buffer[at : at + count] for at, count in zip(displs, counts, strict=True)]
 
@@ -260,35 +250,35 @@ def _blocks(buffer: Array, counts: Any, displs: Any) -> list[Array]:
 def move_pieces(
     move: Movement, rank: int, size: int, largest: int, limit: int, moved: Callable[[Movement], Steps]
 ) -> Steps:
-    """Move one piece after the other, those of a GPU by way of the host.
+    """Move one piece after the other; pieces on a GPU move through the host.
 
     Args:
         move: the whole movement.
         rank, size, largest, limit: as for :func:`mpicoll.transports.base.pieces`.
-        moved: moves a piece that is on the host.
+        moved: moves a piece in host memory.
     """
     if not (isinstance(move.send, DeviceAddresses) or isinstance(move.recv, DeviceAddresses)):
         for piece in pieces(move, rank, size, largest, limit):
             yield from moved(piece)
         return
     cut = pieces(move, rank, size, largest, limit, list)
-    line = _Line(move, rank)
-    yield from line.begin()
-    ahead: deque[_Staged] = deque()
+    pipelines = _Pipelines(move, rank)
+    yield from pipelines.begin()
+    ahead: deque[_StagedPiece] = deque()
     for piece in cut:
-        ahead.append(line.put(piece))
-        if len(ahead) == TURNS:
+        ahead.append(pipelines.put(piece))
+        if len(ahead) == PIECE_BUFFERS:
             yield from _next(ahead, moved)
     while ahead:
         yield from _next(ahead, moved)
-    line.end()
+    pipelines.end()
 
 
-def _next(ahead: deque[_Staged], moved: Callable[[Movement], Steps]) -> Steps:
+def _next(ahead: deque[_StagedPiece], moved: Callable[[Movement], Steps]) -> Steps:
     staged = ahead[0]
-    for belt, piece in staged.held:
-        yield from belt.here(piece)
+    for pipeline, piece in staged.held:
+        yield from pipeline.wait(piece)
     yield from moved(staged.move)
-    for belt, piece in staged.held:
-        belt.take_back(piece)
+    for pipeline, piece in staged.held:
+        pipeline.copy_back(piece)
     ahead.popleft()
