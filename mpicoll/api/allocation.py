@@ -12,7 +12,7 @@ from mpicoll.diagnosis.call import Call
 from mpicoll.errors import ARGUMENT
 from mpicoll.groups.registry import member_or_warn
 from mpicoll.memory.dtypes import element
-from mpicoll.operations import execution
+from mpicoll.operations import composed, execution
 from mpicoll.runtime.call_site import call_site
 from mpicoll.transports.base import Request
 from mpicoll.transports.control import Agreed
@@ -71,7 +71,7 @@ def empty(shape: Any, dtype: Any = float, *, group: Any = None, shared: bool = T
                     memory.append(made)
                     found.rides.clear()  # what moves by copies may be in such an array from now on
 
-    execution.conduct(found, call, steps)
+    composed.conduct(found, call, steps)
     return np.asarray(memory[0]).view(kind).reshape(size) if memory else np.empty(size, kind)
 
 

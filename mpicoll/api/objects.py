@@ -22,7 +22,7 @@ from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import member_or_warn, peer_rank
 from mpicoll.memory import pickled
 from mpicoll.memory.pickled import IncomingObject, Packed, WireError, need_list
-from mpicoll.operations import execution
+from mpicoll.operations import composed, execution
 from mpicoll.runtime import waiting
 from mpicoll.runtime.call_site import call_site
 from mpicoll.transports.base import Kind, Movement, Request
@@ -261,7 +261,7 @@ class _Transfer:
     kind = b"?"
 
     def steps(self, agreed: Agreed) -> Steps:
-        """Move the objects: a generator for ``operations.execution.conduct``."""
+        """Move the objects: a generator for ``operations.composed.conduct``."""
         if agreed.most >= _FAILED:
             if self.failed is not None:
                 self.call.error = self.failed
@@ -404,7 +404,7 @@ class _Broadcast(_Transfer):
     def broadcast(self, agreed: Agreed, piece: Any, moved: int) -> Generator[Request, None, int]:
         """Broadcast memory in place."""
         move = Movement(Kind.BROADCAST, recv=piece, root=self.root)
-        return (yield from execution.move_once(self.group, self.call, agreed, move, moved))
+        return (yield from composed.move_once(self.group, self.call, agreed, move, moved))
 
 
 class _AllGather(_Transfer):
@@ -520,7 +520,7 @@ def _run(
             look_at(op, site, [part for each in packed for part in each.parts], group.gone, group.display)
     except Exception as error:
         setattr(error, ARGUMENT, True)
-        execution.conduct(group, Call(op, (), site, error=error), _no_steps)
+        composed.conduct(group, Call(op, (), site, error=error), _no_steps)
         raise AssertionError("a call with wrong arguments always raises") from error
     key = ready.key if name is None else (*ready.key, ("name", name))
     largest = max((each.head_bytes for each in packed), default=NOTHING)
@@ -533,7 +533,7 @@ def _run(
         block_bytes=max((each.nbytes for each in packed), default=0),
     )
     made = transfer(group, call, ready.root, packed, failed)
-    execution.conduct(group, call, made.steps)
+    composed.conduct(group, call, made.steps)
     return made
 
 

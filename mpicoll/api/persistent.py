@@ -20,7 +20,7 @@ from mpicoll.memory.dtypes import Reduction, resolve_reduction
 from mpicoll.memory.half import wide
 from mpicoll.memory.memory import AnyArray
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
-from mpicoll.operations import execution
+from mpicoll.operations import composed, execution
 from mpicoll.operations.deferred import Deferred
 from mpicoll.operations.repeating import Repeated
 from mpicoll.operations.riding import Ride
@@ -76,7 +76,7 @@ def all_reduce_init(tensor: AnyArray, op: RedOpType | ReduceOp = ReduceOp.SUM, g
     except Exception as wrong:
         setattr(wrong, ARGUMENT, True)
         error = wrong
-    execution.agree(found, Call("all_reduce_init", key, site, error=error), found.timeout)
+    composed.agree(found, Call("all_reduce_init", key, site, error=error), found.timeout)
     return plan
 
 

@@ -38,7 +38,7 @@ from mpicoll.lifecycle.endpoint import JobEndpoint, endpoints
 from mpicoll.memory.device import array as device_array
 from mpicoll.memory.device import pool as device_pool
 from mpicoll.memory.device import runtime as device_runtime
-from mpicoll.operations import execution
+from mpicoll.operations import composed
 from mpicoll.operations.failures import BlockingCall
 from mpicoll.runtime import native, signals, waiting, watchdog
 from mpicoll.runtime.call_site import call_site
@@ -136,16 +136,16 @@ def join(
             error=problem,
             block_bytes=_initialisations,
         )
-        flags = execution.agree(state.world, call, limit)
+        flags = composed.agree(state.world, call, limit)
         with signals.guard, BlockingCall(state.world, call, limit):
             if endpoint.topology is None:
                 _look_around(endpoint, pair, settings, ("", 0) if devices is None else devices.chosen())
                 if how == "job" and endpoint.board.slots is not None and len(endpoint.board.slots.ranks) > 1:
                     watchdog.watch(partial(await_death, endpoint.board))
         topology = state.topology = endpoint.topology
-        endpoint.settle(*execution.drive(state.world, call, pair.sweep(), limit))
+        endpoint.settle(*composed.drive(state.world, call, pair.sweep(), limit))
         state.pool.furnish(pair, topology, settings, level)
-        execution.drive(state.world, call, state.pool.meet(pair), limit)
+        composed.drive(state.world, call, state.pool.meet(pair), limit)
     except BaseException as error:
         registry.set_state(None)
         pair.idle = True

@@ -22,7 +22,7 @@ from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.memory.device import array as device_array
 from mpicoll.memory.device.array import DeviceAddresses
 from mpicoll.operations.failures import BlockingCall
-from mpicoll.operations.request import Operation, Request, Steps, collectives_are_pending
+from mpicoll.operations.request import Request, Steps, collectives_are_pending
 from mpicoll.operations.work import Work
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.native import reduce_rows
@@ -117,7 +117,7 @@ def _move(
         if node is not None:
             if not node.ready:
                 yield from node.prepare()
-                _say_why_not(group, node)
+                say_why_not(group, node)
             if node.usable:
                 waiting.transfer_hint(agreed.block_bytes * (1 if move.root < 0 and move.op else size))
                 yield from node.steps(move, agreed.block_bytes)
@@ -207,7 +207,7 @@ def _in_pieces(
     if node is not None:
         if not node.ready:
             yield from node.prepare()
-            _say_why_not(group, node)
+            say_why_not(group, node)
         if not node.usable:
             node = None
     most = staged.PIECE_BYTES
@@ -280,7 +280,7 @@ def _reduce_in_order(group: ProcessGroup, number: int, move: Movement) -> Steps:
         reduce_rows(move.op, got, size, move.recv)
 
 
-def _say_why_not(group: ProcessGroup, node: SharedMemoryTransport) -> None:
+def say_why_not(group: ProcessGroup, node: SharedMemoryTransport) -> None:
     if not node.usable and node.why and not _said_why_not:
         _said_why_not.append(node.why)
         say(
@@ -354,15 +354,15 @@ def run(
             group.last = call.op, call.site.code, call.site.instruction
             if isinstance(move, Movement):
                 call.block_bytes = block_bytes(move, group.size())
-            _print(group, call, compares=not _passes(group, call, move))
+            set_print(group, call, compares=not _passes(group, call, move))
             number = group.pair.agreement.order.issue()
             return issue(group, call, move, number, outputs, async_op, limit, ready, before, after)
         except BaseException as error:
-            _leave_begun(group, call, limit, error)
+            leave_begun(group, call, limit, error)
             raise
 
 
-def _leave_begun(group: ProcessGroup, call: Call, limit: float, error: BaseException) -> None:
+def leave_begun(group: ProcessGroup, call: Call, limit: float, error: BaseException) -> None:
     """Give the group up when a call that this rank has begun ends by an error that is no outcome of it.
 
     A signal handler of the program's may raise between any two lines: with the call counted and nothing posted, or with its
@@ -390,7 +390,7 @@ def _passes(group: ProcessGroup, call: Call, move: Movement | Callable[[Agreed],
     )
 
 
-def _print(group: ProcessGroup, call: Call, compares: bool) -> None:
+def set_print(group: ProcessGroup, call: Call, compares: bool) -> None:
     """Set what the round of a call compares, and note a call that makes none."""
     shared = group.pair.agreement.channel.carries_data
     print_ = fingerprint(call.op, call.key) if group.level != "off" else 0
@@ -521,111 +521,6 @@ def go_on(
     """Make the rest of a call that is waited for, and whose round is over."""
     with signals.shield:
         resume(group, call, move, number, agreed, waited=True).complete()
-
-
-def drive(group: ProcessGroup, call: Call, steps: Steps, limit: float) -> Any:
-    """Wait for steps that belong to no call in the order of a group; return what they return."""
-    request = Operation(group, call, steps, [], limit, waited=True)
-    request.complete()
-    return request.returned
-
-
-def agree(group: ProcessGroup, call: Call, limit: float) -> Agreed:
-    """Make the round of a call that moves no data, and return what all members now know.
-
-    Raises:
-        Exception: ``call.error`` here, CollectiveMismatchError on the other members.
-    """
-    enter(group, call.op)
-    if group.turn is not None:
-        raise group.turn.refuse(call.describe(), call.site)
-    with signals.guard, group.lock:
-        return _conduct(group, call, limit, _no_steps)
-
-
-def _no_steps(agreed: Agreed) -> Steps:
-    yield from ()
-
-
-def conduct(group: ProcessGroup, call: Call, steps: Callable[[Agreed], Steps]) -> None:
-    """Make one collective call that moves its data in several steps, and wait for it.
-
-    The caller has asked :func:`enter` whether the group can be used.
-
-    Args:
-        steps: given what all members know, yields what has to complete next. It may raise CollectiveMismatchError or
-            ``call.error`` before it moves anything, if all members do.
-    """
-    if group.turn is not None:
-        raise group.turn.refuse(call.describe(), call.site)
-    if call.error is not None and group.level != "full":
-        raise call.error  # the others do not compare, so nobody asks what was wrong here
-    with signals.guard, group.lock:
-        call.asynchronous = collectives_are_pending()
-        with signals.shield:
-            _conduct(group, call, group.timeout, steps)
-
-
-def _conduct(group: ProcessGroup, call: Call, limit: float, steps: Callable[[Agreed], Steps]) -> Agreed:
-    """Make a compared call that is waited for; the lock of the group is held."""
-    try:
-        group.calls += 1
-        call.seq = group.calls
-        group.last = call.op, call.site.code, call.site.instruction
-        _print(group, call, compares=True)
-        if steps is _no_steps and group.level == "off":  # what makes a group or the world is always compared
-            call.print = fingerprint(call.op, call.key)
-        request = Request(group, call, [], limit, waited=True)
-        request.start(group.pair.agreement.order.issue(), partial(_meet_and_move, group, steps))
-        request.complete()
-        assert request.agreed is not None
-        return request.agreed
-    except BaseException as error:
-        _leave_begun(group, call, limit, error)
-        raise
-
-
-def _meet_and_move(group: ProcessGroup, steps: Callable[[Agreed], Steps], agreed: Agreed) -> Steps:
-    if agreed.stalled:
-        yield group.pair.data.Ibarrier()
-    yield from steps(agreed)
-
-
-def move_once(
-    group: ProcessGroup, call: Call, agreed: Agreed, move: Movement, moved: int
-) -> Generator[Pollable, None, int]:
-    """Move a flat buffer within the steps of a conducted call: by blocking calls unless somebody is asynchronous.
-
-    Args:
-        move: of a kind whose blocks all members know to be equal.
-        moved: what this returned for the movement before it in the call, or 0.
-
-    Returns:
-        Bytes moved since the last wait that can be left.
-    """
-    engine, data = group.pair.native, group.pair.data
-    size, nbytes = group.size(), block_bytes(move, group.size())
-    node = group.pair.through(move.kind, nbytes) if not agreed.device else None
-    if node is not None:
-        if not node.ready:
-            yield from node.prepare()
-            _say_why_not(group, node)
-        if node.usable:
-            yield from node.steps(move, nbytes)
-            return moved
-    for piece in pieces(move, group.rank(), size, nbytes, NATIVE_BYTES):
-        step = block_bytes(piece, size)
-        if agreed.nonblocking:
-            waiting.transfer_hint(step)
-            yield engine.nonblocking(piece)
-            continue
-        moved += step
-        if moved > NATIVE_BYTES:
-            moved = step
-            yield data.Ibarrier()  # as in _agreed
-        with BlockingCall(group, call, group.timeout):
-            engine.blocking(piece)
-    return moved
 
 
 def sending(request: Pollable) -> Steps:

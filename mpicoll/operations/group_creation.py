@@ -23,7 +23,7 @@ from mpicoll.errors import (
 from mpicoll.groups.communicators import Pair, make_pair
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import NON_MEMBER, JobWithGroups, state
-from mpicoll.operations import execution
+from mpicoll.operations import composed
 from mpicoll.operations.failures import BlockingCall
 from mpicoll.runtime import signals
 from mpicoll.runtime.backend_names import check_backend
@@ -60,7 +60,7 @@ def create_group(
             uneven=True,
             detail=candidate,
         )
-        flags = execution.agree(known.world, call, known.world.timeout)
+        flags = composed.agree(known.world, call, known.world.timeout)
         known.created += 1
         name = f"{known.world.group_name}.{known.created}"
         tag = known.created % _TAGS
@@ -163,7 +163,7 @@ def _shrink(known: JobWithGroups, tag: int, call: Call) -> None:
     with signals.guard:
         with BlockingCall(known.world, call, known.world.timeout):
             known.pool.meet_all(known.world.pair.control, tag)
-        for settled in execution.drive(known.world, call, known.pool.shrink(), known.world.timeout):
+        for settled in composed.drive(known.world, call, known.pool.shrink(), known.world.timeout):
             if known.endpoint is None:
                 continue
             known.endpoint.settle(*settled)
@@ -175,10 +175,10 @@ def _make(known: JobWithGroups, members: tuple[int, ...], index: int, tag: int, 
         pair = known.pool.take(members, index)
         known.pool.furnish(pair, known.topology, known.settings, known.world.level)
         with signals.guard:
-            settled = execution.drive(known.world, call, pair.sweep(), known.world.timeout)
+            settled = composed.drive(known.world, call, pair.sweep(), known.world.timeout)
             if known.endpoint is not None:
                 known.endpoint.settle(*settled)
-            execution.drive(known.world, call, known.pool.meet(pair), known.world.timeout)
+            composed.drive(known.world, call, known.pool.meet(pair), known.world.timeout)
         return pair
     with signals.guard, BlockingCall(known.world, call, known.world.timeout):
         pair = make_pair(known.world.pair.control, members, tag)
@@ -186,7 +186,7 @@ def _make(known: JobWithGroups, members: tuple[int, ...], index: int, tag: int, 
     known.pool.furnish(pair, known.topology, known.settings, known.world.level)
     known.pool.add(pair)
     with signals.guard:
-        execution.drive(known.world, call, known.pool.meet(pair), known.world.timeout)
+        composed.drive(known.world, call, known.pool.meet(pair), known.world.timeout)
     return pair
 
 

@@ -20,7 +20,7 @@ from mpicoll.errors import ARGUMENT
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import member_or_warn
-from mpicoll.operations import execution
+from mpicoll.operations import composed
 from mpicoll.runtime.call_site import Site, call_site
 from mpicoll.runtime.signals import notes
 from mpicoll.training import time_limit
@@ -205,7 +205,7 @@ def on_signal(
     # Signals are noted before the agreement: as soon as the call returns on one rank, any rank may get a signal.
     registered = OnSignal(found, handler, numbers, free=False) if error is None else None
     try:
-        execution.agree(found, Call("on_signal", key, call_site(), error=error), found.timeout)
+        composed.agree(found, Call("on_signal", key, call_site(), error=error), found.timeout)
     except BaseException:
         if registered is not None:
             registered.remove()
@@ -269,7 +269,7 @@ def _agree(group: ProcessGroup, stopping: Any, before: float | None, site: Site)
         # With uneven blocks the words need not be equal: the largest of each counts.
         call.uneven, call.signal, call.detail = True, stopping.brings(before), -stopping.wants(time.monotonic())
     try:
-        agreed = execution.agree(group, call, group.timeout)
+        agreed = composed.agree(group, call, group.timeout)
     except BaseException:
         if first and stopping is not None:
             stopping.remove()

@@ -15,7 +15,6 @@ from mpi4py import MPI
 import mpicoll as dist
 from mpicoll.groups import registry
 from mpicoll.operations import execution
-from mpicoll.operations.request import Request
 
 class Stop(Exception):
     pass
@@ -234,7 +233,8 @@ import numpy as np
 from mpi4py import MPI
 import mpicoll as dist
 from mpicoll.groups import registry
-from mpicoll.operations import deferred, execution, riding
+from mpicoll.operations import composed, deferred, execution, riding
+from mpicoll.operations.request import Request
 from mpicoll.transports.mpi.control import MpiControl
 from mpicoll.transports.mpi.collectives import EagerMpiSchedule, persistent_collectives
 from mpicoll.transports.shm.control import RingControl, RingRound
@@ -256,8 +256,8 @@ CALLS = {
     "group": lambda: dist.new_group([0, 1]),
 }
 PLACES = {
-    "counted": (execution, "_print"),
-    "conducted": (execution, "_conduct"),
+    "counted": (execution, "set_print"),
+    "conducted": (composed, "_conduct"),
     "issued": (execution, "collectives_are_pending"),
     "numbered": (execution, "_device_test"),
     "posted": (Request, "Test"),

@@ -371,7 +371,7 @@ def test_a_handler_that_raises() -> None:
 @pytest.mark.mpi(min_size=2)
 def test_signals_are_noted_once_the_registration_has_returned_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank notes them before the ranks agree, so none is lost on one that is slow; not where they do not agree."""
-    agree = stop_requests.execution.agree
+    agree = stop_requests.composed.agree
     noted = []
 
     def watched(*given: Any) -> Any:
@@ -382,7 +382,7 @@ def test_signals_are_noted_once_the_registration_has_returned_anywhere(monkeypat
 
     before = signal.getsignal(USR1)
     with monkeypatch.context() as patched:
-        patched.setattr(stop_requests.execution, "agree", watched)
+        patched.setattr(stop_requests.composed, "agree", watched)
         dist.on_signal(lambda number: None, [USR1])
     assert noted == [True]
     assert [dist.should_stop() for _ in range(20)][-1]

@@ -1,0 +1,122 @@
+"""Calls that are not one movement: those that only agree, and those that move their data in several steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Any
+
+from mpicoll.diagnosis.call import Call, fingerprint
+from mpicoll.groups.process_group import ProcessGroup
+from mpicoll.operations import execution
+from mpicoll.operations.failures import BlockingCall
+from mpicoll.operations.request import Operation, Request, Steps, collectives_are_pending
+from mpicoll.runtime import signals, waiting
+from mpicoll.transports.base import Movement, block_bytes, pieces
+from mpicoll.transports.base import Request as Pollable
+from mpicoll.transports.control import Agreed
+
+
+def drive(group: ProcessGroup, call: Call, steps: Steps, limit: float) -> Any:
+    """Wait for steps that belong to no call in the order of a group; return what they return."""
+    request = Operation(group, call, steps, [], limit, waited=True)
+    request.complete()
+    return request.returned
+
+
+def agree(group: ProcessGroup, call: Call, limit: float) -> Agreed:
+    """Make the round of a call that moves no data, and return what all members now know.
+
+    Raises:
+        Exception: ``call.error`` here, CollectiveMismatchError on the other members.
+    """
+    execution.enter(group, call.op)
+    if group.turn is not None:
+        raise group.turn.refuse(call.describe(), call.site)
+    with signals.guard, group.lock:
+        return _conduct(group, call, limit, _no_steps)
+
+
+def _no_steps(agreed: Agreed) -> Steps:
+    yield from ()
+
+
+def conduct(group: ProcessGroup, call: Call, steps: Callable[[Agreed], Steps]) -> None:
+    """Make one collective call that moves its data in several steps, and wait for it.
+
+    The caller has asked :func:`~mpicoll.operations.execution.enter` whether the group can be used.
+
+    Args:
+        steps: given what all members know, yields what has to complete next. It may raise CollectiveMismatchError or
+            ``call.error`` before it moves anything, if all members do.
+    """
+    if group.turn is not None:
+        raise group.turn.refuse(call.describe(), call.site)
+    if call.error is not None and group.level != "full":
+        raise call.error  # the others do not compare, so nobody asks what was wrong here
+    with signals.guard, group.lock:
+        call.asynchronous = collectives_are_pending()
+        with signals.shield:
+            _conduct(group, call, group.timeout, steps)
+
+
+def _conduct(group: ProcessGroup, call: Call, limit: float, steps: Callable[[Agreed], Steps]) -> Agreed:
+    """Make a compared call that is waited for; the lock of the group is held."""
+    try:
+        group.calls += 1
+        call.seq = group.calls
+        group.last = call.op, call.site.code, call.site.instruction
+        execution.set_print(group, call, compares=True)
+        if steps is _no_steps and group.level == "off":  # what makes a group or the world is always compared
+            call.print = fingerprint(call.op, call.key)
+        request = Request(group, call, [], limit, waited=True)
+        request.start(group.pair.agreement.order.issue(), partial(_meet_and_move, group, steps))
+        request.complete()
+        assert request.agreed is not None
+        return request.agreed
+    except BaseException as error:
+        execution.leave_begun(group, call, limit, error)
+        raise
+
+
+def _meet_and_move(group: ProcessGroup, steps: Callable[[Agreed], Steps], agreed: Agreed) -> Steps:
+    if agreed.stalled:
+        yield group.pair.data.Ibarrier()
+    yield from steps(agreed)
+
+
+def move_once(
+    group: ProcessGroup, call: Call, agreed: Agreed, move: Movement, moved: int
+) -> Generator[Pollable, None, int]:
+    """Move a flat buffer within the steps of a conducted call: by blocking calls unless somebody is asynchronous.
+
+    Args:
+        move: of a kind whose blocks all members know to be equal.
+        moved: what this returned for the movement before it in the call, or 0.
+
+    Returns:
+        Bytes moved since the last wait that can be left.
+    """
+    engine, data = group.pair.native, group.pair.data
+    size, nbytes = group.size(), block_bytes(move, group.size())
+    node = group.pair.through(move.kind, nbytes) if not agreed.device else None
+    if node is not None:
+        if not node.ready:
+            yield from node.prepare()
+            execution.say_why_not(group, node)
+        if node.usable:
+            yield from node.steps(move, nbytes)
+            return moved
+    for piece in pieces(move, group.rank(), size, nbytes, execution.NATIVE_BYTES):
+        step = block_bytes(piece, size)
+        if agreed.nonblocking:
+            waiting.transfer_hint(step)
+            yield engine.nonblocking(piece)
+            continue
+        moved += step
+        if moved > execution.NATIVE_BYTES:
+            moved = step
+            yield data.Ibarrier()  # as in execution
+        with BlockingCall(group, call, group.timeout):
+            engine.blocking(piece)
+    return moved
