@@ -101,7 +101,7 @@ if TYPE_CHECKING:
     )
     from mpicoll.groups.process_group import ProcessGroup
     from mpicoll.launch.spawn import ProcessExitedException, ProcessRaisedException, spawn
-    from mpicoll.leader_blocks.blocks import Turn
+    from mpicoll.leader_blocks.entered_block import Turn
     from mpicoll.leader_blocks.functions import (
         first,
         local_zero_first,
@@ -226,7 +226,7 @@ _HOME = {
         "ProcessRaisedException",
         "spawn",
     ),
-    "leader_blocks.blocks": ("Turn",),
+    "leader_blocks.entered_block": ("Turn",),
     "leader_blocks.functions": (
         "first",
         "local_zero_first",

@@ -93,7 +93,7 @@ def run_first(fn: Callable[..., R], *args: Any, scope: Scope = "world", share: b
         FirstFailedError: on the other ranks: ``fn`` raised, or its value cannot be pickled. The leader raises its own exception.
         Others as :func:`zero_first`.
     """
-    with LeaderBlock(_function_name(fn), scope, None, False, (), 60.0, op="run_first") as turn:
+    with LeaderBlock(_function_name(fn), scope, rejoin=False, op="run_first") as turn:
         value: R | None = None
         if turn.is_leader:
             value = fn(*args, **kwargs)
@@ -198,7 +198,7 @@ def main_process_first(local: bool = True, desc: str | None = None) -> LeaderBlo
             the leader, as in accelerate, whose local_main_process_first is :func:`local_zero_first`.
         desc: what the block does, for messages.
     """
-    return LeaderBlock(desc, "node" if local else "world", None, True, (), 60.0, op="main_process_first")
+    return LeaderBlock(desc, "node" if local else "world", op="main_process_first")
 
 
 def _named_local_zero_first(op: str, local_rank: Any) -> LeaderBlock:
@@ -214,4 +214,4 @@ def _named_local_zero_first(op: str, local_rank: Any) -> LeaderBlock:
             )
 
     applies = not (hasattr(local_rank, "__index__") and int(local_rank) == -1)
-    return LeaderBlock(None, "node", None, True, (), 60.0, op=op, applies=applies, check=check)
+    return LeaderBlock(None, "node", op=op, applies=applies, check=check)

@@ -18,53 +18,36 @@ class Members:
     """The ranks of a scope and their group. The group of a node is made when it is first needed, by the node's ranks only.
 
     Attributes:
+        me: this rank's global rank.
         ranks: global ranks, the leader first.
         key: equal for equal scopes.
+        known_group: the group, or None if it has not been made yet.
         display: the group's name in messages.
     """
 
     def __init__(self, known: JobWithGroups, scope: Any) -> None:
         self.known = known
-        self._group: ProcessGroup | None = None
+        self.me = known.world.rank()
         if isinstance(scope, str) and scope == "node":
-            self.ranks: tuple[int, ...] = known.topology.local_ranks
-            self.key = "node"
+            self.ranks, self.key, self.known_group = known.topology.local_ranks, "node", known.node
             self.display = f"node {known.topology.hosts[known.topology.node]}"
-            self._group = known.node
-        elif isinstance(scope, str) and scope == "world":
-            self._use(known.world)
-        elif isinstance(scope, str):
+            return
+        if isinstance(scope, str) and scope != "world":
             raise ValueError(f'scope must be "world", "node" or a ProcessGroup, not {scope!r}')
-        else:
-            found = registry.resolve(scope)
-            if found is None:
-                raise ValueError(
-                    f"rank {known.world.rank()} is not in the group given as scope: only its members may run the block"
-                )
-            self._use(found)
-
-    def _use(self, group: ProcessGroup) -> None:
-        self.ranks, self.key, self.display, self._group = group.ranks, group.group_name, group.display, group
-
-    @property
-    def me(self) -> int:
-        """This rank's global rank."""
-        return self.known.world.rank()
-
-    @property
-    def known_group(self) -> ProcessGroup | None:
-        """The group, or None if the group has not been made yet."""
-        return self._group
+        group = known.world if isinstance(scope, str) else registry.resolve(scope)
+        if group is None:
+            raise ValueError(f"rank {self.me} is not in the group given as scope: only its members may run the block")
+        self.ranks, self.key, self.known_group, self.display = group.ranks, group.group_name, group, group.display
 
     def group(self, op: str, site: Site, watch: Watch | None = None) -> ProcessGroup:
         """Return the group; make the group of a node if necessary, which all ranks of the node must do."""
-        if self._group is None:
-            self._group = group_of_node(self.known, op, site, watch)
-        return self._group
+        if self.known_group is None:
+            self.known_group = group_of_node(self.known, op, site, watch)
+        return self.known_group
 
     def check_usable(self, op: str) -> None:
         """Raise an error if this process or thread may not communicate, or if the group cannot be used."""
-        execution.enter(self._group or self.known.world, op)
+        execution.enter(self.known_group or self.known.world, op)
 
     def host(self, rank: int) -> str:
         """Return the name of the host of a global rank."""

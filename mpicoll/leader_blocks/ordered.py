@@ -2,80 +2,51 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-from types import TracebackType
 from typing import Any
 
-from mpicoll.diagnosis.call import Call
 from mpicoll.groups import registry
-from mpicoll.leader_blocks.blocks import EnteredBlock, find_outer
+from mpicoll.leader_blocks.blocks import Block
+from mpicoll.leader_blocks.entered_block import EnteredBlock, find_outer
 from mpicoll.leader_blocks.members import Members
-from mpicoll.leader_blocks.outcome import broadcast_outcome, failure_of, first_failed, peer_failed, pop_interruption
-from mpicoll.leader_blocks.wait_policy import LeaderWatch, SignsOfLife
+from mpicoll.leader_blocks.outcome import SharedOutcome, broadcast_outcome, first_failed, peer_failed, pop_interruption
 from mpicoll.runtime import signals
-from mpicoll.runtime.call_site import call_site
 
 
-class OrderedBlock:
+class OrderedBlock(Block):
     """The context manager of :func:`ordered`."""
 
-    op = "ordered"
-
     def __init__(self, scope: Any) -> None:
-        self.site = call_site()
-        self._scope = scope
-        self._entered: list[EnteredBlock | None] = []
-
-    def describe(self) -> str:
-        """Return the block as messages name it."""
-        return f"ordered at {self.site}"
-
-    def _call(self, where: str = "") -> Call:
-        return Call(f"{where}ordered", (), self.site, compared=True)
+        super().__init__("ordered", "world" if scope is None else scope)
 
     def __enter__(self) -> None:
         known = registry.current()
-        if known is None:
+        members = None if known is None else Members(known, self._scope)
+        if members is None or len(members.ranks) == 1:
             self._entered.append(None)
             return
-        members = Members(known, "world" if self._scope is None else self._scope)
-        if len(members.ranks) == 1:
-            self._entered.append(None)
-            return
-        members.check_usable("ordered")
-        find_outer(members, "ordered", self)
-        place = members.ranks.index(members.me)
+        members.check_usable(self.op)
+        what = self.describe()
+        find_outer(members, what, nests=False)
         with signals.guard:
+            place = members.ranks.index(members.me)
             interruption: BaseException | None = None
             for earlier in range(place):
                 interruption = self._await(members, earlier, interruption, before=True)
             if interruption is not None:
-                self._broadcast(members, place, interruption)
+                broadcast_outcome(members.group(self.op, self.site), self._call, place, interruption)
                 raise interruption
-        opened = EnteredBlock(self, members, members.me, meets=True)
-        opened.life = SignsOfLife(members)
-        opened.begin()
-        self._entered.append(opened)
+        self._entered.append(EnteredBlock(what, members, members.me, meets=True))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        opened = self._entered.pop()
-        if opened is None:
-            return
-        opened.end()
-        members = opened.members
-        if os.getpid() != members.known.pid:
-            return  # a forked child is no rank
-        assert opened.life is not None
-        opened.life.stop()
-        if isinstance(error, GeneratorExit):
-            error = None
+    def _end(self, entered: EnteredBlock, error: BaseException | None) -> None:
+        members = entered.members
+        assert entered.life is not None
+        entered.life.stop()
         place = members.ranks.index(members.me)
         with signals.guard:
             try:
-                self._broadcast(members, place, error)
+                outcome = SharedOutcome() if error is None else error
+                broadcast_outcome(members.group(self.op, self.site), self._call, place, outcome)
             except BaseException:
                 if error is None:
                     raise
@@ -86,11 +57,6 @@ class OrderedBlock:
                 interruption = self._await(members, later, interruption, before=False)
             if interruption is not None:
                 raise interruption
-
-    def _broadcast(self, members: Members, place: int, error: BaseException | None) -> None:
-        """Broadcast how this rank's block has ended."""
-        outcome = (True, b"") if error is None else (False, pickle.dumps(failure_of(error)))
-        broadcast_outcome(members.group(self.op, self.site), self._call, place, outcome)
 
     def _await(
         self, members: Members, place: int, interruption: BaseException | None, *, before: bool
@@ -103,9 +69,8 @@ class OrderedBlock:
             before: whether that rank runs its block before this rank.
         """
         rank = members.ranks[place]
-        watch = LeaderWatch(members, rank, self.describe(), None)
-        well, details = broadcast_outcome(members.group(self.op, self.site, watch), self._call, place, watch=watch)
-        interruption = interruption or pop_interruption()
+        well, details, noted = self._await_outcome(members, place, self.describe())
+        interruption = interruption or noted
         if not well:
             if interruption is not None:
                 raise interruption

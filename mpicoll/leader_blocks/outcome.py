@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import functools
-import math
+import pickle
 import struct
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import numpy as np
 
 from mpicoll.diagnosis.call import Call
-from mpicoll.errors import DistError, FirstFailedError, PeerFailedError, in_one_line
+from mpicoll.errors import FirstFailedError, PeerFailedError, in_one_line
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.leader_blocks.members import Members
+from mpicoll.leader_blocks.visible_files import VisibleFiles
 from mpicoll.leader_blocks.wait_policy import LeaderWait, LeaderWatch
 from mpicoll.operations import execution
 from mpicoll.runtime import signals
@@ -36,6 +36,7 @@ class SharedOutcome:
     Attributes:
         value: the shared value, pickled.
         paths: files and folders that the other ranks must see.
+        written: the records of these files and folders, when the block has ended.
         label: key of a nested block: its kind, with its name or else its place in the program.
         failure: how a nested block failed.
         inner: the nested blocks, in the order in which the leader entered them.
@@ -44,14 +45,11 @@ class SharedOutcome:
 
     value: bytes | None = None
     paths: list[str] = field(default_factory=list)
+    written: list[VisibleFiles] = field(default_factory=list)
     label: tuple[str, ...] = ()
     failure: BlockFailure | None = None
     inner: list[SharedOutcome] = field(default_factory=list)
     matched: int = 0
-
-    def is_empty(self) -> bool:
-        """Return whether the block shared no value and contains no nested block."""
-        return self.value is None and not self.inner
 
     def all_paths(self) -> Iterator[str]:
         """Yield the paths of the block and of its nested blocks that ended well."""
@@ -98,34 +96,39 @@ def broadcast_outcome(
     group: ProcessGroup,
     call: Callable[[str], Call],
     root: int,
-    outcome: tuple[bool, bytes] | None = None,
+    outcome: SharedOutcome | BaseException | None = None,
     watch: LeaderWatch | None = None,
 ) -> tuple[bool, bytes]:
-    """Broadcast an outcome, (ended well, details), in one small message if it fits; return it on all members.
+    """Broadcast how a block has ended, in one small message if it fits.
 
     Args:
         call: makes the description of this rank's call.
         root: rank in the group.
-        outcome: given on the root only.
-        watch: how the other members wait for the root.
+        outcome: on the root: what it shares, or the exception that ended its block.
+        watch: on the other members: how they wait for the root; None: within the group's limit.
+
+    Returns:
+        On all members whether the block ended well, and details: the SharedOutcome, pickled ("" if it is empty), or the
+        BlockFailure, pickled.
     """
-    head = np.zeros(_MESSAGE_BYTES, np.uint8)
-    if outcome is not None:
-        well, details = outcome
-        _HEAD.pack_into(head.data, 0, well, len(details))
-        head[_HEAD.size : _HEAD.size + len(details)] = np.frombuffer(details[:_INLINE_BYTES], np.uint8)
+    head, details = np.zeros(_MESSAGE_BYTES, np.uint8), b""
+    if isinstance(outcome, BaseException):
+        details = pickle.dumps(failure_of(outcome))
+    elif outcome is not None and outcome != SharedOutcome():
+        details = pickle.dumps(outcome)
+    _HEAD.pack_into(head.data, 0, isinstance(outcome, SharedOutcome), len(details))
+    head[_HEAD.size : _HEAD.size + len(details)] = np.frombuffer(details[:_INLINE_BYTES], np.uint8)
     this = call("")
     execution.enter(group, this.op)
     this.key = (*this.key, ("root", group.ranks[root]))
     limit = group.timeout
-    if watch is not None and outcome is None:
-        this.wait_policy = functools.partial(LeaderWait, watch)
-        limit = math.inf
+    if watch is not None:
+        this.wait_policy, limit = functools.partial(LeaderWait, watch), watch.limit
     execution.run(group, this, Movement(Kind.BROADCAST, recv=head, root=root), outputs=[head], limit=limit)
     well, length = _HEAD.unpack_from(head.data)
     if length <= _INLINE_BYTES:
         return well, head[_HEAD.size : _HEAD.size + length].tobytes()
-    body = np.frombuffer(outcome[1], np.uint8).copy() if outcome is not None else np.empty(length, np.uint8)
+    body = np.frombuffer(details, np.uint8).copy() if outcome is not None else np.empty(length, np.uint8)
     rest = call("more of ")
     rest.key = (*this.key, ("bytes", length))
     execution.run(group, rest, Movement(Kind.BROADCAST, recv=body, root=root), outputs=[body])
@@ -158,17 +161,12 @@ def first_failed(
         f"rank {members.me} did not run the block\n"
         f"The traceback of rank {leader}:\n{how.trace}"
     )
-    return _about(error, members, leader)
+    error.group, error.ranks, error.reporter = members.display, (leader,), leader
+    return error
 
 
 def peer_failed(members: Members, rank: int, block: str, how: BlockFailure) -> PeerFailedError:
     """Return the error of a rank whose block ended well while another rank's block failed."""
-    return _about(PeerFailedError(f"rank {rank} failed in {block}: {how}"), members, rank)
-
-
-E = TypeVar("E", bound=DistError)
-
-
-def _about(error: E, members: Members, rank: int) -> E:
+    error = PeerFailedError(f"rank {rank} failed in {block}: {how}")
     error.group, error.ranks, error.reporter = members.display, (rank,), rank
     return error

@@ -64,7 +64,7 @@ class LeaderWait(CallWait):
     __slots__ = ("watch",)
 
     def __init__(self, watch: LeaderWatch, group: ProcessGroup, call: Call, limit: float) -> None:
-        super().__init__(group, call, min(limit, watch.limit))
+        super().__init__(group, call, limit)
         self.watch = watch
 
     def check(self, waited: float) -> BaseException | None:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 import threading
 import time
@@ -710,6 +711,23 @@ def test_a_value_that_cannot_be_loaded() -> None:
         except ValueError as error:
             assert "cannot be loaded here" in str(error)
         assert dist.run_first(os.getppid) == dist.run_first(os.getppid)
+    good()
+
+
+class Interrupting:
+    """Sends Ctrl-C to a rank that loads it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return signal.raise_signal, (signal.SIGINT,)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_control_c_while_a_value_is_loaded() -> None:
+    """The rank that loads it raises KeyboardInterrupt and still meets the others, which learn of it."""
+    expected = KeyboardInterrupt if dist.get_rank() else dist.PeerFailedError
+    with pytest.raises(expected), dist.zero_first() as turn:
+        if turn.is_leader:
+            turn.share(Interrupting())
     good()
 
 
