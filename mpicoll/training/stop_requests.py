@@ -21,7 +21,7 @@ from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import member_or_warn
 from mpicoll.operations import composed
-from mpicoll.runtime.call_site import Site, call_site
+from mpicoll.runtime.call_site import call_site
 from mpicoll.runtime.signals import notes
 from mpicoll.training import time_limit
 from mpicoll.transports.base import Kind, Movement
@@ -72,7 +72,7 @@ class OnSignal:
         self._held = notes.start(signals, free=free)
         self._done: set[int] = set()
         self._between = 1
-        self._agreed_at = math.nan
+        self._agreed_at = -math.inf  # the next call agrees, too
         self._due = 0
 
     def remove(self) -> None:
@@ -81,11 +81,6 @@ class OnSignal:
         self._held = ()
         if self.group.stopping is self:
             self.group.stopping = None
-
-    def replaced(self) -> None:
-        """Remove the handler after another one has replaced it, which handles again the signals that this one has handled."""
-        notes.renew(self._done)
-        self.remove()
 
     def __enter__(self) -> OnSignal:
         return self
@@ -103,20 +98,19 @@ class OnSignal:
             words.append(_TIME if left is not None and left < before else _NOTHING)
         return max(words, default=_NOTHING)
 
-    def wants(self, now: float) -> int:
-        """Return the number of calls after which this rank wants the next agreement; ``now``: time.monotonic."""
-        if math.isnan(self._agreed_at):
-            return 1
-        return calls_until_next((now - self._agreed_at) / self._between, self._between)
+    def wants(self) -> int:
+        """Return the number of calls after which this rank wants the next agreement."""
+        return calls_until_next((time.monotonic() - self._agreed_at) / self._between, self._between)
 
-    def learn(self, word: int, calls: int) -> None:
-        """Store the outcome of an agreement: the largest word of the ranks, and the least number of calls that one wants."""
-        self._between, self._agreed_at = calls, time.monotonic()
-        self.passes = calls - 1
-        self.take(word)
+    def take(self, word: int, calls: int = 0) -> None:
+        """Store the outcome of an agreement, which all ranks do at this call.
 
-    def take(self, word: int) -> None:
-        """Store the largest word of the ranks; all ranks do so at this call."""
+        Args:
+            word: the largest word of the ranks.
+            calls: the least number of calls that one rank wants until the next agreement; 0: nobody was asked (a barrier).
+        """
+        if calls:
+            self._between, self._agreed_at, self.passes = calls, time.monotonic(), calls - 1
         if word:
             self.stopped = True
             self.passes, self._between = 0, 1
@@ -190,29 +184,23 @@ def on_signal(
         if found.stopping is not None:
             found.stopping.remove()
         return None
-    error: Exception | None = None
-    numbers: tuple[int, ...] = ()
+    call, registered = Call("on_signal", (), call_site()), None
     try:
         _main_thread("on_signal")
         if not callable(handler):
             raise TypeError(f"handler must be callable or None, not {type(handler).__name__}")
         numbers = _numbers(signals)
+        names = (signal.Signals(number).name if number in set(signal.Signals) else str(number) for number in numbers)
+        call.key = (("signals", tuple(names)),)
+        # Signals are noted before the agreement: as soon as the call returns on one rank, any rank may get a signal.
+        registered = OnSignal(found, handler, numbers, free=False)
     except Exception as wrong:
-        setattr(wrong, ARGUMENT, True)
-        error = wrong
-    names = tuple(signal.Signals(number).name if number in set(signal.Signals) else str(number) for number in numbers)
-    key = () if error is not None else (("signals", names),)
-    # Signals are noted before the agreement: as soon as the call returns on one rank, any rank may get a signal.
-    registered = OnSignal(found, handler, numbers, free=False) if error is None else None
-    try:
-        composed.agree(found, Call("on_signal", key, call_site(), error=error), found.timeout)
-    except BaseException:
-        if registered is not None:
-            registered.remove()
-        raise
+        call.error = wrong
+    _agree(found, call, registered)
     before, found.stopping = found.stopping, registered
     if isinstance(before, OnSignal):  # the new handler already notes the signals, so no signal is lost
-        before.replaced()
+        notes.renew(before._done)
+        before.remove()
     return registered
 
 
@@ -246,38 +234,38 @@ def should_stop(group: Any = None, *, before: float | None = None) -> bool:
         found = member_or_warn(group, "should_stop")
         if found is None:
             return False
-    stopping = found.stopping
+    stopping: Any = found.stopping
     if stopping is not None and stopping.passes and found.broken is None and found.turn is None:
         stopping.passes -= 1
         return bool(stopping.stopped)
-    return _agree(found, stopping, before, call_site())
-
-
-def _agree(group: ProcessGroup, stopping: Any, before: float | None, site: Site) -> bool:
-    first = stopping is None
-    error: Exception | None = None
+    call, made = Call("should_stop", (), call_site()), None
     try:
-        if first:
+        if stopping is None:
             _main_thread("should_stop")
-            stopping = OnSignal(group, None, DEFAULT, free=True)
+            stopping = made = OnSignal(found, None, DEFAULT, free=True)
         _check_before(before)
-    except Exception as wrong:
-        setattr(wrong, ARGUMENT, True)
-        error = wrong
-    call = Call("should_stop", (("before", before),) if before is not None and error is None else (), site, error=error)
-    if error is None:
+        call.key = () if before is None else (("before", before),)
         # With uneven blocks the words need not be equal: the largest of each counts.
-        call.uneven, call.signal, call.detail = True, stopping.brings(before), -stopping.wants(time.monotonic())
-    try:
-        agreed = composed.agree(group, call, group.timeout)
-    except BaseException:
-        if first and stopping is not None:
-            stopping.remove()
-        raise
-    group.stopping = stopping
-    stopping.learn(agreed.signal, -agreed.most)
+        call.uneven, call.signal, call.detail = True, stopping.brings(before), -stopping.wants()
+    except Exception as wrong:
+        call.error = wrong
+    agreed = _agree(found, call, made)
+    found.stopping = stopping
+    stopping.take(agreed.signal, -agreed.most)
     stopping.deliver()
     return bool(stopping.stopped)
+
+
+def _agree(group: ProcessGroup, call: Call, made: OnSignal | None) -> Agreed:
+    """Make the agreement of a call; if it fails, remove the handler that the call has made."""
+    if call.error is not None:
+        setattr(call.error, ARGUMENT, True)
+    try:
+        return composed.agree(group, call, group.timeout)
+    except BaseException:
+        if made is not None:
+            made.remove()
+        raise
 
 
 def _main_thread(operation: str) -> None:
