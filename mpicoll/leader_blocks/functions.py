@@ -93,17 +93,18 @@ def run_first(fn: Callable[..., R], *args: Any, scope: Scope = "world", share: b
         FirstFailedError: on the other ranks: ``fn`` raised, or its value cannot be pickled. The leader raises its own exception.
         Others as :func:`zero_first`.
     """
-    with LeaderBlock(_function_name(fn), scope, rejoin=False, op="run_first") as turn:
-        value: R | None = None
+    return _run_first(fn, args, kwargs, scope, share)
+
+
+def _run_first(fn: Callable[..., R], args: Any, kwargs: Any, scope: Scope, share: bool) -> R | None:
+    name = str(getattr(fn, "__qualname__", None) or type(fn).__qualname__)
+    value: R | None = None
+    with LeaderBlock(name, scope, rejoin=False, op="run_first") as turn:
         if turn.is_leader:
             value = fn(*args, **kwargs)
             if share:
                 turn.share(value)
     return value if turn.is_leader else turn.value
-
-
-def _function_name(fn: Any) -> str:
-    return str(getattr(fn, "__qualname__", None) or type(fn).__qualname__)
 
 
 @overload
@@ -123,8 +124,7 @@ def first(fn: Any = None, /, *, scope: Scope = "world", share: bool = True) -> A
     def decorate(function: Callable[..., R]) -> Callable[..., R | None]:
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> R | None:
-            bound = functools.update_wrapper(functools.partial(function, *args, **kwargs), function)
-            return run_first(bound, scope=scope, share=share)
+            return _run_first(function, args, kwargs, scope, share)
 
         return wrapper
 

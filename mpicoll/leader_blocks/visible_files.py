@@ -23,15 +23,9 @@ _GRAINS = (1, 100, 1000, 1_000_000, _SECOND, 2 * _SECOND)
 _SKEW = 2 * _SECOND
 """Nanoseconds by which the clocks of hosts and file servers may differ."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.5
-_CANNOT_FLUSH = {
-    errno.ENXIO,
-    errno.EINVAL,
-    errno.ENOTSUP,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EISDIR,
-    errno.EBADF,
+_CANNOT_OPEN = {
+    *(errno.ENXIO, errno.EINVAL, errno.ENOTSUP, errno.EISDIR, errno.EBADF),  # sockets and the like
+    *(errno.EROFS, errno.EACCES, errno.EPERM),  # read-only mounts, files that may not be opened
 }
 
 
@@ -86,23 +80,20 @@ def _record_one(path: str) -> VisibleFiles:
         is_folder = stat.S_ISDIR(os.stat(path).st_mode)
     except FileNotFoundError:
         raise FileNotFoundError(errno.ENOENT, "publish: the block has ended and this is not there", path) from None
-    if not is_folder:
-        _flush(path)
-        _flush(os.path.dirname(path))
-        return VisibleFiles(path, (("", *_look(path)),), at=time.time_ns())
     files: list[tuple[str, int, int]] = []
     count = size = 0
-    for full in _files(path, flush=True):
+    for full in _files(path, flush=True) if is_folder else ():
         found = _look(full, follow=False)
         count, size = count + 1, size + found[0]
         if count <= MOST_LISTED:
             files.append((os.path.relpath(full, path), *found))
-    _flush(path)
-    _flush(os.path.dirname(path))
-    now = time.time_ns()
-    return (
-        VisibleFiles(path, tuple(files), at=now) if count <= MOST_LISTED else VisibleFiles(path, (), count, size, now)
-    )
+    _open(path, flush=True)
+    _open(os.path.dirname(path), flush=True)
+    if not is_folder:
+        files.append(("", *_look(path)))
+    if count > MOST_LISTED:
+        return VisibleFiles(path, (), count, size, time.time_ns())
+    return VisibleFiles(path, tuple(files), at=time.time_ns())
 
 
 def _files(folder: str, flush: bool = False) -> Iterator[str]:
@@ -111,22 +102,10 @@ def _files(folder: str, flush: bool = False) -> Iterator[str]:
         for name in names:
             full = os.path.join(where, name)
             if flush and not os.path.islink(full):
-                _flush(full)
+                _open(full, flush=True)
             yield full
         if flush:
-            _flush(where)
-
-
-def _flush(path: str) -> None:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        if error.errno not in _CANNOT_FLUSH:  # sockets, read-only mounts, files that may not be opened
-            raise
+            _open(where, flush=True)
 
 
 def _look(path: str, follow: bool = True) -> tuple[int, int]:
@@ -185,7 +164,8 @@ def _missing(item: VisibleFiles) -> str:
         if name:
             _revalidate(os.path.dirname(full))
         try:
-            _open_once(full)
+            if not os.path.islink(full):
+                _open(full)
             seen, when = _look(full, follow=not name)
         except FileNotFoundError:
             return f"{full} is not there"
@@ -204,11 +184,19 @@ def _revalidate(folder: str) -> None:
         os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
 
-def _open_once(path: str) -> None:
-    """Open a file, so that a network file system asks its server for changes (close-to-open consistency)."""
-    if not os.path.islink(path):
+def _open(path: str, flush: bool = False) -> None:
+    """Open and close a file, so that a network file system asks its server for changes; before closing, flush it if ``flush``.
+
+    Errors of special files, and of files that this process may not read, are ignored: the program finds out whether it can
+    read them.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
-        except OSError as error:
-            if error.errno not in _CANNOT_FLUSH:  # the file exists; the program finds out whether it can read it
-                raise
+            if flush:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_OPEN:
+            raise
