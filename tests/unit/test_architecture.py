@@ -83,7 +83,7 @@ LONG = {
     "api/objects": 542,
     "memory/device/array": 529,
     "operations/deferred": 653,
-    "operations/execution": 655,
+    "operations/execution": 550,
 }
 MOST_INSIDE = 52
 
