@@ -308,8 +308,10 @@ class Request:
             limit: seconds; None: that of the request.
         """
         limit = self.limit if limit is None else limit
-        policy: CallWait = (self.call.wait_policy or CallWait)(self.group, self.call, limit, self.peer, self.tag)
-        return policy
+        special: type[CallWait] | None = self.call.wait_policy
+        if special is not None:
+            return special(self.group, self.call, limit)
+        return CallWait(self.group, self.call, limit, self.peer, self.tag)
 
     def complete(self, limit: float | None = None) -> None:
         """Wait until the request is over, and raise its error.
