@@ -205,7 +205,7 @@ def _both(comm: Any, raw: Callable[[], object], ours: Callable[[], object]) -> t
 
 def reading(size: int) -> tuple[Callable[[], None], Callable[[], None]]:
     """Return what one process of so many does in a barrier, and in an all_reduce of 8 bytes, when the others are there."""
-    from mpicoll.operations.riding import extension
+    from mpicoll.runtime.native import found as extension
     from mpicoll.transports.control import make_words
     from mpicoll.transports.shm.control import MASK, PART
 

@@ -27,9 +27,10 @@ from mpicoll.memory.dtypes import Reduction, dtype_name, is_native, resolve_redu
 from mpicoll.memory.half import wide
 from mpicoll.memory.memory import AnyArray, Memory
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
-from mpicoll.operations import riding
+from mpicoll.operations import dispatch
 from mpicoll.operations.prepare_collectives import Prepared, run_prepared
-from mpicoll.operations.repeating import Repeated
+from mpicoll.operations.prepared import PreparedOperation
+from mpicoll.operations.prepared import apart as are_apart
 from mpicoll.operations.work import Work
 from mpicoll.runtime import native, signals
 from mpicoll.runtime.call_site import caller
@@ -267,15 +268,17 @@ def _learn(
     flat = flats[0]
     assert flat is not None
     whole: Any = flat.whole
-    again = Repeated(function, key, Kind.ALL_REDUCE, whole.nbytes, mpi_op=reduction.mpi_op, average=reduction.average)
-    riding.learn(g, (function, reduction.op, plan.words, plan.bytes), again, whole.dtype, whole, whole)
+    again = PreparedOperation(
+        function, key, Kind.ALL_REDUCE, whole.nbytes, mpi_op=reduction.mpi_op, average=reduction.average
+    )
+    dispatch.cache(g, (function, reduction.op, plan.words, plan.bytes), again, whole.dtype, whole, whole)
     plan.give_back(flats)
 
 
 def _repeat(g: ProcessGroup, function: str, op: RedOpType, arrays: Any, bytes_: int, frame: FrameType) -> bool:
     """Make a call again that has been made before; False, and nothing done, where it has not."""
     plain = _plain_list(arrays)
-    if plain is None or not riding.apart(arrays):
+    if plain is None or not are_apart(arrays):
         return False
     plan = _plan(*plain, bytes_)
     known = g.rides.get((function, op, plan.words, bytes_))
@@ -288,7 +291,7 @@ def _repeat(g: ProcessGroup, function: str, op: RedOpType, arrays: Any, bytes_: 
     with signals.guard:  # to the end: a Ctrl-C that is noted in a call that is complete must not keep its results back
         given.into(bucket, flat)
         made = known.shared is not None and native.found.run(g, known, whole, whole, frame)
-        made = made or riding.repeat(g, known, whole, whole, frame)
+        made = made or dispatch.run(g, known, whole, whole, frame)
         if made:
             given.out_of(bucket, flat)
     plan.give_back(flats)

@@ -16,13 +16,12 @@ from mpicoll.memory.dtypes import resolve_reduction
 from mpicoll.memory.half import wide
 from mpicoll.memory.memory import AnyArray, Memory
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
-from mpicoll.operations import deferred, repeating, riding
-from mpicoll.operations.repeating import Repeated
+from mpicoll.operations import dispatch
+from mpicoll.operations.prepared import PreparedOperation
 from mpicoll.operations.work import Work
 from mpicoll.runtime.call_site import caller
 from mpicoll.runtime.native import found as extension
 from mpicoll.transports.base import Kind, Movement
-from mpicoll.transports.shm.control import EAGER_BYTES
 
 if TYPE_CHECKING:
     pass
@@ -52,6 +51,7 @@ from mpicoll.operations.prepare_collectives import (
     input_scaler,
     is_unscaled,
     prepare_on_device,
+    prepare_plain_all_reduce,
     result_finisher,
     result_unpacker,
     run_prepared,
@@ -103,16 +103,10 @@ def broadcast(
     Source: torch.distributed.broadcast; MPI-4.1 section 6.4.
     """
     key: Any = None
-    if (
-        type(tensor) is _ndarray
-        and type(src) is int
-        and not async_op
-        and timeout is None
-        and name is None
-        and group_src is None
-    ):
-        key = ("broadcast", src, tensor.dtype, tensor.shape)
-        if riding.again(group, key, tensor, tensor):
+    array = tensor if type(tensor) is _ndarray else dispatch.view_of(tensor)
+    if array is not None and type(src) is int and not async_op and group_src is None:
+        key = ("broadcast", src, array.dtype, array.shape)
+        if dispatch.again(group, key, array, array, timeout=timeout, name=name):
             return None
     found = member_or_warn(group, "broadcast")
     if found is None:
@@ -123,8 +117,8 @@ def broadcast(
         memory = adapt(tensor, "tensor", writable=g.rank() != root, direct="broadcast", pieces=device_array.PIECES_FROM)
         agreed = (("root", g.ranks[root]), memory.name, ("elements", memory.flat.size))
         after = None if g.rank() == root else result_unpacker([memory])
-        again = Repeated("broadcast", agreed, Kind.BROADCAST, memory.flat.nbytes, root=root)
-        cache_call(g, key, again, (memory,), tensor if g.rank() == root else None, None if g.rank() == root else tensor)
+        again = PreparedOperation("broadcast", agreed, Kind.BROADCAST, memory.flat.nbytes, root=root)
+        cache_call(g, key, again, (memory,), array if g.rank() == root else None, None if g.rank() == root else array)
         inputs = (memory,) if g.rank() == root else ()
         return Prepared(
             agreed, Movement(Kind.BROADCAST, recv=memory.flat, root=root), [tensor], inputs=inputs, after=after
@@ -160,23 +154,25 @@ def all_reduce(
     Source: torch.distributed.all_reduce; MPI-4.1 section 6.9.6.
     """
     key: Any = None
-    if type(tensor) is _ndarray and type(op) is RedOpType and timeout is None and name is None:
+    array = tensor if type(tensor) is _ndarray else dispatch.view_of(tensor)
+    if array is not None and type(op) is RedOpType:
         known: Any = default.world if group is None else group
+        key = (op, array.dtype, array.shape)
         if not async_op:
-            key = (op, tensor.dtype, tensor.shape)
-            try:  # as riding.again, without the call of it, which takes a sixth of what all takes
-                ride = known.rides[key]
-            except (KeyError, AttributeError, TypeError):
-                pass
-            else:
-                if ride.shared is not None and extension.run(known, ride, tensor, tensor, caller()):
-                    return None
-                if riding.again(group, key, tensor, tensor):
-                    return None
-        elif tensor.nbytes <= EAGER_BYTES:
-            begun = deferred.later(known, op, tensor, caller())
-            if begun is not None:
-                return begun
+            if timeout is None and name is None:
+                try:  # as dispatch.again, without the call of it, which takes a sixth of what all takes
+                    prepared = known.rides[key]
+                except (KeyError, AttributeError, TypeError):
+                    pass
+                else:
+                    if prepared.shared is not None and extension.run(known, prepared, array, array, caller()):
+                        return None
+            if dispatch.again(group, key, array, array, timeout=timeout, name=name):
+                return None
+        else:
+            work = dispatch.begin(known, key, array, tensor, caller(), timeout, name, prepare_plain_all_reduce)
+            if work is not None:
+                return work
     found = member_or_warn(group, "all_reduce")
     if found is None:
         return None
@@ -199,7 +195,7 @@ def all_reduce(
         agreed = (str(reduction.op), memory.name, ("elements", flat.size))
         before = input_scaler(reduction, memory)
         average = result_finisher(memory, reduction, g.size())
-        again = Repeated(
+        again = PreparedOperation(
             "all_reduce",
             agreed,
             Kind.ALL_REDUCE,
@@ -207,7 +203,7 @@ def all_reduce(
             mpi_op=reduction.mpi_op,
             average=reduction.average,
         )
-        cache_call(g, key if before is None else None, again, (memory,), tensor, tensor)
+        cache_call(g, key if before is None else None, again, (memory,), array, array)
         return Prepared(
             agreed,
             Movement(Kind.ALL_REDUCE, recv=flat, op=reduction.mpi_op),
@@ -247,17 +243,10 @@ def reduce(
     Source: torch.distributed.reduce; MPI-4.1 section 6.9.1.
     """
     key: Any = None
-    if (
-        type(tensor) is _ndarray
-        and type(op) is RedOpType
-        and type(dst) is int
-        and not async_op
-        and timeout is None
-        and name is None
-        and group_dst is None
-    ):
-        key = ("reduce", op, dst, tensor.dtype, tensor.shape)
-        if riding.again(group, key, tensor, tensor):
+    array = tensor if type(tensor) is _ndarray else dispatch.view_of(tensor)
+    if array is not None and type(op) is RedOpType and type(dst) is int and not async_op and group_dst is None:
+        key = ("reduce", op, dst, array.dtype, array.shape)
+        if dispatch.again(group, key, array, array, timeout=timeout, name=name):
             return None
     found = member_or_warn(group, "reduce")
     if found is None:
@@ -271,7 +260,7 @@ def reduce(
         reduction = resolve_reduction("reduce", op, memory.dtype, memory.named)
         flat = memory.flat
         agreed = (str(reduction.op), ("root", g.ranks[root]), memory.name, ("elements", flat.size))
-        again = Repeated(
+        again = PreparedOperation(
             "reduce",
             agreed,
             Kind.REDUCE,
@@ -280,7 +269,7 @@ def reduce(
             root=root,
             average=reduction.average and at_root,
         )
-        cache_call(g, key if reduction.factor is None else None, again, (memory,), tensor, tensor if at_root else None)
+        cache_call(g, key if reduction.factor is None else None, again, (memory,), array, array if at_root else None)
         if not at_root:
             send = flat if reduction.factor is None else reduction.before(memory.filled())
             move = Movement(Kind.REDUCE, send=send, root=root, op=reduction.mpi_op)
@@ -322,43 +311,35 @@ def barrier(
 
     Source: torch.distributed.barrier; MPI-4.1 section 6.3.
     """
-    plain = not async_op and timeout is None and device_ids is None and name is None
-    if plain:
+    if not async_op and device_ids is None:
         known: Any = default.world if group is None else group
-        try:  # as riding.again, without the call of it
-            ride = known.rides["barrier"]
+        prepared: Any = None
+        try:  # as dispatch.again, without the call of it
+            prepared = known.rides["barrier"]
         except (KeyError, AttributeError):
             pass
-        else:
-            if known.stopping is None:
-                if ride.shared is not None and extension.run(known, ride, None, None, caller()):
-                    return None
-                if riding.again(group, "barrier", None, None):
-                    return None
+        if prepared is not None and known.stopping is None:
+            plain = timeout is None and name is None
+            if plain and prepared.shared is not None and extension.run(known, prepared, None, None, caller()):
+                return None
+            if dispatch.again(group, "barrier", None, None, timeout=timeout, name=name):
+                return None
     found = member_or_warn(group, "barrier")
     if found is None:
         return None
     stopping = found.stopping if not async_op else None
-    if plain:
-        repeating.repeat(found, _BARRIER, Movement(Kind.BARRIER), caller())
-        if stopping is not None:
-            stopping.deliver()
-        if "barrier" not in found.rides:
-            riding.learn(found, "barrier", _BARRIER, NO_DTYPE, None, None)
-        return None
 
     def prepare(g: ProcessGroup) -> Prepared:
         if device_ids is not None and not isinstance(device_ids, list):
             raise TypeError("Invalid function argument: device_ids type should be List[int]")
+        if "barrier" not in g.rides:
+            dispatch.cache(g, "barrier", PreparedOperation("barrier", (), Kind.BARRIER), NO_DTYPE, None, None)
         return Prepared((), Movement(Kind.BARRIER), [], stopping=stopping)
 
     work = run_prepared("barrier", found, async_op, timeout, prepare, name)
     if stopping is not None:
         stopping.deliver()
     return work
-
-
-_BARRIER = Repeated("barrier", (), Kind.BARRIER)
 
 
 def monitored_barrier(

@@ -12,8 +12,8 @@ from mpicoll.groups.registry import member_or_warn, peer_rank
 from mpicoll.memory.adapt import adapt_list, same_dtype
 from mpicoll.memory.lists import ListArgument, list_memories
 from mpicoll.memory.memory import AnyArray
-from mpicoll.operations import riding
-from mpicoll.operations.repeating import Repeated
+from mpicoll.operations import dispatch
+from mpicoll.operations.prepared import PreparedOperation
 from mpicoll.operations.work import Work
 from mpicoll.transports.base import Kind, Movement
 
@@ -61,10 +61,10 @@ def all_gather(
     Source: torch.distributed.all_gather; MPI-4.1 section 6.7.
     """
     key: Any = None
-    plain = not async_op and timeout is None and name is None
+    plain = not async_op
     if plain and type(tensor) is _ndarray and type(tensor_list) is list:
         key = ("all_gather", tensor.dtype, tensor.shape)
-        if riding.again(group, key, tensor, tensor_list):
+        if dispatch.again(group, key, tensor, tensor_list, timeout=timeout, name=name):
             return None
     found = member_or_warn(group, "all_gather")
     if found is None:
@@ -85,7 +85,7 @@ def all_gather(
         uneven = len(set(counts)) > 1
         packed, after = one_result_buffer(results, () if async_op else (memory,))
         agreed = (memory.name, ("blocks", counts) if uneven else ("elements", counts[0]))
-        again = Repeated("all_gather", agreed, Kind.ALL_GATHER, memory.flat.nbytes)
+        again = PreparedOperation("all_gather", agreed, Kind.ALL_GATHER, memory.flat.nbytes)
         cache_call(g, None if uneven else key, again, (memory, *outputs), tensor, tensor_list)
         move = Movement(
             Kind.ALL_GATHER, send=source.flat, recv=packed, recvcounts=counts if uneven else None, vector=uneven
@@ -152,15 +152,11 @@ def _all_gather_single(
     stream: Any,
 ) -> Work | None:
     key: Any = None
-    if (
-        type(input_tensor) is _ndarray
-        and type(output_tensor) is _ndarray
-        and not async_op
-        and timeout is None
-        and name is None
-    ):
-        key = (function, input_tensor.dtype, input_tensor.shape, output_tensor.dtype, output_tensor.shape)
-        if riding.again(group, key, input_tensor, output_tensor, 3):
+    given = input_tensor if type(input_tensor) is _ndarray else dispatch.view_of(input_tensor)
+    gathered = output_tensor if type(output_tensor) is _ndarray else dispatch.view_of(output_tensor)
+    if given is not None and gathered is not None and not async_op:
+        key = (function, given.dtype, given.shape, gathered.dtype, gathered.shape)
+        if dispatch.again(group, key, given, gathered, 3, timeout=timeout, name=name):
             return None
     found = member_or_warn(group, function, stacklevel=4)
     if found is None:
@@ -183,8 +179,8 @@ def _all_gather_single(
         # The input may be this rank's part of the output, as torch allows: MPI forbids that its buffers overlap.
         send = source_apart_from(output, source)
         agreed = (memory.name, ("elements", memory.flat.size))
-        again = Repeated("all_gather_single", agreed, Kind.ALL_GATHER, memory.flat.nbytes, alias=function)
-        cache_call(g, key, again, (memory, output), input_tensor, output_tensor)
+        again = PreparedOperation("all_gather_single", agreed, Kind.ALL_GATHER, memory.flat.nbytes, alias=function)
+        cache_call(g, key, again, (memory, output), given, gathered)
         move = Movement(Kind.ALL_GATHER, send=send, recv=output.flat)
         return Prepared(
             agreed, move, [output_tensor], inputs=(memory,), before=source.gather, after=result_unpacker([output])
@@ -223,14 +219,12 @@ def gather(
     if (
         type(tensor) is _ndarray
         and not async_op
-        and timeout is None
-        and name is None
         and group_dst is None
         and (gather_list is None or type(gather_list) is list)
         and (dst is None or type(dst) is int)
     ):
         key = ("gather", dst, tensor.dtype, tensor.shape)
-        if riding.again(group, key, tensor, gather_list or None):
+        if dispatch.again(group, key, tensor, gather_list or None, timeout=timeout, name=name):
             return None
     found = member_or_warn(group, "gather")
     if found is None:
@@ -244,7 +238,7 @@ def gather(
         source, *results = list_memories("gather", *arguments)
         (memory,) = source.memories
         agreed = (("root", g.ranks[root]), memory.name, ("elements", memory.flat.size))
-        again = Repeated("gather", agreed, Kind.GATHER, memory.flat.nbytes, root=root)
+        again = PreparedOperation("gather", agreed, Kind.GATHER, memory.flat.nbytes, root=root)
         if g.rank() != root:
             refuse_values(gather_list, "gather_list", "destination")
             cache_call(g, key, again, (memory,), tensor, None)

@@ -1,7 +1,6 @@
 """Calls that a loop makes again and again: a handle that is started, and waited for.
 
-A small array of members on one node rides in the round of its call (:mod:`mpicoll.operations.deferred`); all else is an
-asynchronous call as any other.
+A small array of members on one node is sent with the round of its call; all else is an asynchronous call like any other.
 """
 
 from __future__ import annotations
@@ -12,22 +11,17 @@ from typing import Any
 from mpicoll.api import collectives
 from mpicoll.diagnosis.call import Call
 from mpicoll.errors import ARGUMENT
-from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import member_or_warn
 from mpicoll.memory.adapt import adapt
-from mpicoll.memory.dtypes import Reduction, resolve_reduction
+from mpicoll.memory.dtypes import resolve_reduction
 from mpicoll.memory.half import wide
 from mpicoll.memory.memory import AnyArray
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
-from mpicoll.operations import composed, execution
-from mpicoll.operations.deferred import Deferred
-from mpicoll.operations.repeating import Repeated
-from mpicoll.operations.riding import Ride
+from mpicoll.operations import composed, dispatch, execution
+from mpicoll.operations.prepare_collectives import prepare_plain_all_reduce
 from mpicoll.operations.work import Work
 from mpicoll.runtime.call_site import Site, call_site, caller
-from mpicoll.transports.base import Kind
-from mpicoll.transports.shm.control import EAGER_BYTES
 
 _OP = "all_reduce"
 
@@ -72,7 +66,7 @@ def all_reduce_init(tensor: AnyArray, op: RedOpType | ReduceOp = ReduceOp.SUM, g
         reduction = resolve_reduction(_OP, op, memory.dtype, memory.named)
         key = (str(reduction.op), memory.name, ("elements", memory.flat.size))
         plain = memory.pack is None and not memory.named
-        plan = Plan(found, memory.flat if plain else tensor, op, site, key, reduction if plain else None)
+        plan = Plan(found, memory.flat if plain else tensor, op, site, key, memory.flat if plain else None)
     except Exception as wrong:
         setattr(wrong, ARGUMENT, True)
         error = wrong
@@ -80,7 +74,7 @@ def all_reduce_init(tensor: AnyArray, op: RedOpType | ReduceOp = ReduceOp.SUM, g
     return plan
 
 
-class Plan(Deferred):
+class Plan:
     """An ``all_reduce`` of one array, made once by :func:`all_reduce_init`, and started as often as the program likes.
 
     Every ``start`` counts as a call of ``all_reduce`` with ``async_op=True``: it is compared with what the other members
@@ -92,34 +86,16 @@ class Plan(Deferred):
     Source: MPI-4.1 section 6.13.
     """
 
-    __slots__ = ("_array", "_key", "_op", "_work")
+    __slots__ = ("__weakref__", "_array", "_flat", "_key", "_op", "_site", "_started", "_work", "group")
 
     def __init__(
-        self,
-        group: ProcessGroup,
-        array: Any,
-        op: RedOpType | ReduceOp,
-        site: Site,
-        key: tuple[Any, ...],
-        reduction: Reduction | None,
+        self, group: ProcessGroup, array: Any, op: RedOpType | ReduceOp, site: Site, key: tuple[Any, ...], flat: Any
     ) -> None:
-        ride: Ride | None = None
-        small = reduction is not None and reduction.factor is None and array.nbytes <= EAGER_BYTES
-        if (
-            reduction is not None
-            and small
-            and group.pair.agreement.channel.carries_data
-            and registry.state().thread_multiple
-        ):
-            again = Repeated(
-                _OP, key, Kind.ALL_REDUCE, array.nbytes, mpi_op=reduction.mpi_op, average=reduction.average
-            )
-            ride = Ride(group, again, array.dtype, array, array)
-        super().__init__(group, ride, array if ride is not None else None, (_OP, site.code, site.instruction))
-        self._array = array
-        self._op = op
-        self._key = key
+        self.group = group
+        self._array, self._flat = array, flat
+        self._op, self._key, self._site = op, key, site
         self._work: Work | None = None
+        self._started = False
 
     def start(self) -> None:
         """Begin an ``all_reduce`` of what the array holds now.
@@ -136,11 +112,16 @@ class Plan(Deferred):
         """
         if self._started:
             raise RuntimeError(f"{self!r} was started and has not been waited for: call wait() before start()")
-        if not self.begin(caller()):
-            self._start_long()
-
-    def _start_long(self) -> None:
-        self._work = collectives.all_reduce(self._array, self._op, self.group, async_op=True)
+        frame, flat = caller(), self._flat
+        self._work = None
+        if flat is not None:
+            signature = self._op, flat.dtype, flat.shape
+            self._work = dispatch.begin(
+                self.group, signature, flat, self._array, frame, None, None, prepare_plain_all_reduce
+            )
+        if self._work is None:
+            self._work = collectives.all_reduce(self._array, self._op, self.group, async_op=True)
+        self._site = Site(frame.f_code, frame.f_lasti)
         self._started = True
 
     def wait(self, timeout: timedelta | None = None) -> None:
@@ -160,16 +141,12 @@ class Plan(Deferred):
             raise RuntimeError(f"{self!r} was not started: call start() before wait()")
         if timeout is not None and not isinstance(timeout, timedelta):
             raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout!r}")
-        work, ride = self._work, self._ride
-        if work is not None or ride is None:
-            try:
-                if work is not None:
-                    work.wait(timeout or timedelta(0))
-            finally:
-                self._work = None
-                self._started = False
-            return
-        self.finish(None if timeout is None else timeout.total_seconds() or None)
+        try:
+            if self._work is not None:
+                self._work.wait(timeout or timedelta(0))
+        finally:
+            self._work = None
+            self._started = False
 
     def is_completed(self) -> bool:
         """Whether nothing is under way: the call that was started is done, well or not. Makes progress and never waits.
@@ -179,19 +156,12 @@ class Plan(Deferred):
         Raises:
             PeerFailedError, PeerExitedError, GroupBrokenError, CollectiveTimeoutError: as :meth:`mpicoll.Work.is_completed`.
         """
-        work = self._work
-        if work is not None:
-            return work.is_completed()
-        if not self._started or self._ride is None:
-            return True
-        return self.poll()
+        return self._work is None or self._work.is_completed()
 
     def __repr__(self) -> str:
         state = "at rest"
         if self._started:
-            operation = self._operation
-            over = self._done and (operation is None or operation.done)
-            state = "complete" if self._work is None and over else "under way"
-            state += f", started at {self._site}" if self._work is None else ""
+            over = self._work is not None and self._work._request.done
+            state = f"{'complete' if over else 'under way'}, started at {self._site}"
         name = Call(_OP, self._key, self._site).describe() if self._key else _OP
         return f"<Plan {name} on group {self.group.display}: {state}>"

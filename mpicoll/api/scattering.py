@@ -16,8 +16,8 @@ from mpicoll.memory.half import wide
 from mpicoll.memory.lists import ListArgument, list_memories
 from mpicoll.memory.memory import AnyArray, Array, Memory
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
-from mpicoll.operations import riding
-from mpicoll.operations.repeating import Repeated
+from mpicoll.operations import dispatch
+from mpicoll.operations.prepared import PreparedOperation
 from mpicoll.operations.work import Work
 from mpicoll.transports.base import Kind, Movement
 from mpicoll.transports.control import NOTHING
@@ -76,14 +76,12 @@ def scatter(
     if (
         type(tensor) is _ndarray
         and not async_op
-        and timeout is None
-        and name is None
         and group_src is None
         and (scatter_list is None or type(scatter_list) is list)
         and (src is None or type(src) is int)
     ):
         key = ("scatter", src, tensor.dtype, tensor.shape)
-        if riding.again(group, key, scatter_list or None, tensor):
+        if dispatch.again(group, key, scatter_list or None, tensor, timeout=timeout, name=name):
             return None
     found = member_or_warn(group, "scatter")
     if found is None:
@@ -97,7 +95,7 @@ def scatter(
         result, *sources = list_memories("scatter", *arguments)
         (memory,) = result.memories
         agreed = (("root", g.ranks[root]), memory.name, ("elements", memory.flat.size))
-        again = Repeated("scatter", agreed, Kind.SCATTER, memory.flat.nbytes, root=root)
+        again = PreparedOperation("scatter", agreed, Kind.SCATTER, memory.flat.nbytes, root=root)
         after = result_unpacker([memory])
         if g.rank() != root:
             refuse_values(scatter_list, "scatter_list", "source")
@@ -143,10 +141,10 @@ def reduce_scatter(
     Source: torch.distributed.reduce_scatter; MPI-4.1 section 6.10.
     """
     key: Any = None
-    plain = not async_op and timeout is None and name is None and type(op) is RedOpType
+    plain = not async_op and type(op) is RedOpType
     if plain and type(output) is _ndarray and type(input_list) is list:
         key = ("reduce_scatter", op, output.dtype, output.shape)
-        if riding.again(group, key, input_list, output):
+        if dispatch.again(group, key, input_list, output, timeout=timeout, name=name):
             return None
     found = member_or_warn(group, "reduce_scatter")
     if found is None:
@@ -232,10 +230,11 @@ def _reduce_scatter_single(
     stream: Any,
 ) -> Work | None:
     key: Any = None
-    plain = not async_op and timeout is None and name is None and type(op) is RedOpType
-    if plain and type(source) is _ndarray and type(output) is _ndarray:
-        key = (function, op, source.dtype, source.shape, output.dtype, output.shape)
-        if riding.again(group, key, source, output, 3):
+    terms = source if type(source) is _ndarray else dispatch.view_of(source)
+    reduced = output if type(output) is _ndarray else dispatch.view_of(output)
+    if terms is not None and reduced is not None and not async_op and type(op) is RedOpType:
+        key = (function, op, terms.dtype, terms.shape, reduced.dtype, reduced.shape)
+        if dispatch.again(group, key, terms, reduced, 3, timeout=timeout, name=name):
             return None
     found = member_or_warn(group, function, stacklevel=4)
     if found is None:
@@ -259,7 +258,7 @@ def _reduce_scatter_single(
         counts = (memory.flat.size,) * g.size()
         packed = source_apart_from(memory, given)
         ready = _scatter_reduced(g, function, memory, packed, op, counts, output, (sending,), given.gather)
-        _learn_parts(g, key, "reduce_scatter_single", function, ready, op, (memory, sending), source, output)
+        _learn_parts(g, key, "reduce_scatter_single", function, ready, op, (memory, sending), terms, reduced)
         return ready
 
     return run_prepared("reduce_scatter_single", found, async_op, timeout, prepare, name, function, stream)
@@ -280,7 +279,9 @@ def _learn_parts(
     if key is None or type(reduce_op) is not RedOpType or ready.move.vector:
         return
     average, nbytes = reduce_op is RedOpType.AVG, memories[0].flat.nbytes
-    again = Repeated(op, ready.key, Kind.REDUCE_SCATTER, nbytes, mpi_op=ready.move.op, average=average, alias=alias)
+    again = PreparedOperation(
+        op, ready.key, Kind.REDUCE_SCATTER, nbytes, mpi_op=ready.move.op, average=average, alias=alias
+    )
     cache_call(g, key, again, memories, send, recv)
 
 
@@ -349,13 +350,11 @@ def all_to_all_single(
         type(input) is _ndarray
         and type(output) is _ndarray
         and not async_op
-        and timeout is None
-        and name is None
         and output_split_sizes is None
         and input_split_sizes is None
     ):
         key = ("all_to_all_single", input.dtype, input.shape, output.dtype, output.shape)
-        if riding.again(group, key, input, output):
+        if dispatch.again(group, key, input, output, timeout=timeout, name=name):
             return None
     found = member_or_warn(group, "all_to_all_single")
     if found is None:
@@ -402,11 +401,11 @@ def all_to_all(
     Source: torch.distributed.all_to_all; MPI-4.1 section 6.8.
     """
     key: Any = None
-    if type(input_tensor_list) is list and not async_op and timeout is None and name is None:
+    if type(input_tensor_list) is list and not async_op:
         first = input_tensor_list[0] if input_tensor_list else None
         if type(first) is _ndarray:
             key = ("all_to_all", first.dtype, first.shape)
-            if riding.again(group, key, input_tensor_list, output_tensor_list):
+            if dispatch.again(group, key, input_tensor_list, output_tensor_list, timeout=timeout, name=name):
                 return None
     found = member_or_warn(group, "all_to_all")
     if found is None:
@@ -439,7 +438,7 @@ def _learn_exchange(
     if key is None or ready.uneven:
         return
     nbytes = ready.detail * memories[0].dtype.itemsize
-    again = Repeated(op, ready.key, Kind.ALL_TO_ALL, nbytes, detail=ready.detail)
+    again = PreparedOperation(op, ready.key, Kind.ALL_TO_ALL, nbytes, detail=ready.detail)
     cache_call(g, key, again, memories, send, recv)
 
 

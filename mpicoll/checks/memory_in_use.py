@@ -16,7 +16,7 @@ import time
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -207,6 +207,93 @@ class Flight:
     def verdict(self) -> BufferInUseError | None:
         """Return an error when an array no longer holds what it held when it was sealed."""
         if any(seal is not None and seal.broken() for seal in (self._seal, self._results)):
+            return written(self.op, self.site, self.group)
+        return None
+
+
+class Claimer(Protocol):
+    """A request whose memory is claimed."""
+
+    group: Any
+
+    @property
+    def call(self) -> Any:
+        """The description of the call."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the request is over."""
+
+    def Test(self) -> bool:
+        """Progress the request; return whether it is over."""
+
+    def expected(self) -> bytes | None:
+        """Return what must be in the array when the program has waited; None: nobody compares."""
+
+    def unclaimed(self) -> None:
+        """Forget the claim: the program has waited."""
+
+
+class RequestClaim(Flight):
+    """The one array of a request; what its messages say is made when one is written.
+
+    Attributes:
+        request: the request; set when it is started.
+        results: what is to be in the array when the program has waited; None: the request knows.
+    """
+
+    __slots__ = ("array", "request", "results")
+
+    def __init__(self, array: Array, *, writes: bool) -> None:
+        self.request: Claimer | None = None
+        self.array = array
+        self.results: bytes | None = None
+        self.adrift = False
+        self.ranges = [span_of(array, self, writes)] if array.size else []
+
+    @property
+    def op(self) -> str:  # type: ignore[override]
+        return "" if self.request is None else str(self.request.call.op)
+
+    @property
+    def site(self) -> Site:  # type: ignore[override]
+        assert self.request is not None
+        site: Site = self.request.call.site
+        return site
+
+    @property
+    def group(self) -> str:  # type: ignore[override]
+        return "" if self.request is None else str(self.request.group.display)
+
+    def gone(self) -> bool:
+        """Return whether nobody will wait for the request, as its group cannot be used."""
+        return self.request is not None and bool(self.request.group.gone())
+
+    def over(self) -> bool:
+        """Return whether the request is over."""
+        return self.request is None or self.request.done
+
+    def advance(self) -> bool:
+        """Progress the request; return whether it is over."""
+        return self.request is None or self.request.Test()
+
+    def seal_results(self) -> None:
+        """Note what is in the array, now that the request is complete."""
+        if self.array.nbytes <= SEALED_BYTES:
+            self.results = self.array.tobytes()
+
+    def let_go(self) -> None:
+        """Forget the memory and the request."""
+        request, self.request = self.request, None
+        self.ranges = []
+        if request is not None:
+            request.unclaimed()
+
+    def verdict(self) -> BufferInUseError | None:
+        """Return an error if the array does not hold what it must hold."""
+        assert self.request is not None
+        held = self.request.expected() if self.results is None else self.results
+        if held is not None and self.array.tobytes() != held:
             return written(self.op, self.site, self.group)
         return None
 

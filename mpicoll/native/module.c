@@ -3,7 +3,7 @@
    Ring (ring.c) and Segment (segment.c) are the memory. A SharedTransfer moves larger data through a segment. A
    SharedOperation is a collective call prepared for its arrays: run() makes the whole call with the interpreter lock held, from the
    lock of the group to the result. A call that has to wait longer than a moment, or whose members differ, is continued in Python
-   (operations/riding.py) from where it stands.
+   (operations/dispatch.py) from where it stands.
 
    Between the first word that run() writes and the last element that it reads nothing can fail, and nothing of the program
    runs. Larger movements release the interpreter lock. */
@@ -597,7 +597,7 @@ static PyTypeObject TransferType = {
 /* ---- what the module knows of the rest of the library ---- */
 
 typedef struct {
-    PyObject *finish, *withdraw, *await; /* of operations/riding.py: continue a posted call, give a call up, wait in the midst of one */
+    PyObject *finish, *withdraw, *await; /* of operations/dispatch.py: continue a posted call, give a call up, wait in the midst of one */
     PyObject *pending, *claims, *threads;
     PyTypeObject *array, *prepared, *group;
     Py_ssize_t shared, op;                 /* slots of a prepared call */
@@ -1196,7 +1196,7 @@ static int move_pieces(PyObject *const *args, SharedOperation *self)
 static SharedOperation *operation_of(PyObject *const *args, Py_ssize_t count)
 {
     if (count != 5 || known.group == NULL || known.array == NULL || !PyObject_TypeCheck(args[0], known.group) ||
-        !PyObject_TypeCheck(args[1], known.prepared) || !PyFrame_Check(args[4]))
+        !PyObject_TypeCheck(args[1], known.prepared))
         return NULL;
     PyObject *found = SLOT(args[1], known.shared);
     return found != NULL && Py_IS_TYPE(found, &SharedOperationType) ? (SharedOperation *)found : NULL;
@@ -1274,7 +1274,7 @@ static PyObject *make(PyObject *const *args, SharedOperation *self, PyObject *si
 static PyObject *run(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
 {
     SharedOperation *self = operation_of(args, count);
-    if (self == NULL) {
+    if (self == NULL || !PyFrame_Check(args[4])) {
         PyErr_SetString(PyExc_TypeError, "run(group, prepared, send, recv, frame)");
         return NULL;
     }

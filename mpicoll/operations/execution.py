@@ -58,7 +58,7 @@ def check_name(name: Any) -> None:
         raise TypeError(f"name must be a string or None, not {type(name).__name__}")
 
 
-def _move(
+def move_agreed(
     group: ProcessGroup,
     call: Call,
     move: Movement | Callable[[Agreed], Movement] | None,
@@ -143,7 +143,7 @@ def _move(
         if move.vector or move.more or not fixed:
             yield from [engine.nonblocking(part) for part in move.parts]
         else:
-            key = (call.op, call.key, agreed.detail)
+            key = (call.op, plan_key(call.key), agreed.detail)
             plan = group.plan(group.plans, key)
             if plan is None:
                 plan = engine.plan(move)
@@ -404,6 +404,12 @@ def set_print(group: ProcessGroup, call: Call, compares: bool) -> None:
     call.passes = not compares
 
 
+def plan_key(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the key of a call without the name that the program gives it: programs put numbers of steps into names."""
+    named = bool(key) and isinstance(key[-1], tuple) and key[-1][0] == "name"
+    return key[:-1] if named else key
+
+
 def plain_print(group: ProcessGroup, op: str, print_: int) -> int:
     """Return what a round compares that compares nothing of the calls before it.
 
@@ -425,7 +431,7 @@ def _print_of_function(op: str) -> int:
     return fingerprint(op, ())
 
 
-def _move_uncompared(
+def move_uncompared(
     group: ProcessGroup,
     call: Call,
     move: Movement,
@@ -446,7 +452,7 @@ def _move_uncompared(
         group.pair.agreement.order.pass_on(number)
         yield request
     else:
-        key = (call.op, call.key)
+        key = (call.op, plan_key(call.key))
         plan = group.plan(group.own_plans, key)
         if plan is None:
             plan = engine.plan(move, persistent=False)
@@ -476,9 +482,9 @@ def issue(
     transfer: Callable[[Any], Steps]
     if call.passes:
         assert isinstance(move, Movement)
-        transfer = partial(_move_uncompared, group, call, move, number, ready, before, after)
+        transfer = partial(move_uncompared, group, call, move, number, ready, before, after)
     else:
-        transfer = partial(_move, group, call, move, number, ready, before, after, limit)
+        transfer = partial(move_agreed, group, call, move, number, ready, before, after, limit)
     request = Request(group, call, outputs, limit, held=move, waited=not call.asynchronous)
     if not call.asynchronous:
         with signals.shield:
@@ -511,7 +517,7 @@ def resume(
 ) -> Request:
     """Return the request of a call whose round is over, and says that something differs, or that a member is late."""
     request = Request(group, call, outputs or [], group.timeout, held=move, waited=waited)
-    request.start(number, partial(_move, group, call, move, number, None, None, after, group.timeout), agreed)
+    request.start(number, partial(move_agreed, group, call, move, number, None, None, after, group.timeout), agreed)
     return request
 
 

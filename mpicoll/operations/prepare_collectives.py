@@ -17,14 +17,14 @@ from mpicoll.memory.adapt import adapt_list, same_dtype, viewed
 from mpicoll.memory.device import array as device_array
 from mpicoll.memory.device.array import DeviceAddresses, MovableArray
 from mpicoll.memory.device.runtime import Fold
-from mpicoll.memory.dtypes import HALVES, Reduction, dtype_name, resolve_reduction
+from mpicoll.memory.dtypes import HALVES, Reduction, dtype_name, is_native, resolve_reduction
 from mpicoll.memory.half import WIDE
 from mpicoll.memory.layouts import joined
 from mpicoll.memory.lists import ListMemory
 from mpicoll.memory.memory import Array, Memory
 from mpicoll.memory.reduce_op import RedOpType
-from mpicoll.operations import execution, riding
-from mpicoll.operations.repeating import Repeated
+from mpicoll.operations import dispatch, execution
+from mpicoll.operations.prepared import PreparedOperation
 from mpicoll.operations.work import Work
 from mpicoll.runtime.call_site import Site, call_site
 from mpicoll.transports.base import Kind, Movement
@@ -374,7 +374,9 @@ def input_scaler(reduction: Reduction, memory: Memory) -> Callable[[], None] | N
     return scale
 
 
-def cache_call(g: ProcessGroup, key: Any, again: Repeated, memories: tuple[Memory, ...], send: Any, recv: Any) -> None:
+def cache_call(
+    g: ProcessGroup, key: Any, again: PreparedOperation, memories: tuple[Memory, ...], send: Any, recv: Any
+) -> None:
     """Keep a call of plain arrays, whose own memory moves as it is, so that it costs less when it is made again.
 
     Args:
@@ -386,7 +388,26 @@ def cache_call(g: ProcessGroup, key: Any, again: Repeated, memories: tuple[Memor
         return
     if any(memory.named or memory.pack is not None or memory.unpack is not None for memory in memories):
         return
-    riding.learn(g, key, again, memories[0].dtype, send, recv)
+    dispatch.cache(g, key, again, memories[0].dtype, send, recv)
+
+
+def prepare_plain_all_reduce(group: ProcessGroup, op: Any, array: Array) -> PreparedOperation | None:
+    """Return an ``all_reduce`` of a NumPy array, prepared and kept; None if its general checks have to say what is wrong."""
+    if type(group) is not ProcessGroup or group.gone() or not array.size or not is_native(array.dtype):
+        return None
+    try:
+        reduction = resolve_reduction("all_reduce", op, array.dtype, "")
+    except Exception:  # said where it is raised on all members
+        return None
+    if reduction.factor is not None:
+        return None
+    key = (str(reduction.op), dtype_name(array.dtype), ("elements", array.size))
+    prepared = PreparedOperation(
+        "all_reduce", key, Kind.ALL_REDUCE, array.nbytes, mpi_op=reduction.mpi_op, average=reduction.average
+    )
+    signature = op, array.dtype, array.shape
+    dispatch.cache(group, signature, prepared, array.dtype, array, array)
+    return group.rides.get(signature)
 
 
 def all_steps_of(*steps: Callable[[], None] | None) -> Callable[[], None] | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mpicoll.checks.agreement import words_of
 from mpicoll.checks.mismatch import explain
@@ -30,10 +30,40 @@ from mpicoll.runtime.mpi_library import retain_for_ever, retain_frames
 if TYPE_CHECKING:
     from mpicoll.groups.process_group import ProcessGroup
     from mpicoll.transports.base import Request as Pollable
-    from mpicoll.transports.control import Agreed, Round
+    from mpicoll.transports.control import Agreed, Round, Words
 
 Steps = Generator["Pollable", None, Any]
 """What moves data in several steps: yields what has to complete next."""
+
+
+class Schedule(Protocol):
+    """What moves the data of a prepared operation if the round says that all is as this member says."""
+
+    def put(self, request: Request, number: int) -> None:
+        """Write the data that comes with the round of that number."""
+
+    def serves(self, made: Round, words: Words) -> bool:
+        """Return whether the data may move in this way, given a complete round; all members find the same."""
+
+    def start(self, request: Request) -> Pollable | None:
+        """Move the data, or start to; None: it has moved, or ``request.steps`` move it."""
+
+    def finish(self, request: Request) -> None:
+        """Put the result where the program wants it."""
+
+
+class Prepared(Protocol):
+    """A prepared operation (:mod:`mpicoll.operations.prepared`)."""
+
+    def describe(self, request: Request) -> Call:
+        """Return the description of one start."""
+
+    def steps(self, request: Request) -> Steps:
+        """Return what moves the data the general way."""
+
+    def poll(self, made: Round) -> None:
+        """Poll a round for a moment."""
+
 
 ASLEEP = 0.001
 """Seconds for which a thread that waits for a request sleeps at a time while another thread progresses the request."""
@@ -63,19 +93,24 @@ class Request:
         agreed: what all members know after the round; None before, and for a call without a round.
         error: of the request, once its state is FAILED.
         peer, tag: of a message: the global rank at the other end (-1: any), and the tag; ``peer`` is None for a collective.
+        prepared, start_of: the prepared operation, and what it knows of this start; None for other calls.
+        words: of the round; None for a call without a round.
+        schedule: moves the data of a prepared operation if all is as this member says.
+        steps: move the data in all other cases.
+        claim: of memory that the call uses until it is waited for.
         returned: what the steps returned; of a receive the rank in the group that the message came from, -1 before.
         future: of the result, if the program has asked for one; ``landing`` is called just before the request is over.
     """
 
     __slots__ = (
         "__weakref__",
+        "_call",
         "_current",
         "_in_effect",
         "_lock",
-        "_steps",
         "_transfer",
         "agreed",
-        "call",
+        "claim",
         "error",
         "future",
         "group",
@@ -87,17 +122,22 @@ class Request:
         "outputs",
         "peer",
         "polled",
+        "prepared",
         "returned",
         "round",
+        "schedule",
+        "start_of",
         "state",
+        "steps",
         "tag",
         "waited",
+        "words",
     )
 
     def __init__(
         self,
         group: ProcessGroup,
-        call: Call,
+        call: Call | None,
         outputs: list[Any],
         limit: float,
         *,
@@ -107,7 +147,12 @@ class Request:
         waited: bool = False,
     ) -> None:
         self.group = group
-        self.call = call
+        self._call = call
+        self.prepared: Prepared | None = None
+        self.start_of: Any = None
+        self.schedule: Schedule | None = None
+        self.claim: Any = None
+        self.words: Words | None = None
         self.outputs = outputs
         self.limit = limit
         self.peer, self.tag = peer, tag
@@ -124,9 +169,18 @@ class Request:
         self.polled = self.next_look = 0.0
         self._in_effect = False  # between an effect and its transition: an exception there loses the call
         self._transfer: Callable[[Agreed | None], Steps] | None = None
-        self._steps: Steps | None = None
+        self.steps: Steps | None = None
         self._current: Pollable | None = None
         self._lock = threading.Lock()
+
+    @property
+    def call(self) -> Call:
+        """The description of the call; that of a prepared operation is made when it is needed."""
+        found = self._call
+        if found is None:
+            assert self.prepared is not None
+            found = self._call = self.prepared.describe(self)
+        return found
 
     @property
     def done(self) -> bool:
@@ -142,12 +196,33 @@ class Request:
             agreed: what all members know, if the round of the call is over already.
         """
         self.number, self._transfer = number, transfer
+        if not self.call.passes:
+            self.words = words_of(self.call)
         to(self, QUEUED)
         if agreed is not None:
             to(self, POSTED)
             self._judge(agreed)
         if not self.waited:
             self.Test()
+
+    def start_prepared(
+        self, prepared: Prepared, start: Any, number: int, words: Words | None, schedule: Schedule | None
+    ) -> None:
+        """Start the request of a prepared operation; the caller tests it.
+
+        Args:
+            start: what the operation knows of this start.
+            words: of the round; None: the call makes no round.
+            schedule: moves the data if the round says that all is as this member says; None: the general way.
+        """
+        self.prepared, self.start_of, self.number = prepared, start, number
+        self.words, self.schedule = words, schedule
+        to(self, QUEUED)
+
+    def resume(self, round: Round) -> None:
+        """Go on with a round that is posted already (by the extension)."""
+        self.round = round
+        to(self, POSTED)
 
     def Test(self, asleep: float = 0.0) -> bool:
         """Advance through the states as far as possible without waiting; return whether the request is over.
@@ -178,7 +253,8 @@ class Request:
         order = agreement.order
         while True:
             if self.state is QUEUED:
-                if self.call.passes:
+                words = self.words
+                if words is None:
                     if not agreement.may_pass(number):
                         return
                     self._in_effect = True
@@ -188,34 +264,62 @@ class Request:
                     if not agreement.may_post(number):
                         return
                     self._in_effect = True
-                    self.round = agreement.post(words_of(self.call))
+                    if self.schedule is not None:
+                        self.schedule.put(self, order.round + 1)
+                    self.round = agreement.post(words)
                     to(self, POSTED)
                 self._in_effect = False
             elif self.state is POSTED:
-                assert self.round is not None
-                if not self.round.Test():
+                made, words = self.round, self.words
+                assert made is not None
+                assert words is not None
+                if not made.Test():
                     return
-                self._judge(self.round.agreed())
-            elif self.state is DISPUTED or self.state is AGREED:
+                if self.schedule is not None and self.schedule.serves(made, words):
+                    to(self, AGREED)
+                else:
+                    self._judge(made.agreed())
+            elif self.state is AGREED:
+                if self.agreed is not None:
+                    self._release_round()
+                if not order.may_move(number):
+                    return
+                if self.schedule is not None and self.agreed is None:
+                    self._in_effect = True
+                    self._current = self.schedule.start(self)
+                elif self.prepared is not None:
+                    self.steps = self.prepared.steps(self)
+                else:
+                    assert self._transfer is not None
+                    self.steps = self._transfer(self.agreed)
+                to(self, MOVING)
+                self._in_effect = False
+            elif self.state is MOVING:
+                if self.steps is not None:
+                    if not self._run_steps():
+                        return
+                elif self._current is not None:
+                    self._in_effect = True
+                    if not self._current.Test():
+                        self._in_effect = False
+                        return
+                    self._current = None
+                self._in_effect = True
+                if self.schedule is not None and self.agreed is None:
+                    self.schedule.finish(self)
+                self._in_effect = False
+                self._complete()
+            elif self.state is DISPUTED:
                 self._release_round()
                 if not order.may_move(number):
                     return
-                if self.state is AGREED:
-                    assert self._transfer is not None
-                    self._steps = self._transfer(self.agreed)
-                    to(self, MOVING)
-                    continue
-                if self._steps is None:
+                if self.steps is None:
                     assert self.agreed is not None
                     group = self.group
-                    self._steps = explain(group.pair.control, self.call, group.display, group.ranks, self.agreed.waited)
+                    self.steps = explain(group.pair.control, self.call, group.display, group.ranks, self.agreed.waited)
                 if not self._run_steps():
                     return
                 raise AssertionError("the exchange after a mismatch always raises")
-            elif self.state is MOVING:
-                if not self._run_steps():
-                    return
-                self._complete()
             else:
                 return
 
@@ -230,7 +334,7 @@ class Request:
 
     def _run_steps(self) -> bool:
         """Run the steps as far as possible; return whether they are at their end."""
-        steps = self._steps
+        steps = self.steps
         assert steps is not None
         self._in_effect = True
         try:
@@ -246,6 +350,7 @@ class Request:
             return True
 
     def _complete(self) -> None:
+        self._release_round()
         if self.landing is not None:
             self.landing()  # may find an error
         self._end(COMPLETE if self.error is None else FAILED)
@@ -255,7 +360,7 @@ class Request:
         if self.landing is not None:
             self.landing()
         self._release_round()
-        if self.call.apart:
+        if self._call is not None and self._call.apart:
             self.group.give_up("its ranks made unequal numbers of calls")
         self._end(FAILED)
 
@@ -299,7 +404,15 @@ class Request:
         self.policy().withdraw(error)
 
     def _keep(self) -> None:
-        retain_for_ever(self._current, self.outputs, self.held, self._steps)
+        retain_for_ever(self._current, self.outputs, self.held, self.steps)
+
+    def expected(self) -> bytes | None:
+        """Return what must be in the array of the call when the program has waited; None: nobody compares."""
+        return self.start_of.after or None
+
+    def unclaimed(self) -> None:
+        """Forget the claim of memory: the program has waited, and the request, its claim and its array form no circle."""
+        self.claim = None
 
     def policy(self, limit: float | None = None) -> CallWait:
         """Return the policy of a wait for this request.
@@ -323,7 +436,7 @@ class Request:
             waiting.drop(self)
         else:
             with signals.guard:
-                if not self._is_over_at_once():
+                if not self._is_over_soon():
                     try:
                         local_wait(partial(self.Test, ASLEEP), self.policy(limit))
                     except BaseException as error:
@@ -337,14 +450,20 @@ class Request:
         if self.error is not None:
             raise self.error
 
-    def _is_over_at_once(self) -> bool:
-        """Return whether the request ends without a wait, as most small calls do: then no wait is noted anywhere."""
+    def _is_over_soon(self) -> bool:
+        """Return whether the request is over after the first polls, as most small calls are: then no wait is noted anywhere."""
         try:
-            return self.Test() or self.Test()
+            if self.prepared is not None and self.round is not None:
+                self.prepared.poll(self.round)
+            for _ in range(2 if waiting.oversubscribed else waiting.SPIN_POLLS):
+                if not self.Test():
+                    continue
+                return True
         except BaseException as error:
             if self.state < COMPLETE:  # of a signal handler
                 self.withdraw(error)
             raise
+        return False
 
     def poll(self) -> tuple[bool, bool]:
         """Progress all requests; return whether this one is over, and whether it has just been ended because it never can be.
@@ -425,7 +544,7 @@ class Operation(Request):
         waited: bool = False,
     ) -> None:
         super().__init__(group, call, outputs, limit, peer=peer, tag=tag, held=held, waited=waited)
-        self._steps = steps
+        self.steps = steps
         self._withdraw = withdraw
         to(self, MOVING)
         if not waited:

@@ -15,7 +15,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpicoll.checks.memory_in_use import SEALED_BYTES, Flight, claims, span_of, written
+from mpicoll.checks.memory_in_use import SEALED_BYTES, RequestClaim, claims, written
 from mpicoll.diagnosis.call import Call
 from mpicoll.diagnosis.report.entries import Entry, entry_of
 from mpicoll.diagnosis.report.report import with_calls
@@ -61,18 +61,19 @@ def send_again(group: ProcessGroup, again: PersistentSend, tensor: Array, frame:
                 return None
             try:
                 made = _SendAgain(group, again, tensor, frame)
-                flight = None
+                claim = None
                 if group.compares:
-                    flight = made.flight = _Lent(made, tensor, writes=False)
-                    if claims.flights and claims.in_the_way(flight):
+                    claim = made.claim = RequestClaim(tensor, writes=False)
+                    claim.request = made
+                    if claims.flights and claims.in_the_way(claim):
                         again.give_back(None)
                         return None  # the long way says what is wrong
                 if again.elements is not None:
                     again.elements[...] = tensor
                     again.start()
                 else:
-                    if flight is not None and tensor.nbytes <= SEALED_BYTES:
-                        flight.held = tensor.tobytes()
+                    if claim is not None and tensor.nbytes <= SEALED_BYTES:
+                        claim.results = tensor.tobytes()
                     with group.posting:
                         again.start()
                         made.body = _start_body(again, tensor)
@@ -85,10 +86,10 @@ def send_again(group: ProcessGroup, again: PersistentSend, tensor: Array, frame:
                 raise
     except BaseException:
         if operation is not None:  # Ctrl-C, once it was under way: nobody has a Work of it
-            operation.flight = None
+            operation.claim = None
             waiting.pending.append(operation)
         raise
-    return _work(operation, flight)
+    return _work(operation, claim)
 
 
 def receive_again(group: ProcessGroup, again: PersistentReceive, tensor: Array, frame: FrameType) -> Work | None:
@@ -106,10 +107,11 @@ def receive_again(group: ProcessGroup, again: PersistentReceive, tensor: Array, 
             if not locked or receiver.waiting or receiver.queues or key in posted or again.rank is None:
                 return None
             made = _ReceiveAgain(group, again, tensor, frame)
-            flight = None
+            claim = None
             if group.compares:
-                flight = made.flight = _Lent(made, tensor, writes=True)
-                if claims.flights and claims.in_the_way(flight):
+                claim = made.claim = RequestClaim(tensor, writes=True)
+                claim.request = made
+                if claims.flights and claims.in_the_way(claim):
                     return None
                 if tensor.nbytes <= SEALED_BYTES:
                     made.before = tensor.tobytes()
@@ -128,13 +130,13 @@ def receive_again(group: ProcessGroup, again: PersistentReceive, tensor: Array, 
         finally:
             if locked:
                 receiver.lock.release()
-    return _work(operation, flight)
+    return _work(operation, claim)
 
 
-def _work(operation: _Again, flight: _Lent | None) -> Work:
+def _work(operation: _Again, claim: RequestClaim | None) -> Work:
     work = Work(operation)
-    if flight is not None:
-        work.lend(flight)
+    if claim is not None:
+        work.lend(claim)
     return work
 
 
@@ -154,10 +156,9 @@ class _Again(Operation):
         again: the request, and what belongs to it.
         array: the program's.
         body: what moves the elements that travel apart from their envelope, once it has begun.
-        flight: what is kept of the memory; None where nothing is compared.
     """
 
-    __slots__ = ("again", "array", "body", "code", "flight", "instruction")
+    __slots__ = ("again", "array", "body", "code", "instruction")
     name = ""
 
     def __init__(
@@ -175,21 +176,25 @@ class _Again(Operation):
         self.round = self.agreed = self.error = self.future = self.landing = None
         self.waited = self._in_effect = False
         self.polled = self.next_look = 0.0
-        self._steps = _NONE
+        self.steps = _NONE
+        self._call = self.prepared = self.start_of = self.schedule = self.words = self.claim = None
         self._withdraw = self._transfer = self._current = None
         self._lock = _new_lock()
         self.again: Any = again
         self.array = tensor
         self.body: MPI.Request | None = None
-        self.flight: _Lent | None = None
         self.code: CodeType = frame.f_code
         self.instruction: int = frame.f_lasti
 
     @property
-    def call(self) -> Call:  # type: ignore[override]
+    def call(self) -> Call:
         """The description of the call, made when it is asked for."""
         again, site = self.again, Site(self.code, self.instruction)
         return message_call(self.name, self.group, self.array.dtype, self.array.size, again.peer, again.tag, site)
+
+    def expected(self) -> bytes | None:
+        """Return what must be in the array when the program has waited; None: nobody compares."""
+        return None
 
     def _keep(self) -> None:
         super()._keep()
@@ -219,12 +224,22 @@ class _SendAgain(_Again):
         super().__init__(group, again, tensor, frame)
         self.through = False
 
+    def expected(self) -> bytes | None:
+        """Return the elements of a small message."""
+        return None if self.again.elements is None else self.again.elements.tobytes()
+
+    def unclaimed(self) -> None:
+        """Forget the claim; the request of MPI may be used again."""
+        super().unclaimed()
+        if self.through:
+            self.again.give_back(None)
+
     def _move(self) -> bool:
         again = self.again
         if not again.test() or (self.body is not None and not self.body.Test()):
             return False
         self.through = True
-        if self.flight is None:
+        if self.claim is None:
             again.give_back(None)
         return True
 
@@ -246,7 +261,7 @@ class _ReceiveAgain(_Again):
         self.dirty = False
 
     def _move(self) -> bool:
-        if self._steps is not _NONE:
+        if self.steps is not _NONE:
             return super()._move()
         again = self.again
         if self.body is None:
@@ -272,8 +287,8 @@ class _ReceiveAgain(_Again):
         self.returned = again.peer
         if self.dirty:
             raise written(self.name, self.call.site, self.group.display)
-        if self.flight is not None:
-            self.flight.seal_results()
+        if self.claim is not None:
+            self.claim.seal_results()
         return True
 
     def _take_the_long_way(self) -> None:
@@ -282,74 +297,16 @@ class _ReceiveAgain(_Again):
         memory = adapt(self.array, "tensor", writable=True)
         receive = receiver.adopt(Message(again.peer, again.tag, again.buffer.copy()), memory, exact=group.compares)
         receive.dirty = self.dirty
-        if self.flight is not None:
-            receive.watch(self.flight)
-        self._steps = receiving(group, self.call, memory, receive)
+        if self.claim is not None:
+            receive.watch(self.claim)
+        self.steps = receiving(group, self.call, memory, receive)
         self._withdraw = lambda: receiver.withdraw(receive)
         receiver.watch()
 
     def _take_back(self) -> None:
-        if self._steps is _NONE and not self.done:
+        if self.steps is _NONE and not self.done:
             persistent.take_back(self.group, self.again)
         super()._take_back()
-
-
-class _Lent(Flight):
-    """The memory of an operation that is made again; what its messages say is made when one is written.
-
-    Attributes:
-        held: what is to be in the array when it has been waited for; None: nobody looks, or it is in ``again``.
-    """
-
-    __slots__ = ("array", "held", "operation")
-
-    def __init__(self, operation: _Again, tensor: Array, *, writes: bool) -> None:
-        self.operation = operation
-        self.array = tensor
-        self.held: bytes | None = None
-        self.adrift = False
-        self.ranges = [span_of(tensor, self, writes)] if tensor.size else []
-
-    @property
-    def op(self) -> str:  # type: ignore[override]
-        return self.operation.name
-
-    @property
-    def site(self) -> Site:  # type: ignore[override]
-        return self.operation.call.site
-
-    @property
-    def group(self) -> str:  # type: ignore[override]
-        return self.operation.group.display
-
-    def gone(self) -> bool:
-        return self.operation.group.gone()
-
-    def over(self) -> bool:
-        return self.operation.done
-
-    def advance(self) -> bool:
-        return self.operation.Test()
-
-    def seal_results(self) -> None:
-        if self.array.nbytes <= SEALED_BYTES:
-            self.held = self.array.tobytes()
-
-    def let_go(self) -> None:
-        operation = self.operation
-        self.ranges = []
-        operation.flight = None  # or both, and the array, would stay until Python looks for cycles
-        if isinstance(operation, _SendAgain) and operation.through:
-            operation.again.give_back(None)
-
-    def verdict(self) -> Any:
-        again = self.operation.again
-        held = self.held
-        if held is None and again.sending and again.elements is not None:
-            held = again.elements.tobytes()
-        if held is not None and self.array.tobytes() != held:
-            return written(self.op, self.site, self.group)
-        return None
 
 
 def receiving(

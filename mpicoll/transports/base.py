@@ -113,13 +113,6 @@ class Engine(Protocol):
     def nonblocking(self, move: Movement) -> Request:
         """Post the movement and return at once."""
 
-    def transfer(self, move: Movement) -> tuple[Callable[..., object], Callable[[Movement], tuple[Any, ...]]] | None:
-        """Return the blocking call of a movement, and what makes its arguments; None where it has no such call.
-
-        For a movement that is made again with other memory of the same dtype and size. The call is no Python function, so no
-        signal handler runs in it.
-        """
-
     def plan(self, move: Movement, persistent: bool = True) -> Plan:
         """Return a reusable form of a small movement; not ``persistent``: one that fits nonblocking calls of others."""
 
@@ -132,12 +125,6 @@ class Plan(Protocol):
 
     def finish(self, move: Movement) -> None:
         """Copy the result out."""
-
-    def start_in_place(self, flat: Any) -> Request:
-        """Copy a buffer that is input and output in, and post it."""
-
-    def finish_in_place(self, flat: Any) -> None:
-        """Copy the result out into that buffer."""
 
     def free(self) -> None:
         """Give back what it holds; nothing may be under way."""

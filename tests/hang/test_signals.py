@@ -233,7 +233,7 @@ import numpy as np
 from mpi4py import MPI
 import mpicoll as dist
 from mpicoll.groups import registry
-from mpicoll.operations import composed, deferred, execution, riding
+from mpicoll.operations import dispatch, execution
 from mpicoll.operations.request import Request
 from mpicoll.transports.mpi.control import MpiControl
 from mpicoll.transports.mpi.collectives import EagerMpiSchedule, persistent_collectives
@@ -257,16 +257,16 @@ CALLS = {
 }
 PLACES = {
     "counted": (execution, "set_print"),
-    "conducted": (composed, "_conduct"),
+    "conducted": (Request, "start"),
     "issued": (execution, "collectives_are_pending"),
     "numbered": (execution, "_device_test"),
     "posted": (Request, "Test"),
     "written": (RingControl, "fill"),
     "started": (RingRound, "Start"),
-    "looks": (deferred.Deferred, "Test"),
-    "finished": (riding, "_end"),  # in Python, since the other comes late
+    "looks": (Request, "Test"),
+    "finished": (dispatch, "_finish"),  # in Python, since the other comes late
     "filled": (MpiControl, "fill"),
-    "planned": (EagerMpiSchedule, "start_in_place"),
+    "planned": (EagerMpiSchedule, "start"),
 }
 
 def strike(place):

@@ -1,4 +1,4 @@
-"""Small calls that ride and are waited for later: what their handles say, whatever else is under way."""
+"""Small asynchronous calls whose data comes with their round: what their handles say, whatever else is pending."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from ranks import run_threads
 
 import mpicoll as dist
 from mpicoll.checks.memory_in_use import claims
-from mpicoll.operations.deferred import MOST_AT_REST, Deferred, Later
+from mpicoll.operations.prepared import PreparedOperation
+from mpicoll.operations.request import Request
 from mpicoll.pytest_plugin import collective_raises
 from mpicoll.runtime import waiting
 from mpicoll.transports.shm.control import AHEAD, EAGER_BYTES
@@ -39,15 +40,21 @@ def _nothing_is_left() -> Any:
     assert not group().unwaited
     assert not claims.lent
     assert not claims.flights
-    assert not [item for item in waiting.pending if isinstance(item, Deferred)]
+    assert not [item for item in waiting.pending if is_eager(item)]
+
+
+def is_eager(item: Any) -> bool:
+    """Return whether something pending is a request whose data comes with its round."""
+    prepared = item.prepared if isinstance(item, Request) else None
+    return isinstance(prepared, PreparedOperation) and prepared.shared is not None and prepared.segment is None
 
 
 def begun(x: Any, op: Any = dist.ReduceOp.SUM, **options: Any) -> Any:
     work = dist.all_reduce(x, op, async_op=True, **options)
     assert work is not None
-    # By way of MPI, as between nodes, an Operation is made; and where so many are under way that one more would have to wait.
-    if sum(isinstance(item, Deferred) for item in waiting.pending) < AHEAD:
-        assert isinstance(work, Later) == (group().pair.agreement.channel.carries_data)
+    # Over MPI, as between nodes, no data comes with a round; nor if so many are pending that one more would have to wait.
+    if sum(is_eager(item) for item in waiting.pending) < AHEAD:
+        assert is_eager(work._request) == (group().pair.agreement.channel.carries_data)
     return work
 
 
@@ -92,14 +99,14 @@ def test_averages_and_bools() -> None:
         assert y.tolist() == [True, False, True]
 
 
-def test_what_cannot_ride() -> None:
-    """Arrays that are no plain ones of NumPy's, or large, and what is wrong, go the long way."""
+def test_what_is_not_eager() -> None:
+    """Arrays that are no plain ones of NumPy's, or large, and what is wrong, move after the round."""
     size = dist.get_world_size()
     strided, large, half = np.ones((4, 4))[:, 1], np.ones(EAGER_BYTES // 8 + 1), np.ones(3, np.float16)
     for x in (strided, large, half, np.ones(0)):
         work = dist.all_reduce(x, async_op=True)
-        assert not isinstance(work, Later)
         assert work is not None
+        assert not is_eager(work._request)
         work.wait()
         assert (x == size).all()
     with collective_raises(RuntimeError, match=r"BAND|bitwise"):
@@ -227,7 +234,7 @@ def test_memory_in_use_and_written() -> None:
 
 
 def test_memory_is_let_go() -> None:
-    """An array that was waited for is kept by its handle alone, and handles at rest are few."""
+    """An array that was waited for is kept by its handle only."""
     x = np.ones(7)
     seen = weakref.ref(x)
     work = begun(x)
@@ -238,13 +245,6 @@ def test_memory_is_let_go() -> None:
     del work
     gc.collect()
     assert seen() is None
-    works = [begun(np.ones(9)) for _ in range(3 * MOST_AT_REST)]
-    for each in works:
-        each.wait()
-    if group().pair.agreement.channel.carries_data:
-        ride = group().rides[dist.ReduceOp.SUM, np.dtype(float), (9,)]
-        assert 1 <= len(ride.idle) <= MOST_AT_REST
-        assert all(each._flat is None for each in ride.idle)
 
 
 def test_a_handle_that_is_dropped() -> None:
@@ -340,7 +340,7 @@ def test_struck_before_it_waits() -> None:
         pass
 
     def strike(frame: Any, event: str, arg: Any) -> Any:
-        if event == "call" and frame.f_code is Deferred.finish.__code__:
+        if event == "call" and frame.f_code is Request.complete.__code__:
             sys.settrace(None)
             raise Boom
         return None
@@ -348,7 +348,7 @@ def test_struck_before_it_waits() -> None:
     size = dist.get_world_size()
     x = np.ones(4)
     work = begun(x)
-    if isinstance(work, Later):
+    if is_eager(work._request):
         before = sys.gettrace()
         sys.settrace(strike)
         try:
@@ -364,7 +364,7 @@ def test_struck_before_it_waits() -> None:
 
 
 def test_several_threads_wait_for_one_handle() -> None:
-    """What rides is at rest once, whoever waits for it, and however many do."""
+    """A request is over once, whoever waits for it, and however many do."""
     size = dist.get_world_size()
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
@@ -390,13 +390,12 @@ def test_several_threads_wait_for_one_handle() -> None:
 def test_memory_after_it_was_found_complete() -> None:
     """The program may write it then, whatever else it asks; what was only polled leaves nothing behind."""
     size = dist.get_world_size()
-    for asks in (Later.result, Later.exception, Later.is_success, repr):
+    for asks in (dist.Work.result, dist.Work.exception, dist.Work.is_success, repr):
         x = np.ones(4)
         work = begun(x)
         while not work.is_completed():
             pass
-        if isinstance(work, Later):
-            asks(work)
+        asks(work)
         x += 1
         assert work.wait()
         assert (x == size + 1).all()

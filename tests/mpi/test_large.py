@@ -16,7 +16,7 @@ import pytest
 import mpicoll as dist
 from mpicoll import ReduceOp
 from mpicoll.groups import registry
-from mpicoll.operations import riding
+from mpicoll.operations import dispatch
 from mpicoll.transports import large_counts
 from mpicoll.transports.mpi.collectives import MpiTransport
 
@@ -60,7 +60,7 @@ def native(monkeypatch: pytest.MonkeyPatch) -> Calls:
     monkeypatch.setattr(MpiTransport, "call", noted)
     monkeypatch.setattr(large_counts, "_contiguous", derived)
     monkeypatch.setattr(large_counts, "COUNT_LIMIT", LOWERED)
-    monkeypatch.setattr(riding, "REPEATED_BYTES", LOWERED)
+    monkeypatch.setattr(dispatch, "LARGEST", LOWERED)
     registry.state().world.rides.clear()
     return seen
 

@@ -24,7 +24,7 @@ from reductions import fold, is_same, values
 
 import mpicoll as dist
 from mpicoll.api import collectives
-from mpicoll.operations import riding
+from mpicoll.operations import dispatch, prepared
 from mpicoll.pytest_plugin import collective_raises
 from mpicoll.runtime import native
 from mpicoll.transports.base import Kind
@@ -407,8 +407,8 @@ def test_a_rank_that_is_gone_in_the_midst_of_pieces(fresh: Callable[[], Any]) ->
     x = np.ones(2 * PIECE)
     for _ in range(4):
         dist.broadcast(x, 0, group=group)
-    prepared = next(iter(group.rides.values()))
-    if not prepared.width:
+    kept = next(iter(group.rides.values()))
+    if not kept.width:
         pytest.skip("not moved in pieces")
     dist.barrier()
     group.set_timeout(timedelta(seconds=1))
@@ -417,14 +417,14 @@ def test_a_rank_that_is_gone_in_the_midst_of_pieces(fresh: Callable[[], Any]) ->
         def gone(*given: Any) -> None:
             raise KeyError("gone")
 
-        known = (riding._await, riding._pending, riding._flights, riding._threads)
-        known += (riding.Ride, type(group))
+        known = (dispatch._await, dispatch._pending, dispatch._flights, dispatch._threads)
+        known += (prepared.PreparedOperation, type(group))
         native.found.configure(gone, lambda *given: None, *known)  # as if it were stopped for good
         try:
             with pytest.raises(KeyError):
                 dist.broadcast(x, 0, group=group)
         finally:
-            native.found.configure(riding._finish, riding._lose, *known)
+            native.found.configure(dispatch._finish, dispatch._give_up, *known)
         with pytest.raises(dist.DistError):
             dist.barrier(group)
     else:
@@ -446,7 +446,7 @@ def test_it_is_used(fresh: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -
         made.append(native.found.run(*given))
         return made[-1]
 
-    for module in (riding, collectives):
+    for module in (dispatch, collectives):
         monkeypatch.setattr(module, "extension", SimpleNamespace(**{**vars(native.found), "run": run}))
     for count in (9, 3000):
         for _ in range(3):
@@ -529,7 +529,7 @@ def test_a_handler_that_raises_while_it_looks_for_the_others(
     def strike(number: int, frame: object) -> None:
         raise Struck
 
-    monkeypatch.setattr(riding, "poll_ns", lambda *given: 300_000_000)
+    monkeypatch.setattr(prepared, "poll_ns", lambda *given: 300_000_000)
     group = fresh()
     x = np.ones(4)
     for _ in range(4):

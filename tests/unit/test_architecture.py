@@ -68,11 +68,8 @@ SPEAKS_MPI_TOO = {
     "api/messages",
     "api/object_messages",
     "checks/memory_in_use",
-    "operations/deferred",
     "operations/execution",
     "operations/persistent",
-    "operations/repeating",
-    "operations/riding",
     "operations/underway",
 }
 UPWARD: set[tuple[str, str]] = set()
@@ -82,7 +79,6 @@ LONG = {
     "api/messages": 571,
     "api/objects": 542,
     "memory/device/array": 529,
-    "operations/deferred": 653,
     "operations/execution": 550,
 }
 MOST_INSIDE = 52

@@ -119,19 +119,6 @@ class EagerMpiSchedule:
         self._request.Start()
         return self._request
 
-    def start_in_place(self, flat: Any) -> Request:
-        """Copy an array that is input and output into the buffer, and post the movement."""
-        self._recv[:] = flat  # type: ignore[index]
-        if self._request is None:
-            return self._again()
-        self._request.Start()
-        return self._request
-
-    def finish_in_place(self, flat: Any) -> None:
-        """Copy the result into the array."""
-        if self._writes:
-            flat[:] = self._recv
-
     def finish(self, move: Movement) -> None:
         """Copy the result into the array of the program."""
         if self._recv is not None and self._writes:
@@ -195,23 +182,6 @@ class MpiTransport:
         getattr(self._comm, name)(*arguments)
         if moved is not None:
             moved[1]()
-
-    def transfer(self, move: Movement) -> tuple[Callable[..., object], Callable[[Movement], tuple[Any, ...]]] | None:
-        """Return the blocking call of a movement, to be made many times, and the function that makes its arguments.
-
-        None if the movement has several calls or unequal blocks.
-        """
-        if move.vector or move.more or move.kind is Kind.BARRIER or _without_long_complex(move) is not move:
-            return None
-        if move.send is None and move.recv is not None:
-            kind = self._type(move.recv)
-            if move.kind is Kind.ALL_REDUCE:
-                return partial(self._comm.Allreduce, MPI.IN_PLACE, op=self._op(move)), lambda again: (
-                    (again.recv, kind),
-                )
-            if move.kind is Kind.BROADCAST:
-                return partial(self._comm.Bcast, root=move.root), lambda again: ((again.recv, kind),)
-        return getattr(self._comm, self.call(move)[0]), lambda again: self.call(again)[1]
 
     def nonblocking(self, move: Movement) -> Request:
         """Post the nonblocking call."""

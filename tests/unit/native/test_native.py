@@ -21,7 +21,8 @@ from reductions import fold, is_same, values
 
 import mpicoll
 from mpicoll.groups.process_group import ProcessGroup
-from mpicoll.operations import riding
+from mpicoll.operations import dispatch
+from mpicoll.operations.prepared import PreparedOperation
 from mpicoll.runtime import native
 from mpicoll.transports.control import COMPARED, SAID
 from mpicoll.transports.shm import control, transport
@@ -135,17 +136,18 @@ def test_it_is_told_of_the_library_right(extension: Any) -> None:
     """Classes without the slots, and arrays that are laid out otherwise, are a TypeError."""
     probe = np.zeros((2, 3))
     address = probe.__array_interface__["data"][0]
-    known = (riding._finish, riding._lose, riding._await, riding._pending, riding._flights, riding._threads)
+    known = (dispatch._finish, dispatch._give_up, dispatch._await)
+    known += (dispatch._pending, dispatch._flights, dispatch._threads)
 
     class Elsewhere:
         last = lock = turn = None
 
     with pytest.raises(TypeError, match="is no slot"):
-        extension.configure(*known, riding.Ride, Elsewhere)
+        extension.configure(*known, PreparedOperation, Elsewhere)
     for array, at in ((probe, address + 8), (probe.T, address), (np.zeros((3, 3)), address)):
         with pytest.raises(TypeError, match="laid out"):
             extension.check_arrays(array, at)
-    extension.configure(*known, riding.Ride, ProcessGroup)
+    extension.configure(*known, PreparedOperation, ProcessGroup)
     extension.check_arrays(probe, address)
 
 

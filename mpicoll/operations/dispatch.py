@@ -1,0 +1,305 @@
+"""Find the prepared operation of a call that the program makes again, and start it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from mpicoll.checks.memory_in_use import SEALED_BYTES, RequestClaim, claims
+from mpicoll.diagnosis.wait_policy import local_wait
+from mpicoll.groups import registry
+from mpicoll.groups.process_group import ProcessGroup
+from mpicoll.groups.registry import default
+from mpicoll.operations import execution
+from mpicoll.operations.prepared import EAGER, LARGEST, MOST, PreparedOperation, Start
+from mpicoll.operations.request import Request
+from mpicoll.operations.work import Work
+from mpicoll.runtime import signals, waiting
+from mpicoll.runtime.call_site import Site, caller
+from mpicoll.runtime.mpi_library import retain_frames
+from mpicoll.runtime.native import found as extension
+from mpicoll.transports.base import SMALL_BYTES
+
+_default = default
+_flights = claims.flights
+_guard = signals.guard
+_ndarray = np.ndarray
+_pending = waiting.pending
+_threads = signals.threads
+
+
+def view_of(tensor: Any) -> Any:
+    """Return a torch tensor of the host as a NumPy array of the same memory; None for all else, and if NumPy cannot."""
+    if type(tensor).__module__ != "torch":
+        return None
+    try:
+        return tensor.numpy()
+    except (AttributeError, TypeError, RuntimeError):  # of a device, with gradients, of a dtype that NumPy lacks
+        return None
+
+
+def cache(
+    group: ProcessGroup, key: Any, prepared: PreparedOperation, dtype: np.dtype[Any], send: Any, recv: Any
+) -> None:
+    """Keep a call of plain arrays that the program of this member makes just now, for the next time.
+
+    Args:
+        key: the signature; None if the call cannot be kept.
+        prepared: the call.
+        dtype, send, recv: of the arrays, what this member passes, and where its result goes.
+    """
+    if key is None or group.gone() or prepared.nbytes * group.size() > LARGEST:
+        return
+    node = group.pair.through(prepared.kind, prepared.nbytes)
+    if node is not None and not node.ready:
+        return  # this call makes its memory: the next call is kept
+    if len(group.rides) >= MOST:
+        group.rides.clear()
+    bound = prepared.bind(group, dtype, send, recv)
+    if bound.fits(send, recv):
+        group.rides[key] = bound
+
+
+def again(
+    group: Any,
+    key: Any,
+    send: Any,
+    recv: Any,
+    depth: int = 2,
+    timeout: timedelta | None = None,
+    name: str | None = None,
+) -> bool:
+    """Make a call that is kept, and wait for it; False, and nothing done, if that is impossible.
+
+    Args:
+        group: as the program gave it.
+        key: the signature.
+        send, recv: as for :func:`cache`; arrays that are not in lists are plain ones of the shape and dtype in the key.
+        depth: frames between this function and the program.
+        timeout, name: as the program gave them.
+    """
+    known: Any = _default.world if group is None else group
+    try:
+        found = known.rides[key]
+    except (KeyError, AttributeError, TypeError):  # not made before; no group, or not a member
+        return False
+    frame = caller(depth)
+    plain = timeout is None and name is None
+    if plain and found.shared is not None and extension.run(known, found, send, recv, frame):
+        return True
+    if not found.fits(send, recv):
+        return False
+    if plain:
+        return run(known, found, send, recv, frame)
+    if (name is not None and type(name) is not str) or not isinstance(timeout, (timedelta, type(None))):
+        return False
+    return run(known, found, send, recv, frame, execution.call_limit(known, timeout), name)
+
+
+def run(
+    group: ProcessGroup,
+    prepared: PreparedOperation,
+    send: Any,
+    recv: Any,
+    frame: FrameType,
+    limit: float | None = None,
+    name: str | None = None,
+) -> bool:
+    """Start a prepared operation and wait for it; False, and nothing done, if its memory may be in use."""
+    if _flights:
+        return False
+    execution.enter(group, prepared.op)
+    code, instruction = frame.f_code, frame.f_lasti
+    if group.turn is not None:
+        return False
+    with _guard, group.lock:
+        request: Request | None = None
+        try:
+            request = prepared.begin(group, send, recv, code, instruction, waited=True, limit=limit, name=name)
+            if prepared.nbytes > SMALL_BYTES and request.schedule is not EAGER:
+                with signals.shield:
+                    request.complete()
+            else:
+                request.complete()
+        except BaseException as error:
+            _lose(group, prepared, frame, request, error)
+            raise
+    return True
+
+
+def _lose(
+    group: ProcessGroup, prepared: PreparedOperation, frame: FrameType, request: Request | None, error: BaseException
+) -> None:
+    """Give a call up that an exception of a signal handler has left before its end."""
+    if request is not None and request.done:
+        return
+    retain_frames(error)
+    if request is None:
+        request = _describe(group, prepared, frame)
+    request.withdraw(error)
+
+
+def _describe(group: ProcessGroup, prepared: PreparedOperation, frame: FrameType) -> Request:
+    """Return a request that stands for the call that the group made last, for reports."""
+    request = Request(group, None, [], group.timeout, waited=True)
+    request.prepared = prepared
+    request.words = prepared.eager_words
+    request.start_of = Start(None, None, frame.f_code, frame.f_lasti, None, True)
+    request.start_of.seq = group.calls
+    return request
+
+
+def begin(
+    group: Any,
+    key: Any,
+    array: Any,
+    output: Any,
+    frame: FrameType,
+    timeout: timedelta | None,
+    name: str | None,
+    prepare: Callable[[ProcessGroup, Any, Any], PreparedOperation | None],
+) -> Work | None:
+    """Start a reduction in place, for a wait later; None, and nothing done, if it is no plain one.
+
+    Args:
+        group: the group, or what the program passed for one.
+        key: the signature, which begins with the reduction.
+        array, output: input and output as a NumPy array, and as the program passed it.
+        frame: of the call of the program.
+        timeout, name: as the program gave them.
+        prepare: prepares and keeps the call; None if it is no plain one.
+    """
+    try:
+        prepared = group.rides.get(key)
+    except (AttributeError, TypeError):  # no group, or not a member
+        return None
+    if waiting.progress_thread is not None or not array.flags.carray or Site.inside(frame.f_code):
+        return None
+    if (name is not None and type(name) is not str) or not isinstance(timeout, (timedelta, type(None))):
+        return None
+    if prepared is None:
+        prepared = prepare(group, key[0], array)
+    if prepared is None or not array.size or not prepared.fits(array, array):
+        return None
+    limit = None if timeout is None else execution.call_limit(group, timeout)
+    request = start(group, prepared, array, frame, limit, name)
+    if request is None:
+        return None
+    request.outputs = [output]
+    work = Work(request)
+    if request.claim is not None:
+        work.lend(request.claim)
+    return work
+
+
+def start(
+    group: ProcessGroup,
+    prepared: PreparedOperation,
+    array: Any,
+    frame: FrameType,
+    limit: float | None = None,
+    name: str | None = None,
+) -> Request | None:
+    """Start a prepared operation in place, for a wait later; None, and nothing done, if that is impossible now."""
+    if group.turn is not None or group.broken is not None or group.destroyed:
+        return None
+    execution.enter(group, prepared.op)
+    with _guard, group.lock:
+        claim = RequestClaim(array, writes=True) if group.compares else None
+        if claim is not None and _flights and claims.in_the_way(claim):
+            return None  # the general way raises on all members
+        request: Request | None = None
+        try:
+            request = prepared.begin(
+                group, array, array, frame.f_code, frame.f_lasti, waited=False, limit=limit, name=name
+            )
+            if claim is not None:
+                if array.nbytes <= SEALED_BYTES:
+                    request.start_of.before = array.tobytes()
+                request.claim = claim
+                claim.request = request
+            request.Test()
+            if not request.done:
+                _pending.append(request)
+        except BaseException as error:
+            _lose(group, prepared, frame, request, error)
+            raise
+    return request
+
+
+# What the extension calls from ``run``; the lock of the group is held.
+
+
+def _finish(group: ProcessGroup, prepared: PreparedOperation, send: Any, recv: Any, frame: FrameType) -> bool:
+    """Wait for the other members in a call that the extension has posted, and read its result."""
+    wrong: BaseException | None = None
+    request: Request | None = None
+    try:
+        order = prepared.agreement.order
+        request = _describe(group, prepared, frame)
+        request.outputs = [send, recv]
+        request.start_of.send, request.start_of.recv = send, recv
+        request.start_prepared(prepared, request.start_of, order.issued - 1, prepared.eager_words, EAGER)
+        order.posted = request.number + 1
+        request.resume(prepared.agreement.channel.posted(order.round))  # type: ignore[attr-defined]
+        request.complete()
+    except BaseException as error:
+        wrong = error
+        _lose(group, prepared, frame, request, error)
+        raise
+    finally:
+        if _guard.noted is not None:
+            _guard.answer(wrong)
+    return True
+
+
+def _await(group: ProcessGroup, prepared: PreparedOperation, caller: Any, step: int, root_only: bool) -> None:
+    """Wait for the other members, or for the root, in the midst of a call that the extension makes in pieces.
+
+    Args:
+        caller: the frame of the program's call, or its request.
+    """
+    request = caller if isinstance(caller, Request) else _describe(group, prepared, caller)
+    segment: Any = prepared.segment
+    wrong: BaseException | None = None
+    try:
+        test = partial(segment.has_reached, step, prepared.root if root_only else -1)
+        local_wait(test, request.policy())
+    except BaseException as error:
+        wrong = error
+        retain_frames(error)
+        raise
+    finally:
+        if _guard.noted is not None:
+            _guard.answer(wrong)
+
+
+def _give_up(
+    group: ProcessGroup, prepared: PreparedOperation, frame: FrameType, call: int, error: BaseException
+) -> None:
+    """Give a call up that the extension has posted, if a signal handler raised as ``_finish`` began, or in ``_await``."""
+    if prepared.agreement.order.posted == call and group.broken is None:
+        _lose(group, prepared, frame, None, error)
+
+
+_guard.inside.update((_finish.__code__, _await.__code__, _give_up.__code__, run.__code__))
+
+
+if extension is not None:
+    extension.configure(_finish, _give_up, _await, _pending, _flights, _threads, PreparedOperation, ProcessGroup)
+
+
+def _forget_in_child() -> None:
+    known = registry.current()
+    if known is not None:
+        for group in known.groups.values():
+            group.rides = {}
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,524 @@
+"""Prepared operations: calls that a group keeps for their signature, so that a call made again costs little.
+
+A prepared operation knows what does not depend on one start: the words of its rounds, its kind and sizes, and the schedules that
+move it. It is an affair of this rank only: other members learn from the words of the round whether the data of this rank is
+there. A start gives a :class:`mpicoll.operations.request.Request`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from itertools import combinations, pairwise
+from types import CodeType
+from typing import Any
+
+import numpy as np
+
+from mpicoll.checks.agreement import is_usual
+from mpicoll.checks.levels import EVERY
+from mpicoll.checks.memory_in_use import written
+from mpicoll.diagnosis.call import Call, MadeFields, fingerprint
+from mpicoll.groups import registry
+from mpicoll.groups.process_group import ProcessGroup
+from mpicoll.memory.arithmetic import without_warnings
+from mpicoll.memory.layouts import joined
+from mpicoll.operations import execution
+from mpicoll.operations.failures import BlockingCall
+from mpicoll.operations.request import Request, Steps, collectives_are_pending
+from mpicoll.runtime import waiting
+from mpicoll.runtime.call_site import Site
+from mpicoll.runtime.native import found as extension
+from mpicoll.runtime.native import name_of
+from mpicoll.transports.base import SMALL_BYTES, Kind, Movement
+from mpicoll.transports.control import NOTHING, Words, make_words
+from mpicoll.transports.shm.control import EAGER_BYTES
+from mpicoll.transports.shm.transport import poll_ns
+
+MOST = 256
+"""Prepared operations that a group keeps."""
+
+LARGEST = execution.NATIVE_BYTES
+"""Bytes that all members move in a prepared operation at most: what one blocking call of MPI moves."""
+
+_FEW = 3
+
+_ndarray = np.ndarray
+
+
+class Start:
+    """What a prepared operation knows of one start.
+
+    Attributes:
+        send, recv: the arrays that this rank sends from, and where its result goes.
+        code, instruction: the place in the program.
+        name: the name that the program gives the call.
+        waited: the caller waits at once.
+        seq: number of the call on its group.
+        made: the calls since the last comparison, at level ``roll``.
+        move, unpack, plan: what moves, once it does; what puts the result into the arrays of the program.
+        before, after: what ``recv`` held at the start, and when the result was written; empty if nobody compares.
+    """
+
+    __slots__ = (
+        "after",
+        "before",
+        "code",
+        "instruction",
+        "made",
+        "move",
+        "name",
+        "plan",
+        "recv",
+        "send",
+        "seq",
+        "unpack",
+        "waited",
+    )
+
+    def __init__(self, send: Any, recv: Any, code: CodeType, instruction: int, name: str | None, waited: bool) -> None:
+        self.send, self.recv = send, recv
+        self.code, self.instruction = code, instruction
+        self.name = name
+        self.waited = waited
+        self.made: list[MadeFields] = []
+        self.before = self.after = b""
+        self.plan: Any = None
+        self.seq = 0
+
+    def movement(self, prepared: PreparedOperation) -> Movement:
+        """Return what moves."""
+        self.move, self.unpack = prepared.movement(self.send, self.recv)
+        return self.move
+
+    def finish(self, request: Request) -> None:
+        """Divide the result of an average, and put the result into the arrays of the program."""
+        prepared: Any = request.prepared
+        if prepared.average and self.move.recv is not None:
+            without_warnings(np.divide, self.move.recv, request.group.size(), out=self.move.recv)
+        if self.unpack is not None:
+            self.unpack()
+
+    def check(self, request: Request) -> None:
+        """Raise BufferInUseError if the program has written its array since the start."""
+        if self.recv.tobytes() != self.before:
+            raise written(request.call.op, request.call.site, request.group.display)
+
+
+class PreparedOperation:
+    """A call of one rank, prepared for a group. What a rank passes is an array, a list of arrays, or None.
+
+    Attributes:
+        op, key, alias, detail: of the call.
+        kind, mpi_op, root: of the movement.
+        nbytes: of the largest block that this rank moves to or from one peer.
+        average: divide the result by the number of members.
+        words: of a round whose data does not come with it; ``eager_words`` of one whose data does.
+        shared: the call as the extension makes it; None if it goes through MPI.
+        segment: the memory of a call whose data has no room beside a record; None for the others.
+        width: bytes of the pieces of a call that the extension makes in several; 0 for the others.
+        poll_ns: how long a member polls for another one before it waits as every call does.
+        lists: this rank passes a list, or gets one.
+    """
+
+    __slots__ = (
+        "_recv",
+        "_send",
+        "agreement",
+        "alias",
+        "average",
+        "detail",
+        "dtype",
+        "eager_words",
+        "fingerprint",
+        "key",
+        "kind",
+        "lists",
+        "mpi_op",
+        "nbytes",
+        "op",
+        "plan_key",
+        "poll_ns",
+        "root",
+        "segment",
+        "shared",
+        "width",
+        "words",
+    )
+
+    def __init__(
+        self,
+        op: str,
+        key: tuple[Any, ...],
+        kind: Kind,
+        nbytes: int = 0,
+        *,
+        mpi_op: str = "",
+        root: int = -1,
+        average: bool = False,
+        detail: int = NOTHING,
+        alias: str = "",
+    ) -> None:
+        self.op, self.key, self.alias, self.detail = op, key, alias, detail
+        self.kind, self.nbytes, self.mpi_op, self.root, self.average = kind, nbytes, mpi_op, root, average
+
+    def bind(self, group: ProcessGroup, dtype: np.dtype[Any], send: Any, recv: Any) -> PreparedOperation:
+        """Prepare the call for a group, and for arrays of the dtype and the shapes of ``send`` and ``recv``."""
+        kind, size, agreement = self.kind, group.size(), group.pair.agreement
+        self.agreement, self.dtype = agreement, dtype
+        self._send, self._recv = _shapes(send), _shapes(recv)
+        self.lists = isinstance(send, list) or isinstance(recv, list)
+        self.fingerprint = fingerprint(self.op, self.key)
+        self.plan_key = (self.op, self.key, self.detail)
+        print_ = execution.plain_print(group, self.op, self.fingerprint)
+        self.words = make_words(print_, self.nbytes, detail=self.detail)
+        self.eager_words = self.words
+        self.segment = self.shared = None
+        self.width = self.poll_ns = 0
+        brings = self.nbytes * (size if kind in _PARTED else 1)
+        if not agreement.channel.carries_data or not registry.state().thread_multiple:
+            return self
+        if brings > EAGER_BYTES:
+            node = group.pair.through(kind, self.nbytes)
+            if node is not None:
+                self.segment, self.width = node.in_pieces(kind, brings, dtype)
+                self.segment = self.segment or node.in_one_step(kind, brings)
+            if self.segment is None:
+                return self
+        # Of a piece: the extension holds the interpreter lock while it polls.
+        self.poll_ns = poll_ns(self.width or brings, waiting.oversubscribed)
+        # A member whose data does not come with the round posts 0 for eager bytes: then all move the general way.
+        self.eager_words = make_words(print_, self.nbytes, detail=self.detail, eager=self.nbytes + 1)
+        rows = isinstance(self._recv, tuple) and kind in (Kind.ALL_GATHER, Kind.GATHER, Kind.ALL_TO_ALL)
+        result = "list" if isinstance(recv, list) else "rows" if rows else "reduced" if self.mpi_op else "copied"
+        self.shared = extension.SharedOperation(
+            ring=agreement.channel.ring,  # type: ignore[attr-defined]
+            segment=self.segment,
+            order=agreement.order,
+            words=self.eager_words,
+            dtype=dtype,
+            itemsize=max(dtype.itemsize, 1),
+            sends=math.prod(self._send) * dtype.itemsize
+            if isinstance(self._send, tuple)
+            else brings
+            if self._send
+            else 0,
+            offset=group.rank() * self.nbytes if kind in _PARTED else 0,
+            block=self.nbytes,
+            width=self.width or max(self.nbytes, 1),
+            root=self.root,
+            send=self._send,
+            recv=self._recv,
+            result="" if recv is None else result,
+            reduction=name_of(self.mpi_op, dtype),
+            average=self.average,
+            in_place=kind in (Kind.ALL_REDUCE, Kind.REDUCE),
+            poll_ns=self.poll_ns,
+        )
+        return self
+
+    def fits(self, send: Any, recv: Any) -> bool:
+        """Return whether arrays are as prepared for, and can be moved as they are.
+
+        Arrays that are in no list are known to have the shape. Dtypes are compared by number: int64 has two, which are equal.
+        """
+        if self.lists:
+            return self._fit(send, self._send, False) and self._fit(recv, self._recv, True)
+        if recv is None:
+            return send is None or (_readable(send) and send.dtype.num == self.dtype.num)
+        if type(recv) is not _ndarray or recv.dtype.num != self.dtype.num or not recv.flags.carray:
+            return False
+        return send is recv or send is None or (_readable(send) and send.dtype.num == self.dtype.num)
+
+    def _fit(self, given: Any, shapes: Any, writes: bool) -> bool:
+        if not isinstance(shapes, list):
+            return given is None or (_readable(given) and (not writes or given.flags.writeable))
+        if type(given) is not list or len(given) != len(shapes) or (writes and not apart(given)):
+            return False
+        for each, shape in zip(given, shapes, strict=True):
+            if type(each) is not _ndarray or each.shape != shape or each.dtype.num != self.dtype.num:
+                return False
+            if not (each.flags.carray if writes else _readable(each)):
+                return False
+        return True
+
+    def movement(self, send: Any, recv: Any) -> tuple[Movement, Callable[[], None] | None]:
+        """Return what is moved the long way, and what is done after it."""
+        kind = self.kind
+        if kind is Kind.BARRIER:
+            return Movement(kind), None
+        send, recv = None if self._send is None else send, None if self._recv is None else recv
+        if kind in (Kind.ALL_REDUCE, Kind.BROADCAST) or (kind is Kind.REDUCE and recv is not None):
+            flat = (send if recv is None else recv).reshape(-1)
+            return Movement(kind, recv=flat, op=self.mpi_op, root=self.root), None
+        after = None
+        if isinstance(recv, list):
+            into: Any = joined(recv)
+            if into is None:
+                into = np.empty(sum(each.size for each in recv), self.dtype)
+                after = partial(_unpack, into, recv)
+        else:
+            into = None if recv is None else recv.reshape(-1)
+        if isinstance(send, list):
+            whole = joined(send)
+            send = np.concatenate([each.reshape(-1) for each in send]) if whole is None else whole
+        elif send is not None:
+            send = send.reshape(-1)
+        if send is not None and into is not None and np.may_share_memory(send, into):
+            send = send.copy()  # MPI forbids that its buffers overlap
+        counts = None
+        if kind is Kind.ALL_TO_ALL:
+            counts = [self.detail] * self.agreement.comm.Get_size()
+        move = Movement(
+            kind, send=send, recv=into, sendcounts=counts, recvcounts=counts, op=self.mpi_op, root=self.root
+        )
+        return move, after
+
+    def describe(self, request: Request) -> Call:
+        """Return the description of one start."""
+        start: Start = request.start_of
+        key = self.key if start.name is None else (*self.key, ("name", start.name))
+        call = Call(self.op, key, Site(start.code, start.instruction), seq=start.seq, block_bytes=self.nbytes)
+        call.detail, call.alias, call.made = self.detail, self.alias, start.made
+        call.passes, call.asynchronous = request.words is None, not start.waited
+        if request.words is not None:
+            call.print = request.words[0]
+        return call
+
+    def steps(self, request: Request) -> Steps:
+        """Return what moves the data the general way: members differ in how they make the call, or one is late."""
+        start: Start = request.start_of
+        group, recv = request.group, start.recv
+        if start.before:  # the program may write its array meanwhile, which is found afterwards
+            own = recv.copy()
+            start.send, start.recv = own if start.send is recv else start.send, own
+        move = start.movement(self)
+
+        def finish() -> None:
+            start.finish(request)
+            if start.before:
+                own, start.recv = start.recv, recv
+                start.check(request)
+                recv[...] = own
+                start.after = recv.tobytes()
+
+        if request.words is None:
+            return execution.move_uncompared(group, request.call, move, request.number, None, None, finish, None)
+        assert request.agreed is not None
+        return execution.move_agreed(
+            group, request.call, move, request.number, None, None, finish, request.limit, request.agreed
+        )
+
+    def poll(self, made: Any) -> None:
+        """Poll a round for a moment."""
+        if self.shared is not None:
+            made.poll(self.poll_ns)
+
+    def begin(
+        self,
+        group: ProcessGroup,
+        send: Any,
+        recv: Any,
+        code: CodeType,
+        instruction: int,
+        *,
+        waited: bool,
+        limit: float | None = None,
+        name: str | None = None,
+    ) -> Request:
+        """Start the call, and return its request. The lock of the group is held, and its use has been checked."""
+        order = self.agreement.order
+        start = Start(send, recv, code, instruction, name, waited)
+        request = Request(group, None, [recv], group.timeout if limit is None else limit, waited=waited)
+        order.calls = start.seq = order.calls + 1
+        group.last = self.op, code, instruction
+        eager = self.shared is not None and self.segment is None
+        words = self._words(group, start, eager)
+        schedule: Any = None
+        if words is not None:
+            schedule = EAGER if eager else self._schedule(group) if waited else None
+        request.start_prepared(self, start, order.issue(), words, schedule)
+        return request
+
+    def _words(self, group: ProcessGroup, start: Start, eager: bool) -> Words | None:
+        """Return the words of the round of one start; None: the call makes no round."""
+        level, print_ = group.level, self.fingerprint
+        words: Words = self.eager_words if eager else self.words
+        if start.name is not None:
+            print_ = fingerprint(self.op, (*self.key, ("name", start.name)))
+        if level == "full" or self.agreement.channel.carries_data:
+            if start.name is None:
+                if start.waited and not waiting.pending:
+                    return words
+                return (*words[:-1], int(not start.waited or collectives_are_pending()))
+            print_ = execution.plain_print(group, self.op, print_)
+        elif level == "roll":
+            rolling = self.agreement.rolling
+            rolling.made.append((start.seq, print_, self.op, self.key, start.code, start.instruction))
+            if self._passes(group):
+                return None
+            print_, start.made = rolling.cut()
+        elif self._passes(group):
+            return None
+        else:
+            print_ = 0
+        nonblocking = not start.waited or collectives_are_pending()
+        return (print_, -print_, *words[2:-1], int(nonblocking))
+
+    def _passes(self, group: ProcessGroup) -> bool:
+        return (
+            self.kind in execution.UNCOMPARED
+            and self.nbytes <= SMALL_BYTES
+            and not (group.level == "roll" and group.calls % EVERY == 0)
+        )
+
+    def _schedule(self, group: ProcessGroup) -> Any:
+        """Return what moves a call that is waited for if all members make it so; None: the general way."""
+        kind, nbytes = self.kind, self.nbytes
+        if kind is Kind.BARRIER:
+            return MEETING
+        node = group.pair.through(kind, nbytes)
+        if node is not None:
+            return IN_SHARED_MEMORY if node.ready and node.usable else None
+        brings = nbytes * (group.size() if kind in _PARTED else 1)
+        if self.agreement.channel.carries_data and self.mpi_op and brings <= EAGER_BYTES:
+            return None
+        if nbytes > SMALL_BYTES:
+            return BLOCKING
+        return THROUGH_PLAN if self.plan_key in group.plans else None
+
+
+class _Meeting:
+    """A barrier: its round was one."""
+
+    def put(self, request: Request, number: int) -> None:
+        """Write nothing."""
+
+    def serves(self, made: Any, words: Words) -> bool:
+        """Return whether all members make the call, and none is late or asynchronous."""
+        return is_usual(made, words)
+
+    def start(self, request: Request) -> Any:
+        """Move nothing."""
+        return None
+
+    def finish(self, request: Request) -> None:
+        """Do nothing."""
+
+
+class _Eager(_Meeting):
+    """The data comes with the round: the extension writes it, and reads that of the other members."""
+
+    def put(self, request: Request, number: int) -> None:
+        """Write the data of this rank beside the record of its round."""
+        prepared: Any = request.prepared
+        prepared.shared.write(number, request.start_of.send)
+
+    def serves(self, made: Any, words: Words) -> bool:
+        """Return whether all members make the call; the words say that the data of all is there."""
+        return bool(made.unanimous(words))
+
+    def start(self, request: Request) -> Any:
+        """Read the data of all members."""
+        prepared: Any = request.prepared
+        start: Start = request.start_of
+        made: Any = request.round
+        if start.before:
+            start.check(request)
+        segment = prepared.segment
+        if segment is not None:
+            segment.advance()
+        if prepared.width:
+            extension.run_rest(request.group, prepared, start.send, start.recv, request)
+        else:
+            prepared.shared.read(made.number if segment is None else segment.step, start.recv)
+        if start.before:
+            start.after = start.recv.tobytes()
+        return None
+
+
+class _InSharedMemory(_Meeting):
+    """The data moves through a segment, in several steps."""
+
+    def start(self, request: Request) -> Any:
+        """Give the request the steps."""
+        prepared: Any = request.prepared
+        start: Start = request.start_of
+        node = request.group.pair.through(prepared.kind, prepared.nbytes)
+        assert node is not None
+        request.steps = node.steps(start.movement(prepared), prepared.nbytes)
+        return None
+
+    def finish(self, request: Request) -> None:
+        """Finish the result."""
+        request.start_of.finish(request)
+
+
+class _ThroughPlan(_InSharedMemory):
+    """A small call through MPI: the request of a plan, which all members have made at the same call."""
+
+    def start(self, request: Request) -> Any:
+        """Start the request of the plan."""
+        prepared: Any = request.prepared
+        start: Start = request.start_of
+        plans = request.group.plans
+        plans.move_to_end(prepared.plan_key)
+        start.plan = plans[prepared.plan_key]
+        return start.plan.start(start.movement(prepared))
+
+    def finish(self, request: Request) -> None:
+        """Copy the result out of the memory of the plan, and finish it."""
+        start: Start = request.start_of
+        start.plan.finish(start.move)
+        start.finish(request)
+
+
+class _Blocking(_InSharedMemory):
+    """A large call through MPI: one blocking call."""
+
+    def start(self, request: Request) -> Any:
+        """Move all data."""
+        group = request.group
+        move = request.start_of.movement(request.prepared)
+        with BlockingCall(group, request.call, request.limit):
+            group.pair.native.blocking(move)
+        return None
+
+
+MEETING, EAGER = _Meeting(), _Eager()
+IN_SHARED_MEMORY, THROUGH_PLAN, BLOCKING = _InSharedMemory(), _ThroughPlan(), _Blocking()
+
+
+_PARTED = (Kind.SCATTER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL)
+"""Where a member brings a block for each of the others."""
+
+
+def _shapes(given: Any) -> Any:
+    return [each.shape for each in given] if isinstance(given, list) else None if given is None else given.shape
+
+
+def _readable(given: Any) -> bool:
+    if type(given) is not _ndarray:
+        return False
+    flags = given.flags
+    return bool(flags.c_contiguous and flags.aligned)
+
+
+def apart(arrays: list[Any]) -> bool:
+    """Whether it is certain that no two arrays of a list have bytes in common."""
+    if any(type(each) is not _ndarray for each in arrays):
+        return False
+    if all(each.base is None for each in arrays):  # each has memory of its own
+        return len(set(map(id, arrays))) == len(arrays)
+    if len(arrays) <= _FEW:
+        return not any(np.may_share_memory(one, other) for one, other in combinations(arrays, 2))
+    places = sorted((each.__array_interface__["data"][0], each.nbytes) for each in arrays)
+    return all(start + nbytes <= after for (start, nbytes), (after, _) in pairwise(places))
+
+
+def _unpack(packed: Any, arrays: list[Any]) -> None:
+    at = 0
+    for each in arrays:
+        each.reshape(-1)[...] = packed[at : at + each.size]
+        at += each.size
