@@ -24,8 +24,8 @@ from mpicoll.memory.dtypes import is_native
 from mpicoll.memory.memory import AnyArray, Array, Memory
 from mpicoll.operations import execution, persistent
 from mpicoll.operations.failures import begun
+from mpicoll.operations.operation import Operation
 from mpicoll.operations.persistent import PersistentReceive, message_call
-from mpicoll.operations.request import Operation
 from mpicoll.operations.underway import receive_again, receiving, send_again
 from mpicoll.operations.work import Work
 from mpicoll.runtime import signals, waiting

@@ -26,7 +26,7 @@ from mpicoll.memory import pickled
 from mpicoll.memory.pickled import HEADER, IncomingObject, Packed, WireError, need_list
 from mpicoll.operations import execution
 from mpicoll.operations.failures import begun
-from mpicoll.operations.request import Operation
+from mpicoll.operations.operation import Operation
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import call_site
 from mpicoll.transports.base import Request

@@ -10,7 +10,9 @@ from mpicoll.diagnosis.call import Call, fingerprint
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.operations import execution
 from mpicoll.operations.failures import BlockingCall
-from mpicoll.operations.request import Operation, Request, Steps, collectives_are_pending
+from mpicoll.operations.operation import Operation
+from mpicoll.operations.request import Request, collectives_are_pending
+from mpicoll.operations.schedules import Steps
 from mpicoll.runtime import signals, waiting
 from mpicoll.transports.base import Movement, block_bytes, pieces
 from mpicoll.transports.base import Request as Pollable

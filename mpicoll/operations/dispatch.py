@@ -17,8 +17,9 @@ from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import default
 from mpicoll.operations import execution
-from mpicoll.operations.prepared import EAGER, LARGEST, MOST, PreparedOperation, Start
+from mpicoll.operations.prepared import LARGEST, MOST, PreparedOperation
 from mpicoll.operations.request import Request
+from mpicoll.operations.schedules import EAGER, Start
 from mpicoll.operations.work import Work
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import Site, caller
@@ -245,9 +246,10 @@ def _finish(group: ProcessGroup, prepared: PreparedOperation, send: Any, recv: A
         request = _describe(group, prepared, frame)
         request.outputs = [send, recv]
         request.start_of.send, request.start_of.recv = send, recv
-        request.start_prepared(prepared, request.start_of, order.issued - 1, prepared.eager_words, EAGER)
-        order.posted = request.number + 1
-        request.resume(prepared.agreement.channel.posted(order.round))  # type: ignore[attr-defined]
+        number, channel = order.issued - 1, prepared.agreement.channel
+        posted = channel.posted(order.round)  # type: ignore[attr-defined]
+        request.start_prepared(prepared, request.start_of, number, prepared.eager_words, EAGER, posted)
+        order.posted = number + 1
         request.complete()
     except BaseException as error:
         wrong = error

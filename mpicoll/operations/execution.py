@@ -22,7 +22,8 @@ from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.memory.device import array as device_array
 from mpicoll.memory.device.array import DeviceAddresses
 from mpicoll.operations.failures import BlockingCall
-from mpicoll.operations.request import Request, Steps, collectives_are_pending
+from mpicoll.operations.request import Request, collectives_are_pending
+from mpicoll.operations.schedules import Steps
 from mpicoll.operations.work import Work
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.native import reduce_rows

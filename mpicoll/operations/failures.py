@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mpicoll.diagnosis.call import Call
-from mpicoll.diagnosis.job_state import hopeless
+from mpicoll.diagnosis.job_state import current, hopeless
 from mpicoll.diagnosis.wait_policy import CallWait
 from mpicoll.errors import DistBackendError
 from mpicoll.groups.communicators import MpiError, mpi_text
-from mpicoll.runtime import watchdog
+from mpicoll.runtime import waiting, watchdog
 from mpicoll.runtime.mpi_library import retain_for_ever, retain_frames
 
 if TYPE_CHECKING:
@@ -98,3 +98,14 @@ class begun:
             raise wrap(error, self._group, self._call) from error
         if self._group.broken is None:
             CallWait(self._group, self._call, self._limit, self._peer, self._tag).withdraw(error)
+
+
+def over(policy: CallWait, polled: float) -> BaseException | None:
+    """Return an error if what a program polls can never complete, or has been polled past its limit."""
+    known = current()
+    if known is None:
+        return None
+    waiting.serve()
+    if policy.call.explaining and polled < policy.limit:
+        return None
+    return policy.ended(known.board, polled) or (policy.timed_out(polled) if polled >= policy.limit else None)

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mpicoll.checks.agreement import words_of
 from mpicoll.checks.mismatch import explain
 from mpicoll.diagnosis.call import Call
-from mpicoll.diagnosis.job_state import current
 from mpicoll.diagnosis.wait_policy import CallWait, local_wait
 from mpicoll.errors import AGREED as KNOWN_TO_ALL
 from mpicoll.errors import BufferInUseError, CollectiveMismatchError, DistError
 from mpicoll.groups.communicators import MpiError
-from mpicoll.operations.failures import wrap
+from mpicoll.operations.failures import over, wrap
+from mpicoll.operations.schedules import Prepared, Schedule, Steps
 from mpicoll.operations.states import AGREED, COMPLETE, DISPUTED, FAILED, IDLE, MOVING, POSTED, QUEUED, State, to
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.mpi_library import retain_for_ever, retain_frames
@@ -31,38 +31,6 @@ if TYPE_CHECKING:
     from mpicoll.groups.process_group import ProcessGroup
     from mpicoll.transports.base import Request as Pollable
     from mpicoll.transports.control import Agreed, Round, Words
-
-Steps = Generator["Pollable", None, Any]
-"""What moves data in several steps: yields what has to complete next."""
-
-
-class Schedule(Protocol):
-    """What moves the data of a prepared operation if the round says that all is as this member says."""
-
-    def put(self, request: Request, number: int) -> None:
-        """Write the data that comes with the round of that number."""
-
-    def serves(self, made: Round, words: Words) -> bool:
-        """Return whether the data may move in this way, given a complete round; all members find the same."""
-
-    def start(self, request: Request) -> Pollable | None:
-        """Move the data, or start to; None: it has moved, or ``request.steps`` move it."""
-
-    def finish(self, request: Request) -> None:
-        """Put the result where the program wants it."""
-
-
-class Prepared(Protocol):
-    """A prepared operation (:mod:`mpicoll.operations.prepared`)."""
-
-    def describe(self, request: Request) -> Call:
-        """Return the description of one start."""
-
-    def steps(self, request: Request) -> Steps:
-        """Return what moves the data the general way."""
-
-    def poll(self, made: Round) -> None:
-        """Poll a round for a moment."""
 
 
 ASLEEP = 0.001
@@ -149,15 +117,13 @@ class Request:
         self.group = group
         self._call = call
         self.prepared: Prepared | None = None
-        self.start_of: Any = None
         self.schedule: Schedule | None = None
+        self.start_of: Any = None
         self.claim: Any = None
         self.words: Words | None = None
         self.outputs = outputs
-        self.limit = limit
-        self.peer, self.tag = peer, tag
-        self.held = held
-        self.waited = waited
+        self.limit, self.peer, self.tag = limit, peer, tag
+        self.held, self.waited = held, waited
         self.state: State = IDLE
         self.number = -1
         self.round: Round | None = None
@@ -206,7 +172,13 @@ class Request:
             self.Test()
 
     def start_prepared(
-        self, prepared: Prepared, start: Any, number: int, words: Words | None, schedule: Schedule | None
+        self,
+        prepared: Prepared,
+        start: Any,
+        number: int,
+        words: Words | None,
+        schedule: Schedule | None,
+        posted: Round | None = None,
     ) -> None:
         """Start the request of a prepared operation; the caller tests it.
 
@@ -214,15 +186,14 @@ class Request:
             start: what the operation knows of this start.
             words: of the round; None: the call makes no round.
             schedule: moves the data if the round says that all is as this member says; None: the general way.
+            posted: the round, if the extension has posted it.
         """
         self.prepared, self.start_of, self.number = prepared, start, number
         self.words, self.schedule = words, schedule
         to(self, QUEUED)
-
-    def resume(self, round: Round) -> None:
-        """Go on with a round that is posted already (by the extension)."""
-        self.round = round
-        to(self, POSTED)
+        if posted is not None:
+            self.round = posted
+            to(self, POSTED)
 
     def Test(self, asleep: float = 0.0) -> bool:
         """Advance through the states as far as possible without waiting; return whether the request is over.
@@ -432,9 +403,7 @@ class Request:
         Args:
             limit: seconds; None: that of the request.
         """
-        if self.state >= COMPLETE:
-            waiting.drop(self)
-        else:
+        if self.state < COMPLETE:
             with signals.guard:
                 if not self._is_over_soon():
                     try:
@@ -442,11 +411,7 @@ class Request:
                     except BaseException as error:
                         self.abandon(error)
                         raise
-                    finally:
-                        if self.state >= COMPLETE:
-                            waiting.drop(self)
-                else:
-                    waiting.drop(self)
+        waiting.drop(self)
         if self.error is not None:
             raise self.error
 
@@ -479,16 +444,17 @@ class Request:
             return False, self._is_lost()
 
     def _is_lost(self) -> bool:
-        polled = due(self)
-        if polled is None:
+        now = time.monotonic()
+        if now < self.next_look:
             return False
+        self.polled = self.polled or now
+        self.next_look = now + LOOK_EVERY
         policy = self.policy()
-        error = over(policy, polled)
+        error = over(policy, now - self.polled)
         if error is None or self.Test():
             return self.state >= COMPLETE
         policy.withdraw(error)
         self.abandon(error)
-        waiting.drop(self)
         return True
 
     @contextmanager
@@ -514,94 +480,19 @@ class Request:
             self._keep()
             if self.state < COMPLETE:
                 self._fail(error)
+        waiting.drop(self)
 
     def _take_back(self) -> None:
         """Withdraw what has not begun to move."""
 
 
-class Operation(Request):
-    """A request whose transitions come from a generator: a message, or objects.
-
-    Args:
-        steps: yields what has to complete next, and returns the rank in the group that a message came from, or None.
-        withdraw: called when the operation is given up.
-    """
-
-    __slots__ = ("_withdraw",)
-
-    def __init__(
-        self,
-        group: ProcessGroup,
-        call: Call,
-        steps: Steps,
-        outputs: list[Any],
-        limit: float,
-        *,
-        peer: int | None = None,
-        tag: int = 0,
-        withdraw: Callable[[], None] | None = None,
-        held: Any = None,
-        waited: bool = False,
-    ) -> None:
-        super().__init__(group, call, outputs, limit, peer=peer, tag=tag, held=held, waited=waited)
-        self.steps = steps
-        self._withdraw = withdraw
-        to(self, MOVING)
-        if not waited:
-            self.Test()
-
-    def _advance(self) -> None:
-        if self._move():
-            self._complete()
-
-    def _move(self) -> bool:
-        """Progress the message; return whether it is complete."""
-        return self._run_steps()
-
-    def _take_back(self) -> None:
-        if self._withdraw is not None:
-            self._withdraw()
-
-
 def settle(future: Future[Any], request: Request) -> None:
     """Give a future the outcome of a request; callbacks of the program run now."""
-    ident = threading.get_ident()
-    outermost = ident not in waiting.calling
-    waiting.calling.add(ident)
-    try:
+    with waiting.callbacks():
         if request.error is not None:
             future.set_exception(request.error)
         else:
             future.set_result(request.outputs)
-    finally:
-        if outermost:
-            waiting.calling.discard(ident)
-
-
-def due(asked: Any) -> float | None:
-    """Return the seconds since the program first polled, every few milliseconds, when a check is due; else None.
-
-    Args:
-        asked: has ``polled`` and ``next_look`` (time.monotonic): when it was first polled, and when the next check is due.
-    """
-    now = time.monotonic()
-    if now < asked.next_look:
-        return None
-    asked.polled = asked.polled or now
-    asked.next_look = now + LOOK_EVERY
-    polled: float = now - asked.polled
-    return polled
-
-
-def over(policy: CallWait, polled: float) -> BaseException | None:
-    """Return an error if what a program polls can never complete, or has been polled past its limit."""
-    known = current()
-    if known is None:
-        return None
-    waiting.serve()
-    if policy.call.explaining and polled < policy.limit:
-        return None
-    return policy.ended(known.board, polled) or (policy.timed_out(polled) if polled >= policy.limit else None)
 
 
 def collectives_are_pending() -> bool:

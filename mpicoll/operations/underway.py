@@ -24,8 +24,8 @@ from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.memory.adapt import adapt
 from mpicoll.memory.memory import Array, Memory
 from mpicoll.operations import persistent
+from mpicoll.operations.operation import Operation
 from mpicoll.operations.persistent import PersistentReceive, PersistentSend, message_call
-from mpicoll.operations.request import Operation
 from mpicoll.operations.states import MOVING
 from mpicoll.operations.work import Work
 from mpicoll.runtime import signals, waiting

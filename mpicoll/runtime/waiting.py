@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from threading import get_ident
 from typing import Any, Protocol
 
 from mpicoll.errors import DistError
@@ -196,6 +197,20 @@ def transfers_until() -> float:
 
 calling: set[int] = set()
 """Threads in which callbacks of the program run now: they may do anything, like the program's own threads."""
+
+
+@contextmanager
+def callbacks() -> Iterator[None]:
+    """Run callbacks of the program inside the block."""
+    ident = get_ident()
+    outermost = ident not in calling
+    calling.add(ident)
+    try:
+        yield
+    finally:
+        if outermost:
+            calling.discard(ident)
+
 
 oversubscribed = False
 """Whether this node has more ranks than cores; set once the node is known."""

@@ -13,7 +13,8 @@ from mpicoll.diagnosis.call import Call
 from mpicoll.errors import CollectiveMismatchError, DistError
 from mpicoll.operations import request as module
 from mpicoll.operations import states
-from mpicoll.operations.request import Operation, Request
+from mpicoll.operations.operation import Operation
+from mpicoll.operations.request import Request
 from mpicoll.operations.states import AGREED, COMPLETE, DISPUTED, FAILED, IDLE, MOVING, POSTED, QUEUED, State
 from mpicoll.runtime.call_site import NOWHERE
 

@@ -1,0 +1,219 @@
+"""Schedules of prepared operations: how the data of a call moves if all members make the call as this member does.
+
+A schedule is chosen from what the members know alike, so all of them choose the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from types import CodeType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from mpicoll.checks.agreement import is_usual
+from mpicoll.checks.memory_in_use import written
+from mpicoll.diagnosis.call import Call, MadeFields
+from mpicoll.memory.arithmetic import without_warnings
+from mpicoll.operations.failures import BlockingCall
+from mpicoll.runtime.native import found as extension
+from mpicoll.transports.base import Movement
+from mpicoll.transports.control import Words
+
+if TYPE_CHECKING:
+    from mpicoll.transports.base import Request as Pollable
+    from mpicoll.transports.control import Round
+
+Steps = Generator["Pollable", None, Any]
+"""What moves data in several steps: yields what has to complete next."""
+
+
+class Schedule(Protocol):
+    """What moves the data of a prepared operation if the round says that all is as this member says."""
+
+    def put(self, request: Any, number: int) -> None:
+        """Write the data that comes with the round of that number."""
+
+    def serves(self, made: Round, words: Words) -> bool:
+        """Return whether the data may move in this way, given a complete round; all members find the same."""
+
+    def start(self, request: Any) -> Pollable | None:
+        """Move the data, or start to; None: it has moved, or ``request.steps`` move it."""
+
+    def finish(self, request: Any) -> None:
+        """Put the result where the program wants it."""
+
+
+class Prepared(Protocol):
+    """A prepared operation (:mod:`mpicoll.operations.prepared`)."""
+
+    def describe(self, request: Any) -> Call:
+        """Return the description of one start."""
+
+    def steps(self, request: Any) -> Steps:
+        """Return what moves the data the general way."""
+
+    def poll(self, made: Round) -> None:
+        """Poll a round for a moment."""
+
+
+class Start:
+    """What a prepared operation knows of one start.
+
+    Attributes:
+        send, recv: the arrays that this rank sends from, and where its result goes.
+        code, instruction: the place in the program.
+        name: the name that the program gives the call.
+        waited: the caller waits at once.
+        seq: number of the call on its group.
+        made: the calls since the last comparison, at level ``roll``.
+        move, unpack, plan: what moves, once it does; what puts the result into the arrays of the program.
+        before, after: what ``recv`` held at the start, and when the result was written; empty if nobody compares.
+    """
+
+    __slots__ = (
+        "after",
+        "before",
+        "code",
+        "instruction",
+        "made",
+        "move",
+        "name",
+        "plan",
+        "recv",
+        "send",
+        "seq",
+        "unpack",
+        "waited",
+    )
+
+    def __init__(self, send: Any, recv: Any, code: CodeType, instruction: int, name: str | None, waited: bool) -> None:
+        self.send, self.recv = send, recv
+        self.code, self.instruction = code, instruction
+        self.name = name
+        self.waited = waited
+        self.made: list[MadeFields] = []
+        self.before = self.after = b""
+        self.plan: Any = None
+        self.seq = 0
+
+    def movement(self, prepared: Any) -> Movement:
+        """Return what moves."""
+        move: Movement
+        move, self.unpack = prepared.movement(self.send, self.recv)
+        self.move = move
+        return move
+
+    def finish(self, request: Any) -> None:
+        """Divide the result of an average, and put the result into the arrays of the program."""
+        prepared: Any = request.prepared
+        if prepared.average and self.move.recv is not None:
+            without_warnings(np.divide, self.move.recv, request.group.size(), out=self.move.recv)
+        if self.unpack is not None:
+            self.unpack()
+
+    def check(self, request: Any) -> None:
+        """Raise BufferInUseError if the program has written its array since the start."""
+        if self.recv.tobytes() != self.before:
+            raise written(request.call.op, request.call.site, request.group.display)
+
+
+class _Meeting:
+    """A barrier: its round was one."""
+
+    def put(self, request: Any, number: int) -> None:
+        """Write nothing."""
+
+    def serves(self, made: Any, words: Words) -> bool:
+        """Return whether all members make the call, and none is late or asynchronous."""
+        return is_usual(made, words)
+
+    def start(self, request: Any) -> Any:
+        """Move nothing."""
+        return None
+
+    def finish(self, request: Any) -> None:
+        """Do nothing."""
+
+
+class _Eager(_Meeting):
+    """The data comes with the round: the extension writes it, and reads that of the other members."""
+
+    def put(self, request: Any, number: int) -> None:
+        """Write the data of this rank beside the record of its round."""
+        prepared: Any = request.prepared
+        prepared.shared.write(number, request.start_of.send)
+
+    def serves(self, made: Any, words: Words) -> bool:
+        """Return whether all members make the call; the words say that the data of all is there."""
+        return bool(made.unanimous(words))
+
+    def start(self, request: Any) -> Any:
+        """Read the data of all members."""
+        prepared: Any = request.prepared
+        start: Start = request.start_of
+        made: Any = request.round
+        if start.before:
+            start.check(request)
+        segment = prepared.segment
+        if segment is not None:
+            segment.advance()
+        if prepared.width:
+            extension.run_rest(request.group, prepared, start.send, start.recv, request)
+        else:
+            prepared.shared.read(made.number if segment is None else segment.step, start.recv)
+        if start.before:
+            start.after = start.recv.tobytes()
+        return None
+
+
+class _InSharedMemory(_Meeting):
+    """The data moves through a segment, in several steps."""
+
+    def start(self, request: Any) -> Any:
+        """Give the request the steps."""
+        prepared: Any = request.prepared
+        start: Start = request.start_of
+        node = request.group.pair.through(prepared.kind, prepared.nbytes)
+        assert node is not None
+        request.steps = node.steps(start.movement(prepared), prepared.nbytes)
+        return None
+
+    def finish(self, request: Any) -> None:
+        """Finish the result."""
+        request.start_of.finish(request)
+
+
+class _ThroughPlan(_InSharedMemory):
+    """A small call through MPI: the request of a plan, which all members have made at the same call."""
+
+    def start(self, request: Any) -> Any:
+        """Start the request of the plan."""
+        prepared: Any = request.prepared
+        start: Start = request.start_of
+        plans = request.group.plans
+        plans.move_to_end(prepared.plan_key)
+        start.plan = plans[prepared.plan_key]
+        return start.plan.start(start.movement(prepared))
+
+    def finish(self, request: Any) -> None:
+        """Copy the result out of the memory of the plan, and finish it."""
+        start: Start = request.start_of
+        start.plan.finish(start.move)
+        start.finish(request)
+
+
+class _Blocking(_InSharedMemory):
+    """A large call through MPI: one blocking call."""
+
+    def start(self, request: Any) -> Any:
+        """Move all data."""
+        group = request.group
+        move = request.start_of.movement(request.prepared)
+        with BlockingCall(group, request.call, request.limit):
+            group.pair.native.blocking(move)
+        return None
+
+
+MEETING, EAGER = _Meeting(), _Eager()
+IN_SHARED_MEMORY, THROUGH_PLAN, BLOCKING = _InSharedMemory(), _ThroughPlan(), _Blocking()
