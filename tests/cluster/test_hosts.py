@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs import ROOT, RunningJob, run_job
+from jobs import ROOT, RunningJob, is_alive, run_job
 
 sys.path.insert(0, str(Path(__file__).parent))
 from hosts import Hosts, hosts_up, missing
@@ -52,16 +52,9 @@ def await_end(job: RunningJob, *ranks: int, limit: float) -> None:
     """Wait until the processes of these ranks are gone."""
     pids = [int((job.folder / f"pid.{rank}").read_text()) for rank in ranks]
     until = time.monotonic() + limit
-    while left := [pid for pid in pids if alive(pid)]:
+    while left := [pid for pid in pids if is_alive(pid)]:
         assert time.monotonic() < until, f"left of ranks {ranks} after {limit} s: {left}"
         time.sleep(0.05)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def suite(hosts: Hosts, ranks: int, *names: str) -> None:

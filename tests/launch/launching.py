@@ -6,14 +6,16 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jobs import marked
+
 LIMIT = 60.0
 OTHER = "TEST_OTHER_VENV"
+LAUNCH_MARK = "LAUNCH_TEST"
 RUN = [sys.executable, "-m", "mpicoll", "run"]
 
 
@@ -45,7 +47,7 @@ def call(command: Sequence[str], *, env: Mapping[str, str] | None = None, given:
     mark = f"{uuid.uuid4()}"
     process = subprocess.Popen(
         command,
-        env=environment({**(env or {}), "LAUNCH_TEST": mark}),
+        env=environment({**(env or {}), LAUNCH_MARK: mark}),
         stdin=subprocess.DEVNULL if given is None else subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -60,41 +62,10 @@ def call(command: Sequence[str], *, env: Mapping[str, str] | None = None, given:
     return Result(process.returncode, out, err)
 
 
-def marked(mark: str) -> list[int]:
-    """Return the live processes that were started with this mark in their environment."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                if f"LAUNCH_TEST={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-            except OSError:
-                continue
-    return found
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and waits to be collected does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def end(mark: str) -> None:
     """Kill what carries this mark, by process id."""
-    for pid in marked(mark):
+    for pid in marked(mark, LAUNCH_MARK):
         try:
             os.kill(pid, 9)
         except OSError:
             pass
-
-
-def wait_until(condition: object, limit: float = 30.0) -> bool:
-    """Wait until a function returns something true."""
-    until = time.monotonic() + limit
-    while not condition():  # type: ignore[operator]
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.01)
-    return True

@@ -15,7 +15,9 @@ import uuid
 from pathlib import Path
 
 import pytest
-from launch.launching import RUN, call, end, environment, marked, wait_until, write
+from jobs import marked
+from launch.launching import LAUNCH_MARK, RUN, call, end, environment, write
+from polling import until
 
 from mpicoll.launch.mpi_library import find_library
 from mpicoll.launch.mpiexec import find_mpiexec
@@ -55,9 +57,7 @@ def test_output_streams(tmp_path: Path) -> None:
     """Output comes while the job runs, an unfinished line too, without any flush by the script."""
     script = write(tmp_path, "import sys, time\nprint('line')\nsys.stdout.write('name? ')\ntime.sleep(20)\n")
     mark = f"{uuid.uuid4()}"
-    process = subprocess.Popen(
-        [*RUN, "-n", "1", script], stdout=subprocess.PIPE, env=environment({"LAUNCH_TEST": mark})
-    )
+    process = subprocess.Popen([*RUN, "-n", "1", script], stdout=subprocess.PIPE, env=environment({LAUNCH_MARK: mark}))
     assert process.stdout is not None
     seen = b""
     begun = time.monotonic()
@@ -67,7 +67,7 @@ def test_output_streams(tmp_path: Path) -> None:
     process.terminate()
     assert process.wait(10) == 143
     process.stdout.close()
-    assert marked(mark) == []
+    assert marked(mark, LAUNCH_MARK) == []
 
 
 def test_output_to_a_terminal(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_signals_end_the_job(number: int, whom: str, ranks: str, tmp_path: Path)
     process = subprocess.Popen(
         [*RUN, "-n", "3", write(tmp_path, STUBBORN), ranks],
         stdout=subprocess.PIPE,
-        env=environment({"LAUNCH_TEST": mark}),
+        env=environment({LAUNCH_MARK: mark}),
         start_new_session=True,
     )
     try:
@@ -184,7 +184,7 @@ def test_signals_end_the_job(number: int, whom: str, ranks: str, tmp_path: Path)
             process.send_signal(number)
         assert process.wait(20) == 128 + number
         assert time.monotonic() - begun < 3  # 2 s, and a machine that is busy with other tests
-        assert marked(mark) == []
+        assert marked(mark, LAUNCH_MARK) == []
         process.stdout.close()
     finally:
         end(mark)
@@ -218,7 +218,7 @@ def test_the_termination_report_is_not_lost(how: str, tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=environment(
-            {"LAUNCH_TEST": mark, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
+            {LAUNCH_MARK: mark, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
         ),
         cwd=tmp_path,
         start_new_session=True,
@@ -249,7 +249,7 @@ def test_killed_outright(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [*RUN, "-n", "2", write(tmp_path, STUBBORN), "polite"],
         stdout=subprocess.PIPE,
-        env=environment({"LAUNCH_TEST": mark}),
+        env=environment({LAUNCH_MARK: mark}),
     )
     try:
         assert process.stdout is not None
@@ -258,7 +258,7 @@ def test_killed_outright(tmp_path: Path) -> None:
         process.kill()
         process.wait()
         process.stdout.close()
-        assert wait_until(lambda: not marked(mark), 10)
+        assert until(lambda: not marked(mark, LAUNCH_MARK), 10)
     finally:
         end(mark)
 
@@ -430,7 +430,7 @@ def test_usr1_reaches_the_ranks(tmp_path: Path) -> None:
     )
     mark = f"{uuid.uuid4()}"
     process = subprocess.Popen(
-        [*RUN, "-n", "2", script], stdout=subprocess.PIPE, text=True, env=environment({"LAUNCH_TEST": mark})
+        [*RUN, "-n", "2", script], stdout=subprocess.PIPE, text=True, env=environment({LAUNCH_MARK: mark})
     )
     assert process.stdout is not None
     try:

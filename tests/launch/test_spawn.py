@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch.launching import RUN, alive, call, wait_until, write
+from jobs import is_alive
+from launch.launching import RUN, call, write
 from launch.spawned import alone, work
+from polling import until
 
 from mpicoll.errors import LaunchError
 from mpicoll.launch.job import decide
@@ -64,8 +66,8 @@ def test_context(tmp_path: Path) -> None:
     assert context is not None
     assert context.join(0.05) is False
     pids = context.pids()
-    assert wait_until(lambda: (tmp_path / "rank.1").exists())
-    assert wait_until(lambda: (tmp_path / "rank.1").read_text() != "")
+    assert until(lambda: (tmp_path / "rank.1").exists())
+    assert until(lambda: (tmp_path / "rank.1").read_text() != "")
     assert pids[1] == int((tmp_path / "rank.1").read_text().split()[3])
     os.kill(pids[1], signal.SIGTERM)
     with pytest.raises(ProcessExitedException) as caught:
@@ -73,7 +75,7 @@ def test_context(tmp_path: Path) -> None:
     assert caught.value.error_index == 1
     with pytest.raises(ProcessExitedException):
         context.join()
-    assert not any(alive(pid) for pid in pids)
+    assert not any(is_alive(pid) for pid in pids)
 
 
 def test_functions_that_cannot_be_sent() -> None:
@@ -155,8 +157,8 @@ def test_the_job_ends_with_its_caller(tmp_path: Path) -> None:
     *words, directory = result.out.split()
     pids = [int(word) for word in words]
     assert len(pids) == 2
-    assert wait_until(lambda: not any(alive(pid) for pid in pids), 10)
-    assert wait_until(lambda: not Path(directory).exists(), 10)
+    assert until(lambda: not any(is_alive(pid) for pid in pids), 10)
+    assert until(lambda: not Path(directory).exists(), 10)
 
 
 def test_root_cause_wins(tmp_path: Path) -> None:

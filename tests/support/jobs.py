@@ -103,17 +103,24 @@ def job_environment(mpi: str, extra: Mapping[str, str | None] | None = None) -> 
     return environment
 
 
-def marked(mark: str) -> list[int]:
-    """Return the live processes of this machine that belong to the job with this mark."""
-    needle = f"{MARK}={mark}".encode()
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs; a process that has ended and is not yet collected does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def marked(mark: str, name: str = MARK) -> list[int]:
+    """Return the live processes of this machine whose environment has this mark under this name."""
+    needle = f"{name}={mark}".encode()
     pids = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         with contextlib.suppress(OSError):
             environment = (entry / "environ").read_bytes()
-            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-            if state != "Z" and any(part.startswith(needle) for part in environment.split(b"\0")):
+            if any(part.startswith(needle) for part in environment.split(b"\0")) and is_alive(int(entry.name)):
                 pids.append(int(entry.name))
     return pids
 

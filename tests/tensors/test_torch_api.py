@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import warnings
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed
+from scripts import load
 
 import mpicoll as dist
 from mpicoll import ReduceOp
@@ -25,24 +24,11 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 Tensor = torch.Tensor
 
 
-def generator() -> ModuleType:
-    """Return docs/generate.py, which knows the table of names."""
-    spec = importlib.util.spec_from_file_location("generate_for_tensors", ROOT / "docs" / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    import sys
-
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_every_public_name_of_torch_is_in_the_table() -> None:
     """docs/torch-2.13.txt has the names of the installed torch, and the table says of each what it is here."""
     if not torch.__version__.startswith("2.13."):
         pytest.skip(f"torch is {torch.__version__}, and the table of 2.13")
-    generate = generator()
+    generate = load(ROOT / "docs" / "generate.py", "generate_for_tensors")
     rows = {row.name: row for row in generate.rows()}
     c10d = torch.distributed.distributed_c10d
     public = {name for name in c10d.__all__ if hasattr(torch.distributed, name)}

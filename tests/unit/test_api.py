@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from scripts import load
 
 import mpicoll
 from mpicoll import errors
@@ -15,21 +14,7 @@ from mpicoll.diagnosis.report import advice, report, texts
 from mpicoll.launch import wrong_starts
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-
-
-def _generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    import sys
-
-    sys.modules["generate"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-generate = _generator()
+generate = load(ROOT / "docs" / "generate.py")
 FUNCTIONS = [
     name
     for name, parameters in generate.torch_names().items()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import math
@@ -13,21 +12,10 @@ from typing import Any
 
 import pytest
 from jobs import ROOT
+from scripts import load
 
 FOLDER = ROOT / "benchmarks"
-
-
-def load() -> Any:
-    spec = importlib.util.spec_from_file_location("growth_model", FOLDER / "growth_model.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["growth_model"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-model = load()
+model = load(FOLDER / "growth_model.py")
 NETWORK = model.Network(latency=1.0, overhead=0.5, gap=0.01, per_byte=0.0001)
 CONSTANTS = model.Constants(
     start={model.BARRIER: 0.0, model.SMALL: 0.5},
