@@ -14,6 +14,13 @@ import slurm as own
 from slurm import Slurm
 
 
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Return a folder that all hosts see; the name is short enough to be told in full in reports."""
+    with tempfile.TemporaryDirectory(prefix="test-") as name:
+        yield Path(name)
+
+
 @pytest.fixture(scope="session")
 def shared_slurm() -> Iterator[Slurm]:
     """One Slurm of two nodes with 4 CPUs and 4 pretended GPUs each, for the whole run."""

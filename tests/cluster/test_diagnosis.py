@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -72,12 +70,11 @@ dist.barrier()
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
-    """A folder with the scripts above, the same on all hosts; its name is short enough to be told in full."""
-    with tempfile.TemporaryDirectory(prefix="slurm-") as name:
-        for script, source in (("size.py", SIZE), ("topology.py", TOPOLOGY), ("failing.py", FAILING)):
-            Path(name, script).write_text(source)
-        yield Path(name)
+def folder(folder: Path) -> Path:
+    """Write the scripts above into the folder."""
+    for script, source in (("size.py", SIZE), ("topology.py", TOPOLOGY), ("failing.py", FAILING)):
+        (folder / script).write_text(source)
+    return folder
 
 
 def batch(slurm: Slurm, folder: Path, text: str, options: str = "-N 2 -n 3", limit: float = 240.0) -> Finished:

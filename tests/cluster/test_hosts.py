@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs import ROOT, RunningJob, is_alive, run_job
+from jobs import ROOT, JobResult, RunningJob, is_alive, run_job
 
 sys.path.insert(0, str(Path(__file__).parent))
 from hosts import Hosts, hosts_up, missing
@@ -28,12 +27,6 @@ host = socket.gethostname()
 x = np.ones(4)
 dist.barrier()
 """
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="hosts-") as name:
-        yield Path(name)
 
 
 @pytest.fixture
@@ -55,6 +48,17 @@ def await_end(job: RunningJob, *ranks: int, limit: float) -> None:
     while left := [pid for pid in pids if is_alive(pid)]:
         assert time.monotonic() < until, f"left of ranks {ranks} after {limit} s: {left}"
         time.sleep(0.05)
+
+
+def check_soon(job: JobResult, *words: str) -> None:
+    """Check that each rank printed these words, and had its error within three seconds of the last rank's call."""
+    assert not job.timed_out, job
+    times = []
+    for out in job.out:
+        assert all(word in out for word in words), job
+        times.append([float(word) for word in out.split()[:2]])
+    assert max(end for _, end in times) - max(begin for begin, _ in times) < 3, (times, job)
+    assert not job.left_running, job
 
 
 def suite(hosts: Hosts, ranks: int, *names: str) -> None:
@@ -159,13 +163,7 @@ except dist.DeadlockError as error:
         limit=60,
         launcher=two.launcher(2),
     )
-    assert not job.timed_out, job
-    times = []
-    for out in job.out:
-        assert "recv" in out, job
-        times.append([float(word) for word in out.split()[:2]])
-    assert max(end for _, end in times) - max(begin for begin, _ in times) < 3, (times, job)
-    assert not job.left_running, job
+    check_soon(job, "recv")
 
 
 def test_deadlock_of_collectives(two: Hosts) -> None:
@@ -189,14 +187,7 @@ except dist.DeadlockError as error:
         limit=60,
         launcher=two.launcher(2),
     )
-    assert not job.timed_out, job
-    times = []
-    for out in job.out:
-        assert "all_reduce" in out, job
-        assert "recv" in out, job
-        times.append([float(word) for word in out.split()[:2]])
-    assert max(end for _, end in times) - max(begin for begin, _ in times) < 3, (times, job)
-    assert not job.left_running, job
+    check_soon(job, "all_reduce", "recv")
 
 
 def test_tcp_store(two: Hosts) -> None:

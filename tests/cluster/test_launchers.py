@@ -8,7 +8,6 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,12 +96,6 @@ dist.all_gather_object(everything, seen)
 if rank == 0:
     print("SEEN", json.dumps(everything), flush=True)
 """
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="launch-") as name:
-        yield Path(name)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -59,12 +57,6 @@ if dist.get_rank() == 0:
 print("ready", flush=True)
 dist.all_reduce(np.ones(3))
 """
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="signals-") as name:
-        yield Path(name)
 
 
 def job(folder: Path, program: str, text: str, options: str = "") -> Path:

@@ -6,9 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,12 +17,6 @@ from slurm import Slurm, missing, slurm
 
 WHY_NOT = missing()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "a Slurm can be had")]
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="slurm-") as name:
-        yield Path(name)
 
 
 def script(folder: Path, text: str, options: str = "-N 2 --ntasks-per-node=2") -> Path:

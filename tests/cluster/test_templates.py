@@ -6,9 +6,8 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -91,14 +90,12 @@ echo "$MPICC $*" >> "{folder}/pip.log"
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
-    """A folder with the programs, seen by all hosts."""
-    with tempfile.TemporaryDirectory(prefix="jobs-") as name:
-        path = Path(name)
-        (path / "hello.py").write_text(HELLO)
-        (path / "fails.py").write_text(FAILS)
-        (path / "fails_early.py").write_text(FAILS_EARLY)
-        yield path
+def folder(folder: Path) -> Path:
+    """Write the programs into the folder."""
+    (folder / "hello.py").write_text(HELLO)
+    (folder / "fails.py").write_text(FAILS)
+    (folder / "fails_early.py").write_text(FAILS_EARLY)
+    return folder
 
 
 def start(slurm: Slurm, template: str, *args: str, options: Sequence[str] = (), **export: str) -> int:

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -38,11 +37,11 @@ def two(folder: Path) -> AbstractContextManager[Hosts]:
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="hosts-") as name:
-        for sub in ("near", "far"):
-            Path(name, sub).mkdir()
-        yield Path(name)
+def folder(folder: Path) -> Path:
+    """Make the two folders that the hosts see under one name."""
+    for sub in ("near", "far"):
+        (folder / sub).mkdir()
+    return folder
 
 
 @pytest.fixture
