@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from stages import LACKS, Outcome, Stage, never_run, not_tested
+from stage_plan import Stage
+from stages import LACKS, Outcome, never_run, not_tested
 
 
 def outcome(size: int, tests: dict[str, str], lacking: set[str] | None = None, **special: str) -> Outcome:
