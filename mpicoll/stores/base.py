@@ -17,11 +17,6 @@ from mpicoll.errors import DistStoreError, QueueEmptyError
 DEFAULT_TIMEOUT = timedelta(seconds=300)
 
 
-class Wait:
-    """The result of an operation that is not possible before another operation."""
-
-
-WAIT = Wait()
 LARGEST_VALUE = 60 << 20
 """The most bytes that a value may have after appending to it: a TCPStore could not send a longer value in one frame."""
 CHANGES = frozenset({"set", "add", "compare_set", "delete_key", "append", "multi_set", "queue_push", "queue_pop"})
@@ -35,8 +30,8 @@ class StoreTable:
         self.values: dict[bytes, bytes] = {}
         self.queues: dict[bytes, deque[bytes]] = {}
 
-    def do(self, op: str, args: Sequence[bytes]) -> list[bytes] | Wait:
-        """Apply one operation and return its result, or WAIT if the operation is not possible yet.
+    def do(self, op: str, args: Sequence[bytes]) -> list[bytes] | None:
+        """Apply one operation and return its result, or None if the operation is not possible before another one.
 
         Raises:
             DistStoreError: there is no such operation, or it does not accept these arguments.
@@ -45,7 +40,7 @@ class StoreTable:
         if method is None:
             raise DistStoreError(f"a store has no operation {op[:40]!r}")
         try:
-            found: list[bytes] | Wait = method(self, *args)
+            found: list[bytes] | None = method(self, *args)
         except (TypeError, ValueError) as error:
             raise DistStoreError(f"{op}: {error}") from None
         return found
@@ -54,8 +49,8 @@ class StoreTable:
         self.values[key] = value
         return []
 
-    def _get(self, key: bytes) -> list[bytes] | Wait:
-        return [self.values[key]] if key in self.values else WAIT
+    def _get(self, key: bytes) -> list[bytes] | None:
+        return [self.values[key]] if key in self.values else None
 
     def _add(self, key: bytes, amount: bytes) -> list[bytes]:
         self.values[key] = b"%d" % (int(self.values.get(key, b"0")) + int(amount))
@@ -82,8 +77,8 @@ class StoreTable:
     def _check(self, *keys: bytes) -> list[bytes]:
         return [b"1" if all(key in self.values or self.queues.get(key) for key in keys) else b"0"]
 
-    def _wait(self, *keys: bytes) -> list[bytes] | Wait:
-        return [] if self._check(*keys) == [b"1"] else WAIT
+    def _wait(self, *keys: bytes) -> list[bytes] | None:
+        return [] if self._check(*keys) == [b"1"] else None
 
     def _append(self, key: bytes, value: bytes) -> list[bytes]:
         before = self.values.get(key, b"")
@@ -92,8 +87,8 @@ class StoreTable:
         self.values[key] = before + value
         return []
 
-    def _multi_get(self, *keys: bytes) -> list[bytes] | Wait:
-        return [self.values[key] for key in keys] if all(key in self.values for key in keys) else WAIT
+    def _multi_get(self, *keys: bytes) -> list[bytes] | None:
+        return [self.values[key] for key in keys] if all(key in self.values for key in keys) else None
 
     def _multi_set(self, *pairs: bytes) -> list[bytes]:
         if len(pairs) % 2:
@@ -105,10 +100,10 @@ class StoreTable:
         self.queues.setdefault(key, deque()).append(value)
         return []
 
-    def _queue_pop(self, key: bytes, block: bytes) -> list[bytes] | Wait:
+    def _queue_pop(self, key: bytes, block: bytes) -> list[bytes] | None:
         queue = self.queues.get(key)
         if not queue:
-            return WAIT if block == b"1" else []
+            return None if block == b"1" else []
         value = queue.popleft()
         if not queue:
             del self.queues[key]
@@ -219,6 +214,9 @@ class Store:
     Source: torch.distributed.Store.
     """
 
+    _hidden: tuple[str, ...] = ()
+    """Keys of the store's own, which :meth:`list_keys` leaves out."""
+
     def __init__(self) -> None:
         self._timeout = DEFAULT_TIMEOUT
 
@@ -294,7 +292,7 @@ class Store:
 
     def list_keys(self) -> list[str]:
         """Return the keys."""
-        return [name_of_key(key) for key in self._do("list_keys")]
+        return [key for key in map(name_of_key, self._do("list_keys")) if key not in self._hidden]
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all keys exist."""

@@ -7,7 +7,7 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +16,6 @@ from mpicoll.stores.base import (
     CHANGES,
     Store,
     StoreTable,
-    Wait,
     decode,
     encode,
     name_of_key,
@@ -26,7 +25,34 @@ from mpicoll.stores.base import (
 )
 
 
-class HashStore(Store):
+class _LocalStore(Store):
+    """A store whose operations this process applies itself, again and again until they are possible."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._table = StoreTable()
+
+    def _try(self, op: str, args: Sequence[bytes]) -> list[bytes] | None:
+        """Apply an operation to the table, or return None if it is not possible yet."""
+        return self._table.do(op, args)
+
+    def _rest(self, waited: float, left: float) -> None:
+        """Wait, for ``left`` seconds at most, until an operation that was not possible may be possible."""
+        raise NotImplementedError
+
+    def _ask(self, op: str, args: Sequence[bytes], timeout: float) -> list[bytes]:
+        start = time.monotonic()
+        while True:
+            found = self._try(op, args)
+            if found is not None:
+                return found
+            waited = time.monotonic() - start
+            if waited >= timeout:
+                raise timed_out(op, args, timeout, self._table.values)
+            self._rest(waited, timeout - waited)
+
+
+class HashStore(_LocalStore):
     """A store of this process, for its threads.
 
     Source: torch.distributed.HashStore.
@@ -34,30 +60,25 @@ class HashStore(Store):
 
     def __init__(self) -> None:
         super().__init__()
-        self._table = StoreTable()
         self._changed = threading.Condition()
 
     def _ask(self, op: str, args: Sequence[bytes], timeout: float) -> list[bytes]:
-        end = time.monotonic() + timeout
         with self._changed:
-            while True:
-                found = self._table.do(op, args)
-                if not isinstance(found, Wait):
-                    if op in CHANGES:
-                        self._changed.notify_all()
-                    return found
-                left = end - time.monotonic()
-                if left > 0 and self._changed.wait(left):
-                    continue
-                raise timed_out(op, args, timeout, self._table.values)
+            found = super()._ask(op, args, timeout)
+            if op in CHANGES:
+                self._changed.notify_all()
+            return found
+
+    def _rest(self, waited: float, left: float) -> None:
+        self._changed.wait(left)
 
 
 _MAGIC = b"mpicoll store 1\n"
 _HEAD = len(_MAGIC) + 16
-_CLOSED = b"\0closed"
+_CLOSED = "\0closed"
 
 
-class FileStore(Store):
+class FileStore(_LocalStore):
     """A store in a file, for processes of one host (a network file system may not lock).
 
     The file holds every operation since it was made, and each process applies them in order. The file is removed when the last
@@ -73,6 +94,8 @@ class FileStore(Store):
     Source: torch.distributed.FileStore.
     """
 
+    _hidden = (_CLOSED,)
+
     def __init__(self, file_name: str, world_size: int = -1) -> None:
         super().__init__()
         self.path = os.fspath(file_name)
@@ -86,49 +109,45 @@ class FileStore(Store):
     def _reset(self) -> None:
         self._table, self._read, self._head = StoreTable(), 0, b""
 
-    def _ask(self, op: str, args: Sequence[bytes], timeout: float) -> list[bytes]:
-        end, pause = time.monotonic() + timeout, 0.001
-        while True:
-            try:
-                with self._lock:
-                    found = self._once(op, args)
-            except OSError as error:
-                raise DistStoreError(f"FileStore {self.path}: {error.strerror or error}") from error
-            if not isinstance(found, Wait):
-                return found
-            if time.monotonic() >= end:
-                raise timed_out(op, args, timeout, self._table.values)
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
-
-    def _once(self, op: str, args: Sequence[bytes]) -> list[bytes] | Wait:
-        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    def _try(self, op: str, args: Sequence[bytes]) -> list[bytes] | None:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            try:
+            with self._lock, self._locked_file() as file:
                 try:
-                    self._catch_up(file, os.fstat(file).st_size)
-                    found = self._table.do(op, args)
-                    if op in CHANGES and not isinstance(found, Wait):
-                        data = encode([op.encode(), *args])
-                        data = len(data).to_bytes(8, "big") + data
-                        os.ftruncate(file, self._read)
-                        while True:
-                            if not data:
-                                break
-                            count = os.pwrite(file, data, self._read)
-                            self._read += count
-                            data = data[count:]
+                    return self._apply(file, op, args)
                 except DistStoreError:
                     raise
                 except BaseException:
                     self._reset()  # the file is read again: only its operations count
                     raise
-                return found
-            finally:
-                fcntl.flock(file, fcntl.LOCK_UN)  # a child that was forked meanwhile has the file open, too
+        except OSError as error:
+            raise DistStoreError(f"FileStore {self.path}: {error.strerror or error}") from error
+
+    def _rest(self, waited: float, left: float) -> None:
+        time.sleep(min(max(waited, 0.001), 0.05, left))
+
+    @contextlib.contextmanager
+    def _locked_file(self) -> Iterator[int]:
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield file
         finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # a child that was forked meanwhile has the file open, too
             os.close(file)
+
+    def _apply(self, file: int, op: str, args: Sequence[bytes]) -> list[bytes] | None:
+        """Apply an operation to what the file holds, and append it to the file if it may change the table."""
+        self._catch_up(file, os.fstat(file).st_size)
+        found = self._table.do(op, args)
+        if op in CHANGES and found is not None:
+            data = encode([op.encode(), *args])
+            data = len(data).to_bytes(8, "big") + data
+            os.ftruncate(file, self._read)
+            while data:
+                count = os.pwrite(file, data, self._read)
+                self._read += count
+                data = data[count:]
+        return found
 
     def _catch_up(self, file: int, size: int) -> None:
         head = os.pread(file, _HEAD, 0)
@@ -155,16 +174,12 @@ class FileStore(Store):
         """Return the number of keys, and one more for the file itself (as torch)."""
         return len(self.list_keys()) + 1
 
-    def list_keys(self) -> list[str]:
-        """Return the keys."""
-        return [key for key in super().list_keys() if key != _CLOSED.decode()]
-
     def close(self) -> None:
         """Close the store. The last of ``world_size`` stores removes the file."""
         if not self._open or os.getpid() != self._pid:
             return
         self._open = False
-        if self.world_size > 0 and self.add(_CLOSED.decode(), 1) == self.world_size:
+        if self.world_size > 0 and self.add(_CLOSED, 1) == self.world_size:
             with contextlib.suppress(OSError):
                 os.unlink(self.path)
 
@@ -234,28 +249,16 @@ class PrefixStore(Store):
 def _by_functions(store: Store, op: str, args: list[bytes], timeout: float) -> list[bytes]:
     """Apply an operation by the store's function of that name."""
     found: Any
-    if op == "wait":
+    if op in ("check", "wait", "multi_get"):
         keys = [name_of_key(arg) for arg in args]
-        if timeout == to_seconds(store.timeout):
-            store.wait(keys)
-        else:
-            store.wait(keys, timedelta(seconds=timeout))
-        return []
-    if op in ("check", "multi_get"):
-        found = getattr(store, op)([name_of_key(arg) for arg in args])
-        if op == "multi_get":
-            return [to_bytes(each, "a value") for each in found]
+        limited = op == "wait" and timeout != to_seconds(store.timeout)
+        found = getattr(store, op)(keys, *([timedelta(seconds=timeout)] if limited else []))
     elif op == "multi_set":
         store.multi_set([name_of_key(arg) for arg in args[::2]], list(args[1::2]))
         return []
-    elif op == "add":
-        found = store.add(name_of_key(args[0]), int(args[1]))
-    elif op == "queue_pop":
-        found = store.queue_pop(name_of_key(args[0]), args[1] == b"1")
     else:
-        found = getattr(store, op)(name_of_key(args[0]), *args[1:])
-    if found is None:
-        return []
-    if isinstance(found, int):
-        return [b"%d" % found]
-    return [to_bytes(found, "a value")]
+        key, rest = name_of_key(args[0]), args[1:]
+        given = [int(rest[0])] if op == "add" else [rest[0] == b"1"] if op == "queue_pop" else rest
+        found = getattr(store, op)(key, *given)
+    results = found if op == "multi_get" else [] if found is None or op == "wait" else [found]
+    return [b"%d" % each if isinstance(each, int) else to_bytes(each, "a value") for each in results]

@@ -26,7 +26,11 @@ from mpicoll.stores.tcp_server import (
     receive,
     send,
     servers,
+    tune,
 )
+
+_LONG = 86400.0
+_WORKERS, _ALL, _MET = "mpicoll/workers", "mpicoll/all workers", "mpicoll/met"
 
 
 class TCPStore(Store):
@@ -53,6 +57,8 @@ class TCPStore(Store):
 
     Source: torch.distributed.TCPStore (which has no secret).
     """
+
+    _hidden = (_WORKERS, _ALL, _MET)
 
     def __init__(
         self,
@@ -146,8 +152,7 @@ class TCPStore(Store):
             pause = min(2 * pause, 0.5)
 
     def _greet(self, connection: socket.socket, limit: float) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        tune(connection)
         connection.settimeout(limit)
         ours = secrets.token_bytes(32)
         (theirs,) = receive(connection, MOST_GREETING)
@@ -204,12 +209,8 @@ class TCPStore(Store):
 
     def num_keys(self) -> int:
         """Return the number of keys, and one more if the store waited for its workers (as torch)."""
-        keys = super().list_keys()
-        return len(keys) - sum(key in keys for key in (_WORKERS, _ALL))
-
-    def list_keys(self) -> list[str]:
-        """Return the keys, without those that count the workers."""
-        return [key for key in super().list_keys() if key not in (_WORKERS, _ALL, _MET)]
+        keys = self._do("list_keys")
+        return len(keys) - (_WORKERS.encode() in keys) - (_ALL.encode() in keys)
 
     def close(self) -> None:
         """End the connection; the last store of this process that uses the server ends the server. The store is unusable then."""
@@ -229,10 +230,6 @@ class TCPStore(Store):
             self.close()
         except Exception:  # at the interpreter's end modules have lost their names
             pass
-
-
-_LONG = 86400.0
-_WORKERS, _ALL, _MET = "mpicoll/workers", "mpicoll/all workers", "mpicoll/met"
 
 
 def _secret(given: str | bytes | None) -> bytes:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpicoll.errors import DistNetworkError, DistStoreError
-from mpicoll.stores.base import CHANGES, FOR_EVER, StoreTable, Wait, decode, encode, timed_out
+from mpicoll.stores.base import CHANGES, FOR_EVER, StoreTable, decode, encode, timed_out
 
 LARGEST = 64 << 20
 """Bytes of the largest frame."""
@@ -48,7 +48,7 @@ class _Client:
 
     Attributes:
         nonce: the server's random number for the proof.
-        known: whether the client has proved that it knows the secret.
+        since: when the client connected.
         received: bytes of frames that have not been handled.
         unsent: the rest of one answer at most; until it is sent no further question is handled.
         asks: the question that waits: operation, arguments, limit in seconds, end of the limit.
@@ -58,7 +58,6 @@ class _Client:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.nonce = secrets.token_bytes(32)
-        self.known = False
         self.since = time.monotonic()
         self.received = bytearray()
         self.unsent = memoryview(b"")
@@ -89,7 +88,7 @@ class Server:
         self._wakes.setblocking(False)
         self._selector.register(self._wakes, selectors.EVENT_READ)
         self._clients: dict[_Client, None] = {}  # in the order of their connections
-        self._strangers = 0
+        self._strangers: dict[_Client, None] = {}  # those that have not proved that they know the secret
         self._waiting: dict[_Client, None] = {}
         self._waiting_for: dict[bytes, dict[_Client, None]] = {}  # the waiting clients of each key
         self._buffer = bytearray(_AT_ONCE)
@@ -116,7 +115,12 @@ class Server:
 
     def after_fork(self) -> None:
         """Close all sockets in a forked process; they stay registered for the parent."""
-        for each in (self._listener, self._wakes, self._waker, *(client.connection for client in self._clients)):
+        for client in self._clients:
+            client.connection.close()
+        self._close_own()
+
+    def _close_own(self) -> None:
+        for each in (self._listener, self._wakes, self._waker):
             each.close()
         self._selector.close()
 
@@ -140,9 +144,7 @@ class Server:
         finally:
             for client in tuple(self._clients):
                 self._drop(client)
-            for each in (self._listener, self._wakes, self._waker):
-                each.close()
-            self._selector.close()
+            self._close_own()
 
     def _guarded(self, client: _Client, step: Callable[..., None], *args: Any) -> None:
         """Run one step for a client; an error drops this client only."""
@@ -157,28 +159,20 @@ class Server:
 
     def _pause(self) -> float:
         """Return the seconds until the next limit of a client."""
-        if not self._waiting and not self._strangers:
-            return _PAUSE
         ends = [client.asks[3] for client in self._waiting if client.asks is not None]
-        if self._strangers:
-            ends += [client.since + GREETING_SECONDS for client in self._clients if not client.known]
-        return max(0.0, min(min(ends, default=_PAUSE) - time.monotonic(), _PAUSE)) if ends else _PAUSE
+        ends += [client.since + GREETING_SECONDS for client in self._strangers]
+        return max(0.0, min(min(ends) - time.monotonic(), _PAUSE)) if ends else _PAUSE
 
     def _sweep(self) -> None:
         """Drop clients that have proved nothing in time, and answer waits whose limit has passed."""
-        if not self._waiting and not self._strangers:
-            return
         now = time.monotonic()
-        if self._strangers:
-            for client in tuple(self._clients):
-                if not client.known and now > client.since + GREETING_SECONDS:
-                    self._drop(client)
+        for client in tuple(self._strangers):
+            if now > client.since + GREETING_SECONDS:
+                self._drop(client)
         for client in tuple(self._waiting):
             if client.asks is not None and now >= client.asks[3]:
-                op, args, timeout, _ = client.asks
-                self._guarded(
-                    client, self._answer, [b"late", str(timed_out(op, args, timeout, self._table.values)).encode()]
-                )
+                late = timed_out(*client.asks[:3], self._table.values)
+                self._guarded(client, self._answer, [b"late", str(late).encode()])
 
     def _accept(self) -> None:
         try:
@@ -188,20 +182,16 @@ class Server:
         except OSError:
             time.sleep(0.05)  # no descriptor is free
             return
-        if self._strangers >= _MOST_STRANGERS:
-            self._drop(next(client for client in self._clients if not client.known))
+        if len(self._strangers) >= _MOST_STRANGERS:
+            self._drop(next(iter(self._strangers)))
         if len(self._clients) >= _MOST_CLIENTS:
             connection.close()
             return
         connection.setblocking(False)
         with contextlib.suppress(OSError):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.setsockopt(
-                socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1
-            )  # a lost host does not close its connections
+            tune(connection)
         client = _Client(connection)
-        self._clients[client] = None
-        self._strangers += 1
+        self._clients[client] = self._strangers[client] = None
         self._guarded(client, self._greet)
 
     def _greet(self, client: _Client) -> None:
@@ -209,9 +199,8 @@ class Server:
         self._send(client, [client.nonce])
 
     def _drop(self, client: _Client) -> None:
-        if client in self._clients:
-            del self._clients[client]
-            self._strangers -= not client.known
+        self._clients.pop(client, None)
+        self._strangers.pop(client, None)
         self._end_wait(client)
         with contextlib.suppress(KeyError, ValueError, OSError):
             self._selector.unregister(client.connection)
@@ -241,16 +230,14 @@ class Server:
             if client.asks is not None or client.unsent or len(received) < 4:
                 return
             length = int.from_bytes(received[:4], "big")
-            if length > (LARGEST if client.known else MOST_GREETING):
+            handle, most = (self._verify, MOST_GREETING) if client in self._strangers else (self._do, LARGEST)
+            if length > most:
                 raise ValueError("too long")
             if len(received) < 4 + length:
                 return
-            frame = bytes(memoryview(received)[4 : 4 + length])
+            data = bytes(memoryview(received)[4 : 4 + length])
             del received[: 4 + length]
-            if client.known:
-                self._do(client, decode(frame))
-            else:
-                self._verify(client, decode(frame))
+            handle(client, decode(data))
         self._unread[client] = None  # the rest is handled after the other clients
 
     def _verify(self, client: _Client, parts: list[bytes]) -> None:
@@ -259,8 +246,7 @@ class Server:
         if not hmac.compare_digest(proof, proof_of(self._secret, b"client", nonce, client.nonce)):
             self._send(client, [REFUSED])
             raise ValueError("wrong secret")
-        client.known = True
-        self._strangers -= 1
+        del self._strangers[client]
         self._send(client, [proof_of(self._secret, b"server", client.nonce, nonce)])
 
     def _do(self, client: _Client, parts: list[bytes]) -> None:
@@ -285,7 +271,7 @@ class Server:
         except DistStoreError as error:
             self._answer(client, [b"wrong", str(error).encode()])
             return
-        if isinstance(found, Wait):
+        if found is None:
             self._wait(client, args if op in ("wait", "multi_get") else args[:1])
         elif sum(map(len, found)) > LARGEST - 4 * len(found) - 100:
             self._answer(client, [b"wrong", f"{op}: the answer has more than {LARGEST} bytes".encode()])
@@ -320,9 +306,7 @@ class Server:
         self._send(client, parts)
 
     def _send(self, client: _Client, parts: list[bytes]) -> None:
-        data = encode(parts)
-        data = len(data).to_bytes(4, "big") + data
-        count = 0
+        data, count = frame(parts), 0
         with contextlib.suppress(BlockingIOError, InterruptedError):
             count = client.connection.send(data)
         if count < len(data):
@@ -352,11 +336,22 @@ of_this_process: weakref.WeakSet[Any] = weakref.WeakSet()
 _TIMEVAL = struct.Struct("ll")
 
 
+def frame(parts: list[bytes]) -> bytes:
+    """Return the frame of a list of bytes."""
+    data = encode(parts)
+    return len(data).to_bytes(4, "big") + data
+
+
+def tune(connection: socket.socket) -> None:
+    """Have small frames sent at once, and the end of a lost host noticed, which does not close its connections."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
 def send(connection: socket.socket, parts: list[bytes]) -> None:
     """Send a frame."""
-    data = encode(parts)
     try:
-        connection.sendall(len(data).to_bytes(4, "big") + data)
+        connection.sendall(frame(parts))
     except BlockingIOError:
         raise TimeoutError("timed out") from None
 
@@ -371,18 +366,15 @@ def limit_waits(connection: socket.socket, limit: float) -> None:
 
 def receive(connection: socket.socket, most: int) -> list[bytes]:
     """Return the next frame. No bytes follow the frame, as each question has one answer."""
-    data = _some(connection, 1 << 16)
+    data = bytearray()
     while len(data) < 4:
         data += _some(connection, 1 << 16)
     length = 4 + int.from_bytes(data[:4], "big")
     if length > 4 + most or len(data) > length:
         raise ValueError("too long")
-    if len(data) < length:
-        whole = bytearray(data)
-        while len(whole) < length:
-            whole += _some(connection, min(length - len(whole), 1 << 20))
-        data = bytes(whole)
-    return decode(data[4:])
+    while len(data) < length:
+        data += _some(connection, min(length - len(data), 1 << 20))
+    return decode(bytes(memoryview(data)[4:]))
 
 
 def _some(connection: socket.socket, most: int) -> bytes:
