@@ -6,13 +6,18 @@ process that serves the table to other processes (:mod:`mpicoll.stores.tcp_serve
 
 from __future__ import annotations
 
+import math
+import os
 import struct
+import threading
 from collections import deque
 from collections.abc import Container, Sequence
 from datetime import timedelta
 from typing import Any
 
 from mpicoll.errors import DistStoreError, QueueEmptyError
+from mpicoll.groups import registry
+from mpicoll.runtime import waiting
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)
 
@@ -366,6 +371,28 @@ class Store:
     def clone(self) -> Store:
         """Return a store of the same values that another thread may use at the same time."""
         return self
+
+
+PROGRESS_SECONDS = 0.005
+
+
+def longest_rest() -> float:
+    """Return the seconds for which a wait in a store may rest before it calls :func:`progress`; infinite outside of a job."""
+    known = registry.current()
+    if known is None or os.getpid() != known.pid:
+        return math.inf
+    may_call_mpi = known.thread_multiple or threading.get_ident() == known.thread
+    return PROGRESS_SECONDS if may_call_mpi else math.inf
+
+
+def progress() -> None:
+    """Progress this rank's requests and answer the other ranks, as every wait of a rank does.
+
+    The caller may be a rank whose peers wait for its part of an asynchronous call before they set a key.
+    """
+    if longest_rest() < math.inf:
+        waiting.serve()
+        waiting.progress()
 
 
 def timed_out(op: str, args: Sequence[bytes], timeout: float, existing: Container[bytes]) -> DistStoreError:

@@ -18,7 +18,9 @@ from mpicoll.stores.base import (
     StoreTable,
     decode,
     encode,
+    longest_rest,
     name_of_key,
+    progress,
     timed_out,
     to_bytes,
     to_seconds,
@@ -49,7 +51,8 @@ class _LocalStore(Store):
             waited = time.monotonic() - start
             if waited >= timeout:
                 raise timed_out(op, args, timeout, self._table.values)
-            self._rest(waited, timeout - waited)
+            self._rest(waited, min(timeout - waited, longest_rest()))
+            progress()
 
 
 class HashStore(_LocalStore):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import math
 import os
 import secrets
 import socket
@@ -13,7 +14,7 @@ from datetime import timedelta
 
 from mpicoll.errors import DistNetworkError, DistStoreError
 from mpicoll.groups import registry
-from mpicoll.stores.base import DEFAULT_TIMEOUT, Store, to_seconds
+from mpicoll.stores.base import DEFAULT_TIMEOUT, Store, longest_rest, to_seconds
 from mpicoll.stores.tcp_server import (
     GREETING_SECONDS,
     LARGEST,
@@ -85,9 +86,10 @@ class TCPStore(Store):
         self._server: Server | None = None
         self._pid = os.getpid()
         self._closed = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a wait progresses requests, whose callbacks may use the store
+        self._asks = False
         self._connection: socket.socket | None = None
-        self._socket_limit = -1.0  # seconds; the limit of the connection's waits in the kernel
+        self._socket_limits = -1.0, -1.0  # seconds; the limits of the connection's waits in the kernel
         of_this_process.add(self)
         if is_master:
             shared = servers.get((port, self._secret)) if multi_tenant and port else None
@@ -171,17 +173,21 @@ class TCPStore(Store):
         if sum(map(len, args)) > LARGEST - 4 * len(args) - 100:
             raise DistStoreError(f"{op}: more than {LARGEST} bytes in one call")
         with self._lock:
+            if self._asks:  # in this thread: in a callback, or in a signal handler
+                return self.clone()._ask(op, args, timeout)
             if self._connection is None:
                 self._connect(min(timeout, self._limit()))
             connection = self._connection
             assert connection is not None
             try:
-                limit = timeout + GREETING_SECONDS if timeout < _LONG else 0.0
-                if limit != self._socket_limit:
-                    limit_waits(connection, limit)
-                    self._socket_limit = limit
+                self._asks = True
+                limit = timeout + GREETING_SECONDS if timeout < _LONG else math.inf
+                limits = limit, min(limit, longest_rest())
+                if limits != self._socket_limits:
+                    limit_waits(connection, *limits)
+                    self._socket_limits = limits
                 send(connection, [op.encode(), repr(float(timeout)).encode(), *args])
-                kind, *found = receive(connection, LARGEST + 4096)
+                kind, *found = receive(connection, LARGEST + 4096, time.monotonic() + limit)
             except BaseException as error:
                 self._disconnect()  # a late answer would be read as the answer to the next question
                 if isinstance(error, (OSError, ValueError)):
@@ -189,17 +195,19 @@ class TCPStore(Store):
                         f"TCPStore: the connection to {self.host}:{self.port} is lost: {error or type(error).__name__}"
                     ) from error
                 raise
+            finally:
+                self._asks = False
         if kind != b"done":
             raise DistStoreError(found[0].decode(errors="replace"))
         return found
 
     def after_fork(self) -> None:
         """Drop the parent's connection and server in a forked process; the next call makes a connection of its own."""
-        self._pid, self._lock, self._server = os.getpid(), threading.Lock(), None
+        self._pid, self._lock, self._asks, self._server = os.getpid(), threading.RLock(), False, None
         self._disconnect()
 
     def _disconnect(self) -> None:
-        connection, self._connection, self._socket_limit = self._connection, None, -1.0
+        connection, self._connection, self._socket_limits = self._connection, None, (-1.0, -1.0)
         if connection is not None:
             connection.close()
 

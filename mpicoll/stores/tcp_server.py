@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hmac
+import math
 import os
 import secrets
 import selectors
@@ -22,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpicoll.errors import DistNetworkError, DistStoreError
-from mpicoll.stores.base import CHANGES, FOR_EVER, StoreTable, decode, encode, timed_out
+from mpicoll.stores.base import CHANGES, FOR_EVER, StoreTable, decode, encode, progress, timed_out
 
 LARGEST = 64 << 20
 """Bytes of the largest frame."""
@@ -356,35 +357,43 @@ def send(connection: socket.socket, parts: list[bytes]) -> None:
         raise TimeoutError("timed out") from None
 
 
-def limit_waits(connection: socket.socket, limit: float) -> None:
-    """Set the kernel's limit of each wait in seconds (0: none); a timeout of Python's would cost a call of poll each time."""
+def limit_waits(connection: socket.socket, sends: float, receives: float) -> None:
+    """Set the kernel's limits of each wait, in seconds; a timeout of Python's would cost a call of poll each time."""
     connection.setblocking(True)
-    seconds = _TIMEVAL.pack(int(limit), int(limit % 1 * 1e6) or (limit > 0))
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        connection.setsockopt(socket.SOL_SOCKET, option, seconds)
+    for option, limit in ((socket.SO_SNDTIMEO, sends), (socket.SO_RCVTIMEO, receives)):
+        whole, part = divmod(limit, 1) if limit < math.inf else (0, 0)  # 0: no limit
+        connection.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(whole), int(part * 1e6) or (limit < 1)))
 
 
-def receive(connection: socket.socket, most: int) -> list[bytes]:
-    """Return the next frame. No bytes follow the frame, as each question has one answer."""
+def receive(connection: socket.socket, most: int, end: float = 0.0) -> list[bytes]:
+    """Return the next frame. No bytes follow the frame, as each question has one answer.
+
+    Args:
+        end: until when the kernel's limit of a wait is only a time to progress this rank's requests (time.monotonic).
+    """
     data = bytearray()
     while len(data) < 4:
-        data += _some(connection, 1 << 16)
+        data += _some(connection, 1 << 16, end)
     length = 4 + int.from_bytes(data[:4], "big")
     if length > 4 + most or len(data) > length:
         raise ValueError("too long")
     while len(data) < length:
-        data += _some(connection, min(length - len(data), 1 << 20))
+        data += _some(connection, min(length - len(data), 1 << 20), end)
     return decode(bytes(memoryview(data)[4:]))
 
 
-def _some(connection: socket.socket, most: int) -> bytes:
-    try:
-        data = connection.recv(most)
-    except BlockingIOError:
-        raise TimeoutError("timed out") from None
-    if not data:
-        raise ConnectionError("closed")
-    return data
+def _some(connection: socket.socket, most: int, end: float) -> bytes:
+    while True:
+        try:
+            data = connection.recv(most)
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                raise TimeoutError("timed out") from None
+            progress()
+            continue
+        if not data:
+            raise ConnectionError("closed")
+        return data
 
 
 def _in_child() -> None:

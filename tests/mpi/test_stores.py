@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from datetime import timedelta
 
+import numpy as np
 import pytest
 
 import mpicoll as dist
@@ -11,8 +14,8 @@ import mpicoll as dist
 pytestmark = pytest.mark.mpi
 
 
-def test_between_ranks() -> None:
-    """Every rank writes, and reads what the others wrote; counters count all; the default secret is the job's."""
+def of_all_ranks() -> dist.TCPStore:
+    """Return a store that rank 0 serves."""
     rank, size = dist.get_rank(), dist.get_world_size()
     port = [0]
     store = None
@@ -22,6 +25,13 @@ def test_between_ranks() -> None:
     dist.broadcast_object_list(port, 0)
     if store is None:
         store = dist.TCPStore("localhost", port[0], size, timeout=timedelta(seconds=15))
+    return store
+
+
+def test_between_ranks() -> None:
+    """Every rank writes, and reads what the others wrote; counters count all; the default secret is the job's."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = of_all_ranks()
     store.set(f"rank {rank}", str(rank * rank))
     assert store.multi_get([f"rank {each}" for each in range(size)]) == [b"%d" % each**2 for each in range(size)]
     for _ in range(100):
@@ -35,4 +45,37 @@ def test_between_ranks() -> None:
     assert len(store.list_keys()) == size + 1
     dist.barrier()
     store.close()
+    dist.barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("kind", ["tcp", "file"])
+def test_a_wait_in_a_store_progresses_requests(kind: str) -> None:
+    """A rank that waits for a key does its part of the calls that others wait for before they set the key.
+
+    A callback of such a call may use the same store.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store: dist.Store = of_all_ranks()
+    path = [f"{tempfile.gettempdir()}/mpicoll-store-{os.getpid()}"]
+    dist.broadcast_object_list(path, 0)
+    if kind == "file":
+        served, store = store, dist.FileStore(path[0], size)
+        store.set_timeout(timedelta(seconds=15))
+    x = np.ones(1 << 20)
+    if rank == 0:
+        work = dist.all_reduce(x, async_op=True)
+        assert work is not None
+        work.get_future().add_done_callback(lambda _: store.set("called", b"1"))
+        store.wait([f"rank {each}" for each in range(1, size)])
+        work.wait()
+        assert store.get("called") == b"1"
+    else:
+        dist.all_reduce(x)
+        store.set(f"rank {rank}", b"1")
+    assert (x == size).all()
+    dist.barrier()
+    store.close()  # type: ignore[attr-defined]
+    if kind == "file":
+        served.close()
     dist.barrier()

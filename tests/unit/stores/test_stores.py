@@ -647,6 +647,16 @@ def test_after_the_end() -> None:
         assert time.monotonic() - started < 5
 
 
+def test_a_wait_during_which_the_store_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a wait on a rank progresses may use the same store, in the same thread."""
+    store = served()
+    monkeypatch.setattr("mpicoll.stores.tcp_client.longest_rest", lambda: 0.005)
+    monkeypatch.setattr("mpicoll.stores.tcp_server.progress", lambda: store.set("a", b"1"))
+    store.wait(["a"], timedelta(seconds=5))
+    assert store.get("a") == b"1"
+    store.close()
+
+
 def test_servers_that_are_shared() -> None:
     """Stores of several tenants have one server, which ends with the last of them."""
     first = served(multi_tenant=True)
