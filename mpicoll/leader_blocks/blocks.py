@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -98,16 +98,14 @@ class LeaderBlock(Block):
         visibility_timeout: Any = 60.0,
         *,
         op: str = "zero_first",
-        applies: bool = True,
-        check: Callable[[JobWithGroups], None] | None = None,
+        local_rank: Any = None,
     ) -> None:
         super().__init__(op, scope)
         if isinstance(publish, Iterator):
             publish = list(publish)  # the block may be used again
         self._arguments = name, timeout, publish, visibility_timeout
         self._rejoin = bool(rejoin)
-        self._applies = applies
-        self._check = check
+        self._local_rank = local_rank
         self._name: str | None = name if isinstance(name, str) else None
         self._limit: float | None = None
         self._paths: list[str] = []
@@ -131,13 +129,21 @@ class LeaderBlock(Block):
         self._limit = None if timeout is None else to_seconds(timeout, "timeout")
         self._paths = path_list(publish)
         self._visible = to_seconds(visible, "visibility_timeout")
-        if self._check is not None:
-            self._check(known)
+        local_rank = self._local_rank
+        if local_rank is None:
+            return
+        if isinstance(local_rank, bool) or not hasattr(local_rank, "__index__"):
+            raise TypeError(f"local_rank must be an integer, not {type(local_rank).__name__}")
+        if int(local_rank) != known.topology.local_rank:
+            raise ValueError(
+                f"local_rank={local_rank} on rank {known.world.rank()}, which is number {known.topology.local_rank} on its "
+                "node: pass LOCAL_RANK. If rank 0 of the world is to go first, use zero_first()"
+            )
 
     def __enter__(self) -> Turn:
-        known = registry.current() if self._applies else None
-        if known is None:
-            return self._alone(0)
+        known = registry.current()
+        if known is None or (hasattr(self._local_rank, "__index__") and int(self._local_rank) == -1):
+            return self._alone(0)  # -1: the program is not distributed
         members = Members(known, self._scope)
         problem: Exception | None = None
         try:

@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar, overload
 
 from mpicoll.groups import registry
-from mpicoll.groups.registry import JobWithGroups
 from mpicoll.leader_blocks.blocks import LeaderBlock
 from mpicoll.leader_blocks.members import Scope
 from mpicoll.leader_blocks.ordered import OrderedBlock
@@ -175,7 +174,7 @@ def torch_distributed_zero_first(local_rank: int) -> LeaderBlock:
     Raises:
         ValueError: ``local_rank`` is not this rank's place on its node. For a rank of the world use :func:`zero_first`.
     """
-    return _named_local_zero_first("torch_distributed_zero_first", local_rank)
+    return LeaderBlock(None, "node", op="torch_distributed_zero_first", local_rank=local_rank)
 
 
 def wait_for_the_master(local_rank: int | None = None) -> LeaderBlock:
@@ -187,7 +186,7 @@ def wait_for_the_master(local_rank: int | None = None) -> LeaderBlock:
     Raises:
         ValueError: ``local_rank`` is not this rank's place on its node.
     """
-    return _named_local_zero_first("wait_for_the_master", local_rank)
+    return LeaderBlock(None, "node", op="wait_for_the_master", local_rank=local_rank)
 
 
 def main_process_first(local: bool = True, desc: str | None = None) -> LeaderBlock:
@@ -199,19 +198,3 @@ def main_process_first(local: bool = True, desc: str | None = None) -> LeaderBlo
         desc: what the block does, for messages.
     """
     return LeaderBlock(desc, "node" if local else "world", op="main_process_first")
-
-
-def _named_local_zero_first(op: str, local_rank: Any) -> LeaderBlock:
-    def check(known: JobWithGroups) -> None:
-        if local_rank is None:
-            return
-        if isinstance(local_rank, bool) or not hasattr(local_rank, "__index__"):
-            raise TypeError(f"local_rank must be an integer, not {type(local_rank).__name__}")
-        if int(local_rank) != known.topology.local_rank:
-            raise ValueError(
-                f"local_rank={local_rank} on rank {known.world.rank()}, which is number {known.topology.local_rank} on its "
-                "node: pass LOCAL_RANK. If rank 0 of the world is to go first, use zero_first()"
-            )
-
-    applies = not (hasattr(local_rank, "__index__") and int(local_rank) == -1)
-    return LeaderBlock(None, "node", op=op, applies=applies, check=check)
