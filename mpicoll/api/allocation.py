@@ -71,7 +71,7 @@ def empty(shape: Any, dtype: Any = float, *, group: Any = None, shared: bool = T
                     memory.append(made)
                     found.rides.clear()  # what moves by copies may be in such an array from now on
 
-    composed.conduct(found, call, steps)
+    composed.run(found, call, steps)
     return np.asarray(memory[0]).view(kind).reshape(size) if memory else np.empty(size, kind)
 
 

@@ -218,7 +218,7 @@ def _subgroups(
         except Exception as error:
             problem = error
     key = () if problem else (("groups", len(lists)), ("ranks", tuple(map(tuple, lists))))
-    composed.agree(known.world, Call(op, key, call_site(), error=problem), known.world.timeout)
+    composed.agree(known.world, Call(op, key, call_site(), error=problem))
     made = [new_group(ranks, timeout, backend, pg_options, group_desc=group_desc) for ranks in lists]
     mine = [group for group in made if group is not NON_MEMBER]
     return mine[0] if mine else None, made
@@ -266,7 +266,7 @@ def split_group(
     except Exception as error:
         problem = error
     key = () if problem else (("ranks", tuple(map(tuple, lists))),)
-    composed.agree(parent, Call("split_group", key, call_site(), error=problem), parent.timeout)
+    composed.agree(parent, Call("split_group", key, call_site(), error=problem))
     for ranks in lists:
         if parent.rank() in ranks:
             members = [parent.ranks[rank] for rank in ranks]

@@ -261,7 +261,7 @@ class _Transfer:
     kind = b"?"
 
     def steps(self, agreed: Agreed) -> Steps:
-        """Move the objects: a generator for ``operations.composed.conduct``."""
+        """Move the objects: a generator for ``operations.composed.run``."""
         if agreed.most >= _FAILED:
             if self.failed is not None:
                 self.call.error = self.failed
@@ -520,7 +520,7 @@ def _run(
             look_at(op, site, [part for each in packed for part in each.parts], group.gone, group.display)
     except Exception as error:
         setattr(error, ARGUMENT, True)
-        composed.conduct(group, Call(op, (), site, error=error), _no_steps)
+        composed.run(group, Call(op, (), site, error=error), _no_steps)
         raise AssertionError("a call with wrong arguments always raises") from error
     key = ready.key if name is None else (*ready.key, ("name", name))
     largest = max((each.head_bytes for each in packed), default=NOTHING)
@@ -533,7 +533,7 @@ def _run(
         block_bytes=max((each.nbytes for each in packed), default=0),
     )
     made = transfer(group, call, ready.root, packed, failed)
-    composed.conduct(group, call, made.steps)
+    composed.run(group, call, made.steps)
     return made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,24 +27,20 @@ def drive(group: ProcessGroup, call: Call, steps: Steps, limit: float) -> Any:
     return request.returned
 
 
-def agree(group: ProcessGroup, call: Call, limit: float) -> Agreed:
+def agree(group: ProcessGroup, call: Call, limit: float | None = None) -> Agreed:
     """Make the round of a call that moves no data, and return what all members now know.
+
+    Args:
+        limit: seconds; None: the limit of the group.
 
     Raises:
         Exception: ``call.error`` here, CollectiveMismatchError on the other members.
     """
     execution.enter(group, call.op)
-    if group.turn is not None:
-        raise group.turn.refuse(call.describe(), call.site)
-    with signals.guard, group.lock:
-        return _conduct(group, call, limit, _no_steps)
+    return _make(group, call, None, group.timeout if limit is None else limit)
 
 
-def _no_steps(agreed: Agreed) -> Steps:
-    yield from ()
-
-
-def conduct(group: ProcessGroup, call: Call, steps: Callable[[Agreed], Steps]) -> None:
+def run(group: ProcessGroup, call: Call, steps: Callable[[Agreed], Steps]) -> None:
     """Make one collective call that moves its data in several steps, and wait for it.
 
     The caller has asked :func:`~mpicoll.operations.execution.enter` whether the group can be used.
@@ -52,45 +49,45 @@ def conduct(group: ProcessGroup, call: Call, steps: Callable[[Agreed], Steps]) -
         steps: given what all members know, yields what has to complete next. It may raise CollectiveMismatchError or
             ``call.error`` before it moves anything, if all members do.
     """
+    _make(group, call, steps, group.timeout)
+
+
+def _make(group: ProcessGroup, call: Call, steps: Callable[[Agreed], Steps] | None, limit: float) -> Agreed:
     if group.turn is not None:
         raise group.turn.refuse(call.describe(), call.site)
-    if call.error is not None and group.level != "full":
-        raise call.error  # the others do not compare, so nobody asks what was wrong here
+    if steps is not None and call.error is not None and group.level != "full":
+        raise call.error  # the other members do not compare, so nobody asks what is wrong here
     with signals.guard, group.lock:
-        call.asynchronous = collectives_are_pending()
-        with signals.shield:
-            _conduct(group, call, group.timeout, steps)
+        try:
+            group.calls += 1
+            call.seq = group.calls
+            group.last = call.op, call.site.code, call.site.instruction
+            call.asynchronous = steps is not None and collectives_are_pending()
+            execution.set_print(group, call, compares=True)
+            if steps is None and group.level == "off":  # what makes a group or the world is always compared
+                call.print = fingerprint(call.op, call.key)
+            request = Request(group, call, [], limit, waited=True)
+            with nullcontext() if steps is None else signals.shield:
+                request.start(group.pair.agreement.order.issue(), partial(_meet_and_move, group, steps))
+                request.complete()
+            assert request.agreed is not None
+            return request.agreed
+        except BaseException as error:
+            execution.leave_begun(group, call, limit, error)
+            raise
 
 
-def _conduct(group: ProcessGroup, call: Call, limit: float, steps: Callable[[Agreed], Steps]) -> Agreed:
-    """Make a compared call that is waited for; the lock of the group is held."""
-    try:
-        group.calls += 1
-        call.seq = group.calls
-        group.last = call.op, call.site.code, call.site.instruction
-        execution.set_print(group, call, compares=True)
-        if steps is _no_steps and group.level == "off":  # what makes a group or the world is always compared
-            call.print = fingerprint(call.op, call.key)
-        request = Request(group, call, [], limit, waited=True)
-        request.start(group.pair.agreement.order.issue(), partial(_meet_and_move, group, steps))
-        request.complete()
-        assert request.agreed is not None
-        return request.agreed
-    except BaseException as error:
-        execution.leave_begun(group, call, limit, error)
-        raise
-
-
-def _meet_and_move(group: ProcessGroup, steps: Callable[[Agreed], Steps], agreed: Agreed) -> Steps:
+def _meet_and_move(group: ProcessGroup, steps: Callable[[Agreed], Steps] | None, agreed: Agreed) -> Steps:
     if agreed.stalled:
         yield group.pair.data.Ibarrier()
-    yield from steps(agreed)
+    if steps is not None:
+        yield from steps(agreed)
 
 
 def move_once(
     group: ProcessGroup, call: Call, agreed: Agreed, move: Movement, moved: int
 ) -> Generator[Pollable, None, int]:
-    """Move a flat buffer within the steps of a conducted call: by blocking calls unless somebody is asynchronous.
+    """Move a flat buffer within the steps of :func:`run`: by blocking calls unless somebody is asynchronous.
 
     Args:
         move: of a kind whose blocks all members know to be equal.

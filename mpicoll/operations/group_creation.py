@@ -60,7 +60,7 @@ def create_group(
             uneven=True,
             detail=candidate,
         )
-        flags = composed.agree(known.world, call, known.world.timeout)
+        flags = composed.agree(known.world, call)
         known.created += 1
         name = f"{known.world.group_name}.{known.created}"
         tag = known.created % _TAGS

@@ -261,7 +261,7 @@ def _agree(group: ProcessGroup, call: Call, made: OnSignal | None) -> Agreed:
     if call.error is not None:
         setattr(call.error, ARGUMENT, True)
     try:
-        return composed.agree(group, call, group.timeout)
+        return composed.agree(group, call)
     except BaseException:
         if made is not None:
             made.remove()
