@@ -64,7 +64,7 @@ class Block:
             self._end(entered, error)
 
     def _end(self, entered: EnteredBlock, error: BaseException | None) -> None:
-        """Learn how the other ranks' blocks end, and tell them how this rank's block has ended."""
+        """Broadcast how this rank's block has ended, and wait for the ends of the other ranks' blocks."""
         raise NotImplementedError
 
     def _await_outcome(

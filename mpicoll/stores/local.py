@@ -28,7 +28,7 @@ from mpicoll.stores.base import (
 
 
 class _LocalStore(Store):
-    """A store whose operations this process applies itself, again and again until they are possible."""
+    """A store that applies its operations in this process. It tries an operation until the operation is possible."""
 
     def __init__(self) -> None:
         super().__init__()

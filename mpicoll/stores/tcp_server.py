@@ -344,7 +344,7 @@ def frame(parts: list[bytes]) -> bytes:
 
 
 def tune(connection: socket.socket) -> None:
-    """Have small frames sent at once, and the end of a lost host noticed, which does not close its connections."""
+    """Set options of a connection: small frames are sent at once; lost hosts, which close no connection, are noticed."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
