@@ -21,16 +21,12 @@ def duration(text: str) -> float | None:
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
     if found is None:
         return None
-    days, first, second, third = (int(part) if part else 0 for part in found.groups())
-    if third or found[4]:
-        hours, minutes, seconds = first, second, third
-    elif found[1]:
-        hours, minutes, seconds = first, second, 0
-    elif found[3]:
-        hours, minutes, seconds = 0, first, second
-    else:
+    days, *parts = found.groups()
+    fields = [int(part) for part in parts if part]
+    if days is None and len(fields) == 1:
         return None
-    return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
+    hours, minutes, seconds = [0, *fields][-3:] if days is None else [*fields, 0, 0][:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60.0 + seconds
 
 
 def hours_and_minutes(text: str) -> float | None:
@@ -55,18 +51,10 @@ def qstat_left(text: str, now: float) -> float | None:
 def _answer(command: Sequence[str]) -> str:
     """Return the output of a command of the batch system; "" if the command is missing or fails."""
     try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            timeout=ASKED_WITHIN,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError):
+        nothing = subprocess.DEVNULL
+        return subprocess.check_output(command, stdin=nothing, stderr=nothing, text=True, timeout=ASKED_WITHIN)
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return ""
-    return done.stdout if done.returncode == 0 else ""
 
 
 class Clock:
