@@ -63,13 +63,13 @@ def empty(shape: Any, dtype: Any = float, *, group: Any = None, shared: bool = T
     memory: list[Any] = []
 
     def steps(agreed: Agreed) -> Generator[Request, None, None]:
-        if node is not None and nbytes and found.pair.choice.mode != "mpi":
+        if node is not None and nbytes and found.pair.selection.mode != "mpi":
             yield from node.prepare()
             if node.usable:
                 made = yield from node.share(nbytes)
                 if not isinstance(made, str):
                     memory.append(made)
-                    found.rides.clear()  # what moves by copies may be in such an array from now on
+                    found.prepared.clear()  # what moves by copies may be in such an array from now on
 
     composed.run(found, call, steps)
     return np.asarray(memory[0]).view(kind).reshape(size) if memory else np.empty(size, kind)

@@ -281,7 +281,7 @@ def _repeat(g: ProcessGroup, function: str, op: RedOpType, arrays: Any, bytes_: 
     if plain is None or not are_apart(arrays):
         return False
     plan = _plan(*plain, bytes_)
-    known = g.rides.get((function, op, plan.words, bytes_))
+    known = g.prepared.get((function, op, plan.words, bytes_))
     if known is None:
         return False
     given, flats = _List(arrays, None), plan.take()

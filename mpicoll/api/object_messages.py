@@ -141,7 +141,7 @@ def _start_send(group: ProcessGroup, packed: Packed, length: int, peer: int) -> 
         inside = np.empty(_LENGTH.size + first, np.uint8)
         _LENGTH.pack_into(inside.data, 0, length)
         packed.block(prefix, inside[_LENGTH.size :])
-        message = write(inside, "", *group.told.place(peer, _TAG, call.name, call.site), objects=True)
+        message = write(inside, "", *group.known_sites.place(peer, _TAG, call.name, call.site), objects=True)
         rest = [*packed.rest(prefix, first), *pickled.pieces(packed.parts)]
         held = message, rest
         with begun(group, call, group.timeout, held, peer=group.ranks[peer], tag=_TAG):

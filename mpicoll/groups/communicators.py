@@ -1,7 +1,7 @@
-"""The library's own communicators: made without blocking unguarded, pooled when their group is destroyed.
+"""Communicators of the library: a pair for each group, which returns to a pool when the group is destroyed.
 
-Every live group has a pair: one communicator for control, one for data. The user's communicator is only ever duplicated.
-Nothing is freed from garbage collection.
+A pair is one communicator for control and one for data. The communicator of the program is only duplicated. The garbage
+collector frees no communicator.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mpicoll.runtime.settings import Level, Settings
 from mpicoll.transports.base import SMALL_BYTES, Engine, Kind, Request
 from mpicoll.transports.mpi.collectives import MpiTransport
 from mpicoll.transports.mpi.matching import Receiver
-from mpicoll.transports.selection import DEFAULT, Choice, Ranges
+from mpicoll.transports.selection import DEFAULT, Ranges, Selection
 from mpicoll.transports.shm.control import MOST_MEMBERS, PART, RingControl, make_ring
 from mpicoll.transports.shm.transport import Budget, SharedMemoryTransport
 from mpicoll.transports.topology import Topology
@@ -34,22 +34,22 @@ def mpi_text(error: MPI.Exception) -> str:
 
 
 @dataclass(eq=False)
-class Pair:
+class CommunicatorPair:
     """The communicators of one group.
 
     Attributes:
-        ranks: its members as ranks of the world, in the order of the group.
-        index: how many pairs of just these members were made before it (the same on all of them).
-        native: what moves its data through MPI; it serves every call.
-        node: what moves the data of members on one node where :attr:`choice` says so; None where there is no such thing.
-        idle: no live group uses it.
-        spoiled: a call on it was given up, so it can never be used again.
-        on_node: there is more than one, and all are on this node.
-        agreement: its rounds.
-        ring: the control channel through shared memory, if there is one.
-        closing: the comparison of the last group's calls that was made when it was destroyed.
-        sent, received: messages of the last group that used it, by rank in the group.
-        last: the name of that group.
+        ranks: members as ranks of the world, in the order of the group.
+        index: number of earlier pairs of exactly these members (the same on all members).
+        native: the MPI transport, which can move every call.
+        node: the shared-memory transport, which moves the calls that :attr:`selection` names; None if there is none.
+        idle: no live group uses the pair.
+        spoiled: a call on the pair was withdrawn, so that the pair cannot be used again.
+        on_node: the pair has several members, all on this node.
+        agreement: agreement on the calls of the group.
+        ring: control channel through shared memory, if there is one.
+        closing: last comparison of the calls of the last group, which was made when that group was destroyed.
+        sent, received: counts of messages of the last group, by rank in the group.
+        last: name of the last group.
     """
 
     ranks: tuple[int, ...]
@@ -65,7 +65,7 @@ class Pair:
     node: SharedMemoryTransport | None = None
     on_node: bool = False
     ring: RingControl | None = None
-    choice: Choice = field(default_factory=Choice)
+    selection: Selection = field(default_factory=Selection)
     agreement: Agreement = field(init=False)
     native: Engine = field(init=False)
     receiver: Receiver = field(init=False)
@@ -76,22 +76,22 @@ class Pair:
         self.receiver = Receiver(self.control, self.data)
 
     def through(self, kind: Kind, nbytes: int) -> SharedMemoryTransport | None:
-        """Return the node engine where it moves a call with blocks of up to ``nbytes``; the same answer on all members."""
+        """Return the shared-memory transport if it moves calls with blocks of ``nbytes``; the same answer on all members."""
         node = self.node
-        return node if node is not None and node.usable and self.choice.node(kind, nbytes) else None
+        return node if node is not None and node.usable and self.selection.node(kind, nbytes) else None
 
-    def at_rest(self) -> bool:
-        """Whether no group uses it, and what the last one did on it is over and was right."""
+    def is_unused(self) -> bool:
+        """Return whether no group uses the pair, and all calls of the last group are over and were compared."""
         return self.idle and not self.spoiled and self.closing is None
 
     def sweep(self) -> Generator[Request, None, tuple[str, set[int], set[int]]]:
-        """Receive and drop what the last group sent and did not receive; all members do it, and are known to.
+        """Receive and drop messages that the last group sent and did not receive. All members call it, and are known to.
 
-        A generator: it yields what has to complete before it goes on.
+        A generator that yields the requests to complete.
 
         Returns:
-            The last group's name, and the global ranks that have received all that this one sent there, and from which this one
-            has received all: both know it, and need not keep their counts.
+            The name of the last group, the global ranks that have received all messages of this rank, and the global ranks
+            whose messages this rank has all received. Both sides know that, and can drop their counts.
 
         Raises:
             CollectiveMismatchError: the members' calls on the last group differed (check level "roll").
@@ -100,20 +100,20 @@ class Pair:
             closing, self.closing = self.closing, None
             yield closing
             if closing.error is not None:
-                self.spoiled = True  # what the members have made unequal numbers of does not fit together any more
+                self.spoiled = True  # the members have made unequal numbers of calls
                 raise closing.error
-        everybody = range(len(self.ranks))
-        said = np.array([(self.sent.get(peer, 0), self.received.get(peer, 0)) for peer in everybody], np.int64)
-        told = np.empty_like(said)
-        yield self.data.Ialltoall(said, told)
-        yield from self.receiver.drop((told[:, 0] - said[:, 1]).tolist())
-        arrived, taken = (said[:, 0] == told[:, 1]).tolist(), (told[:, 0] == said[:, 1]).tolist()
+        peers = range(len(self.ranks))
+        mine = np.array([(self.sent.get(peer, 0), self.received.get(peer, 0)) for peer in peers], np.int64)
+        theirs = np.empty_like(mine)
+        yield self.data.Ialltoall(mine, theirs)
+        yield from self.receiver.drop((theirs[:, 0] - mine[:, 1]).tolist())
+        arrived, received = (mine[:, 0] == theirs[:, 1]).tolist(), (theirs[:, 0] == mine[:, 1]).tolist()
         self.sent, self.received = {}, {}
         ranks = self.ranks
-        return self.last, {ranks[i] for i in everybody if arrived[i]}, {ranks[i] for i in everybody if taken[i]}
+        return self.last, {ranks[i] for i in peers if arrived[i]}, {ranks[i] for i in peers if received[i]}
 
     def free(self) -> None:
-        """Give back to MPI, and to the groups that are made later, all that it has; all members do it, after a sweep."""
+        """Free the communicators and the shared memory. All members call this method, after :meth:`sweep`."""
         self.agreement.free()
         if self.node is not None:
             self.node.close()
@@ -123,51 +123,52 @@ class Pair:
 
 
 MOST_MADE = 600
-"""Pairs that the ranks of a world make together before they free those that no group uses."""
+"""Number of pairs that the ranks of a world make together before they free unused pairs."""
 
 _MORE = 100
 
 MOST_PAIRS = 32_000 if MPI.get_vendor()[0] == "Open MPI" else sys.maxsize
-"""Pairs that a process may have: Open MPI 5.0.11 numbers communicators with 16 bits, and hangs when there is no number left."""
+"""Most pairs of a process: Open MPI 5.0.11 numbers communicators with 16 bits, and hangs if no number is left."""
 
 
 class Pool:
-    """Pairs of destroyed groups, to be used again when all members agree that theirs is idle.
+    """All pairs of a process. A new group uses an idle pair if all its members agree that the pair is idle.
 
-    Those that the ranks of a world made together, as ``new_group`` does, are known to all of them by their number. When there are
-    many, all ranks agree which of them no group uses, and their members free them: MPICH has about 2,000 communicators.
+    Pairs that the ranks of a world made together, as in ``new_group``, have a number that all ranks know. When there are many,
+    all ranks agree which pairs no group uses, and the members free these: MPICH has about 2,000 communicators.
 
     Attributes:
-        profile: what was measured on this machine; the same on all ranks.
+        profile: limits measured on this machine; the same on all ranks.
+        extension: all ranks have the C extension; otherwise there is no shared memory.
     """
 
     def __init__(self) -> None:
-        self._together: dict[int, Pair | None] = {}  # by number; None where this rank is not a member
+        self._together: dict[int, CommunicatorPair | None] = {}  # by number; None if this rank is not a member
         self._numbers = 0
         self._added = 0
         self._full_at = 0
-        self._everybody: MPI.Intracomm | None = None
-        self._pairs: dict[tuple[int, ...], list[Pair | None]] = {}  # None: was freed
+        self._world: MPI.Intracomm | None = None
+        self._pairs: dict[tuple[int, ...], list[CommunicatorPair | None]] = {}  # None: the pair was freed
         self._floor: dict[tuple[int, ...], int] = {}
         self._budget: Budget | None = None
         self.profile: Mapping[Kind, Ranges] | None = None
-        self.extension = False  # all ranks have the C extension: without it there is no shared memory
+        self.extension = False
 
-    def add(self, pair: Pair) -> None:
-        """Take in a new pair, in use."""
+    def add(self, pair: CommunicatorPair) -> None:
+        """Add a new pair, which is in use."""
         made = self._pairs.setdefault(pair.ranks, [])
         self._added += 1
         pair.index = len(made)
         made.append(pair)
 
     def check_room(self, ranks: tuple[int, ...]) -> None:
-        """Raise DistBackendError where a pair of these members would be more than this MPI can have."""
+        """Raise DistBackendError if this MPI cannot have one more pair of these members."""
         if self._added >= MOST_PAIRS and len(self.all()) >= MOST_PAIRS and self.candidate(ranks) < 0:
             raise DistBackendError(_out_of_communicators(f"this process has {2 * MOST_PAIRS}"))
 
-    def furnish(self, pair: Pair, topology: Topology, settings: Settings, level: Level) -> None:
-        """Give a pair that comes into use what moves its data; all members of a group have the same settings."""
-        pair.choice = Choice(settings.engine, 1 if level == "full" else SMALL_BYTES + 1, self.profile or DEFAULT)
+    def open_transports(self, pair: CommunicatorPair, topology: Topology, settings: Settings, level: Level) -> None:
+        """Set the transports of a pair for a new group; all members have the same settings."""
+        pair.selection = Selection(settings.engine, 1 if level == "full" else SMALL_BYTES + 1, self.profile or DEFAULT)
         if self._budget is None:
             self._budget = Budget((settings.shm_mb << 20) // len(topology.local_ranks))
         nodes = {topology.node_of[rank] for rank in pair.ranks}
@@ -175,13 +176,13 @@ class Pool:
         if pair.node is None and pair.on_node and self.extension:
             pair.node = SharedMemoryTransport(pair.data, self._budget, topology.oversubscribed)
 
-    def meet(self, pair: Pair) -> Generator[Request, None, None]:
-        """Have the members of a pair that comes into use make their rounds where that is fastest.
+    def open_channel(self, pair: CommunicatorPair) -> Generator[Request, None, None]:
+        """Set the control channel of a pair for a new group: shared memory if possible, otherwise MPI.
 
-        A generator: it yields what has to complete before it goes on. All members call it, and are known to.
+        A generator that yields the requests to complete. All members call it, and are known to.
         """
         budget = self._budget
-        wanted = pair.node is not None and len(pair.ranks) <= MOST_MEMBERS and pair.choice.mode != "mpi"
+        wanted = pair.node is not None and len(pair.ranks) <= MOST_MEMBERS and pair.selection.mode != "mpi"
         if not wanted or budget is None:
             pair.agreement.use(None)
             return
@@ -194,45 +195,45 @@ class Pool:
                 return
             pair.ring = made
         pair.agreement.use(pair.ring)
-        pair.choice = replace(pair.choice, least=1)  # whatever is compared, each call makes a round
+        pair.selection = replace(pair.selection, least=1)  # each call makes a round, at every check level
 
-    def made_together(self, pair: Pair | None) -> None:
-        """Number a pair that all ranks of the world know to have been made; None on those that are no members, or have failed."""
+    def made_together(self, pair: CommunicatorPair | None) -> None:
+        """Number a pair that all ranks of the world know of; None if this rank is not a member, or has failed to make it."""
         self._numbers += 1
         self._together[self._numbers] = pair
 
     def full(self) -> bool:
-        """Whether it is time to free pairs; the same on all ranks of the world."""
+        """Return whether unused pairs must be freed; the same on all ranks of the world."""
         return len(self._together) >= max(self._full_at, MOST_MADE)
 
-    def meet_all(self, parent: MPI.Intracomm, tag: int) -> None:
-        """Make what :meth:`shrink` needs, once; all ranks of the world are known to call it, so it may block.
+    def make_world(self, parent: MPI.Intracomm, tag: int) -> None:
+        """Make the communicator for :meth:`shrink`, once. All ranks of the world are known to call this method, so it may block.
 
         Args:
-            parent: of all ranks.
-            tag: of nothing else that is made of the parent now.
+            parent: communicator of all ranks.
+            tag: a tag that no other communicator made from the parent uses now.
         """
-        if self._everybody is None:
-            everybody = parent.Get_group()
+        if self._world is None:
+            all_ranks = parent.Get_group()
             try:
-                self._everybody = parent.Create_group(everybody, tag)
+                self._world = parent.Create_group(all_ranks, tag)
             finally:
-                everybody.Free()
-            self._everybody.Set_errhandler(MPI.ERRORS_RETURN)
+                all_ranks.Free()
+            self._world.Set_errhandler(MPI.ERRORS_RETURN)
 
     def shrink(self) -> Generator[Request, None, list[tuple[str, set[int], set[int]]]]:
-        """Free the pairs that were made together and that no group uses any more; all ranks of the world do it, and are known to.
+        """Free numbered pairs that no group uses. All ranks of the world call this method, and are known to.
 
-        A generator: it yields what has to complete before it goes on.
+        A generator that yields the requests to complete.
 
         Returns:
-            What :meth:`Pair.sweep` returns, of each that was freed.
+            The results of :meth:`CommunicatorPair.sweep` for each freed pair.
         """
-        assert self._everybody is not None
+        assert self._world is not None
         known = tuple(self._together.items())
-        mine = np.array([pair is None or pair.at_rest() for _, pair in known], np.int8)
+        mine = np.array([pair is None or pair.is_unused() for _, pair in known], np.int8)
         agreed = np.empty_like(mine)
-        yield self._everybody.Iallreduce(mine, agreed, MPI.MIN)
+        yield self._world.Iallreduce(mine, agreed, MPI.MIN)
         settled = []
         for (number, pair), unused in zip(known, agreed.tolist(), strict=True):
             if unused:
@@ -247,13 +248,13 @@ class Pool:
         return settled
 
     def close(self) -> None:
-        """Free every communicator; nothing is under way on any of them."""
+        """Free all communicators, on which no call is pending."""
         for pair in self.all():
             pair.agreement.free()
             pair.control.Free()
             pair.data.Free()
-        if self._everybody is not None:
-            self._everybody.Free()
+        if self._world is not None:
+            self._world.Free()
 
     def candidate(self, ranks: tuple[int, ...]) -> int:
         """Return the index of the first idle pair of these members, or -1."""
@@ -263,26 +264,26 @@ class Pool:
         return -1
 
     def disagreed(self, ranks: tuple[int, ...], most: int) -> None:
-        """Note that the members found different pairs idle: those before the last of them are not proposed again.
+        """Record that the members found different pairs idle: pairs before the last of these are not proposed again.
 
-        One that is spoiled on one rank alone would be proposed by the others for ever.
+        Otherwise a pair that is spoiled on one member only would be proposed by other members each time.
         """
         self._floor[ranks] = max(self._floor.get(ranks, 0), most)
 
-    def take(self, ranks: tuple[int, ...], index: int) -> Pair:
-        """Put a pair to use that all members agreed upon."""
+    def take(self, ranks: tuple[int, ...], index: int) -> CommunicatorPair:
+        """Return a pair for use by a new group; all members have agreed on the pair."""
         pair = self._pairs[ranks][index]
         assert pair is not None
         pair.idle = False
         return pair
 
-    def all(self) -> list[Pair]:
-        """Return every pair that is there."""
+    def all(self) -> list[CommunicatorPair]:
+        """Return all pairs that are not freed."""
         return [pair for made in self._pairs.values() for pair in made if pair is not None]
 
 
 def duplicate(comm: MPI.Intracomm) -> Generator[MPI.Request, None, MPI.Intracomm]:
-    """Duplicate ``comm`` without blocking: the request that is yielded is over when it is gone on with.
+    """Duplicate ``comm`` without blocking: the caller completes the yielded request before it continues the generator.
 
     Raises:
         DistBackendError: MPI refused.
@@ -296,28 +297,28 @@ def duplicate(comm: MPI.Intracomm) -> Generator[MPI.Request, None, MPI.Intracomm
     return copy
 
 
-def make_pair(parent: MPI.Intracomm, ranks: tuple[int, ...], tag: int) -> Pair:
-    """Make the pair of a group inside ``parent``; every member calls it, and all are known to.
+def make_pair(parent: MPI.Intracomm, ranks: tuple[int, ...], tag: int) -> CommunicatorPair:
+    """Make the pair of a group inside ``parent``. All members call this function, and are known to.
 
-    Source: MPI_Comm_create_group (MPI-4.1 section 7.4.2), which involves the members alone.
+    Source: MPI_Comm_create_group (MPI-4.1 section 7.4.2), which only the members call.
     """
-    everybody = parent.Get_group()
-    members = everybody.Incl(list(ranks))
+    all_ranks = parent.Get_group()
+    members = all_ranks.Incl(list(ranks))
     control = MPI.COMM_NULL
     try:
         control = parent.Create_group(members, tag)
         data = control.Dup()
     except MPI.Exception as error:
-        # Of the two the second was refused, to all members. Open MPI 5.0.11 crashes where the first is freed then.
+        # If the second one was refused, it was on all members. Open MPI 5.0.11 crashes if the first one is freed then.
         if control != MPI.COMM_NULL and MPI.get_vendor()[0] != "Open MPI":
             control.Free()
         raise DistBackendError(_out_of_communicators(mpi_text(error).splitlines()[-1])) from error
     finally:
         members.Free()
-        everybody.Free()
+        all_ranks.Free()
     for comm in (control, data):
         comm.Set_errhandler(MPI.ERRORS_RETURN)
-    return Pair(ranks, control, data)
+    return CommunicatorPair(ranks, control, data)
 
 
 def _out_of_communicators(why: str) -> str:

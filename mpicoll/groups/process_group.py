@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from mpicoll.diagnosis.membership import Membership, OpenBlock, count
 from mpicoll.errors import GroupBrokenError
 from mpicoll.runtime.mpi_library import retain_for_ever
-from mpicoll.transports.mpi.envelope import Told
+from mpicoll.transports.mpi.envelope import KnownSites
 
 if TYPE_CHECKING:
-    from mpicoll.groups.communicators import Pair
+    from mpicoll.groups.communicators import CommunicatorPair
     from mpicoll.runtime.settings import Level
     from mpicoll.transports.base import Movement, Plan
     from mpicoll.transports.control import Agreed
@@ -27,32 +27,32 @@ MOST_PLANS = 128
 
 
 class Stopping(Protocol):
-    """What answers signals on a group (``training.stop_requests.OnSignal``)."""
+    """Answers signals on a group (``training.stop_requests.OnSignal``)."""
 
     stopped: bool
     passes: int
 
     def remove(self) -> None:
-        """Remove it."""
+        """Stop answering signals."""
 
     def brings(self) -> int:
-        """Return what this rank brings to an agreement."""
+        """Return the signal word of this rank."""
 
     def take(self, brought: int) -> None:
-        """Take the largest of what the ranks brought."""
+        """Receive the largest signal word of all ranks."""
 
     def carried(self, agreed: Agreed) -> Movement:
-        """Take what the round of a barrier has carried."""
+        """Receive the signal word of the round of a barrier."""
 
     def deliver(self) -> None:
-        """Call the handler where a signal has been agreed on just now."""
+        """Call the handler if the ranks have just agreed on a signal."""
 
 
-class Kept(dict[Any, Any]):
-    """The persistent sends, or receives, that a group may use, by what the program passes, the one made longest ago first.
+class MessageCache(dict[Any, Any]):
+    """Persistent sends, or receives, of a group by the arguments of the program, the oldest first.
 
     Attributes:
-        last: the one used last, as a program mostly uses it next: comparing is quicker than hashing; None before.
+        last: the message used last, or None: a program mostly uses it next, and comparison is faster than a hash.
     """
 
     __slots__ = ("last",)
@@ -62,7 +62,7 @@ class Kept(dict[Any, Any]):
         self.last: Any = None
 
     def drop(self, key: Any) -> Any:
-        """Take one out; a thread that looked it up before must not find it as the last one."""
+        """Remove and return a message; a thread that looked it up before must not find it as the last one."""
         again = self.pop(key)
         again.rank = None
         if self.last is again:
@@ -78,7 +78,7 @@ _find_method: Callable[[str], Callable[..., Any] | None] = _no_method
 
 
 def register_methods(find: Callable[[str], Callable[..., Any] | None]) -> None:
-    """Register what finds the methods of a group that are made of the public calls: ``find(name)``, None if there is no such."""
+    """Register ``find(name)``, which returns a method of groups that is made of the public calls, or None."""
     global _find_method
     _find_method = find
 
@@ -86,17 +86,17 @@ def register_methods(find: Callable[[str], Callable[..., Any] | None]) -> None:
 class ProcessGroup(Membership):
     """An ordered set of ranks with communicators of its own.
 
-    Made by :func:`init_process_group` and :func:`new_group`, passed as ``group=``. Ranks in ``ranks`` are global.
+    :func:`init_process_group` and :func:`new_group` make groups, and calls get them as ``group=``. ``ranks`` are global ranks.
 
-    The calls are its methods, too, as in torch: ``allreduce(tensors, op)``, ``broadcast(tensors, root)``, ``allgather``,
-    ``reduce_scatter``, ``alltoall``, ``send(tensors, dst, tag)``, ``recv``, ``barrier()`` and their kin return a :class:`Work`;
-    ``root``, ``dst`` and ``src`` are ranks in the group, and a tensor may stand in a list of one.
+    As in torch, calls are also methods: ``allreduce(tensors, op)``, ``broadcast(tensors, root)``, ``allgather``,
+    ``reduce_scatter``, ``alltoall``, ``send(tensors, dst, tag)``, ``recv``, ``barrier()`` and others return a :class:`Work`.
+    ``root``, ``dst`` and ``src`` are ranks in the group, and a tensor may be passed in a list of one.
     """
 
     def __init__(
         self,
         name: str,
-        pair: Pair,
+        pair: CommunicatorPair,
         rank: int,
         timeout: float,
         *,
@@ -107,28 +107,32 @@ class ProcessGroup(Membership):
         super().__init__(name, display or name, pair.ranks, rank, timeout, level, pair.receiver, pair.agreement.order)
         self.group_desc = desc or "undefined"
         self.pair = pair
-        self.turn: OpenBlock | None = None  # what keeps its collectives out: a block that one rank runs first
-        self.stopping: Stopping | None = None  # what answers signals on it, on all members alike
-        self.lock = threading.RLock()  # held through a collective: one at a time on a group
-        self.posting = threading.Lock()  # held while a message is posted: other threads may send during a collective
-        self.told = Told()
-        self.sends = Kept()
-        self.receives = Kept()
+        self.turn: OpenBlock | None = None  # open block of a leader: the group refuses collectives
+        self.stopping: Stopping | None = None  # answers signals on the group, on all members alike
+        self.lock = threading.RLock()  # a thread holds it during a collective: one collective at a time
+        self.posting = (
+            threading.Lock()
+        )  # a thread holds it to post a message: other threads may send during a collective
+        self.known_sites = KnownSites()
+        self.sends = MessageCache()
+        self.receives = MessageCache()
         self.seen: set[Any] = set()
-        # Lists of objects sent to and received from each rank of the group: their numbers are compared.
+        # Numbers of lists of objects sent to and received from each rank of the group, which receives compare.
         self.objects_sent: dict[int, int] = {}
         self.objects_received: dict[int, int] = {}
-        self.plans: OrderedDict[Any, Plan] = OrderedDict()  # made and freed by all members at the same calls
-        self.own_plans: OrderedDict[Any, Plan] = OrderedDict()  # of calls that make no round: this rank's own affair
-        self.rides: dict[Any, Any] = {}  # calls that may be made again
-        pair.receiver.torn = lambda error: self.give_up(f"{type(error).__name__} struck while its messages were taken")
-        self.device_window: DeviceWindow | None = None  # the memory of a GPU that its members share
-        self.bound_device_id: Any = None  # torch's, of which scripts ask
+        self.plans: OrderedDict[Any, Plan] = OrderedDict()  # all members make and free them at the same calls
+        self.own_plans: OrderedDict[Any, Plan] = OrderedDict()  # of calls without a round: only of this rank
+        self.prepared: dict[Any, Any] = {}  # calls that were prepared, by signature
+        pair.receiver.torn = lambda error: self.give_up(
+            f"{type(error).__name__} was raised while messages were received"
+        )
+        self.device_window: DeviceWindow | None = None  # memory of a GPU that the members share
+        self.bound_device_id: Any = None  # of torch, as scripts read it
 
-    if not TYPE_CHECKING:  # a misspelt attribute is to be found
+    if not TYPE_CHECKING:  # so that mypy finds misspelt attributes
 
         def __getattr__(self, name: str) -> Any:
-            """Return a method of torch's that is made of the calls, which are above this module."""
+            """Return a method of torch's that is made of the public calls, which are in a higher layer."""
             if not name.startswith("__"):
                 method = _find_method(name)
                 if method is not None:
@@ -141,7 +145,7 @@ class ProcessGroup(Membership):
 
     @property
     def compares(self) -> bool:
-        """Whether calls on this group are compared; at every level but ``full`` a message only has to fit."""
+        """Whether messages are compared; at other levels than ``full`` a message only has to fit."""
         return self.level == "full"
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -160,7 +164,7 @@ class ProcessGroup(Membership):
         )
 
     def usable(self, operation: str) -> None:
-        """Raise when the group is destroyed (ValueError) or was given up (GroupBrokenError)."""
+        """Raise if the group is destroyed (ValueError) or broken (GroupBrokenError)."""
         if self.destroyed:
             raise ValueError(
                 f"Invalid process group specified: {operation} on group {self.display}, which was destroyed"
@@ -172,18 +176,18 @@ class ProcessGroup(Membership):
             )
 
     def gone(self) -> bool:
-        """Whether nothing of this group is under way any more that would end well."""
+        """Return whether the group is broken or destroyed, so that no pending call can complete."""
         return self.broken is not None or self.destroyed
 
     def give_up(self, why: str) -> None:
-        """Mark the group broken; the first reason stays. Drop the prepared calls."""
+        """Mark the group broken (the first reason stays), and drop the prepared calls."""
         super().give_up(why)
         self.pair.spoiled = True
-        self.sends, self.receives, self.rides = Kept(), Kept(), {}
+        self.sends, self.receives, self.prepared = MessageCache(), MessageCache(), {}
 
     @staticmethod
     def plan(plans: OrderedDict[Any, Plan], key: Any) -> Plan | None:
-        """Return a plan that is kept; of agreed calls, which come in the same order on all members, all keep alike."""
+        """Return a cached plan, or None. Plans of agreed calls are the same on all members, which make these in one order."""
         plan = plans.get(key)
         if plan is not None:
             plans.move_to_end(key)
@@ -191,22 +195,22 @@ class ProcessGroup(Membership):
 
     @staticmethod
     def keep_plan(plans: OrderedDict[Any, Plan], key: Any, plan: Plan) -> None:
-        """Cache a plan, and free the one that was used longest ago when there are too many."""
+        """Cache a plan, and free the one used longest ago if there are too many."""
         plans[key] = plan
         if len(plans) > MOST_PLANS:
             plans.popitem(last=False)[1].free()
 
     def retire(self, again: Any) -> None:
-        """Free a persistent send or receive that is used no more, and take over its count."""
+        """Free a persistent send or receive that is not used any more, and add its count to the group's."""
         with self._counting:
             self.persistent.remove(again)
             count(self._sent if again.sending else self._received, again.peer, again.tag, again.count)
         again.free()
 
     def free_plans(self) -> None:
-        """Free every plan and persistent message (none may be under way); of a group that was given up none, for good."""
-        self.sends, self.receives, self.rides = Kept(), Kept(), {}
-        if self.pair.receiver.posted:  # receives that nobody waits for: a later group's messages are not for them
+        """Free all plans and persistent messages, which must not be started; retain those of a broken group for ever."""
+        self.sends, self.receives, self.prepared = MessageCache(), MessageCache(), {}
+        if self.pair.receiver.posted:  # posted receives that no call waits for would get messages of a later group
             self.pair.spoiled = True
         if self.pair.spoiled:
             retain_for_ever(self.persistent, self.plans, self.own_plans)

@@ -1,4 +1,4 @@
-"""The groups of this process: the default group, the state of the job, and what a ``group=`` argument means."""
+"""The groups of this process: the default group, the state of the job, and the group of a ``group=`` argument."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ NON_MEMBER = -100
 
 @dataclass(kw_only=True)
 class JobWithGroups(JobState):
-    """What this process knows while a default group lives.
+    """The state of this process while there is a default group.
 
     Attributes:
-        pool: the communicators that groups use and have used.
-        created: groups made so far, on all ranks alike.
-        secret: known to the ranks of the job only.
-        node: the group of the ranks of this node, once it was made.
-        leaders: the group of the first rank of each node, once it was made.
-        blocks: open blocks that one rank runs first, the innermost last.
+        pool: communicators that groups use and have used.
+        created: number of groups made so far, the same on all ranks.
+        secret: bytes that only the ranks of the job know.
+        node: group of the ranks of this node, after the first use.
+        leaders: group of the first rank of each node, after the first use.
+        blocks: open blocks of a leader, the innermost last.
     """
 
     world: ProcessGroup
@@ -43,7 +43,7 @@ class JobWithGroups(JobState):
 
 
 class _Default:
-    """The default group, for those who ask in every call."""
+    """The default group, for code that reads it in every call."""
 
     __slots__ = ("world",)
 
@@ -61,21 +61,21 @@ def set_state(new: JobWithGroups | None) -> None:
 
 
 def state() -> JobWithGroups:
-    """Return the state, or raise torch's ValueError when there is no default group."""
+    """Return the state, or raise torch's ValueError if there is no default group."""
     return cast(JobWithGroups, job_state.job())
 
 
 def current() -> JobWithGroups | None:
-    """Return the state, or None when there is no default group."""
+    """Return the state, or None if there is no default group."""
     return cast("JobWithGroups | None", job_state.current())
 
 
 def resolve(group: Any) -> ProcessGroup | None:
-    """Return the group that a ``group=`` argument means, or None when this rank is not a member.
+    """Return the group of a ``group=`` argument, or None if this rank is not a member.
 
     Raises:
-        ValueError: there is no default group, or the group is destroyed or belongs to an earlier default group, or it is no
-            group at all (as torch).
+        ValueError: there is no default group, the group is destroyed or belongs to an earlier default group, or the argument
+            is no group (as in torch).
     """
     known = state()
     if group is None:
@@ -94,7 +94,7 @@ def resolve(group: Any) -> ProcessGroup | None:
 
 
 def member_or_warn(group: Any, operation: str, stacklevel: int = 3) -> ProcessGroup | None:
-    """Return the group, or warn as torch does and return None when this rank is not in it."""
+    """Return the group, or warn as torch does and return None if this rank is not in the group."""
     found = resolve(group)
     if found is None:
         warnings.warn(
@@ -105,7 +105,7 @@ def member_or_warn(group: Any, operation: str, stacklevel: int = 3) -> ProcessGr
 
 
 def need_member(group: Any) -> ProcessGroup:
-    """Return the group, or raise, as torch's send does, when this rank is not in it."""
+    """Return the group, or raise as torch's send does if this rank is not in the group."""
     found = resolve(group)
     if found is None:
         raise ValueError("Invalid process group specified: this rank is not in the group")
@@ -115,10 +115,10 @@ def need_member(group: Any) -> ProcessGroup:
 def peer_rank(
     group: ProcessGroup, global_rank: int | None, group_rank: int | None, name: str, default: int | None = None
 ) -> int:
-    """Return the rank in the group that ``src=``/``group_src=`` (or dst, peer) means.
+    """Return the rank in the group of an argument ``src=`` or ``group_src=`` (or dst, peer).
 
     Raises:
-        ValueError: both given, neither given, or not a member (torch's texts).
+        ValueError: both are given, neither is, or the rank is not a member (texts of torch).
         TypeError: not an integer.
     """
     if global_rank is not None and group_rank is not None:

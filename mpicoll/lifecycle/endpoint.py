@@ -68,7 +68,7 @@ class JobEndpoint:
             self.sent[group.group_name] = group.by_rank(group.sent)
             self.received[group.group_name] = group.by_rank(group.received)
             self.displays[group.group_name] = group.display
-            self.places[group.group_name] = group.by_rank(group.told.places)
+            self.places[group.group_name] = group.by_rank(group.known_sites.places)
 
     def settle(self, name: str, to: set[int], by: set[int]) -> None:
         """Forget messages on a destroyed group: to ranks that have received all, and from ranks whose messages all arrived.

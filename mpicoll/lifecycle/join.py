@@ -31,7 +31,7 @@ from mpicoll.errors import (
     PeerFailedError,
 )
 from mpicoll.groups import process_group, registry
-from mpicoll.groups.communicators import Pair, Pool, duplicate, mpi_text
+from mpicoll.groups.communicators import CommunicatorPair, Pool, duplicate, mpi_text
 from mpicoll.launch.wrong_starts import ask_srun, check_world, script_of, unused_allocation
 from mpicoll.lifecycle import hooks, teardown, termination
 from mpicoll.lifecycle.endpoint import JobEndpoint, endpoints
@@ -50,7 +50,7 @@ from mpicoll.transports.device.capability import loaded_mpi
 from mpicoll.transports.selection import share_extension, share_profile
 from mpicoll.transports.topology import Topology, discover
 
-Steps = Generator[MPI.Request, None, tuple[JobEndpoint, Pair]]
+Steps = Generator[MPI.Request, None, tuple[JobEndpoint, CommunicatorPair]]
 
 TOLD_WITHIN = 10.0
 """Seconds for which a rank with a wrong ``comm`` waits for the other ranks on COMM_WORLD, to tell them."""
@@ -210,7 +210,7 @@ def _check_launch(size: int, me: int, rank: Any, world_size: Any, *, guest: bool
             warn_caller(warning)
 
 
-def _look_around(endpoint: JobEndpoint, pair: Pair, settings: Settings, device: tuple[str, int]) -> None:
+def _look_around(endpoint: JobEndpoint, pair: CommunicatorPair, settings: Settings, device: tuple[str, int]) -> None:
     """Find the nodes of the job and what all ranks have, by blocking calls of MPI; all ranks are known to be here."""
     topology: Topology = discover(pair.data, device)
     endpoint.topology = topology
@@ -247,7 +247,7 @@ def _may_have_gpus(setting: Cuda, operation: str, nonblocking: bool) -> bool:
     return loaded_mpi(setting).allows(operation, nonblocking)
 
 
-def _meet(comm: MPI.Intracomm, limit: float, site: str) -> tuple[JobEndpoint, Pair]:
+def _meet(comm: MPI.Intracomm, limit: float, site: str) -> tuple[JobEndpoint, CommunicatorPair]:
     """Return the endpoint of a communicator, and the idle pair of its default group; make them at the first use.
 
     The endpoint is an attribute of the communicator, so it goes with it, on all ranks alike.
@@ -286,7 +286,7 @@ class Rendezvous:
         self._steps = steps
         self._request: MPI.Request | None = None
 
-    def resume(self, wait: Callable[[MPI.Request], None]) -> tuple[JobEndpoint, Pair]:
+    def resume(self, wait: Callable[[MPI.Request], None]) -> tuple[JobEndpoint, CommunicatorPair]:
         """Wait for one operation after the other; if ``wait`` raises, the next call resumes here."""
         while True:
             if self._request is not None:
@@ -296,7 +296,7 @@ class Rendezvous:
             except BaseException as end:
                 self.over = True
                 if isinstance(end, StopIteration):
-                    found: tuple[JobEndpoint, Pair] = end.value
+                    found: tuple[JobEndpoint, CommunicatorPair] = end.value
                     return found
                 raise
 
@@ -311,7 +311,7 @@ def _steps(comm: MPI.Intracomm, endpoint: JobEndpoint | None) -> Steps:
             return endpoint, endpoint.pool.take(ranks, index)
     control = yield from duplicate(comm)
     data = yield from duplicate(control)
-    pair = Pair(ranks, control, data)
+    pair = CommunicatorPair(ranks, control, data)
     if endpoint is None:
         board = Board((yield from duplicate(control)), waits_now)
         endpoint = JobEndpoint(board, Pool(), (yield from duplicate(control)))

@@ -336,7 +336,7 @@ def _report_lost_messages(endpoint: JobEndpoint) -> None:
     board = endpoint.board
     ending.code, ending.unfinished = 1, True
     live, sent = endpoint.live_groups(), endpoint.all_sent()
-    places = {**endpoint.places, **{group.group_name: group.by_rank(group.told.places) for group in live}}
+    places = {**endpoint.places, **{group.group_name: group.by_rank(group.known_sites.places) for group in live}}
     for rank in {rank for there in sent.values() for rank, _ in there}:
         mine = {
             name: {tag: (n, places.get(name, {}).get((to, tag), "")) for (to, tag), n in there.items() if to == rank}

@@ -20,7 +20,7 @@ from mpicoll.errors import (
     PeerFailedError,
     in_one_line,
 )
-from mpicoll.groups.communicators import Pair, make_pair
+from mpicoll.groups.communicators import CommunicatorPair, make_pair
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import NON_MEMBER, JobWithGroups, state
 from mpicoll.operations import composed
@@ -169,11 +169,11 @@ def _shrink(known: JobWithGroups, tag: int, call: Call) -> None:
             known.endpoint.settle(*settled)
 
 
-def _make(known: JobWithGroups, members: tuple[int, ...], index: int, tag: int, call: Call) -> Pair:
+def _make(known: JobWithGroups, members: tuple[int, ...], index: int, tag: int, call: Call) -> CommunicatorPair:
     """Take the pair that all members agreed is idle, or make a new one; all members are known to be here."""
     if index != NOTHING and index >= 0:
         pair = known.pool.take(members, index)
-        known.pool.furnish(pair, known.topology, known.settings, known.world.level)
+        known.pool.open_transports(pair, known.topology, known.settings, known.world.level)
         with signals.guard:
             settled = composed.drive(known.world, call, pair.sweep(), known.world.timeout)
             if known.endpoint is not None:
@@ -183,7 +183,7 @@ def _make(known: JobWithGroups, members: tuple[int, ...], index: int, tag: int, 
     with signals.guard, BlockingCall(known.world, call, known.world.timeout):
         pair = make_pair(known.world.pair.control, members, tag)
     pair.agreement.epoch = known.world.pair.agreement.epoch
-    known.pool.furnish(pair, known.topology, known.settings, known.world.level)
+    known.pool.open_transports(pair, known.topology, known.settings, known.world.level)
     known.pool.add(pair)
     with signals.guard:
         composed.drive(known.world, call, known.pool.meet(pair), known.world.timeout)
@@ -203,7 +203,7 @@ def _make_locally(
     problem: Exception | None,
     op: str = "new_group",
     watch: Watch | None = None,
-) -> tuple[str, Pair]:
+) -> tuple[str, CommunicatorPair]:
     """Agree among the members alone: each tells the first of them, which tells all when everybody has come.
 
     In two rounds: a member that gave up before it heard of the first never answers it, so nobody goes on into the blocking

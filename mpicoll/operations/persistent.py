@@ -25,7 +25,7 @@ from mpi4py import MPI
 from mpicoll.diagnosis.call import Call
 from mpicoll.diagnosis.wait_policy import CallWait, local_wait
 from mpicoll.groups import registry
-from mpicoll.groups.process_group import Kept, ProcessGroup
+from mpicoll.groups.process_group import MessageCache, ProcessGroup
 from mpicoll.memory.dtypes import dtype_name
 from mpicoll.memory.memory import Array
 from mpicoll.operations.failures import guarded, wrap
@@ -34,7 +34,7 @@ from mpicoll.runtime.call_site import Site
 from mpicoll.runtime.mpi_library import retain_for_ever, retain_frames
 from mpicoll.runtime.native import found as extension
 from mpicoll.transports import large_counts
-from mpicoll.transports.mpi.envelope import EARLY_BYTES, ROOM, SMALL_BYTES, WORDS, first_word
+from mpicoll.transports.mpi.envelope import EAGER_BYTES, ROOM, SMALL_BYTES, WORDS, first_word
 
 MOST = 128
 """Persistent sends, and as many receives, that a group keeps; each takes 4 KiB at most."""
@@ -167,13 +167,13 @@ class PersistentSend(_Persistent):
         buffer = np.empty(WORDS.size + (size if size <= SMALL_BYTES else 0), np.uint8)
         request = group.pair.data.Send_init([buffer, MPI.BYTE], peer, tag)
         control = group.pair.control
-        make = control.Send_init if size <= EARLY_BYTES else control.Ssend_init
+        make = control.Send_init if size <= EAGER_BYTES else control.Ssend_init
         super().__init__(request, make, _poster(group, size), buffer, rank, peer, tag, shape, dtype)
         self.words[0] = first_word(dtype, math.prod(shape))
 
     def move_to(self, group: ProcessGroup, frame: FrameType, op: str = "send") -> bool:
         """Say another place from now on, if the receiver has been told of it."""
-        number = group.told.known(self.peer, self.tag, op, Site(frame.f_code, frame.f_lasti))
+        number = group.known_sites.known(self.peer, self.tag, op, Site(frame.f_code, frame.f_lasti))
         if number is None:
             return False
         try:
@@ -247,28 +247,28 @@ def learn(group: ProcessGroup, op: str, peer: int, tensor: Array, rank: Any, tag
             group.seen.clear()
         group.seen.add(seen)
         return
-    kept: Kept = group.sends if op == "send" else group.receives
-    if key in kept:
+    cache: MessageCache = group.sends if op == "send" else group.receives
+    if key in cache:
         return
     with signals.guard, group.posting:
-        if len(kept) >= MOST:
+        if len(cache) >= MOST:
             # A program with ever new tags would make and free one in every call.
             if next(_misses) % _RARELY:
                 return
-            oldest = next(iter(kept))
+            oldest = next(iter(cache))
             with group.pair.receiver.lock:  # a receive is posted under it, if it has not been dropped by then
                 if group.pair.receiver.posted:
                     return
                 try:
-                    kept[oldest].take()
+                    cache[oldest].take()
                 except Busy:
                     return
-                dropped = kept.drop(oldest)
+                dropped = cache.drop(oldest)
             group.retire(dropped)
         kind = PersistentSend if op == "send" else PersistentReceive
         made = kind(group, rank, peer, tag, tensor.shape, tensor.dtype)
         group.persistent.append(made)
-        kept[key] = made
+        cache[key] = made
 
 
 def _poster(group: ProcessGroup, nbytes: int) -> Callable[..., MPI.Request]:
@@ -277,7 +277,7 @@ def _poster(group: ProcessGroup, nbytes: int) -> Callable[..., MPI.Request]:
     Synchronously where they are many, so that whether a send completes before it is received does not depend on the MPI. It
     costs nothing: a message of this size waits for its receiver anyway, to be copied once.
     """
-    return group.pair.control.Isend if nbytes <= EARLY_BYTES else group.pair.control.Issend
+    return group.pair.control.Isend if nbytes <= EAGER_BYTES else group.pair.control.Issend
 
 
 def post_apart(group: ProcessGroup, tensor: Array, peer: int, tag: int) -> MPI.Request:
@@ -382,7 +382,7 @@ def _forget_in_child() -> None:
     known = registry.current()
     if known is not None:
         for group in known.groups.values():
-            group.sends, group.receives = Kept(), Kept()
+            group.sends, group.receives = MessageCache(), MessageCache()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

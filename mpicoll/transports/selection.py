@@ -47,7 +47,7 @@ DEFAULT: Mapping[Kind, Ranges] = {
 
 
 @dataclass(frozen=True)
-class Choice:
+class Selection:
     """What decides for the groups of one world; agreed when it was made.
 
     Attributes:

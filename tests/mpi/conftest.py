@@ -45,17 +45,17 @@ def rounds_of_mpi(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert world is not None
     monkeypatch.setattr("mpicoll.groups.communicators.MOST_MEMBERS", 1)
     monkeypatch.setattr("mpicoll.groups.communicators.DEFAULT", dict.fromkeys(DEFAULT, ((16 * 1024 + 1, NEVER),)))
-    agreement, before, choice = world.pair.agreement, world.pair.agreement.channel, world.pair.choice
+    agreement, before, choice = world.pair.agreement, world.pair.agreement.channel, world.pair.selection
     dist.barrier()
     agreement.use(None)
-    world.pair.choice = replace(choice, ranges=dict.fromkeys(DEFAULT, ((16 * 1024 + 1, NEVER),)))
-    world.rides.clear()
+    world.pair.selection = replace(choice, ranges=dict.fromkeys(DEFAULT, ((16 * 1024 + 1, NEVER),)))
+    world.prepared.clear()
     yield
     if dist.is_initialized() and dist.group.WORLD is world and world.broken is None:
         dist.barrier()
         agreement.use(before)
-        world.rides.clear()
-    world.pair.choice = choice
+        world.prepared.clear()
+    world.pair.selection = choice
 
 
 _failed: list[str] = []

@@ -21,7 +21,7 @@ from mpicoll.memory.device import array as device_array
 from mpicoll.memory.device import pool as device_pool
 from mpicoll.operations import failures
 from mpicoll.pytest_plugin import collective_raises
-from mpicoll.transports.selection import Choice
+from mpicoll.transports.selection import Selection
 
 pytestmark = pytest.mark.mpi
 
@@ -197,7 +197,7 @@ def test_nobody_enters_mpi_before_every_gpu_has_come(
     """Past the limit a rank can leave a wait of ours by an exception, a blocking call of MPI by ending the job alone."""
     world = dist.group.WORLD
     assert world is not None
-    monkeypatch.setattr(world.pair, "choice", Choice(engine))
+    monkeypatch.setattr(world.pair, "selection", Selection(engine))
     entered: list[float] = []
     enter = failures.BlockingCall.__enter__
 

@@ -22,7 +22,7 @@ from mpicoll.memory.device import pool as device_pool
 from mpicoll.memory.dtypes import named_element
 from mpicoll.transports.base import Movement
 from mpicoll.transports.device import staged
-from mpicoll.transports.selection import Choice
+from mpicoll.transports.selection import Selection
 
 pytestmark = pytest.mark.mpi
 
@@ -76,7 +76,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """What moves the pieces of the world: its shared memory, or MPI."""
     world = dist.group.WORLD
     assert world is not None
-    monkeypatch.setattr(world.pair, "choice", Choice(request.param))
+    monkeypatch.setattr(world.pair, "selection", Selection(request.param))
     return str(request.param)
 
 
@@ -406,7 +406,7 @@ def test_a_gpu_that_ends_in_the_middle(
     use(gpu, monkeypatch)
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
-    group.pair.choice = Choice(engine)
+    group.pair.selection = Selection(engine)
     x = np.ones(MANY, np.int64)
     says = "cudaErrorIllegalAddress" if fails and rank == 0 else None
     with pytest.raises((RuntimeError, dist.DistError), match=says):
@@ -443,7 +443,7 @@ def test_struck_at_every_line(function: Any, engine: str, gpu: Recording) -> Non
     for line in lines:
         group = dist.new_group()
         assert isinstance(group, dist.ProcessGroup)
-        group.pair.choice = Choice(engine)
+        group.pair.selection = Selection(engine)
         x = np.ones(MANY, np.int64)
 
         def call(x: Array = x, group: Any = group) -> None:

@@ -232,7 +232,7 @@ def test_a_wrong_argument_where_calls_roll() -> None:
     before = world.level
     for level in ("roll", "off"):
         world.level = level  # type: ignore[assignment]
-        world.rides.clear()
+        world.prepared.clear()
         try:
             dist.all_reduce(np.ones(2))
             with collective_raises(ValueError if me == odd else dist.CollectiveMismatchError, match="world_size"):
@@ -248,7 +248,7 @@ def test_a_wrong_argument_where_calls_roll() -> None:
             dist.barrier()
         finally:
             world.level = before
-            world.rides.clear()
+            world.prepared.clear()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -326,7 +326,7 @@ def test_wrong_arguments_while_rolling() -> None:
         for _ in range(2 * EVERY):
             dist.all_reduce(x, group=group)
     before, world.level = world.level, "roll"
-    world.rides.clear()  # what is kept was prepared for the level before
+    world.prepared.clear()  # what is kept was prepared for the level before
     try:
         dist.all_reduce(x)
         with collective_raises((ValueError, dist.CollectiveMismatchError)):
@@ -335,5 +335,5 @@ def test_wrong_arguments_while_rolling() -> None:
             dist.all_reduce(x)
     finally:
         world.level = before
-        world.rides.clear()
+        world.prepared.clear()
     dist.barrier()

@@ -28,7 +28,7 @@ from mpicoll.operations import dispatch, prepared
 from mpicoll.pytest_plugin import collective_raises
 from mpicoll.runtime import native
 from mpicoll.transports.base import Kind
-from mpicoll.transports.selection import Choice
+from mpicoll.transports.selection import Selection
 from mpicoll.transports.shm import mapping, transport
 from mpicoll.transports.shm.control import EAGER_BYTES, MASK
 from mpicoll.transports.shm.transport import PIECE, WHOLE_BYTES
@@ -86,11 +86,11 @@ def group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     made = dist.new_group()
     pair = made.pair
     pair.node = transport.SharedMemoryTransport(pair.data, Small(1 << 24), dist.get_world_size() > 2)
-    pair.choice = Choice("node")
+    pair.selection = Selection("node")
     yield made
     assert pair.node.ready
     pair.node = None
-    pair.choice = Choice()
+    pair.selection = Selection()
     dist.destroy_process_group(made)
 
 
@@ -451,7 +451,7 @@ def test_it_is_used(fresh: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -
     for count in (9, 3000):
         for _ in range(3):
             every_call(group, count, "f8", 0)
-        names = {key if isinstance(key, str) else key[0]: each.shared for key, each in group.rides.items()}
+        names = {key if isinstance(key, str) else key[0]: each.shared for key, each in group.prepared.items()}
         assert len(names) >= 10, names
         assert all(names.values()), names
     x, most = np.zeros(EAGER_BYTES + 1, np.uint8), 3 * (MASK + 1)
@@ -656,10 +656,10 @@ def test_without_shared_memory(
 
 def test_what_is_chosen() -> None:
     """auto is the table's word, mpi never, node always but for barriers."""
-    assert not Choice("mpi").node(Kind.ALL_REDUCE, 1 << 30)
-    assert Choice("node").node(Kind.BROADCAST, 1)
-    assert not Choice("node").node(Kind.BARRIER, 0)
-    chosen = Choice("auto", ranges={Kind.REDUCE: [(1000, 2000), (4000, 5000)]})
+    assert not Selection("mpi").node(Kind.ALL_REDUCE, 1 << 30)
+    assert Selection("node").node(Kind.BROADCAST, 1)
+    assert not Selection("node").node(Kind.BARRIER, 0)
+    chosen = Selection("auto", ranges={Kind.REDUCE: [(1000, 2000), (4000, 5000)]})
     assert [size for size in (999, 1000, 2000, 2001, 4500, 5001) if chosen.node(Kind.REDUCE, size)] == [
         1000,
         2000,

@@ -205,7 +205,7 @@ def test_members_use_an_engine_that_serves_all_of_them() -> None:
     """The choice of the engine is part of the agreement: one that a single member cannot use is used by nobody."""
     group = dist.new_group()
     node, native = group.pair.node, group.pair.native
-    if node is None or group.pair.choice.mode == "mpi":
+    if node is None or group.pair.selection.mode == "mpi":
         return  # its members are on several nodes, or all goes through MPI: nothing to choose
     used: list[str] = []
 

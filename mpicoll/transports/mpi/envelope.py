@@ -31,7 +31,7 @@ SMALL_BYTES = 4000
 """Up to this size the elements stand behind the words, so that the message with its envelope is still sent eagerly by Open MPI
 (4 KiB between processes of a node). Above it one message that is copied in and out takes longer than two that are not."""
 
-EARLY_BYTES = 16 * 1024
+EAGER_BYTES = 16 * 1024
 """Up to this size a send may be complete before it is received, if MPI has room for it; above it never is."""
 
 _PLACE_BYTES = 240
@@ -182,7 +182,7 @@ def open_message(buffer: np.ndarray[Any, np.dtype[np.uint8]]) -> tuple[Envelope,
     return envelope, buffer[WORDS.size : end], words
 
 
-class Told:
+class KnownSites:
     """What a sender has told each receiver about the places of its messages."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 from mpicoll.memory.adapt import adapt
 from mpicoll.memory.dtypes import MOVABLE
 from mpicoll.runtime.call_site import Site, call_site
-from mpicoll.transports.mpi.envelope import ROOM, SMALL_BYTES, WORDS, Told, first_word, open_message, write
+from mpicoll.transports.mpi.envelope import ROOM, SMALL_BYTES, WORDS, KnownSites, first_word, open_message, write
 
 
 @pytest.mark.parametrize("char", sorted(MOVABLE))
@@ -81,7 +81,7 @@ def test_elements_that_mpi_does_not_know() -> None:
 
 def test_a_place_is_told_once_for_each_tag_and_receiver() -> None:
     """Words go with the first message of a place to a receiver under a tag; places that differ have numbers that differ."""
-    told = Told()
+    told = KnownSites()
     here, there = call_site(), call_site()
     number, words = told.place(1, 0, "send", here)
     assert words == f"send at {here}".encode()
@@ -97,7 +97,7 @@ def test_a_place_is_told_once_for_each_tag_and_receiver() -> None:
 def test_a_long_path_is_cut_from_the_left() -> None:
     """A place of any length fits into a message, and keeps its file and line."""
     code = compile("pass", "/" + "d" * 400 + "/train.py", "exec")
-    _, words = Told().place(0, 0, "isend", Site(code, 0))
+    _, words = KnownSites().place(0, 0, "isend", Site(code, 0))
     assert words.decode().startswith("isend at \N{HORIZONTAL ELLIPSIS}d")
     assert "/train.py:" in words.decode()
     assert WORDS.size + SMALL_BYTES + len(words) <= ROOM
@@ -105,7 +105,7 @@ def test_a_long_path_is_cut_from_the_left() -> None:
 
 def test_told_forgets_and_tells_again() -> None:
     """A program with ever new tags does not grow it without bound."""
-    told = Told()
+    told = KnownSites()
     site = call_site()
     for tag in range(10_000):
         assert told.place(0, tag, "send", site)[1]

@@ -9,7 +9,7 @@ import pytest
 from mpicoll.cli.tune import faster
 from mpicoll.runtime.mpi_library import library_name
 from mpicoll.transports.base import Kind
-from mpicoll.transports.selection import NEVER, Choice, add_profile, find_profile, path_of_profiles
+from mpicoll.transports.selection import NEVER, Selection, add_profile, find_profile, path_of_profiles
 
 SIZES = [1024, 4096, 16384, 65536]
 
@@ -39,7 +39,7 @@ def test_files() -> None:
     assert find_profile(text, "Open MPI v4", 2) is None
     text = add_profile(text, "Open MPI v5.0.11", 2, {Kind.REDUCE: [(7, 8)]}, {})
     assert find_profile(text, "Open MPI v5.0.11", 2) == {Kind.REDUCE: [(7, 8)]}
-    chosen = Choice("auto", ranges={Kind.REDUCE: [(7, 8)]})
+    chosen = Selection("auto", ranges={Kind.REDUCE: [(7, 8)]})
     assert [size for size in (6, 7, 8, 9) if chosen.node(Kind.REDUCE, size)] == [7, 8]
 
 
