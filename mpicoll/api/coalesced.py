@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicoll.checks.memory_in_use import SEALED_BYTES, claims
+from mpicoll.checks.memory_in_use import SNAPSHOT_BYTES, claims
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import member_or_warn
 from mpicoll.memory.adapt import adapt, adapt_list, apart, same_dtype, viewed
@@ -78,7 +78,7 @@ class _Bucket:
     @property
     def alone(self) -> bool:
         """Whether it is one array, too large to be worth a copy (and for a small one to be watched for writes)."""
-        return len(self.places) == 1 and self.nbytes > SEALED_BYTES
+        return len(self.places) == 1 and self.nbytes > SNAPSHOT_BYTES
 
 
 class _Flat:
@@ -367,7 +367,7 @@ def all_reduce_coalesced(
         and timeout is None
         and name is None
         and type(op) is RedOpType
-        and not claims.flights
+        and not claims.active
         and _repeat(found, "all_reduce_coalesced", op, tensors, BUCKET_BYTES, caller())
     ):
         return None
@@ -435,7 +435,7 @@ def average_gradients(
         and timeout is None
         and name is None
         and type(bucket_bytes) is int
-        and not claims.flights
+        and not claims.active
         and _repeat(found, "average_gradients", RedOpType.AVG, arrays, bucket_bytes, caller())
     ):
         return None

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll.checks.memory_in_use import Flight, claims
+from mpicoll.checks.memory_in_use import Claim, claims
 from mpicoll.diagnosis.call import Call
 from mpicoll.errors import CollectiveMismatchError
 from mpicoll.groups import registry
@@ -36,7 +36,7 @@ from mpicoll.transports.mpi.matching import Message, Receive
 
 # What send and recv look up in every call.
 _default = registry.default
-_flights = claims.flights
+_claims = claims.active
 _frame = sys._getframe
 _get_ident = threading.get_ident
 _guard = signals.guard
@@ -100,7 +100,7 @@ def send(
             frame = _frame(1)
         except (KeyError, AttributeError, ValueError):  # not made before; no group, or not a member; called from C
             again = None
-        if again is not None and not (_pending or _flights):
+        if again is not None and not (_pending or _claims):
             # Made before. All here, and not in functions: a call of a function takes as long as posting the message.
             taken = False
             wrong: BaseException | None = None
@@ -193,7 +193,7 @@ def recv(
             frame = _frame(1)
         except (KeyError, AttributeError, ValueError):
             again = None
-        if again is not None and not (_pending or _flights):
+        if again is not None and not (_pending or _claims):
             receiver = known.pair.receiver
             posted = receiver.posted
             locked = False
@@ -465,16 +465,16 @@ def _check_tag(tag: Any) -> None:
 
 def _start_send(
     name: str, group: ProcessGroup, tensor: Array, peer: int, tag: int, limit: float, stream: Any
-) -> tuple[Operation, Flight | None]:
+) -> tuple[Operation, Claim | None]:
     with device_array.StreamOrder(stream):
         memory = adapt(tensor, "tensor", writable=False, direct="send", nonblocking=True)
     _check_tag(tag)
     execution.enter(group, name)
     call = _describe(name, group, memory, peer, tag)
-    flight = _flight(group, call, memory)
+    claim = _claim(group, call, memory)
     with signals.guard, group.posting:
-        if flight is not None:
-            flight.seal()
+        if claim is not None:
+            claim.snapshot_reads()
         flat = memory.filled()
         message = write(flat, memory.named, *group.told.place(peer, tag, name, call.site))
         with begun(group, call, limit, (message, flat), peer=group.ranks[peer], tag=tag):
@@ -491,14 +491,14 @@ def _start_send(
 
 def _start_recv(
     name: str, group: ProcessGroup, tensor: Array, peer: int, tag: int, limit: float, stream: Any
-) -> tuple[Operation, Flight | None]:
+) -> tuple[Operation, Claim | None]:
     # What is not compared may be smaller than the array, and stand in its envelope.
     with device_array.StreamOrder(stream):
         memory = adapt(tensor, "tensor", writable=True, direct="recv" if group.compares else "", nonblocking=True)
     _check_tag(tag)
     execution.enter(group, name)
     call = _describe(name, group, memory, peer, tag)
-    flight = _flight(group, call, memory)
+    claim = _claim(group, call, memory)
     if memory.direct:
         memory.filled()  # MPI writes there as soon as the message has come
     with signals.guard, group.posting:
@@ -506,9 +506,9 @@ def _start_recv(
         source = group.ranks[peer] if peer >= 0 else -1
         with begun(group, call, limit, memory, peer=source, tag=tag):
             receive = receiver.start(memory, peer, tag, exact=group.compares)
-            if flight is not None:
-                receive.watch(flight)
-            return _receive_operation(group, call, memory, receive, tensor, limit), flight
+            if claim is not None:
+                receive.watch(claim)
+            return _receive_operation(group, call, memory, receive, tensor, limit), claim
 
 
 def _describe(name: str, group: ProcessGroup, memory: Memory, peer: int, tag: int) -> Call:
@@ -518,17 +518,17 @@ def _describe(name: str, group: ProcessGroup, memory: Memory, peer: int, tag: in
     return call
 
 
-def _flight(group: ProcessGroup, call: Call, memory: Memory) -> Flight | None:
+def _claim(group: ProcessGroup, call: Call, memory: Memory) -> Claim | None:
     """Compare the memory of a message with that of the operations under way, and return what is to be kept of it.
 
     Raises:
         BufferInUseError: one of them uses it.
     """
-    if not group.compares or not (_flights or call.op in ("isend", "irecv")):
+    if not group.compares or not (_claims or call.op in ("isend", "irecv")):
         return None
     arrays = [memory.own]
     sends = call.op in ("send", "isend")
-    flight = Flight(
+    claim = Claim(
         call.op,
         call.site,
         reads=arrays if sends else (),
@@ -536,11 +536,11 @@ def _flight(group: ProcessGroup, call: Call, memory: Memory) -> Flight | None:
         gone=lambda: group.broken is not None or group.destroyed,
         group=group.display,
     )
-    claims.check(flight)
+    claims.check(claim)
     if call.op in ("send", "recv"):
-        flight.let_go()
+        claim.clear()
         return None
-    return flight
+    return claim
 
 
 def _receive_operation(

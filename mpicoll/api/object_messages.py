@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll.checks.memory_in_use import look_at
+from mpicoll.checks.memory_in_use import check_read
 from mpicoll.diagnosis.call import Call
 from mpicoll.diagnosis.report.entries import Entry, entry_of
 from mpicoll.diagnosis.report.report import with_calls
@@ -133,7 +133,7 @@ def _call(op: str, group: ProcessGroup, length: int, peer: int) -> Call:
 def _start_send(group: ProcessGroup, packed: Packed, length: int, peer: int) -> Operation:
     call = _call("send", group, length, peer)
     if group.compares:
-        look_at(call.name, call.site, packed.parts, group.gone, group.display)
+        check_read(call.name, call.site, packed.parts, group.gone, group.display)
     with signals.guard, group.posting:
         number = group.objects_sent[peer] = group.objects_sent.get(peer, 0) + 1
         prefix = packed.prefix(_KIND, number)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicoll.checks.memory_in_use import look_at
+from mpicoll.checks.memory_in_use import check_read
 from mpicoll.diagnosis.call import Call, name_ranks
 from mpicoll.errors import ARGUMENT, CollectiveMismatchError, DistError, wrong_argument
 from mpicoll.groups.process_group import ProcessGroup
@@ -517,7 +517,7 @@ def _run(
                 error  # calls are not compared at this level, but the round is made, and its detail tells the failure
             )
         if group.compares:
-            look_at(op, site, [part for each in packed for part in each.parts], group.gone, group.display)
+            check_read(op, site, [part for each in packed for part in each.parts], group.gone, group.display)
     except Exception as error:
         setattr(error, ARGUMENT, True)
         composed.run(group, Call(op, (), site, error=error), _no_steps)

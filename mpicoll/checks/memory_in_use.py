@@ -1,12 +1,12 @@
-"""Memory of operations under way on this rank: who else is given it, and was it written meanwhile?
+"""Claims on memory that pending operations of this rank use: find conflicting operations, and writes of the program.
 
-Two operations may read the same memory at once; as soon as one of them writes it, what is in it depends on which is faster.
-So the memory of every operation that the program still has to wait for is kept here, and that of a new one compared with it.
+Two operations may read the same memory. If one of them writes, the result depends on which is faster. So each operation that
+the program has to wait for claims its memory, and a new claim is compared with earlier claims.
 
-A write by the program itself is noticed by copies: of what is read from the issue of the operation until it has been
-waited for, of what is written until its result comes and again from there on. (A copy of 64 KiB takes a tenth of the time of a
-checksum of it.) Not noticed: writes to buffers of more than
-``SEALED_BYTES``, writes that put the same bytes there again, and reads of memory that an operation writes.
+Snapshots find writes of the program. Memory that an operation reads is compared from the issue of the operation until the
+program has waited for it. Memory that an operation writes is compared until the result arrives, and again afterwards. (A copy of
+64 KiB takes a tenth of the time of its checksum.) Not found are writes to buffers of more than ``SNAPSHOT_BYTES``, writes of
+equal bytes, and reads of memory that an operation writes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mpicoll.memory.device.array import DeviceAddresses
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import Site
 
-SEALED_BYTES = 64 * 1024
+SNAPSHOT_BYTES = 64 * 1024
 """Bytes of the largest buffer that is checked for writes of the program."""
 
 _MOST_WORK = 10_000
@@ -40,10 +40,10 @@ Array = npt.NDArray[Any]
 
 
 def span(array: Array) -> tuple[int, int]:
-    """Return the addresses of the first byte of an array and of the one behind its last; equal when it has none."""
+    """Return the address of the first byte of an array and the address behind the last byte."""
     if array.flags.c_contiguous or not array.size:
         try:
-            start = _address(array)  # in a tenth of the time
+            start = _address(array)  # takes a tenth of the time
         except (BufferError, TypeError, ValueError):  # of a dtype that has no buffer
             start = int(array.__array_interface__["data"][0])
         return start, start + array.nbytes
@@ -60,19 +60,19 @@ def span(array: Array) -> tuple[int, int]:
 class _Range:
     """The memory of one array of one operation."""
 
-    __slots__ = ("array", "end", "flight", "start", "writes")
+    __slots__ = ("array", "claim", "end", "start", "writes")
 
-    def __init__(self, array: Array, flight: Flight, writes: bool) -> None:
+    def __init__(self, array: Array, claim: Claim, writes: bool) -> None:
         self.start, self.end = span(array)
         self.array = array
-        self.flight = flight
+        self.claim = claim
         self.writes = writes
 
     def __lt__(self, other: _Range) -> bool:
         return self.start < other.start
 
     def shares(self, other: _Range) -> bool:
-        """Whether they have a byte in common; where that is hard to tell, they have not."""
+        """Return whether two ranges have a byte in common; False if that takes long to find out."""
         if self.start >= other.end or other.start >= self.end:
             return False
         if self.array.flags.c_contiguous and other.array.flags.c_contiguous:
@@ -83,13 +83,13 @@ class _Range:
             return False
 
 
-def span_of(array: Array, flight: Flight, writes: bool) -> _Range:
+def span_of(array: Array, claim: Claim, writes: bool) -> _Range:
     """Return the memory of one array of an operation."""
-    return _Range(array, flight, writes)
+    return _Range(array, claim, writes)
 
 
-class Seal:
-    """What is in some arrays, to tell later whether they were written."""
+class Snapshot:
+    """The contents of some arrays, to find out later whether the arrays were written."""
 
     __slots__ = ("_held",)
 
@@ -97,33 +97,33 @@ class Seal:
         self._held = [
             (array, _bytes(array))
             for array in arrays
-            if array.nbytes <= SEALED_BYTES and type(array) is not DeviceAddresses
+            if array.nbytes <= SNAPSHOT_BYTES and type(array) is not DeviceAddresses
         ]
 
-    def broken(self) -> bool:
-        """Whether one of them no longer holds what it held."""
+    def is_changed(self) -> bool:
+        """Return whether the contents of an array have changed."""
         return any(_bytes(array) != held for array, held in self._held)
 
 
 def _bytes(array: Array) -> bytes:
     if array.dtype.names is not None:
-        # Field by field: between them may stand what is not the array's, and a copy of it may hold anything there.
+        # Field by field: bytes between fields may belong to another array, and are arbitrary in a copy.
         return b"".join(_bytes(array[name]) for name in array.dtype.names)
     return array.tobytes()
 
 
-def look_at(op: str, site: Site, reads: Sequence[Array], gone: Callable[[], bool], group: str) -> None:
-    """Compare memory that a call reads, which is over when it returns, with that of the operations under way.
+def check_read(op: str, site: Site, reads: Sequence[Array], gone: Callable[[], bool], group: str) -> None:
+    """Compare memory that a blocking call reads with the claims of pending operations.
 
     Raises:
-        BufferInUseError: one of them writes there.
+        BufferInUseError: a pending operation writes the memory.
     """
-    if reads and claims.flights:
-        claims.check(Flight(op, site, reads=reads, writes=(), gone=gone, group=group))
+    if reads and claims.active:
+        claims.check(Claim(op, site, reads=reads, writes=(), gone=gone, group=group))
 
 
 def written(op: str, site: Site, group: str = "") -> BufferInUseError:
-    """Return the error for an operation whose buffer was written before it had been waited for."""
+    """Return the error for an operation whose buffer was written before ``wait()`` had returned."""
     error = BufferInUseError(
         f"rank {claims.rank}: the tensor of {op} at {site} was written before its wait() had returned: what was moved is not "
         "certain. Write it after wait(), or hand over a copy"
@@ -141,22 +141,22 @@ def _is_over() -> bool:
     return True
 
 
-class Flight:
-    """One operation under way, and its memory.
+class Claim:
+    """A pending operation and its memory.
 
     Args:
-        op, site: the operation and its place.
-        reads, writes: the arrays that it reads and writes; one that does both is among the latter.
-        gone: whether its group can no longer be used, so that nobody will wait for it.
-        group: the group, as it is displayed.
+        op, site: the operation and its call site.
+        reads, writes: arrays that the operation reads, and arrays that it writes or both reads and writes.
+        gone: returns whether the group is broken or destroyed, so that the program will not wait for the operation.
+        group: display name of the group.
 
     Attributes:
-        over: whether it is complete; set when it is issued.
-        advance: moves it on, and says whether it is complete; set as ``over`` is.
-        adrift: the program cannot wait for it, or has it tell by a future.
+        over: returns whether the operation is complete; set when the operation is issued.
+        advance: progresses the operation, and returns whether it is complete; set like ``over``.
+        unawaited: the program cannot wait for the operation, or uses a future.
     """
 
-    __slots__ = ("_results", "_seal", "adrift", "advance", "gone", "group", "op", "over", "ranges", "site")
+    __slots__ = ("_results", "_snapshot", "advance", "gone", "group", "op", "over", "ranges", "site", "unawaited")
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class Flight:
         self.gone = gone
         self.over: Callable[[], bool] = _is_over
         self.advance: Callable[[], bool] = _is_over
-        self.adrift = False
+        self.unawaited = False
         self.ranges = [_Range(array, self, True) for array in writes if array.size]
         outputs = tuple(self.ranges)
         for array in reads:
@@ -181,32 +181,32 @@ class Flight:
                 mine = _Range(array, self, False)
                 if not outputs or not any(mine.shares(other) for other in outputs):
                     self.ranges.append(mine)
-        self._seal: Seal | None = None
-        self._results: Seal | None = None
+        self._snapshot: Snapshot | None = None
+        self._results: Snapshot | None = None
 
-    def seal(self) -> None:
-        """Note what is in the arrays that are only read."""
-        self._seal = Seal(each.array for each in self.ranges if not each.writes)
+    def snapshot_reads(self) -> None:
+        """Record the contents of arrays that the operation only reads."""
+        self._snapshot = Snapshot(each.array for each in self.ranges if not each.writes)
 
-    def seal_of(self, arrays: list[Array]) -> Seal:
-        """Return what is in some arrays now."""
-        return Seal(arrays)
+    def snapshot_of(self, arrays: list[Array]) -> Snapshot:
+        """Return a snapshot of some arrays."""
+        return Snapshot(arrays)
 
-    def seal_results(self) -> None:
-        """Note what is in the arrays that were written, now that the operation is complete."""
-        self._results = Seal(each.array for each in self.ranges if each.writes)
+    def snapshot_results(self) -> None:
+        """Record the contents of arrays that the operation, complete now, has written."""
+        self._results = Snapshot(each.array for each in self.ranges if each.writes)
 
-    def let_go(self) -> None:
-        """Forget the memory and the operation, so that they go at once and not when Python next looks for cycles.
+    def clear(self) -> None:
+        """Drop the references to memory and operation, so that they are freed before the next garbage collection.
 
-        A bytearray cannot change its size as long as somebody has its memory, and large arrays are to be freed.
+        A bytearray cannot change its size while there are references to its memory, and large arrays must be freed.
         """
         self.ranges = []
         self.over = self.advance = _is_over
 
     def verdict(self) -> BufferInUseError | None:
-        """Return an error when an array no longer holds what it held when it was sealed."""
-        if any(seal is not None and seal.broken() for seal in (self._seal, self._results)):
+        """Return an error if the contents of an array have changed since its snapshot."""
+        if any(snapshot is not None and snapshot.is_changed() for snapshot in (self._snapshot, self._results)):
             return written(self.op, self.site, self.group)
         return None
 
@@ -299,10 +299,10 @@ class RequestClaim(Flight):
 
 
 class _Ranges:
-    """Ranges sorted by their start, one list for each order of magnitude of their length.
+    """Ranges sorted by start address, in one list for each order of magnitude of the length.
 
-    A range of a list can only overlap a given one if it starts within that length before it; so of many that lie side by
-    side only those are looked at that are near.
+    A range of a list overlaps a given range only if it starts within that length before. So of many adjacent ranges only a few
+    are compared.
     """
 
     def __init__(self) -> None:
@@ -325,147 +325,147 @@ class _Ranges:
             del self._lists[size], self._starts[size]
 
     def near(self, wanted: _Range) -> Iterator[_Range]:
-        """Yield every range that may overlap the one given."""
+        """Yield all ranges that may overlap the given range."""
         for size, starts in self._starts.items():
             first = bisect_left(starts, wanted.start - (1 << size))
             yield from self._lists[size][first : bisect_left(starts, wanted.end)]
 
 
-ADRIFT_FOR = 0.05
-"""Seconds for which an operation that nobody waits for is moved on before memory counts as used by it."""
+UNAWAITED_FOR = 0.05
+"""Longest progress of a conflicting operation without a wait, in seconds, before the conflict counts."""
 
 
 class Registry:
-    """The operations under way on this rank.
+    """The claims of pending operations on this rank.
 
     Attributes:
-        flights: those that the program has to wait for.
-        lent: those of them that come and go in a loop: few, and looked at one by one.
+        active: all claims.
+        reusable: claims of operations that start again and again: few, and compared one by one.
     """
 
     def __init__(self) -> None:
         self.rank = 0  # for messages
-        self.flights: set[Flight] = set()
-        self.lent: set[Flight] = set()
+        self.active: set[Claim] = set()
+        self.reusable: set[Claim] = set()
         self._lock = threading.Lock()
         self._read = _Ranges()
         self._written = _Ranges()
-        self._dropped: deque[Flight] = deque()
+        self._dropped: deque[Claim] = deque()
 
-    def check(self, new: Flight) -> None:
-        """Raise when an operation would write memory that another one uses, or use memory that another one writes.
+    def check(self, new: Claim) -> None:
+        """Raise if an operation writes memory that another one uses, or uses memory that another one writes.
 
         Raises:
-            BufferInUseError: it names both operations.
+            BufferInUseError: names both operations.
         """
         found = self._shared(new)
-        until = time.monotonic() + ADRIFT_FOR
-        while found is not None and found[1].flight.adrift and time.monotonic() < until:
-            # Nobody waits for it, so it may be over, and only not have been looked at since.
+        until = time.monotonic() + UNAWAITED_FOR
+        while found is not None and found[1].claim.unawaited and time.monotonic() < until:
+            # The program does not wait for the other operation, so it may be complete without having been tested.
             with signals.guard:
                 waiting.progress()
-                found[1].flight.advance()  # a send is in no list of what every wait moves on
+                found[1].claim.advance()  # waits do not progress sends
             found = self._shared(new)
         if found is not None:
             mine, other = found
             error = BufferInUseError(f"rank {self.rank}: {_text(mine, other)}")
             raise with_calls(error, new.group, [self.rank], [_entry(mine), _entry(other)])
 
-    def in_the_way(self, new: Flight) -> bool:
-        """Whether another operation uses memory of a new one, as far as can be told at once."""
+    def conflicts(self, new: Claim) -> bool:
+        """Return whether a pending operation conflicts with a new claim, without progressing that operation."""
         return self._shared(new) is not None
 
-    def _shared(self, new: Flight) -> tuple[_Range, _Range] | None:
-        """Return memory of an operation, and that of another one in its way."""
+    def _shared(self, new: Claim) -> tuple[_Range, _Range] | None:
+        """Return the range of a new claim and the range of an active claim that conflict, or None."""
         with self._lock:
             self._sweep()
             for mine in new.ranges:
                 for ranges in (self._written, self._read) if mine.writes else (self._written,):
                     for other in ranges.near(mine):
-                        if not other.shares(mine) or other.flight.gone():
+                        if not other.shares(mine) or other.claim.gone():
                             continue
                         return mine, other
-                for flight in tuple(self.lent):
-                    for other in flight.ranges:
-                        if not (mine.writes or other.writes) or not other.shares(mine) or flight.gone():
+                for claim in tuple(self.reusable):
+                    for other in claim.ranges:
+                        if not (mine.writes or other.writes) or not other.shares(mine) or claim.gone():
                             continue
                         return mine, other
         return None
 
-    def add(self, new: Flight) -> None:
-        """Keep an operation until :meth:`remove`."""
+    def add(self, new: Claim) -> None:
+        """Add a claim, until :meth:`remove`."""
         with self._lock:
             try:
-                self.flights.add(new)
+                self.active.add(new)
                 self._add_ranges(new)
             except BaseException:
                 self._rebuild()
                 raise
 
-    def lend(self, flight: Flight) -> None:
-        """Keep an operation until :meth:`take_back`, which costs little and leaves it its memory."""
-        self.lent.add(flight)
-        self.flights.add(flight)
+    def claim(self, claim: Claim) -> None:
+        """Add a reusable claim, until :meth:`release`; both cost little, and the claim keeps its memory."""
+        self.reusable.add(claim)
+        self.active.add(claim)
 
-    def take_back(self, flight: Flight) -> None:
-        """Forget an operation that was lent, if it was."""
-        self.flights.discard(flight)
-        self.lent.discard(flight)
+    def release(self, claim: Claim) -> None:
+        """Remove a reusable claim, if it is active."""
+        self.active.discard(claim)
+        self.reusable.discard(claim)
 
-    def _add_ranges(self, new: Flight) -> None:
+    def _add_ranges(self, new: Claim) -> None:
         for each in new.ranges:
             (self._written if each.writes else self._read).add(each)
 
     def _rebuild(self) -> None:
-        """Make the ranges anew: out of a signal handler an exception may strike between any two lines."""
+        """Rebuild the ranges after an exception, which a signal handler may raise between any two lines."""
         self._read, self._written = _Ranges(), _Ranges()
-        for flight in self.flights - self.lent:
-            self._add_ranges(flight)
+        for claim in self.active - self.reusable:
+            self._add_ranges(claim)
 
-    def remove(self, old: Flight) -> None:
-        """Forget an operation."""
-        if old in self.lent:
-            self.take_back(old)
-            old.let_go()
+    def remove(self, old: Claim) -> None:
+        """Remove a claim."""
+        if old in self.reusable:
+            self.release(old)
+            old.clear()
             return
         with self._lock:
             self._remove(old)
 
-    def drop(self, old: Flight) -> None:
-        """Forget an operation whose handle nobody holds any more, once it is over; called by the garbage collector."""
-        old.adrift = True
-        self._dropped.append(old)  # and no lock: this thread may hold it
+    def drop(self, old: Claim) -> None:
+        """Remove the claim of an operation without a handle, when the operation is over. The garbage collector calls this."""
+        old.unawaited = True
+        self._dropped.append(old)  # without the lock, which this thread may hold
 
     def _sweep(self) -> None:
         for _ in range(len(self._dropped)):
             old = self._dropped.popleft()
             if old.over() or old.gone():
-                if old in self.lent:
-                    self.take_back(old)
-                    old.let_go()
+                if old in self.reusable:
+                    self.release(old)
+                    old.clear()
                 else:
                     self._remove(old)
             else:
                 self._dropped.append(old)
 
-    def _remove(self, old: Flight) -> None:
-        if old in self.flights:
+    def _remove(self, old: Claim) -> None:
+        if old in self.active:
             try:
-                self.flights.remove(old)
+                self.active.remove(old)
                 for each in old.ranges:
                     (self._written if each.writes else self._read).remove(each)
             except BaseException:
                 self._rebuild()
                 raise
-            old.let_go()
+            old.clear()
 
 
 def _text(mine: _Range, other: _Range) -> str:
     common = " (they have bytes in common)"
-    if mine.array.flags.c_contiguous and other.array.flags.c_contiguous:  # else it is hard to tell how many
+    if mine.array.flags.c_contiguous and other.array.flags.c_contiguous:  # otherwise the number takes long to find out
         common = f" ({min(mine.end, other.end) - max(mine.start, other.start)} bytes in common)"
     does = {True: "writes", False: "reads"}
-    new, old = mine.flight, other.flight
+    new, old = mine.claim, other.claim
     return (
         f"{new.op} at {new.site} {does[mine.writes]} memory that {old.op} at {old.site} still {does[other.writes]}{common}: "
         f"call wait() on {old.op} first, or give each an array of its own"
@@ -473,10 +473,10 @@ def _text(mine: _Range, other: _Range) -> str:
 
 
 def _entry(memory: _Range) -> Entry:
-    flight = memory.flight
+    claim = memory.claim
     uses = (("memory", "writes" if memory.writes else "reads"),)
-    return Entry(((claims.rank, claims.rank),), flight.op, uses, site=str(flight.site), group=flight.group)
+    return Entry(((claims.rank, claims.rank),), claim.op, uses, site=str(claim.site), group=claim.group)
 
 
 claims = Registry()
-"""The one of this process."""
+"""The claims of this process."""

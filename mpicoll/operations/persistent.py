@@ -2,7 +2,7 @@
 
 A ``send`` or ``recv`` of a plain array that is made again with the same peer, tag, shape and dtype gets a persistent request
 (MPI-4.1 section 3.9) on memory of the library, with the words of its envelope written once. Made again (in ``p2p``) it
-copies its elements in, or out, and compares one word. Anything unusual, such as other operations in flight, a message that
+copies its elements in, or out, and compares one word. Anything unusual, such as other pending operations, a message that
 differs, or a second thread, takes the long way through ``p2p`` and ``matching``.
 
 A persistent receive is posted to MPI itself, with room for any message, and only while no other receive waits: so MPI's

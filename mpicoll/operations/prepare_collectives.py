@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpicoll.checks.memory_in_use import SEALED_BYTES, Flight, Seal, claims, written
+from mpicoll.checks.memory_in_use import SNAPSHOT_BYTES, Claim, Snapshot, claims, written
 from mpicoll.diagnosis.call import Call
 from mpicoll.errors import wrong_argument
 from mpicoll.groups import registry
@@ -109,7 +109,7 @@ def run_prepared(
         async_op = bool(async_op)
         with device_array.StreamOrder(stream) as order:
             ready = prepare(group)
-        flight = _flight(group, op, site, ready, async_op)
+        claim = _claim(group, op, site, ready, async_op)
     except Exception as error:
         call = Call(op, (), site, error=wrong_argument(error), alias=alias)
         execution.run(group, call, None, outputs=[], limit=group.timeout)
@@ -142,7 +142,7 @@ def run_prepared(
         before=_packing(ready),
         after=ready.after,
     )
-    return None if work is None else work.fly(flight)
+    return None if work is None else work.with_claim(claim)
 
 
 def is_unscaled(op: Any) -> bool:
@@ -238,19 +238,19 @@ def _all_ready(memories: tuple[Memory, ...], noted: list[Callable[[], bool]]) ->
     return (lambda: all(ask() for ask in asks)) if asks else None
 
 
-def _flight(group: ProcessGroup, op: str, site: Site, ready: Prepared, async_op: bool) -> Flight | None:
+def _claim(group: ProcessGroup, op: str, site: Site, ready: Prepared, async_op: bool) -> Claim | None:
     """Compare the memory of a call with that of the operations under way, and return what is to be kept of it.
 
     Raises:
         BufferInUseError: one of them uses it; raised on all members.
     """
-    if not group.compares or not (async_op or claims.flights):
+    if not group.compares or not (async_op or claims.active):
         return None
     move = ready.move
     writes: list[Array] = []
     if move.recv is not None and not (move.kind is Kind.BROADCAST and move.root == group.rank()):
         writes = [array for array in map(viewed, ready.outputs) if array is not None]
-    flight = Flight(
+    claim = Claim(
         op,
         site,
         reads=[memory.own for memory in ready.inputs if memory.pack is None or memory.origin is not None],
@@ -258,41 +258,45 @@ def _flight(group: ProcessGroup, op: str, site: Site, ready: Prepared, async_op:
         gone=lambda: group.broken is not None or group.destroyed,
         group=group.display,
     )
-    claims.check(flight)
+    claims.check(claim)
     if not async_op:
-        flight.let_go()
+        claim.clear()
         return None
-    flight.seal()
-    if writes and sum(array.nbytes for array in writes) <= SEALED_BYTES and not isinstance(move.recv, DeviceAddresses):
-        _watch_results(flight, ready, writes)
-    return flight
+    claim.snapshot_reads()
+    if (
+        writes
+        and sum(array.nbytes for array in writes) <= SNAPSHOT_BYTES
+        and not isinstance(move.recv, DeviceAddresses)
+    ):
+        _watch_results(claim, ready, writes)
+    return claim
 
 
-def _watch_results(flight: Flight, ready: Prepared, arrays: list[Array]) -> None:
+def _watch_results(claim: Claim, ready: Prepared, arrays: list[Array]) -> None:
     """Have an asynchronous call move through memory of the library, so that a write of the program to its results shows."""
     move, result, found_before, found_after = ready.move, ready.move.recv, ready.before, ready.after
     assert result is not None
     own = np.empty_like(result) if any(np.may_share_memory(result, array) for array in arrays) else result
-    seal = Seal(arrays)
+    seal = Snapshot(arrays)
     dirty = False
 
     def before() -> None:
         nonlocal seal, dirty
-        dirty = seal.broken()
+        dirty = seal.is_changed()
         if found_before is not None:
             found_before()
         if own is not result:
             own[...] = result
-        seal = Seal(arrays)
+        seal = Snapshot(arrays)
 
     def after() -> None:
-        if dirty or seal.broken():
-            raise written(flight.op, flight.site, flight.group)
+        if dirty or seal.is_changed():
+            raise written(claim.op, claim.site, claim.group)
         if own is not result:
             result[...] = own
         if found_after is not None:
             found_after()
-        flight.seal_results()
+        claim.snapshot_results()
 
     ready.move, ready.before, ready.after = move.into(own), before, after
 

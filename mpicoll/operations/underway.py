@@ -113,7 +113,7 @@ def receive_again(group: ProcessGroup, again: PersistentReceive, tensor: Array, 
                 claim.request = made
                 if claims.flights and claims.in_the_way(claim):
                     return None
-                if tensor.nbytes <= SEALED_BYTES:
+                if tensor.nbytes <= SNAPSHOT_BYTES:
                     made.before = tensor.tobytes()
             again.code, again.instruction = frame.f_code, frame.f_lasti
             operation = made

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
-from mpicoll.checks.memory_in_use import Flight, claims
+from mpicoll.checks.memory_in_use import Claim, claims
 from mpicoll.diagnosis.call import Call
 from mpicoll.errors import DistError
 from mpicoll.operations.request import Request, settle
@@ -138,7 +138,7 @@ class Work:
         if waiting.progress_thread is not None and not request.done:
             waiting.progress_thread.begun(request)
 
-    def fly(self, flight: Flight | None) -> Work:
+    def with_claim(self, claim: Claim | None) -> Work:
         """Keep the operation's memory from others until it has been waited for."""
         if flight is not None:
             request = self._request
@@ -147,20 +147,20 @@ class Work:
             claims.add(flight)
         return self
 
-    def lend(self, flight: Flight) -> None:
-        """As :meth:`fly`, for an operation that is made again and knows itself when it is over."""
-        self._flight = flight
-        claims.lend(flight)
+    def with_reusable_claim(self, claim: Claim) -> None:
+        """As :meth:`with_claim`, for an operation that is made again and knows itself when it is over."""
+        self._claim = claim
+        claims.claim(claim)
 
     def _land(self) -> None:
-        flight, self._flight = self._flight, None
-        if flight is not None:
+        claim, self._claim = self._claim, None
+        if claim is not None:
             try:
                 if self._request.error is None:
                     self._request.error = flight.verdict()
                 claims.remove(flight)
             except BaseException:
-                self._flight = flight  # out of a signal handler
+                self._claim = claim  # out of a signal handler
                 raise
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -292,9 +292,9 @@ class Work:
         return f"<Work {request.call.op} issued at {request.call.site}: {state}>"
 
     def __del__(self) -> None:
-        flight = getattr(self, "_flight", None)
-        if flight is not None:
-            claims.drop(flight)
+        claim = getattr(self, "_claim", None)
+        if claim is not None:
+            claims.drop(claim)
         if not getattr(self, "_observed", True):
             warn_of_dropped(self._request.call, self)
 

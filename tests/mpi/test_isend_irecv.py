@@ -73,7 +73,7 @@ def test_ring(level: str) -> None:
                     assert work.wait() is True
                 assert (y == 100 * before + turn).all()
                 assert works[0].source_rank() == before
-                assert not claims.flights
+                assert not claims.active
                 assert not waiting.pending
             world: Any = dist.group.WORLD
             for each in (*world.sends.values(), *world.receives.values()):
@@ -164,7 +164,7 @@ def test_writes_are_noticed(count: int) -> None:
         received.wait()
     practise(x, y)
     assert (y == before).all()
-    assert not claims.flights
+    assert not claims.active
 
 
 @pytest.mark.parametrize("count", [1, 3000])
@@ -258,7 +258,7 @@ def test_what_a_work_says() -> None:
     assert futures[1].result() == [x]
     assert (y == before + 5).all()
     del received, sent
-    assert not claims.flights
+    assert not claims.active
 
 
 def test_works_that_are_dropped() -> None:
@@ -300,7 +300,7 @@ def test_a_receive_of_a_group_that_is_destroyed() -> None:
     dist.destroy_process_group(group)
     with pytest.raises(dist.GroupBrokenError, match="it was destroyed while an operation was under way"):
         future.result()
-    assert not claims.flights
+    assert not claims.active
     assert not waiting.pending
     group = dist.new_group()
     z = np.zeros(3)

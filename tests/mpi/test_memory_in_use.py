@@ -21,16 +21,16 @@ pytestmark = pytest.mark.mpi(min_size=2)
 def nothing_left() -> Any:
     """Every operation has left the registry in the end."""
     yield
-    claims.check(registry_flight())
-    assert not claims.flights
+    claims.check(registry_claim())
+    assert not claims.active
     dist.barrier()
 
 
-def registry_flight() -> Any:
-    from mpicoll.checks.memory_in_use import Flight
+def registry_claim() -> Any:
+    from mpicoll.checks.memory_in_use import Claim
     from mpicoll.runtime.call_site import call_site
 
-    return Flight("check", call_site())
+    return Claim("check", call_site())
 
 
 def test_an_overlap_raises_at_once_and_names_both_calls() -> None:

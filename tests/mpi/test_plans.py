@@ -35,8 +35,8 @@ def _nothing_is_left() -> Any:
     world = dist.group.WORLD
     assert world is not None
     assert not world.unwaited
-    assert not claims.lent
-    assert not claims.flights
+    assert not claims.reusable
+    assert not claims.active
     assert not [item for item in waiting.pending if isinstance(item, dist.Plan)]
 
 

@@ -34,20 +34,20 @@ OBJECT_TAGS = 16
 """Tags that the rests of lists of objects take in turn."""
 
 
-class Seal(Protocol):
+class Snapshot(Protocol):
     """What was in some memory, to tell later whether it was written."""
 
-    def broken(self) -> bool:
+    def is_changed(self) -> bool:
         """Whether it no longer holds what it held."""
 
 
 class Claim(Protocol):
     """What is known of the memory of a receive while it is under way (``checks.memory_in_use``)."""
 
-    def seal_of(self, arrays: list[Any]) -> Seal:
+    def snapshot_of(self, arrays: list[Any]) -> Snapshot:
         """Return what is in some arrays now."""
 
-    def seal_results(self) -> None:
+    def snapshot_results(self) -> None:
         """Note what the receive has written."""
 
 
@@ -90,15 +90,15 @@ class Receive:
         refused: what the message says of itself that did not fit.
         place: where that message was sent from, or "" when that is not known.
         dirty: somebody else wrote its memory before the message came.
-        flight: what is kept of its memory.
+        claim: what is kept of its memory.
     """
 
     __slots__ = (
-        "_seal",
+        "_snapshot",
+        "claim",
         "complete",
         "dirty",
         "exact",
-        "flight",
         "memory",
         "place",
         "receiver",
@@ -121,28 +121,28 @@ class Receive:
         self.request: MPI.Request | None = None
         self.complete = False
         self.dirty = False
-        self.flight: Claim | None = None
-        self._seal: Seal | None = None
+        self.claim: Claim | None = None
+        self._snapshot: Snapshot | None = None
 
-    def watch(self, flight: Claim) -> None:
+    def watch(self, claim: Claim) -> None:
         """Notice writes to its memory."""
-        self.flight = flight
+        self.claim = claim
         if self.complete:
-            flight.seal_results()
+            claim.snapshot_results()
         elif self.request is None:
-            self._seal = flight.seal_of([self.memory.own])
+            self._snapshot = claim.snapshot_of([self.memory.own])
 
     def looked_at(self) -> None:
         """Note that the message comes into its memory now."""
-        self.dirty = self._seal is not None and self._seal.broken()
+        self.dirty = self._snapshot is not None and self._snapshot.is_changed()
 
     def filled(self) -> None:
         """Note that all of the message is in its memory."""
         if self.memory.unpack is not None and not self.dirty:
             self.memory.unpack()
         self.complete = True
-        if self.flight is not None:
-            self.flight.seal_results()
+        if self.claim is not None:
+            self.claim.snapshot_results()
 
     def takes(self, source: int, tag: int) -> bool:
         """Whether a message from ``source`` with ``tag`` is for it."""

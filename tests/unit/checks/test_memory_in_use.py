@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 
 from mpicoll.checks import memory_in_use
-from mpicoll.checks.memory_in_use import SEALED_BYTES, Flight, Registry, Seal, span
+from mpicoll.checks.memory_in_use import SNAPSHOT_BYTES, Claim, Registry, Snapshot, span
 from mpicoll.errors import BufferInUseError
 from mpicoll.runtime.call_site import call_site
 
 
-def _flight(op: str, *, reads: tuple = (), writes: tuple = (), gone: bool = False) -> Flight:
-    return Flight(op, call_site(), reads, writes, lambda: gone)
+def _claim(op: str, *, reads: tuple = (), writes: tuple = (), gone: bool = False) -> Claim:
+    return Claim(op, call_site(), reads, writes, lambda: gone)
 
 
-def _issue(registry: Registry, *args: object, **kwargs: object) -> Flight:
-    flight = _flight(*args, **kwargs)
-    registry.check(flight)
-    registry.add(flight)
-    return flight
+def _issue(registry: Registry, *args: object, **kwargs: object) -> Claim:
+    claim = _claim(*args, **kwargs)
+    registry.check(claim)
+    registry.add(claim)
+    return claim
 
 
 def test_reading_twice_is_right_and_writing_what_is_used_is_not() -> None:
@@ -37,7 +37,7 @@ def test_reading_twice_is_right_and_writing_what_is_used_is_not() -> None:
     ):
         registry = Registry()
         old = _issue(registry, "isend", **{first: (x[:6],)})
-        new = _flight("irecv", **{second: (x[4:],)})
+        new = _claim("irecv", **{second: (x[4:],)})
         if right:
             registry.check(new)
         else:
@@ -51,7 +51,7 @@ def test_reading_twice_is_right_and_writing_what_is_used_is_not() -> None:
             )
         registry.remove(old)
         registry.check(new)
-        assert not registry.flights
+        assert not registry.active
 
 
 def test_memory_side_by_side_and_interleaved() -> None:
@@ -66,8 +66,8 @@ def test_memory_side_by_side_and_interleaved() -> None:
     _issue(registry, "isend", reads=(x[7, 7:8].reshape(()), x[7, :3]))
     for wrong in (x[::-1], x.T, x[2, 3:4], x[7, 2], x[3:5, 3:5]):
         with pytest.raises(BufferInUseError):
-            registry.check(_flight("irecv", writes=(np.asarray(wrong) if wrong.shape else x[7, 2:3],)))
-    registry.check(_flight("isend", reads=(x[7, 2:5],)))
+            registry.check(_claim("irecv", writes=(np.asarray(wrong) if wrong.shape else x[7, 2:3],)))
+    registry.check(_claim("isend", reads=(x[7, 2:5],)))
     assert span(x[::-1]) == span(x)
     assert span(x[::-1, ::2])[1] - span(x[::-1, ::2])[0] == x.nbytes - 8
 
@@ -75,11 +75,11 @@ def test_memory_side_by_side_and_interleaved() -> None:
 def test_an_operation_may_use_its_own_memory_twice() -> None:
     """What one operation reads and writes in place is its own business, and its result is no write of the program."""
     x = np.zeros(4)
-    flight = _flight("all_reduce", reads=(x,), writes=(x,))
-    Registry().check(flight)
-    flight.seal()
+    claim = _claim("all_reduce", reads=(x,), writes=(x,))
+    Registry().check(claim)
+    claim.snapshot_reads()
     x += 1
-    assert flight.verdict() is None
+    assert claim.verdict() is None
 
 
 def test_those_whose_group_is_gone_are_passed_over() -> None:
@@ -87,28 +87,28 @@ def test_those_whose_group_is_gone_are_passed_over() -> None:
     x = np.zeros(4)
     registry = Registry()
     _issue(registry, "irecv", writes=(x,), gone=True)
-    registry.check(_flight("isend", reads=(x,)))
+    registry.check(_claim("isend", reads=(x,)))
 
 
 def test_what_is_lent_counts_until_it_is_taken_back() -> None:
     """An operation that comes and goes is found while it is lent, keeps its memory for the next time, and no other's is lost."""
     registry, x = Registry(), np.zeros(10)
-    lent, reader = _flight("all_reduce", writes=(x[:4],)), _flight("isend", reads=(x[2:],))
+    lent, reader = _claim("all_reduce", writes=(x[:4],)), _claim("isend", reads=(x[2:],))
     _issue(registry, "isend", reads=(x[6:],))
     for _ in range(3):
         registry.check(reader)
-        registry.lend(lent)
+        registry.claim(lent)
         with pytest.raises(BufferInUseError, match="all_reduce"):
             registry.check(reader)
-        registry.check(_flight("irecv", writes=(x[4:6],)))
+        registry.check(_claim("irecv", writes=(x[4:6],)))
         registry._rebuild()
-        registry.take_back(lent)
-        registry.take_back(lent)
+        registry.release(lent)
+        registry.release(lent)
     registry.check(reader)
     with pytest.raises(BufferInUseError, match="isend"):
-        registry.check(_flight("irecv", writes=(x,)))
-    assert not registry.lent
-    assert len(registry.flights) == 1
+        registry.check(_claim("irecv", writes=(x,)))
+    assert not registry.reusable
+    assert len(registry.active) == 1
 
 
 def test_a_dropped_handle_keeps_its_memory_until_the_end() -> None:
@@ -121,10 +121,10 @@ def test_a_dropped_handle_keeps_its_memory_until_the_end() -> None:
     registry.drop(old)
     for _ in range(2):
         with pytest.raises(BufferInUseError):
-            registry.check(_flight("irecv", writes=(x,)))
+            registry.check(_claim("irecv", writes=(x,)))
     over = True
-    registry.check(_flight("irecv", writes=(x,)))
-    assert not registry.flights
+    registry.check(_claim("irecv", writes=(x,)))
+    assert not registry.active
 
 
 def test_random_ranges_as_a_byte_map_has_them() -> None:
@@ -133,27 +133,27 @@ def test_random_ranges_as_a_byte_map_has_them() -> None:
     memory = np.zeros(3000, np.uint8)
     registry = Registry()
     reading, writing = np.zeros(3000, int), np.zeros(3000, int)
-    under_way: list[tuple[Flight, slice, bool]] = []
+    under_way: list[tuple[Claim, slice, bool]] = []
     refused = 0
     for _ in range(4000):
         if under_way and chosen.random() < 0.45:
-            flight, where, writes = under_way.pop(chosen.randrange(len(under_way)))
-            registry.remove(flight)
+            claim, where, writes = under_way.pop(chosen.randrange(len(under_way)))
+            registry.remove(claim)
             (writing if writes else reading)[where] -= 1
             continue
         start = chosen.randrange(3000)
         where = slice(start, min(3000, start + chosen.choice((1, 7, 64, 600))))
         writes = chosen.random() < 0.4
         wrong = bool(writing[where].any() or (writes and reading[where].any()))
-        flight = _flight("op", **{"writes" if writes else "reads": (memory[where],)})
+        claim = _claim("op", **{"writes" if writes else "reads": (memory[where],)})
         if wrong:
             refused += 1
             with pytest.raises(BufferInUseError):
-                registry.check(flight)
+                registry.check(claim)
             continue
-        registry.check(flight)
-        registry.add(flight)
-        under_way.append((flight, where, writes))
+        registry.check(claim)
+        registry.add(claim)
+        under_way.append((claim, where, writes))
         (writing if writes else reading)[where] += 1
     assert 200 < refused < 3500
 
@@ -163,10 +163,10 @@ def test_ten_thousand_at_once() -> None:
     memory = np.zeros(20_000)
     registry = Registry()
     start = time.process_time()
-    flights = [_issue(registry, "irecv", writes=(memory[i : i + 1],)) for i in range(10_000)]
-    flights += [_issue(registry, "isend", reads=(memory[10_000:],)) for _ in range(1000)]
-    for flight in flights:
-        registry.remove(flight)
+    claims_made = [_issue(registry, "irecv", writes=(memory[i : i + 1],)) for i in range(10_000)]
+    claims_made += [_issue(registry, "isend", reads=(memory[10_000:],)) for _ in range(1000)]
+    for claim in claims_made:
+        registry.remove(claim)
     assert time.process_time() - start < 5  # about 0.1 s; comparing each with all took a minute
 
 
@@ -175,27 +175,27 @@ def test_a_seal_shows_a_write(dtype: str) -> None:
     """A changed element breaks the seal, whatever the dtype, shape and strides; equal bytes do not."""
     for shape in ((), (3,), (2, 0), (4, 5)):
         for array in (np.ones(shape, dtype), np.ones(shape, dtype).T, np.ones((*shape, 2), dtype)[..., 0]):
-            seal = Seal([array])
-            assert not seal.broken()
+            seal = Snapshot([array])
+            assert not seal.is_changed()
             if array.size:
                 if dtype not in "gG":  # they have bytes that belong to no element
                     array[...] = 1
-                    assert not seal.broken()
+                    assert not seal.is_changed()
                 array[(-1,) * array.ndim] = 0
-                assert seal.broken()
+                assert seal.is_changed()
 
 
 def test_large_buffers_are_not_sealed() -> None:
     """Above the limit nothing is read, so that sealing costs little."""
-    large = np.zeros(SEALED_BYTES + 1, np.uint8)
-    flight = _flight("isend", reads=(large, large[:10]))
-    flight.seal()
+    large = np.zeros(SNAPSHOT_BYTES + 1, np.uint8)
+    claim = _claim("isend", reads=(large, large[:10]))
+    claim.snapshot_reads()
     large[-1] = 1
-    assert flight.verdict() is None
+    assert claim.verdict() is None
     large[0] = 1
-    error = flight.verdict()
+    error = claim.verdict()
     assert isinstance(error, BufferInUseError)
-    assert f"isend at {flight.site} was written before its wait() had returned" in str(error)
+    assert f"isend at {claim.site} was written before its wait() had returned" in str(error)
 
 
 def test_an_exception_out_of_a_signal_handler_leaves_the_ranges_right(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,8 +221,8 @@ def test_an_exception_out_of_a_signal_handler_leaves_the_ranges_right(monkeypatc
                 registry.remove(first)
         monkeypatch.setattr(memory_in_use._Ranges, method, found)
         if method == "add":
-            registry.remove(next(each for each in registry.flights if each is not first))
-    assert not registry.flights
+            registry.remove(next(each for each in registry.active if each is not first))
+    assert not registry.active
     _issue(registry, "irecv", writes=(memory,))
 
 
@@ -230,10 +230,10 @@ def test_what_stands_between_fields_is_no_part_of_a_seal() -> None:
     """A copy of a structured array may hold anything there, and the program may write other fields of the same records."""
     records = np.zeros((5, 4), [("a", "u1"), ("b", "f8"), ("c", [("d", "u1"), ("e", "f8")])])
     views = records.T[["a", "c"]], records[::2][["a"]], np.zeros((), np.dtype("u1,i4", align=True))
-    seals = [Seal([view]) for view in views]
+    seals = [Snapshot([view]) for view in views]
     for value in range(20):
         np.full(1000, value, np.uint8)  # for a copy to find in what it does not write
         records["b"] = value
-        assert not any(seal.broken() for seal in seals)
+        assert not any(seal.is_changed() for seal in seals)
     records["c"]["e"][0, 1] = 1
-    assert [seal.broken() for seal in seals] == [True, False, False]
+    assert [seal.is_changed() for seal in seals] == [True, False, False]
