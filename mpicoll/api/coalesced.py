@@ -39,8 +39,8 @@ from mpicoll.transports.base import Kind, Movement
 BUCKET_BYTES = 25 * 1024 * 1024
 """Bytes of a bucket (torch's DistributedDataParallel has the same)."""
 
-KEPT_BYTES = 256 * 1024 * 1024
-"""Bytes of flat buffers that are kept for lists of the same shapes and dtypes, all together."""
+CACHED_BYTES = 256 * 1024 * 1024
+"""Most bytes of all flat buffers that are cached for lists of the same shapes and dtypes."""
 
 _MOST_PLANS = 16
 _MOST_WORDS = 60
@@ -136,7 +136,7 @@ class Plan:
 
     def give_back(self, flats: list[_Flat | None]) -> None:
         """Keep the buffers for the next call."""
-        if not self._free and self.nbytes <= KEPT_BYTES:
+        if not self._free and self.nbytes <= CACHED_BYTES:
             self._free.append(flats)
 
 
@@ -166,7 +166,7 @@ def _plan(dtypes: list[np.dtype[Any]], shapes: list[tuple[int, ...]], bytes_: in
         _plans[key] = found  # the last used stands last
         while True:
             if len(_plans) == 1 or (
-                len(_plans) <= _MOST_PLANS and sum(plan.nbytes for plan in _plans.values()) <= KEPT_BYTES
+                len(_plans) <= _MOST_PLANS and sum(plan.nbytes for plan in _plans.values()) <= CACHED_BYTES
             ):
                 break
             del _plans[next(iter(_plans))]

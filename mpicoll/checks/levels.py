@@ -1,7 +1,7 @@
-"""How much of what the members call is compared: every call, a rolling fingerprint now and then, or nothing.
+"""The rolling fingerprint of check level ``roll``, which is compared every few calls.
 
-The points at which the rolling fingerprint is compared depend on the sequence of calls alone, never on time, so that all
-members compare at the same ones.
+Only the sequence of calls decides which calls compare the fingerprint, never the time, so that all members compare at the same
+calls.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from mpicoll.diagnosis.call import MadeFields
 
 EVERY = 16
-"""Calls between two comparisons of the rolling fingerprint, at most."""
+"""Most calls between two comparisons of the rolling fingerprint."""
 
 _MASK = (1 << 62) - 1
 
@@ -18,7 +18,7 @@ class Rolling:
     """All calls since the last comparison, in their order.
 
     Attributes:
-        made: each is one appended tuple, and nothing else, since that is all that a call costs which does not compare.
+        made: one tuple for each call: a call without a comparison only appends a tuple.
     """
 
     __slots__ = ("made",)
@@ -27,7 +27,7 @@ class Rolling:
         self.made: list[MadeFields] = []
 
     def cut(self) -> tuple[int, list[MadeFields]]:
-        """Start anew, at a call that compares; return the fingerprint of the calls that it compares, and these calls."""
+        """Start a new sequence at a call that compares; return the fingerprint of the calls before, and these calls."""
         made, self.made = self.made, []
-        # Of a tuple of integers: the same in every process, whatever PYTHONHASHSEED is, and made in C.
+        # The hash of a tuple of integers is the same in all processes, for any PYTHONHASHSEED, and fast.
         return hash(tuple([each[1] for each in made])) & _MASK, made

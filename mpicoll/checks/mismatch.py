@@ -1,4 +1,4 @@
-"""What follows a round whose members differ: each tells all others what it called, and all raise.
+"""Explain a mismatch after a round whose members differ: exchange the calls of all members, and raise on all.
 
 The exchange uses messages on the control communicator (:mod:`mpicoll.transports.mpi.exchange`).
 """
@@ -23,21 +23,21 @@ from mpicoll.transports.mpi.exchange import merge_all
 def explain(
     comm: Any, call: Call, group_name: str, ranks: tuple[int, ...], waited: float = 0.0
 ) -> Generator[Request, None, None]:
-    """Tell all members what every member called, and raise: ``call.error`` here, CollectiveMismatchError on the others.
+    """Exchange the calls of all members, and raise: ``call.error`` if this rank has one, otherwise CollectiveMismatchError.
 
     Args:
         comm: the control communicator of the group.
-        call: what this rank called.
+        call: the call of this rank.
         group_name: for the message.
         ranks: global ranks of the members, by rank in the group.
         waited: seconds that this member had posted its round before the last one did.
     """
     call.explaining = True
     me = comm.Get_rank()
-    said, closing = call, "No default group was made." if call.op == "init_process_group" else ""
+    compared, closing = call, "No default group was made." if call.op == "init_process_group" else ""
     if call.made or call.closes:
-        said, closing = yield from _first_difference(comm, call)
-    mine = entry_of(said, ranks[me], waited=waited)
+        compared, closing = yield from _first_difference(comm, call)
+    mine = entry_of(compared, ranks[me], waited=waited)
     table = yield from _merge_tables(comm, table_of([mine]))
     wanted = table.missing()
     if wanted is not None:
@@ -45,11 +45,11 @@ def explain(
         table = table.with_rows(again)
     if call.error is not None:
         if any(row.problem != mine.problem for row in table.rows) and hasattr(call.error, "add_note"):
-            # In one line: the others print what all have called, and here the error says what is wrong.
-            told = mismatch(group_name, runs_of(ranks), said.seq, table, closing)
-            call.error.add_note(f"{call.name}: {told.one_line()}")
+            # In one line: this error says what is wrong, and other members print the whole report.
+            report = mismatch(group_name, runs_of(ranks), compared.seq, table, closing)
+            call.error.add_note(f"{call.name}: {report.one_line()}")
         raise call.error
-    report = mismatch(group_name, runs_of(ranks), said.seq, table, closing)
+    report = mismatch(group_name, runs_of(ranks), compared.seq, table, closing)
     error = CollectiveMismatchError(report.text(ranks[me], MESSAGE_WIDTH))
     report.put_on(error)
     right = [row.ranks[0][0] for row in table.rows if not row.problem] or [run[0] for run in table.more]
@@ -58,12 +58,12 @@ def explain(
 
 
 def _first_difference(comm: Any, call: Call) -> Generator[Request, None, tuple[Call, str]]:
-    """Find the first place where the members' calls since the last comparison differ.
+    """Find the first difference of the members' calls since the last comparison.
 
-    Not by a collective of MPI: where one member has made a call more than another, their next ones would not fit.
+    Not by a collective of MPI: if one member has made one call more than another one, their next calls would not match.
 
     Returns:
-        This member's call there, and what has to be said of the calls that have moved data already; "" if none has.
+        The call of this member at that place, and a sentence on the calls that have moved data already; "" if none has.
     """
     mine = np.zeros(2 * (EVERY + 2), np.int64)
     here = len(call.made) + call.closes
@@ -71,7 +71,7 @@ def _first_difference(comm: Any, call: Call) -> Generator[Request, None, tuple[C
     for i, (_, print_, *_) in enumerate(call.made, 1):
         mine[2 * i : 2 * i + 2] = print_, -print_
     highest = yield from merge_all(
-        comm, mine, np.maximum, np.ndarray.tobytes, lambda told: np.frombuffer(told, np.int64)
+        comm, mine, np.maximum, np.ndarray.tobytes, lambda packed: np.frombuffer(packed, np.int64)
     )
     most, least = int(highest[0]), -int(highest[1])
     differ = np.flatnonzero(highest[2::2] != -highest[3::2])
@@ -79,18 +79,18 @@ def _first_difference(comm: Any, call: Call) -> Generator[Request, None, tuple[C
         return call, ""
     at = int(differ[0])
     if most == least == at + 1 and not call.closes:
-        return call, ""  # the members differ in the call that compares, and nothing has moved
-    said = call
+        return call, ""  # the members differ in the call of this comparison, and nothing has moved
+    found = call
     if at < len(call.made) - (not call.closes):
         made = Made(*call.made[at])
-        said = Call(made.op, made.key, Site(made.code, made.instruction), seq=made.seq)
+        found = Call(made.op, made.key, Site(made.code, made.instruction), seq=made.seq)
     call.apart = most != least
-    closing = f"Compared every {EVERY} calls: what moved since call {said.seq} may be wrong."
+    closing = f"Compared every {EVERY} calls: what moved since call {found.seq} may be wrong."
     if not call.closes:
         closing += (
             " The ranks are out of step: the group is broken now." if call.apart else " The group can still be used."
         )
-    return said, closing
+    return found, closing
 
 
 def _merge_tables(comm: Any, table: Table) -> Generator[Request, None, Table]:

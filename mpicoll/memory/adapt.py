@@ -1,6 +1,6 @@
-"""Adapt arrays that the program passed to flat memory that can be moved.
+"""Adapt arrays of the program to flat memory that transports can move.
 
-:func:`adapt` is the only entry: further layouts, dtypes and protocols are added there, and give the same :class:`Memory`."""
+:func:`adapt` is the only entry. Further layouts, dtypes and protocols are added here, and give the same :class:`Memory`."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def adapt(
     """Return the memory of ``value``.
 
     Args:
-        value: an array of any shape (0-d and empty ones too) and layout: of NumPy, on a GPU, or what :func:`as_numpy` knows.
-        name: the parameter's name, for messages.
-        writable: the call writes into it.
-        direct: the operation of MPI that may be handed memory of a GPU, if MPI knows of it and nobody else touches its elements.
-        nonblocking: whether that is the nonblocking form.
-        least: arrays of more bytes are handed to it.
-        pieces: bytes of an array on a GPU above which the call moves it in pieces; None: as a whole.
+        value: an array of any shape and layout: of NumPy, on a GPU, or of a kind that :func:`as_numpy` knows.
+        name: the name of the parameter, for messages.
+        writable: the call writes into the array.
+        direct: name of the operation of MPI that may get memory of a GPU directly; "" for none.
+        nonblocking: whether the operation has the nonblocking form.
+        least: arrays of more bytes are passed to MPI directly.
+        pieces: arrays on a GPU of more bytes move in pieces; None: no array does.
 
     Raises:
-        TypeError: not an array, or of a dtype that does not move.
-        ValueError: read-only, or with elements that share memory, and the call writes into it.
+        TypeError: not an array, or the dtype cannot be moved.
+        ValueError: the call writes into the array, which is read-only or has elements that share memory.
     """
     given = value
     if not isinstance(value, np.ndarray):
@@ -79,7 +79,7 @@ def adapt(
 
 
 def memory_of(found: device_array.DeviceMemory) -> Memory:
-    """Return the memory of an array on a GPU: its own, where MPI may have it or pieces of it move; or of the host."""
+    """Return the memory of an array on a GPU: on the GPU if it is passed directly or moves in pieces, otherwise on the host."""
     return Memory(
         found.flat,
         found.shape,
@@ -94,7 +94,7 @@ def memory_of(found: device_array.DeviceMemory) -> Memory:
 
 
 def viewed(value: Any) -> Array | None:
-    """Return a NumPy array of the memory of an array that :func:`adapt` has taken before; of one on a GPU its addresses."""
+    """Return a NumPy array of the memory of an array that :func:`adapt` accepts; for an array on a GPU its addresses."""
     if isinstance(value, np.ndarray):
         return value
     if device_array.on_device(value):
@@ -114,8 +114,8 @@ def adapt_list(
     """Return the memories of a list of arrays of one dtype; ``direct`` and ``least`` as in :func:`adapt`.
 
     Raises:
-        TypeError: not a list (a tuple is refused, as in torch), or an element that :func:`adapt` refuses.
-        ValueError: the list has another length than ``length``; the dtypes differ.
+        TypeError: not a list (a tuple is an error, as in torch), or :func:`adapt` raises for an element.
+        ValueError: the list has another length than ``length``, or the dtypes differ.
     """
     arrays: list[Any] = []
     if isinstance(values, list):
@@ -143,11 +143,11 @@ def adapt_list(
 
 
 def apart(arrays: list[Array], name: str, rows: Sequence[int] = ()) -> None:
-    """Raise ValueError when two arrays of a list that the call writes have bytes in common.
+    """Raise ValueError if two arrays of a list that the call writes have bytes in common.
 
     Args:
-        name: the parameter's name, for messages.
-        rows: where it is a list of lists, how many are in each.
+        name: the name of the parameter, for messages.
+        rows: lengths of the inner lists if the parameter is a list of lists.
     """
     found = layouts.in_common(arrays) if len(arrays) > 1 else None
     if found is not None:
@@ -162,7 +162,7 @@ def apart(arrays: list[Array], name: str, rows: Sequence[int] = ()) -> None:
 
 
 def same_dtype(*memories: Memory) -> None:
-    """Raise ValueError when the memories are not all of one dtype, and in one place."""
+    """Raise ValueError if the memories have several dtypes or places."""
     for memory in memories[1:]:
         if memory.place != memories[0].place:
             raise ValueError(
@@ -175,7 +175,7 @@ def same_dtype(*memories: Memory) -> None:
 
 
 def _instead(value: Any) -> str:
-    """Return what to pass instead of what is no array."""
+    """Return what to pass instead of an object that is no array."""
     if isinstance(value, np.ma.MaskedArray):
         return "its mask would be lost. Fill it, x.filled(0), or move x.data and numpy.ma.getmaskarray(x)"
     if value is None:

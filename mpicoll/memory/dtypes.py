@@ -1,4 +1,4 @@
-"""The dtype x op table: which elements move, which are reduced by which operation, and what surrounds the reduction."""
+"""The table of dtypes and reductions: how elements move, which operation of MPI reduces them, and work before and after."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from mpicoll.memory.reduce_op import RedOpType, ReduceOp
 Array = npt.NDArray[Any]
 
 MOVABLE = frozenset("?bBhHiIlLqQfdgFDG")
-"""Type characters of the dtypes that MPI knows: bool, every integer, float32, float64, longdouble and their complex kin."""
+"""Type characters of the dtypes that MPI knows: bool, integers, float32, float64, longdouble and complex dtypes of these."""
 
-# Not by their type characters: ml_dtypes gives its types characters that NumPy's have, such as "G" (clongdouble) to
-# float8_e4m3fnuz.
+# Looked up by number, as ml_dtypes uses type characters of NumPy, such as "G" (clongdouble) for float8_e4m3fnuz.
 _NATIVE = frozenset(np.dtype(char).num for char in MOVABLE)
 _FLOAT16, _DATES, _TEXTS, _VOID = np.dtype("e").num, frozenset((21, 22)), frozenset((18, 19)), 20
 
@@ -32,7 +31,7 @@ FOREIGN = {
     **dict.fromkeys(("int1", "int2", "int4", "uint1", "uint2", "uint4"), 1),
     **dict.fromkeys(("bcomplex32", "complex32"), 4),
 }
-"""Names and bytes of the dtypes of ml_dtypes, which are known without importing it."""
+"""Names and sizes of the dtypes of ml_dtypes, which is not imported for that."""
 
 _WIRES: dict[int, np.dtype[Any]] = {
     1: np.dtype(np.uint8),
@@ -44,13 +43,13 @@ _WIRES: dict[int, np.dtype[Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """What one element of an array is.
+    """How elements of a dtype move.
 
     Attributes:
-        wire: the dtype as which its bytes travel, in this machine's byte order.
-        name: its dtype's name where that is not the one of ``wire``, else "". Arrays of one name may meet in a call.
-        swapped: its bytes stand in the other order.
-        gaps: some of its bytes belong to no field, and perhaps to another array.
+        wire: dtype as which the bytes move, in the byte order of this machine.
+        name: name of the dtype if ``wire`` has another name, otherwise "". Arrays of one name match in a call.
+        swapped: the bytes have the other byte order.
+        gaps: some bytes belong to no field, and may belong to another array.
     """
 
     wire: np.dtype[Any]
@@ -63,7 +62,7 @@ _names: dict[int, str] = {}
 
 
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """Return ``str(dtype)`` of a movable dtype, without making it again (NumPy takes about 5 us)."""
+    """Return ``str(dtype)`` of a movable dtype from a cache (NumPy takes about 5 us to make the string)."""
     name = _names.get(dtype.num)
     if name is None:
         name = str(dtype)
@@ -73,22 +72,22 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
 
 
 def named_element(name: str) -> Element | None:
-    """Return the element of a dtype that has a name of its own, whatever arrays it stands in; None for others."""
+    """Return the element of a dtype by its name, for float16 and dtypes of other packages; None for other dtypes."""
     size = 2 if name == "float16" else FOREIGN.get(name)
     return None if size is None else Element(_WIRES[size], name)
 
 
 def is_native(dtype: np.dtype[Any]) -> bool:
-    """Whether MPI knows the elements as they are."""
+    """Return whether MPI has a type for the elements."""
     return dtype.num in _NATIVE and dtype.isnative
 
 
 @lru_cache(maxsize=1024)
 def element(dtype: np.dtype[Any]) -> Element:
-    """Return what the elements of a dtype are.
+    """Return how elements of a dtype move.
 
     Raises:
-        TypeError: they cannot be moved.
+        TypeError: elements of the dtype cannot be moved.
     """
     if dtype.num in _NATIVE:
         return Element(dtype if dtype.isnative else dtype.newbyteorder("="), swapped=not dtype.isnative)
@@ -110,12 +109,12 @@ def element(dtype: np.dtype[Any]) -> Element:
 
 
 def opaque(itemsize: int) -> np.dtype[Any]:
-    """Return the dtype as which elements travel of which nothing but their size is known."""
+    """Return the dtype as which elements move of which only the size is known."""
     return _WIRES.get(itemsize, np.dtype(f"V{itemsize}"))
 
 
 def _bare(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return a structured dtype without what does not show in its bytes: a recarray meets a plain array of its fields."""
+    """Return a structured dtype without titles and record types, so that a recarray matches a plain array of its fields."""
     if dtype.subdtype is not None:
         return np.dtype((_bare(dtype.subdtype[0]), dtype.subdtype[1]))
     if dtype.names is None or dtype.fields is None:
@@ -132,7 +131,7 @@ def _bare(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def _gaps(dtype: np.dtype[Any]) -> bool:
-    """Whether some bytes of a structured dtype belong to none of its fields."""
+    """Return whether some bytes of a structured dtype belong to none of its fields."""
     base = dtype.base
     if base.fields is None:
         return False
@@ -153,7 +152,7 @@ def _refusal(dtype: np.dtype[Any]) -> str:
 
 
 def movable(dtype: np.dtype[Any]) -> str | None:
-    """Return why arrays of ``dtype`` cannot be passed, or None when they can."""
+    """Return why arrays of ``dtype`` cannot be moved, or None if they can."""
     try:
         element(dtype)
     except TypeError as error:
@@ -163,7 +162,7 @@ def movable(dtype: np.dtype[Any]) -> str | None:
 
 @dataclass(frozen=True)
 class Reduction:
-    """How one op runs on one dtype: the name of the MPI operation, and what is done before and after it."""
+    """One reduction on one dtype: the name of the MPI operation, and the work before and after it."""
 
     mpi_op: str
     op: RedOpType
@@ -171,7 +170,7 @@ class Reduction:
     average: bool = False
 
     def before(self, send: Array) -> Array:
-        """Return what this rank contributes: ``send`` itself, or a new array for PREMUL_SUM."""
+        """Return the input of this rank: ``send`` itself, or a new array for PREMUL_SUM."""
         if self.factor is None:
             return send
         scaled: Array = without_warnings(
@@ -180,7 +179,7 @@ class Reduction:
         return scaled
 
     def after(self, result: Array, size: int) -> None:
-        """Finish ``result`` in place (AVG divides by the number of members, rounding once)."""
+        """Finish ``result`` in place: AVG divides by the number of members, and rounds once."""
         if self.average:
             without_warnings(np.divide, result, size, out=result)
 
@@ -210,18 +209,18 @@ _cache: dict[tuple[RedOpType, str], Reduction] = {}
 
 
 def resolve_reduction(function: str, op: Any, dtype: np.dtype[Any], name: str = "") -> Reduction:
-    """Return how ``op`` runs on ``dtype``.
+    """Return the reduction of ``op`` on ``dtype``.
 
     Args:
         function: the public function, for messages.
-        op: what the program passed.
-        dtype: as which the elements are reduced.
-        name: of the program's dtype where it is another one (``Element.name``).
+        op: object that the program passed.
+        dtype: dtype in which the elements are reduced.
+        name: name of the program's dtype if it is another one (``Element.name``).
 
     Raises:
         TypeError: ``op`` is not a ReduceOp.
-        ValueError: the op has no meaning on complex numbers; PREMUL_SUM without a usable factor.
-        RuntimeError: a bitwise op on floats; AVG on integers or bools; PREMUL_SUM on bools; any op on what only moves.
+        ValueError: the op is not defined on complex numbers, or PREMUL_SUM has no usable factor.
+        RuntimeError: a bitwise op on floats, AVG on integers or bools, PREMUL_SUM on bools, or any op on elements that only move.
     """
     if type(op) is RedOpType and op is not RedOpType.PREMUL_SUM:
         known = None if name else _cache.get((op, dtype.char))
@@ -298,7 +297,7 @@ def _widen_float16(words: Words, out: Floats) -> None:
 
 def _narrow_float16(values: Floats, out: Words) -> None:
     with np.errstate(all="ignore"):
-        out.view(np.float16)[...] = values  # to nearest, ties to even; what is too large becomes infinity
+        out.view(np.float16)[...] = values  # to nearest, ties to even; too large values become infinity
 
 
 def _widen_bfloat16(words: Words, out: Floats) -> None:
@@ -308,16 +307,16 @@ def _widen_bfloat16(words: Words, out: Floats) -> None:
 
 
 def _narrow_bfloat16(values: Floats, out: Words) -> None:
-    # The upper half of float32, to nearest, ties to even: add just under half a unit, and one more when the last bit is set.
-    # A carry into the exponent is right, up to infinity. A NaN stays one: the rounding could carry it into the sign.
+    # The upper half of float32, to nearest, ties to even: add just under half a unit, and one more if the last bit is set.
+    # A carry into the exponent is right, up to infinity. NaNs are treated apart, as rounding could carry into their sign.
     bits = values.view(np.uint32)
-    kept = bits >> 16
-    rounded = (bits + (np.uint32(0x7FFF) + (kept & 1))) >> 16
-    out[...] = np.where((bits & 0x7FFFFFFF) > 0x7F800000, kept | 0x0040, rounded)
+    upper = bits >> 16
+    rounded = (bits + (np.uint32(0x7FFF) + (upper & 1))) >> 16
+    out[...] = np.where((bits & 0x7FFFFFFF) > 0x7F800000, upper | 0x0040, rounded)
 
 
 HALVES: dict[str, tuple[Callable[[Words, Floats], None], Callable[[Floats, Words], None]]] = {
     "float16": (_widen_float16, _narrow_float16),
     "bfloat16": (_widen_bfloat16, _narrow_bfloat16),
 }
-"""By name: what makes float32 of words, and words of float32."""
+"""By name: the function that converts words to float32, and the function that rounds float32 to words."""

@@ -1,7 +1,7 @@
 """Widen float16 and bfloat16 to float32 for a reduction, and round the result once.
 
-MPI reduces neither. Two of them multiplied are exact in float32, and sums of them nearly are: float32 has 13 bits more than
-float16, and 16 more than bfloat16. Elements are taken as 16-bit words, so that memory of another library serves as well."""
+MPI reduces neither type. A product of two elements is exact in float32, and sums are nearly exact: float32 has 13 bits more
+than float16, and 16 bits more than bfloat16. Elements are 16-bit words here, so that arrays of other packages need no copy."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
 
 
 WIDE: np.dtype[Any] = np.dtype(np.float32)
-"""What halves are reduced as, between the ranks and on each of them."""
+"""The dtype in which half types are reduced."""
 
-_STEP = 1 << 16  # elements converted at once, so that what is needed in between stays small
+_STEP = 1 << 16  # elements converted at a time, so that temporary memory is small
 
 
 def widen(name: str, words: Words, out: Floats) -> None:
-    """Write halves, given as 16-bit words, into float32: exactly."""
+    """Convert elements of a half type, as 16-bit words, to float32 without rounding."""
     convert = HALVES[name][0]
     for at in range(0, words.size, _STEP):
         convert(words[at : at + _STEP], out[at : at + _STEP])
 
 
 def narrow(name: str, values: Floats, out: Words) -> None:
-    """Round float32 to halves: to nearest, ties to even."""
+    """Round float32 to a half type: to nearest, ties to even."""
     convert = HALVES[name][1]
     for at in range(0, values.size, _STEP):
         convert(values[at : at + _STEP], out[at : at + _STEP])
 
 
 def wide(memory: Memory) -> Memory:
-    """Return a memory as which another one is reduced: float32 for halves, others as they are."""
+    """Return the float32 memory in which a memory of a half type is reduced; another memory unchanged."""
     if memory.named not in HALVES:
         return memory
     if memory.direct:

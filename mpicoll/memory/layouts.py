@@ -1,4 +1,4 @@
-"""Arrays whose elements do not stand in C order, natively and one behind the other, by way of packed memory."""
+"""Pack arrays whose elements are not contiguous in C order, or not native; find arrays that share memory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Array = npt.NDArray[Any]
 
 
 def packed(value: Array, element: Element) -> tuple[Array, Callable[[], None], Callable[[], None]]:
-    """Return memory for the elements of an array in C order, what fills it, and what writes it back.
+    """Return memory for the elements of an array in C order, the function that fills it, and the function that copies it back.
 
-    Where elements have gaps, what stands in the array's own gaps is kept: it may be fields of another view.
+    Bytes in gaps between fields of the array are not overwritten: they may be fields of another view.
     """
     if element.swapped:
         source, own = value, np.empty(value.shape, value.dtype.newbyteorder("="))
@@ -47,12 +47,12 @@ def _copy_fields(into: Array, out_of: Array) -> None:
 
 
 def joined(arrays: Sequence[Array]) -> Array | None:
-    """Return one flat array over those of a list that stand one behind the other in another one's memory, or None.
+    """Return one flat array over arrays that stand one behind the other in one array, or None.
 
-    So are the parts that a program cuts an array into: ``list(x.reshape(n, -1))``, ``numpy.split``, ``torch.chunk``.
+    Parts of one array stand so: ``list(x.reshape(n, -1))``, ``numpy.split``, ``torch.chunk``.
 
     Args:
-        arrays: of one dtype, each contiguous.
+        arrays: contiguous arrays of one dtype.
     """
     base = arrays[0].base
     if base is None or any(each.base is not base for each in arrays):
@@ -76,7 +76,7 @@ _MOST_WORK: Any = 10_000
 def in_common(arrays: Sequence[Array]) -> tuple[int, int] | None:
     """Return the places of two arrays of a list that have memory in common, or None.
 
-    Of arrays that interleave, such as the columns of one matrix, some thousand pairs are looked at.
+    Of interleaved arrays, such as the columns of one matrix, a few thousand pairs are compared.
     """
     seen: dict[Any, int] = {}
     for place, array in enumerate(arrays):
@@ -86,7 +86,7 @@ def in_common(arrays: Sequence[Array]) -> tuple[int, int] | None:
                 return first, place
     spans = sorted((*_span(array), place) for place, array in enumerate(arrays) if array.size)
     compared = 0
-    before: list[tuple[int, int]] = []  # end and place of those that begin before, and may reach as far
+    before: list[tuple[int, int]] = []  # end and place of arrays that begin before and may overlap
     for start, end, place in spans:
         before = [(stop, other) for stop, other in before if stop > start]
         for _, other in before:
@@ -104,7 +104,7 @@ def in_common(arrays: Sequence[Array]) -> tuple[int, int] | None:
 
 
 def _span(array: Array) -> tuple[int, int]:
-    """Return the address of the first byte of an array, and that behind its last."""
+    """Return the address of the first byte of an array, and the address behind the last byte."""
     start = end = array.__array_interface__["data"][0]
     for length, stride in zip(array.shape, array.strides, strict=True):
         if stride < 0:
@@ -115,11 +115,11 @@ def _span(array: Array) -> tuple[int, int]:
 
 
 def overlaps(value: Array) -> bool:
-    """Whether two elements of an array have a byte in common, as in a broadcast view."""
+    """Return whether two elements of an array have a byte in common, as in a broadcast view."""
     flags = value.flags
     if flags.c_contiguous or flags.f_contiguous or value.size < 2:
         return False
-    # A view made by indexing: seen from the smallest stride to the largest, each steps over all before it.
+    # In a view made by indexing, each stride covers the extent of all axes with smaller strides.
     axes = sorted(
         (abs(stride), length) for stride, length in zip(value.strides, value.shape, strict=True) if length > 1
     )
@@ -132,7 +132,7 @@ def overlaps(value: Array) -> bool:
         reach += stride * (length - 1)
     else:
         return False
-    # Anything else comes from as_strided.
+    # Other arrays are results of as_strided.
     starts = np.zeros(1, np.int64)
     for stride, length in axes:
         starts = np.add.outer(starts, stride * np.arange(length)).reshape(-1)

@@ -78,12 +78,12 @@ class ListMemory:
 def list_memories(
     operation: str, *arguments: ListArgument, size: Callable[[Iterable[int]], int] = max, even: bool = False
 ) -> list[ListMemory]:
-    """Return what a call reads and writes: all is handed to MPI, or moves in pieces, or nothing is and does.
+    """Return the memories of all arguments of a call: all are passed to MPI directly, all move in pieces, or none does either.
 
     Args:
-        operation: the operation of MPI that would be; "" for none.
-        arguments: the parameters; of two whose memory overlaps the one that is read is copied.
-        size: of the bytes of all arrays, those that have to be more than ``staging.DIRECT_BYTES``: the largest or the smallest.
+        operation: name of the operation that may get memory of a GPU; "" for none.
+        arguments: arguments of the call; if two overlap, the one that is only read is copied.
+        size: picks of the bytes of all arrays those that must be more than ``DIRECT_BYTES``: ``max`` or ``min``.
 
     Raises: as :func:`adapt` and :func:`adapt_list`.
     """

@@ -1,7 +1,7 @@
-"""The memory of one array as the transports see it.
+"""The memory of one array as transports see it.
 
-Where the array itself cannot be moved, ``flat`` is packed memory of the library: ``pack`` fills it when the transfer starts, and
-``unpack`` writes it back when the transfer is over."""
+If the array itself cannot be moved, ``flat`` is packed memory of the library: ``pack`` fills it when the transfer starts, and
+``unpack`` copies it to the array when the transfer is complete."""
 
 from __future__ import annotations
 
@@ -16,27 +16,26 @@ from mpicoll.memory.dtypes import dtype_name
 
 Array = npt.NDArray[Any]
 AnyArray = Any
-"""What the public functions take: a NumPy array, or what :func:`as_numpy` knows; no one type says so."""
+"""An array that public functions accept: of NumPy, or of a kind that :func:`as_numpy` knows. No type describes all of them."""
 
 MemoryKind = Literal["host"]
 
 
 @dataclass(slots=True)
 class Memory:
-    """One array as the engines see it.
+    """One array as transports see it.
 
     Attributes:
-        flat: its elements in C order, one-dimensional, contiguous.
-        shape: the user's shape.
-        kind: where it lives.
-        pack: fills ``flat`` from the user's array; None where ``flat`` is that array's own memory.
-        unpack: writes ``flat`` back into the user's array; None where ``flat`` is that array's own memory.
-        named: the name of the user's dtype where it is not that of ``flat``, else "".
-        origin: the user's memory as an array, where ``flat`` is not a part of it; of an array on a GPU its addresses alone.
-        place: "host", or the GPU that the user's array is on.
-        ready: whether ``pack`` can be called without waiting for a GPU; None where there is none.
-        direct: ``flat`` is memory of a GPU, whose elements only MPI may touch, or which moves in pieces; ``pack`` waits for
-            the GPU, if for MPI.
+        flat: elements in C order, one-dimensional and contiguous.
+        shape: shape of the program's array.
+        kind: kind of the memory of ``flat``.
+        pack: fills ``flat`` from the array; None if ``flat`` is the memory of the array.
+        unpack: copies ``flat`` to the array; None if ``flat`` is the memory of the array.
+        named: name of the array's dtype if ``flat`` has another dtype, otherwise "".
+        origin: memory of the array if ``flat`` is other memory; only addresses for an array on a GPU.
+        place: "host", or the GPU of the array.
+        ready: returns whether ``pack`` can be called without waiting for a GPU; None without a GPU.
+        direct: ``flat`` is memory of a GPU, which MPI gets directly, or which moves in pieces; ``pack`` only waits for the GPU.
     """
 
     flat: Array
@@ -52,21 +51,21 @@ class Memory:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The dtype as which the elements travel."""
+        """The dtype as which the elements move."""
         return self.flat.dtype
 
     @property
     def name(self) -> str:
-        """The name of the user's dtype, which has to be the same on all ranks."""
+        """The name of the array's dtype, which must be the same on all ranks."""
         return self.named or dtype_name(self.flat.dtype)
 
     @property
     def own(self) -> Array:
-        """The user's memory."""
+        """The memory of the program's array."""
         return self.flat if self.origin is None else self.origin
 
     def filled(self) -> Array:
-        """Return ``flat`` holding what the user's array holds now."""
+        """Return ``flat`` with the present contents of the array."""
         if self.pack is not None:
             self.pack()
         return self.flat

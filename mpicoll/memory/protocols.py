@@ -1,7 +1,7 @@
-"""Arrays of other packages as NumPy arrays of the same memory, without importing their packages.
+"""Arrays of other packages as NumPy arrays of the same memory, without importing these packages.
 
-:func:`as_numpy` knows torch's CPU tensors, and what offers the buffer protocol, ``__array_interface__`` or DLPack. These
-give the memory itself, never a copy. An array that offers ``__array__`` alone can only be read: what that gives may be a copy.
+:func:`as_numpy` accepts CPU tensors of torch, and objects with the buffer protocol, ``__array_interface__`` or DLPack, which
+give their memory without a copy. An array that has only ``__array__`` can only be read, as ``__array__`` may return a copy.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ BARE = {
     "float8_e5m2fnuz": _bare("float8_e5m2fnuz", np.uint8),
     "float8_e8m0fnu": _bare("float8_e8m0fnu", np.uint8),
 }
-"""Torch's dtypes that NumPy has not: their bits, as the one field of a dtype that is named after them.
+"""Dtypes of torch that NumPy does not have: a structured dtype with one field, of the dtype's name, that holds the bits.
 
-A dtype of its own, and not a plain unsigned integer, so that nobody takes one for the other.
+It is not a plain unsigned integer, so that arrays of both do not match.
 """
 
 _BARE_NAMES = {dtype: name for name, dtype in BARE.items()}
@@ -46,36 +46,36 @@ _TORCH_NAMES = {
 } | {f"torch.{name}": dtype for name, dtype in BARE.items()}
 
 _torch_dtypes: dict[Any, np.dtype[Any]] = {}
-"""Those that were met, by torch's own objects: making their names anew in each call takes longer than all else."""
+"""Dtypes seen so far, by the dtype objects of torch: in each call the name alone would take longest."""
 
-# What the host reads (DLDeviceType of DLPack): its own memory, and memory of it that CUDA or ROCm has pinned.
+# Device types of DLPack (DLDeviceType) that the host can read: host memory, and host memory pinned by CUDA or ROCm.
 _HOST = (1, 3, 11)
 
-# They have some of the protocols, and are no arrays: a class itself has those of its instances.
+# Types that have some of the protocols, but are no arrays: a class has the protocols of its instances.
 _NO_ARRAYS = (type(None), bool, int, float, complex, str, list, tuple, dict, set, type, np.generic)
 
-# What the protocols of a foreign object may raise; of others the program should see its own traceback.
+# Exceptions that protocols of a foreign object may raise; other exceptions reach the program unchanged.
 _FOREIGN = (TypeError, ValueError, BufferError, RuntimeError, NotImplementedError, AttributeError)
 
 _INSTEAD = "pass numpy.array(x), and make the result an array of its kind again"
 
 
 def bare_name(dtype: np.dtype[Any]) -> str | None:
-    """Return the name that a dtype of :data:`BARE` has in torch, or None for every other dtype."""
+    """Return the name in torch of a dtype of :data:`BARE`, or None for another dtype."""
     return _BARE_NAMES.get(dtype)
 
 
 def as_numpy(value: Any, name: str, *, writable: bool) -> Array | None:
-    """Return a NumPy array of the memory of ``value``, or None when it is no array.
+    """Return a NumPy array of the memory of ``value``, or None if ``value`` is no array.
 
     Args:
-        value: anything but a NumPy array.
-        name: the parameter's name, for messages.
-        writable: the call writes into it; then the result is never a copy.
+        value: any object but a NumPy array.
+        name: the name of the parameter, for messages.
+        writable: the call writes into the array; then the result is never a copy.
 
     Raises:
-        TypeError: an array whose memory cannot be had, such as one on a device, or a sparse one.
-        ValueError: its memory must not be written, and the call writes into it.
+        TypeError: the memory of the array is not accessible, for example on a device, or of a sparse array.
+        ValueError: the call writes into the array, which is read-only.
     """
     if isinstance(value, _NO_ARRAYS):
         return None
@@ -84,7 +84,7 @@ def as_numpy(value: Any, name: str, *, writable: bool) -> Array | None:
     if isinstance(tensor, type) and isinstance(value, tensor):
         try:
             array = _torch_array(torch, value, name, writable)
-        except RuntimeError as error:  # torch's own, of a tensor that vmap or grad has wrapped
+        except RuntimeError as error:  # torch raises it for a tensor that vmap or grad has wrapped
             raise TypeError(f"parameter `{name}`: this tensor has no memory of its own: {error}") from error
     else:
         found = _foreign_array(value, name, writable)
@@ -104,7 +104,7 @@ def _check_writable(array: Array, value: Any, name: str) -> None:
 
 
 class _Holder:
-    """What tells NumPy of memory, and keeps its owner alive as long as an array of it."""
+    """Object that gives NumPy the address of memory, and keeps the owner alive while an array of it exists."""
 
     __slots__ = ("__array_interface__", "owner")
 
@@ -114,10 +114,9 @@ class _Holder:
 
 
 def _torch_array(torch: Any, tensor: Any, name: str, writable: bool) -> Array:
-    """Return the memory of a tensor.
+    """Return the memory of a tensor, by its address.
 
-    By its address: ``tensor.numpy()`` would forbid the program to resize its storage from then on, and needs a NumPy of the
-    version that torch was built with.
+    ``tensor.numpy()`` would forbid the program to resize the storage, and needs the version of NumPy that torch was built with.
     """
     dtype = torch_dtype(torch, tensor, name, "cpu")
     if not writable and (tensor.is_conj() or tensor.is_neg()):
@@ -138,7 +137,7 @@ def _torch_array(torch: Any, tensor: Any, name: str, writable: bool) -> Array:
         "strides": tuple(stride * raw.itemsize for stride in tensor.stride()),
         "typestr": raw.str,
     }
-    # The storage is held, and not the tensor: ``x.data = y`` and ``x.set_(y)`` give a tensor another one.
+    # With a reference to the storage, not the tensor: ``x.data = y`` and ``x.set_(y)`` give the tensor another storage.
     array: Array = np.asarray(_Holder(interface, tensor.untyped_storage())).view(dtype)
     return array
 
@@ -147,13 +146,13 @@ def torch_dtype(torch: Any, tensor: Any, name: str, device: str) -> np.dtype[Any
     """Return the dtype of a tensor on a kind of device, ``cpu`` or ``cuda``.
 
     Raises:
-        TypeError: the memory of such a tensor cannot be had; ``name`` is the parameter's, for the message.
+        TypeError: the memory of the tensor is not accessible; ``name`` is the name of the parameter, for the message.
     """
     dtype = _torch_dtypes.get(tensor.dtype)
     if dtype is None:
         from mpicoll.runtime.torch_compile import exclude_from_compile
 
-        exclude_from_compile()  # that may have been loaded after this package
+        exclude_from_compile()  # torch may have been imported after this package
         dtype = _TORCH_NAMES.get(str(tensor.dtype))
         if dtype is not None:
             _torch_dtypes[tensor.dtype] = dtype
@@ -165,7 +164,7 @@ def torch_dtype(torch: Any, tensor: Any, name: str, device: str) -> np.dtype[Any
 
 
 def _torch_refusal(torch: Any, tensor: Any, dtype: np.dtype[Any] | None, wanted: str) -> str | None:
-    """Return why the memory of a tensor cannot be had, or None when it can."""
+    """Return why the memory of a tensor is not accessible, or None if it is."""
     if torch.nn.parameter.is_lazy(tensor):
         return "this parameter of a lazy module has no shape yet: call the module once before"
     if tensor.is_nested:
@@ -187,7 +186,7 @@ def _torch_refusal(torch: Any, tensor: Any, dtype: np.dtype[Any] | None, wanted:
 
 
 def check_torch_result(torch: Any, tensor: Any, name: str) -> None:
-    """Raise ValueError when a tensor is not to be written as it is."""
+    """Raise ValueError if a tensor must not be written, as it is a conjugate or negative view."""
     for lazy, method in ((tensor.is_conj(), "resolve_conj"), (tensor.is_neg(), "resolve_neg")):
         if lazy:
             what = "conjugate" if method == "resolve_conj" else "negative"
@@ -198,7 +197,7 @@ def check_torch_result(torch: Any, tensor: Any, name: str) -> None:
 
 
 def _foreign_array(value: Any, name: str, writable: bool) -> Array | None:
-    """Return the memory of an array of any package, by the first protocol that gives it."""
+    """Return the memory of an array of any package, by the first protocol that succeeds."""
     _check_device(value, name)
     problem: Exception | None = None
     for protocol in _PROTOCOLS:
@@ -227,14 +226,14 @@ def _foreign_array(value: Any, name: str, writable: bool) -> Array | None:
 
 
 def _check_device(value: Any, name: str) -> None:
-    """Raise TypeError when an array is in the memory of a device."""
-    asks = getattr(value, "__dlpack_device__", None)
+    """Raise TypeError if an array is in the memory of a device."""
+    query = getattr(value, "__dlpack_device__", None)
     device = None
-    if asks is not None:
+    if query is not None:
         try:
-            device = int(asks()[0])
+            device = int(query()[0])
         except Exception:
-            pass  # an array on several devices, in JAX: the protocols tell
+            pass  # an array on several devices, in JAX: the protocols raise for it
     if device is not None and device not in _HOST:
         raise TypeError(f"parameter `{name}`: {_on_device(f'a device (DLPack type {device})', 'a copy on the host')}")
     if device is None and hasattr(value, "__cuda_array_interface__"):
@@ -257,7 +256,7 @@ def _by_interface(value: Any) -> Array | None:
     for attribute in ("__array_struct__", "__array_interface__"):
         interface = getattr(value, attribute, None)
         if interface is not None:
-            # The holder has nothing else, so that NumPy does not go on to __array__, which may copy.
+            # The holder has no other protocol, so that NumPy does not call __array__, which may copy.
             holder = (
                 _Holder(interface, value) if attribute == "__array_interface__" else _StructHolder(interface, value)
             )
@@ -266,7 +265,7 @@ def _by_interface(value: Any) -> Array | None:
 
 
 class _StructHolder:
-    """A :class:`_Holder` of the C form of the interface."""
+    """A :class:`_Holder` with the C form of the interface."""
 
     __slots__ = ("__array_struct__", "owner")
 
@@ -278,7 +277,7 @@ class _StructHolder:
 def _by_dlpack(value: Any) -> Array | None:
     if not hasattr(value, "__dlpack__") or not hasattr(value, "__dlpack_device__"):
         return None
-    # An array that says nothing of writing, as before DLPack 1.0, comes read-only.
+    # The result is read-only if the array has no flag for that, as before DLPack 1.0.
     return np.from_dlpack(value)
 
 

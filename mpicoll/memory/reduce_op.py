@@ -1,4 +1,4 @@
-"""ReduceOp: the reductions, with torch.distributed's names and numbers."""
+"""ReduceOp: the reductions, with the names and numbers of torch.distributed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RedOpType(enum.IntEnum):
     BXOR = 7
     PREMUL_SUM = 8
 
-    __hash__ = int.__hash__  # the enum's own is made in Python, and calls are looked up by their op
+    __hash__ = int.__hash__  # faster than the enum's, which is in Python: calls are looked up by their op
 
     def __call__(self, factor: Any) -> ReduceOp:
         """Return PREMUL_SUM with its factor: ``ReduceOp.PREMUL_SUM(0.5)``."""
@@ -41,7 +41,7 @@ class _AnyOp(type):
 
 
 class ReduceOp(metaclass=_AnyOp):
-    """A reduction, for ``all_reduce``, ``reduce``, ``reduce_scatter`` and their kin.
+    """A reduction for ``all_reduce``, ``reduce``, ``reduce_scatter`` and similar calls.
 
     The members SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR and PREMUL_SUM can be passed as they are.
     They are instances of this class, as in torch.
@@ -95,7 +95,7 @@ def premul_sum(factor: Any) -> ReduceOp:
 
 
 class _Deprecated:
-    """The members of :class:`ReduceOp` under the name that it had in the first versions of torch; each use gives a FutureWarning.
+    """The members of :class:`ReduceOp` under its name in the first versions of torch; each use gives a FutureWarning.
 
     Source: torch.distributed.reduce_op.
     """

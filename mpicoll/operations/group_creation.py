@@ -94,20 +94,20 @@ def create_group(
 
 
 class Watch(Protocol):
-    """A wait for members that are known to come late."""
+    """A wait for members that may be very late."""
 
     limit: float
 
     def look(self) -> bool:
-        """Say now and then for whom this rank waits; whether there has been no sign of life for too long."""
+        """Report from time to time for which ranks this rank waits; return whether they have shown no activity for too long."""
 
 
 def group_of_node(known: JobWithGroups, op: str, site: Site, watch: Watch | None = None) -> ProcessGroup:
-    """Return the group of the ranks of this node; made once, when all of them have come, and by them alone.
+    """Return the group of the ranks of this node. Only these ranks make it, once, when all have called this function.
 
     Args:
-        op, site: what the program needs it for, and where.
-        watch: how to wait for the others; None: within the limit of the world.
+        op, site: the call that needs the group, and its call site.
+        watch: wait policy for the other ranks; None: within the limit of the world.
     """
     if known.node is None:
         host = known.topology.hosts[known.topology.node]
@@ -159,7 +159,7 @@ def check_arguments(timeout: Any, backend: Any, group_desc: Any) -> None:
 
 
 def _shrink(known: JobWithGroups, tag: int, call: Call) -> None:
-    """Free communicators of destroyed groups; all ranks of the world are known to be here."""
+    """Free communicators of destroyed groups. All ranks of the world are known to call this function."""
     with signals.guard:
         with BlockingCall(known.world, call, known.world.timeout):
             known.pool.meet_all(known.world.pair.control, tag)
@@ -170,7 +170,7 @@ def _shrink(known: JobWithGroups, tag: int, call: Call) -> None:
 
 
 def _make(known: JobWithGroups, members: tuple[int, ...], index: int, tag: int, call: Call) -> CommunicatorPair:
-    """Take the pair that all members agreed is idle, or make a new one; all members are known to be here."""
+    """Return the pair that all members agreed is idle, or make a new one. All members are known to call this function."""
     if index != NOTHING and index >= 0:
         pair = known.pool.take(members, index)
         known.pool.open_transports(pair, known.topology, known.settings, known.world.level)
@@ -191,7 +191,7 @@ def _make(known: JobWithGroups, members: tuple[int, ...], index: int, tag: int, 
 
 
 SECOND = "!"
-"""What the name of the second round of a meeting ends with."""
+"""The suffix of the name of the second round of a meeting."""
 
 _local_count: dict[tuple[str, tuple[int, ...]], int] = {}
 
@@ -204,10 +204,10 @@ def _make_locally(
     op: str = "new_group",
     watch: Watch | None = None,
 ) -> tuple[str, CommunicatorPair]:
-    """Agree among the members alone: each tells the first of them, which tells all when everybody has come.
+    """Agree among the members only: each sends its words to the first member, which sends all words to all members.
 
-    In two rounds: a member that gave up before it heard of the first never answers it, so nobody goes on into the blocking
-    calls that make a communicator.
+    There are two rounds. A member that withdrew before the end of the first round takes no part in the second one, so that no
+    member enters the blocking calls that make a communicator.
     """
     counted = (known.world.group_name, members)
     count = _local_count.get(counted, 0)
@@ -221,10 +221,10 @@ def _make_locally(
     limit = known.world.timeout
     with signals.guard:
         first_wait = _JoinWait(known.world, call, limit if watch is None else watch.limit, members, name, leader, watch)
-        told = _gather_and_tell(first_wait, words)
+        told = _exchange_words(first_wait, words)
         wrong = _wrong(told)
         if problem is None and not wrong:
-            _gather_and_tell(_JoinWait(known.world, call, limit, members, name + SECOND, leader), words)
+            _exchange_words(_JoinWait(known.world, call, limit, members, name + SECOND, leader), words)
     if problem is not None:
         raise problem
     if wrong:
@@ -247,33 +247,33 @@ def _make_locally(
 
 
 _Words = tuple[int, str, str]
-"""What a member says: the idle pair it knows, what is wrong with its arguments or "", and where it called."""
+"""The words of a member: the idle pair that it proposes, the error of its arguments or "", and its call site."""
 
 
 def _wrong(told: dict[int, _Words]) -> dict[int, tuple[str, str]]:
-    """Return what is wrong, and where, on the ranks that say so."""
+    """Return error and call site of each rank with wrong arguments."""
     return {rank: (text, where) for rank, (_, text, where) in told.items() if text}
 
 
-def _gather_and_tell(patience: _JoinWait, words: _Words) -> dict[int, _Words]:
-    """Return what every member says, when all have said it; the first of them gathers and tells the others."""
-    board, name, leader = state().board, patience.name, patience.leader
+def _exchange_words(policy: _JoinWait, words: _Words) -> dict[int, _Words]:
+    """Return the words of all members; the first member gathers them and sends them to the other members."""
+    board, name, leader = state().board, policy.name, policy.leader
     board.poll()
-    gone = patience.given_up()
+    gone = policy.given_up()
     if gone is not None:
         raise gone
     meetings = state().meetings
     while len(meetings) >= MOST_JOINED:
         del meetings[next(iter(meetings))]
     meetings[name] = 1
-    others = [rank for rank in patience.members if rank != board.rank]
+    others = [rank for rank in policy.members if rank != board.rank]
     if board.rank != leader:
         board.post("join", (name, words), [leader])
-        local_wait(lambda: patience.poll() and (name, "all") in board.joins, patience)
+        local_wait(lambda: policy.poll() and (name, "all") in board.joins, policy)
         told: dict[int, _Words] = board.joins.pop((name, "all"))[leader]
         board.left.pop((name, "all"), None)
         return told
-    local_wait(lambda: patience.poll() and patience.joined() >= set(others), patience)
+    local_wait(lambda: policy.poll() and policy.joined() >= set(others), policy)
     told = {**board.joins.pop(name, {}), leader: words}
     board.left.pop(name, None)
     board.post("join", ((name, "all"), told), others)
@@ -281,7 +281,7 @@ def _gather_and_tell(patience: _JoinWait, words: _Words) -> dict[int, _Words]:
 
 
 class _JoinWait(CallWait):
-    """The wait of one member for the others that were listed."""
+    """The wait of one member for the other listed members."""
 
     __slots__ = ("for_good", "leader", "members", "name", "next_poll", "watch")
     AFTERWARDS = "No group was made."
@@ -302,10 +302,10 @@ class _JoinWait(CallWait):
         self.leader = leader
         self.next_poll = 0.0
         self.watch = watch
-        self.for_good = call.op != "new_group"  # the one group of a node: who gives it up does not come again
+        self.for_good = call.op != "new_group"  # the one group of a node: a member that withdraws does not call again
 
     def poll(self) -> bool:
-        """Read messages, at most every tenth of a millisecond; always True, so that it can stand in a condition."""
+        """Read messages, at most every 0.1 ms; return True, for use in a condition."""
         now = time.monotonic()
         if now >= self.next_poll:
             self.next_poll = now + 1e-4
@@ -313,12 +313,12 @@ class _JoinWait(CallWait):
         return True
 
     def joined(self) -> set[int]:
-        """Return the members that have told this rank that they are here, and have not left."""
+        """Return the members that have sent their words to this rank, and have not withdrawn."""
         board = state().board
         return set(board.joins.get(self.name, {})) - board.left.get(self.name, set())
 
     def check(self, waited: float) -> BaseException | None:
-        """Return an error when a listed rank failed or ended."""
+        """Return an error if a listed rank has failed or ended."""
         self.looks += 1
         board = state().board
         self.note()
@@ -345,37 +345,37 @@ class _JoinWait(CallWait):
 
     @property
     def meeting(self) -> str:
-        """The name of the meeting that this round is of: who gives one round up comes to no other."""
+        """The name of the meeting of this round: a member that withdraws from one round takes part in no other."""
         return self.name.removesuffix(SECOND)
 
     def given_up(self) -> GroupBrokenError | None:
-        """Return an error when a member has given the meeting up for good."""
+        """Return an error if a member has withdrawn from the meeting."""
         gone = state().board.withdrawn.get(self.meeting)
         return None if gone is None else GroupBrokenError(f"{self.describe()}: rank {gone[0]} gave it up: {gone[1]}")
 
     def came(self) -> set[int]:
-        """Return the members that have told this rank that they are here, also if they have left since."""
+        """Return the members that have sent their words to this rank, also if they have withdrawn since."""
         return set(state().board.joins.get(self.name, {}))
 
     def meets(self) -> tuple[str, tuple[int, ...], int]:
-        """Return the meeting, as if it was a group with one call, and who has to come."""
+        """Return the meeting as a group with one call: its name, its members and the number of calls."""
         return self.name, self.members, 1
 
     def stalled(self, waited: float) -> None:
-        """Say who is missing, where the watch does not."""
+        """Report the missing members, unless the watch does."""
         if self.watch is None:
             super().stalled(waited)
 
     def as_wait(self) -> Wait:
-        """Return this wait as a search for deadlocks sees it: a call that all listed ranks have to come to."""
+        """Return this wait for the deadlock search: a call that all listed ranks must make."""
         entry = entry_of(self.call, state().world.rank(), state().world.display, state="waits")
         return Wait(self.name, self.members, entry, seq=1, since=self.began, meeting=True)
 
     def withdraw(self, reason: BaseException) -> None:
-        """Take this rank's word back; nothing was posted to MPI, so the world is still good."""
+        """Withdraw the words of this rank. Nothing was posted to MPI, so the world is not broken."""
         board = state().board
         if self.for_good and isinstance(reason, (PeerFailedError, GroupBrokenError)):
-            pass  # the others know, or will
+            pass  # the other members know, or will know
         elif self.for_good:
             board.withdrawn.setdefault(self.meeting, (board.rank, in_one_line(reason) or type(reason).__name__))
             board.post("withdrawn", (self.meeting, board.withdrawn[self.meeting][1], ()), self.members)
@@ -384,11 +384,11 @@ class _JoinWait(CallWait):
 
 
 class _MakeWait(_JoinWait):
-    """The wait of members that have all come, while they make communicators: the other ranks of the world do not matter."""
+    """The wait while all members make communicators; other ranks of the world have no part in it."""
 
     __slots__ = ()
     AFTERWARDS = CallWait.AFTERWARDS
 
     def withdraw(self, reason: BaseException) -> None:
-        """Withdraw from the world: something may be under way on its communicator."""
+        """Withdraw from the world, as a call may be pending on its communicator."""
         CallWait.withdraw(self, reason)

@@ -16,14 +16,14 @@ _no_places: tuple[str, ...] = (PACKAGE,)
 
 @dataclass(slots=True, frozen=True)
 class Site:
-    """A place in the program, kept as cheaply as possible and resolved only when somebody reads it."""
+    """A place in the program, as a code object and an instruction: the line is found only when the site is printed."""
 
     code: CodeType
     instruction: int
 
     @staticmethod
     def inside(code: CodeType) -> bool:
-        """Whether code belongs to this package."""
+        """Return whether code belongs to this package."""
         return code.co_filename.startswith(PACKAGE)
 
     def __str__(self) -> str:
@@ -36,7 +36,7 @@ class Site:
 
 
 class _Nowhere(Site):
-    """No line of the program: where it ends by itself."""
+    """No line of the program, for its end without a call."""
 
     def __str__(self) -> str:
         return ""
@@ -50,7 +50,7 @@ def _lines(code: CodeType) -> list[tuple[int, int, int]]:
 
 
 def pass_through(*paths: str) -> None:
-    """Have :func:`call_site` leave out code at these paths, too: what stands between the program and this package."""
+    """Let :func:`call_site` skip code at these paths too, which stands between the program and this package."""
     global _no_places
     _no_places = tuple(dict.fromkeys((*_no_places, *paths)))
 
@@ -64,10 +64,10 @@ def call_site() -> Site:
 
 
 def caller(depth: int = 1) -> FrameType:
-    """Return the frame that called the function which calls this one; that function's own, where C called it.
+    """Return the frame that called the function which calls this one; that function's own frame if C called it.
 
     Args:
-        depth: frames between the function that calls this one and the one looked for.
+        depth: number of frames between the function that calls this one and the wanted frame.
     """
     try:
         return _frame(depth + 1)

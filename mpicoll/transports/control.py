@@ -12,14 +12,14 @@ from typing import Protocol
 from mpicoll.runtime.waiting import STALL
 
 NOTHING = -(2**63)
-"""A detail that takes no part in the comparison (the neutral element of MAX on int64)."""
+"""A detail that is not compared (the neutral element of MAX on int64)."""
 
 NO_DEVICE, BEHIND, IN_PIECES, AS_IT_IS = 0, 1, 2, 3
-"""How memory of a GPU moves: there is none; copied as a whole, if that GPU has come to the call; through the host in pieces; or
-handed to MPI. If the members differ, the largest counts."""
+"""How memory of a GPU moves: there is none; copied as a whole, after the GPU has reached the call; through the host in pieces;
+or passed to MPI directly. If the members differ, the largest counts."""
 
 COMPARED, SAID = 11, 12
-"""Words of a round that are compared, and all words: the last says only that the member is asynchronous."""
+"""Number of words of a round that are compared, and of all words: the last one is *nonblocking*."""
 
 Words = tuple[int, ...]
 """The words of one member: fingerprint and its negative, error, uneven, largest block, detail and its negative, device request,
@@ -45,12 +45,12 @@ def make_words(
         fingerprint: 62 bits that must be equal.
         block_bytes: the largest block that this member moves to or from one peer.
         error: the arguments of this member are wrong.
-        uneven: the blocks of this member differ in size: nothing is compared of ``detail``.
-        detail: a number that must be equal where every member gives one.
+        uneven: the blocks of this member differ in size: ``detail`` is not compared.
+        detail: a number that must be equal if all members give one.
         device: one of `NO_DEVICE`, `BEHIND`, `IN_PIECES`, `AS_IT_IS`.
         device_reduction: this member can reduce on the GPU that all share.
         eager: bytes of data that come with the round, plus 1; 0: none.
-        signal: what the signals that have reached this member ask for (``training.stop_requests``).
+        signal: requests of the signals that have reached this member (``training.stop_requests``).
         nonblocking: this member starts the call asynchronously, or has an asynchronous call pending on any group.
     """
     against = detail if detail == NOTHING else -detail
@@ -72,7 +72,7 @@ def make_words(
 
 @dataclass(slots=True)
 class Agreed:
-    """What all members know after a round.
+    """The facts that all members know after a round.
 
     Attributes:
         same: all fingerprints and details are equal.
@@ -83,7 +83,7 @@ class Agreed:
         stalled: the posting times spread so far that a member may have withdrawn.
         detail: the common detail, or NOTHING.
         most: the largest detail.
-        device: what the memory of a member asks for: `AS_IT_IS`, else `IN_PIECES`, else 0.
+        device: how memory of a GPU moves: `AS_IT_IS`, `IN_PIECES`, or `NO_DEVICE`.
         behind: a member may still wait for its GPU.
         device_reduction: all members can reduce on the GPU that they share.
         signal: the largest signal word.
@@ -106,7 +106,7 @@ class Agreed:
 
 
 def decode(maxima: list[int], spread: float, waited: float) -> Agreed:
-    """Return what the maxima of the words of all members say.
+    """Decode the maxima of the words of all members.
 
     Args:
         maxima: the largest of each word.
@@ -156,14 +156,14 @@ class Round(Protocol):
         """
 
     def agreed(self) -> Agreed:
-        """Return what all members know after a complete round."""
+        """Return the decoded words of a complete round."""
 
     def release(self) -> None:
         """Free the slot: the words, and the data that came with the round, have been read."""
 
 
 class ControlChannel(Protocol):
-    """What carries the rounds of one group.
+    """The channel for the rounds of one group.
 
     Attributes:
         carries_data: data can be sent with a round.
@@ -178,4 +178,4 @@ class ControlChannel(Protocol):
         """Return the round of that number with its words written, to be posted by ``Start``."""
 
     def free(self) -> None:
-        """Free what MPI keeps for rounds; a round that is not complete stays as it is."""
+        """Free requests of MPI for rounds, except of a round that is not complete."""

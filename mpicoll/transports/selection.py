@@ -1,6 +1,6 @@
-"""Which engine moves a call: a function of what all members know, so that all choose alike.
+"""Select the transport of a call, by facts that all members know, so that all select the same.
 
-Profiles are what ``mpicoll tune`` has measured on a machine, for one MPI and one number of ranks on a node each, as JSON.
+A profile holds limits that ``mpicoll tune`` has measured on a machine, for one MPI and one number of ranks on a node, as JSON.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ if TYPE_CHECKING:
 NEVER = 1 << 62
 
 Ranges = Sequence[tuple[int, int]]
-"""First and last number of bytes, both among them."""
+"""First and last number of bytes of each range, both included."""
 
 _KIB = 1024
 DEFAULT: Mapping[Kind, Ranges] = {
-    # Between them both MPIs are faster on two ranks; from 32 MiB on their temporary memory is given back after each call.
+    # Between the ranges both MPIs are faster on two ranks; from 32 MiB on MPIs free their temporary memory after each call.
     Kind.ALL_REDUCE: ((2 * _KIB + 1, 8 * 1024 * _KIB), (32 * 1024 * _KIB, NEVER)),
     Kind.REDUCE: ((2 * _KIB + 1, NEVER),),
     Kind.REDUCE_SCATTER: ((65, NEVER),),
-    # What is only moved both MPIs copy once, from the other process's memory, where this engine copies twice.
+    # To move without a reduction, both MPIs copy once, from the memory of the other process; shared memory needs two copies.
     Kind.BROADCAST: ((2 * _KIB + 1, 4 * 1024 * _KIB),),
     Kind.ALL_GATHER: ((2 * _KIB + 1, 64 * _KIB),),
     Kind.GATHER: ((2 * _KIB + 1, 512 * _KIB),),
     Kind.SCATTER: ((65, 512 * _KIB),),
     Kind.ALL_TO_ALL: ((65, 64 * _KIB),),
 }
-"""Bytes of the largest block with which shared memory moves a call if nothing was measured (docs/performance.md)."""
+"""Bytes of the largest block for which shared memory moves a call, if there is no profile (docs/performance.md)."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What decides for the groups of one world; agreed when it was made.
+    """The rule of selection for the groups of one world, agreed when the world was made.
 
     Attributes:
         mode: ``auto``, ``mpi`` or ``node``.
-        least: bytes below which no call is moved through shared memory: small ones that are not compared go through MPI.
-        ranges: bytes of the largest block of a call with which the node engine moves it.
+        least: smaller calls do not move through shared memory: small calls that are not compared move through MPI.
+        ranges: bytes of the largest block for which shared memory moves a call.
     """
 
     mode: str = "auto"
@@ -61,21 +61,20 @@ class Selection:
     ranges: Mapping[Kind, Ranges] = field(default_factory=lambda: DEFAULT)
 
     def node(self, kind: Kind, nbytes: int) -> bool:
-        """Whether the members of a group on one node move a call of such blocks through shared memory."""
+        """Return whether a group on one node moves a call with blocks of ``nbytes`` through shared memory."""
         if self.mode == "mpi" or kind is Kind.BARRIER or nbytes < self.least:
             return False
         return self.mode == "node" or any(first <= nbytes <= last for first, last in self.ranges.get(kind, ()))
 
 
 def find_profile(text: str, library: str, ranks: int) -> Mapping[Kind, Ranges] | None:
-    """Return what a file of profiles says of an MPI library, for about so many ranks on a node; None: nothing.
+    """Return the profile of an MPI library from the text of a file, for the nearest number of ranks on a node, or None.
 
     Raises:
-        ValueError: it is no such file.
+        ValueError: the text is not of a file of profiles.
     """
     try:
-        told = json.loads(text)
-        known = list(filter(lambda each: each["MPI"] == library, told["profiles"]))
+        known = list(filter(lambda each: each["MPI"] == library, json.loads(text)["profiles"]))
         if not known:
             return None
         nearest = min(known, key=lambda each: abs(math.log(each["ranks"] / ranks)))
@@ -91,22 +90,22 @@ def _range(first: Any, last: Any) -> tuple[int, int]:
 
 
 def add_profile(text: str, library: str, ranks: int, ranges: Mapping[Kind, Ranges], about: Mapping[str, str]) -> str:
-    """Return a file of profiles with one more, which takes the place of one for the same library and number of ranks."""
+    """Return the text of a file of profiles with one more, which replaces the one for the same library and number of ranks."""
     profiles = json.loads(text)["profiles"] if text else []
-    kept = [each for each in profiles if (each["MPI"], each["ranks"]) != (library, ranks)]
+    profiles = [each for each in profiles if (each["MPI"], each["ranks"]) != (library, ranks)]
     node = {
         kind.value: [[first, None if last == NEVER else last] for first, last in found]
         for kind, found in ranges.items()
     }
-    kept.append({"MPI": library, "ranks": ranks, "node": node, "about": dict(about)})
-    return json.dumps({"profiles": kept}, indent=1) + "\n"
+    profiles.append({"MPI": library, "ranks": ranks, "node": node, "about": dict(about)})
+    return json.dumps({"profiles": profiles}, indent=1) + "\n"
 
 
 NONE = "none"
 
 
 def path_of_profiles(setting: str, environ: Mapping[str, str] | None = None) -> Path:
-    """Return the file: that of ``MPICOLL_PROFILE``, or ``profiles.json`` in the user's folder for settings."""
+    """Return the path of the profiles: ``MPICOLL_PROFILE``, or ``profiles.json`` in the user's folder for settings."""
     if setting:
         return Path(setting).expanduser()
     env = os.environ if environ is None else environ
@@ -114,10 +113,10 @@ def path_of_profiles(setting: str, environ: Mapping[str, str] | None = None) -> 
 
 
 def share_profile(comm: MPI.Intracomm, setting: str, ranks: int) -> Mapping[Kind, Ranges] | None:
-    """Return what was measured for this MPI and about so many ranks on a node, as rank 0 finds it; None: nothing.
+    """Return the profile that rank 0 reads for this MPI and the nearest number of ranks on a node, or None.
 
-    Called by all ranks of ``comm``, which are known to (it uses blocking MPI calls). Of a file that cannot be read rank 0 tells,
-    and the defaults count.
+    All ranks of ``comm`` call this function, and are known to (it uses blocking MPI calls). If the file cannot be read, rank 0
+    writes a line to stderr, and the defaults count.
     """
     from mpi4py import MPI
 
@@ -131,21 +130,21 @@ def share_profile(comm: MPI.Intracomm, setting: str, ranks: int) -> Mapping[Kind
                 say(f"mpicoll: MPICOLL_PROFILE={setting}: {error.strerror}\n")
         except (OSError, RuntimeError, ValueError) as error:
             say(f"mpicoll: {path}: {error}\n")
-    told: Mapping[Kind, Ranges] | None = comm.bcast(found, 0)
-    return told
+    shared: Mapping[Kind, Ranges] | None = comm.bcast(found, 0)
+    return shared
 
 
 def share_extension(comm: MPI.Intracomm, is_there: bool, is_off: bool, engine: str, ranks: int) -> bool:
-    """Return whether all ranks have the C extension. If one lacks it, all ranks go through MPI, and rank 0 says so in one line.
+    """Return whether all ranks have the C extension. If one lacks it, all ranks use MPI, and rank 0 writes a line to stderr.
 
-    Called by all ranks of ``comm``, which are known to (it uses blocking MPI calls). Nothing is said if all ranks switched it
-    off, or have their nodes to themselves, unless the setting of the engine asks for shared memory.
+    All ranks of ``comm`` call this function, and are known to (it uses blocking MPI calls). There is no line if all ranks have
+    switched the extension off, or each rank has a node of its own, unless the setting of the engine asks for shared memory.
 
     Args:
         is_there: this rank has the extension.
-        is_off: this rank shall not use the extension.
-        engine: the setting, as all ranks have it.
-        ranks: on this rank's node.
+        is_off: this rank must not use the extension.
+        engine: the setting ``MPICOLL_ENGINE``, the same on all ranks.
+        ranks: number of ranks on this node.
     """
     size = comm.Get_size()
     uses, off, alone = comm.allreduce(np.array([is_there and not is_off, is_off, ranks == 1], np.int64))

@@ -1,7 +1,7 @@
-"""Which ranks share a node: the node table.
+"""Find out which ranks share a node: the node table.
 
-Nodes come from MPI (MPI_Comm_split_type), confirmed by a word that one rank of each supposed node writes to shared memory
-and the others read: two containers on one host may share everything but that. Host names are for display only.
+MPI finds the nodes (MPI_Comm_split_type). Then one rank of each supposed node writes a word to shared memory, and the other
+ranks read it: two containers on one host may share everything except memory. Host names are for display only.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Topology:
     """The node table of one world.
 
     Attributes:
-        node_of: number of the node of each rank; nodes are numbered by their lowest rank.
+        node_of: number of the node of each rank; nodes are numbered by their lowest ranks.
         hosts: name of each node, for display.
         rank: this rank.
-        cores: the least that a rank of this node takes for the number of its cores; the same on all of them.
-        devices: the GPU that each rank had selected when the table was made, and how many it saw.
-        secret: bytes that all ranks know, and nobody else.
+        cores: least number of cores that a rank of this node has found; the same on all these ranks.
+        devices: GPU that each rank had selected when the table was made, and number of GPUs that it saw.
+        secret: bytes that only the ranks of the job know.
     """
 
     node_of: tuple[int, ...]
@@ -54,37 +54,37 @@ class Topology:
 
     @property
     def oversubscribed(self) -> bool:
-        """Whether this node has more ranks than cores; the same on all its ranks."""
+        """Whether this node has more ranks than cores; the same on all ranks of the node."""
         return len(self.local_ranks) > self.cores
 
 
 def node_communicator(topology: Topology, parent: MPI.Intracomm) -> MPI.Intracomm:
-    """Return a communicator of the ranks of this node; all of them call it, and are known to. Keep it: each call makes one.
+    """Make a communicator of the ranks of this node, which all call this function and are known to.
 
-    Made only when something needs it: MPICH has about 2,000 communicators a process.
+    Callers make one only at the first use, and store it: MPICH has about 2,000 communicators a process.
     """
-    everybody = parent.Get_group()
-    members = everybody.Incl(list(topology.local_ranks))
+    all_ranks = parent.Get_group()
+    members = all_ranks.Incl(list(topology.local_ranks))
     try:
         return parent.Create_group(members, NODE_TAG)
     finally:
         members.Free()
-        everybody.Free()
+        all_ranks.Free()
 
 
 NODE_TAG = 32700
 
 
 def cores() -> int:
-    """Return the number of cores of this node that the ranks share (not those that this rank is bound to)."""
+    """Return the number of cores of this node, not only of those that this rank is bound to."""
     return os.cpu_count() or 1
 
 
 def discover(comm: MPI.Intracomm, device: tuple[str, int] = ("", 0)) -> Topology:
-    """Build the node table; all ranks of ``comm`` call it, and are known to (it uses blocking MPI calls).
+    """Build the node table. All ranks of ``comm`` call this function, and are known to (it uses blocking MPI calls).
 
     Args:
-        device: the GPU that this rank has selected, and how many it sees.
+        device: GPU that this rank has selected, and number of GPUs that it sees.
 
     Source: MPI_Comm_split_type with MPI_COMM_TYPE_SHARED (MPI-4.1 section 7.4.2).
     """
@@ -94,25 +94,25 @@ def discover(comm: MPI.Intracomm, device: tuple[str, int] = ("", 0)) -> Topology
         leader = _confirmed_leader(supposed, rank)
     finally:
         supposed.Free()
-    told = np.empty((size, 2), np.int64)
-    comm.Allgather(np.array([leader, cores()], np.int64), told)
-    leaders = told[:, 0]
+    table = np.empty((size, 2), np.int64)
+    comm.Allgather(np.array([leader, cores()], np.int64), table)
+    leaders = table[:, 0]
     own = secrets.token_bytes(32) if rank == 0 else b""
-    said = comm.allgather((os.uname().nodename if leader == rank else None, device, own))
+    facts = comm.allgather((os.uname().nodename if leader == rank else None, device, own))
     order = sorted(set(leaders.tolist()))
     number = {lead: i for i, lead in enumerate(order)}
     return Topology(
         tuple(number[lead] for lead in leaders.tolist()),
-        tuple(str(said[lead][0]) for lead in order),
+        tuple(str(facts[lead][0]) for lead in order),
         rank,
-        int(told[leaders == leader, 1].min()),
-        tuple(its for _, its, _ in said),
-        said[0][2],
+        int(table[leaders == leader, 1].min()),
+        tuple(gpu for _, gpu, _ in facts),
+        facts[0][2],
     )
 
 
 def _confirmed_leader(node: MPI.Comm, rank: int) -> int:
-    """Return the lowest rank whose shared memory this rank can read, going round by round through those left over."""
+    """Return the lowest rank whose shared memory this rank can read; in each pass the lowest rank without a leader writes."""
     place = node.Get_rank()
     leader = -1
     while True:
@@ -121,12 +121,12 @@ def _confirmed_leader(node: MPI.Comm, rank: int) -> int:
         first = int(unplaced[0])
         if first == node.Get_size():
             return leader
-        told: Any = None
+        announced: Any = None
         path = ""
         if place == first:
             word, path = secrets.token_hex(16), mapping.path_of("node")
-            told = (rank, path if _write(path, word) else "", word)
-        lead, where, word = node.bcast(told, first)
+            announced = (rank, path if _write(path, word) else "", word)
+        lead, where, word = node.bcast(announced, first)
         if leader < 0 and (place == first or not where or _read(where) == word):
             leader = lead
         node.Barrier()
@@ -142,7 +142,7 @@ def _write(path: str, word: str) -> bool:
         with open(path, "x", encoding="ascii") as file:
             file.write(word)
     except OSError:
-        return False  # no shared memory here: MPI's word stands alone
+        return False  # no shared memory here: only the answer of MPI counts
     return True
 
 

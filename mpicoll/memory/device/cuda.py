@@ -1,4 +1,4 @@
-"""CUDA, by way of CuPy: the streams, events, copies and pinned memory of :mod:`mpicoll.memory.device.array`."""
+"""The device runtime of CUDA, on CuPy: streams, events, copies and pinned memory for :mod:`mpicoll.memory.device.array`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ try:
 except ImportError as error:
     if isinstance(error, ModuleNotFoundError) and error.name == "cupy":
         _why = "is not installed: pip install cupy-cuda12x (or cupy-cuda13x, for CUDA 13)"
-    else:  # CuPy tells at length, and the reason last
+    else:  # the text of CuPy is long, with the reason in the last line
         _lines = [line.strip(" =") for line in str(error).splitlines()]
         _why = f"cannot be loaded: {next(filter(None, reversed(_lines)), 'it does not say why')}"
     raise ImportError(f"this needs CuPy, which {_why}") from error
@@ -31,7 +31,7 @@ Array = npt.NDArray[Any]
 
 
 class _Handle:
-    """A stream of another package, by the CUDA stream protocol; it stays as long as it may be used."""
+    """A stream of another package, with the CUDA stream protocol and a reference to the owner of the stream."""
 
     def __init__(self, handle: int, owner: Any) -> None:
         self.handle = handle
@@ -42,7 +42,7 @@ class _Handle:
 
 
 def _stream(handle: int, device: int, owner: Any = None) -> Any:
-    """Return the stream of a handle; ``owner``, if any, destroys it when it goes."""
+    """Return the stream of a handle, with a reference to the object that owns the stream."""
     if not handle:
         return cupy.cuda.Stream.null
     if handle == _PER_THREAD:
@@ -57,7 +57,7 @@ def _stream(handle: int, device: int, owner: Any = None) -> Any:
 
 _PER_THREAD = 2  # cudaStreamPerThread
 _ASKED = (0, 600)  # cudaSuccess, cudaErrorNotReady
-_CAPTURE_IMPLICIT = 906  # cudaErrorStreamCaptureImplicit: of the default stream, while another one is captured
+_CAPTURE_IMPLICIT = 906  # cudaErrorStreamCaptureImplicit: on the default stream while another stream is captured
 _LEGACY_IPC = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
 _RANGE_START = 11  # CU_POINTER_ATTRIBUTE_RANGE_START_ADDR
 
@@ -78,7 +78,7 @@ class Cuda:
         self._making = threading.Lock()
 
     def array(self, value: Any, name: str, *, writable: bool) -> DeviceArray:
-        """Return what an array is: CuPy's, torch's, or one that has the CUDA array interface or DLPack."""
+        """Describe an array of CuPy or torch, or an array with the CUDA array interface or DLPack."""
         if isinstance(value, cupy.ndarray):
             return self._of(value, value.dtype, cupy.cuda.get_current_stream(value.device.id), readonly=False)
         torch = sys.modules.get("torch")
@@ -95,7 +95,7 @@ class Cuda:
         _refuse_capture(stream)
         number, packed = array.device.id, None
         if not array.flags.c_contiguous:
-            # Now, while what goes wrong is known to all ranks before anything moves.
+            # Now, as all ranks learn of errors before anything moves.
             with cupy.cuda.Device(number), self.copy_stream(number):
                 packed = cupy.empty(array.shape, array.dtype)
         return DeviceArray(
@@ -113,7 +113,7 @@ class Cuda:
         number = tensor.device.index
         try:
             address = tensor.data_ptr()
-        except RuntimeError as error:  # torch's own, of a tensor that vmap or grad has wrapped
+        except RuntimeError as error:  # torch raises it for a tensor that vmap or grad has wrapped
             raise TypeError(f"parameter `{name}`: this tensor has no memory of its own: {error}") from error
         if not address and 0 not in tensor.shape:
             raise TypeError(f"parameter `{name}`: this tensor has no memory of its own: is it being traced?")
@@ -156,11 +156,11 @@ class Cuda:
             return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, -low), strides)
 
     def plain(self, array: DeviceArray) -> bool:
-        """Whether its memory is of an ordinary allocation, and not of cudaMallocAsync or of mapped virtual memory."""
+        """Return whether an ordinary allocation holds the array, not cudaMallocAsync or mapped virtual memory."""
         return self._asked(array, _LEGACY_IPC, ctypes.c_int(0)) == 1
 
     def _asked(self, array: DeviceArray, attribute: int, found: Any) -> int | None:
-        """Return what the driver says of the memory of an array, put into ``found``; None where it says nothing."""
+        """Return an attribute of the memory of an array, which the driver writes into ``found``; None if it has none."""
         if self._driver is None:
             self._driver = ctypes.CDLL("libcuda.so.1")
         failed = self._driver.cuPointerGetAttribute(
@@ -177,14 +177,14 @@ class Cuda:
         return int(cupy.cuda.runtime.getDevice())
 
     def use(self, device: int) -> None:
-        """Make a device the current one of this thread, for CuPy and for torch where it has been imported."""
+        """Make a device the current device of this thread, for CuPy and, if it is imported, for torch."""
         cupy.cuda.Device(device).use()
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_available():
             torch.cuda.set_device(device)
 
     def bus(self, device: int) -> str:
-        """Return the address of a device on its bus."""
+        """Return the bus address of a device."""
         return str(cupy.cuda.runtime.deviceGetPCIBusId(device))
 
     def stream(self, given: Any, device: int) -> Any:
@@ -207,7 +207,7 @@ class Cuda:
         return stream
 
     def copy_stream(self, device: int, second: bool = False) -> Any:
-        """Return the stream of the library on a device, or the one beside it; they do not wait for the default stream."""
+        """Return the first or second stream of the library on a device; both do not wait for the default stream."""
         streams = self._second_streams if second else self._copy_streams
         stream = streams[device]
         if stream is None:
@@ -218,33 +218,33 @@ class Cuda:
         return stream
 
     def mark(self, device: int, stream: Any) -> Any:
-        """Return an event: all that has been put on a stream so far."""
+        """Return an event behind all work that is on a stream now."""
         with cupy.cuda.Device(device):
             event = cupy.cuda.Event(disable_timing=True)
             event.record(stream)
         return event
 
     def over(self, event: Any) -> bool:
-        """Whether an event has come, without waiting; raises where the device has failed, which CuPy's ``done`` does not."""
+        """Return whether an event is complete; raise if the device has failed, which ``done`` of CuPy does not."""
         found = cupy.cuda.runtime.eventQuery(event.ptr)
         if found not in _ASKED:
             raise cupy.cuda.runtime.CUDARuntimeError(found)
         return bool(found == 0)
 
     def await_(self, event: Any) -> None:
-        """Have the host wait for an event."""
+        """Wait on the host for an event."""
         event.synchronize()
 
     def follow(self, device: int, stream: Any, event: Any) -> None:
-        """Have what is put on a stream of a device from now on wait for an event."""
-        if stream.ptr == _PER_THREAD:  # it means that of the thread that asks, which may be another one by now
+        """Let later work on a stream of a device wait for an event."""
+        if stream.ptr == _PER_THREAD:  # the handle means the stream of the calling thread, which may be another one now
             event.synchronize()
             return
-        with cupy.cuda.Device(device):  # the default stream is that of the current device
+        with cupy.cuda.Device(device):  # the default stream belongs to the current device
             stream.wait_event(event)
 
     def copy_out(self, host: Array, array: DeviceArray, stream: Any, begin: int | None = None) -> None:
-        """Put a copy of the elements, in C order, into host memory on a stream; of a part of them from byte ``begin`` on."""
+        """Copy the elements, in C order, to host memory, on a stream; a part from byte ``begin`` on if given."""
         if begin is not None:
             kind = cupy.cuda.runtime.memcpyDeviceToHost
             self._copy(host.ctypes.data, array.address + begin, host.nbytes, kind, array.device, stream)
@@ -258,7 +258,7 @@ class Cuda:
                 cupy.cuda.runtime.memcpyAsync(host.ctypes.data, source.data.ptr, host.nbytes, kind, stream.ptr)
 
     def copy_in(self, array: DeviceArray, host: Array, stream: Any, begin: int | None = None) -> None:
-        """Put a copy of host memory into an array on a stream; into a part of it from byte ``begin`` on."""
+        """Copy host memory to an array, on a stream; to a part from byte ``begin`` on if given."""
         if begin is not None:
             kind = cupy.cuda.runtime.memcpyHostToDevice
             self._copy(array.address + begin, host.ctypes.data, host.nbytes, kind, array.device, stream)
@@ -277,7 +277,7 @@ class Cuda:
             cupy.cuda.runtime.memcpyAsync(target, source, nbytes, kind, stream.ptr)
 
     def pinned(self, nbytes: int, device: int) -> Array:
-        """Return host memory that a device reads and writes by itself, as bytes."""
+        """Return pinned host memory, as bytes."""
         try:
             with cupy.cuda.Device(device):
                 memory = cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(nbytes), 0)
@@ -286,14 +286,14 @@ class Cuda:
         return np.frombuffer(memory, np.uint8, nbytes)
 
     def across(self, arrays: list[DeviceArray]) -> DeviceArray | None:
-        """Return one array over contiguous ones that stand one behind the other in one allocation; None where they do not."""
+        """Return one array over contiguous arrays that stand one behind the other in one allocation; None if they do not."""
         first, at, count = arrays[0], arrays[0].address, 0
         for each in arrays:
             if each.address != at or each.stream != first.stream:
                 return None
             count += math.prod(each.shape)
             at = first.address + count * first.dtype.itemsize
-        # Two allocations may touch each other: libraries below MPI map one of them for another process, not both.
+        # Two allocations may be adjacent: libraries below MPI map only one of them in another process.
         begins = {self._asked(each, _RANGE_START, ctypes.c_uint64(0)) for each in arrays}
         if len(begins) > 1 or None in begins:
             return None
@@ -302,30 +302,30 @@ class Cuda:
         return self._of(whole, first.dtype, first.stream, any(each.readonly for each in arrays))
 
     def part(self, array: DeviceArray, part: slice) -> DeviceArray:
-        """Return a part of a contiguous array, as if that had one dimension."""
+        """Return a part of a contiguous array, as if the array had one dimension."""
         return self._of(array.held.reshape(-1)[part], array.dtype, array.stream, array.readonly)
 
     def room(self, arrays: list[DeviceArray]) -> DeviceArray:
-        """Return memory of their device for as many elements, from the allocator that CuPy uses."""
+        """Return memory of the device for all elements of the arrays, from the allocator of CuPy."""
         first, stream = arrays[0], self.copy_stream(arrays[0].device)
-        with cupy.cuda.Device(first.device), stream:  # the pool gives it again to this stream alone
+        with cupy.cuda.Device(first.device), stream:  # the pool gives the memory to this stream only
             memory = cupy.empty(sum(math.prod(each.shape) for each in arrays), first.dtype)
         return self._of(memory, first.dtype, stream, readonly=False)
 
     def gather(self, room: DeviceArray, arrays: list[DeviceArray], stream: Any) -> None:
-        """Put copies of contiguous arrays, one behind the other, into such memory on a stream."""
+        """Copy contiguous arrays, one behind the other, to memory of :meth:`room`, on a stream."""
         at = room.address
         for each in arrays:
             at += _copy_on_device(at, each.address, each, stream)
 
     def spread(self, arrays: list[DeviceArray], room: DeviceArray, stream: Any) -> None:
-        """Put copies of what is in such memory into the arrays on a stream."""
+        """Copy memory of :meth:`room` to the arrays, on a stream."""
         at = room.address
         for each in arrays:
             at += _copy_on_device(each.address, at, each, stream)
 
     def window(self, nbytes: int, device: int) -> _Window:
-        """Return new memory of cudaMalloc, which other processes may open: of CuPy's pool, it would be a part of something."""
+        """Return new memory of cudaMalloc, which other processes can open, unlike parts of CuPy's pool."""
         try:
             with cupy.cuda.Device(device):
                 return _Window(cupy.cuda.runtime.malloc(nbytes), nbytes, device, opened=False)
@@ -338,7 +338,7 @@ class Cuda:
             return bytes(cupy.cuda.runtime.ipcGetMemHandle(window.address))
 
     def open_window(self, handle: bytes, nbytes: int, device: int) -> _Window:
-        """Return a window of another process."""
+        """Open a window of another process."""
         with cupy.cuda.Device(device):
             return _Window(cupy.cuda.runtime.ipcOpenMemHandle(handle), nbytes, device, opened=True)
 
@@ -351,35 +351,35 @@ class Cuda:
                 cupy.cuda.runtime.free(window.address)
 
     def write(self, window: _Window, at: int, host: Array, stream: Any) -> None:
-        """Put a copy of a few bytes of the host into a window on a stream; such a copy is staged before this returns."""
+        """Copy a few bytes of the host to a window, on a stream; CUDA has read the bytes when this returns."""
         with cupy.cuda.Device(window.device):
             kind = cupy.cuda.runtime.memcpyHostToDevice
             cupy.cuda.runtime.memcpyAsync(window.address + at, host.ctypes.data, host.nbytes, kind, stream.ptr)
 
     def read(self, host: Array, window: _Window, at: int, stream: Any) -> None:
-        """Put a copy of a few bytes of a window into host memory on a stream."""
+        """Copy a few bytes of a window to host memory, on a stream."""
         with cupy.cuda.Device(window.device):
             kind = cupy.cuda.runtime.memcpyDeviceToHost
             cupy.cuda.runtime.memcpyAsync(host.ctypes.data, window.address + at, host.nbytes, kind, stream.ptr)
 
     def pack(self, array: DeviceArray, stream: Any) -> None:
-        """Have the elements of an array stand in C order, on a stream."""
+        """Copy the elements of an array to C order, on a stream."""
         if array.packed is not None:
             with cupy.cuda.Device(array.device), stream:
                 array.packed[...] = array.held
 
     def unpack(self, array: DeviceArray, stream: Any) -> None:
-        """Put what was written into an array to where its elements are, on a stream."""
+        """Copy elements from C order to their places in the array, on a stream."""
         if array.packed is not None:
             with cupy.cuda.Device(array.device), stream:
                 array.held[...] = array.packed
 
     def take(self, window: _Window, at: int, array: DeviceArray, start: int, count: int, stream: Any) -> None:
-        """Put a copy of elements of an array into a window on a stream."""
+        """Copy elements of an array to a window, on a stream."""
         self._copy_between(window.address + at, _elements(array) + start * array.dtype.itemsize, array, count, stream)
 
     def put(self, array: DeviceArray, start: int, count: int, window: _Window, at: int, stream: Any) -> None:
-        """Put a copy of a window into elements of an array on a stream."""
+        """Copy elements of a window to an array, on a stream."""
         self._copy_between(_elements(array) + start * array.dtype.itemsize, window.address + at, array, count, stream)
 
     @staticmethod
@@ -389,13 +389,13 @@ class Cuda:
             cupy.cuda.runtime.memcpyAsync(target, source, count * array.dtype.itemsize, kind, stream.ptr)
 
     def fold(self, fold: Fold, window: _Window, places: Sequence[int], count: int, scratch: int, stream: Any) -> None:
-        """Reduce what stands at some places of a window, in their order, into the first of them, on a stream."""
+        """Reduce operands at some places of a window, in their order, into the first operand, on a stream."""
         with cupy.cuda.Device(window.device), stream:
             if not fold.half:
                 first, *others = [window.view(place, count, fold.dtype) for place in places]
                 _reduce(fold, first, others)
                 return
-            most = SCRATCH // 8  # two float32 for each
+            most = SCRATCH // 8  # two float32 for each element
             total, term = (window.view(scratch + at, most, np.dtype("f4")) for at in (0, SCRATCH // 2))
             for start in range(0, count, most):
                 many = min(most, count - start)
@@ -409,7 +409,7 @@ class Cuda:
 
 
 def _refuse_capture(stream: Any) -> None:
-    """Raise RuntimeError where a stream is being captured into a CUDA graph."""
+    """Raise RuntimeError if a stream is being captured into a CUDA graph."""
     try:
         captured = cupy.cuda.runtime.streamIsCapturing(stream.ptr)
     except cupy.cuda.runtime.CUDARuntimeError as error:
@@ -424,7 +424,7 @@ def _refuse_capture(stream: Any) -> None:
 
 
 def _copy_on_device(target: int, source: int, like: DeviceArray, stream: Any) -> int:
-    """Put a copy of as many bytes as an array has on a stream, and return how many that are."""
+    """Copy as many bytes as an array has, on a stream, and return their number."""
     nbytes = math.prod(like.shape) * like.dtype.itemsize
     with cupy.cuda.Device(like.device):
         cupy.cuda.runtime.memcpyAsync(target, source, nbytes, cupy.cuda.runtime.memcpyDeviceToDevice, stream.ptr)
@@ -432,12 +432,12 @@ def _copy_on_device(target: int, source: int, like: DeviceArray, stream: Any) ->
 
 
 class _Window:
-    """Memory of a device that several processes have open; nothing frees it by itself.
+    """Memory of a device that several processes have open; it is not freed automatically.
 
     Attributes:
-        address: in this process.
-        nbytes, device: of all of it.
-        opened: it is another process's.
+        address: address in this process.
+        nbytes, device: size, and number of the device.
+        opened: another process has made the window.
     """
 
     __slots__ = ("__weakref__", "address", "device", "nbytes", "opened")
@@ -452,7 +452,7 @@ class _Window:
 
 
 def _elements(array: DeviceArray) -> int:
-    """Return the address of the elements in C order."""
+    """Return the address of the first element in C order."""
     return int((array.held if array.packed is None else array.packed).data.ptr)
 
 
@@ -482,7 +482,7 @@ def _reduce(fold: Fold, total: Any, others: Sequence[Any]) -> None:
 
 
 def _widen(half: str, words: Any, out: Any) -> None:
-    """Put halves, given as 16-bit words, into float32 on the current stream."""
+    """Convert half-type elements, as 16-bit words, to float32 on the current stream."""
     if half == "float16":
         out[...] = words.view(np.float16)
     else:
@@ -490,7 +490,7 @@ def _widen(half: str, words: Any, out: Any) -> None:
 
 
 def _narrow(half: str, values: Any, out: Any) -> None:
-    """Round float32 to halves on the current stream, as :mod:`mpicoll.memory.half` does."""
+    """Round float32 to a half type on the current stream, as :mod:`mpicoll.memory.half` does."""
     if half == "float16":
         out.view(np.float16)[...] = values
     else:
@@ -499,7 +499,7 @@ def _narrow(half: str, values: Any, out: Any) -> None:
 
 @cache
 def _bfloat16_kernels() -> tuple[Any, Any]:
-    """Return what makes float32 of words, and words of float32."""
+    """Return the kernel that converts words to float32, and the kernel that rounds float32 to words."""
     widen = cupy.ElementwiseKernel(
         "uint16 word", "float32 wide", "wide = __uint_as_float((unsigned int)word << 16)", "mpicoll_widen"
     )
@@ -507,9 +507,9 @@ def _bfloat16_kernels() -> tuple[Any, Any]:
         "float32 wide",
         "uint16 word",
         """
-        unsigned int bits = __float_as_uint(wide), kept = bits >> 16;
+        unsigned int bits = __float_as_uint(wide), upper = bits >> 16;
         bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
-        word = (unsigned short)(nan ? (kept | 0x40u) : ((bits + 0x7fffu + (kept & 1u)) >> 16));
+        word = (unsigned short)(nan ? (upper | 0x40u) : ((bits + 0x7fffu + (upper & 1u)) >> 16));
         """,
         "mpicoll_narrow",
     )

@@ -1,7 +1,7 @@
-"""What of the GPU may be handed to the MPI that is loaded: for each operation, by evidence.
+"""Find out which operations of the loaded MPI may get memory of a GPU directly, by evidence.
 
-An MPI that knows nothing of a GPU's memory ends the process by a signal, or moves something else. So an operation goes to it
-directly only where something proves that it knows; what is not proven goes by way of the host.
+An MPI that does not know about memory of a GPU ends the process by a signal, or moves wrong bytes. So memory of a GPU is passed
+directly only if there is evidence for an operation. Otherwise it moves through the host.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ OPERATIONS = (*REDUCTIONS, "broadcast", "all_gather", "gather", "scatter", "all_
 
 @dataclass(frozen=True)
 class Bad:
-    """Something that an MPI does wrong with memory of a GPU.
+    """A known defect of an MPI with memory of a GPU.
 
     Attributes:
-        library: what its version says, as a pattern.
-        operations, nonblocking: which operations, and in which form; None for both.
-        why: what happens, and where that is told.
+        library: pattern of the version of the library.
+        operations, nonblocking: operations and their form; None for both forms.
+        why: what happens, with the source.
     """
 
     library: str
@@ -57,9 +57,9 @@ class Capability:
     """The table of one MPI.
 
     Attributes:
-        direct: (operation, nonblocking) that may be handed memory of a GPU.
-        evidence: what the table is from, in words.
-        bad: what is known to fail with this MPI.
+        direct: pairs (operation, nonblocking) that may get memory of a GPU.
+        evidence: source of the table, in words.
+        bad: known defects of this MPI.
     """
 
     direct: frozenset[tuple[str, bool]]
@@ -67,7 +67,7 @@ class Capability:
     bad: tuple[Bad, ...] = ()
 
     def allows(self, operation: str, nonblocking: bool) -> bool:
-        """Whether an operation may be handed memory of a GPU."""
+        """Return whether an operation may get memory of a GPU."""
         return (operation, nonblocking) in self.direct
 
 
@@ -83,16 +83,16 @@ def decide(
 
     Args:
         choice: MPICOLL_CUDA.
-        kinds: ``mpi_memory_alloc_kinds`` of MPI_COMM_WORLD (MPI-4.1 section 11.4.3); None where it is not there.
-        asked: what MPIX_Query_cuda_support or MPIX_GPU_query_support says; None where neither is there.
-        environ: the environment, for what vendors have users set.
-        version: MPI_Get_library_version.
-        probed: what `mpicoll doctor --gpu` has found to be right; None where it has not been asked.
+        kinds: ``mpi_memory_alloc_kinds`` of MPI_COMM_WORLD (MPI-4.1 section 11.4.3), or None.
+        asked: result of MPIX_Query_cuda_support or MPIX_GPU_query_support; None if there is neither.
+        environ: the environment, with the settings of vendors.
+        version: result of MPI_Get_library_version.
+        probed: pairs that `mpicoll doctor --gpu` found to be right; None if it has not run.
     """
     bad = tuple(each for each in KNOWN_BAD if re.search(each.library, version))
     aware, evidence = _judge(choice, kinds, asked, environ)
     if choice == "auto" and probed is not None and (aware or (kinds is None and asked is None)):
-        # What a library denies of itself counts: another build of the same version may have been tried.
+        # The denial of a library counts: another build of the same version may have been tried.
         return Capability(_without(probed, bad), "mpicoll doctor --gpu has tried each operation", bad)
     if not aware:
         return Capability(frozenset(), evidence, bad)
@@ -108,15 +108,15 @@ def _without(direct: frozenset[tuple[str, bool]], bad: tuple[Bad, ...]) -> froze
 
 
 def path_of_probes(environ: Mapping[str, str] | None = None) -> Path:
-    """Return the file in which `mpicoll doctor --gpu --save` keeps what it has found."""
+    """Return the path of the file in which `mpicoll doctor --gpu --save` stores its findings."""
     return path_of_profiles("", environ).with_name("gpu.json")
 
 
 def read_probes(text: str, library: str) -> frozenset[tuple[str, bool]] | None:
-    """Return what was found for a library of MPI; None where it was not tried.
+    """Return the stored findings for an MPI library, or None.
 
     Raises:
-        ValueError: the text is not what `mpicoll doctor --gpu --save` writes.
+        ValueError: the text is not of a file that `mpicoll doctor --gpu --save` writes.
     """
     known = json.loads(text)
     if not isinstance(known, dict) or not all(isinstance(each, list) for each in known.values()):
@@ -181,7 +181,7 @@ _MPICH_CUDA = 0  # MPIX_GPU_SUPPORT_CUDA
 
 
 def ask(libraries: Iterable[str]) -> bool | None:
-    """Ask a library of MPI that is loaded, by its path, whether it knows of CUDA; None where none has the question."""
+    """Ask a loaded MPI library, by its path, whether it supports CUDA; None if no library has the function."""
     for path in dict.fromkeys(libraries):
         try:
             library = ctypes.CDLL(path)

@@ -1,11 +1,10 @@
-"""What a message says of itself: dtype, number of elements, and where in the program it was sent.
+"""The envelope of a message: dtype, number of elements, and the call site of the send.
 
-Every message on a group's data communicator begins with two 64-bit words. The first holds flags, the dtype and the number
-of elements; the second the number of the place that it was sent from, and the length of that place's words. Elements of
-which there is no number (structured ones, texts, dates) travel as bytes, and the words hold a hash of their dtype. Behind them
-stand the elements, if they are few; those of a large message travel apart, on the control communicator, once a receive
-wants them. The words of a place (``send at train.py:12``) stand at the end of the first message that comes from there, so
-that the receiver knows them when it has to: the sender may be busy or gone by then.
+Each message on the data communicator of a group begins with two 64-bit words. The first word has flags, the dtype and the
+number of elements. The second word has the number of the call site, and the length of its text. Dtypes without a number
+(structured dtypes, texts, dates) move as bytes, and the words have a hash of the dtype. Few elements stand behind the words.
+The elements of a large message move apart, on the control communicator, after a receive has matched. The text of a call site
+(``send at train.py:12``) stands at the end of the first message from there: later the sender may be busy or gone.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ WORDS = struct.Struct("=2q")
 _LENGTH = struct.Struct("=q")
 
 SMALL_BYTES = 4000
-"""Up to this size the elements stand behind the words, so that the message with its envelope is still sent eagerly by Open MPI
-(4 KiB between processes of a node). Above it one message that is copied in and out takes longer than two that are not."""
+"""Up to this size elements stand behind the words, so that Open MPI still sends the message eagerly (4 KiB between processes
+of a node). For more bytes one message that is copied in and out takes longer than two messages without copies."""
 
 EAGER_BYTES = 16 * 1024
-"""Up to this size a send may be complete before it is received, if MPI has room for it; above it never is."""
+"""Up to this size a send may be complete before it is received, if MPI has buffers for it; a larger send never is."""
 
 _PLACE_BYTES = 240
 
@@ -48,10 +47,10 @@ _PLACE_BITS = 32
 _PLACE = (1 << _PLACE_BITS) - 1
 _WORDS_BITS = 8
 _PRINT_BITS = 23
-_MOST_TOLD = 4096
+_MOST_KNOWN = 4096
 
-# The same dtype by another name (on Linux int64 is "l" and "q") has the same number: numbered by name, which is also the
-# same on all ranks.
+# Numbers go by names, which are the same on all ranks: equal dtypes with two type characters (on Linux int64 is "l" and "q")
+# have one number.
 _NATIVE = {str(dtype): Element(dtype) for dtype in (np.dtype(char) for char in sorted(MOVABLE))}
 _NAMED = {name: found for name in ("float16", *FOREIGN) if (found := named_element(name)) is not None}
 _KNOWN = {**{name: _NATIVE[name] for name in sorted(_NATIVE)}, **{name: _NAMED[name] for name in sorted(_NAMED)}}
@@ -63,15 +62,15 @@ _BYTE: np.dtype[Any] = np.dtype(np.uint8)
 
 @dataclass(slots=True, frozen=True)
 class Envelope:
-    """What the two words of one message say.
+    """The decoded words of one message.
 
     Attributes:
-        name: of the dtype of its elements; "" where it has no number.
-        dtype, count: as which its elements travel, and how many of those.
-        apart: its elements travel on the control communicator.
-        place: number of the place that it was sent from, which is the sender's own.
-        print: hash of its dtype, where that has no number.
-        objects: length of the list that its elements, bytes, are the pickle of (they begin with it); -1: they are an array.
+        name: name of the dtype; "" if the dtype has no number.
+        dtype, count: dtype as which elements move, and number of elements of that dtype.
+        apart: the elements move on the control communicator.
+        place: number of the call site, given by the sender.
+        print: hash of the dtype, if it has no number.
+        objects: length of the list whose pickle is the message; -1 for an array.
     """
 
     name: str
@@ -84,11 +83,11 @@ class Envelope:
 
     @property
     def nbytes(self) -> int:
-        """Size of its elements."""
+        """The size of the elements, in bytes."""
         return self.count * self.dtype.itemsize
 
     def alike(self, memory: Memory) -> bool:
-        """Whether its elements are of the dtype of a memory."""
+        """Return whether the elements have the dtype of a memory."""
         if self.objects >= 0:
             return False
         if self.name:
@@ -96,11 +95,11 @@ class Envelope:
         return memory.named not in ("", *_NUMBERS) and self.print == _fingerprint(memory.named)
 
     def fits(self, memory: Memory) -> bool:
-        """Whether it has as many elements as a memory, of the same dtype."""
+        """Return whether the message has the dtype and number of elements of a memory."""
         return self.nbytes == memory.flat.nbytes and self.alike(memory)
 
     def describe(self, memory: Memory | None = None) -> str:
-        """Return ``float32, 4 elements`` or ``a list of 2 objects``, as it is told to a receive into a memory."""
+        """Return ``float32, 4 elements`` or ``a list of 2 objects``, for a message about a receive into a memory."""
         if self.objects >= 0:
             return describe_list(self.objects)
         if self.name:
@@ -115,9 +114,9 @@ def describe(name: str, count: int) -> str:
     return f"{name}, {count} element{'s' if count != 1 else ''}"
 
 
-@functools.lru_cache(maxsize=_MOST_TOLD)
+@functools.lru_cache(maxsize=_MOST_KNOWN)
 def _fingerprint(name: str) -> int:
-    """Return a number of 23 bits for a dtype's name, the same on all ranks and never 0."""
+    """Return a hash of 23 bits of a dtype's name, the same on all ranks and never 0."""
     return zlib.crc32(name.encode()) % ((1 << _PRINT_BITS) - 1) + 1
 
 
@@ -127,7 +126,7 @@ def describe_list(length: int) -> str:
 
 
 def first_word(dtype: np.dtype[Any], count: int) -> int:
-    """Return the first word of a message whose place is known to its receiver."""
+    """Return the first word of a message whose call site the receiver knows."""
     word = _NUMBERS[dtype_name(dtype)] << _COUNT_BITS | count
     return word if count * dtype.itemsize <= SMALL_BYTES else word | _APART
 
@@ -143,14 +142,14 @@ def _first(flat: np.ndarray[Any, Any], named: str) -> int:
 def write(
     flat: np.ndarray[Any, Any], named: str, number: int, place: bytes, objects: bool = False
 ) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return a message: its words, the elements of ``flat`` if they are few, and the words of its place if it says them.
+    """Return the bytes of a message: words, the elements of ``flat`` if they are few, and the text of the call site.
 
     Args:
-        flat: the elements as they travel.
-        named: the name of their dtype, where it is not that of ``flat``.
-        number: of the place.
-        place: its words, or empty when the receiver has been told.
-        objects: the elements, few bytes, are a pickled list's length (one 64-bit word) and what belongs to its pickle.
+        flat: elements as they move.
+        named: name of the dtype, if ``flat`` has another dtype.
+        number: number of the call site.
+        place: text of the call site; empty if the receiver knows it.
+        objects: the elements are the length of a list (one 64-bit word) and the start of its pickle.
     """
     word, print_ = _first(flat, named) | (_OBJECTS if objects else 0), 0
     if named and named not in _NUMBERS:
@@ -167,7 +166,7 @@ def write(
 
 
 def open_message(buffer: np.ndarray[Any, np.dtype[np.uint8]]) -> tuple[Envelope, np.ndarray[Any, Any], str]:
-    """Return what a message says of itself, the bytes of its elements (none if they are apart), and its place or "".
+    """Return the envelope of a message, the bytes of its elements (none if they move apart), and its call site or "".
 
     The buffer may be longer than the message.
     """
@@ -183,33 +182,33 @@ def open_message(buffer: np.ndarray[Any, np.dtype[np.uint8]]) -> tuple[Envelope,
 
 
 class KnownSites:
-    """What a sender has told each receiver about the places of its messages."""
+    """The call sites that a sender has sent to each receiver."""
 
     def __init__(self) -> None:
-        self._told: set[tuple[int, int, int]] = set()
+        self._known: set[tuple[int, int, int]] = set()
         self.places: dict[tuple[int, int], str] = {}
-        """The place of a message to each (receiver, tag): the last that was made out of the ordinary."""
+        """The call site of a message to each (receiver, tag): the last one that was not sent by a persistent request."""
 
     def place(self, peer: int, tag: int, op: str, site: Site) -> tuple[int, bytes]:
-        """Return the number of a place, and its words if this is the first message of ``tag`` to ``peer`` from there.
+        """Return the number of a call site, and its text if this is its first message of ``tag`` to ``peer``.
 
-        Messages of one tag are received in order, those of two may not be: so it is told once for each tag.
+        The text is sent once for each tag, as only messages of one tag are received in order.
         """
         number, words = _place(op, site)
         key = (peer, tag, number)
-        if len(self.places) < _MOST_TOLD:
+        if len(self.places) < _MOST_KNOWN:
             self.places[peer, tag] = words.decode(errors="replace")
-        if key in self._told:
+        if key in self._known:
             return number, b""
-        if len(self._told) >= _MOST_TOLD:
-            self._told.clear()  # they are told again: the receiver keeps those it knows
-        self._told.add(key)
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()  # texts are sent again, which does no harm
+        self._known.add(key)
         return number, words
 
     def known(self, peer: int, tag: int, op: str, site: Site) -> int | None:
-        """Return the number of a place that the receiver has been told of under this tag, else None."""
+        """Return the number of a call site that the receiver knows for this tag, otherwise None."""
         number, _ = _place(op, site)
-        return number if (peer, tag, number) in self._told else None
+        return number if (peer, tag, number) in self._known else None
 
 
 _places: dict[tuple[str, int, int], tuple[int, bytes, CodeType]] = {}
@@ -217,11 +216,11 @@ _numbers = itertools.count(1)
 
 
 def _place(op: str, site: Site) -> tuple[int, bytes]:
-    # By identity, with the code kept alive: code objects are equal across files, and take long to hash.
+    # By identity, with a reference to the code object: code objects of several files may be equal, and are slow to hash.
     key = (op, id(site.code), site.instruction)
     known = _places.get(key)
     if known is None:
-        if len(_places) >= _MOST_TOLD:
+        if len(_places) >= _MOST_KNOWN:
             _places.clear()
         words = f"{op} at {site}".encode()
         if len(words) > _PLACE_BYTES:

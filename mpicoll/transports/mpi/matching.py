@@ -1,13 +1,13 @@
-"""Which message goes to which receive: MPI's own rule, with a look at the message before the receive's memory is touched.
+"""Match messages to receives by the rule of MPI, and check each message before the memory of a receive is written.
 
-A message says its dtype and number of elements (``transports.mpi.envelope``). It is taken into memory of the library, and goes to
-a receive only if it fits; the elements of a large one are received straight into the receive's memory, but only then. So a
-message that does not fit cuts and overwrites nothing: it stays at the head of its queue, and the receive ends with an error
-that names both sides. (Open MPI 5.0.11 crashes or hangs when a posted receive is too short for a message of more than a few
-KiB.)
+The envelope of a message has its dtype and number of elements (``transports.mpi.envelope``). The message is received into memory
+of the library, and given to a receive only if it fits. The elements of a large message are received directly into the memory of
+the receive, after that check. A message that does not fit overwrites nothing: it stays at the head of its queue, and the receive
+ends with an error that names both calls. (Open MPI 5.0.11 crashes or hangs if a posted receive is too short for a message of
+more than a few KiB.)
 
-The rule (MPI-4.1 section 3.5): of all outstanding receives that a message fits by source and tag, the one that was
-started first gets it; of all messages that a receive fits, the one from a given source that was sent first.
+The rule (MPI-4.1 section 3.5): of all receives that match a message by source and tag, the one that was started first gets it.
+Of all messages of one source that match a receive, the receive gets the one that was sent first.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from mpicoll.transports.mpi.envelope import SMALL_BYTES, Envelope, open_message
 _MOST_PLACES = 4096
 
 OBJECT_TAGS = 16
-"""Tags that the rests of lists of objects take in turn."""
+"""Number of tags for the messages that follow the first message of a list of objects."""
 
 
 class Snapshot(Protocol):
-    """What was in some memory, to tell later whether it was written."""
+    """The contents of some memory, to find out later whether the memory was written."""
 
     def is_changed(self) -> bool:
-        """Whether it no longer holds what it held."""
+        """Return whether the contents have changed."""
 
 
 class Claim(Protocol):
-    """What is known of the memory of a receive while it is under way (``checks.memory_in_use``)."""
+    """The claim of a pending receive on its memory (``checks.memory_in_use``)."""
 
     def snapshot_of(self, arrays: list[Any]) -> Snapshot:
-        """Return what is in some arrays now."""
+        """Return a snapshot of some arrays."""
 
     def snapshot_results(self) -> None:
-        """Note what the receive has written."""
+        """Record the contents of memory that the receive has written."""
 
 
 class Message:
-    """A message that has been taken from MPI, or is being taken.
+    """A message that has been received from MPI, or is being received.
 
     Attributes:
         source: rank in the group.
-        envelope: what it says of itself, once it is here.
-        elements: bytes of its elements, unless they travel apart.
+        envelope: decoded envelope, after the message has been received.
+        elements: bytes of the elements, unless they move apart.
     """
 
     __slots__ = ("_buffer", "_request", "elements", "envelope", "place", "source", "tag")
@@ -72,7 +72,7 @@ class Message:
         self._request = request
 
     def here(self) -> bool:
-        """Whether all of it has come."""
+        """Return whether the whole message has been received."""
         if self.envelope is None:
             if self._request is not None and not self._request.Test():
                 return False
@@ -81,16 +81,16 @@ class Message:
 
 
 class Receive:
-    """One receive (a Request): looked for, then filled, then complete; or refused, since its message does not fit.
+    """One receive: it waits for a message, is filled, and completes; or it is refused, as its message does not fit.
 
     Attributes:
-        source, tag: what it takes; the source is a rank of the group or MPI.ANY_SOURCE.
-        exact: it takes only a message of its own dtype and number of elements; else one that is not longer.
-        sender: rank in the group that its message came from; -1 until it has come.
-        refused: what the message says of itself that did not fit.
-        place: where that message was sent from, or "" when that is not known.
-        dirty: somebody else wrote its memory before the message came.
-        claim: what is kept of its memory.
+        source, tag: source (a rank of the group or MPI.ANY_SOURCE) and tag of messages that match.
+        exact: only a message of the same dtype and number of elements fits; otherwise a message that is not longer.
+        sender: rank in the group that sent the message; -1 before.
+        refused: envelope of the message that did not fit.
+        place: call site of that message, or "" if it is not known.
+        dirty: the program wrote the memory before the message was received.
+        claim: claim on the memory.
     """
 
     __slots__ = (
@@ -125,7 +125,7 @@ class Receive:
         self._snapshot: Snapshot | None = None
 
     def watch(self, claim: Claim) -> None:
-        """Notice writes to its memory."""
+        """Find writes of the program to the memory."""
         self.claim = claim
         if self.complete:
             claim.snapshot_results()
@@ -133,11 +133,11 @@ class Receive:
             self._snapshot = claim.snapshot_of([self.memory.own])
 
     def looked_at(self) -> None:
-        """Note that the message comes into its memory now."""
+        """Check for writes of the program, before the message is copied into the memory."""
         self.dirty = self._snapshot is not None and self._snapshot.is_changed()
 
     def filled(self) -> None:
-        """Note that all of the message is in its memory."""
+        """Complete the receive, whose message is in the memory."""
         if self.memory.unpack is not None and not self.dirty:
             self.memory.unpack()
         self.complete = True
@@ -145,11 +145,11 @@ class Receive:
             self.claim.snapshot_results()
 
     def takes(self, source: int, tag: int) -> bool:
-        """Whether a message from ``source`` with ``tag`` is for it."""
+        """Return whether a message from ``source`` with ``tag`` matches the receive."""
         return tag == self.tag and self.source in (source, MPI.ANY_SOURCE)
 
     def fits(self, envelope: Envelope) -> bool:
-        """Whether a message can be taken into its memory."""
+        """Return whether a message fits into the memory."""
         flat = self.memory.flat
         if envelope.objects >= 0:
             return False
@@ -158,7 +158,7 @@ class Receive:
         return envelope.nbytes <= flat.nbytes
 
     def Test(self) -> bool:
-        """Look for the message and move it on; True when complete, or when it is known not to fit."""
+        """Progress the receive; return True if it is complete, or if its message does not fit."""
         if self.complete:
             return True
         if self.request is None:
@@ -172,11 +172,11 @@ class Receive:
 
 
 class ObjectReceive(Receive):
-    """The receive of a list of objects: of what stands in its message; the rest is received afterwards.
+    """The receive of the first message of a list of objects; the rest is received afterwards.
 
     Attributes:
-        length: of the list; only one of this length is taken.
-        number: how many lists of objects this one is the last of, that were received from its sender.
+        length: length of the list; a list of another length does not fit.
+        number: number of the list among those received from its sender.
     """
 
     __slots__ = ("_counts", "length", "number")
@@ -188,20 +188,20 @@ class ObjectReceive(Receive):
         self._counts = counts
 
     def fits(self, envelope: Envelope) -> bool:
-        """Whether it is a list of this length."""
+        """Return whether the message is a list of this length."""
         return envelope.objects == self.length and envelope.nbytes <= SMALL_BYTES and not envelope.apart
 
     def looked_at(self) -> None:
-        """Number it, in the order of messages."""
+        """Number the list, in the order of messages."""
         super().looked_at()
         self.number = self._counts[self.sender] = self._counts.get(self.sender, 0) + 1
 
     def outrun(self) -> bool:
-        """Whether the next list of its sender would have the tag of its rest, which has not come yet."""
+        """Return whether the next list of the sender would use the tag of messages of this list that are not received yet."""
         return self._counts[self.sender] + 1 - self.number >= OBJECT_TAGS
 
     def filled(self) -> None:
-        """Note that its message is here; it stays outstanding until :meth:`Receiver.taken` is told that the rest is."""
+        """Complete the first message; the receive stays outstanding until :meth:`Receiver.taken`."""
         super().filled()
         self.receiver.taking.append(self)
 
@@ -210,11 +210,11 @@ class Receiver:
     """The outstanding receives of one group, in the order in which they were started (a waiting.Pollable).
 
     Attributes:
-        waiting: receives that have no message yet.
-        torn: called when an exception that is not ours strikes while messages are taken, so that one may be lost.
-        queues: messages that were taken from MPI, and no receive has got yet, by (source, tag), in the order of sending.
-        posted: (source, tag) of receives that a caller has posted to MPI itself, with nothing waiting and nothing in the
-            queues: they were started before all that wait.
+        waiting: receives without a message.
+        torn: called after an unexpected exception while messages are received, so that a message may be lost.
+        queues: messages received from MPI that no receive has got yet, by (source, tag), in the order of sending.
+        posted: (source, tag) of receives that a caller has posted to MPI directly, while no receive waited and the queues were
+            empty: they were started before all waiting receives.
     """
 
     def __init__(self, control: MPI.Intracomm, data: MPI.Intracomm) -> None:
@@ -224,24 +224,24 @@ class Receiver:
         self.lock = threading.Lock()
         self.posted: list[tuple[int, int]] = []
         self.waiting: list[Receive] = []
-        self.taking: list[Receive] = []  # those whose elements are on their way
+        self.taking: list[Receive] = []  # receives whose elements move
         self.queues: dict[tuple[int, int], deque[Message]] = {}
         self._places: dict[tuple[int, int], str] = {}
 
     def start(self, memory: Memory, source: int, tag: int, exact: bool) -> Receive:
-        """Start a receive; its message may be here already."""
+        """Start a receive; its message may have been received before."""
         receive = Receive(self, memory, source, tag, exact)
         self.begin(receive)
         return receive
 
     def begin(self, receive: Receive) -> None:
-        """Start a receive that has been made."""
+        """Start a given receive."""
         with self.lock:
             self.waiting.append(receive)
         self.look()
 
     def adopt(self, message: Message, memory: Memory, exact: bool) -> Receive:
-        """Start the receive that was posted directly, and got a message that has to be looked at."""
+        """Start the receive that was posted directly, and got a message that must be checked."""
         key = (message.source, message.tag)
         receive = Receive(self, memory, *key, exact)
         with self.lock:
@@ -252,9 +252,9 @@ class Receiver:
         return receive
 
     def look(self) -> None:
-        """Give each message that has come to the receive that it is for."""
+        """Give each message that has arrived to the receive that it matches."""
         if not self.lock.acquire(blocking=False):
-            return  # another thread is looking
+            return  # another thread does the same
         try:
             self._match()
         finally:
@@ -264,7 +264,7 @@ class Receiver:
         try:
             self._match_all()
         except BaseException as error:
-            # Out of a signal handler, or the memory ran out: between MPI and the queues a message may be lost.
+            # An exception of a signal handler, or no memory: between MPI and the queues a message may be lost.
             retain_frames(error)
             self.torn(error)
             raise
@@ -276,7 +276,7 @@ class Receiver:
             if message is None:
                 at += 1
                 continue
-            # An earlier receive from any source may have looked just before this message came: it goes first.
+            # An earlier receive from any source may have looked just before this message arrived: it gets the message.
             receive = next(r for r in self.waiting if r.takes(message.source, message.tag))
             self.waiting.remove(receive)
             self._give(receive, message)
@@ -284,18 +284,18 @@ class Receiver:
         self._rest()
 
     def _rest(self) -> None:
-        """Have nobody look any more when no receive waits (under the lock)."""
+        """Remove this object from the pending list if no receive waits (the caller has the lock)."""
         if not self.waiting:
             waiting.drop(self)
 
     def _first_for(self, wanted: Receive) -> Message | None:
-        """Return the first message for a receive that is all here, taking it from MPI if none is kept."""
+        """Return the first complete message for a receive, from the queues or else from MPI."""
         for key, queue in self.queues.items():
             if wanted.takes(*key):
                 if self._may_give(key, queue[0]):
                     return queue[0]
                 if wanted.source != MPI.ANY_SOURCE:
-                    return None  # what was sent later must not overtake it
+                    return None  # a later message must not overtake it
         message = self._take(wanted.source, wanted.tag)
         if message is None:
             return None
@@ -305,13 +305,13 @@ class Receiver:
         return queue[0] if self._may_give(key, queue[0]) else None
 
     def _take(self, source: int, tag: int) -> Message | None:
-        """Take the next message of a source and tag from MPI, if one has come."""
+        """Receive the next message of a source and tag from MPI, if one has arrived."""
         status = MPI.Status()
         found = self._data.Improbe(source, tag, status)
         if found is None:
             return None
         buffer = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-        # The message may still be on its way: MPI_Mrecv would wait for a sender that computes.
+        # The message may not be complete: MPI_Mrecv would wait for a sender that computes.
         return Message(status.Get_source(), status.Get_tag(), buffer, found.Irecv([buffer, MPI.BYTE]))
 
     def _may_give(self, key: tuple[int, int], message: Message) -> bool:
@@ -328,8 +328,8 @@ class Receiver:
             for each in tuple(self.taking)
         ):
             return False
-        # A posted receive was started before, and may have got an earlier one: which does not fit, or whose elements, which come
-        # in the order of messages, are on their way.
+        # A posted receive was started before. It may have got an earlier message that does not fit, or whose elements still
+        # move: elements move in the order of messages.
         return key not in self.posted
 
     def _give(self, receive: Receive, message: Message) -> None:
@@ -348,9 +348,9 @@ class Receiver:
         receive.looked_at()
         flat = receive.memory.flat
         if receive.memory.pack is not None and envelope.nbytes < flat.nbytes:
-            receive.memory.pack()  # what the message does not reach keeps what it holds
+            receive.memory.pack()  # elements behind the end of the message must not change
         if envelope.apart:
-            # Elements that MPI does not know travel as bytes; on both sides, if the dtypes are the same or not compared.
+            # Elements unknown to MPI move as bytes, on both sides if the dtypes are the same or are not compared.
             flat = flat if flat.dtype.kind != "V" else flat.view(np.uint8)
             receive.request = large_counts.post(self._control.Irecv, flat, message.source, message.tag)
             self.taking.append(receive)
@@ -360,17 +360,17 @@ class Receiver:
             receive.filled()
 
     def taken(self, receive: Receive) -> None:
-        """Note that a receive is complete."""
+        """Record that a receive is complete."""
         if receive in self.taking:
             self.taking.remove(receive)
 
     def outstanding(self) -> list[tuple[int, int]]:
-        """Return (source, tag) of every receive that is started and not complete."""
+        """Return (source, tag) of all receives that are started and not complete."""
         started = [(receive.source, receive.tag) for receive in (*self.waiting, *self.taking)]
         return [*started, *self.posted]
 
     def withdraw(self, receive: Receive) -> None:
-        """Take back a receive that is given up."""
+        """Remove a withdrawn receive."""
         with self.lock:
             if receive in self.waiting:
                 self.waiting.remove(receive)
@@ -383,25 +383,25 @@ class Receiver:
         return not self.waiting
 
     def watch(self) -> None:
-        """Have every wait of the process look, while a receive waits for its message."""
+        """Let all waits of the process look for messages, while a receive waits for one."""
         with self.lock:
             if self.waiting and self not in waiting.pending:
                 waiting.pending.append(self)
 
     def drop(self, left: list[int]) -> Generator[Request, None, None]:
-        """Receive and drop what nobody received: ``left`` messages of each source, those that are kept here among them.
+        """Receive and drop messages without a receive: ``left`` of each source, including messages in the queues.
 
-        A generator: it yields what has to complete before it goes on.
+        A generator that yields the requests to complete.
         """
         for source, count in enumerate(left):
-            kept = [message for (sender, _), queue in self.queues.items() if sender == source for message in queue]
-            while len(kept) < count:
+            found = [message for (sender, _), queue in self.queues.items() if sender == source for message in queue]
+            while len(found) < count:
                 message = self._take(source, MPI.ANY_TAG)
                 if message is None:
                     yield waiting.Condition(partial(self._data.Iprobe, source, MPI.ANY_TAG))
                 else:
-                    kept.append(message)
-            for message in kept:
+                    found.append(message)
+            for message in found:
                 yield waiting.Condition(message.here)
                 assert message.envelope is not None
                 if message.envelope.apart:

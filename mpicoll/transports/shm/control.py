@@ -29,7 +29,7 @@ EAGER_BYTES = 2048
 """Bytes that a member may write beside its record (``native/ring.h``)."""
 
 MOST_MEMBERS = 64
-"""With more members on a node a tree is faster than a ring: each member reads the records of all."""
+"""Most members of a ring: with more a tree is faster, as each member reads the records of all."""
 
 PART = -(-2 * AHEAD * (128 + EAGER_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
 """Bytes of each member: of ``native/ring.h``, rounded up to pages."""
@@ -59,7 +59,7 @@ class RingRound:
         self._channel.ring.post(self.number)
 
     def Test(self) -> bool:
-        """Return whether all others have posted the round."""
+        """Return whether all other members have posted the round."""
         if self._channel.ring.is_over(self.number):
             return True
         self._polls += 1
@@ -68,7 +68,7 @@ class RingRound:
         return False
 
     def poll(self, nanoseconds: int) -> bool:
-        """Return whether all others have posted the round; poll for so long."""
+        """Poll for some time; return whether all other members have posted the round."""
         found: bool = self._channel.ring.poll(self.number, nanoseconds)
         return found
 
@@ -89,7 +89,7 @@ class RingRound:
         return found
 
     def agreed(self) -> Agreed:
-        """Return what all members know now."""
+        """Return the decoded words of the complete round."""
         words, spread, waited = self._channel.ring.maxima(self.number)
         return decode(words, spread / 1e9, waited / 1e9)
 
@@ -143,11 +143,11 @@ def make_ring(comm: MPI.Intracomm, why_not: str) -> Generator[Request, None, Rin
     A generator that yields the requests to complete.
 
     Args:
-        comm: of the group.
-        why_not: why this member has no memory to give, "" if it has.
+        comm: communicator of the group.
+        why_not: why this member has no memory for the ring; "" if it has.
 
     Returns:
-        The ring; or why there is none: on all members alike, in words on those that know.
+        The ring; or on all members a string that says why there is none ("" on members that do not know).
     """
     made = yield from map_together(comm, 0, PART, why_not)
     return made if isinstance(made, str) else RingControl(made[0], comm, made[1])

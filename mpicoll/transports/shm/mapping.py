@@ -1,4 +1,4 @@
-"""Memory that the processes of a node share: files in memory, with their pages reserved before anybody touches them."""
+"""Shared memory of the processes of a node: files in memory, whose pages are reserved before the first access."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DIRECTORY = "/dev/shm"
 
 
 def path_of(kind: str) -> str:
-    """Return a name for a file that nobody else has; the one who makes it removes it as soon as the others have it open."""
+    """Return a new file name. The process that makes the file removes its name when the other processes have opened it."""
     return os.path.join(DIRECTORY, f"mpicoll-{kind}-{secrets.token_hex(8)}")
 
 
@@ -29,12 +29,12 @@ def create(kind: str, size: int, reserved: int | None = None) -> tuple[int, str,
     """Make a file of ``size`` bytes.
 
     Args:
-        kind: part of its name.
-        size: in bytes.
-        reserved: how many of them, from the first on, get their pages now; default all.
+        kind: part of the file name.
+        size: size in bytes.
+        reserved: number of bytes, from the first on, whose pages are reserved now; default all.
 
     Returns:
-        Its descriptor, its path and ""; or -1, "" and why there is none.
+        The descriptor, the path and ""; or -1, "" and why there is none.
     """
     path = path_of(kind)
     try:
@@ -56,12 +56,12 @@ def create(kind: str, size: int, reserved: int | None = None) -> tuple[int, str,
 
 _named: set[str] = set()
 _LOCK = 1 << 40
-"""The byte of a file on which its maker holds a lock as long as it has a name, and lives."""
+"""The byte of a file on which its maker holds a lock, while it lives and the file has a name."""
 OLD = 60.0
 
 
 def remove(*paths: str) -> None:
-    """Take the names of files away that this process has made; without arguments of all that still have one."""
+    """Remove the names of files that this process has made; without arguments of all that still have a name."""
     for path in paths or tuple(_named):
         _named.discard(path)
         with contextlib.suppress(OSError):
@@ -69,7 +69,7 @@ def remove(*paths: str) -> None:
 
 
 def remove_stale(kind: str) -> None:
-    """Remove files of this user whose makers were killed before they could do it themselves."""
+    """Remove files of this user whose makers were killed before they removed the files."""
     for name in os.listdir(DIRECTORY):
         path = os.path.join(DIRECTORY, name)
         if not name.startswith(f"mpicoll-{kind}-") or path in _named:
@@ -87,12 +87,12 @@ def remove_stale(kind: str) -> None:
 
 
 def reserve(descriptor: int, start: int, size: int) -> None:
-    """Give a part of a file its pages, on the memory of the core that asks.
+    """Reserve the pages of a part of a file, in the memory of the calling core.
 
-    After ftruncate alone, a full tmpfs kills by SIGBUS whoever touches the memory first.
+    After only ftruncate, the first access to the memory of a full tmpfs ends the process by SIGBUS.
 
     Raises:
-        OSError: there is not so much.
+        OSError: there is not enough memory.
     """
     os.posix_fallocate(descriptor, start, size)
 
@@ -102,12 +102,12 @@ _lost: list[mmap.mmap] = []
 
 
 def map_file(descriptor: int, size: int) -> mmap.mmap:
-    """Map the first bytes of a file, and keep no descriptor of it.
+    """Map the first bytes of a file without a descriptor in the mapping.
 
-    Before Python 3.13 a mapping keeps one for good: some hundred groups would leave a program none to open its own files with.
+    Before Python 3.13 a mapping holds a descriptor: a few hundred groups would leave none for files of the program.
 
     Raises:
-        OSError: there is no room for it.
+        OSError: there is not enough address space.
     """
     if sys.version_info >= (3, 13):
         return mmap.mmap(descriptor, size, trackfd=False)
@@ -115,7 +115,7 @@ def map_file(descriptor: int, size: int) -> mmap.mmap:
 
     if not sys.platform.startswith("linux") or ctypes.sizeof(ctypes.c_void_p) < 8:
         return mmap.mmap(descriptor, size)
-    # The file takes the place of memory without one, which is given back as any other when nobody uses it any more.
+    # The file replaces anonymous memory at the same address, which Python unmaps when the mapping is deleted.
     memory = mmap.mmap(-1, size)
     put = ctypes.CDLL(None, use_errno=True).mmap
     put.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
@@ -123,7 +123,7 @@ def map_file(descriptor: int, size: int) -> mmap.mmap:
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     if put(start, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0) != start:
         code = ctypes.get_errno()
-        _lost.append(memory)  # what is at its address now is not known
+        _lost.append(memory)  # never unmapped, as the contents of its addresses are unknown
         raise OSError(code, os.strerror(code))
     return memory
 
@@ -131,32 +131,33 @@ def map_file(descriptor: int, size: int) -> mmap.mmap:
 def map_together(
     comm: MPI.Intracomm, head: int, part: int, why_not: str = ""
 ) -> Generator[Request, None, tuple[mmap.mmap, int] | str]:
-    """Map a new file into the memory of all members, of ``head`` bytes and a part of ``part`` bytes for each of them.
+    """Map a new file, of ``head`` bytes and a part of ``part`` bytes for each member, on all members.
 
-    Called by all members of a communicator on one node, which are known to. The file has a name only until all have opened it.
+    All members of a communicator on one node call this function, and are known to. The file has a name only until all members
+    have opened it.
 
     Args:
-        head, part: in bytes, multiples of the page; those of member 0 count.
-        why_not: why this member has no memory to give, "" if it has.
+        head, part: bytes, multiples of the page size; the values of member 0 count.
+        why_not: why this member has no memory for the file; "" if it has.
 
     Returns:
-        The memory and the bytes of a part; or why there is none: on all members alike, in words on those that know.
+        The memory and the bytes of a part; or on all members a string that says why there is none ("" if not known).
     """
     me, size = comm.Get_rank(), comm.Get_size()
     descriptor, path, why = -1, "", why_not
-    told = np.zeros(256, np.uint8)
+    record = np.zeros(256, np.uint8)
     if me == 0 and not why:
         with contextlib.suppress(OSError):
             mapping.remove_stale("segment")
         descriptor, path, why = mapping.create("segment", head + size * part, head)
         words = f"{part} {path}".encode() if path else b""
-        told[: len(words)] = np.frombuffer(words, np.uint8)
+        record[: len(words)] = np.frombuffer(words, np.uint8)
     memory: mmap.mmap | None = None
     try:
-        yield comm.Ibcast(told, 0)
-        said, _, where = bytes(told).rstrip(b"\0").decode().partition(" ")
-        if said and not why:
-            part = int(said)
+        yield comm.Ibcast(record, 0)
+        length, _, where = bytes(record).rstrip(b"\0").decode().partition(" ")
+        if length and not why:
+            part = int(length)
             try:
                 if descriptor < 0:
                     descriptor = os.open(where, os.O_RDWR | os.O_CLOEXEC)
@@ -164,11 +165,11 @@ def map_together(
                 memory = mapping.map_file(descriptor, head + size * part)
             except (OSError, ValueError) as error:
                 why = f"{getattr(error, 'strerror', None) or error} ({part >> 10} KiB in {mapping.DIRECTORY})"
-        everybody = np.array([memory is not None], np.int64)
-        yield comm.Iallreduce(MPI.IN_PLACE, everybody, MPI.MIN)
+        mapped = np.array([memory is not None], np.int64)
+        yield comm.Iallreduce(MPI.IN_PLACE, mapped, MPI.MIN)
     finally:
         if descriptor >= 0:
             os.close(descriptor)
         if path:
             mapping.remove(path)
-    return (memory, part) if everybody[0] and memory is not None else why
+    return (memory, part) if mapped[0] and memory is not None else why

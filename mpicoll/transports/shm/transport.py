@@ -1,11 +1,10 @@
 """The shared-memory transport: members on one node move data through memory that they share, without MPI.
 
-What moves the data is the extension (``native/segment.c``). This file makes the memory, and says of each collective which
-blocks a member writes, which it reads, and what it reduces. All members make the same steps, whatever their part in them is,
-since the number of steps follows from what the members have agreed on.
+The extension moves the data (``native/segment.c``). This file makes the memory, and decides for each collective which blocks a
+member writes, reads and reduces. All members make the same number of steps, which follows from the agreement on the call.
 
-Reductions have the same bits on all members and in each run: every element is reduced in the order of the ranks, either by
-one member only or by all of them in the same way.
+Reductions have the same bits on all members and in each run: every element is reduced in the order of the ranks, by one member
+only or by all members in the same way.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ from mpicoll.transports.shm.mapping import map_together
 Steps = Generator[Request, None, None]
 
 LARGEST_BUFFER = 1024 * 1024
-"""Bytes of a buffer: a piece that is written, and read by the others, while it is in the caches of the cores (measured)."""
+"""Bytes of a buffer: one piece, which other members read while it is in the caches of the cores (measured)."""
 SMALLEST_BUFFER = 32 * 1024
 
 PIECE = 256 * 1024
-"""Bytes of a piece of what moves in several pieces (measured): while one is read the next is written."""
+"""Bytes of a piece of a larger movement (measured): while one piece is read the next is written."""
 
 POLL_NS, POLL_NS_OVERSUBSCRIBED = 20_000, 500
 """Nanoseconds for which the extension polls for other members before it returns."""
 
 WHOLE_BYTES, WHOLE_BYTES_OVERSUBSCRIBED = 64 * 1024, 512 * 1024
-"""How much more a member may reduce to save a step: up to so many bytes each member reduces everything."""
+"""Most bytes that a member reduces in addition to save a step: then each member reduces all elements."""
 
 DIRECT_BYTES = 64 * 1024
-"""From how many bytes on the members look whether a buffer is in an array that they share, which takes a step."""
+"""Bytes of the smallest buffer for which the members find out, in one step, whether it is in an array that they share."""
 
 
 def poll_ns(nbytes: int, oversubscribed: bool) -> int:
-    """Return for how long the extension polls for members that move so many bytes: 20 us and 0.5 ns a byte."""
+    """Return the time for which the extension polls for members that move ``nbytes``: 20 us and 0.5 ns a byte."""
     return POLL_NS_OVERSUBSCRIBED if oversubscribed else POLL_NS + nbytes // 2
 
 
@@ -51,8 +50,8 @@ class SharedMemoryTransport:
     """Moves host memory between the members of one group on one node.
 
     Attributes:
-        usable: False if there is no shared memory for this group; known to all members alike.
-        why: why not, if this member knows.
+        usable: False if there is no shared memory for this group; the same on all members.
+        why: why there is none, if this member knows.
     """
 
     def __init__(self, comm: MPI.Intracomm, budget: Budget, oversubscribed: bool) -> None:
@@ -67,7 +66,7 @@ class SharedMemoryTransport:
 
     @property
     def ready(self) -> bool:
-        """Whether the shared memory is there."""
+        """Whether the shared memory exists."""
         return self._segment is not None
 
     def in_one_step(self, kind: Kind, brings: int) -> Any:
@@ -93,14 +92,14 @@ class SharedMemoryTransport:
         reduces = kind in (Kind.ALL_REDUCE, Kind.REDUCE)
         if segment is None or self._made or not (reduces or kind is Kind.BROADCAST):
             return None, 0
-        least = PIECE if reduces else segment.room  # what is only copied is no faster in pieces
+        least = PIECE if reduces else segment.room  # copies are not faster in pieces
         if brings <= least or (reduces and segment.size > 2) or _UNIT % max(dtype.itemsize, 1):
             return None, 0
-        # The same for each dtype: where nothing is compared, members may see the same bytes as different elements.
+        # The same for all dtypes: if calls are not compared, members may have different dtypes.
         return segment, _even(-(-brings // _UNIT), min(segment.room, PIECE) // _UNIT) * _UNIT
 
     def prepare(self) -> Steps:
-        """Make the shared memory, at the first call that wants it. All members do so, and are known to."""
+        """Make the shared memory, at the first call that uses it. All members call this method, and are known to."""
         if self._segment is None and self.usable:
             room = self._budget.room(self._comm.Get_size())
             self._budget.spend(room)  # now: another group may be prepared at the same time
@@ -109,11 +108,11 @@ class SharedMemoryTransport:
                 self.usable, self.why = False, made
                 self._budget.spend(-room)
             else:
-                self._budget.spend(room_made - room)  # what member 0 has given each
+                self._budget.spend(room_made - room)  # the size that member 0 has chosen
                 self._segment = made
 
     def close(self) -> None:
-        """Leave the shared memory, and give its room to other groups."""
+        """Drop the shared memory, and return its bytes to the budget."""
         if self._segment is not None:
             self._budget.spend(-self._segment.room)
             self._segment, self.usable = None, False
@@ -121,8 +120,8 @@ class SharedMemoryTransport:
     def share(self, nbytes: int) -> Generator[Request, None, _Shared | str]:
         """Make an array of bytes for each member in memory that all share.
 
-        All members call this method, and are known to; :meth:`prepare` was called before. Returns why there is none, on all
-        members, if there is none.
+        All members call this method, and are known to; :meth:`prepare` was called before. If there is no memory, the method
+        returns why on all members.
         """
         page = mmap.PAGESIZE
         made = yield from map_together(self._comm, page, -(-nbytes // page) * page)
@@ -137,7 +136,7 @@ class SharedMemoryTransport:
         return array
 
     def _find(self, flat: Array) -> tuple[_Shared | None, int]:
-        """Return the array that the members share in which a buffer is, and where in the array."""
+        """Return the shared array that contains a buffer, and the place of the buffer in the array."""
         address = flat.ctypes.data
         for known in self._arrays:
             array = known()
@@ -149,7 +148,7 @@ class SharedMemoryTransport:
         """Yield the transfers of a movement; the memory has been prepared.
 
         Args:
-            move: any but a barrier.
+            move: any movement except a barrier.
             largest: bytes of the largest block of any member.
         """
         kind = move.kind
@@ -170,7 +169,7 @@ class SharedMemoryTransport:
         return self._exchange(move, largest)
 
     def all_reduce(self, send: Array, recv: Array, op: str) -> Steps:
-        """Reduce ``send`` of all members into ``recv``; they may be the same."""
+        """Reduce ``send`` of all members into ``recv``; both may be the same array."""
         if self._made and recv.nbytes >= DIRECT_BYTES:
             return self._reduce_shared(send, recv, op)
         return self._reduce_copied(send, recv, op)
@@ -189,10 +188,10 @@ class SharedMemoryTransport:
         return made
 
     def _reduce_shared(self, send: Array, recv: Array, op: str) -> Steps:
-        """Reduce in place what all members have in the same shared array; else reduce copies.
+        """Reduce in place if all members have their buffers in the same shared array; otherwise reduce copies.
 
-        In a first step each member announces where its buffer is. Then each reduces its part of the elements, from all arrays
-        into its own, and copies the parts of the others.
+        In the first step each member announces the place of its buffer. Then each member reduces its part of the elements, from
+        all arrays into its own, and copies the parts of other members.
         """
         array, offset = self._find(recv) if send is recv else (None, 0)
         mine = (0 if array is None else array.number, offset)
@@ -206,11 +205,11 @@ class SharedMemoryTransport:
         yield self._transfer("in place", recv.nbytes, width, arrays=arrays, **_reduction(op, recv.dtype))
 
     def _reduce_whole(self, send: Array, recv: Array | None, op: str, root: int = -1) -> Steps:
-        """Each member that wants the result reduces everything, in one step a piece."""
+        """Reduce all elements on each member that gets the result, in one step a piece."""
         me, itemsize = self._segment.me, send.itemsize
         width = _even(send.size, min(self._segment.room, PIECE) // itemsize) * itemsize
         memory = _bytes(send)
-        # The root reads its own terms from its own memory, unless two others are reduced there before.
+        # The root reads its own elements from its own memory, unless elements of two other members are reduced there before.
         writes = [(me, 0, memory)] if root != me or (me > 1 and recv is send) else []
         result = _bytes(recv) if recv is not None and root in (-1, me) else None
         own = result if recv is send and result is not None else memory
@@ -219,13 +218,13 @@ class SharedMemoryTransport:
         )
 
     def _reduce_parts(self, send: Array, recv: Array | None, op: str) -> Steps:
-        """Each member reduces its part of a piece, and then reads the parts of the others: two steps a piece."""
+        """Reduce a part of each piece on each member, and then read the parts of other members: two steps a piece."""
         width = _even(send.size, self._segment.room // send.itemsize) * send.itemsize
         result = None if recv is None else _bytes(recv)
         yield self._transfer("parts", send.nbytes, width, send=_bytes(send), recv=result, **_reduction(op, send.dtype))
 
     def _reduce_scatter(self, move: Movement, largest: int) -> Steps:
-        """Each member writes the blocks of the others, and reduces its own block from theirs."""
+        """Write the blocks for other members, and reduce this member's block."""
         send, recv = move.send, move.recv
         assert send is not None
         assert recv is not None
@@ -248,7 +247,7 @@ class SharedMemoryTransport:
         )
 
     def _broadcast(self, memory: Array, root: int) -> Steps:
-        """The root writes, one piece ahead of the members that read."""
+        """Write on the root, one piece ahead of the members that read."""
         width = _even(memory.size, min(self._segment.room, PIECE))
         block = [(root, 0, memory)]
         is_root = self._segment.me == root
@@ -257,7 +256,7 @@ class SharedMemoryTransport:
         )
 
     def _exchange(self, move: Movement, largest: int) -> Steps:
-        """Move blocks as bytes: each member writes those that others want, and reads those that it wants."""
+        """Move blocks as bytes: each member writes blocks for other members, and reads its blocks."""
         me = self._segment.me
         writes, reads, room = self._blocks(move)
         yield self._transfer(
@@ -269,9 +268,9 @@ class SharedMemoryTransport:
         )
 
     def _blocks(self, move: Movement) -> tuple[list[tuple[int, Array]], list[tuple[int, int, Array]], int]:
-        """Return what this member writes (place, block), what it reads (from whom, place, block), and the room of a place.
+        """Return the blocks that this member writes (place, block) and reads (rank, place, block), and the bytes of a place.
 
-        Its own block goes straight from where it is to where it goes.
+        The member copies its own block directly.
         """
         me, size, kind, root = self._segment.me, self._segment.size, move.kind, move.root
         others = [rank for rank in range(size) if rank != me]
@@ -306,11 +305,11 @@ class SharedMemoryTransport:
 
 
 class _Shared:
-    """An array of bytes of each member in memory that all of them share.
+    """An array of bytes for each member in memory that all members share.
 
     Attributes:
-        number: which of the group's.
-        parts: those of the members, as bytes; this one's is from address ``start`` to ``stop``.
+        number: number of the array in the group.
+        parts: arrays of all members, as bytes; this member's is from address ``start`` to ``stop``.
     """
 
     def __init__(self, number: int, parts: list[Array], me: int) -> None:
@@ -320,15 +319,15 @@ class _Shared:
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        """This member's part; an array made of it keeps this object."""
+        """The part of this member; an array made from the interface holds a reference to this object."""
         return {"shape": (self.stop - self.start,), "typestr": "|u1", "data": (self.start, False), "version": 3}
 
 
 class Budget:
-    """How much shared memory the groups of one process may take: its part of what is given to a node.
+    """The shared memory that the groups of one process may use: its part of the memory of the node.
 
     Attributes:
-        left: bytes.
+        left: bytes that are left.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -336,7 +335,7 @@ class Budget:
         self._largest = min(LARGEST_BUFFER, max(SMALLEST_BUFFER, nbytes // 16))
 
     def room(self, size: int) -> int:
-        """Return the bytes of a buffer of one more group; 0: there is none left."""
+        """Return the bytes of a buffer for one more group; 0 if no memory is left."""
         room = self._largest
         while room >= SMALLEST_BUFFER:
             if _BUFFERS * room <= self.left:
@@ -345,14 +344,14 @@ class Budget:
         return 0
 
     def take(self, nbytes: int) -> bool:
-        """Take so many bytes for something else, if they are left; less than 0: give them back."""
+        """Reserve bytes for another purpose if they are left, and return whether; a negative number returns bytes."""
         if nbytes > self.left:
             return False
         self.left -= nbytes
         return True
 
     def spend(self, room: int) -> None:
-        """Note that a group is made with buffers of ``room`` bytes; less than 0: that they are given back."""
+        """Count the buffers of a group, of ``room`` bytes each; a negative number returns them."""
         self.left -= _BUFFERS * room
 
 
@@ -360,17 +359,17 @@ _LINE, _BUFFERS, _PAGE = 128, 2, mmap.PAGESIZE
 """Bytes between the counters of two members, and buffers of each (``native/segment.h``; a test compares the numbers)."""
 
 _UNIT = 1024
-"""Bytes of which the pieces of a call are multiples: whole elements of every kind of number."""
+"""Pieces of a call are multiples of so many bytes: whole elements of each dtype of numbers."""
 
 
 def _make_segment(comm: MPI.Intracomm, room: int) -> Generator[Request, None, tuple[Any, int]]:
-    """Make the segment of a group whose members are on one node. All of them call this function, and are known to.
+    """Make the segment of a group whose members are on one node. All members call this function, and are known to.
 
     Args:
-        room: bytes of a buffer, a multiple of the page; that of member 0 counts. 0: this member has none left to give.
+        room: bytes of a buffer, a multiple of the page size; the value of member 0 counts. 0: this member has no memory left.
 
     Returns:
-        The segment and the bytes of its buffers; or why there is none, on all members alike, in words on those that know, and 0.
+        The segment and the bytes of its buffers; or, if there is none, why (on members that know, otherwise "") and 0.
     """
     size = comm.Get_size()
     head = -(-size * _LINE // _PAGE) * _PAGE
@@ -392,7 +391,7 @@ def _bytes(array: Array) -> Array:
 
 
 def _even(total: int, most: int) -> int:
-    """Return the width of pieces of at most ``most``, so that all are about equally long."""
+    """Return the width, at most ``most``, of pieces of about equal length."""
     pieces = max(1, math.ceil(total / most))
     return max(1, min(most, math.ceil(total / pieces / 64) * 64))
 

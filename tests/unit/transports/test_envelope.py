@@ -109,4 +109,4 @@ def test_told_forgets_and_tells_again() -> None:
     site = call_site()
     for tag in range(10_000):
         assert told.place(0, tag, "send", site)[1]
-    assert len(told._told) <= 4096
+    assert len(told._known) <= 4096
