@@ -1,7 +1,7 @@
 """Many arrays in few collectives: coalesced reductions and gathers, and the average of gradients in buckets.
 
-The arrays are copied into flat buffers, a bucket each, and every bucket is one movement of one call: so the members agree once,
-on the number, the order, the shapes and the dtypes of all arrays. An array that fills a bucket alone moves where it is.
+The arrays of a bucket are copied into one flat buffer, and each bucket is one movement of the call. So the members agree once
+on the number, order, shapes and dtypes of all arrays. The array of a bucket with one array moves without a copy.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from mpicoll.runtime.call_site import caller
 from mpicoll.transports.base import Kind, Movement
 
 BUCKET_BYTES = 25 * 1024 * 1024
-"""Bytes of a bucket (torch's DistributedDataParallel has the same)."""
+"""Bytes of a bucket (the same as in DistributedDataParallel of torch)."""
 
 CACHED_BYTES = 256 * 1024 * 1024
 """Most bytes of all flat buffers that are cached for lists of the same shapes and dtypes."""
@@ -51,10 +51,10 @@ class _Bucket:
     """Arrays of one dtype that are reduced together.
 
     Attributes:
-        dtype: as which they are reduced.
-        named: the name of the program's dtype where it is another one.
-        places: where they stand in the list.
-        starts: where each begins in the flat buffer; the last is its length.
+        dtype: dtype in which the arrays are reduced.
+        named: name of the program's dtype, if it is another one.
+        places: places of the arrays in the list.
+        starts: start of each array in the flat buffer, and then the length of the buffer.
     """
 
     __slots__ = ("dtype", "named", "places", "starts")
@@ -66,18 +66,18 @@ class _Bucket:
         self.starts = [0]
 
     def add(self, place: int, elements: int) -> None:
-        """Take one more array."""
+        """Add an array."""
         self.places.append(place)
         self.starts.append(self.starts[-1] + elements)
 
     @property
     def nbytes(self) -> int:
-        """Size of its elements."""
+        """The bytes of all elements."""
         return self.starts[-1] * self.dtype.itemsize
 
     @property
     def alone(self) -> bool:
-        """Whether it is one array, too large to be worth a copy (and for a small one to be watched for writes)."""
+        """Whether the bucket is one array that is too large for a copy, and for snapshots that find writes."""
         return len(self.places) == 1 and self.nbytes > SNAPSHOT_BYTES
 
 
@@ -93,15 +93,15 @@ class _Flat:
 
 
 class Plan:
-    """How a list of arrays, known by their dtypes and shapes, goes into buckets.
+    """The buckets of a list of arrays, by the dtypes and shapes of the arrays.
 
     Args:
-        bytes_: of a bucket; an array that is larger gets one of its own.
-        names: of the program's dtypes, as ``Memory.named``; none at all where every one is "".
+        bytes_: bytes of a bucket; a larger array gets a bucket of its own.
+        names: names of the program's dtypes, as ``Memory.named``; () if all are "".
 
     Attributes:
-        bytes: of a bucket.
-        words: the dtypes and shapes, in short, with a checksum where they are too long.
+        bytes: bytes of a bucket.
+        words: dtypes and shapes as a short text, with a checksum if it is too long.
     """
 
     def __init__(
@@ -128,20 +128,20 @@ class Plan:
         self.nbytes = sum(bucket.nbytes for bucket in self.buckets if not bucket.alone)
 
     def take(self) -> list[_Flat | None]:
-        """Return a flat buffer for each bucket that needs one, which nobody else has until :meth:`give_back`."""
+        """Return a flat buffer for each bucket that needs one, for this caller only until :meth:`give_back`."""
         try:
             return self._free.pop()
         except IndexError:
             return [None if bucket.alone else _Flat(bucket, self.shapes) for bucket in self.buckets]
 
     def give_back(self, flats: list[_Flat | None]) -> None:
-        """Keep the buffers for the next call."""
+        """Return the buffers, which are cached for the next call."""
         if not self._free and self.nbytes <= CACHED_BYTES:
             self._free.append(flats)
 
 
 def layout(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> str:
-    """Return ``2 x float32(3, 4), float64()``: texts of other lists are others, also where they are cut."""
+    """Return ``2 x float32(3, 4), float64()``: different lists have different texts, also if these are cut."""
     words = []
     for (name, shape), same in groupby(zip(names, shapes, strict=True)):
         count = sum(1 for _ in same)
@@ -163,7 +163,7 @@ def _plan(dtypes: list[np.dtype[Any]], shapes: list[tuple[int, ...]], bytes_: in
         found = _plans.pop(key, None)
         if found is None:
             found = Plan(dtypes, shapes, bytes_, names)
-        _plans[key] = found  # the last used stands last
+        _plans[key] = found  # the plan used last is the last one
         while True:
             if len(_plans) == 1 or (
                 len(_plans) <= _MOST_PLANS and sum(plan.nbytes for plan in _plans.values()) <= CACHED_BYTES
@@ -175,14 +175,14 @@ def _plan(dtypes: list[np.dtype[Any]], shapes: list[tuple[int, ...]], bytes_: in
 
 @dataclass(slots=True)
 class _List:
-    """The arrays of a call: as they are, where they are plain NumPy arrays, else the memories of all of them."""
+    """The arrays of a call, and the memories of all arrays if one is not a plain NumPy array."""
 
     arrays: list[Any]
     memories: list[Memory] | None
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the program's dtypes, if any is another than the one that is reduced."""
+        """The names of the program's dtypes, if one differs from the dtype that is reduced."""
         names = tuple(memory.named for memory in self.memories or ())
         return names if any(names) else ()
 
@@ -218,7 +218,7 @@ class _List:
 
 
 def _plain_list(arrays: Any) -> tuple[list[np.dtype[Any]], list[tuple[int, ...]]] | None:
-    """Return the dtypes and shapes of a list of NumPy arrays that MPI takes as they are; None where it is not one."""
+    """Return the dtypes and shapes of a list of NumPy arrays that MPI can move without a copy; None for another object."""
     if type(arrays) is not list or set(map(type, arrays)) != {np.ndarray} or not all(map(_plain, arrays)):
         return None
     dtypes = [array.dtype for array in arrays]
@@ -228,7 +228,7 @@ def _plain_list(arrays: Any) -> tuple[list[np.dtype[Any]], list[tuple[int, ...]]
 
 
 def _adapted(arrays: Any, name: str, one_dtype: bool) -> tuple[_List, list[np.dtype[Any]], list[tuple[int, ...]]]:
-    """Return the arrays of a list, which the call writes, with their dtypes and shapes."""
+    """Adapt the arrays of a list, which the call writes; return also their dtypes and shapes."""
     plain = _plain_list(arrays)
     if plain is not None and (len(set(plain[0])) == 1 or not one_dtype):
         apart(arrays, name)
@@ -250,7 +250,7 @@ _PAIRS = ({"float32", "complex64"}, {"float64", "complex128"})
 
 
 def _complex_among_real(arrays: Any) -> bool:
-    """Whether a list holds complex arrays, and arrays of what their parts are, and no others: torch takes both in one call."""
+    """Return whether a list holds complex arrays and arrays of their parts' dtype only: torch accepts both in one call."""
     if not isinstance(arrays, list):
         return False
     return {str(getattr(array, "dtype", "")).removeprefix("torch.") for array in arrays} in _PAIRS
@@ -259,7 +259,7 @@ def _complex_among_real(arrays: Any) -> bool:
 def _learn(
     g: ProcessGroup, function: str, given: _List, plan: Plan, reductions: list[Reduction], key: tuple[Any, ...]
 ) -> None:
-    """Keep a call in one bucket, so that it costs less when it is made again."""
+    """Prepare a call with one bucket, so that the next such call costs less."""
     if len(plan.buckets) != 1 or given.memories is not None or reductions[0].factor is not None:
         return
     if plan.buckets[0].alone:
@@ -276,7 +276,7 @@ def _learn(
 
 
 def _repeat(g: ProcessGroup, function: str, op: RedOpType, arrays: Any, bytes_: int, frame: FrameType) -> bool:
-    """Make a call again that has been made before; False, and nothing done, where it has not."""
+    """Make a prepared call; return False, and do nothing, if the call is not prepared."""
     plain = _plain_list(arrays)
     if plain is None or not are_apart(arrays):
         return False
@@ -341,13 +341,13 @@ def all_reduce_coalesced(
     name: str | None = None,
     stream: Any = None,
 ) -> Work | None:
-    """Reduce every array of a list over all members, in place, in one call; all of them hold the results.
+    """Reduce each array of a list over all members, in place, in one call; all members get the results.
 
-    Called by all members with the same op, and as many arrays of the same dtype and shapes in the same order: a list that
-    differs raises on all members (torch would mix them up).
+    All members call this function with the same op, and the same number of arrays with the same dtype and shapes in the same
+    order. A list that differs is an error on all members (torch would mix up the arrays).
 
     Args:
-        tensors: inputs and outputs, of one dtype (complex arrays may stand among those of their parts' dtype, as in torch); or
+        tensors: inputs and outputs, of one dtype (complex arrays and arrays of their parts' dtype may be mixed, as in torch); or
             one array.
         op: as in :func:`all_reduce`.
         group, timeout, name, stream: as in :func:`broadcast`.
@@ -398,25 +398,25 @@ def average_gradients(
     name: str | None = None,
     stream: Any = None,
 ) -> Work | None:
-    """Average every array over all members, in place: the sum, divided once by their number.
+    """Average each array over all members, in place: the sum, divided once by the number of members.
 
-    Called by all members with as many arrays of the same shapes and dtypes in the same order, which may be of several dtypes: a
-    list that differs raises on all members, before anything moves. The arrays travel in flat buffers of ``bucket_bytes``, one
-    collective each, behind one agreement; the buffers are kept for the next call with such arrays.
+    All members call this function with the same number of arrays with the same shapes and dtypes in the same order. There may be
+    several dtypes. A list that differs is an error on all members, before anything moves. The arrays move in flat buffers of
+    ``bucket_bytes``, one collective each, after one agreement. The buffers are cached for the next call with such arrays.
 
-    Waited for on the spot its movements are blocking ones, which are faster than asynchronous ones and their wait, or as fast
-    with ``MPICOLL_PROGRESS=thread``. To average layer by layer with ``async_op=True`` while the next one is computed pays with
-    that thread, large layers and cores to spare (docs/performance.md, "Overlap").
+    A blocking call is faster than an asynchronous call and its wait, or as fast with ``MPICOLL_PROGRESS=thread``. To average
+    layer by layer with ``async_op=True``, during the computation of the next layer, is faster with that thread, large layers and
+    free cores (docs/performance.md, "Overlap").
 
     Args:
-        arrays: a list of floating-point or complex arrays; or an object with ``parameters()``, such as a module of torch, whose
-            parameters' ``grad`` is averaged: those without one (None) are left out, the same ones on all members.
-        bucket_bytes: size of a bucket, the same on all members; an array that is larger travels alone, without a copy.
+        arrays: a list of floating-point or complex arrays; or an object with ``parameters()``, such as a module of torch: the
+            ``grad`` of each parameter is averaged, except if it is None, for the same parameters on all members.
+        bucket_bytes: bytes of a bucket, the same on all members; a larger array moves without a copy.
         group, timeout, name, stream: as in :func:`broadcast`.
         async_op: return a :class:`Work` of the whole at once.
 
     Raises:
-        RuntimeError: an array of integers or bools, which cannot hold an average.
+        RuntimeError: an array of integers or bools, which cannot represent an average.
         ValueError: ``bucket_bytes`` is not positive.
         Others as :func:`all_reduce`.
 
@@ -425,7 +425,7 @@ def average_gradients(
         x, y = np.full(3, 2.0 * dist.get_rank()), np.ones((2, 2), np.float32)
         dist.average_gradients([x, y])  # on two ranks x holds 1.0 now
 
-    Source: what torch's DistributedDataParallel does with its buckets; Li et al., VLDB 2020, section 3.2.
+    Source: buckets of torch's DistributedDataParallel; Li et al., VLDB 2020, section 3.2.
     """
     found = member_or_warn(group, "average_gradients")
     if found is None:
@@ -462,7 +462,7 @@ def average_gradients(
 
 
 def _gradients(arrays: Any) -> tuple[Any, str]:
-    """Return the list of arrays, and which parameters have no gradient."""
+    """Return the list of arrays, and the places of parameters without a gradient as a text."""
     parameters: Callable[[], Iterable[Any]] | None = getattr(arrays, "parameters", None)
     if not callable(parameters):
         torch = sys.modules.get("torch")
@@ -495,8 +495,8 @@ def all_gather_coalesced(
 ) -> Work | None:
     """Gather every array of a list from all members, in one call: ``output_tensor_lists[r][k]`` is rank r's k-th array.
 
-    Called by all members with the same dtype, the same number of arrays, and output lists of the same shapes. What one rank
-    brings may have other shapes than what another brings (torch: the same).
+    All members call this function with the same dtype, the same number of arrays, and output lists of the same shapes. The
+    arrays of one rank may have other shapes than those of another rank (in torch they must not).
 
     Args:
         output_tensor_lists: one list of output arrays for each member, by rank in the group.
@@ -505,8 +505,8 @@ def all_gather_coalesced(
         async_op: return a :class:`Work` of the whole at once (torch: its Future, here ``get_future()``).
 
     Raises:
-        TypeError, ValueError: not lists of arrays of one dtype; a list that is empty, too long or too short; an array of
-            another shape than the input that it is for.
+        TypeError, ValueError: not lists of arrays of one dtype; an empty, too long or too short list; an output with another
+            shape than its input.
         Others as :func:`broadcast`.
 
     Source: torch.distributed.all_gather_coalesced.

@@ -1,4 +1,4 @@
-"""Point to point: send, recv, isend, irecv, P2POp, batch_isend_irecv."""
+"""Messages between two ranks: send, recv, isend, irecv, P2POp, batch_isend_irecv."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from mpicoll.transports.mpi.collectives import AllRequests
 from mpicoll.transports.mpi.envelope import SMALL_BYTES, write
 from mpicoll.transports.mpi.matching import Message, Receive
 
-# What send and recv look up in every call.
+# Objects that send and recv use in each call, as globals of this module.
 _default = registry.default
 _claims = claims.active
 _frame = sys._getframe
@@ -57,30 +57,30 @@ def send(
     timeout: timedelta | None = None,
     stream: Any = None,
 ) -> None:
-    """Send ``tensor`` to one rank; return when it may be written again.
+    """Send ``tensor`` to one rank; return when ``tensor`` may be written again.
 
-    Called by this rank alone; the destination calls :func:`recv` or :func:`irecv` with the same dtype, number of elements
-    and tag. A message of up to 16 KiB may return before it is received, a larger one does not.
+    Only this rank calls this function; the destination calls :func:`recv` or :func:`irecv` with the same dtype, number of
+    elements and tag. The send of up to 16 KiB may return before the message is received, a larger one does not.
 
     Args:
-        tensor: what to send; an array of any layout, whose elements travel in C order.
+        tensor: array to send, of any layout; its elements move in C order.
         dst: global rank of the destination; or ``group_dst``, its rank in the group.
         group: the group; default the world.
         tag: 0 to MPI_TAG_UB - 32.
-        timeout: the limit of this call; default the group's.
+        timeout: time limit of this call; default the limit of the group.
         stream: as in :func:`broadcast`.
 
     Raises:
-        ValueError: the destination is this rank itself, or it or this rank is not in the group; the tag is out of range.
+        ValueError: the destination is this rank itself; one of both ranks is not in the group; the tag is out of range.
         TypeError: wrong arguments.
-        BufferInUseError: ``tensor`` is memory that an operation under way writes (at check level ``full``).
-        CollectiveTimeoutError: nobody received it within the limit.
+        BufferInUseError: a pending operation writes the memory of ``tensor`` (at check level ``full``).
+        CollectiveTimeoutError: the message was not received within the limit.
         PeerFailedError, PeerExitedError: the destination failed, or ended without receiving; another member failed.
-        DeadlockError: it is certain that ranks, this one among them, wait for each other and nobody can release them.
-        GroupBrokenError: a member gave the group up, while this rank waited or before.
+        DeadlockError: ranks, including this rank, certainly wait for each other for ever.
+        GroupBrokenError: a member withdrew from a call of the group, before or during this call.
         DistBackendError: MPI reported an error.
 
-    Wrong arguments and BufferInUseError are of this rank alone and leave the group as it was; after the others it is broken.
+    Wrong arguments and BufferInUseError concern only this rank, and the group can be used; after other errors it is broken.
 
     Source: torch.distributed.send; MPI-4.1 section 3.2.1.
     """
@@ -98,10 +98,10 @@ def send(
                 if not tensor.flags.c_contiguous:
                     again = None
             frame = _frame(1)
-        except (KeyError, AttributeError, ValueError):  # not made before; no group, or not a member; called from C
+        except (KeyError, AttributeError, ValueError):  # not prepared; no group, or not a member; called from C
             again = None
         if again is not None and not (_pending or _claims):
-            # Made before. All here, and not in functions: a call of a function takes as long as posting the message.
+            # Prepared. All code is here, not in functions: a call of a function takes as long as posting the message.
             taken = False
             wrong: BaseException | None = None
             try:
@@ -155,23 +155,23 @@ def recv(
     timeout: timedelta | None = None,
     stream: Any = None,
 ) -> int:
-    """Receive into ``tensor``; return the global rank of the sender (-1 when this rank is not in the group).
+    """Receive into ``tensor``; return the global rank of the sender (-1 if this rank is not in the group).
 
-    Called by this rank alone; the source calls :func:`send` or :func:`isend` with the same dtype, number of elements and tag.
+    Only this rank calls this function; the source calls :func:`send` or :func:`isend` with the same dtype, number of elements
+    and tag.
 
     Args:
-        tensor: where to receive; of the message's dtype and number of elements (its shape and layout may differ).
+        tensor: array for the message, of the same dtype and number of elements (shape and layout may differ).
         src: global rank of the source; or ``group_src``, its rank in the group; neither: any member.
         group, tag, timeout, stream: as in :func:`send`.
 
     Raises:
         ValueError: the source is this rank itself, or not in the group; the tag is out of range.
         TypeError: wrong arguments.
-        BufferInUseError: ``tensor`` is memory that an operation under way reads or writes (at check level ``full``).
+        BufferInUseError: a pending operation uses the memory of ``tensor`` (at check level ``full``).
         CollectiveMismatchError: the message has another dtype or number of elements (at ``roll`` and ``off``: more bytes than
-            there is room for); the error names both sides. The message stays where it is, for another ``recv``, and the group
-            is still good.
-        CollectiveTimeoutError: nothing came within the limit.
+            ``tensor``); the error names both calls. Another ``recv`` can get the message, and the group can be used.
+        CollectiveTimeoutError: no message arrived within the limit.
         PeerFailedError, PeerExitedError: the source failed, or ended without sending; another member failed.
         Others as :func:`send`.
 
@@ -199,7 +199,7 @@ def recv(
             locked = False
             wrong: BaseException | None = None
             try:
-                # One at a time: no other thread has this one, or another that might take its message.
+                # One receive at a time: no other thread uses this one, or another one that could get its message.
                 locked = receiver.lock.acquire(False)
                 if locked and not (posted or receiver.waiting or receiver.queues) and again.rank == src:
                     if again.instruction != frame.f_lasti or again.code is not frame.f_code:
@@ -229,7 +229,7 @@ def recv(
                     return src
             except CollectiveMismatchError as error:
                 wrong = error
-                raise  # the message does not fit; all is as it was
+                raise  # the message does not fit; nothing has changed
             except BaseException as error:
                 wrong = error
                 persistent.give_up(known, again, tensor, error)
@@ -262,13 +262,13 @@ def isend(
     *,
     stream: Any = None,
 ) -> Work | None:
-    """Start sending ``tensor`` to one rank (this rank itself is allowed) and return a :class:`Work`, to be waited for.
+    """Start to send ``tensor`` to one rank (this rank itself is allowed), and return a :class:`Work` to wait for.
 
-    Called by this rank alone; the destination calls :func:`recv` or :func:`irecv` with the same dtype, number of elements
-    and tag. ``tensor`` must not be written before the Work's ``wait`` has returned, which notices it in up to 64 KiB
-    (BufferInUseError). Arguments as in :func:`send`.
+    Only this rank calls this function; the destination calls :func:`recv` or :func:`irecv` with the same dtype, number of
+    elements and tag. ``tensor`` must not be written before ``wait`` of the Work has returned; ``wait`` finds writes to up to
+    64 KiB (BufferInUseError). Arguments as in :func:`send`.
 
-    Raises: as :func:`send`; here what is wrong on this rank, in the Work's ``wait`` what the others do.
+    Raises: as :func:`send`: errors of this rank here, errors that depend on other ranks in ``wait`` of the Work.
 
     Source: torch.distributed.isend; MPI-4.1 section 3.7.2.
     """
@@ -283,7 +283,7 @@ def _isend(
         known: Any = _default.world if group is None else group
         try:
             again = known.sends[dst, tag, tensor.shape, tensor.dtype]
-        except (KeyError, AttributeError):  # not made before; no group, or not a member
+        except (KeyError, AttributeError):  # not prepared; no group, or not a member
             pass
         else:
             work = send_again(known, again, tensor, frame)
@@ -309,14 +309,14 @@ def irecv(
     *,
     stream: Any = None,
 ) -> Work | None:
-    """Start receiving into ``tensor`` and return a :class:`Work`, to be waited for.
+    """Start to receive into ``tensor``, and return a :class:`Work` to wait for.
 
-    Called by this rank alone; the source calls :func:`send` or :func:`isend` with the same dtype, number of elements and tag.
-    ``tensor`` must not be read or written before the Work's ``wait`` has returned; ``wait`` notices writes to up to 64 KiB
-    (BufferInUseError), not reads. Afterwards the Work's ``source_rank()`` is the sender's rank in the group. Arguments as in
-    :func:`recv`.
+    Only this rank calls this function; the source calls :func:`send` or :func:`isend` with the same dtype, number of elements
+    and tag. ``tensor`` must not be read or written before ``wait`` of the Work has returned; ``wait`` finds writes to up to
+    64 KiB (BufferInUseError), but no reads. Afterwards ``source_rank()`` of the Work is the sender's rank in the group.
+    Arguments as in :func:`recv`.
 
-    Raises: as :func:`recv`; here what is wrong on this rank, in the Work's ``wait`` what the others do.
+    Raises: as :func:`recv`: errors of this rank here, errors that depend on other ranks in ``wait`` of the Work.
 
     Source: torch.distributed.irecv; MPI-4.1 section 3.7.2.
     """
@@ -349,18 +349,18 @@ def _irecv(
 
 
 def _learn(work: Work, *given: Any) -> None:
-    """Note a call for the next time; what strikes here must not lose the Work of what is under way."""
+    """Prepare the next such message; an exception must not lose the Work of the pending one."""
     try:
         persistent.learn(*given)
     except MPI.Exception:
-        pass  # there is no request to be had: the next one goes the long way, too
+        pass  # MPI made no request: the next message is not prepared either
     except BaseException:
         work.get_future()
         raise
 
 
-# A Ctrl-C inside them is noted, and answered at their end or while they wait; entering the guard takes 0.1 us of the 1 us
-# that they take beside MPI.
+# A Ctrl-C in these functions is noted, and answered at their end or in a wait. To enter the guard would take 0.1 us, of the 1 us
+# that they take in addition to MPI.
 _guard.inside.update((send.__code__, recv.__code__))
 
 
@@ -369,8 +369,8 @@ class P2POp:
 
     Args:
         op: the function :func:`isend` or :func:`irecv` itself.
-        tensor: what to send, or where to receive.
-        peer: global rank of the other side; or ``group_peer``, its rank in the group.
+        tensor: array to send, or array for the message.
+        peer: global rank of the destination or source; or ``group_peer``, its rank in the group.
         group: the group; default the world.
         tag: 0 to MPI_TAG_UB - 32.
 
@@ -409,15 +409,15 @@ class P2POp:
 
 
 def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
-    """Start every operation of a list, and return their Works in the same order.
+    """Start all operations of a list, and return their Works in the same order.
 
-    Called by this rank alone; each of the others starts its own side of the messages. Operations on a group that this rank is
-    not in are left out, with a warning.
+    Only this rank calls this function; each peer starts the matching operations. Operations on a group without this rank are
+    skipped, with a warning.
 
     Raises:
-        ValueError: not a list of P2POp, or they are of different groups.
-        IndexError: the list is empty (as torch).
-        Others as :func:`isend` and :func:`irecv`; those before it in the list are under way then.
+        ValueError: not a list of P2POp, or the operations have different groups.
+        IndexError: the list is empty (as in torch).
+        Others as :func:`isend` and :func:`irecv`; earlier operations of the list have been started then.
 
     Source: torch.distributed.batch_isend_irecv.
     """
@@ -439,7 +439,7 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
 
 
 def _source(group: ProcessGroup, src: int | None, group_src: int | None) -> int:
-    """Return the source's rank in the group, or MPI.ANY_SOURCE."""
+    """Return the rank in the group of the source, or MPI.ANY_SOURCE."""
     if src is None and group_src is None:
         return MPI.ANY_SOURCE
     return peer_rank(group, src, group_src, "src")
@@ -449,7 +449,7 @@ _tag_limit = 0
 
 
 def tag_limit() -> int:
-    """Return the largest tag: MPI_TAG_UB without the 32 largest, which are the library's own."""
+    """Return the largest tag for programs: MPI_TAG_UB - 32, as the library uses the 32 largest."""
     global _tag_limit
     if not _tag_limit:
         _tag_limit = (MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767) - 32
@@ -492,7 +492,7 @@ def _start_send(
 def _start_recv(
     name: str, group: ProcessGroup, tensor: Array, peer: int, tag: int, limit: float, stream: Any
 ) -> tuple[Operation, Claim | None]:
-    # What is not compared may be smaller than the array, and stand in its envelope.
+    # A message that is not compared may be smaller than the array, and stand in its envelope.
     with device_array.StreamOrder(stream):
         memory = adapt(tensor, "tensor", writable=True, direct="recv" if group.compares else "", nonblocking=True)
     _check_tag(tag)
@@ -500,7 +500,7 @@ def _start_recv(
     call = _describe(name, group, memory, peer, tag)
     claim = _claim(group, call, memory)
     if memory.direct:
-        memory.filled()  # MPI writes there as soon as the message has come
+        memory.filled()  # MPI writes there as soon as the message arrives
     with signals.guard, group.posting:
         receiver = group.pair.receiver
         source = group.ranks[peer] if peer >= 0 else -1
@@ -519,10 +519,10 @@ def _describe(name: str, group: ProcessGroup, memory: Memory, peer: int, tag: in
 
 
 def _claim(group: ProcessGroup, call: Call, memory: Memory) -> Claim | None:
-    """Compare the memory of a message with that of the operations under way, and return what is to be kept of it.
+    """Compare the memory of a message with active claims, and return its claim, or None if none is needed.
 
     Raises:
-        BufferInUseError: one of them uses it.
+        BufferInUseError: a pending operation uses the memory.
     """
     if not group.compares or not (_claims or call.op in ("isend", "irecv")):
         return None
@@ -562,7 +562,7 @@ def _receive_operation(
 
 
 def _receive_unusual(group: ProcessGroup, again: PersistentReceive, tensor: Array) -> None:
-    """End a receive that was posted to MPI, and got a message that is not as expected."""
+    """Complete a receive that was posted to MPI, and got a message of another dtype or size than expected."""
     memory = adapt(tensor, "tensor", writable=True)
     call = persistent.call(group, again, tensor)
     receive = group.pair.receiver.adopt(Message(*again.key, again.buffer.copy()), memory, exact=group.compares)
