@@ -96,7 +96,7 @@ class Agreement:
         self.order.posted += 1  # only now: another thread may post the next round at once
         return made
 
-    def close(self, op: str, site: Site, seq: int, display: str, ranks: tuple[int, ...]) -> Closing | None:
+    def close(self, op: str, site: CallSite, seq: int, display: str, ranks: tuple[int, ...]) -> Closing | None:
         """Post the last comparison of a group at level ``roll``; never waits. None: calls are under way, or each was compared.
 
         Args:

@@ -27,7 +27,7 @@ from mpicoll.diagnosis.report.report import with_calls
 from mpicoll.errors import BufferInUseError
 from mpicoll.memory.device.array import DeviceAddresses
 from mpicoll.runtime import signals, waiting
-from mpicoll.runtime.call_site import Site
+from mpicoll.runtime.call_site import CallSite
 
 SNAPSHOT_BYTES = 64 * 1024
 """Bytes of the largest buffer that is checked for writes of the program."""
@@ -112,7 +112,7 @@ def _bytes(array: Array) -> bytes:
     return array.tobytes()
 
 
-def check_read(op: str, site: Site, reads: Sequence[Array], gone: Callable[[], bool], group: str) -> None:
+def check_read(op: str, site: CallSite, reads: Sequence[Array], gone: Callable[[], bool], group: str) -> None:
     """Compare memory that a blocking call reads with the claims of pending operations.
 
     Raises:
@@ -122,7 +122,7 @@ def check_read(op: str, site: Site, reads: Sequence[Array], gone: Callable[[], b
         claims.check(Claim(op, site, reads=reads, writes=(), gone=gone, group=group))
 
 
-def written(op: str, site: Site, group: str = "") -> BufferInUseError:
+def written(op: str, site: CallSite, group: str = "") -> BufferInUseError:
     """Return the error for an operation whose buffer was written before ``wait()`` had returned."""
     error = BufferInUseError(
         f"rank {claims.rank}: the tensor of {op} at {site} was written before its wait() had returned: what was moved is not "
@@ -161,7 +161,7 @@ class Claim:
     def __init__(
         self,
         op: str,
-        site: Site,
+        site: CallSite,
         reads: Iterable[Array] = (),
         writes: Iterable[Array] = (),
         gone: Callable[[], bool] = lambda: False,

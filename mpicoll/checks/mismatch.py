@@ -15,7 +15,7 @@ from mpicoll.diagnosis.call import Call, Made
 from mpicoll.diagnosis.report.entries import Table, entry_of, merge, runs_of, table_of
 from mpicoll.diagnosis.report.texts import MESSAGE_WIDTH, mismatch
 from mpicoll.errors import CollectiveMismatchError
-from mpicoll.runtime.call_site import Site
+from mpicoll.runtime.call_site import CallSite
 from mpicoll.transports.base import Request
 from mpicoll.transports.mpi.exchange import merge_all
 
@@ -83,7 +83,7 @@ def _first_difference(comm: Any, call: Call) -> Generator[Request, None, tuple[C
     found = call
     if at < len(call.made) - (not call.closes):
         made = Made(*call.made[at])
-        found = Call(made.op, made.key, Site(made.code, made.instruction), seq=made.seq)
+        found = Call(made.op, made.key, CallSite(made.code, made.instruction), seq=made.seq)
     call.apart = most != least
     closing = f"Compared every {EVERY} calls: what moved since call {found.seq} may be wrong."
     if not call.closes:

@@ -8,7 +8,7 @@ from hashlib import blake2b
 from types import CodeType
 from typing import Any, NamedTuple
 
-from mpicoll.runtime.call_site import Site
+from mpicoll.runtime.call_site import CallSite
 from mpicoll.transports.control import NO_DEVICE, NOTHING
 
 
@@ -46,7 +46,7 @@ class Call:
 
     op: str
     key: tuple[Any, ...]
-    site: Site
+    site: CallSite
     seq: int = 0
     asynchronous: bool = False
     error: Exception | None = None

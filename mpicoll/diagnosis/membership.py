@@ -6,7 +6,7 @@ import threading
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from mpicoll.runtime.call_site import Site
+from mpicoll.runtime.call_site import CallSite
 
 if TYPE_CHECKING:
     from mpicoll.runtime.settings import Level
@@ -17,7 +17,7 @@ T = TypeVar("T")
 class OpenBlock(Protocol):
     """A block that is open in this process. Its other ranks wait for its end, or are about to meet there."""
 
-    def refuse(self, op: str, site: Site) -> Exception:
+    def refuse(self, op: str, site: CallSite) -> Exception:
         """Return the error of a collective inside it."""
 
     def group(self) -> Membership | None:
@@ -101,7 +101,7 @@ class Membership(_Slots):
         if self.last is None:
             return ""
         op, code, instruction = self.last if isinstance(self.last, tuple) else self.last.place
-        return f"{op} at {Site(code, instruction)}"
+        return f"{op} at {CallSite(code, instruction)}"
 
     def give_up(self, why: str) -> None:
         """Mark the group broken; the first reason stays."""

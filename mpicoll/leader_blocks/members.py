@@ -9,7 +9,7 @@ from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import JobWithGroups
 from mpicoll.operations import execution
 from mpicoll.operations.group_creation import Watch, group_of_node
-from mpicoll.runtime.call_site import Site
+from mpicoll.runtime.call_site import CallSite
 
 Scope = Literal["world", "node"] | ProcessGroup
 
@@ -39,7 +39,7 @@ class Members:
             raise ValueError(f"rank {self.me} is not in the group given as scope: only its members may run the block")
         self.ranks, self.key, self.known_group, self.display = group.ranks, group.group_name, group, group.display
 
-    def group(self, op: str, site: Site, watch: Watch | None = None) -> ProcessGroup:
+    def group(self, op: str, site: CallSite, watch: Watch | None = None) -> ProcessGroup:
         """Return the group; make the group of a node if necessary, which all ranks of the node must do."""
         if self.known_group is None:
             self.known_group = group_of_node(self.known, op, site, watch)

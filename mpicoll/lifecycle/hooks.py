@@ -20,7 +20,7 @@ from mpicoll.lifecycle import exit_code
 from mpicoll.lifecycle.endpoint import endpoints
 from mpicoll.lifecycle.teardown import announce_failure, ending, leave, prefix, prefixed
 from mpicoll.runtime import signals, waiting, watchdog
-from mpicoll.runtime.call_site import Site, traceback_site
+from mpicoll.runtime.call_site import CallSite, traceback_site
 from mpicoll.runtime.output import say
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def _hides_another(error: BaseException, me: int | None) -> bool:
 def _of_program(trace: TracebackType | None) -> bool:
     """Return whether an exception has passed through lines of the program."""
     while trace is not None:
-        if not Site.inside(trace.tb_frame.f_code):
+        if not CallSite.inside(trace.tb_frame.f_code):
             return True
         trace = trace.tb_next
     return False
@@ -285,7 +285,7 @@ def _without_ours(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None:
         frames.append(trace)
         trace = trace.tb_next
-    while len(frames) > 1 and Site.inside(frames[-1].tb_frame.f_code):
+    while len(frames) > 1 and CallSite.inside(frames[-1].tb_frame.f_code):
         frames.pop()
     shorter: TracebackType | None = None
     for frame in reversed(frames):

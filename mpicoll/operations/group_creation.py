@@ -27,7 +27,7 @@ from mpicoll.operations import composed
 from mpicoll.operations.failures import BlockingCall
 from mpicoll.runtime import signals
 from mpicoll.runtime.backend_names import check_backend
-from mpicoll.runtime.call_site import Site
+from mpicoll.runtime.call_site import CallSite
 from mpicoll.transports.control import NOTHING
 
 MOST_JOINED = 256
@@ -38,7 +38,7 @@ def create_group(
     known: JobWithGroups,
     members: tuple[int, ...],
     problem: Exception | None,
-    site: Site,
+    site: CallSite,
     timeout: timedelta | None,
     use_local_synchronization: bool,
     group_desc: str | None,
@@ -102,7 +102,7 @@ class Watch(Protocol):
         """Report from time to time for which ranks this rank waits; return whether they have shown no activity for too long."""
 
 
-def group_of_node(known: JobWithGroups, op: str, site: Site, watch: Watch | None = None) -> ProcessGroup:
+def group_of_node(known: JobWithGroups, op: str, site: CallSite, watch: Watch | None = None) -> ProcessGroup:
     """Return the group of the ranks of this node. Only these ranks make it, once, when all have called this function.
 
     Args:
@@ -116,7 +116,7 @@ def group_of_node(known: JobWithGroups, op: str, site: Site, watch: Watch | None
 
 
 def create_by_members(
-    known: JobWithGroups, members: tuple[int, ...], display: str, op: str, site: Site, watch: Watch | None = None
+    known: JobWithGroups, members: tuple[int, ...], display: str, op: str, site: CallSite, watch: Watch | None = None
 ) -> ProcessGroup:
     world = known.world
     with signals.shield:
@@ -199,7 +199,7 @@ _local_count: dict[tuple[str, tuple[int, ...]], int] = {}
 def _make_locally(
     known: JobWithGroups,
     members: tuple[int, ...],
-    site: Site,
+    site: CallSite,
     problem: Exception | None,
     op: str = "new_group",
     watch: Watch | None = None,

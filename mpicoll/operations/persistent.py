@@ -30,7 +30,7 @@ from mpicoll.memory.dtypes import dtype_name
 from mpicoll.memory.memory import Array
 from mpicoll.operations.failures import guarded, wrap
 from mpicoll.runtime import signals, waiting
-from mpicoll.runtime.call_site import Site
+from mpicoll.runtime.call_site import CallSite
 from mpicoll.runtime.mpi_library import retain_for_ever, retain_frames
 from mpicoll.runtime.native import found as extension
 from mpicoll.transports import large_counts
@@ -51,7 +51,7 @@ _get_ident = threading.get_ident
 
 
 def message_call(
-    op: str, group: ProcessGroup, dtype: np.dtype[Any], count: int, peer: int, tag: int, site: Site
+    op: str, group: ProcessGroup, dtype: np.dtype[Any], count: int, peer: int, tag: int, site: CallSite
 ) -> Call:
     """Return the description of a send or receive; ``peer`` is a rank of the group, or negative for any."""
     other = f"rank {group.ranks[peer]}" if peer >= 0 else "any rank"
@@ -173,7 +173,7 @@ class PersistentSend(_Persistent):
 
     def move_to(self, group: ProcessGroup, frame: FrameType, op: str = "send") -> bool:
         """Say another place from now on, if the receiver has been told of it."""
-        number = group.known_sites.known(self.peer, self.tag, op, Site(frame.f_code, frame.f_lasti))
+        number = group.known_sites.known(self.peer, self.tag, op, CallSite(frame.f_code, frame.f_lasti))
         if number is None:
             return False
         try:
@@ -350,7 +350,7 @@ def finish(group: ProcessGroup, again: _Persistent, tensor: Array, test: Callabl
 def call(group: ProcessGroup, again: _Persistent, tensor: Array) -> Call:
     """Return the description of a call that was made again."""
     op, code, instruction = again.place
-    return message_call(op, group, tensor.dtype, tensor.size, again.peer, again.tag, Site(code, instruction))
+    return message_call(op, group, tensor.dtype, tensor.size, again.peer, again.tag, CallSite(code, instruction))
 
 
 def give_up(group: ProcessGroup, again: _Persistent, tensor: Array, error: BaseException) -> None:

@@ -26,7 +26,7 @@ from mpicoll.memory.reduce_op import RedOpType
 from mpicoll.operations import dispatch, execution
 from mpicoll.operations.prepared import PreparedOperation
 from mpicoll.operations.work import Work
-from mpicoll.runtime.call_site import Site, call_site
+from mpicoll.runtime.call_site import CallSite, call_site
 from mpicoll.transports.base import Kind, Movement
 from mpicoll.transports.control import AS_IT_IS, IN_PIECES, NOTHING
 
@@ -238,7 +238,7 @@ def _all_ready(memories: tuple[Memory, ...], noted: list[Callable[[], bool]]) ->
     return (lambda: all(ask() for ask in asks)) if asks else None
 
 
-def _claim(group: ProcessGroup, op: str, site: Site, ready: Prepared, async_op: bool) -> Claim | None:
+def _claim(group: ProcessGroup, op: str, site: CallSite, ready: Prepared, async_op: bool) -> Claim | None:
     """Compare the memory of a call with that of the operations under way, and return what is to be kept of it.
 
     Raises:

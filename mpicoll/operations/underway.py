@@ -29,7 +29,7 @@ from mpicoll.operations.persistent import PersistentReceive, PersistentSend, mes
 from mpicoll.operations.states import MOVING
 from mpicoll.operations.work import Work
 from mpicoll.runtime import signals, waiting
-from mpicoll.runtime.call_site import Site
+from mpicoll.runtime.call_site import CallSite
 from mpicoll.runtime.mpi_library import retain_for_ever
 from mpicoll.transports import large_counts
 from mpicoll.transports.base import Request
@@ -189,7 +189,7 @@ class _Again(Operation):
     @property
     def call(self) -> Call:
         """The description of the call, made when it is asked for."""
-        again, site = self.again, Site(self.code, self.instruction)
+        again, site = self.again, CallSite(self.code, self.instruction)
         return message_call(self.name, self.group, self.array.dtype, self.array.size, again.peer, again.tag, site)
 
     def expected(self) -> bytes | None:

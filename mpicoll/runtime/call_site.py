@@ -15,7 +15,7 @@ _no_places: tuple[str, ...] = (PACKAGE,)
 
 
 @dataclass(slots=True, frozen=True)
-class Site:
+class CallSite:
     """A place in the program, as a code object and an instruction: the line is found only when the site is printed."""
 
     code: CodeType
@@ -35,7 +35,7 @@ class Site:
         return f"{self.code.co_filename}:{line}"
 
 
-class _Nowhere(Site):
+class _Nowhere(CallSite):
     """No line of the program, for its end without a call."""
 
     def __str__(self) -> str:
@@ -55,12 +55,12 @@ def pass_through(*paths: str) -> None:
     _no_places = tuple(dict.fromkeys((*_no_places, *paths)))
 
 
-def call_site() -> Site:
+def call_site() -> CallSite:
     """Return the innermost place on the stack that is outside this package (226 ns a level on the machine measured)."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(_no_places) and frame.f_back is not None:
         frame = frame.f_back
-    return Site(frame.f_code, frame.f_lasti)
+    return CallSite(frame.f_code, frame.f_lasti)
 
 
 def caller(depth: int = 1) -> FrameType:
@@ -97,7 +97,7 @@ def traceback_site(trace: TracebackType | None) -> str:
     innermost = own = ""
     while trace is not None:
         code = trace.tb_frame.f_code
-        if not Site.inside(code):
+        if not CallSite.inside(code):
             innermost = f"{code.co_filename}:{trace.tb_lineno}"
             if not code.co_filename.startswith((*_INSTALLED, "<")):
                 own = innermost

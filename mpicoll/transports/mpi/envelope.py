@@ -21,7 +21,7 @@ import numpy as np
 
 from mpicoll.memory.dtypes import FOREIGN, MOVABLE, Element, dtype_name, named_element
 from mpicoll.memory.memory import Memory
-from mpicoll.runtime.call_site import Site
+from mpicoll.runtime.call_site import CallSite
 
 WORDS = struct.Struct("=2q")
 _LENGTH = struct.Struct("=q")
@@ -189,7 +189,7 @@ class KnownSites:
         self.places: dict[tuple[int, int], str] = {}
         """The call site of a message to each (receiver, tag): the last one that was not sent by a persistent request."""
 
-    def place(self, peer: int, tag: int, op: str, site: Site) -> tuple[int, bytes]:
+    def place(self, peer: int, tag: int, op: str, site: CallSite) -> tuple[int, bytes]:
         """Return the number of a call site, and its text if this is its first message of ``tag`` to ``peer``.
 
         The text is sent once for each tag, as only messages of one tag are received in order.
@@ -205,7 +205,7 @@ class KnownSites:
         self._known.add(key)
         return number, words
 
-    def known(self, peer: int, tag: int, op: str, site: Site) -> int | None:
+    def known(self, peer: int, tag: int, op: str, site: CallSite) -> int | None:
         """Return the number of a call site that the receiver knows for this tag, otherwise None."""
         number, _ = _place(op, site)
         return number if (peer, tag, number) in self._known else None
@@ -215,7 +215,7 @@ _places: dict[tuple[str, int, int], tuple[int, bytes, CodeType]] = {}
 _numbers = itertools.count(1)
 
 
-def _place(op: str, site: Site) -> tuple[int, bytes]:
+def _place(op: str, site: CallSite) -> tuple[int, bytes]:
     # By identity, with a reference to the code object: code objects of several files may be equal, and are slow to hash.
     key = (op, id(site.code), site.instruction)
     known = _places.get(key)

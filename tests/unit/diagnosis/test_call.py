@@ -9,16 +9,16 @@ import sys
 from typing import Any
 
 from mpicoll.diagnosis.call import Call, compress_ranks, fingerprint, name_ranks
-from mpicoll.runtime.call_site import Site, call_site
+from mpicoll.runtime.call_site import CallSite, call_site
 
 KEY = ("ReduceOp.SUM", "float64", ("elements", 1000), ("blocks", (1, 2, 3)))
 
 
-def place() -> Site:
+def place() -> CallSite:
     frame = inspect.currentframe()
     assert frame is not None
     assert frame.f_back is not None
-    return Site(frame.f_back.f_code, frame.f_back.f_lasti)
+    return CallSite(frame.f_back.f_code, frame.f_back.f_lasti)
 
 
 def test_fingerprints_are_the_same_in_every_process() -> None:
@@ -59,8 +59,8 @@ def test_a_site_is_the_line_of_the_call() -> None:
     )
     assert int(first.rpartition(":")[2]) in range(frame.f_lineno - 4, frame.f_lineno)
     assert str(call_site()) == f"{__file__}:{frame.f_lineno}"
-    assert not Site.inside(frame.f_code)
-    assert Site.inside(call_site.__code__)
+    assert not CallSite.inside(frame.f_code)
+    assert CallSite.inside(call_site.__code__)
 
 
 def test_ranks_are_compressed() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from mpicoll.memory.adapt import adapt
 from mpicoll.memory.dtypes import MOVABLE
-from mpicoll.runtime.call_site import Site, call_site
+from mpicoll.runtime.call_site import CallSite, call_site
 from mpicoll.transports.mpi.envelope import ROOM, SMALL_BYTES, WORDS, KnownSites, first_word, open_message, write
 
 
@@ -97,7 +97,7 @@ def test_a_place_is_told_once_for_each_tag_and_receiver() -> None:
 def test_a_long_path_is_cut_from_the_left() -> None:
     """A place of any length fits into a message, and keeps its file and line."""
     code = compile("pass", "/" + "d" * 400 + "/train.py", "exec")
-    _, words = KnownSites().place(0, 0, "isend", Site(code, 0))
+    _, words = KnownSites().place(0, 0, "isend", CallSite(code, 0))
     assert words.decode().startswith("isend at \N{HORIZONTAL ELLIPSIS}d")
     assert "/train.py:" in words.decode()
     assert WORDS.size + SMALL_BYTES + len(words) <= ROOM
