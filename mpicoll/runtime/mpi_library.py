@@ -1,4 +1,4 @@
-"""Facts of the MPI library, and memory that it may write at any time after a call was given up: retained for ever.
+"""Facts of the MPI library, and references for ever to memory that it may write after a call was withdrawn.
 
 A signal handler of the program may raise between any two lines of the library: just after MPI has received a buffer, and before
 any object refers to that buffer.
@@ -15,12 +15,12 @@ _retained: list[Any] = []
 
 
 def retain_for_ever(*things: Any) -> None:
-    """Refer to objects for ever."""
+    """Hold references to objects for ever."""
     _retained.extend(things)
 
 
 def retain_frames(error: BaseException) -> None:
-    """Refer for ever to the locals of all frames of this package that an exception has passed."""
+    """Hold references to the locals of all frames of this package that an exception has passed, for ever."""
     trace: TracebackType | None = error.__traceback__
     while trace is not None:
         frame = trace.tb_frame

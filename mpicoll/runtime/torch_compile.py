@@ -1,7 +1,7 @@
-"""Functions compiled by ``torch.compile`` call this package as it is: its own functions are left to Python.
+"""Exclude the functions of this package from ``torch.compile``: compiled functions call them as Python.
 
-The compiler follows calls into Python code and takes the arrays of NumPy there for tensors of its own: memory that ranks share,
-or that MPI has, is none. Each function of the package is marked as :func:`torch.compiler.disable` marks one, without a wrapper
+The compiler follows calls into Python code, and treats arrays of NumPy there as its own tensors, which is wrong for memory that
+ranks share or that MPI uses. Each function of the package is marked like :func:`torch.compiler.disable` does, without a wrapper
 and without loading the compiler.
 """
 
@@ -19,7 +19,7 @@ _strategy: Any = None
 
 
 def exclude_from_compile() -> None:
-    """Have the compiler of a torch that is loaded leave all functions alone that are loaded by now."""
+    """Exclude all functions loaded so far from the compiler of torch, if torch is imported."""
     if "torch" not in sys.modules:
         return
     for name, module in tuple(sys.modules.items()):
@@ -43,7 +43,7 @@ def _functions(module: ModuleType) -> Iterator[FunctionType]:
 
 
 def _leave(function: FunctionType) -> None:
-    """Mark a function: it is not followed from a compiled one, and what it calls is not compiled either."""
+    """Mark a function: torch compiles neither the function nor functions that it calls."""
     vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=REASON)
     if _strategy is not None or _found_strategy():
         frames, strategy = _strategy
