@@ -29,8 +29,7 @@ from mpicoll.memory.memory import AnyArray, Memory
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
 from mpicoll.operations import dispatch
 from mpicoll.operations.prepare_collectives import Prepared, run_prepared
-from mpicoll.operations.prepared import PreparedOperation
-from mpicoll.operations.prepared import apart as are_apart
+from mpicoll.operations.prepared import PreparedOperation, are_disjoint
 from mpicoll.operations.work import Work
 from mpicoll.runtime import native, signals
 from mpicoll.runtime.call_site import caller
@@ -260,14 +259,12 @@ def _learn(
     g: ProcessGroup, function: str, given: _List, plan: Plan, reductions: list[Reduction], key: tuple[Any, ...]
 ) -> None:
     """Prepare a call with one bucket, so that the next such call costs less."""
-    if len(plan.buckets) != 1 or given.memories is not None or reductions[0].factor is not None:
-        return
-    if plan.buckets[0].alone:
+    plain = len(plan.buckets) == 1 and not plan.buckets[0].alone and given.memories is None
+    if not plain or reductions[0].factor is not None:
         return
     (reduction,), flats = reductions, plan.take()
-    flat = flats[0]
-    assert flat is not None
-    whole: Any = flat.whole
+    assert flats[0] is not None
+    whole: Any = flats[0].whole
     again = PreparedOperation(
         function, key, Kind.ALL_REDUCE, whole.nbytes, mpi_op=reduction.mpi_op, average=reduction.average
     )
@@ -278,7 +275,7 @@ def _learn(
 def _repeat(g: ProcessGroup, function: str, op: RedOpType, arrays: Any, bytes_: int, frame: FrameType) -> bool:
     """Make a prepared call; return False, and do nothing, if the call is not prepared."""
     plain = _plain_list(arrays)
-    if plain is None or not are_apart(arrays):
+    if plain is None or not are_disjoint(arrays):
         return False
     plan = _plan(*plain, bytes_)
     known = g.prepared.get((function, op, plan.words, bytes_))

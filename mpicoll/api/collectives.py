@@ -161,7 +161,7 @@ def all_reduce(
         if not async_op:
             if timeout is None and name is None:
                 try:  # as dispatch.again, without the call of it, which takes a sixth of what all takes
-                    prepared = known.rides[key]
+                    prepared = known.prepared[key]
                 except (KeyError, AttributeError, TypeError):
                     pass
                 else:
@@ -315,7 +315,7 @@ def barrier(
         known: Any = default.world if group is None else group
         prepared: Any = None
         try:  # as dispatch.again, without the call of it
-            prepared = known.rides["barrier"]
+            prepared = known.prepared["barrier"]
         except (KeyError, AttributeError):
             pass
         if prepared is not None and known.stopping is None:
@@ -332,7 +332,7 @@ def barrier(
     def prepare(g: ProcessGroup) -> Prepared:
         if device_ids is not None and not isinstance(device_ids, list):
             raise TypeError("Invalid function argument: device_ids type should be List[int]")
-        if "barrier" not in g.rides:
+        if "barrier" not in g.prepared:
             dispatch.cache(g, "barrier", PreparedOperation("barrier", (), Kind.BARRIER), NO_DTYPE, None, None)
         return Prepared((), Movement(Kind.BARRIER), [], stopping=stopping)
 

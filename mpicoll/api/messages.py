@@ -24,9 +24,9 @@ from mpicoll.memory.dtypes import is_native
 from mpicoll.memory.memory import AnyArray, Array, Memory
 from mpicoll.operations import execution, persistent
 from mpicoll.operations.failures import begun
+from mpicoll.operations.nonblocking_messages import receive_again, receiving, send_again
 from mpicoll.operations.operation import Operation
 from mpicoll.operations.persistent import PersistentReceive, message_call
-from mpicoll.operations.underway import receive_again, receiving, send_again
 from mpicoll.operations.work import Work
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import call_site, caller
@@ -294,7 +294,7 @@ def _isend(
         return None
     peer = peer_rank(found, dst, group_dst, "dst")
     operation, flight = _start_send("isend", found, tensor, peer, tag, found.timeout, stream)
-    work = Work(operation).fly(flight)
+    work = Work(operation).with_claim(flight)
     if plain and peer != found.rank() and is_native(tensor.dtype):
         _learn(work, found, "send", peer, tensor, dst, tag)
     return work
@@ -342,7 +342,7 @@ def _irecv(
         return None
     peer = _source(found, src, group_src)
     operation, flight = _start_recv("irecv", found, tensor, peer, tag, found.timeout, stream)
-    work = Work(operation).fly(flight)
+    work = Work(operation).with_claim(flight)
     if plain and peer != found.rank() and is_native(tensor.dtype):
         _learn(work, found, "recv", peer, tensor, src, tag)
     return work
@@ -476,7 +476,7 @@ def _start_send(
         if claim is not None:
             claim.snapshot_reads()
         flat = memory.filled()
-        message = write(flat, memory.named, *group.told.place(peer, tag, name, call.site))
+        message = write(flat, memory.named, *group.known_sites.place(peer, tag, name, call.site))
         with begun(group, call, limit, (message, flat), peer=group.ranks[peer], tag=tag):
             requests = [group.pair.data.Isend([message, MPI.BYTE], peer, tag)]
             if flat.nbytes > SMALL_BYTES:
@@ -486,7 +486,7 @@ def _start_send(
             waiting.transfer_hint(flat.nbytes)
             steps = execution.sending(AllRequests(requests, (message, flat)))
             operation = Operation(group, call, steps, [tensor], limit, peer=group.ranks[peer], tag=tag)
-            return operation, flight
+            return operation, claim
 
 
 def _start_recv(

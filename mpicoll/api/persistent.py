@@ -21,7 +21,7 @@ from mpicoll.memory.reduce_op import RedOpType, ReduceOp
 from mpicoll.operations import composed, dispatch, execution
 from mpicoll.operations.prepare_collectives import prepare_plain_all_reduce
 from mpicoll.operations.work import Work
-from mpicoll.runtime.call_site import Site, call_site, caller
+from mpicoll.runtime.call_site import CallSite, call_site, caller
 
 _OP = "all_reduce"
 
@@ -89,7 +89,7 @@ class Plan:
     __slots__ = ("__weakref__", "_array", "_flat", "_key", "_op", "_site", "_started", "_work", "group")
 
     def __init__(
-        self, group: ProcessGroup, array: Any, op: RedOpType | ReduceOp, site: Site, key: tuple[Any, ...], flat: Any
+        self, group: ProcessGroup, array: Any, op: RedOpType | ReduceOp, site: CallSite, key: tuple[Any, ...], flat: Any
     ) -> None:
         self.group = group
         self._array, self._flat = array, flat
@@ -121,7 +121,7 @@ class Plan:
             )
         if self._work is None:
             self._work = collectives.all_reduce(self._array, self._op, self.group, async_op=True)
-        self._site = Site(frame.f_code, frame.f_lasti)
+        self._site = CallSite(frame.f_code, frame.f_lasti)
         self._started = True
 
     def wait(self, timeout: timedelta | None = None) -> None:

@@ -19,7 +19,7 @@ from mpicoll.checks.mismatch import explain
 from mpicoll.checks.order import make_order
 from mpicoll.diagnosis.call import Call
 from mpicoll.errors import CollectiveMismatchError
-from mpicoll.runtime.call_site import Site
+from mpicoll.runtime.call_site import CallSite
 from mpicoll.transports.base import Request
 from mpicoll.transports.control import ControlChannel, Round, Words, make_words
 from mpicoll.transports.mpi.control import MpiControl

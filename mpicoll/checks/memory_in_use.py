@@ -234,7 +234,7 @@ class Claimer(Protocol):
         """Forget the claim: the program has waited."""
 
 
-class RequestClaim(Flight):
+class RequestClaim(Claim):
     """The one array of a request; what its messages say is made when one is written.
 
     Attributes:
@@ -248,7 +248,7 @@ class RequestClaim(Flight):
         self.request: Claimer | None = None
         self.array = array
         self.results: bytes | None = None
-        self.adrift = False
+        self.unawaited = False
         self.ranges = [span_of(array, self, writes)] if array.size else []
 
     @property
@@ -256,9 +256,9 @@ class RequestClaim(Flight):
         return "" if self.request is None else str(self.request.call.op)
 
     @property
-    def site(self) -> Site:  # type: ignore[override]
+    def site(self) -> CallSite:  # type: ignore[override]
         assert self.request is not None
-        site: Site = self.request.call.site
+        site: CallSite = self.request.call.site
         return site
 
     @property
@@ -279,7 +279,7 @@ class RequestClaim(Flight):
 
     def seal_results(self) -> None:
         """Note what is in the array, now that the request is complete."""
-        if self.array.nbytes <= SEALED_BYTES:
+        if self.array.nbytes <= SNAPSHOT_BYTES:
             self.results = self.array.tobytes()
 
     def let_go(self) -> None:

@@ -274,7 +274,7 @@ class Job:
 
     def _pump(self, process: subprocess.Popen[bytes], streams: Streams | None) -> LauncherOutput:
         assert process.stdout is not None and process.stderr is not None  # noqa: PT018
-        printed = LauncherOutput(self.directory, quiet=streams is not None)
+        printed = LauncherOutput(self.directory, silent=streams is not None)
         sinks = dict(zip((process.stdout.fileno(), process.stderr.fileno()), self._sinks, strict=True))
         with selectors.DefaultSelector() as selector:
             for descriptor in sinks:

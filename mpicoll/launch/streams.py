@@ -139,9 +139,9 @@ class Streams:
 class LauncherOutput:
     """The launcher's own output. Output after the failure of a rank is delayed, as `mpicoll run` reports the failure itself."""
 
-    def __init__(self, directory: Path, *, quiet: bool) -> None:
+    def __init__(self, directory: Path, *, silent: bool) -> None:
         self._directory = directory
-        self._quiet = quiet
+        self._silent = silent
         self._delayed: list[tuple[int, bytes]] = []
         self.seen = bytearray()
         self.recent = bytearray()
@@ -153,7 +153,7 @@ class LauncherOutput:
         self.recent += data
         if len(self.recent) > 2 * _RECENT:
             del self.recent[:-_RECENT]
-        if self._quiet and any(record.kind == "exit" and record.value for record in read_records(self._directory)):
+        if self._silent and any(record.kind == "exit" and record.value for record in read_records(self._directory)):
             self._delayed.append((sink, data))
         else:
             write_all(sink, data)

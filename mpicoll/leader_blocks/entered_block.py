@@ -14,7 +14,7 @@ from mpicoll.leader_blocks.members import Members
 from mpicoll.leader_blocks.outcome import SharedOutcome, failure_of
 from mpicoll.leader_blocks.visible_files import path_list
 from mpicoll.leader_blocks.wait_policy import SignsOfLife
-from mpicoll.runtime.call_site import Site
+from mpicoll.runtime.call_site import CallSite
 
 
 class Turn:
@@ -114,7 +114,7 @@ class EnteredBlock:
         """Return the group, or None if the group has not been made yet."""
         return self.members.known_group
 
-    def refuse(self, op: str, site: Site) -> CollectiveMismatchError:
+    def refuse(self, op: str, site: CallSite) -> CollectiveMismatchError:
         """Return the error of a collective of this group inside the block."""
         members = self.members
         why = "all ranks meet at the end of the block, some may be there already"

@@ -27,7 +27,7 @@ def destroy_process_group(group: Any = None) -> None:
     Raises:
         AssertionError: there is no default group (as torch).
         ValueError: the group is destroyed already, or is not of this process.
-        DistError: operations were issued on it that nobody waited for; the group is kept.
+        DistError: operations were issued on it that nobody waited for; the group stays usable.
         CollectiveMismatchError: inside a block that one rank runs first, whose end the others wait for.
 
     Nothing that other ranks do is raised here. Messages that nobody received, and at check level ``roll`` calls that differed

@@ -144,8 +144,8 @@ def join(
                     watchdog.watch(partial(await_death, endpoint.board))
         topology = state.topology = endpoint.topology
         endpoint.settle(*composed.drive(state.world, call, pair.sweep(), limit))
-        state.pool.furnish(pair, topology, settings, level)
-        composed.drive(state.world, call, state.pool.meet(pair), limit)
+        state.pool.open_transports(pair, topology, settings, level)
+        composed.drive(state.world, call, state.pool.open_channel(pair), limit)
     except BaseException as error:
         registry.set_state(None)
         pair.idle = True

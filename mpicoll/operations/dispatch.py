@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicoll.checks.memory_in_use import SEALED_BYTES, RequestClaim, claims
+from mpicoll.checks.memory_in_use import SNAPSHOT_BYTES, RequestClaim, claims
 from mpicoll.diagnosis.wait_policy import local_wait
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
@@ -22,13 +22,13 @@ from mpicoll.operations.request import Request
 from mpicoll.operations.schedules import EAGER, Start
 from mpicoll.operations.work import Work
 from mpicoll.runtime import signals, waiting
-from mpicoll.runtime.call_site import Site, caller
+from mpicoll.runtime.call_site import CallSite, caller
 from mpicoll.runtime.mpi_library import retain_frames
 from mpicoll.runtime.native import found as extension
 from mpicoll.transports.base import SMALL_BYTES
 
 _default = default
-_flights = claims.flights
+_active = claims.active
 _guard = signals.guard
 _ndarray = np.ndarray
 _pending = waiting.pending
@@ -51,7 +51,7 @@ def cache(
     """Keep a call of plain arrays that the program of this member makes just now, for the next time.
 
     Args:
-        key: the signature; None if the call cannot be kept.
+        key: the signature; None if the call is not to be cached.
         prepared: the call.
         dtype, send, recv: of the arrays, what this member passes, and where its result goes.
     """
@@ -59,12 +59,12 @@ def cache(
         return
     node = group.pair.through(prepared.kind, prepared.nbytes)
     if node is not None and not node.ready:
-        return  # this call makes its memory: the next call is kept
-    if len(group.rides) >= MOST:
-        group.rides.clear()
+        return  # this call makes its memory: the next call is cached
+    if len(group.prepared) >= MOST:
+        group.prepared.clear()
     bound = prepared.bind(group, dtype, send, recv)
     if bound.fits(send, recv):
-        group.rides[key] = bound
+        group.prepared[key] = bound
 
 
 def again(
@@ -76,7 +76,7 @@ def again(
     timeout: timedelta | None = None,
     name: str | None = None,
 ) -> bool:
-    """Make a call that is kept, and wait for it; False, and nothing done, if that is impossible.
+    """Make a call that is prepared, and wait for it; False, and nothing done, if that is impossible.
 
     Args:
         group: as the program gave it.
@@ -87,7 +87,7 @@ def again(
     """
     known: Any = _default.world if group is None else group
     try:
-        found = known.rides[key]
+        found = known.prepared[key]
     except (KeyError, AttributeError, TypeError):  # not made before; no group, or not a member
         return False
     frame = caller(depth)
@@ -113,7 +113,7 @@ def run(
     name: str | None = None,
 ) -> bool:
     """Start a prepared operation and wait for it; False, and nothing done, if its memory may be in use."""
-    if _flights:
+    if _active:
         return False
     execution.enter(group, prepared.op)
     code, instruction = frame.f_code, frame.f_lasti
@@ -174,13 +174,13 @@ def begin(
         array, output: input and output as a NumPy array, and as the program passed it.
         frame: of the call of the program.
         timeout, name: as the program gave them.
-        prepare: prepares and keeps the call; None if it is no plain one.
+        prepare: prepares and caches the call; None if it is no plain one.
     """
     try:
-        prepared = group.rides.get(key)
+        prepared = group.prepared.get(key)
     except (AttributeError, TypeError):  # no group, or not a member
         return None
-    if waiting.progress_thread is not None or not array.flags.carray or Site.inside(frame.f_code):
+    if waiting.progress_thread is not None or not array.flags.carray or CallSite.inside(frame.f_code):
         return None
     if (name is not None and type(name) is not str) or not isinstance(timeout, (timedelta, type(None))):
         return None
@@ -195,7 +195,7 @@ def begin(
     request.outputs = [output]
     work = Work(request)
     if request.claim is not None:
-        work.lend(request.claim)
+        work.with_reusable_claim(request.claim)
     return work
 
 
@@ -213,7 +213,7 @@ def start(
     execution.enter(group, prepared.op)
     with _guard, group.lock:
         claim = RequestClaim(array, writes=True) if group.compares else None
-        if claim is not None and _flights and claims.in_the_way(claim):
+        if claim is not None and _active and claims.conflicts(claim):
             return None  # the general way raises on all members
         request: Request | None = None
         try:
@@ -221,7 +221,7 @@ def start(
                 group, array, array, frame.f_code, frame.f_lasti, waited=False, limit=limit, name=name
             )
             if claim is not None:
-                if array.nbytes <= SEALED_BYTES:
+                if array.nbytes <= SNAPSHOT_BYTES:
                     request.start_of.before = array.tobytes()
                 request.claim = claim
                 claim.request = request
@@ -294,14 +294,14 @@ _guard.inside.update((_finish.__code__, _await.__code__, _give_up.__code__, run.
 
 
 if extension is not None:
-    extension.configure(_finish, _give_up, _await, _pending, _flights, _threads, PreparedOperation, ProcessGroup)
+    extension.configure(_finish, _give_up, _await, _pending, _active, _threads, PreparedOperation, ProcessGroup)
 
 
 def _forget_in_child() -> None:
     known = registry.current()
     if known is not None:
         for group in known.groups.values():
-            group.rides = {}
+            group.prepared = {}
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -23,7 +23,7 @@ from mpicoll.memory.device import array as device_array
 from mpicoll.memory.device.array import DeviceAddresses
 from mpicoll.operations.failures import BlockingCall
 from mpicoll.operations.request import Request, collectives_are_pending
-from mpicoll.operations.schedules import Steps
+from mpicoll.operations.schedules import Steps, plan_key
 from mpicoll.operations.work import Work
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.native import reduce_rows
@@ -187,7 +187,7 @@ def _is_ready() -> bool:
 
 
 def _permitted(move: Movement, agreed: Agreed) -> bool:
-    """Whether MPI may be handed memory of a GPU, in the form that all use now."""
+    """Return whether MPI takes memory of a GPU in the form that all members use now."""
     return not agreed.nonblocking or device_array.permits(move.kind.value, True)
 
 
@@ -247,7 +247,7 @@ def _on_device(call: Call, comm: MPI.Intracomm, agreed: Agreed) -> Generator[Pol
 
 
 def _by_host(move: Movement, after: Callable[[], None] | None) -> tuple[Movement, Callable[[], None] | None]:
-    """Return a movement by way of the host in place of one whose nonblocking form MPI must not be handed memory of a GPU."""
+    """Return a movement through the host, if MPI takes no memory of a GPU in the nonblocking form of the call."""
     send, recv = move.send, move.recv
     steps = [] if after is None else [after]
     if isinstance(send, DeviceAddresses):
@@ -347,11 +347,10 @@ def run(
     if group.turn is not None:
         raise group.turn.refuse(call.describe(), call.site)
     if call.error is not None and group.level != "full":
-        raise call.error  # the others do not compare, so nobody asks what was wrong here
+        raise call.error  # the other members do not compare, so nobody asks what is wrong here
     with signals.guard, group.lock:
         try:
-            group.calls += 1
-            call.seq = group.calls
+            group.calls = call.seq = group.calls + 1
             group.last = call.op, call.site.code, call.site.instruction
             if isinstance(move, Movement):
                 call.block_bytes = block_bytes(move, group.size())
@@ -403,12 +402,6 @@ def set_print(group: ProcessGroup, call: Call, compares: bool) -> None:
         if compares:
             call.print, call.made = rolling.cut()
     call.passes = not compares
-
-
-def plan_key(key: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the key of a call without the name that the program gives it: programs put numbers of steps into names."""
-    named = bool(key) and isinstance(key[-1], tuple) and key[-1][0] == "name"
-    return key[:-1] if named else key
 
 
 def plain_print(group: ProcessGroup, op: str, print_: int) -> int:

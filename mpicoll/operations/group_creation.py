@@ -162,7 +162,7 @@ def _shrink(known: JobWithGroups, tag: int, call: Call) -> None:
     """Free communicators of destroyed groups. All ranks of the world are known to call this function."""
     with signals.guard:
         with BlockingCall(known.world, call, known.world.timeout):
-            known.pool.meet_all(known.world.pair.control, tag)
+            known.pool.make_world(known.world.pair.control, tag)
         for settled in composed.drive(known.world, call, known.pool.shrink(), known.world.timeout):
             if known.endpoint is None:
                 continue
@@ -178,7 +178,7 @@ def _make(known: JobWithGroups, members: tuple[int, ...], index: int, tag: int, 
             settled = composed.drive(known.world, call, pair.sweep(), known.world.timeout)
             if known.endpoint is not None:
                 known.endpoint.settle(*settled)
-            composed.drive(known.world, call, known.pool.meet(pair), known.world.timeout)
+            composed.drive(known.world, call, known.pool.open_channel(pair), known.world.timeout)
         return pair
     with signals.guard, BlockingCall(known.world, call, known.world.timeout):
         pair = make_pair(known.world.pair.control, members, tag)
@@ -186,7 +186,7 @@ def _make(known: JobWithGroups, members: tuple[int, ...], index: int, tag: int, 
     known.pool.open_transports(pair, known.topology, known.settings, known.world.level)
     known.pool.add(pair)
     with signals.guard:
-        composed.drive(known.world, call, known.pool.meet(pair), known.world.timeout)
+        composed.drive(known.world, call, known.pool.open_channel(pair), known.world.timeout)
     return pair
 
 

@@ -288,7 +288,7 @@ def post_apart(group: ProcessGroup, tensor: Array, peer: int, tag: int) -> MPI.R
 def body_of(again: _Persistent, tensor: Array) -> MPI.Prequest | None:
     """Return the request that moves the elements of this array, not started; None for those that are posted for once.
 
-    It is kept for the next call, by the array's address alone: it is started only while an array is there.
+    The request is cached by the address of the array, and started only while an array is there.
     """
     address = _address(tensor)
     found = again.bodies.get(address)
@@ -354,7 +354,7 @@ def call(group: ProcessGroup, again: _Persistent, tensor: Array) -> Call:
 
 
 def give_up(group: ProcessGroup, again: _Persistent, tensor: Array, error: BaseException) -> None:
-    """Leave a call that something struck: the group is broken; the request is never used again, and never freed."""
+    """Leave a call that an exception ended: the group is broken; the request is never used again, and never freed."""
     this = call(group, again, tensor)
     retain_for_ever(again, tensor)
     retain_frames(error)

@@ -1,4 +1,4 @@
-"""What the collectives share: arrays made ready to move, the call made and waited for, and what is kept for the next time."""
+"""Prepare collectives: check arguments, adapt arrays, make the call, and cache it for the next time."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def _all_ready(memories: tuple[Memory, ...], noted: list[Callable[[], bool]]) ->
 
 
 def _claim(group: ProcessGroup, op: str, site: CallSite, ready: Prepared, async_op: bool) -> Claim | None:
-    """Compare the memory of a call with that of the operations under way, and return what is to be kept of it.
+    """Compare the memory of a call with that of the operations under way, and return the claim of it.
 
     Raises:
         BufferInUseError: one of them uses it; raised on all members.
@@ -396,7 +396,7 @@ def cache_call(
 
 
 def prepare_plain_all_reduce(group: ProcessGroup, op: Any, array: Array) -> PreparedOperation | None:
-    """Return an ``all_reduce`` of a NumPy array, prepared and kept; None if its general checks have to say what is wrong."""
+    """Return an ``all_reduce`` of a NumPy array, prepared and cached; None if the general checks have to say what is wrong."""
     if type(group) is not ProcessGroup or group.gone() or not array.size or not is_native(array.dtype):
         return None
     try:
@@ -411,7 +411,7 @@ def prepare_plain_all_reduce(group: ProcessGroup, op: Any, array: Array) -> Prep
     )
     signature = op, array.dtype, array.shape
     dispatch.cache(group, signature, prepared, array.dtype, array, array)
-    return group.rides.get(signature)
+    return group.prepared.get(signature)
 
 
 def all_steps_of(*steps: Callable[[], None] | None) -> Callable[[], None] | None:

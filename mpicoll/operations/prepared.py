@@ -25,7 +25,7 @@ from mpicoll.operations import execution
 from mpicoll.operations.request import Request, collectives_are_pending
 from mpicoll.operations.schedules import BLOCKING, EAGER, IN_SHARED_MEMORY, MEETING, THROUGH_PLAN, Start, Steps
 from mpicoll.runtime import waiting
-from mpicoll.runtime.call_site import Site
+from mpicoll.runtime.call_site import CallSite
 from mpicoll.runtime.native import found as extension
 from mpicoll.runtime.native import name_of
 from mpicoll.transports.base import SMALL_BYTES, Kind, Movement
@@ -172,7 +172,7 @@ class PreparedOperation:
     def _fit(self, given: Any, shapes: Any, writes: bool) -> bool:
         if not isinstance(shapes, list):
             return given is None or (_readable(given) and (not writes or given.flags.writeable))
-        if type(given) is not list or len(given) != len(shapes) or (writes and not apart(given)):
+        if type(given) is not list or len(given) != len(shapes) or (writes and not are_disjoint(given)):
             return False
         for each, shape in zip(given, shapes, strict=True):
             if type(each) is not _ndarray or each.shape != shape or each.dtype.num != self.dtype.num:
@@ -217,7 +217,7 @@ class PreparedOperation:
         """Return the description of one start."""
         start: Start = request.start_of
         key = self.key if start.name is None else (*self.key, ("name", start.name))
-        call = Call(self.op, key, Site(start.code, start.instruction), seq=start.seq, block_bytes=self.nbytes)
+        call = Call(self.op, key, CallSite(start.code, start.instruction), seq=start.seq, block_bytes=self.nbytes)
         call.detail, call.alias, call.made = self.detail, self.alias, start.made
         call.passes, call.asynchronous = request.words is None, not start.waited
         if request.words is not None:
@@ -342,7 +342,7 @@ def _readable(given: Any) -> bool:
     return bool(flags.c_contiguous and flags.aligned)
 
 
-def apart(arrays: list[Any]) -> bool:
+def are_disjoint(arrays: list[Any]) -> bool:
     """Whether it is certain that no two arrays of a list have bytes in common."""
     if any(type(each) is not _ndarray for each in arrays):
         return False

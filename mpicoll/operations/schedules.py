@@ -217,3 +217,9 @@ class _Blocking(_InSharedMemory):
 
 MEETING, EAGER = _Meeting(), _Eager()
 IN_SHARED_MEMORY, THROUGH_PLAN, BLOCKING = _InSharedMemory(), _ThroughPlan(), _Blocking()
+
+
+def plan_key(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the key of a call without the name that the program gives it: programs put numbers of steps into names."""
+    named = bool(key) and isinstance(key[-1], tuple) and key[-1][0] == "name"
+    return key[:-1] if named else key

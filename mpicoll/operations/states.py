@@ -5,7 +5,7 @@ state      the request
 =========  ========================================================================================================
 IDLE       is not started
 QUEUED     has its number in the order of the group, and waits until earlier calls have posted their rounds
-POSTED     has posted its round (a message: is handed to MPI)
+POSTED     has posted its round (a message: is given to MPI)
 DISPUTED   waits for the exchange of what the members called, because the members differ
 AGREED     is known to be made by all members, and waits until the data of earlier calls has been posted
 MOVING     moves its data

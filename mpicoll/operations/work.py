@@ -113,7 +113,7 @@ class _WorkFuture(Future[Any]):
 class Work:
     """The handle of a call made with ``async_op=True``, of ``isend`` and of ``irecv``.
 
-    The buffers of the call are kept alive until it is done and must not be read or written before ``wait`` has returned.
+    The library refers to the buffers of the call until the call is done. They must not be read or written before ``wait`` has returned.
     Each Work has to be waited for: one that is dropped without gives a ResourceWarning, and one that nobody ever waits
     for is an error when its group is destroyed or the program ends.
 
@@ -128,23 +128,23 @@ class Work:
     Source: torch.distributed.Work.
     """
 
-    __slots__ = ("__weakref__", "_flight", "_observed", "_request")
+    __slots__ = ("__weakref__", "_claim", "_observed", "_request")
 
     def __init__(self, request: Request) -> None:
         self._request = request
         self._observed = False
-        self._flight: Flight | None = None
+        self._claim: Claim | None = None
         request.group.unwaited[id(request)] = request
         if waiting.progress_thread is not None and not request.done:
             waiting.progress_thread.begun(request)
 
     def with_claim(self, claim: Claim | None) -> Work:
         """Keep the operation's memory from others until it has been waited for."""
-        if flight is not None:
+        if claim is not None:
             request = self._request
-            flight.over, flight.advance = lambda: request.done, request.Test
-            self._flight = flight
-            claims.add(flight)
+            claim.over, claim.advance = lambda: request.done, request.Test
+            self._claim = claim
+            claims.add(claim)
         return self
 
     def with_reusable_claim(self, claim: Claim) -> None:
@@ -157,8 +157,8 @@ class Work:
         if claim is not None:
             try:
                 if self._request.error is None:
-                    self._request.error = flight.verdict()
-                claims.remove(flight)
+                    self._request.error = claim.verdict()
+                claims.remove(claim)
             except BaseException:
                 self._claim = claim  # out of a signal handler
                 raise
@@ -237,8 +237,8 @@ class Work:
         ``wrap_future``) makes none: it needs ``MPICOLL_PROGRESS=thread``. Note that torch gives a ``torch.futures.Future``, whose
         ``wait()``, ``value()`` and ``then(callback)`` it has, too; ``torch.futures.collect_all`` takes none but its own.
         """
-        if self._flight is not None:
-            self._flight.adrift = True
+        if self._claim is not None:
+            self._claim.unawaited = True
         request = self._request
         self._observe()
         if request.done and request.future is not None:  # in a callback of its own, too

@@ -39,7 +39,7 @@ def _nothing_is_left() -> Any:
     claims._sweep()
     assert not group().unwaited
     assert not claims.lent
-    assert not claims.flights
+    assert not claims.active
     assert not [item for item in waiting.pending if is_eager(item)]
 
 

@@ -28,7 +28,7 @@ COUNTS = (1, 500, 513, 3000, 40_000)  # in the message, apart from it, watched f
 
 def kept(work: Any) -> bool:
     """Whether an operation took a request that is kept."""
-    return type(work._request).__module__ == "mpicoll.operations.underway"
+    return type(work._request).__module__ == "mpicoll.operations.nonblocking_messages"
 
 
 def receive(y: Any, group: Any = None, tag: int = 0) -> Any:

@@ -61,7 +61,7 @@ def native(monkeypatch: pytest.MonkeyPatch) -> Calls:
     monkeypatch.setattr(large_counts, "_contiguous", derived)
     monkeypatch.setattr(large_counts, "COUNT_LIMIT", LOWERED)
     monkeypatch.setattr(dispatch, "LARGEST", LOWERED)
-    registry.state().world.rides.clear()
+    registry.state().world.prepared.clear()
     return seen
 
 

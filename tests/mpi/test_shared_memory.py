@@ -407,7 +407,7 @@ def test_a_rank_that_is_gone_in_the_midst_of_pieces(fresh: Callable[[], Any]) ->
     x = np.ones(2 * PIECE)
     for _ in range(4):
         dist.broadcast(x, 0, group=group)
-    kept = next(iter(group.rides.values()))
+    kept = next(iter(group.prepared.values()))
     if not kept.width:
         pytest.skip("not moved in pieces")
     dist.barrier()
@@ -417,7 +417,7 @@ def test_a_rank_that_is_gone_in_the_midst_of_pieces(fresh: Callable[[], Any]) ->
         def gone(*given: Any) -> None:
             raise KeyError("gone")
 
-        known = (dispatch._await, dispatch._pending, dispatch._flights, dispatch._threads)
+        known = (dispatch._await, dispatch._pending, dispatch._active, dispatch._threads)
         known += (prepared.PreparedOperation, type(group))
         native.found.configure(gone, lambda *given: None, *known)  # as if it were stopped for good
         try:

@@ -70,7 +70,7 @@ SPEAKS_MPI_TOO = {
     "checks/memory_in_use",
     "operations/execution",
     "operations/persistent",
-    "operations/underway",
+    "operations/nonblocking_messages",
 }
 UPWARD: set[tuple[str, str]] = set()
 LAUNCH_TOO: set[tuple[str, str]] = set()

@@ -35,28 +35,6 @@ RETIRED = frozenset(
 )
 ALLOWED = {"DeferredInterrupt"}  # names that have a retired word for another thing
 
-STILL = {
-    "api/collectives.py",
-    "api/coalesced.py",
-    "api/gathering.py",
-    "api/messages.py",
-    "api/persistent.py",
-    "api/scattering.py",
-    "launch/job.py",
-    "launch/streams.py",
-    "lifecycle/destroy.py",
-    "native/module.c",
-    "operations/deferred.py",
-    "operations/execution.py",
-    "operations/persistent.py",
-    "operations/prepare_collectives.py",
-    "operations/repeating.py",
-    "operations/riding.py",
-    "operations/underway.py",
-    "operations/work.py",
-}
-"""Files that still use a retired word: this list may only become shorter."""
-
 _NOT_CODE = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING}
 
 
@@ -89,11 +67,9 @@ def files() -> list[Path]:
 
 
 def test_words() -> None:
-    """No file uses a retired word but those in the list, and each file in the list still does."""
-    found = {path.relative_to(PACKAGE).as_posix(): words_of(path) for path in files()}
-    used = {name: sorted(words) for name, words in found.items() if words}
-    assert {name: words for name, words in used.items() if name not in STILL} == {}, "files with retired words"
-    assert STILL - set(used) == set(), "files without retired words: take them off the list"
+    """No file of the package uses a retired word."""
+    found = {path.relative_to(PACKAGE).as_posix(): sorted(words_of(path)) for path in files()}
+    assert {name: words for name, words in found.items() if words} == {}
 
 
 @pytest.mark.parametrize(

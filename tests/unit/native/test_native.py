@@ -137,7 +137,7 @@ def test_it_is_told_of_the_library_right(extension: Any) -> None:
     probe = np.zeros((2, 3))
     address = probe.__array_interface__["data"][0]
     known = (dispatch._finish, dispatch._give_up, dispatch._await)
-    known += (dispatch._pending, dispatch._flights, dispatch._threads)
+    known += (dispatch._pending, dispatch._active, dispatch._threads)
 
     class Elsewhere:
         last = lock = turn = None

@@ -15,7 +15,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpicoll.checks.memory_in_use import SEALED_BYTES, RequestClaim, claims, written
+from mpicoll.checks.memory_in_use import SNAPSHOT_BYTES, RequestClaim, claims, written
 from mpicoll.diagnosis.call import Call
 from mpicoll.diagnosis.report.entries import Entry, entry_of
 from mpicoll.diagnosis.report.report import with_calls
@@ -65,14 +65,14 @@ def send_again(group: ProcessGroup, again: PersistentSend, tensor: Array, frame:
                 if group.compares:
                     claim = made.claim = RequestClaim(tensor, writes=False)
                     claim.request = made
-                    if claims.flights and claims.in_the_way(claim):
+                    if claims.active and claims.conflicts(claim):
                         again.give_back(None)
                         return None  # the long way says what is wrong
                 if again.elements is not None:
                     again.elements[...] = tensor
                     again.start()
                 else:
-                    if claim is not None and tensor.nbytes <= SEALED_BYTES:
+                    if claim is not None and tensor.nbytes <= SNAPSHOT_BYTES:
                         claim.results = tensor.tobytes()
                     with group.posting:
                         again.start()
@@ -111,7 +111,7 @@ def receive_again(group: ProcessGroup, again: PersistentReceive, tensor: Array, 
             if group.compares:
                 claim = made.claim = RequestClaim(tensor, writes=True)
                 claim.request = made
-                if claims.flights and claims.in_the_way(claim):
+                if claims.active and claims.conflicts(claim):
                     return None
                 if tensor.nbytes <= SNAPSHOT_BYTES:
                     made.before = tensor.tobytes()
@@ -136,7 +136,7 @@ def receive_again(group: ProcessGroup, again: PersistentReceive, tensor: Array, 
 def _work(operation: _Again, claim: RequestClaim | None) -> Work:
     work = Work(operation)
     if claim is not None:
-        work.lend(claim)
+        work.with_reusable_claim(claim)
     return work
 
 
