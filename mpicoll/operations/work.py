@@ -113,7 +113,8 @@ class _WorkFuture(Future[Any]):
 class Work:
     """The handle of a call made with ``async_op=True``, of ``isend`` and of ``irecv``.
 
-    The library refers to the buffers of the call until the call is done. They must not be read or written before ``wait`` has returned.
+    The library refers to the buffers of the call until the call is done. They must not be read or written before ``wait`` has
+    returned.
     Each Work has to be waited for: one that is dropped without gives a ResourceWarning, and one that nobody ever waits
     for is an error when its group is destroyed or the program ends.
 
