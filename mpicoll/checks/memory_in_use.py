@@ -277,12 +277,12 @@ class RequestClaim(Claim):
         """Progress the request; return whether it is over."""
         return self.request is None or self.request.Test()
 
-    def seal_results(self) -> None:
+    def snapshot_results(self) -> None:
         """Note what is in the array, now that the request is complete."""
         if self.array.nbytes <= SNAPSHOT_BYTES:
             self.results = self.array.tobytes()
 
-    def let_go(self) -> None:
+    def clear(self) -> None:
         """Forget the memory and the request."""
         request, self.request = self.request, None
         self.ranges = []

@@ -288,7 +288,7 @@ class _ReceiveAgain(_Again):
         if self.dirty:
             raise written(self.name, self.call.site, self.group.display)
         if self.claim is not None:
-            self.claim.seal_results()
+            self.claim.snapshot_results()
         return True
 
     def _take_the_long_way(self) -> None:

@@ -38,7 +38,7 @@ def _nothing_is_left() -> Any:
     gc.collect()
     claims._sweep()
     assert not group().unwaited
-    assert not claims.lent
+    assert not claims.reusable
     assert not claims.active
     assert not [item for item in waiting.pending if is_eager(item)]
 
