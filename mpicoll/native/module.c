@@ -988,8 +988,42 @@ static PyObject *shared_read(SharedOperation *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *shared_start(SharedOperation *self, PyObject *send)
+{
+    CallOrder *order = self->order;
+    if (self->segment != NULL || order->posted != order->issued)
+        return PyLong_FromLong(-1);
+    if (!fits(self, &self->send, send, READABLE)) {
+        PyErr_SetString(PyExc_ValueError, "the arrays are not those that the call was prepared for");
+        return NULL;
+    }
+    const int64_t number = order->round + 1;
+    write_data(self, number, send, 0);
+    ring_write(&self->ring->ring, number, self->words);
+    ring_post(&self->ring->ring, number); /* from here on the others may go on */
+    order->round = number;
+    order->calls++;
+    order->posted = ++order->issued;
+    return PyLong_FromLongLong(number);
+}
+
+static PyObject *shared_state(SharedOperation *self, PyObject *args)
+{
+    long long call, number, budget;
+    if (!PyArg_ParseTuple(args, "LLL", &call, &number, &budget))
+        return NULL;
+    const Ring *ring = &self->ring->ring;
+    if (self->order->moving != call || !ring_is_over(ring, number, now_ns(), budget))
+        return PyLong_FromLong(0);
+    return PyLong_FromLong(ring_is_unanimous(ring, number) ? 1 : 2);
+}
+
 static PyMethodDef shared_methods[] = {
     {"write", (PyCFunction)shared_write, METH_VARARGS, "Write the data of a round that is not posted yet: write(number, send)."},
+    {"start", (PyCFunction)shared_start, METH_O,
+     "Write the data, post the round, and count the call; return the number of the round, -1 if earlier calls have not posted."},
+    {"state", (PyCFunction)shared_state, METH_VARARGS,
+     "Return 0 while the data may not be read, 1 if all members made the call, 2 if not: state(call, number, nanoseconds)."},
     {"read", (PyCFunction)shared_read, METH_VARARGS,
      "Read the result of a call in one piece that is over: read(number of the round, or the step, recv)."},
     {NULL},

@@ -210,7 +210,8 @@ def start(
     """Start a prepared operation in place, for a wait later; None, and nothing done, if that is impossible now."""
     if group.turn is not None or group.broken is not None or group.destroyed:
         return None
-    execution.enter(group, prepared.op)
+    if prepared.shared is None:
+        execution.enter(group, prepared.op)
     with _guard, group.lock:
         claim = RequestClaim(array, writes=True) if group.compares else None
         if claim is not None and _active and claims.conflicts(claim):
@@ -225,8 +226,7 @@ def start(
                     request.start_of.before = array.tobytes()
                 request.claim = claim
                 claim.request = request
-            request.Test()
-            if not request.done:
+            if request.round is not None or not request.Test():  # a round that has just been posted is not over
                 _pending.append(request)
         except BaseException as error:
             _lose(group, prepared, frame, request, error)

@@ -269,9 +269,16 @@ class PreparedOperation:
         order = self.agreement.order
         start = Start(send, recv, code, instruction, name, waited)
         request = Request(group, None, [recv], group.timeout if limit is None else limit, waited=waited)
-        order.calls = start.seq = order.calls + 1
         group.last = self.op, code, instruction
-        eager = self.shared is not None and self.segment is None
+        shared, channel = self.shared, self.agreement.channel  # type: Any, Any
+        eager = shared is not None and self.segment is None
+        if eager and not waited and name is None and channel.room(order.round + 1):
+            number, posted = order.issued, shared.start(send)
+            if posted >= 0:
+                start.seq = order.calls
+                request.start_prepared(self, start, number, self.eager_words, EAGER, channel.take(posted))
+                return request
+        order.calls = start.seq = order.calls + 1
         words = self._words(group, start, eager)
         schedule: Any = None
         if words is not None:

@@ -241,12 +241,16 @@ class Request:
                     to(self, POSTED)
                 self._in_effect = False
             elif self.state is POSTED:
-                made, words = self.round, self.words
+                made = self.round
                 assert made is not None
-                assert words is not None
-                if not made.Test():
+                serves: bool | None = False
+                if self.schedule is not None:
+                    serves = self.schedule.serves(self, made)
+                elif not made.Test():
+                    serves = None
+                if serves is None:
                     return
-                if self.schedule is not None and self.schedule.serves(made, words):
+                if serves:
                     to(self, AGREED)
                 else:
                     self._judge(made.agreed())
@@ -418,6 +422,8 @@ class Request:
     def _is_over_soon(self) -> bool:
         """Return whether the request is over after the first polls, as most small calls are: then no wait is noted anywhere."""
         try:
+            if self.Test():
+                return True
             if self.prepared is not None and self.round is not None:
                 self.prepared.poll(self.round)
             for _ in range(2 if waiting.oversubscribed else waiting.SPIN_POLLS):

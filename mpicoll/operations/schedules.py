@@ -18,7 +18,6 @@ from mpicoll.memory.arithmetic import without_warnings
 from mpicoll.operations.failures import BlockingCall
 from mpicoll.runtime.native import found as extension
 from mpicoll.transports.base import Movement
-from mpicoll.transports.control import Words
 
 if TYPE_CHECKING:
     from mpicoll.transports.base import Request as Pollable
@@ -34,8 +33,8 @@ class Schedule(Protocol):
     def put(self, request: Any, number: int) -> None:
         """Write the data that comes with the round of that number."""
 
-    def serves(self, made: Round, words: Words) -> bool:
-        """Return whether the data may move in this way, given a complete round; all members find the same."""
+    def serves(self, request: Any, made: Round) -> bool | None:
+        """Return whether the data may move in this way; None: the round is not complete. All members find the same."""
 
     def start(self, request: Any) -> Pollable | None:
         """Move the data, or start to; None: it has moved, or ``request.steps`` move it."""
@@ -124,9 +123,9 @@ class _Meeting:
     def put(self, request: Any, number: int) -> None:
         """Write nothing."""
 
-    def serves(self, made: Any, words: Words) -> bool:
+    def serves(self, request: Any, made: Any) -> bool | None:
         """Return whether all members make the call, and none is late or asynchronous."""
-        return is_usual(made, words)
+        return is_usual(made, request.words) if made.Test() else None
 
     def start(self, request: Any) -> Any:
         """Move nothing."""
@@ -144,9 +143,13 @@ class _Eager(_Meeting):
         prepared: Any = request.prepared
         prepared.shared.write(number, request.start_of.send)
 
-    def serves(self, made: Any, words: Words) -> bool:
+    def serves(self, request: Any, made: Any) -> bool | None:
         """Return whether all members make the call; the words say that the data of all is there."""
-        return bool(made.unanimous(words))
+        state = request.prepared.shared.state(request.number, made.number, 0)
+        if state:
+            return bool(state == 1)
+        made.Test()  # which lets MPI progress, now and then
+        return None
 
     def start(self, request: Any) -> Any:
         """Read the data of all members."""

@@ -18,7 +18,7 @@ from striking import strike
 
 import mpicoll as dist
 from mpicoll.checks.memory_in_use import claims
-from mpicoll.operations import underway
+from mpicoll.operations import nonblocking_messages
 from mpicoll.runtime import waiting
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.mpi(min_size=2)
 COUNTS = (1, 500, 513, 3000, 40_000)  # in the message, apart from it, watched for writes, and not
 
 
-def kept(work: Any) -> bool:
+def is_prepared(work: Any) -> bool:
     """Whether an operation took a request that is kept."""
     return type(work._request).__module__ == "mpicoll.operations.nonblocking_messages"
 
@@ -68,7 +68,7 @@ def test_ring(level: str) -> None:
                     x, y = np.zeros(count), np.zeros(count)
                 x[...] = 100 * rank + turn
                 works = ring(x, y)
-                assert [kept(work) for work in works] == [turn > 1] * 2
+                assert [is_prepared(work) for work in works] == [turn > 1] * 2
                 for work in works if turn % 2 else reversed(works):
                     assert work.wait() is True
                 assert (y == 100 * before + turn).all()
@@ -140,8 +140,8 @@ def test_writes_are_noticed(count: int) -> None:
     x, y = np.full(count, float(rank)), np.full(count, -1.0)
     practise(x, y)
     received, sent = ring(x, y)
-    assert kept(received)
-    assert kept(sent)
+    assert is_prepared(received)
+    assert is_prepared(sent)
     x[-1] = 77
     with pytest.raises(dist.BufferInUseError, match=r"isend at .*test_isend_irecv.py:\d+ was written before its wait"):
         sent.wait()
@@ -175,8 +175,8 @@ def test_memory_of_two_at_once(count: int) -> None:
     practise(x, y)
     practise(x, y, tag=1)
     received, sent = ring(x, y)
-    assert kept(received)
-    assert kept(sent)
+    assert is_prepared(received)
+    assert is_prepared(sent)
     with pytest.raises(dist.BufferInUseError, match=r"irecv at .* writes memory that irecv at .* still writes"):
         dist.irecv(y, before, tag=1)
     with pytest.raises(dist.BufferInUseError, match=r"irecv at .* writes memory that isend at .* still reads"):
@@ -238,7 +238,7 @@ def test_what_a_work_says() -> None:
     x, y = np.full(3, rank + 1.0), np.zeros(3)
     practise(x, y)
     received, sent = ring(x, y)
-    assert kept(received)
+    assert is_prepared(received)
     assert "irecv issued at" in repr(received)
     assert "isend issued at" in repr(sent)
     dist.barrier()
@@ -252,7 +252,7 @@ def test_what_a_work_says() -> None:
     y[...] = 0
     x[...] = rank + 5
     received, sent = ring(x, y)
-    assert kept(received)
+    assert is_prepared(received)
     futures = [received.get_future(), sent.get_future()]
     assert futures[0].result() == [y]
     assert futures[1].result() == [x]
@@ -268,7 +268,7 @@ def test_works_that_are_dropped() -> None:
     x, y = np.full(3, rank + 1.0), np.zeros(3)
     practise(x, y, group)
     works: Any = ring(x, y, group)
-    assert all(map(kept, works))
+    assert all(map(is_prepared, works))
     operations = [work._request for work in works]
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -295,7 +295,7 @@ def test_a_receive_of_a_group_that_is_destroyed() -> None:
     group = dist.new_group()
     practise(x, y, group)
     lost = dist.irecv(y, before, group)
-    assert kept(lost)
+    assert is_prepared(lost)
     future = lost.get_future()
     dist.destroy_process_group(group)
     with pytest.raises(dist.GroupBrokenError, match="it was destroyed while an operation was under way"):
@@ -320,7 +320,7 @@ def test_a_limit() -> None:
     x, y = np.full(3, rank + 1.0), np.zeros(3)
     practise(x, y, group)
     lost = dist.irecv(y, before, group)
-    assert kept(lost)
+    assert is_prepared(lost)
     with pytest.raises((dist.CollectiveTimeoutError, dist.GroupBrokenError, dist.DeadlockError)):
         lost.wait(timedelta(seconds=0.5))
     with pytest.raises(dist.GroupBrokenError):
@@ -366,7 +366,7 @@ def test_batches() -> None:
         ops = [dist.P2POp(dist.irecv, y, before), dist.P2POp(dist.isend, x, after)]
         works = dist.batch_isend_irecv(ops)
         assert all("test_isend_irecv.py" in repr(work) for work in works)
-        assert [kept(work) for work in works] == [turn > 1] * 2
+        assert [is_prepared(work) for work in works] == [turn > 1] * 2
         for work in works:
             work.wait()
         assert (y == before + turn).all()
@@ -380,7 +380,7 @@ def test_arrays_go_with_their_works() -> None:
     gc.disable()
     try:
         works = ring(x, y)
-        assert all(map(kept, works))
+        assert all(map(is_prepared, works))
         for work in works:
             work.wait()
         gone = [weakref.ref(each) for each in (x, y, *works)]
@@ -442,7 +442,7 @@ def test_a_later_receive_is_not_given_a_later_message(early: bool) -> None:
     dist.barrier()
     if not early:
         works = [dist.irecv(p, before), dist.irecv(q, before)]
-    assert kept(works[0])
+    assert is_prepared(works[0])
     for work in reversed(works):
         with pytest.raises(dist.CollectiveMismatchError, match="The message is not lost"):
             work.wait()
@@ -462,7 +462,7 @@ def test_struck_at_every_line(which: str) -> None:
     """An exception between any two lines breaks the group or leaves it as it was; no other group, and no lock, is touched."""
     rank, (before, _) = dist.get_rank(), neighbours()
     other = dist.new_group()
-    function = getattr(underway, which)
+    function = getattr(nonblocking_messages, which)
     source, first = inspect.getsourcelines(function)
     # Handlers run between calls: what stands behind a "finally" has begun to run by then.
     end = next((at for at, text in enumerate(source) if text.strip() == "finally:"), len(source))

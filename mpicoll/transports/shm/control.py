@@ -123,6 +123,12 @@ class RingControl:
         self.ring.write(number, words)
         return place
 
+    def take(self, number: int) -> RingRound:
+        """Return the round of that number, which the extension has posted, as a round in use."""
+        place = self.posted(number)
+        place.busy = True
+        return place
+
     def posted(self, number: int) -> RingRound:
         """Return the round of that number, which the extension has written."""
         place = self._places[number & MASK]
