@@ -83,11 +83,6 @@ class _Range:
             return False
 
 
-def span_of(array: Array, claim: Claim, writes: bool) -> _Range:
-    """Return the memory of one array of an operation."""
-    return _Range(array, claim, writes)
-
-
 class Snapshot:
     """The contents of some arrays, to find out later whether the arrays were written."""
 
@@ -242,14 +237,22 @@ class RequestClaim(Claim):
         results: what is to be in the array when the program has waited; None: the request knows.
     """
 
-    __slots__ = ("array", "request", "results")
+    __slots__ = ("_found", "_writes", "array", "request", "results")
 
     def __init__(self, array: Array, *, writes: bool) -> None:
         self.request: Claimer | None = None
         self.array = array
         self.results: bytes | None = None
         self.unawaited = False
-        self.ranges = [span_of(array, self, writes)] if array.size else []
+        self._writes = writes
+        self._found: list[_Range] | None = None
+
+    @property
+    def ranges(self) -> list[_Range]:  # type: ignore[override]
+        """The memory, found when another claim is compared with it: most claims end before."""
+        if self._found is None:
+            self._found = [_Range(self.array, self, self._writes)] if self.array.size else []
+        return self._found
 
     @property
     def op(self) -> str:  # type: ignore[override]
@@ -285,7 +288,7 @@ class RequestClaim(Claim):
     def clear(self) -> None:
         """Forget the memory and the request."""
         request, self.request = self.request, None
-        self.ranges = []
+        self._found = []
         if request is not None:
             request.unclaimed()
 

@@ -47,8 +47,7 @@ class Request:
     """One collective call that was started. The library refers to the request until it is over; users hold a ``Work``.
 
     Args:
-        group: the group.
-        call: the description of the call.
+        group, call: the group, and the description of the call; None for a prepared operation.
         outputs: the arrays of the result, for ``Work.result``.
         limit: seconds until a wait raises CollectiveTimeoutError.
         held: what has the memory that MPI uses.
@@ -56,15 +55,13 @@ class Request:
 
     Attributes:
         state: of the request (:mod:`mpicoll.operations.states`).
-        number: in the order of the group's calls.
-        round: the round that was posted and is not released.
+        number, round: the number in the order of the group's calls; the round that is posted and not released.
         agreed: what all members know after the round; None before, and for a call without a round.
         error: of the request, once its state is FAILED.
         peer, tag: of a message: the global rank at the other end (-1: any), and the tag; ``peer`` is None for a collective.
         prepared, start_of: the prepared operation, and what it knows of this start; None for other calls.
         words: of the round; None for a call without a round.
-        schedule: moves the data of a prepared operation if all is as this member says.
-        steps: move the data in all other cases.
+        schedule, steps: move the data of a prepared operation if all is as this member says; in all other cases.
         claim: of memory that the call uses until it is waited for.
         returned: what the steps returned; of a receive the rank in the group that the message came from, -1 before.
         future: of the result, if the program has asked for one; ``landing`` is called just before the request is over.
@@ -243,11 +240,8 @@ class Request:
             elif self.state is POSTED:
                 made = self.round
                 assert made is not None
-                serves: bool | None = False
-                if self.schedule is not None:
-                    serves = self.schedule.serves(self, made)
-                elif not made.Test():
-                    serves = None
+                schedule = self.schedule
+                serves = schedule.serves(self, made) if schedule is not None else False if made.Test() else None
                 if serves is None:
                     return
                 if serves:
