@@ -399,6 +399,7 @@ def prepare_plain_all_reduce(group: ProcessGroup, op: Any, array: Array) -> Prep
     """Return an ``all_reduce`` of a NumPy array, prepared and cached; None if the general checks have to say what is wrong."""
     if type(group) is not ProcessGroup or group.gone() or not array.size or not is_native(array.dtype):
         return None
+    execution.enter(group, "all_reduce")
     try:
         reduction = resolve_reduction("all_reduce", op, array.dtype, "")
     except Exception:  # said where it is raised on all members
