@@ -24,6 +24,8 @@ from mpicoll.transports.shm.control import MOST_MEMBERS, PART, RingControl, make
 from mpicoll.transports.shm.transport import Budget, SharedMemoryTransport
 from mpicoll.transports.topology import Topology
 
+is_finalized = MPI.Is_finalized
+
 MpiError = MPI.Exception
 """An error of MPI. It stays here at the end of the interpreter, when the names of ``MPI`` are gone."""
 

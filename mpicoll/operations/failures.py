@@ -1,10 +1,11 @@
-"""What a call does when MPI or a signal handler of the program fails it, and what the watchdog sees of a call inside MPI."""
+"""The ends of calls: errors of MPI, exceptions of signal handlers, outcomes of futures; calls inside MPI for the watchdog."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from mpicoll.diagnosis.call import Call
@@ -109,3 +110,12 @@ def over(policy: CallWait, polled: float) -> BaseException | None:
     if policy.call.explaining and polled < policy.limit:
         return None
     return policy.ended(known.board, polled) or (policy.timed_out(polled) if polled >= policy.limit else None)
+
+
+def settle(future: Future[Any], request: Any) -> None:
+    """Give a future the outcome of a request; callbacks of the program run now."""
+    with waiting.callbacks():
+        if request.error is not None:
+            future.set_exception(request.error)
+        else:
+            future.set_result(request.outputs)

@@ -58,6 +58,7 @@ class PreparedOperation:
         width: bytes of the pieces of a call that the extension makes in several; 0 for the others.
         poll_ns: how long a member polls for another one before it waits as every call does.
         lists: this rank passes a list, or gets one.
+        in_place: the call is a small call over MPI, compared in full, whose array is input and output.
     """
 
     __slots__ = (
@@ -70,6 +71,7 @@ class PreparedOperation:
         "dtype",
         "eager_words",
         "fingerprint",
+        "in_place",
         "key",
         "kind",
         "lists",
@@ -113,6 +115,9 @@ class PreparedOperation:
         self.words = make_words(print_, self.nbytes, detail=self.detail)
         self.eager_words = self.words
         self.segment = self.shared = None
+        in_place = kind in (Kind.BARRIER, Kind.ALL_REDUCE, Kind.BROADCAST)
+        over_mpi = not agreement.channel.carries_data and group.level == "full"
+        self.in_place = in_place and over_mpi and self.nbytes <= SMALL_BYTES
         self.width = self.poll_ns = 0
         brings = self.nbytes * (size if kind in _PARTED else 1)
         if not agreement.channel.carries_data or not registry.state().thread_multiple:

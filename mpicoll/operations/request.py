@@ -21,7 +21,7 @@ from mpicoll.diagnosis.wait_policy import CallWait, local_wait
 from mpicoll.errors import AGREED as KNOWN_TO_ALL
 from mpicoll.errors import BufferInUseError, CollectiveMismatchError, DistError
 from mpicoll.groups.communicators import MpiError
-from mpicoll.operations.failures import over, wrap
+from mpicoll.operations.failures import over, settle, wrap
 from mpicoll.operations.schedules import Prepared, Schedule, Steps
 from mpicoll.operations.states import AGREED, COMPLETE, DISPUTED, FAILED, IDLE, MOVING, POSTED, QUEUED, State, to
 from mpicoll.runtime import signals, waiting
@@ -33,14 +33,9 @@ if TYPE_CHECKING:
     from mpicoll.transports.control import Agreed, Round, Words
 
 
-ASLEEP = 0.001
-"""Seconds for which a thread that waits for a request sleeps at a time while another thread progresses the request."""
-
-LOOK_EVERY = 0.005
-"""Seconds between two checks, for a program that polls, whether a request can still complete."""
-
-STILL_WITHIN = 1.0
-"""Seconds after which no other thread is assumed to progress a request any more."""
+ASLEEP, LOOK_EVERY, STILL_WITHIN = 0.001, 0.005, 1.0
+"""Seconds: a thread that waits sleeps for so long at a time while another thread progresses the request; a program that polls
+has the request checked so often; no other thread is assumed to progress the request after so long."""
 
 
 class Request:
@@ -390,9 +385,8 @@ class Request:
             limit: seconds; None: that of the request.
         """
         limit = self.limit if limit is None else limit
-        special: type[CallWait] | None = self.call.wait_policy
-        if special is not None:
-            return special(self.group, self.call, limit)
+        if self.call.wait_policy is not None:
+            return self.call.wait_policy(self.group, self.call, limit)  # type: ignore[no-any-return]
         return CallWait(self.group, self.call, limit, self.peer, self.tag)
 
     def complete(self, limit: float | None = None) -> None:
@@ -403,25 +397,28 @@ class Request:
         """
         if self.state < COMPLETE:
             with signals.guard:
-                if not self._is_over_soon():
-                    try:
-                        local_wait(partial(self.Test, ASLEEP), self.policy(limit))
-                    except BaseException as error:
-                        self.abandon(error)
-                        raise
+                self.wait(limit)
         waiting.drop(self)
         if self.error is not None:
             raise self.error
 
+    def wait(self, limit: float | None = None) -> None:
+        """Wait until the request is over, inside a call of the library that answers signals at its end."""
+        if not self._is_over_soon():
+            try:
+                local_wait(partial(self.Test, ASLEEP), self.policy(limit))
+            except BaseException as error:
+                self.abandon(error)
+                raise
+
     def _is_over_soon(self) -> bool:
         """Return whether the request is over after the first polls, as most small calls are: then no wait is noted anywhere."""
+        polls = 2 if waiting.oversubscribed else waiting.SPIN_POLLS
         try:
-            if self.Test():
-                return True
-            if self.prepared is not None and self.round is not None:
-                self.prepared.poll(self.round)
-            for _ in range(2 if waiting.oversubscribed else waiting.SPIN_POLLS):
+            for _ in range(polls):
                 if not self.Test():
+                    if self._is_late(polls):
+                        break
                     continue
                 return True
         except BaseException as error:
@@ -429,6 +426,16 @@ class Request:
                 self.withdraw(error)
             raise
         return False
+
+    def _is_late(self, polls: int) -> bool:
+        """Poll what the request waits for; return whether that is not over after the polls."""
+        made = self.round if self.state is POSTED else self._current if self.state is MOVING else None
+        if made is None or not self.waited:  # another thread may poll a request that is not waited for at once
+            if self.prepared is not None and self.round is not None:
+                self.prepared.poll(self.round)
+            return False
+        test = made.Test
+        return all(not test() for _ in range(polls))
 
     def poll(self) -> tuple[bool, bool]:
         """Progress all requests; return whether this one is over, and whether it has just been ended because it never can be.
@@ -484,15 +491,6 @@ class Request:
 
     def _take_back(self) -> None:
         """Withdraw what has not begun to move."""
-
-
-def settle(future: Future[Any], request: Request) -> None:
-    """Give a future the outcome of a request; callbacks of the program run now."""
-    with waiting.callbacks():
-        if request.error is not None:
-            future.set_exception(request.error)
-        else:
-            future.set_result(request.outputs)
 
 
 def collectives_are_pending() -> bool:

@@ -12,7 +12,8 @@ from typing import Any
 from mpicoll.checks.memory_in_use import Claim, claims
 from mpicoll.diagnosis.call import Call
 from mpicoll.errors import DistError
-from mpicoll.operations.request import Request, settle
+from mpicoll.operations.failures import settle
+from mpicoll.operations.request import Request
 from mpicoll.runtime import signals, waiting
 
 

@@ -126,6 +126,12 @@ class Plan(Protocol):
     def finish(self, move: Movement) -> None:
         """Copy the result out."""
 
+    def start_in_place(self, flat: Any) -> Request:
+        """Copy a buffer that is input and output in, and post it."""
+
+    def finish_in_place(self, flat: Any) -> None:
+        """Copy the result out into that buffer."""
+
     def free(self) -> None:
         """Give back what it holds; nothing may be under way."""
 

@@ -119,6 +119,19 @@ class EagerMpiSchedule:
         self._request.Start()
         return self._request
 
+    def start_in_place(self, flat: Any) -> Request:
+        """Copy a buffer that is input and output in, and post it."""
+        self._recv[:] = flat  # type: ignore[index]
+        if self._request is None:
+            return self._again()
+        self._request.Start()
+        return self._request
+
+    def finish_in_place(self, flat: Any) -> None:
+        """Copy the result out into that buffer."""
+        if self._writes:
+            flat[:] = self._recv
+
     def finish(self, move: Movement) -> None:
         """Copy the result into the array of the program."""
         if self._recv is not None and self._writes:
