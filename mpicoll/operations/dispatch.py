@@ -203,11 +203,11 @@ def start_and_complete(group: ProcessGroup, prepared: PreparedOperation, array: 
     except BaseException as error:
         wrong = error
         if isinstance(error, MpiError):
-            wrong = wrap(error, group, _describe(group, prepared, frame).call)
+            failed = _describe(group, prepared, frame)
+            failed.policy().withdraw(error)
+            raise wrap(error, group, failed.call) from error
         if began and not isinstance(error, DistError):
-            _lose(group, prepared, frame, request, wrong)
-        if wrong is not error:
-            raise wrong from error
+            _lose(group, prepared, frame, request, error)
         raise
     finally:
         if _guard.noted is not None:

@@ -23,7 +23,16 @@ from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.memory.layouts import joined
 from mpicoll.operations import execution
 from mpicoll.operations.request import Request, collectives_are_pending
-from mpicoll.operations.schedules import BLOCKING, EAGER, IN_SHARED_MEMORY, MEETING, THROUGH_PLAN, Start, Steps
+from mpicoll.operations.schedules import (
+    BLOCKING,
+    EAGER,
+    IN_SHARED_MEMORY,
+    MEETING,
+    THROUGH_PLAN,
+    UNCOMPARED,
+    Start,
+    Steps,
+)
 from mpicoll.runtime import waiting
 from mpicoll.runtime.call_site import CallSite
 from mpicoll.runtime.native import found as extension
@@ -286,7 +295,9 @@ class PreparedOperation:
         order.calls = start.seq = order.calls + 1
         words = self._words(group, start, eager)
         schedule: Any = None
-        if words is not None:
+        if words is None:
+            schedule = UNCOMPARED if waited and self.plan_key[:2] in group.own_plans else None
+        else:
             schedule = EAGER if eager else self._schedule(group) if waited else None
         request.start_prepared(self, start, order.issue(), words, schedule)
         return request

@@ -368,7 +368,7 @@ class Request:
         self.policy().withdraw(error)
 
     def _keep(self) -> None:
-        retain_for_ever(self._current, self.outputs, self.held, self.steps)
+        retain_for_ever(self._current, self.outputs, self.held, self.steps, self.start_of)
 
     def expected(self) -> bytes | None:
         """Return what must be in the array of the call when the program has waited; None: nobody compares."""

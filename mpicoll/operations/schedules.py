@@ -192,18 +192,29 @@ class _ThroughPlan(_InSharedMemory):
 
     def start(self, request: Any) -> Any:
         """Start the request of the plan."""
-        prepared: Any = request.prepared
         start: Start = request.start_of
-        plans = request.group.plans
-        plans.move_to_end(prepared.plan_key)
-        start.plan = plans[prepared.plan_key]
-        return start.plan.start(start.movement(prepared))
+        plans, key = self.plans(request)
+        plans.move_to_end(key)
+        start.plan = plans[key]
+        return start.plan.start(start.movement(request.prepared))
+
+    def plans(self, request: Any) -> tuple[Any, Any]:
+        """Return the plans of the members, and the key of the plan of the call."""
+        return request.group.plans, request.prepared.plan_key
 
     def finish(self, request: Any) -> None:
         """Copy the result out of the memory of the plan, and finish it."""
         start: Start = request.start_of
         start.plan.finish(start.move)
         start.finish(request)
+
+
+class _Uncompared(_ThroughPlan):
+    """A small call that makes no round: the request of a plan of this rank, by the nonblocking call of MPI."""
+
+    def plans(self, request: Any) -> tuple[Any, Any]:
+        """Return the plans of this rank, and the key of the plan of the call."""
+        return request.group.own_plans, request.prepared.plan_key[:2]
 
 
 class _Blocking(_InSharedMemory):
@@ -220,6 +231,7 @@ class _Blocking(_InSharedMemory):
 
 MEETING, EAGER = _Meeting(), _Eager()
 IN_SHARED_MEMORY, THROUGH_PLAN, BLOCKING = _InSharedMemory(), _ThroughPlan(), _Blocking()
+UNCOMPARED = _Uncompared()
 
 
 def plan_key(key: tuple[Any, ...]) -> tuple[Any, ...]:
