@@ -145,8 +145,9 @@ class Plan:
             if self._work is not None:
                 self._work.wait(timeout or timedelta(0))
         finally:
-            self._work = None
-            self._started = False
+            if self._work is None or self._work._request.done:
+                self._work = None
+                self._started = False
 
     def is_completed(self) -> bool:
         """Whether nothing is under way: the call that was started is done, well or not. Makes progress and never waits.

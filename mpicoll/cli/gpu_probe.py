@@ -100,8 +100,8 @@ else:
     x = device_runtime._runtime.array_of(numpy.ones(1 << 20))
 dist.init_process_group()
 dist.all_reduce(x)
-link = dist.group.WORLD.link
-found = "not tried: MPICOLL_CUDA_IPC=off" if link is None else "yes" if link.usable else f"no: {link.why}"
+window = dist.group.WORLD.device_window
+found = "not tried: MPICOLL_CUDA_IPC=off" if window is None else "yes" if window.usable else f"no: {window.why}"
 if dist.get_rank() == 0:
     print("probe:", found, flush=True)
 dist.destroy_process_group()

@@ -21,7 +21,7 @@ from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.memory.device import array as device_array
 from mpicoll.memory.device.array import DeviceAddresses
-from mpicoll.operations.failures import BlockingCall
+from mpicoll.operations.failures import BlockingCall, in_child
 from mpicoll.operations.request import Request, collectives_are_pending
 from mpicoll.operations.schedules import Steps, plan_key
 from mpicoll.operations.work import Work
@@ -536,10 +536,7 @@ def enter(group: ProcessGroup, operation: str, *, apart: bool = False) -> None:
     """
     known = registry.state()
     if os.getpid() != known.pid:
-        raise RuntimeError(
-            f"{operation}: this is a forked child (process {os.getpid()}) of rank {known.world.rank()}: only the process "
-            "that started MPI may communicate. Start workers with the spawn method, and let them return their results"
-        )
+        raise in_child(operation)
     if not known.thread_multiple and threading.get_ident() != known.thread:
         raise RuntimeError(
             f"{operation}: this MPI gives no MPI_THREAD_MULTIPLE, so only the thread that initialised may communicate"

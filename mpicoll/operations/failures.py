@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from mpicoll.diagnosis.call import Call
-from mpicoll.diagnosis.job_state import current, hopeless
+from mpicoll.diagnosis.job_state import current, hopeless, job
 from mpicoll.diagnosis.wait_policy import CallWait
 from mpicoll.errors import DistBackendError
 from mpicoll.groups.communicators import MpiError, mpi_text
@@ -18,6 +19,26 @@ from mpicoll.runtime.mpi_library import retain_for_ever, retain_frames
 
 if TYPE_CHECKING:
     from mpicoll.groups.process_group import ProcessGroup
+
+
+forked = False
+"""Whether this process is a forked child of a rank."""
+
+
+def _in_child() -> None:
+    global forked
+    forked = True
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+def in_child(operation: str) -> RuntimeError:
+    """Return the error of a forked child of a rank, which may not communicate."""
+    return RuntimeError(
+        f"{operation}: this is a forked child (process {os.getpid()}) of rank {job().world.rank()}: only the process "
+        "that started MPI may communicate. Start workers with the spawn method, and let them return their results"
+    )
 
 
 def wrap(error: MpiError, group: ProcessGroup, call: Call) -> DistBackendError:

@@ -21,6 +21,7 @@ from mpicoll.diagnosis.wait_policy import CallWait, local_wait
 from mpicoll.errors import AGREED as KNOWN_TO_ALL
 from mpicoll.errors import BufferInUseError, CollectiveMismatchError, DistError
 from mpicoll.groups.communicators import MpiError
+from mpicoll.operations import failures
 from mpicoll.operations.failures import over, settle, wrap
 from mpicoll.operations.schedules import Prepared, Schedule, Steps
 from mpicoll.operations.states import AGREED, COMPLETE, DISPUTED, FAILED, IDLE, MOVING, POSTED, QUEUED, State, to
@@ -396,6 +397,8 @@ class Request:
             limit: seconds; None: that of the request.
         """
         if self.state < COMPLETE:
+            if failures.forked:
+                raise failures.in_child(self.call.name)
             with signals.guard:
                 self.wait(limit)
         waiting.drop(self)
@@ -438,10 +441,7 @@ class Request:
         return all(not test() for _ in range(polls))
 
     def poll(self) -> tuple[bool, bool]:
-        """Progress all requests; return whether this one is over, and whether it has just been ended because it never can be.
-
-        That is checked every few milliseconds, as a wait would.
-        """
+        """Progress all requests; return whether this one is over, and whether it has just been ended because it never can be."""
         with signals.guard:
             if self.state < COMPLETE:
                 waiting.progress()
