@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 MOST_PLANS = 128
 
+_NEVER = -(1 << 62)
+
 
 class Stopping(Protocol):
     """Answers signals on a group (``training.stop_requests.OnSignal``)."""
@@ -182,6 +184,7 @@ class ProcessGroup(Membership):
     def give_up(self, why: str) -> None:
         """Mark the group broken (the first reason stays), and drop the prepared calls."""
         super().give_up(why)
+        self.order.posted = self.order.moving = _NEVER  # no call of this group posts or moves any more
         self.pair.spoiled = True
         self.sends, self.receives, self.prepared = MessageCache(), MessageCache(), {}
 

@@ -31,7 +31,7 @@ from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import CallSite, caller
 from mpicoll.runtime.mpi_library import retain_frames
 from mpicoll.runtime.native import found as extension
-from mpicoll.transports.base import SMALL_BYTES, Kind
+from mpicoll.transports.base import Kind
 
 _default = default
 _active = claims.active
@@ -131,10 +131,7 @@ def run(
         request: Request | None = None
         try:
             request = prepared.begin(group, send, recv, code, instruction, waited=True, limit=limit, name=name)
-            if prepared.nbytes > SMALL_BYTES and request.schedule is not EAGER:
-                with signals.shield:
-                    request.wait()
-            else:
+            with signals.shield:  # if the members differ in sizes, even a small call may enter a blocking call of MPI
                 request.wait()
             if request.error is not None:
                 raise request.error
@@ -180,7 +177,8 @@ def start_and_complete(group: ProcessGroup, prepared: PreparedOperation, array: 
                 request.start_prepared(
                     prepared, request.start_of, number, prepared.words, THROUGH_PLAN if moves else MEETING, made
                 )
-                request.complete()
+                with signals.shield:
+                    request.complete()
                 return True
             made.release()
             if plan is not None:
@@ -330,7 +328,8 @@ def _finish(group: ProcessGroup, prepared: PreparedOperation, send: Any, recv: A
         posted = channel.posted(order.round)  # type: ignore[attr-defined]
         request.start_prepared(prepared, request.start_of, number, prepared.eager_words, EAGER, posted)
         order.posted = number + 1
-        request.complete()
+        with signals.shield:
+            request.complete()
     except BaseException as error:
         wrong = error
         _lose(group, prepared, frame, request, error)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mpicoll.diagnosis.call import Call
 from mpicoll.diagnosis.job_state import current, hopeless, job
 from mpicoll.diagnosis.wait_policy import CallWait
-from mpicoll.errors import DistBackendError
+from mpicoll.errors import DistBackendError, GroupBrokenError
 from mpicoll.groups.communicators import MpiError, mpi_text
 from mpicoll.runtime import waiting, watchdog
 from mpicoll.runtime.mpi_library import retain_for_ever, retain_frames
@@ -39,6 +39,20 @@ def in_child(operation: str) -> RuntimeError:
         f"{operation}: this is a forked child (process {os.getpid()}) of rank {job().world.rank()}: only the process "
         "that started MPI may communicate. Start workers with the spawn method, and let them return their results"
     )
+
+
+def tells_why(group: ProcessGroup) -> bool:
+    """Return whether the board knows why a group is broken, so that a wait raises that."""
+    known = current()
+    if known is None:
+        return False
+    board = known.board
+    return bool(board.failed or board.exited or group.group_name in board.withdrawn)
+
+
+def broken(group: ProcessGroup, call: Call) -> GroupBrokenError:
+    """Return the error of a pending call of a group that was broken by another call."""
+    return GroupBrokenError(f"{call.describe()} on group {group.display} at {call.site}: {group.broken}")
 
 
 def wrap(error: MpiError, group: ProcessGroup, call: Call) -> DistBackendError:

@@ -38,7 +38,7 @@ from mpicoll.transports.mpi.matching import Message, Receive
 
 _get_ident = threading.get_ident
 _guard = signals.guard
-_new_lock = threading.Lock
+_new_lock = threading.RLock
 
 
 def send_again(group: ProcessGroup, again: PersistentSend, tensor: Array, frame: FrameType) -> Work | None:
@@ -174,7 +174,7 @@ class _Again(Operation):
         self.state = MOVING
         self.number = self.returned = -1
         self.round = self.agreed = self.error = self.future = self.landing = None
-        self.waited = self._in_effect = False
+        self.waited = self._in_effect = self._advancing = False
         self.polled = self.next_look = 0.0
         self.steps = _NONE
         self._call = self.prepared = self.start_of = self.schedule = self.words = self.claim = None

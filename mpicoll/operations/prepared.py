@@ -177,19 +177,21 @@ class PreparedOperation:
         """
         if self.lists:
             return self._fit(send, self._send, False) and self._fit(recv, self._recv, True)
-        if recv is None:
-            return send is None or (_readable(send) and send.dtype.num == self.dtype.num)
-        if type(recv) is not _ndarray or recv.dtype.num != self.dtype.num or not recv.flags.carray:
+        if self._recv is None:
+            return send is None or (_readable(send) and _is(send, self.dtype))
+        if type(recv) is not _ndarray or not _is(recv, self.dtype) or not recv.flags.carray:
             return False
-        return send is recv or send is None or (_readable(send) and send.dtype.num == self.dtype.num)
+        return send is recv or send is None or (_readable(send) and _is(send, self.dtype))
 
     def _fit(self, given: Any, shapes: Any, writes: bool) -> bool:
         if not isinstance(shapes, list):
-            return given is None or (_readable(given) and (not writes or given.flags.writeable))
+            return given is None or (
+                _readable(given) and _is(given, self.dtype) and (not writes or given.flags.writeable)
+            )
         if type(given) is not list or len(given) != len(shapes) or (writes and not are_disjoint(given)):
             return False
         for each, shape in zip(given, shapes, strict=True):
-            if type(each) is not _ndarray or each.shape != shape or each.dtype.num != self.dtype.num:
+            if type(each) is not _ndarray or each.shape != shape or not _is(each, self.dtype):
                 return False
             if not (each.flags.carray if writes else _readable(each)):
                 return False
@@ -286,7 +288,8 @@ class PreparedOperation:
         group.last = self.op, code, instruction
         shared, channel = self.shared, self.agreement.channel  # type: Any, Any
         eager = shared is not None and self.segment is None
-        if eager and not waited and name is None and channel.room(order.round + 1):
+        may_post = eager and not waited and name is None and order.posted == order.issued
+        if may_post and channel.room(order.round + 1):
             number, posted = order.issued, shared.start(send)
             if posted >= 0:
                 start.seq = order.calls
@@ -316,7 +319,8 @@ class PreparedOperation:
             print_ = execution.plain_print(group, self.op, print_)
         elif level == "roll":
             rolling = self.agreement.rolling
-            rolling.made.append((start.seq, print_, self.op, self.key, start.code, start.instruction))
+            key = self.key if start.name is None else (*self.key, ("name", start.name))
+            rolling.made.append((start.seq, print_, self.op, key, start.code, start.instruction))
             if self._passes(group):
                 return None
             print_, start.made = rolling.cut()
@@ -356,6 +360,12 @@ _PARTED = (Kind.SCATTER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL)
 
 def _shapes(given: Any) -> Any:
     return [each.shape for each in given] if isinstance(given, list) else None if given is None else given.shape
+
+
+def _is(array: Any, dtype: np.dtype[Any]) -> bool:
+    """Return whether an array has a dtype, in the byte order of the machine; compared by number, as int64 has two."""
+    found = array.dtype
+    return found is dtype or (found.num == dtype.num and found.isnative)
 
 
 def _readable(given: Any) -> bool:

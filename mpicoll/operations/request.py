@@ -22,7 +22,7 @@ from mpicoll.errors import AGREED as KNOWN_TO_ALL
 from mpicoll.errors import BufferInUseError, CollectiveMismatchError, DistError
 from mpicoll.groups.communicators import MpiError
 from mpicoll.operations import failures
-from mpicoll.operations.failures import over, settle, wrap
+from mpicoll.operations.failures import broken, over, settle, tells_why, wrap
 from mpicoll.operations.schedules import Prepared, Schedule, Steps
 from mpicoll.operations.states import AGREED, COMPLETE, DISPUTED, FAILED, IDLE, MOVING, POSTED, QUEUED, State, to
 from mpicoll.runtime import signals, waiting
@@ -64,35 +64,9 @@ class Request:
     """
 
     __slots__ = (
-        "__weakref__",
-        "_call",
-        "_current",
-        "_in_effect",
-        "_lock",
-        "_transfer",
-        "agreed",
-        "claim",
-        "error",
-        "future",
-        "group",
-        "held",
-        "landing",
-        "limit",
-        "next_look",
-        "number",
-        "outputs",
-        "peer",
-        "polled",
-        "prepared",
-        "returned",
-        "round",
-        "schedule",
-        "start_of",
-        "state",
-        "steps",
-        "tag",
-        "waited",
-        "words",
+        *("__weakref__", "_advancing", "_call", "_current", "_in_effect", "_lock", "_transfer", "agreed", "claim"),
+        *("error", "future", "group", "held", "landing", "limit", "next_look", "number", "outputs", "peer", "polled"),
+        *("prepared", "returned", "round", "schedule", "start_of", "state", "steps", "tag", "waited", "words"),
     )
 
     def __init__(
@@ -130,7 +104,9 @@ class Request:
         self._transfer: Callable[[Agreed | None], Steps] | None = None
         self.steps: Steps | None = None
         self._current: Pollable | None = None
-        self._lock = threading.Lock()
+        # A handler that raises just after the lock was acquired leaves the lock to this thread, which can acquire it again.
+        self._lock = threading.RLock()
+        self._advancing = False
 
     @property
     def call(self) -> Call:
@@ -202,12 +178,16 @@ class Request:
             return True
         if not self._lock.acquire(blocking=False) and not (asleep and self._lock.acquire(timeout=asleep)):
             return False
+        mine = False
         try:
-            if self.state < COMPLETE:
+            if self.state < COMPLETE and not self._advancing:  # else this is a handler, or a callback, inside of it
+                self._advancing = mine = True
                 self._advance()
         except BaseException as error:
             self._react(error)
         finally:
+            if mine:
+                self._advancing = False
             self._lock.release()
         return self.state >= COMPLETE
 
@@ -216,6 +196,11 @@ class Request:
         agreement, number = self.group.pair.agreement, self.number
         order = agreement.order
         while True:
+            if self.group.broken is not None and self.peer is None and self.state in (QUEUED, POSTED, AGREED):
+                if not tells_why(self.group):
+                    self._keep()
+                    self._fail(broken(self.group, self.call))
+                return  # what the members have posted may pair off wrongly from here on: the wait ends with the reason
             if self.state is QUEUED:
                 words = self.words
                 if words is None:
@@ -249,8 +234,8 @@ class Request:
                     self._release_round()
                 if not order.may_move(number):
                     return
+                self._in_effect = True
                 if self.schedule is not None and self.agreed is None:
-                    self._in_effect = True
                     self._current = self.schedule.start(self)
                 elif self.prepared is not None:
                     self.steps = self.prepared.steps(self)
@@ -272,8 +257,8 @@ class Request:
                 self._in_effect = True
                 if self.schedule is not None and self.agreed is None:
                     self.schedule.finish(self)
-                self._in_effect = False
                 self._complete()
+                self._in_effect = False
             elif self.state is DISPUTED:
                 self._release_round()
                 if not order.may_move(number):
@@ -310,6 +295,7 @@ class Request:
             self._in_effect = False
             return False
         except StopIteration as stop:
+            self.steps = self._current = None
             self._in_effect = False
             self.returned = -1 if stop.value is None else stop.value
             return True
@@ -324,13 +310,14 @@ class Request:
         self.error = error
         if self.landing is not None:
             self.landing()
-        self._release_round()
+        if self.state is not POSTED or self.group.broken is None:  # a round that is not over stays in its slot
+            self._release_round()
         if self._call is not None and self._call.apart:
             self.group.give_up("its ranks made unequal numbers of calls")
         self._end(FAILED)
 
     def _end(self, state: State) -> None:
-        if self.number >= 0:
+        if self.number >= 0 and self.group.broken is None:
             self.group.pair.agreement.order.pass_on(self.number)
         to(self, state)
         future = self.future
@@ -342,24 +329,26 @@ class Request:
 
         Such an exception is of a signal handler of the program, or the memory ran out.
         """
+        if self.state >= COMPLETE:
+            raise error
         call = self.call
         if error is call.error:  # the arguments of this rank are wrong, or its result could not be finished
             setattr(error, KNOWN_TO_ALL, True)
             self._fail(error)
         elif isinstance(error, (DistError, MpiError)):
             outcome = error if isinstance(error, DistError) else wrap(error, self.group, call)
-            self._fail(outcome)
             own = isinstance(outcome, (CollectiveMismatchError, BufferInUseError))
             if self.peer is None and not own and (self.group.broken is None or outcome is not error):
                 self._lose(outcome)  # the members are no longer in step
+            self._fail(outcome)
         elif not self._in_effect:
             raise error  # the state is what it was: the next test goes on
         elif self.waited:
+            self._lose(error)
             self._fail(error)
-            self._lose(error)
         else:
-            self._fail(DistError(f"{call.op} issued at {call.site} was interrupted: {type(error).__name__}: {error}"))
             self._lose(error)
+            self._fail(DistError(f"{call.op} issued at {call.site} was interrupted: {type(error).__name__}: {error}"))
             raise error
 
     def _lose(self, error: BaseException) -> None:
@@ -425,17 +414,25 @@ class Request:
                     continue
                 return True
         except BaseException as error:
-            if self.state < COMPLETE:  # of a signal handler
+            if self.state >= COMPLETE:
+                raise
+            if isinstance(error, (DistError, MpiError)):
+                self._react(error)
+                return True
+            if not signals.guard.note(
+                error
+            ):  # the exception of a handler is raised when the call is over, or withdrawn
                 self.withdraw(error)
-            raise
+                raise
         return False
 
     def _is_late(self, polls: int) -> bool:
         """Poll what the request waits for; return whether that is not over after the polls."""
         made = self.round if self.state is POSTED else self._current if self.state is MOVING else None
         if made is None or not self.waited:  # another thread may poll a request that is not waited for at once
-            if self.prepared is not None and self.round is not None:
-                self.prepared.poll(self.round)
+            posted = self.round
+            if self.prepared is not None and posted is not None:
+                self.prepared.poll(posted)
             return False
         test = made.Test
         return all(not test() for _ in range(polls))

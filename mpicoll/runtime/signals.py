@@ -180,6 +180,13 @@ class DeferredInterrupt:
             if value is None:  # else the error of the call says more, such as which rank has died
                 self.end(noted)
 
+    def note(self, reason: BaseException) -> bool:
+        """Note an exception that the main thread is to answer; return False in other threads."""
+        if get_ident() != _main_ident:
+            return False
+        self.noted = reason
+        return True
+
     def pop(self) -> BaseException | None:
         """Remove and return what the main thread has to answer, or None."""
         if self.noted is None or get_ident() != _main_ident:
