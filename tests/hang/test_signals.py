@@ -264,7 +264,7 @@ PLACES = {
     "looks": (Request, "Test"),
     "finished": (RingRound, "Test"),  # in Python, since the other comes late
     "filled": (MpiControl, "fill"),
-    "planned": (EagerMpiSchedule, "start_in_place"),
+    "planned": (EagerMpiSchedule, "_post"),
 }
 
 def strike(place):

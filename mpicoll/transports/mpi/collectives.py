@@ -114,6 +114,9 @@ class EagerMpiSchedule:
             self._send[...] = move.send
         if self._recv is not None and move.reads_recv:
             self._recv[...] = move.recv
+        return self._post()
+
+    def _post(self) -> Request:
         if self._request is None:
             return self._again()
         self._request.Start()
@@ -122,10 +125,7 @@ class EagerMpiSchedule:
     def start_in_place(self, flat: Any) -> Request:
         """Copy a buffer that is input and output in, and post it."""
         self._recv[:] = flat  # type: ignore[index]
-        if self._request is None:
-            return self._again()
-        self._request.Start()
-        return self._request
+        return self._post()
 
     def finish_in_place(self, flat: Any) -> None:
         """Copy the result out into that buffer."""
