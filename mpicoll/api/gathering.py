@@ -152,8 +152,8 @@ def _all_gather_single(
     stream: Any,
 ) -> Work | None:
     key: Any = None
-    given = input_tensor if type(input_tensor) is _ndarray else dispatch.view_of(input_tensor)
-    gathered = output_tensor if type(output_tensor) is _ndarray else dispatch.view_of(output_tensor)
+    given = input_tensor if type(input_tensor) is _ndarray else dispatch.view_of(input_tensor, 3)
+    gathered = output_tensor if type(output_tensor) is _ndarray else dispatch.view_of(output_tensor, 3)
     if given is not None and gathered is not None and not async_op:
         key = (function, given.dtype, given.shape, gathered.dtype, gathered.shape)
         if dispatch.again(group, key, given, gathered, 3, timeout=timeout, name=name):

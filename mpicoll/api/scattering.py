@@ -230,8 +230,8 @@ def _reduce_scatter_single(
     stream: Any,
 ) -> Work | None:
     key: Any = None
-    terms = source if type(source) is _ndarray else dispatch.view_of(source)
-    reduced = output if type(output) is _ndarray else dispatch.view_of(output)
+    terms = source if type(source) is _ndarray else dispatch.view_of(source, 3)
+    reduced = output if type(output) is _ndarray else dispatch.view_of(output, 3)
     if terms is not None and reduced is not None and not async_op and type(op) is RedOpType:
         key = (function, op, terms.dtype, terms.shape, reduced.dtype, reduced.shape)
         if dispatch.again(group, key, terms, reduced, 3, timeout=timeout, name=name):

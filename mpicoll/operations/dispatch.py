@@ -21,6 +21,7 @@ from mpicoll.groups.communicators import MpiError, is_finalized
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import default
 from mpicoll.memory.arithmetic import without_warnings
+from mpicoll.memory.protocols import as_numpy
 from mpicoll.operations import execution
 from mpicoll.operations.failures import guarded, wrap
 from mpicoll.operations.prepared import LARGEST, MOST, PreparedOperation
@@ -42,14 +43,21 @@ _threads = signals.threads
 _ident = threading.get_ident
 
 
-def view_of(tensor: Any) -> Any:
-    """Return a torch tensor of the host as a NumPy array of the same memory; None for all else, and if NumPy cannot."""
-    if type(tensor).__module__ != "torch":
+def view_of(tensor: Any, depth: int = 2) -> Any:
+    """Return a torch tensor of the host as a NumPy array of the same memory; None for all else, and if that is impossible.
+
+    None, too, if this package makes the call for the program: then the general way finds the line of the program.
+
+    Args:
+        depth: frames between this function and the program.
+    """
+    if type(tensor).__module__ != "torch" or CallSite.inside(caller(depth).f_code):
         return None
     try:
-        return tensor.numpy()
-    except (AttributeError, TypeError, RuntimeError):  # of a device, with gradients, of a dtype that NumPy lacks
+        array = as_numpy(tensor, "tensor", writable=True)
+    except Exception:  # of a device, with gradients, read-only: raised where it is raised on all members
         return None
+    return array if array is not None and array.dtype.kind in "biufc" else None
 
 
 def cache(
