@@ -223,10 +223,6 @@ class LaunchError(DistError):
     )
 
 
-AGREED = "_mpicoll_agreed"
-"""Attribute set on an exception that is the agreed outcome of a call on all members: the group can still be used."""
-
-
 def in_one_line(error: BaseException) -> str:
     """Return an exception's message in one line: its first line, or the headline of its report."""
     lines = str(error).splitlines() or [""]

@@ -83,17 +83,13 @@ class Agreement:
         order = self.order
         return order.issued == order.posted == order.moving and self.channel.room(order.round + 1)
 
-    def fill(self, words: Words) -> Round:
-        """Return the next round with its words written. The caller posts the round and counts ``order.posted`` on."""
-        order = self.order
-        order.round = number = order.round + 1
-        return self.channel.fill(number, words)
-
     def post(self, words: Words) -> Round:
         """Post the next round."""
-        made = self.fill(words)
+        order = self.order
+        order.round = number = order.round + 1
+        made = self.channel.fill(number, words)
         made.Start()
-        self.order.posted += 1  # only now: another thread may post the next round at once
+        order.posted += 1  # only now: another thread may post the next round at once
         return made
 
     def close(self, op: str, site: CallSite, seq: int, display: str, ranks: tuple[int, ...]) -> Closing | None:

@@ -498,31 +498,6 @@ def issue(
     return None
 
 
-def resume(
-    group: ProcessGroup,
-    call: Call,
-    move: Movement | Callable[[Agreed], Movement],
-    number: int,
-    agreed: Agreed,
-    after: Callable[[], None] | None = None,
-    outputs: list[Any] | None = None,
-    *,
-    waited: bool = False,
-) -> Request:
-    """Return the request of a call whose round is over, and says that something differs, or that a member is late."""
-    request = Request(group, call, outputs or [], group.timeout, held=move, waited=waited)
-    request.start(number, partial(move_agreed, group, call, move, number, None, None, after, group.timeout), agreed)
-    return request
-
-
-def go_on(
-    group: ProcessGroup, call: Call, move: Movement | Callable[[Agreed], Movement], number: int, agreed: Agreed
-) -> None:
-    """Make the rest of a call that is waited for, and whose round is over."""
-    with signals.shield:
-        resume(group, call, move, number, agreed, waited=True).complete()
-
-
 def sending(request: Pollable) -> Steps:
     """Yield what has been sent; the steps of an operation."""
     yield request

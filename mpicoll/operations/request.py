@@ -18,7 +18,6 @@ from mpicoll.checks.agreement import words_of
 from mpicoll.checks.mismatch import explain
 from mpicoll.diagnosis.call import Call
 from mpicoll.diagnosis.wait_policy import CallWait, local_wait
-from mpicoll.errors import AGREED as KNOWN_TO_ALL
 from mpicoll.errors import BufferInUseError, CollectiveMismatchError, DistError
 from mpicoll.groups.communicators import MpiError
 from mpicoll.operations import failures
@@ -122,21 +121,17 @@ class Request:
         """Whether the request is over, well or not."""
         return self.state >= COMPLETE
 
-    def start(self, number: int, transfer: Callable[[Any], Steps], agreed: Agreed | None = None) -> None:
+    def start(self, number: int, transfer: Callable[[Any], Steps]) -> None:
         """Start the request.
 
         Args:
             number: of the call in the order of the group.
             transfer: returns what moves the data, given what all members know; None: the call makes no round.
-            agreed: what all members know, if the round of the call is over already.
         """
         self.number, self._transfer = number, transfer
         if not self.call.passes:
             self.words = words_of(self.call)
         to(self, QUEUED)
-        if agreed is not None:
-            to(self, POSTED)
-            self._judge(agreed)
         if not self.waited:
             self.Test()
 
@@ -333,7 +328,6 @@ class Request:
             raise error
         call = self.call
         if error is call.error:  # the arguments of this rank are wrong, or its result could not be finished
-            setattr(error, KNOWN_TO_ALL, True)
             self._fail(error)
         elif isinstance(error, (DistError, MpiError)):
             outcome = error if isinstance(error, DistError) else wrap(error, self.group, call)

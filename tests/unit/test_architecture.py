@@ -79,7 +79,7 @@ LONG = {
     "api/messages": 571,
     "api/objects": 541,
     "memory/device/array": 529,
-    "operations/execution": 550,
+    "operations/execution": 522,
 }
 MOST_INSIDE = 52
 

@@ -40,11 +40,6 @@ class MpiRound:
         if channel.persistent:
             self.request = channel.comm.Allreduce_init(self.send, self.recv, MPI.MAX)
 
-    @property
-    def starting(self) -> tuple[Any, ...]:
-        """The function that posts the round, and its arguments, for ``map``; () without a persistent request."""
-        return (MPI.Prequest.Start, (self.request,)) if self._channel.persistent else ()
-
     def write(self, words: Words) -> None:
         """Write the words and the posting time."""
         now = int((time.monotonic() - self._channel.epoch) * 1e6)

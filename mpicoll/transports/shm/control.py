@@ -7,7 +7,6 @@ its record (*eager*): when the round is over, so is the call.
 from __future__ import annotations
 
 import mmap
-import operator
 from collections.abc import Generator
 from typing import Any
 
@@ -48,11 +47,6 @@ class RingRound:
         self._polls = 0
         self.busy = False
         self.number = 0
-
-    @property
-    def starting(self) -> tuple[Any, ...]:
-        """The function that posts the round, and its arguments, for ``map``."""
-        return operator.methodcaller("post", self.number), (self._channel.ring,)
 
     def Start(self) -> None:
         """Post the round."""
