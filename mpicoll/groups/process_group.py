@@ -185,6 +185,7 @@ class ProcessGroup(Membership):
         """Mark the group broken (the first reason stays), and drop the prepared calls."""
         super().give_up(why)
         self.order.posted = self.order.moving = _NEVER  # no call of this group posts or moves any more
+        self.pair.agreement.channel.withdraw(self.order.round)
         self.pair.spoiled = True
         self.sends, self.receives, self.prepared = MessageCache(), MessageCache(), {}
 

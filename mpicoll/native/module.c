@@ -183,6 +183,15 @@ static PyObject *ring_post_round(RingObject *self, PyObject *given)
     Py_RETURN_NONE;
 }
 
+static PyObject *ring_withdraw_rounds(RingObject *self, PyObject *given)
+{
+    int64_t number;
+    if (!round_number(self, given, &number))
+        return NULL;
+    ring_withdraw(&self->ring, number);
+    Py_RETURN_NONE;
+}
+
 static PyObject *ring_over(RingObject *self, PyObject *given)
 {
     int64_t number;
@@ -242,6 +251,8 @@ static PyMethodDef ring_methods[] = {
     {"write", (PyCFunction)(void (*)(void))ring_write_words, METH_FASTCALL,
      "Write the record of a round, with the time: write(number, words)."},
     {"post", (PyCFunction)ring_post_round, METH_O, "Post a round whose record is written."},
+    {"withdraw", (PyCFunction)ring_withdraw_rounds, METH_O,
+     "Take back the rounds up to this one that are not over: members that post them later find them never over."},
     {"is_over", (PyCFunction)ring_over, METH_O, "Return whether all others have posted a round."},
     {"poll", (PyCFunction)ring_poll, METH_VARARGS, "Return whether all others have posted a round; poll for so long: poll(number, nanoseconds)."},
     {"is_unanimous", (PyCFunction)ring_unanimous, METH_O, "Return whether all members posted the same words in a round that is over."},

@@ -45,6 +45,13 @@ int ring_is_over(const Ring *ring, int64_t number, int64_t began, int64_t budget
     return 1;
 }
 
+void ring_withdraw(const Ring *ring, int64_t number)
+{
+    for (int64_t last = number; number > 0 && number > last - RING_AHEAD; number--)
+        if (!ring_is_over(ring, number, 0, -1))
+            store(ring_record(ring, ring->me, number) + 8 * RECORD_NUMBER, 0);
+}
+
 int ring_is_unanimous(const Ring *ring, int64_t number)
 {
     const char *mine = ring_record(ring, ring->me, number) + 8 * RECORD_SAID;

@@ -42,6 +42,8 @@ char *ring_eager(const Ring *ring, int rank, int64_t number);
 int64_t ring_write(const Ring *ring, int64_t number, const int64_t words[RING_SAID]);
 /* Store the number: the others may read the record and the eager data from now on. */
 void ring_post(const Ring *ring, int64_t number);
+/* Take back the rounds up to `number` that are not over: they are never over for members that post them later. */
+void ring_withdraw(const Ring *ring, int64_t number);
 /* Return whether all others have posted the round. Poll until `budget` nanoseconds after `began`. */
 int ring_is_over(const Ring *ring, int64_t number, int64_t began, int64_t budget);
 /* Return whether all others have posted the words that this member posted, but for the last; the round is over. */

@@ -15,7 +15,7 @@ from mpicoll.checks.agreement import is_usual
 from mpicoll.checks.memory_in_use import written
 from mpicoll.diagnosis.call import Call, MadeFields
 from mpicoll.memory.arithmetic import without_warnings
-from mpicoll.operations.failures import BlockingCall, over
+from mpicoll.operations.failures import BlockingCall
 from mpicoll.runtime.native import found as extension
 from mpicoll.transports.base import Movement
 
@@ -147,10 +147,6 @@ class _Eager(_Meeting):
         """Return whether all members make the call; the words say that the data of all is there."""
         state = request.prepared.shared.state(request.number, made.number, 0)
         if state:
-            if state == 1 and made.stalled:  # other members may have left the call meanwhile
-                error = over(request.policy(), 0.0)
-                if error is not None:
-                    raise error
             return bool(state == 1)
         made.Test()  # which lets MPI progress, now and then
         return None

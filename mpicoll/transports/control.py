@@ -177,5 +177,8 @@ class ControlChannel(Protocol):
     def fill(self, number: int, words: Words) -> Round:
         """Return the round of that number with its words written, to be posted by ``Start``."""
 
+    def withdraw(self, number: int) -> None:
+        """Take back the rounds up to this one that are not over, if the channel can; no round is posted afterwards."""
+
     def free(self) -> None:
         """Free requests of MPI for rounds, except of a round that is not complete."""

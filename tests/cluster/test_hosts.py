@@ -86,8 +86,8 @@ def test_suite_on_two_hosts(two: Hosts) -> None:
 
 
 def test_suite_on_three_hosts(three: Hosts) -> None:
-    """The tests of all collectives, of groups, topology and turns pass on three hosts of one rank."""
-    suite(three, 1, "collectives", "groups", "topology", "turns")
+    """The tests of all collectives, of groups, topology and leader blocks pass on three hosts of one rank."""
+    suite(three, 1, "collectives", "groups", "topology", "leader_blocks")
 
 
 def test_who_is_where(three: Hosts) -> None:

@@ -62,6 +62,51 @@ sys.exit(4)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("extension", ["auto", "off"])
+def test_a_late_rank_does_not_complete_a_call_that_was_given_up(extension: str) -> None:
+    """Whichever way the call is made, the late rank raises, too: with its data beside the round, in pieces, or over MPI."""
+    job = run_job(
+        HEAD
+        + """
+dist.init_process_group(timeout=timedelta(seconds=20))
+r, n = dist.get_rank(), dist.get_world_size()
+short = timedelta(seconds=0.5)
+small, large = np.ones(4), np.ones(2000)
+calls = {
+    "barrier": lambda group, limit: dist.barrier(group=group, **limit),
+    "eager": lambda group, limit: dist.all_reduce(small, group=group, **limit),
+    "pieces": lambda group, limit: dist.all_reduce(large, group=group, **limit),
+    "asynchronous": lambda group, limit: dist.all_reduce(small, group=group, async_op=True, **limit).wait(),
+}
+for name, call in calls.items():
+    for limit in ({}, {"timeout": short}):
+        group = dist.new_group(timeout=short)
+        for _ in range(3):
+            call(group, {})
+        dist.barrier()
+        if r == 1:
+            time.sleep(1.5)
+        try:
+            call(group, limit)
+        except (dist.CollectiveTimeoutError, dist.GroupBrokenError) as error:
+            print(name, type(error).__name__ if r == 1 else "left", flush=True)
+        else:
+            print(name, "complete", flush=True)
+        dist.barrier()
+print("through")
+""",
+        3,
+        limit=90,
+        env={"MPICOLL_EXTENSION": extension},
+    )
+    assert job.returncode == 0, job
+    names = [name for name in ("barrier", "eager", "pieces", "asynchronous") for _ in range(2)]
+    for rank, out in enumerate(job.out):
+        outcome = "GroupBrokenError" if rank == 1 else "left"
+        assert out.splitlines() == [*(f"{name} {outcome}" for name in names), "through"], job
+
+
+@pytest.mark.slow
 def test_the_late_rank_is_found_where_it_waits() -> None:
     """A rank that waits in another call is named with that call and its line."""
     job = run_job(

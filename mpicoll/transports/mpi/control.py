@@ -128,6 +128,9 @@ class MpiControl:
         slot.write(words)
         return slot
 
+    def withdraw(self, number: int) -> None:
+        """Do nothing: a round of MPI cannot be taken back. A member that posts it late finds that it ``stalled``."""
+
     def free(self) -> None:
         """Free the persistent requests (before MPI is finalised)."""
         for slot in self._slots:

@@ -7,6 +7,7 @@ its record (*eager*): when the round is over, so is the call.
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Generator
 from typing import Any
 
@@ -102,7 +103,7 @@ class RingControl:
     carries_data = True
 
     def __init__(self, memory: mmap.mmap, comm: MPI.Intracomm, part: int) -> None:
-        self._comm = comm
+        self._comm, self._pid = comm, os.getpid()
         self.ring: Any = native.found.Ring(memory, comm.Get_rank(), comm.Get_size(), part)
         self._places = [RingRound(self) for _ in range(MASK + 1)]
 
@@ -128,6 +129,11 @@ class RingControl:
         place = self._places[number & MASK]
         place.number = number
         return place
+
+    def withdraw(self, number: int) -> None:
+        """Take back the rounds up to this one that are not over; no round is posted afterwards. A forked child leaves them."""
+        if os.getpid() == self._pid:
+            self.ring.withdraw(number)
 
     def poke(self) -> None:
         """Let MPI progress, which does so in its own calls only."""

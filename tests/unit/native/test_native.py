@@ -190,6 +190,22 @@ def test_rounds(extension: Any, size: int) -> None:
             assert rank < size - 1 or waited == 0
 
 
+def test_rounds_that_are_taken_back(extension: Any) -> None:
+    """A member that posts a withdrawn round later finds it never over; rounds that were over stay so."""
+    one, late, other = rings(extension, 3)
+    words = (0,) * 12
+    for number in (1, 2, 3):
+        for ring in (one, other) if number > 1 else (one, late, other):
+            ring.write(number, words)
+            ring.post(number)
+    one.withdraw(3)
+    for number in (2, 3):
+        late.write(number, words)
+        late.post(number)
+    assert [late.is_over(number) for number in (1, 2, 3)] == [True, False, False]
+    assert [other.is_over(number) for number in (1, 2, 3)] == [True, False, False]
+
+
 @pytest.mark.parametrize("wrong", [{"me": 2}, {"me": -1}, {"size": 0}, {"size": 3}, {"stride": 128}, {"stride": 34817}])
 def test_a_ring_that_does_not_fit(extension: Any, wrong: dict[str, int]) -> None:
     """Members and places outside the memory are a ValueError, and the memory is not kept."""
