@@ -157,18 +157,26 @@ static int round_number(RingObject *self, PyObject *given, int64_t *number)
     return !PyErr_Occurred();
 }
 
+/* Parse the words of a round; return 0 and set an exception if they are none. */
+static int parse_words(PyObject *given, int64_t words[RING_SAID])
+{
+    if (!PyTuple_Check(given) || PyTuple_GET_SIZE(given) != RING_SAID) {
+        PyErr_Format(PyExc_TypeError, "words: a tuple of %d integers", RING_SAID);
+        return 0;
+    }
+    for (int i = 0; i < RING_SAID && !PyErr_Occurred(); i++)
+        words[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(given, i));
+    return !PyErr_Occurred();
+}
+
 static PyObject *ring_write_words(RingObject *self, PyObject *const *args, Py_ssize_t count)
 {
     int64_t number, words[RING_SAID];
-    if (count != 2 || !PyTuple_Check(args[1]) || PyTuple_GET_SIZE(args[1]) != RING_SAID) {
-        PyErr_Format(PyExc_TypeError, "write(number, words): a tuple of %d integers", RING_SAID);
+    if (count != 2) {
+        PyErr_SetString(PyExc_TypeError, "write(number, words)");
         return NULL;
     }
-    if (!round_number(self, args[0], &number))
-        return NULL;
-    for (int i = 0; i < RING_SAID && !PyErr_Occurred(); i++)
-        words[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(args[1], i));
-    if (PyErr_Occurred())
+    if (!round_number(self, args[0], &number) || !parse_words(args[1], words))
         return NULL;
     ring_write(&self->ring, number, words);
     Py_RETURN_NONE;
@@ -1029,10 +1037,40 @@ static PyObject *shared_state(SharedOperation *self, PyObject *args)
     return PyLong_FromLong(ring_is_unanimous(ring, number) ? 1 : 2);
 }
 
+static PyObject *shared_complete(SharedOperation *self, PyObject *const *args, Py_ssize_t count)
+{
+    CallOrder *order = self->order;
+    const Ring *ring = &self->ring->ring;
+    if (count != 4) {
+        PyErr_SetString(PyExc_TypeError, "complete(call, number, recv, before)");
+        return NULL;
+    }
+    const int64_t call = PyLong_AsLongLong(args[0]), number = PyLong_AsLongLong(args[1]);
+    if (PyErr_Occurred())
+        return NULL;
+    if (order->moving != call || !ring_is_over(ring, number, 0, -1))
+        return PyLong_FromLong(0);
+    if (!ring_is_unanimous(ring, number))
+        return PyLong_FromLong(2);
+    if (number < 0 || self->segment != NULL || self->width < self->block || !fits(self, &self->recv, args[2], WRITABLE)) {
+        PyErr_SetString(PyExc_ValueError, CHANGED);
+        return NULL;
+    }
+    if (PyBytes_Check(args[3]) && self->recv.arrays < 0 && PyBytes_GET_SIZE(args[3]) == self->recv.count * self->itemsize &&
+        memcmp(PyBytes_AS_STRING(args[3]), memory(args[2]), (size_t)PyBytes_GET_SIZE(args[3])) != 0)
+        return PyLong_FromLong(3);
+    read_result(self, number, args[2], 0);
+    order->moving = call + 1;
+    return PyLong_FromLong(1);
+}
+
 static PyMethodDef shared_methods[] = {
     {"write", (PyCFunction)shared_write, METH_VARARGS, "Write the data of a round that is not posted yet: write(number, send)."},
     {"start", (PyCFunction)shared_start, METH_O,
      "Write the data, post the round, and count the call; return the number of the round, -1 if earlier calls have not posted."},
+    {"complete", (PyCFunction)(void (*)(void))shared_complete, METH_FASTCALL,
+     "Read the result of a posted call in one piece: complete(call, number of the round, recv, before). Return 0 while the data may\n"
+     "not be read, 1 if it was, 2 if not all members made the call, 3 if the bytes of recv are not those of before, unless that is empty."},
     {"state", (PyCFunction)shared_state, METH_VARARGS,
      "Return 0 while the data may not be read, 1 if all members made the call, 2 if not: state(call, number, nanoseconds)."},
     {"read", (PyCFunction)shared_read, METH_VARARGS,
@@ -1147,8 +1185,16 @@ static PyObject *describe(PyObject *op, PyObject *frame)
     return site;
 }
 
+/* The arguments of run(): the last three only if the program gives the call a limit or a name. */
+enum { GROUP, PREPARED, SEND, RECV, FRAME, PLAIN, LIMIT = PLAIN, NAME, WORDS, EXTENDED };
+
+static PyObject *extra(PyObject *const *args, Py_ssize_t count, int which)
+{
+    return count == EXTENDED ? args[which] : Py_None;
+}
+
 /* Give a posted call up if the function that continues it has raised before it could do so itself. */
-static void withdraw(PyObject *const *args, int64_t call)
+static void withdraw(PyObject *const *args, Py_ssize_t count, int64_t call)
 {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
@@ -1157,12 +1203,13 @@ static void withdraw(PyObject *const *args, int64_t call)
     /* A signal handler may raise as the function begins, too. */
     for (int tries = 0; tries < 3 && number != NULL && done == NULL; tries++) {
         PyErr_Clear();
-        done = PyObject_CallFunctionObjArgs(known.withdraw, args[0], args[1], args[4], number, value, NULL);
+        done = PyObject_CallFunctionObjArgs(known.withdraw, args[GROUP], args[PREPARED], args[FRAME], number, value,
+                                            extra(args, count, LIMIT), extra(args, count, NAME), extra(args, count, WORDS), NULL);
     }
     PyErr_Clear();
     if (done == NULL) { /* at the end of the stack, say: mark the group broken without a call */
         PyObject *why = PyUnicode_FromString("a call on it was interrupted, and could not be given up as usual");
-        if (why == NULL || PyObject_SetAttrString(args[0], "broken", why) < 0)
+        if (why == NULL || PyObject_SetAttrString(args[GROUP], "broken", why) < 0)
             PyErr_Clear();
         Py_XDECREF(why);
     }
@@ -1210,10 +1257,10 @@ static int advance(const SharedOperation *self, PyObject *send, PyObject *recv, 
 }
 
 /* Read the first piece of a call whose round is over, and move the others. -1 and an exception: the others do not come. */
-static int move_pieces(PyObject *const *args, SharedOperation *self)
+static int move_pieces(PyObject *const *args, Py_ssize_t count, SharedOperation *self)
 {
     Progress progress = {.next = READ};
-    PyObject *send = args[2], *recv = args[3];
+    PyObject *send = args[SEND], *recv = args[RECV];
     for (;;) {
         int over;
         Py_BEGIN_ALLOW_THREADS
@@ -1225,7 +1272,9 @@ static int move_pieces(PyObject *const *args, SharedOperation *self)
         if (wanted == NULL)
             return -1;
         PyObject *root_only = progress.next == AWAIT && self->result == COPIED ? Py_True : Py_False;
-        PyObject *waited = PyObject_CallFunctionObjArgs(known.await, args[0], args[1], args[4], wanted, root_only, NULL);
+        PyObject *waited = PyObject_CallFunctionObjArgs(known.await, args[GROUP], args[PREPARED], args[FRAME], wanted, root_only,
+                                                        extra(args, count, LIMIT), extra(args, count, NAME),
+                                                        extra(args, count, WORDS), NULL);
         Py_DECREF(wanted);
         if (waited == NULL)
             return -1;
@@ -1240,23 +1289,23 @@ static int move_pieces(PyObject *const *args, SharedOperation *self)
 /* Return the operation of a prepared call, or NULL. */
 static SharedOperation *operation_of(PyObject *const *args, Py_ssize_t count)
 {
-    if (count != 5 || known.group == NULL || known.array == NULL || !PyObject_TypeCheck(args[0], known.group) ||
-        !PyObject_TypeCheck(args[1], known.prepared))
+    if ((count != PLAIN && count != EXTENDED) || known.group == NULL || known.array == NULL || !PyObject_TypeCheck(args[GROUP], known.group) ||
+        !PyObject_TypeCheck(args[PREPARED], known.prepared))
         return NULL;
-    PyObject *found = SLOT(args[1], known.shared);
+    PyObject *found = SLOT(args[PREPARED], known.shared);
     return found != NULL && Py_IS_TYPE(found, &SharedOperationType) ? (SharedOperation *)found : NULL;
 }
 
 static PyObject *run_rest(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
 {
     SharedOperation *self = operation_of(args, count);
-    if (self == NULL || self->width >= self->block || !fits(self, &self->send, args[2], READABLE) ||
-        !fits(self, &self->recv, args[3], WRITABLE)) {
+    if (self == NULL || self->width >= self->block || !fits(self, &self->send, args[SEND], READABLE) ||
+        !fits(self, &self->recv, args[RECV], WRITABLE)) {
         PyErr_SetString(PyExc_ValueError, CHANGED);
         return NULL;
     }
     Py_INCREF(self);
-    const int failed = move_pieces(args, self);
+    const int failed = move_pieces(args, count, self);
     Py_DECREF(self);
     if (failed)
         return NULL;
@@ -1265,9 +1314,10 @@ static PyObject *run_rest(PyObject *Py_UNUSED(module), PyObject *const *args, Py
 
 /* Make the call with the group's lock held. Return True or False, or NULL. From fits() to read_result() no object is allocated that
    the garbage collector counts, and none is released that may have a destructor. */
-static PyObject *make(PyObject *const *args, SharedOperation *self, PyObject *site, PyObject **old)
+static PyObject *make(PyObject *const *args, Py_ssize_t count, SharedOperation *self, const int64_t words[RING_SAID], PyObject *site,
+                      PyObject **old)
 {
-    PyObject *group = args[0], *send = args[2], *recv = args[3], *done;
+    PyObject *group = args[GROUP], *send = args[SEND], *recv = args[RECV], *done;
     CallOrder *order = self->order;
     Segment *segment = self->segment == NULL ? NULL : &self->segment->segment;
     Ring *ring = &self->ring->ring;
@@ -1291,7 +1341,7 @@ static PyObject *make(PyObject *const *args, SharedOperation *self, PyObject *si
     }
     const int64_t number = order->round + 1, at = segment == NULL ? number : segment->step + 1;
     write_data(self, at, send, 0);
-    const int64_t began = ring_write(ring, number, self->words);
+    const int64_t began = ring_write(ring, number, words);
     ring_post(ring, number); /* from here on the others may go on */
     order->issued = call + 1;
     order->round = number;
@@ -1299,9 +1349,9 @@ static PyObject *make(PyObject *const *args, SharedOperation *self, PyObject *si
     *old = SLOT(group, known.last); /* perhaps the last reference to a function of the program */
     SLOT(group, known.last) = Py_NewRef(site);
     if (!ring_is_over(ring, number, began, self->budget) || !ring_is_unanimous(ring, number)) {
-        done = PyObject_Vectorcall(known.finish, args, 5, NULL);
+        done = PyObject_Vectorcall(known.finish, args, (size_t)count, NULL);
         if (done == NULL)
-            withdraw(args, call);
+            withdraw(args, count, call);
         return done;
     }
     if (segment != NULL)
@@ -1309,8 +1359,8 @@ static PyObject *make(PyObject *const *args, SharedOperation *self, PyObject *si
     order->posted = order->moving = call + 1;
     if (self->width >= self->block)
         read_result(self, at, recv, 0);
-    else if (move_pieces(args, self) < 0) {
-        withdraw(args, call + 1);
+    else if (move_pieces(args, count, self) < 0) {
+        withdraw(args, count, call + 1);
         return NULL;
     }
     Py_RETURN_TRUE;
@@ -1319,12 +1369,18 @@ static PyObject *make(PyObject *const *args, SharedOperation *self, PyObject *si
 static PyObject *run(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
 {
     SharedOperation *self = operation_of(args, count);
-    if (self == NULL || !PyFrame_Check(args[4])) {
-        PyErr_SetString(PyExc_TypeError, "run(group, prepared, send, recv, frame)");
+    if (self == NULL || !PyFrame_Check(args[FRAME])) {
+        PyErr_SetString(PyExc_TypeError, "run(group, prepared, send, recv, frame[, limit, name, words])");
         return NULL;
     }
-    PyObject *lock = SLOT(args[0], known.lock), *made = NULL, *old = NULL;
-    PyObject *site = describe(SLOT(args[1], known.op), args[4]);
+    int64_t given[RING_SAID], *words = self->words;
+    if (extra(args, count, WORDS) != Py_None) {
+        words = given;
+        if (!parse_words(args[WORDS], given))
+            return NULL;
+    }
+    PyObject *lock = SLOT(args[GROUP], known.lock), *made = NULL, *old = NULL;
+    PyObject *site = describe(SLOT(args[PREPARED], known.op), args[FRAME]);
     PyObject *done = site == NULL ? NULL : PyObject_CallMethodNoArgs(lock, known.acquire);
     if (done == NULL) {
         Py_XDECREF(site);
@@ -1332,7 +1388,7 @@ static PyObject *run(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssiz
     }
     Py_DECREF(done);
     Py_INCREF(self); /* the group may drop its prepared calls meanwhile */
-    made = make(args, self, site, &old);
+    made = make(args, count, self, words, site, &old);
     PyObject *type = NULL, *value = NULL, *traceback = NULL;
     if (made == NULL)
         PyErr_Fetch(&type, &value, &traceback);
@@ -1420,7 +1476,7 @@ static PyMethodDef methods[] = {
     {"reduce_rows", reduce_rows, METH_VARARGS,
      "Reduce rows in their order: reduce_rows(rows, number of rows, out, \"SUM f8\")."},
     {"run", (PyCFunction)(void (*)(void))run, METH_FASTCALL,
-     "Make a prepared call: run(group, prepared, send, recv, frame). Return False if nothing was done."},
+     "Make a prepared call: run(group, prepared, send, recv, frame[, limit, name, words]). Return False if nothing was done."},
     {"run_rest", (PyCFunction)(void (*)(void))run_rest, METH_FASTCALL,
      "Move the pieces of a call whose round Python has waited for; arguments as for run()."},
     {NULL},

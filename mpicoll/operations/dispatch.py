@@ -26,13 +26,14 @@ from mpicoll.operations import execution
 from mpicoll.operations.failures import guarded, wrap
 from mpicoll.operations.prepared import LARGEST, MOST, PreparedOperation
 from mpicoll.operations.request import Request
-from mpicoll.operations.schedules import EAGER, MEETING, THROUGH_PLAN, Start
+from mpicoll.operations.schedules import AT_ONCE, EAGER, MEETING, THROUGH_PLAN, Start
 from mpicoll.operations.work import Work
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import CallSite, caller
 from mpicoll.runtime.mpi_library import retain_frames
 from mpicoll.runtime.native import found as extension
 from mpicoll.transports.base import Kind
+from mpicoll.transports.control import Words
 
 _default = default
 _active = claims.active
@@ -107,17 +108,20 @@ def again(
         return False
     frame = caller(depth)
     plain = timeout is None and name is None
-    if plain and found.shared is not None and extension.run(known, found, send, recv, frame):
-        return True
+    limit = None
+    if not plain:
+        if (name is not None and type(name) is not str) or not isinstance(timeout, (timedelta, type(None))):
+            return False
+        limit = None if timeout is None else execution.call_limit(known, timeout)
+    if found.shared is not None:
+        more = () if plain else (limit, name, None if name is None else found.words_named(known, name))
+        if extension.run(known, found, send, recv, frame, *more):
+            return True
     if not found.fits(send, recv):
         return False
     if plain and found.in_place and start_and_complete(known, found, recv, frame):
         return True
-    if plain:
-        return run(known, found, send, recv, frame)
-    if (name is not None and type(name) is not str) or not isinstance(timeout, (timedelta, type(None))):
-        return False
-    return run(known, found, send, recv, frame, execution.call_limit(known, timeout), name)
+    return run(known, found, send, recv, frame, limit, name)
 
 
 def run(
@@ -221,23 +225,35 @@ def start_and_complete(group: ProcessGroup, prepared: PreparedOperation, array: 
 
 
 def _lose(
-    group: ProcessGroup, prepared: PreparedOperation, frame: FrameType, request: Request | None, error: BaseException
+    group: ProcessGroup,
+    prepared: PreparedOperation,
+    frame: FrameType,
+    request: Request | None,
+    error: BaseException,
+    *given: Any,
 ) -> None:
     """Give a call up that an exception of a signal handler has left before its end."""
     if request is not None and request.done:
         return
     retain_frames(error)
     if request is None:
-        request = _describe(group, prepared, frame)
+        request = _describe(group, prepared, frame, *given)
     request.withdraw(error)
 
 
-def _describe(group: ProcessGroup, prepared: PreparedOperation, frame: FrameType) -> Request:
+def _describe(
+    group: ProcessGroup,
+    prepared: PreparedOperation,
+    frame: FrameType,
+    limit: float | None = None,
+    name: str | None = None,
+    words: Words | None = None,
+) -> Request:
     """Return a request that stands for the call that the group made last, for reports."""
-    request = Request(group, None, [], group.timeout, waited=True)
+    request = Request(group, None, [], group.timeout if limit is None else limit, waited=True)
     request.prepared = prepared
-    request.words = prepared.eager_words
-    request.start_of = Start(None, None, frame.f_code, frame.f_lasti, None, True)
+    request.words = words or prepared.eager_words
+    request.start_of = Start(None, None, frame.f_code, frame.f_lasti, name, True)
     request.start_of.seq = group.calls
     return request
 
@@ -272,7 +288,7 @@ def begin(
         return None
     if prepared is None:
         prepared = prepare(group, key[0], array)
-    if prepared is None or not array.size or not prepared.fits(array, array):
+    if prepared is None or not array.size or (array.dtype is not prepared.dtype and not prepared.fits(array, array)):
         return None
     limit = None if timeout is None else execution.call_limit(group, timeout)
     request = start(group, prepared, array, frame, limit, name)
@@ -298,12 +314,16 @@ def start(
         return None
     if prepared.shared is None:
         execution.enter(group, prepared.op)
-    with _guard, group.lock:
-        claim = RequestClaim(array, writes=True) if group.compares else None
-        if claim is not None and _active and claims.conflicts(claim):
-            return None  # the general way raises on all members
-        request: Request | None = None
-        try:
+    request: Request | None = None
+    wrong: BaseException | None = None
+    began = False
+    try:
+        with group.lock:
+            claim = RequestClaim(array, writes=True) if group.compares else None
+            if claim is not None and _active and claims.conflicts(claim):
+                return None  # the general way raises on all members
+            _threads.add(_ident())
+            began = True
             request = prepared.begin(
                 group, array, array, frame.f_code, frame.f_lasti, waited=False, limit=limit, name=name
             )
@@ -314,33 +334,45 @@ def start(
                 claim.request = request
             if request.round is not None or not request.Test():  # a round that has just been posted is not over
                 _pending.append(request)
-        except BaseException as error:
+    except BaseException as error:
+        wrong = error
+        if began:
             _lose(group, prepared, frame, request, error)
-            raise
+        raise
+    finally:
+        if _guard.noted is not None:
+            _guard.answer(wrong)
     return request
 
 
 # What the extension calls from ``run``; the lock of the group is held.
 
 
-def _finish(group: ProcessGroup, prepared: PreparedOperation, send: Any, recv: Any, frame: FrameType) -> bool:
-    """Wait for the other members in a call that the extension has posted, and read its result."""
+def _finish(
+    group: ProcessGroup, prepared: PreparedOperation, send: Any, recv: Any, frame: FrameType, *given: Any
+) -> bool:
+    """Wait for the other members in a call that the extension has posted, and read its result.
+
+    Args:
+        given: the limit and the name that the program gives the call, and the words with that name.
+    """
     wrong: BaseException | None = None
     request: Request | None = None
     try:
         order = prepared.agreement.order
-        request = _describe(group, prepared, frame)
+        request = _describe(group, prepared, frame, *given)
         request.outputs = [send, recv]
         request.start_of.send, request.start_of.recv = send, recv
         number, channel = order.issued - 1, prepared.agreement.channel
         posted = channel.posted(order.round)  # type: ignore[attr-defined]
-        request.start_prepared(prepared, request.start_of, number, prepared.eager_words, EAGER, posted)
+        schedule = AT_ONCE if prepared.segment is None else EAGER
+        request.start_prepared(prepared, request.start_of, number, request.words, schedule, posted)
         order.posted = number + 1
         with signals.shield:
             request.complete()
     except BaseException as error:
         wrong = error
-        _lose(group, prepared, frame, request, error)
+        _lose(group, prepared, frame, request, error, *given)
         raise
     finally:
         if _guard.noted is not None:
@@ -348,13 +380,16 @@ def _finish(group: ProcessGroup, prepared: PreparedOperation, send: Any, recv: A
     return True
 
 
-def _await(group: ProcessGroup, prepared: PreparedOperation, caller: Any, step: int, root_only: bool) -> None:
+def _await(
+    group: ProcessGroup, prepared: PreparedOperation, caller: Any, step: int, root_only: bool, *given: Any
+) -> None:
     """Wait for the other members, or for the root, in the midst of a call that the extension makes in pieces.
 
     Args:
         caller: the frame of the program's call, or its request.
+        given: as for :func:`_finish`.
     """
-    request = caller if isinstance(caller, Request) else _describe(group, prepared, caller)
+    request = caller if isinstance(caller, Request) else _describe(group, prepared, caller, *given)
     segment: Any = prepared.segment
     wrong: BaseException | None = None
     try:
@@ -370,14 +405,14 @@ def _await(group: ProcessGroup, prepared: PreparedOperation, caller: Any, step: 
 
 
 def _give_up(
-    group: ProcessGroup, prepared: PreparedOperation, frame: FrameType, call: int, error: BaseException
+    group: ProcessGroup, prepared: PreparedOperation, frame: FrameType, call: int, error: BaseException, *given: Any
 ) -> None:
     """Give a call up that the extension has posted, if a signal handler raised as ``_finish`` began, or in ``_await``."""
     if prepared.agreement.order.posted == call and group.broken is None:
-        _lose(group, prepared, frame, None, error)
+        _lose(group, prepared, frame, None, error, *given)
 
 
-_guard.inside.update(each.__code__ for each in (_finish, _await, _give_up, run, start_and_complete))
+_guard.inside.update(each.__code__ for each in (_finish, _await, _give_up, run, start, start_and_complete))
 
 
 if extension is not None:

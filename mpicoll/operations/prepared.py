@@ -24,8 +24,8 @@ from mpicoll.memory.layouts import joined
 from mpicoll.operations import execution
 from mpicoll.operations.request import Request, collectives_are_pending
 from mpicoll.operations.schedules import (
+    AT_ONCE,
     BLOCKING,
-    EAGER,
     IN_SHARED_MEMORY,
     MEETING,
     THROUGH_PLAN,
@@ -71,6 +71,7 @@ class PreparedOperation:
     """
 
     __slots__ = (
+        "_named",
         "_recv",
         "_send",
         "agreement",
@@ -128,6 +129,7 @@ class PreparedOperation:
         over_mpi = not agreement.channel.carries_data and group.level == "full"
         self.in_place = in_place and over_mpi and self.nbytes <= SMALL_BYTES
         self.width = self.poll_ns = 0
+        self._named: tuple[str | None, Words] = None, self.words
         brings = self.nbytes * (size if kind in _PARTED else 1)
         if not agreement.channel.carries_data or not registry.state().thread_multiple:
             return self
@@ -293,7 +295,7 @@ class PreparedOperation:
             number, posted = order.issued, shared.start(send)
             if posted >= 0:
                 start.seq = order.calls
-                request.start_prepared(self, start, number, self.eager_words, EAGER, channel.take(posted))
+                request.start_prepared(self, start, number, self.eager_words, AT_ONCE, channel.take(posted))
                 return request
         order.calls = start.seq = order.calls + 1
         words = self._words(group, start, eager)
@@ -301,9 +303,19 @@ class PreparedOperation:
         if words is None:
             schedule = UNCOMPARED if waited and self.plan_key[:2] in group.own_plans else None
         else:
-            schedule = EAGER if eager else self._schedule(group) if waited else None
+            schedule = AT_ONCE if eager else self._schedule(group) if waited else None
         request.start_prepared(self, start, order.issue(), words, schedule)
         return request
+
+    def words_named(self, group: ProcessGroup, name: str) -> Words:
+        """Return the words of an eager round of a call to which the program gives a name."""
+        last, words = self._named
+        if last == name:
+            return words
+        print_ = execution.plain_print(group, self.op, fingerprint(self.op, (*self.key, ("name", name))))
+        words = (print_, -print_, *self.eager_words[2:])
+        self._named = name, words
+        return words
 
     def _words(self, group: ProcessGroup, start: Start, eager: bool) -> Words | None:
         """Return the words of the round of one start; None: the call makes no round."""

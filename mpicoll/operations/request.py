@@ -23,7 +23,19 @@ from mpicoll.groups.communicators import MpiError
 from mpicoll.operations import failures
 from mpicoll.operations.failures import broken, over, settle, tells_why, wrap
 from mpicoll.operations.schedules import Prepared, Schedule, Steps
-from mpicoll.operations.states import AGREED, COMPLETE, DISPUTED, FAILED, IDLE, MOVING, POSTED, QUEUED, State, to
+from mpicoll.operations.states import (
+    AGREED,
+    COMPLETE,
+    DISPUTED,
+    FAILED,
+    IDLE,
+    MOVING,
+    POSTED,
+    QUEUED,
+    State,
+    through,
+    to,
+)
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.mpi_library import retain_for_ever, retain_frames
 
@@ -217,13 +229,23 @@ class Request:
                 made = self.round
                 assert made is not None
                 schedule = self.schedule
-                serves = schedule.serves(self, made) if schedule is not None else False if made.Test() else None
+                if schedule is None:
+                    if not made.Test():
+                        return
+                    self._judge(made.agreed())
+                    continue
+                self._in_effect = schedule.at_once
+                serves = schedule.serves(self, made)
+                if serves and schedule.at_once:
+                    through(self, AGREED, MOVING)
+                    self._complete()
+                self._in_effect = False
                 if serves is None:
                     return
-                if serves:
-                    to(self, AGREED)
-                else:
+                if not serves:
                     self._judge(made.agreed())
+                elif self.state is POSTED:
+                    to(self, AGREED)
             elif self.state is AGREED:
                 if self.agreed is not None:
                     self._release_round()
@@ -379,14 +401,22 @@ class Request:
         Args:
             limit: seconds; None: that of the request.
         """
-        if self.state < COMPLETE:
-            if failures.forked:
-                raise failures.in_child(self.call.name)
-            with signals.guard:
+        wrong: BaseException | None = None
+        try:
+            if self.state < COMPLETE:
+                if failures.forked:
+                    raise failures.in_child(self.call.name)
+                signals.threads.add(threading.get_ident())
                 self.wait(limit)
-        waiting.drop(self)
-        if self.error is not None:
-            raise self.error
+            waiting.drop(self)
+            if self.error is not None:
+                raise self.error
+        except BaseException as error:
+            wrong = error
+            raise
+        finally:
+            if signals.guard.noted is not None:
+                signals.guard.answer(wrong)
 
     def wait(self, limit: float | None = None) -> None:
         """Wait until the request is over, inside a call of the library that answers signals at its end."""
@@ -487,3 +517,6 @@ class Request:
 def collectives_are_pending() -> bool:
     """Return whether an asynchronous collective of any group is pending."""
     return any(isinstance(item, Request) and item.peer is None for item in tuple(waiting.pending))
+
+
+signals.guard.inside.add(Request.complete.__code__)  # as `with guard`, which takes 0.5 us

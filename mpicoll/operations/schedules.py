@@ -30,6 +30,9 @@ Steps = Generator["Pollable", None, Any]
 class Schedule(Protocol):
     """What moves the data of a prepared operation if the round says that all is as this member says."""
 
+    at_once: bool
+    """If ``serves`` returns True, the data has moved, and the result is there."""
+
     def put(self, request: Any, number: int) -> None:
         """Write the data that comes with the round of that number."""
 
@@ -120,6 +123,8 @@ class Start:
 class _Meeting:
     """A barrier: its round was one."""
 
+    at_once = False
+
     def put(self, request: Any, number: int) -> None:
         """Write nothing."""
 
@@ -167,6 +172,28 @@ class _Eager(_Meeting):
             prepared.shared.read(made.number if segment is None else segment.step, start.recv)
         if start.before:
             start.after = start.recv.tobytes()
+        return None
+
+
+class _AtOnce(_Eager):
+    """All data comes with the round, in one piece: the extension compares the records and reads the data in one step."""
+
+    at_once = True
+
+    def serves(self, request: Any, made: Any) -> bool | None:
+        """Read the data of all members, if all members make the call."""
+        prepared: Any = request.prepared
+        start: Start = request.start_of
+        found = prepared.shared.complete(request.number, made.number, start.recv, start.before)
+        if found == 1:
+            if start.before:
+                start.after = start.recv.tobytes()
+            return True
+        if found == 2:
+            return False
+        if found == 3:
+            raise written(request.call.op, request.call.site, request.group.display)
+        made.poke()
         return None
 
 
@@ -229,7 +256,7 @@ class _Blocking(_InSharedMemory):
         return None
 
 
-MEETING, EAGER = _Meeting(), _Eager()
+MEETING, EAGER, AT_ONCE = _Meeting(), _Eager(), _AtOnce()
 IN_SHARED_MEMORY, THROUGH_PLAN, BLOCKING = _InSharedMemory(), _ThroughPlan(), _Blocking()
 UNCOMPARED = _Uncompared()
 

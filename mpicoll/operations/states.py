@@ -54,6 +54,10 @@ TRANSITIONS = frozenset(
 """All transitions (from, to). A request fails from MOVING also if sizes that are exchanged before the data do not fit."""
 
 
+_ALLOWED = [sum(1 << new for old, new in TRANSITIONS if old == state) for state in State]
+"""For each state the states that may follow, as bits: the hash of a State is a function in Python, which takes 0.3 us."""
+
+
 class HasState(Protocol):
     """What has a state."""
 
@@ -68,10 +72,19 @@ _observers: list[Observer] = []
 def to(request: HasState, new: State) -> None:
     """Change the state of a request, and call the observers: the only place that does so."""
     old = request.state
-    assert (old, new) in TRANSITIONS, f"no transition from {old.name} to {new.name}"
+    assert _ALLOWED[old] >> new & 1, f"no transition from {old.name} to {new.name}"
     request.state = new
     for observer in _observers:
         observer(request, old, new)
+
+
+def through(request: HasState, *states: State) -> None:
+    """Make several transitions, one after the other, as :func:`to`."""
+    if _observers:
+        for state in states:
+            to(request, state)
+    else:
+        request.state = states[-1]
 
 
 def observe(observer: Observer) -> Callable[[], None]:

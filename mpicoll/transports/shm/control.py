@@ -57,10 +57,14 @@ class RingRound:
         """Return whether all other members have posted the round."""
         if self._channel.ring.is_over(self.number):
             return True
+        self.poke()
+        return False
+
+    def poke(self) -> None:
+        """Let MPI progress at some of the polls."""
         self._polls += 1
         if not self._polls % _POKE_EVERY:
             self._channel.poke()
-        return False
 
     def poll(self, nanoseconds: int) -> bool:
         """Poll for some time; return whether all other members have posted the round."""
@@ -120,7 +124,8 @@ class RingControl:
 
     def take(self, number: int) -> RingRound:
         """Return the round of that number, which the extension has posted, as a round in use."""
-        place = self.posted(number)
+        place = self._places[number & MASK]
+        place.number = number
         place.busy = True
         return place
 
