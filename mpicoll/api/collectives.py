@@ -158,21 +158,19 @@ def all_reduce(
     if array is not None and type(op) is RedOpType:
         known: Any = default.world if group is None else group
         key = (op, array.dtype, array.shape)
-        if not async_op:
-            if timeout is None and name is None:
-                try:  # as dispatch.again, without the call of it, which takes a sixth of what all takes
-                    prepared = known.prepared[key]
-                except (KeyError, AttributeError, TypeError):
-                    pass
-                else:
-                    if prepared.shared is not None and extension.run(known, prepared, array, array, caller()):
-                        return None
-            if dispatch.again(group, key, array, array, timeout=timeout, name=name):
-                return None
-        else:
-            work = dispatch.begin(known, key, array, tensor, caller(), timeout, name, prepare_plain_all_reduce)
-            if work is not None:
-                return work
+        if not async_op and timeout is None and name is None:
+            try:  # as dispatch.again, without the call of it, which takes a sixth of what all takes
+                prepared = known.prepared[key]
+            except (KeyError, AttributeError, TypeError):
+                pass
+            else:
+                if prepared.shared is not None and extension.run(known, prepared, array, array, caller()):
+                    return None
+        if async_op is True:
+            prepare_plain_all_reduce(known, op, array)
+        made = dispatch.again(group, key, array, array, 2, timeout, name, async_op, tensor)
+        if made:
+            return made if async_op else None  # type: ignore[return-value]
     found = member_or_warn(group, "all_reduce")
     if found is None:
         return None

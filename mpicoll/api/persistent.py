@@ -116,9 +116,9 @@ class Plan:
         self._work = None
         if flat is not None:
             signature = self._op, flat.dtype, flat.shape
-            self._work = dispatch.begin(
-                self.group, signature, flat, self._array, frame, None, None, prepare_plain_all_reduce
-            )
+            prepare_plain_all_reduce(self.group, self._op, flat)
+            made = dispatch.again(self.group, signature, flat, flat, async_op=True, outputs=self._array)
+            self._work = made if isinstance(made, Work) else None
         if self._work is None:
             self._work = collectives.all_reduce(self._array, self._op, self.group, async_op=True)
         self._site = CallSite(frame.f_code, frame.f_lasti)

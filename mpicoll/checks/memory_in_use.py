@@ -170,12 +170,7 @@ class Claim:
         self.advance: Callable[[], bool] = _is_over
         self.unawaited = False
         self.ranges = [_Range(array, self, True) for array in writes if array.size]
-        outputs = tuple(self.ranges)
-        for array in reads:
-            if array.size:
-                mine = _Range(array, self, False)
-                if not outputs or not any(mine.shares(other) for other in outputs):
-                    self.ranges.append(mine)
+        self.ranges += _only_read(reads, self, self.ranges)
         self._snapshot: Snapshot | None = None
         self._results: Snapshot | None = None
 
@@ -206,6 +201,20 @@ class Claim:
         return None
 
 
+def seal(arrays: Any) -> bytes | Snapshot:
+    """Return the contents of an array or a list of arrays, to find writes; empty for large arrays and for None."""
+    if isinstance(arrays, list):
+        return Snapshot(arrays) if sum(each.nbytes for each in arrays) <= SNAPSHOT_BYTES else b""
+    found: bytes = b"" if arrays is None or arrays.nbytes > SNAPSHOT_BYTES else arrays.tobytes()
+    return found
+
+
+def _only_read(reads: Iterable[Array], claim: Claim, writes: list[_Range]) -> list[_Range]:
+    """Return the ranges of arrays that share no memory with what the claim writes."""
+    found = [_Range(array, claim, False) for array in reads if array.size]
+    return [each for each in found if not any(each.shares(other) for other in writes)]
+
+
 class Claimer(Protocol):
     """A request whose memory is claimed."""
 
@@ -222,7 +231,7 @@ class Claimer(Protocol):
     def Test(self) -> bool:
         """Progress the request; return whether it is over."""
 
-    def expected(self) -> bytes | None:
+    def expected(self) -> bytes | Snapshot | None:
         """Return what must be in the array when the program has waited; None: nobody compares."""
 
     def unclaimed(self) -> None:
@@ -230,7 +239,12 @@ class Claimer(Protocol):
 
 
 class RequestClaim(Claim):
-    """The one array of a request; what its messages say is made when one is written.
+    """The memory of a request; what its messages say is made when an array is written.
+
+    Args:
+        array: an array, or a list of arrays; None if the request only has ``reads``.
+        writes: the request writes ``array``.
+        reads: arrays that the request only reads. They are compared when the program has waited.
 
     Attributes:
         request: the request; set when it is started.
@@ -239,19 +253,25 @@ class RequestClaim(Claim):
 
     __slots__ = ("_found", "_writes", "array", "request", "results")
 
-    def __init__(self, array: Array, *, writes: bool) -> None:
+    def __init__(self, array: Any, *, writes: bool, reads: Sequence[Array] = ()) -> None:
         self.request: Claimer | None = None
         self.array = array
         self.results: bytes | None = None
         self.unawaited = False
         self._writes = writes
         self._found: list[_Range] | None = None
+        self._snapshot = None
+        if reads:
+            self._found = self.ranges
+            self._found += _only_read(reads, self, self._found)
+            self.snapshot_reads()
 
     @property
     def ranges(self) -> list[_Range]:  # type: ignore[override]
         """The memory, found when another claim is compared with it: most claims end before."""
         if self._found is None:
-            self._found = [_Range(self.array, self, self._writes)] if self.array.size else []
+            arrays = self.array if isinstance(self.array, list) else [] if self.array is None else [self.array]
+            self._found = [_Range(array, self, self._writes) for array in arrays if array.size]
         return self._found
 
     @property
@@ -296,9 +316,10 @@ class RequestClaim(Claim):
         """Return an error if the array does not hold what it must hold."""
         assert self.request is not None
         held = self.request.expected() if self.results is None else self.results
-        if held is not None and self.array.tobytes() != held:
-            return written(self.op, self.site, self.group)
-        return None
+        changed = self._snapshot is not None and self._snapshot.is_changed()
+        if not changed and held is not None:
+            changed = self.array.tobytes() != held if isinstance(held, bytes) else held.is_changed()
+        return written(self.op, self.site, self.group) if changed else None
 
 
 class _Ranges:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from types import FrameType
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpicoll.checks.agreement import is_usual
-from mpicoll.checks.memory_in_use import SNAPSHOT_BYTES, RequestClaim, claims
+from mpicoll.checks.memory_in_use import RequestClaim, claims, seal
 from mpicoll.diagnosis.wait_policy import local_wait
 from mpicoll.errors import DistError
 from mpicoll.groups import registry
@@ -91,15 +90,18 @@ def again(
     depth: int = 2,
     timeout: timedelta | None = None,
     name: str | None = None,
-) -> bool:
-    """Make a call that is prepared, and wait for it; False, and nothing done, if that is impossible.
+    async_op: Any = False,
+    outputs: Any = (),
+) -> Work | bool:
+    """Make a prepared call: wait and return True, or return its Work; return False, with nothing done, if that is impossible.
 
     Args:
         group: as the program gave it.
         key: the signature.
         send, recv: as for :func:`cache`; arrays that are not in lists are plain ones of the shape and dtype in the key.
         depth: frames between this function and the program.
-        timeout, name: as the program gave them.
+        timeout, name, async_op: as the program gave them.
+        outputs: the output, or the list of outputs, as the program gave them, for ``Work.result``.
     """
     known: Any = _default.world if group is None else group
     try:
@@ -113,6 +115,8 @@ def again(
         if (name is not None and type(name) is not str) or not isinstance(timeout, (timedelta, type(None))):
             return False
         limit = None if timeout is None else execution.call_limit(known, timeout)
+    if async_op:
+        return async_op is True and (begin(known, found, send, recv, frame, limit, name, outputs) or False)
     if found.shared is not None:
         more = () if plain else (limit, name, None if name is None else found.words_named(known, name))
         if extension.run(known, found, send, recv, frame, *more):
@@ -134,10 +138,10 @@ def run(
     name: str | None = None,
 ) -> bool:
     """Start a prepared operation and wait for it; False, and nothing done, if its memory may be in use."""
-    if _active:
-        return False
     if group.turn is not None or is_finalized():
         return False
+    if _active and group.compares and claims.conflicts(prepared.claim(send, recv)):
+        return False  # the general way raises on all members
     code, instruction = frame.f_code, frame.f_lasti
     with _guard, group.lock:
         request: Request | None = None
@@ -259,81 +263,50 @@ def _describe(
 
 
 def begin(
-    group: Any,
-    key: Any,
-    array: Any,
-    output: Any,
-    frame: FrameType,
-    timeout: timedelta | None,
-    name: str | None,
-    prepare: Callable[[ProcessGroup, Any, Any], PreparedOperation | None],
-) -> Work | None:
-    """Start a reduction in place, for a wait later; None, and nothing done, if it is no plain one.
-
-    Args:
-        group: the group, or what the program passed for one.
-        key: the signature, which begins with the reduction.
-        array, output: input and output as a NumPy array, and as the program passed it.
-        frame: of the call of the program.
-        timeout, name: as the program gave them.
-        prepare: prepares and caches the call; None if it is no plain one.
-    """
-    try:
-        prepared = group.prepared.get(key)
-    except (AttributeError, TypeError):  # no group, or not a member
-        return None
-    if waiting.progress_thread is not None or not array.flags.carray or CallSite.inside(frame.f_code):
-        return None
-    if (name is not None and type(name) is not str) or not isinstance(timeout, (timedelta, type(None))):
-        return None
-    if prepared is None:
-        prepared = prepare(group, key[0], array)
-    if prepared is None or not array.size or (array.dtype is not prepared.dtype and not prepared.fits(array, array)):
-        return None
-    limit = None if timeout is None else execution.call_limit(group, timeout)
-    request = start(group, prepared, array, frame, limit, name)
-    if request is None:
-        return None
-    request.outputs = [output]
-    work = Work(request)
-    if request.claim is not None:
-        work.with_reusable_claim(request.claim)
-    return work
-
-
-def start(
     group: ProcessGroup,
     prepared: PreparedOperation,
-    array: Any,
+    send: Any,
+    recv: Any,
     frame: FrameType,
-    limit: float | None = None,
-    name: str | None = None,
-) -> Request | None:
-    """Start a prepared operation in place, for a wait later; None, and nothing done, if that is impossible now."""
+    limit: float | None,
+    name: str | None,
+    outputs: Any,
+) -> Work | None:
+    """Start a prepared operation, for a wait later; None, and nothing done, if that is impossible now."""
+    if waiting.progress_thread is not None or CallSite.inside(frame.f_code) or not prepared.fits(send, recv):
+        return None
     if group.turn is not None or group.broken is not None or group.destroyed:
         return None
-    if prepared.shared is None:
+    if prepared.shared is None or prepared.segment is not None:
+        if prepared.lists:
+            return None
         execution.enter(group, prepared.op)
     request: Request | None = None
     wrong: BaseException | None = None
     began = False
     try:
         with group.lock:
-            claim = RequestClaim(array, writes=True) if group.compares else None
-            if claim is not None and _active and claims.conflicts(claim):
-                return None  # the general way raises on all members
+            claim: RequestClaim | None = None
+            before: Any = b""
+            if group.compares:
+                claim = prepared.claim(send, recv)
+                if _active and claims.conflicts(claim):
+                    return None  # the general way raises on all members
+                before = seal(claim.array)
             _threads.add(_ident())
             began = True
             request = prepared.begin(
-                group, array, array, frame.f_code, frame.f_lasti, waited=False, limit=limit, name=name
+                group, send, recv, frame.f_code, frame.f_lasti, waited=False, limit=limit, name=name, before=before
             )
+            request.outputs = outputs if type(outputs) is list else [outputs]
             if claim is not None:
-                if array.nbytes <= SNAPSHOT_BYTES:
-                    request.start_of.before = array.tobytes()
                 request.claim = claim
                 claim.request = request
             if request.round is not None or not request.Test():  # a round that has just been posted is not over
                 _pending.append(request)
+            work = Work(request)
+            if claim is not None:
+                work.with_reusable_claim(claim)
     except BaseException as error:
         wrong = error
         if began:
@@ -342,7 +315,7 @@ def start(
     finally:
         if _guard.noted is not None:
             _guard.answer(wrong)
-    return request
+    return work
 
 
 # What the extension calls from ``run``; the lock of the group is held.
@@ -412,7 +385,7 @@ def _give_up(
         _lose(group, prepared, frame, None, error, *given)
 
 
-_guard.inside.update(each.__code__ for each in (_finish, _await, _give_up, run, start, start_and_complete))
+_guard.inside.update(each.__code__ for each in (_finish, _await, _give_up, run, begin, start_and_complete))
 
 
 if extension is not None:

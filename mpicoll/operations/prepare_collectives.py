@@ -395,24 +395,28 @@ def cache_call(
     dispatch.cache(g, key, again, memories[0].dtype, send, recv)
 
 
-def prepare_plain_all_reduce(group: ProcessGroup, op: Any, array: Array) -> PreparedOperation | None:
-    """Return an ``all_reduce`` of a NumPy array, prepared and cached; None if the general checks have to say what is wrong."""
-    if type(group) is not ProcessGroup or group.gone() or not array.size or not is_native(array.dtype):
-        return None
+def prepare_plain_all_reduce(group: Any, op: Any, array: Array) -> None:
+    """Prepare and cache an ``all_reduce`` of a NumPy array, unless the general checks have to say what is wrong.
+
+    So the first asynchronous call goes the way of the next ones.
+    """
+    signature = op, array.dtype, array.shape
+    if type(group) is not ProcessGroup or signature in group.prepared:
+        return
+    if group.gone() or not array.size or not array.flags.carray or not is_native(array.dtype):
+        return
     execution.enter(group, "all_reduce")
     try:
         reduction = resolve_reduction("all_reduce", op, array.dtype, "")
     except Exception:  # said where it is raised on all members
-        return None
+        return
     if reduction.factor is not None:
-        return None
+        return
     key = (str(reduction.op), dtype_name(array.dtype), ("elements", array.size))
     prepared = PreparedOperation(
         "all_reduce", key, Kind.ALL_REDUCE, array.nbytes, mpi_op=reduction.mpi_op, average=reduction.average
     )
-    signature = op, array.dtype, array.shape
     dispatch.cache(group, signature, prepared, array.dtype, array, array)
-    return group.prepared.get(signature)
 
 
 def all_steps_of(*steps: Callable[[], None] | None) -> Callable[[], None] | None:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from mpicoll.checks.levels import EVERY
+from mpicoll.checks.memory_in_use import RequestClaim, Snapshot, seal
 from mpicoll.diagnosis.call import Call, fingerprint
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
@@ -26,6 +27,7 @@ from mpicoll.operations.request import Request, collectives_are_pending
 from mpicoll.operations.schedules import (
     AT_ONCE,
     BLOCKING,
+    EAGER,
     IN_SHARED_MEMORY,
     MEETING,
     THROUGH_PLAN,
@@ -199,6 +201,14 @@ class PreparedOperation:
                 return False
         return True
 
+    def claim(self, send: Any, recv: Any) -> RequestClaim:
+        """Return the claim of the memory that a start uses."""
+        if self._recv is None:
+            recv = None
+        if self._send is None or send is recv or send is None:
+            return RequestClaim(recv, writes=True)
+        return RequestClaim(recv, writes=True, reads=send if isinstance(send, list) else (send,))
+
     def movement(self, send: Any, recv: Any) -> tuple[Movement, Callable[[], None] | None]:
         """Return what is moved the long way, and what is done after it."""
         kind = self.kind
@@ -247,7 +257,7 @@ class PreparedOperation:
         start: Start = request.start_of
         group, recv = request.group, start.recv
         if start.before:  # the program may write its array meanwhile, which is found afterwards
-            own = recv.copy()
+            own: Any = [each.copy() for each in recv] if isinstance(recv, list) else recv.copy()
             start.send, start.recv = own if start.send is recv else start.send, own
         move = start.movement(self)
 
@@ -256,8 +266,9 @@ class PreparedOperation:
             if start.before:
                 own, start.recv = start.recv, recv
                 start.check(request)
-                recv[...] = own
-                start.after = recv.tobytes()
+                for array, moved in zip(recv, own, strict=True) if isinstance(recv, list) else ((recv, own),):
+                    array[...] = moved
+                start.after = seal(recv)
 
         if request.words is None:
             return execution.move_uncompared(group, request.call, move, request.number, None, None, finish, None)
@@ -282,10 +293,17 @@ class PreparedOperation:
         waited: bool,
         limit: float | None = None,
         name: str | None = None,
+        before: bytes | Snapshot = b"",
     ) -> Request:
-        """Start the call, and return its request. The lock of the group is held, and its use has been checked."""
+        """Start the call, and return its request. The lock of the group is held, and its use has been checked.
+
+        Args:
+            before: what ``recv`` holds, if a write of the program is to be found.
+        """
         order = self.agreement.order
         start = Start(send, recv, code, instruction, name, waited)
+        start.before = before
+        at_once = AT_ONCE if type(before) is bytes else EAGER
         request = Request(group, None, [recv], group.timeout if limit is None else limit, waited=waited)
         group.last = self.op, code, instruction
         shared, channel = self.shared, self.agreement.channel  # type: Any, Any
@@ -295,7 +313,7 @@ class PreparedOperation:
             number, posted = order.issued, shared.start(send)
             if posted >= 0:
                 start.seq = order.calls
-                request.start_prepared(self, start, number, self.eager_words, AT_ONCE, channel.take(posted))
+                request.start_prepared(self, start, number, self.eager_words, at_once, channel.take(posted))
                 return request
         order.calls = start.seq = order.calls + 1
         words = self._words(group, start, eager)
@@ -303,7 +321,7 @@ class PreparedOperation:
         if words is None:
             schedule = UNCOMPARED if waited and self.plan_key[:2] in group.own_plans else None
         else:
-            schedule = AT_ONCE if eager else self._schedule(group) if waited else None
+            schedule = at_once if eager else self._schedule(group) if waited else None
         request.start_prepared(self, start, order.issue(), words, schedule)
         return request
 

@@ -376,7 +376,7 @@ class Request:
     def _keep(self) -> None:
         retain_for_ever(self._current, self.outputs, self.held, self.steps, self.start_of)
 
-    def expected(self) -> bytes | None:
+    def expected(self) -> Any:
         """Return what must be in the array of the call when the program has waited; None: nobody compares."""
         return self.start_of.after or None
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from mpicoll.checks.agreement import is_usual
-from mpicoll.checks.memory_in_use import written
+from mpicoll.checks.memory_in_use import Snapshot, seal, written
 from mpicoll.diagnosis.call import Call, MadeFields
 from mpicoll.memory.arithmetic import without_warnings
 from mpicoll.operations.failures import BlockingCall
@@ -95,7 +95,8 @@ class Start:
         self.name = name
         self.waited = waited
         self.made: list[MadeFields] = []
-        self.before = self.after = b""
+        self.before: bytes | Snapshot = b""
+        self.after: bytes | Snapshot = b""
         self.plan: Any = None
         self.seq = 0
 
@@ -116,7 +117,8 @@ class Start:
 
     def check(self, request: Any) -> None:
         """Raise BufferInUseError if the program has written its array since the start."""
-        if self.recv.tobytes() != self.before:
+        before = self.before
+        if self.recv.tobytes() != before if isinstance(before, bytes) else before.is_changed():
             raise written(request.call.op, request.call.site, request.group.display)
 
 
@@ -171,7 +173,7 @@ class _Eager(_Meeting):
         else:
             prepared.shared.read(made.number if segment is None else segment.step, start.recv)
         if start.before:
-            start.after = start.recv.tobytes()
+            start.after = seal(start.recv)
         return None
 
 
