@@ -76,7 +76,6 @@ UPWARD: set[tuple[str, str]] = set()
 LAUNCH_TOO: set[tuple[str, str]] = set()
 LONG = {
     "api/messages": 571,
-    "api/objects": 541,
     "memory/device/array": 529,
     "operations/execution": 522,
 }
