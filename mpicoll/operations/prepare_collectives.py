@@ -16,7 +16,7 @@ from mpicoll.groups.process_group import ProcessGroup, Stopping
 from mpicoll.groups.registry import member_or_warn
 from mpicoll.memory.adapt import adapt_list, same_dtype, viewed
 from mpicoll.memory.device import array as device_array
-from mpicoll.memory.device.array import DeviceAddresses
+from mpicoll.memory.device.addresses import DeviceAddresses
 from mpicoll.memory.dtypes import Reduction, dtype_name, is_native, resolve_reduction
 from mpicoll.memory.layouts import joined
 from mpicoll.memory.lists import ListMemory

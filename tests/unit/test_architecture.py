@@ -76,7 +76,6 @@ UPWARD: set[tuple[str, str]] = set()
 LAUNCH_TOO: set[tuple[str, str]] = set()
 LONG = {
     "api/messages": 571,
-    "memory/device/array": 529,
     "operations/execution": 522,
 }
 MOST_INSIDE = 52
