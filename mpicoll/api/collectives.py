@@ -2,34 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-
-from mpicoll.groups.process_group import ProcessGroup
-from mpicoll.groups.registry import default, member_or_warn, peer_rank
-from mpicoll.memory.adapt import adapt, memory_of
-from mpicoll.memory.device import array as device_array
-from mpicoll.memory.device.array import MovableArray
-from mpicoll.memory.dtypes import resolve_reduction
-from mpicoll.memory.half import wide
-from mpicoll.memory.memory import AnyArray, Memory
-from mpicoll.memory.reduce_op import RedOpType, ReduceOp
-from mpicoll.operations import dispatch
-from mpicoll.operations.prepared import PreparedOperation
-from mpicoll.operations.work import Work
-from mpicoll.runtime.call_site import caller
-from mpicoll.runtime.native import found as extension
-from mpicoll.transports.base import Kind, Movement
-
-if TYPE_CHECKING:
-    pass
-
-
 import pdb
 import sys
 import warnings
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
 
 from mpicoll.errors import (
     CollectiveMismatchError,
@@ -39,23 +18,21 @@ from mpicoll.errors import (
     PeerExitedError,
     PeerFailedError,
 )
-from mpicoll.groups.registry import state
+from mpicoll.groups.process_group import ProcessGroup
+from mpicoll.groups.registry import default, member_or_warn, state
+from mpicoll.memory.memory import AnyArray
+from mpicoll.memory.reduce_op import RedOpType, ReduceOp
+from mpicoll.operations import dispatch
+from mpicoll.operations.prepare import collectives as prepare
 from mpicoll.operations.prepare_collectives import (
-    NO_DTYPE,
-    Prepared,
-    all_steps_of,
-    bytes_in_pieces,
-    cache_call,
-    device_array_of,
-    device_reductions,
-    input_scaler,
-    is_unscaled,
-    prepare_on_device,
-    prepare_plain_all_reduce,
-    result_finisher,
-    result_unpacker,
+    NOT_CACHED,
+    Cached,
+    run_cached,
     run_prepared,
 )
+from mpicoll.operations.work import Work
+from mpicoll.runtime.call_site import caller
+from mpicoll.runtime.native import found as extension
 
 _ndarray = np.ndarray
 
@@ -102,29 +79,11 @@ def broadcast(
 
     Source: torch.distributed.broadcast; MPI-4.1 section 6.4.
     """
-    key: Any = None
     array = tensor if type(tensor) is _ndarray else dispatch.view_of(tensor)
-    if array is not None and type(src) is int and not async_op and group_src is None:
-        key = ("broadcast", src, array.dtype, array.shape)
-        if dispatch.again(group, key, array, array, timeout=timeout, name=name):
-            return None
-    found = member_or_warn(group, "broadcast")
-    if found is None:
-        return None
-
-    def prepare(g: ProcessGroup) -> Prepared:
-        root = peer_rank(g, src, group_src, "src")
-        memory = adapt(tensor, "tensor", writable=g.rank() != root, direct="broadcast", pieces=device_array.PIECES_FROM)
-        agreed = (("root", g.ranks[root]), memory.name, ("elements", memory.flat.size))
-        after = None if g.rank() == root else result_unpacker([memory])
-        again = PreparedOperation("broadcast", agreed, Kind.BROADCAST, memory.flat.nbytes, root=root)
-        cache_call(g, key, again, (memory,), array if g.rank() == root else None, None if g.rank() == root else array)
-        inputs = (memory,) if g.rank() == root else ()
-        return Prepared(
-            agreed, Movement(Kind.BROADCAST, recv=memory.flat, root=root), [tensor], inputs=inputs, after=after
-        )
-
-    return run_prepared("broadcast", found, async_op, timeout, prepare, name, stream=stream)
+    plain = array is not None and type(src) is int and group_src is None
+    cached = (("broadcast", src, array.dtype, array.shape), array, array, tensor) if plain else NOT_CACHED
+    arguments = tensor, src, group_src
+    return run_cached("broadcast", group, cached, prepare.broadcast, arguments, async_op, timeout, name, stream)
 
 
 def all_reduce(
@@ -166,52 +125,8 @@ def all_reduce(
             else:
                 if prepared.shared is not None and extension.run(known, prepared, array, array, caller()):
                     return None
-        if async_op is True:
-            prepare_plain_all_reduce(known, op, array)
-        made = dispatch.again(group, key, array, array, 2, timeout, name, async_op, tensor)
-        if made:
-            return made if async_op else None  # type: ignore[return-value]
-    found = member_or_warn(group, "all_reduce")
-    if found is None:
-        return None
-
-    def prepare(g: ProcessGroup) -> Prepared:
-        direct = "all_reduce" if is_unscaled(op) else ""
-        held = None if type(tensor) is _ndarray else device_array_of(g, tensor, op)
-        if held is not None and device_reductions().DeviceReduction.possible(g, held, not async_op):
-            return prepare_on_device(g, held, tensor, op, lambda: of(g, by_host(held)))
-        if held is None or (direct and device_array.permits(direct, False)):
-            return of(g, wide(adapt(tensor, "tensor", writable=True, direct=direct, pieces=bytes_in_pieces(op))))
-        return of(g, by_host(held))
-
-    def by_host(held: MovableArray) -> Memory:
-        return wide(memory_of(held.stage(writable=True, pieces=bytes_in_pieces(op))))
-
-    def of(g: ProcessGroup, memory: Memory) -> Prepared:
-        reduction = resolve_reduction("all_reduce", op, memory.dtype, memory.named)
-        flat = memory.flat
-        agreed = (str(reduction.op), memory.name, ("elements", flat.size))
-        before = input_scaler(reduction, memory)
-        average = result_finisher(memory, reduction, g.size())
-        again = PreparedOperation(
-            "all_reduce",
-            agreed,
-            Kind.ALL_REDUCE,
-            flat.nbytes,
-            mpi_op=reduction.mpi_op,
-            average=reduction.average,
-        )
-        cache_call(g, key if before is None else None, again, (memory,), array, array)
-        return Prepared(
-            agreed,
-            Movement(Kind.ALL_REDUCE, recv=flat, op=reduction.mpi_op),
-            [tensor],
-            inputs=(memory,),
-            before=before,
-            after=all_steps_of(average, result_unpacker([memory])),
-        )
-
-    return run_prepared("all_reduce", found, async_op, timeout, prepare, name, stream=stream)
+    cached, arguments = Cached(key, array, array, tensor), (tensor, op, async_op)
+    return run_cached("all_reduce", group, cached, prepare.all_reduce, arguments, async_op, timeout, name, stream)
 
 
 def reduce(
@@ -240,50 +155,11 @@ def reduce(
 
     Source: torch.distributed.reduce; MPI-4.1 section 6.9.1.
     """
-    key: Any = None
     array = tensor if type(tensor) is _ndarray else dispatch.view_of(tensor)
-    if array is not None and type(op) is RedOpType and type(dst) is int and not async_op and group_dst is None:
-        key = ("reduce", op, dst, array.dtype, array.shape)
-        if dispatch.again(group, key, array, array, timeout=timeout, name=name):
-            return None
-    found = member_or_warn(group, "reduce")
-    if found is None:
-        return None
-
-    def prepare(g: ProcessGroup) -> Prepared:
-        root = peer_rank(g, dst, group_dst, "dst")
-        at_root = g.rank() == root
-        direct = "reduce" if is_unscaled(op) else ""
-        memory = wide(adapt(tensor, "tensor", writable=at_root, direct=direct, pieces=bytes_in_pieces(op)))
-        reduction = resolve_reduction("reduce", op, memory.dtype, memory.named)
-        flat = memory.flat
-        agreed = (str(reduction.op), ("root", g.ranks[root]), memory.name, ("elements", flat.size))
-        again = PreparedOperation(
-            "reduce",
-            agreed,
-            Kind.REDUCE,
-            flat.nbytes,
-            mpi_op=reduction.mpi_op,
-            root=root,
-            average=reduction.average and at_root,
-        )
-        cache_call(g, key if reduction.factor is None else None, again, (memory,), array, array if at_root else None)
-        if not at_root:
-            send = flat if reduction.factor is None else reduction.before(memory.filled())
-            move = Movement(Kind.REDUCE, send=send, root=root, op=reduction.mpi_op)
-            return Prepared(agreed, move, [tensor], inputs=(memory,))
-        before = input_scaler(reduction, memory)
-        average = result_finisher(memory, reduction, g.size())
-        return Prepared(
-            agreed,
-            Movement(Kind.REDUCE, recv=flat, root=root, op=reduction.mpi_op),
-            [tensor],
-            inputs=(memory,),
-            before=before,
-            after=all_steps_of(average, result_unpacker([memory])),
-        )
-
-    return run_prepared("reduce", found, async_op, timeout, prepare, name, stream=stream)
+    plain = array is not None and type(op) is RedOpType and type(dst) is int and group_dst is None
+    cached = (("reduce", op, dst, array.dtype, array.shape), array, array, tensor) if plain else NOT_CACHED
+    arguments = tensor, dst, op, group_dst
+    return run_cached("reduce", group, cached, prepare.reduce, arguments, async_op, timeout, name, stream)
 
 
 def barrier(
@@ -309,35 +185,23 @@ def barrier(
 
     Source: torch.distributed.barrier; MPI-4.1 section 6.3.
     """
-    if not async_op and device_ids is None:
+    if device_ids is None:
         known: Any = default.world if group is None else group
         prepared: Any = None
         try:  # as dispatch.again, without the call of it
             prepared = known.prepared["barrier"]
         except (KeyError, AttributeError):
             pass
-        if prepared is not None and known.stopping is None:
-            plain = timeout is None and name is None
+        if prepared is not None and (known.stopping is None or async_op):
+            plain = not async_op and timeout is None and name is None
             if plain and prepared.shared is not None and extension.run(known, prepared, None, None, caller()):
                 return None
-            if dispatch.again(group, "barrier", None, None, timeout=timeout, name=name):
+            made = dispatch.again(group, "barrier", None, None, 2, timeout, name, async_op, [])
+            if isinstance(made, Work):
+                return made
+            if made:
                 return None
-    found = member_or_warn(group, "barrier")
-    if found is None:
-        return None
-    stopping = found.stopping if not async_op else None
-
-    def prepare(g: ProcessGroup) -> Prepared:
-        if device_ids is not None and not isinstance(device_ids, list):
-            raise TypeError("Invalid function argument: device_ids type should be List[int]")
-        if "barrier" not in g.prepared:
-            dispatch.cache(g, "barrier", PreparedOperation("barrier", (), Kind.BARRIER), NO_DTYPE, None, None)
-        return Prepared((), Movement(Kind.BARRIER), [], stopping=stopping)
-
-    work = run_prepared("barrier", found, async_op, timeout, prepare, name)
-    if stopping is not None:
-        stopping.deliver()
-    return work
+    return run_prepared("barrier", group, prepare.barrier, (device_ids, async_op), async_op, timeout, name)
 
 
 def monitored_barrier(

@@ -3,35 +3,15 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from mpicoll.groups.process_group import ProcessGroup
-from mpicoll.groups.registry import member_or_warn, peer_rank
-from mpicoll.memory.adapt import adapt_list, same_dtype
-from mpicoll.memory.lists import ListArgument, list_memories
 from mpicoll.memory.memory import AnyArray
 from mpicoll.operations import dispatch
-from mpicoll.operations.prepared import PreparedOperation
+from mpicoll.operations.prepare import gathering as prepare
+from mpicoll.operations.prepare_collectives import NOT_CACHED, run_cached
 from mpicoll.operations.work import Work
-from mpicoll.transports.base import Kind, Movement
-
-if TYPE_CHECKING:
-    pass
-
-
-from mpicoll.operations.prepare_collectives import (
-    Prepared,
-    blocks_in_pieces,
-    cache_call,
-    check_same_size,
-    one_result_buffer,
-    refuse_values,
-    result_unpacker,
-    run_prepared,
-    source_apart_from,
-)
 
 _ndarray = np.ndarray
 
@@ -60,39 +40,10 @@ def all_gather(
 
     Source: torch.distributed.all_gather; MPI-4.1 section 6.7.
     """
-    key: Any = None
-    plain = not async_op
-    if plain and type(tensor) is _ndarray and type(tensor_list) is list:
-        key = ("all_gather", tensor.dtype, tensor.shape)
-        if dispatch.again(group, key, tensor, tensor_list, timeout=timeout, name=name):
-            return None
-    found = member_or_warn(group, "all_gather")
-    if found is None:
-        return None
-
-    def prepare(g: ProcessGroup) -> Prepared:
-        results, source = list_memories(
-            "all_gather", ListArgument(tensor_list, "tensor_list", True, g.size()), ListArgument(tensor, "tensor")
-        )
-        outputs, (memory,) = results.memories, source.memories
-        same_dtype(memory, *outputs)
-        counts = tuple(output.flat.size for output in outputs)
-        if counts[g.rank()] != memory.flat.size:
-            raise ValueError(
-                f"all_gather: tensor has {memory.flat.size} elements, but its place tensor_list[{g.rank()}] has "
-                f"{counts[g.rank()]}"
-            )
-        uneven = len(set(counts)) > 1
-        packed, after = one_result_buffer(results, () if async_op else (memory,))
-        agreed = (memory.name, ("blocks", counts) if uneven else ("elements", counts[0]))
-        again = PreparedOperation("all_gather", agreed, Kind.ALL_GATHER, memory.flat.nbytes)
-        cache_call(g, None if uneven else key, again, (memory, *outputs), tensor, tensor_list)
-        move = Movement(
-            Kind.ALL_GATHER, send=source.flat, recv=packed, recvcounts=counts if uneven else None, vector=uneven
-        )
-        return Prepared(agreed, move, list(tensor_list), inputs=(memory,), before=source.gather, after=after)
-
-    return run_prepared("all_gather", found, async_op, timeout, prepare, name, stream=stream)
+    plain = type(tensor) is _ndarray and type(tensor_list) is list
+    cached = (("all_gather", tensor.dtype, tensor.shape), tensor, tensor_list, tensor_list) if plain else NOT_CACHED
+    arguments = tensor_list, tensor, async_op
+    return run_cached("all_gather", group, cached, prepare.all_gather, arguments, async_op, timeout, name, stream)
 
 
 def all_gather_single(
@@ -143,50 +94,20 @@ def all_gather_into_tensor(
 
 def _all_gather_single(
     function: str,
-    output_tensor: AnyArray,
-    input_tensor: AnyArray,
+    output: AnyArray,
+    source: AnyArray,
     group: Any,
     async_op: bool,
     timeout: timedelta | None,
     name: str | None,
     stream: Any,
 ) -> Work | None:
-    key: Any = None
-    given = input_tensor if type(input_tensor) is _ndarray else dispatch.view_of(input_tensor, 3)
-    gathered = output_tensor if type(output_tensor) is _ndarray else dispatch.view_of(output_tensor, 3)
-    if given is not None and gathered is not None and not async_op:
-        key = (function, given.dtype, given.shape, gathered.dtype, gathered.shape)
-        if dispatch.again(group, key, given, gathered, 3, timeout=timeout, name=name):
-            return None
-    found = member_or_warn(group, function, stacklevel=4)
-    if found is None:
-        return None
-
-    def prepare(g: ProcessGroup) -> Prepared:
-        most = blocks_in_pieces(g.size())
-        source, result = list_memories(
-            "all_gather",
-            ListArgument(input_tensor, "input_tensor", pieces=None if most is None else most // g.size()),
-            ListArgument(output_tensor, "output_tensor", True, pieces=most),
-            size=min,
-        )
-        (memory,), (output,) = source.memories, result.memories
-        same_dtype(output, memory)
-        if output.flat.size != g.size() * memory.flat.size:
-            raise ValueError(
-                f"{function}: output_tensor must have {g.size()} x {memory.flat.size} elements, got {output.flat.size}"
-            )
-        # The input may be this rank's part of the output, as torch allows: MPI forbids that its buffers overlap.
-        send = source_apart_from(output, source)
-        agreed = (memory.name, ("elements", memory.flat.size))
-        again = PreparedOperation("all_gather_single", agreed, Kind.ALL_GATHER, memory.flat.nbytes, alias=function)
-        cache_call(g, key, again, (memory, output), given, gathered)
-        move = Movement(Kind.ALL_GATHER, send=send, recv=output.flat)
-        return Prepared(
-            agreed, move, [output_tensor], inputs=(memory,), before=source.gather, after=result_unpacker([output])
-        )
-
-    return run_prepared("all_gather_single", found, async_op, timeout, prepare, name, function, stream)
+    send = source if type(source) is _ndarray else dispatch.view_of(source, 3)
+    recv = output if type(output) is _ndarray else dispatch.view_of(output, 3)
+    plain = send is not None and recv is not None
+    cached = ((function, send.dtype, send.shape, recv.dtype, recv.shape), send, recv, output) if plain else NOT_CACHED
+    call, op, arguments = prepare.all_gather_single, "all_gather_single", (output, source, function)
+    return run_cached(op, group, cached, call, arguments, async_op, timeout, name, stream, function, 4)
 
 
 def gather(
@@ -215,44 +136,12 @@ def gather(
 
     Source: torch.distributed.gather; MPI-4.1 section 6.5.
     """
-    key: Any = None
-    if (
-        type(tensor) is _ndarray
-        and not async_op
-        and group_dst is None
-        and (gather_list is None or type(gather_list) is list)
-        and (dst is None or type(dst) is int)
-    ):
-        key = ("gather", dst, tensor.dtype, tensor.shape)
-        if dispatch.again(group, key, tensor, gather_list or None, timeout=timeout, name=name):
-            return None
-    found = member_or_warn(group, "gather")
-    if found is None:
-        return None
-
-    def prepare(g: ProcessGroup) -> Prepared:
-        root = peer_rank(g, dst, group_dst, "dst", default=0)
-        arguments = [ListArgument(tensor, "tensor")]
-        if g.rank() == root and isinstance(gather_list, list) and gather_list:
-            arguments.append(ListArgument(gather_list, "gather_list", True, g.size()))
-        source, *results = list_memories("gather", *arguments)
-        (memory,) = source.memories
-        agreed = (("root", g.ranks[root]), memory.name, ("elements", memory.flat.size))
-        again = PreparedOperation("gather", agreed, Kind.GATHER, memory.flat.nbytes, root=root)
-        if g.rank() != root:
-            refuse_values(gather_list, "gather_list", "destination")
-            cache_call(g, key, again, (memory,), tensor, None)
-            return Prepared(agreed, Movement(Kind.GATHER, send=source.flat, root=root), [], inputs=(memory,))
-        if gather_list is not None and not isinstance(gather_list, list):
-            adapt_list(gather_list, "gather_list", writable=True)
-        if not gather_list:
-            raise ValueError("Argument ``gather_list`` must be specified on destination rank.")
-        (result,) = results
-        outputs = result.memories
-        check_same_size("gather_list", outputs, memory)
-        cache_call(g, key, again, (memory, *outputs), tensor, gather_list)
-        packed, after = one_result_buffer(result, () if async_op else (memory,))
-        move = Movement(Kind.GATHER, send=source.flat, recv=packed, root=root)
-        return Prepared(agreed, move, list(gather_list), inputs=(memory,), before=source.gather, after=after)
-
-    return run_prepared("gather", found, async_op, timeout, prepare, name, stream=stream)
+    plain = type(tensor) is _ndarray and group_dst is None and (dst is None or type(dst) is int)
+    plain = plain and (gather_list is None or type(gather_list) is list)
+    cached = (
+        (("gather", dst, tensor.dtype, tensor.shape), tensor, gather_list or None, gather_list or [])
+        if plain
+        else NOT_CACHED
+    )
+    arguments = tensor, gather_list, dst, group_dst, async_op
+    return run_cached("gather", group, cached, prepare.gather, arguments, async_op, timeout, name, stream)

@@ -19,7 +19,6 @@ from mpicoll.memory.half import wide
 from mpicoll.memory.memory import AnyArray
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
 from mpicoll.operations import composed, dispatch, execution
-from mpicoll.operations.prepare_collectives import prepare_plain_all_reduce
 from mpicoll.operations.work import Work
 from mpicoll.runtime.call_site import CallSite, call_site, caller
 
@@ -116,7 +115,6 @@ class Plan:
         self._work = None
         if flat is not None:
             signature = self._op, flat.dtype, flat.shape
-            prepare_plain_all_reduce(self.group, self._op, flat)
             made = dispatch.again(self.group, signature, flat, flat, async_op=True, outputs=self._array)
             self._work = made if isinstance(made, Work) else None
         if self._work is None:

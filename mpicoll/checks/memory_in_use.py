@@ -25,7 +25,7 @@ from mpi4py import MPI
 from mpicoll.diagnosis.report.entries import Entry
 from mpicoll.diagnosis.report.report import with_calls
 from mpicoll.errors import BufferInUseError
-from mpicoll.memory.device.array import DeviceAddresses
+from mpicoll.memory.device.addresses import DeviceAddresses
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import CallSite
 

@@ -10,6 +10,7 @@ from mpicoll.diagnosis import job_state
 from mpicoll.diagnosis.job_state import JobState
 from mpicoll.diagnosis.membership import OpenBlock
 from mpicoll.groups.process_group import ProcessGroup
+from mpicoll.runtime.call_site import program_level
 
 if TYPE_CHECKING:
     from mpicoll.groups.communicators import Pool
@@ -93,13 +94,17 @@ def resolve(group: Any) -> ProcessGroup | None:
     )
 
 
-def member_or_warn(group: Any, operation: str, stacklevel: int = 3) -> ProcessGroup | None:
-    """Return the group, or warn as torch does and return None if this rank is not in the group."""
+def member_or_warn(group: Any, operation: str, stacklevel: int | None = None) -> ProcessGroup | None:
+    """Return the group, or warn as torch does and return None if this rank is not in the group.
+
+    Args:
+        stacklevel: as for ``warnings.warn``; None: the warning names the line of the program.
+    """
     found = resolve(group)
     if found is None:
         warnings.warn(
             f"Running {operation} on global rank {state().world.rank()} which does not belong to the given group.",
-            stacklevel=stacklevel,
+            stacklevel=program_level() if stacklevel is None else stacklevel,
         )
     return found
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from mpicoll.memory import layouts
 from mpicoll.memory.device import array as device_array
-from mpicoll.memory.dtypes import element, is_native
+from mpicoll.memory.device.addresses import DeviceAddresses
+from mpicoll.memory.dtypes import element_of, is_native
 from mpicoll.memory.memory import Array, Memory
 from mpicoll.memory.protocols import as_numpy
 
@@ -58,19 +59,9 @@ def adapt(
     flags = value.flags
     if is_native(value.dtype) and flags.c_contiguous and flags.aligned and (flags.writeable or not writable):
         return Memory(value.view(np.ndarray).reshape(-1), value.shape)
-    try:
-        each = element(value.dtype)
-    except TypeError as error:
-        raise TypeError(f"parameter `{name}`: {error}") from None
-    if writable and not flags.writeable:
-        raise ValueError(
-            f"parameter `{name}` is read-only, and this call writes its result into it: pass x.copy(), and keep it"
-        )
-    if writable and layouts.overlaps(value):
-        raise ValueError(
-            f"parameter `{name}` has elements that share memory (shape {value.shape}, strides {value.strides}), and this call "
-            "writes its result into it: pass a copy"
-        )
+    each = element_of(value.dtype, name)
+    if writable:
+        layouts.check_result(value, name, not flags.writeable)
     plain = value.view(np.ndarray)
     if flags.c_contiguous and flags.aligned and not each.swapped and not (each.gaps and writable):
         return Memory(plain.view(each.wire).reshape(-1), value.shape, named=each.name)
@@ -89,7 +80,7 @@ def memory_of(found: device_array.DeviceMemory) -> Memory:
         origin=found.origin,
         place=found.place,
         ready=found.ready,
-        direct=isinstance(found.flat, device_array.DeviceAddresses),
+        direct=isinstance(found.flat, DeviceAddresses),
     )
 
 

@@ -151,13 +151,12 @@ def _refusal(dtype: np.dtype[Any]) -> str:
     return f"dtype {dtype} is not supported; convert with .astype(numpy.float32), or pass .view(numpy.uint8)"
 
 
-def movable(dtype: np.dtype[Any]) -> str | None:
-    """Return why arrays of ``dtype`` cannot be moved, or None if they can."""
+def element_of(dtype: np.dtype[Any], name: str) -> Element:
+    """Return how elements of the parameter ``name`` move; raise TypeError, with that name, if they cannot be moved."""
     try:
-        element(dtype)
+        return element(dtype)
     except TypeError as error:
-        return str(error)
-    return None
+        raise TypeError(f"parameter `{name}`: {error}") from None
 
 
 @dataclass(frozen=True)

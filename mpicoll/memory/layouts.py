@@ -114,6 +114,19 @@ def _span(array: Array) -> tuple[int, int]:
     return start, end + array.itemsize
 
 
+def check_result(array: Array, name: str, readonly: bool) -> None:
+    """Raise ValueError if a call cannot write its result into the array that is passed for the parameter ``name``."""
+    if readonly:
+        raise ValueError(
+            f"parameter `{name}` is read-only, and this call writes its result into it: pass x.copy(), and keep it"
+        )
+    if overlaps(array):
+        raise ValueError(
+            f"parameter `{name}` has elements that share memory (shape {array.shape}, strides {array.strides}), and this call "
+            "writes its result into it: pass a copy"
+        )
+
+
 def overlaps(value: Array) -> bool:
     """Return whether two elements of an array have a byte in common, as in a broadcast view."""
     flags = value.flags

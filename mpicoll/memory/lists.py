@@ -76,7 +76,7 @@ class ListMemory:
 
 
 def list_memories(
-    operation: str, *arguments: ListArgument, size: Callable[[Iterable[int]], int] = max, even: bool = False
+    operation: str, *arguments: ListArgument, size: Callable[[Iterable[int]], int] = max
 ) -> list[ListMemory]:
     """Return the memories of all arguments of a call: all are passed to MPI directly, all move in pieces, or none does either.
 

@@ -116,7 +116,9 @@ def again(
             return False
         limit = None if timeout is None else execution.call_limit(known, timeout)
     if async_op:
-        return async_op is True and (begin(known, found, send, recv, frame, limit, name, outputs) or False)
+        if async_op is not True or CallSite.inside(frame.f_code):  # in the second case the general way finds the place
+            return False
+        return begin(known, found, send, recv, CallSite(frame.f_code, frame.f_lasti), limit, name, outputs) or False
     if found.shared is not None:
         more = () if plain else (limit, name, None if name is None else found.words_named(known, name))
         if extension.run(known, found, send, recv, frame, *more):
@@ -231,7 +233,7 @@ def start_and_complete(group: ProcessGroup, prepared: PreparedOperation, array: 
 def _lose(
     group: ProcessGroup,
     prepared: PreparedOperation,
-    frame: FrameType,
+    place: FrameType | CallSite,
     request: Request | None,
     error: BaseException,
     *given: Any,
@@ -241,14 +243,14 @@ def _lose(
         return
     retain_frames(error)
     if request is None:
-        request = _describe(group, prepared, frame, *given)
+        request = _describe(group, prepared, place, *given)
     request.withdraw(error)
 
 
 def _describe(
     group: ProcessGroup,
     prepared: PreparedOperation,
-    frame: FrameType,
+    place: FrameType | CallSite,
     limit: float | None = None,
     name: str | None = None,
     words: Words | None = None,
@@ -257,7 +259,8 @@ def _describe(
     request = Request(group, None, [], group.timeout if limit is None else limit, waited=True)
     request.prepared = prepared
     request.words = words or prepared.eager_words
-    request.start_of = Start(None, None, frame.f_code, frame.f_lasti, name, True)
+    site = place if isinstance(place, CallSite) else CallSite(place.f_code, place.f_lasti)
+    request.start_of = Start(None, None, site.code, site.instruction, name, True)
     request.start_of.seq = group.calls
     return request
 
@@ -267,13 +270,13 @@ def begin(
     prepared: PreparedOperation,
     send: Any,
     recv: Any,
-    frame: FrameType,
+    site: CallSite,
     limit: float | None,
     name: str | None,
     outputs: Any,
 ) -> Work | None:
     """Start a prepared operation, for a wait later; None, and nothing done, if that is impossible now."""
-    if waiting.progress_thread is not None or CallSite.inside(frame.f_code) or not prepared.fits(send, recv):
+    if waiting.progress_thread is not None or not prepared.fits(send, recv):
         return None
     if group.turn is not None or group.broken is not None or group.destroyed:
         return None
@@ -296,7 +299,7 @@ def begin(
             _threads.add(_ident())
             began = True
             request = prepared.begin(
-                group, send, recv, frame.f_code, frame.f_lasti, waited=False, limit=limit, name=name, before=before
+                group, send, recv, site.code, site.instruction, waited=False, limit=limit, name=name, before=before
             )
             request.outputs = outputs if type(outputs) is list else [outputs]
             if claim is not None:
@@ -310,7 +313,7 @@ def begin(
     except BaseException as error:
         wrong = error
         if began:
-            _lose(group, prepared, frame, request, error)
+            _lose(group, prepared, site, request, error)
         raise
     finally:
         if _guard.noted is not None:

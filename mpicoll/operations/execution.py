@@ -20,7 +20,7 @@ from mpicoll.errors import CollectiveMismatchError
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.memory.device import array as device_array
-from mpicoll.memory.device.array import DeviceAddresses
+from mpicoll.memory.device.addresses import DeviceAddresses
 from mpicoll.operations.failures import BlockingCall, in_child
 from mpicoll.operations.request import Request, collectives_are_pending
 from mpicoll.operations.schedules import Steps, plan_key

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from mpicoll.checks.memory_in_use import SNAPSHOT_BYTES, Claim, Snapshot, claims, written
 from mpicoll.diagnosis.call import Call
 from mpicoll.errors import wrong_argument
-from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup, Stopping
+from mpicoll.groups.registry import member_or_warn
 from mpicoll.memory.adapt import adapt_list, same_dtype, viewed
 from mpicoll.memory.device import array as device_array
-from mpicoll.memory.device.array import DeviceAddresses, MovableArray
-from mpicoll.memory.device.runtime import Fold
-from mpicoll.memory.dtypes import HALVES, Reduction, dtype_name, is_native, resolve_reduction
-from mpicoll.memory.half import WIDE
+from mpicoll.memory.device.addresses import DeviceAddresses
+from mpicoll.memory.dtypes import Reduction
 from mpicoll.memory.layouts import joined
 from mpicoll.memory.lists import ListMemory
 from mpicoll.memory.memory import Array, Memory
@@ -31,89 +30,136 @@ from mpicoll.transports.base import Kind, Movement
 from mpicoll.transports.control import AS_IT_IS, IN_PIECES, NOTHING
 
 if TYPE_CHECKING:
+    from typing_extensions import TypeVarTuple, Unpack
+
     from mpicoll.transports.device.ipc import DeviceReduction
+
+    Arguments = TypeVarTuple("Arguments")
 
 
 MOST_BLOCKS = 16
 """Members up to which blocks of an array on a GPU move in pieces: a quarter of a MiB of each is copied by itself."""
 
 
+class Cached(NamedTuple):
+    """How a call is cached: its signature, and the arrays that the prepared operation is started on.
+
+    Attributes:
+        key: the signature; None if the call is not to be cached.
+        send, recv: what this rank passes, and where its result goes.
+        outputs: the output, or the list of outputs, as the program gave them.
+    """
+
+    key: Any
+    send: Any
+    recv: Any
+    outputs: Any
+
+
+NOT_CACHED = Cached(None, None, None, None)
+
+
+@dataclass(slots=True)
 class Prepared:
     """What the checks of one rank's arguments came to: the key of the call, what to move, what to do around it.
 
-    With a ``device_reduction`` the movement only says what the call is about.
-
-    ``inputs`` are the memories that the transfer reads: they are packed when it starts. ``awaits`` are those whose GPUs have to
-    have come to the call before ``before`` is run. ``stopping`` is what the
-    agreement of a barrier carries signals for.
+    Attributes:
+        move: the movement; with a ``device_reduction`` it only says what the call is about.
+        inputs: the memories that the transfer reads: they are packed when it starts.
+        awaits: the memories whose GPUs have to have come to the call before ``before`` is run.
+        stopping: what the agreement of a barrier carries signals for.
+        cached, memories, average: how the call is cached, the memories of all its arrays, and whether this rank divides the
+            result by the number of members.
     """
 
-    __slots__ = (
-        "after",
-        "awaits",
-        "before",
-        "detail",
-        "device_reduction",
-        "inputs",
-        "key",
-        "move",
-        "outputs",
-        "stopping",
-        "uneven",
-    )
+    key: tuple[Any, ...]
+    move: Movement
+    outputs: list[Any]
+    _: KW_ONLY
+    inputs: tuple[Memory, ...] = ()
+    awaits: tuple[Memory, ...] = ()
+    before: Callable[[], None] | None = None
+    after: Callable[[], None] | None = None
+    uneven: bool = False
+    detail: int = NOTHING
+    stopping: Stopping | None = None
+    device_reduction: DeviceReduction | None = None
+    cached: Cached = NOT_CACHED
+    memories: tuple[Memory, ...] = ()
+    average: bool = False
 
-    def __init__(
-        self,
-        key: tuple[Any, ...],
-        move: Movement,
-        outputs: list[Any],
-        *,
-        inputs: tuple[Memory, ...] = (),
-        awaits: tuple[Memory, ...] = (),
-        before: Callable[[], None] | None = None,
-        after: Callable[[], None] | None = None,
-        uneven: bool = False,
-        detail: int = NOTHING,
-        stopping: Stopping | None = None,
-        device_reduction: DeviceReduction | None = None,
-    ) -> None:
-        self.key = key
-        self.device_reduction = device_reduction
-        self.stopping = stopping
-        self.move = move
-        self.outputs = outputs
-        self.inputs = inputs
-        self.awaits = awaits
-        self.before = before
-        self.after = after
-        self.uneven = uneven
-        self.detail = detail
+
+def run_cached(
+    op: str,
+    group: Any,
+    cached: tuple[Any, Any, Any, Any],
+    prepare: Callable[[ProcessGroup, Cached, Unpack[Arguments]], Prepared],
+    arguments: tuple[Unpack[Arguments]],
+    async_op: bool,
+    timeout: timedelta | None,
+    name: str | None,
+    stream: Any,
+    alias: str = "",
+    depth: int = 3,
+) -> Work | None:
+    """Start the prepared operation of a call that the program makes again; otherwise make the call as :func:`run_prepared`.
+
+    Args:
+        cached: the fields of a :class:`Cached`.
+        depth: frames between ``dispatch.again`` and the program.
+    """
+    key, send, recv, outputs = cached
+    if key is not None:
+        made = dispatch.again(group, key, send, recv, depth, timeout, name, async_op, outputs)
+        if made:
+            return made if isinstance(made, Work) else None
+    more = (Cached(*cached), *arguments)
+    return run_prepared(op, group, prepare, more, async_op, timeout, name, stream, alias)
 
 
 def run_prepared(
     op: str,
-    group: ProcessGroup,
+    group: Any,
+    prepare: Callable[[ProcessGroup, Unpack[Arguments]], Prepared],
+    arguments: tuple[Unpack[Arguments]],
     async_op: bool,
     timeout: timedelta | None,
-    prepare: Callable[[ProcessGroup], Prepared],
     name: str | None,
-    alias: str = "",
     stream: Any = None,
+    alias: str = "",
 ) -> Work | None:
-    """Check the arguments; what is wrong with them takes part in the agreement, so that all members raise."""
+    """Check the arguments; what is wrong with them takes part in the agreement, so that all members raise.
+
+    Args:
+        op: name of the call.
+        group, async_op, timeout, name, stream: as the program gave them; a rank that is not in the group gets a warning only.
+        prepare: checks the other arguments of the program, and returns what they come to.
+        arguments: these arguments.
+        alias: the name that the program used, if it is another one.
+    """
+    found = member_or_warn(group, alias or op)
+    if found is None:
+        return None
     site = call_site()
-    execution.enter(group, op)
+    execution.enter(found, op)
     try:
-        limit = execution.call_limit(group, timeout)
+        limit = execution.call_limit(found, timeout)
         execution.check_name(name)
         async_op = bool(async_op)
         with device_array.StreamOrder(stream) as order:
-            ready = prepare(group)
-        claim = _claim(group, op, site, ready, async_op)
+            ready = prepare(found, *arguments)
+        again = _cache(found, op, alias, ready)
     except Exception as error:
-        call = Call(op, (), site, error=wrong_argument(error), alias=alias)
-        execution.run(group, call, None, outputs=[], limit=group.timeout)
-        raise AssertionError("a call with wrong arguments always raises") from error
+        _refuse(found, op, site, alias, error)
+    if async_op and again is not None:  # the first call goes the way of the next ones
+        _, send, recv, outputs = ready.cached
+        work = dispatch.begin(found, again, send, recv, site, limit, name, outputs)
+        if work is not None:
+            return work
+    try:
+        claim = _claim(found, op, site, ready, async_op)
+    except Exception as error:
+        _refuse(found, op, site, alias, error)
     key = ready.key if name is None else (*ready.key, ("name", name))
     call = Call(op, key, site, uneven=ready.uneven, detail=ready.detail, alias=alias)
     carried: Any = None
@@ -131,18 +177,27 @@ def run_prepared(
     else:
         call.device = _of_gpu(ready.move)
 
-    work = execution.run(
-        group,
+    made = execution.run(
+        found,
         call,
         carried or ready.move,
         outputs=ready.outputs,
         async_op=async_op,
         limit=limit,
-        ready=_all_ready((*ready.inputs, *ready.awaits), order.ready_tests),
-        before=_packing(ready),
+        ready=all_ready((*ready.inputs, *ready.awaits), order.ready_tests),
+        before=packing(ready),
         after=ready.after,
     )
-    return None if work is None else work.with_claim(claim)
+    if ready.stopping is not None:
+        ready.stopping.deliver()
+    return None if made is None else made.with_claim(claim)
+
+
+def _refuse(group: ProcessGroup, op: str, site: CallSite, alias: str, error: Exception) -> NoReturn:
+    """Make a call with wrong arguments, which raises on all members."""
+    call = Call(op, (), site, error=wrong_argument(error), alias=alias)
+    execution.run(group, call, None, outputs=[], limit=group.timeout)
+    raise AssertionError("a call with wrong arguments always raises") from error
 
 
 def is_unscaled(op: Any) -> bool:
@@ -177,62 +232,12 @@ def blocks_in_pieces(size: int) -> int | None:
     return device_array.PIECES_FROM if size <= MOST_BLOCKS else None
 
 
-def device_reductions() -> Any:
-    """Return the module of reductions on a GPU, which programs without one do not load."""
-    from mpicoll.transports.device import ipc
-
-    return ipc
-
-
-def device_array_of(g: ProcessGroup, tensor: Any, op: Any) -> MovableArray | None:
-    """Return an array that may be reduced on a GPU, if the members of the group may share one; else None."""
-    if (
-        not (g.pair.on_node and device_array.on_device(tensor))
-        or type(op) is not RedOpType
-        or op is RedOpType.PREMUL_SUM
-    ):
-        return None
-    return (
-        None
-        if registry.state().settings.cuda_ipc == "off"
-        else device_array.movable_array(tensor, "tensor", writable=True)
-    )
-
-
-def prepare_on_device(
-    g: ProcessGroup, held: MovableArray, tensor: Any, op: Any, by_host: Callable[[], Prepared]
-) -> Prepared:
-    """Return what the checks of an ``all_reduce`` came to that may be made on the GPU that all members share.
-
-    Args:
-        by_host: returns the same by way of the host, for which memory is taken.
-    """
-    dtype = WIDE if held.named in HALVES else held.array.dtype
-    reduction = resolve_reduction("all_reduce", op, dtype, held.named)
-    agreed = (str(reduction.op), held.named or dtype_name(dtype), ("elements", held.origin.size))
-    fold = Fold(reduction.mpi_op, held.each.wire, held.named, g.size() if reduction.average else 0)
-
-    def otherwise() -> Any:
-        found = by_host()
-        return found.move, _all_ready(found.inputs, []), _packing(found), found.after
-
-    on_device = device_reductions().DeviceReduction(
-        g, held, fold, held.origin.size * dtype.itemsize, otherwise, held.in_pieces(bytes_in_pieces(op))
-    )
-    return Prepared(
-        agreed,
-        Movement(Kind.ALL_REDUCE, recv=held.origin, op=reduction.mpi_op),
-        [tensor],
-        device_reduction=on_device,
-    )
-
-
-def _packing(ready: Prepared) -> Callable[[], None] | None:
+def packing(ready: Prepared) -> Callable[[], None] | None:
     """Return what is done just before data moves."""
     return all_steps_of(*(memory.pack for memory in ready.inputs), ready.before) if ready.inputs else ready.before
 
 
-def _all_ready(memories: tuple[Memory, ...], noted: list[Callable[[], bool]]) -> Callable[[], bool] | None:
+def all_ready(memories: tuple[Memory, ...], noted: list[Callable[[], bool]]) -> Callable[[], bool] | None:
     """Return what says whether the GPUs have come to a call; None where all it uses is on the host."""
     asks = noted + [memory.ready for memory in memories if memory.ready is not None and not memory.direct]
     return (lambda: all(ask() for ask in asks)) if asks else None
@@ -378,45 +383,26 @@ def input_scaler(reduction: Reduction, memory: Memory) -> Callable[[], None] | N
     return scale
 
 
-def cache_call(
-    g: ProcessGroup, key: Any, again: PreparedOperation, memories: tuple[Memory, ...], send: Any, recv: Any
-) -> None:
-    """Keep a call of plain arrays, whose own memory moves as it is, so that it costs less when it is made again.
-
-    Args:
-        key: what the program gave; None where the call was not plain.
-        memories: of all arrays.
-        send, recv: what this rank passes, and where its result goes.
-    """
-    if key is None or type(g) is not ProcessGroup:
-        return
-    if any(memory.named or memory.pack is not None or memory.unpack is not None for memory in memories):
-        return
-    dispatch.cache(g, key, again, memories[0].dtype, send, recv)
-
-
-def prepare_plain_all_reduce(group: Any, op: Any, array: Array) -> None:
-    """Prepare and cache an ``all_reduce`` of a NumPy array, unless the general checks have to say what is wrong.
-
-    So the first asynchronous call goes the way of the next ones.
-    """
-    signature = op, array.dtype, array.shape
-    if type(group) is not ProcessGroup or signature in group.prepared:
-        return
-    if group.gone() or not array.size or not array.flags.carray or not is_native(array.dtype):
-        return
-    execution.enter(group, "all_reduce")
-    try:
-        reduction = resolve_reduction("all_reduce", op, array.dtype, "")
-    except Exception:  # said where it is raised on all members
-        return
-    if reduction.factor is not None:
-        return
-    key = (str(reduction.op), dtype_name(array.dtype), ("elements", array.size))
-    prepared = PreparedOperation(
-        "all_reduce", key, Kind.ALL_REDUCE, array.nbytes, mpi_op=reduction.mpi_op, average=reduction.average
+def _cache(g: ProcessGroup, op: str, alias: str, ready: Prepared) -> PreparedOperation | None:
+    """Cache and return a call of plain arrays, whose own memory moves as it is, so that the call costs less when made again."""
+    (key, send, recv, _), move, memories = ready.cached, ready.move, ready.memories
+    if key is None or type(g) is not ProcessGroup or not all(map(_plain, memories)):
+        return None
+    dtype = memories[0].dtype
+    nbytes = memories[0].flat.nbytes if ready.detail == NOTHING else ready.detail * dtype.itemsize
+    again = PreparedOperation(
+        op,
+        ready.key,
+        move.kind,
+        nbytes,
+        mpi_op=move.op,
+        root=move.root,
+        average=ready.average,
+        detail=ready.detail,
+        alias=alias,
     )
-    dispatch.cache(group, signature, prepared, array.dtype, array, array)
+    dispatch.cache(g, key, again, dtype, send, recv)
+    return g.prepared.get(key)
 
 
 def all_steps_of(*steps: Callable[[], None] | None) -> Callable[[], None] | None:

@@ -7,7 +7,6 @@ Every wait of the process progresses all pending requests. Only :meth:`Request.T
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from mpicoll.diagnosis.wait_policy import CallWait, local_wait
 from mpicoll.errors import BufferInUseError, CollectiveMismatchError, DistError
 from mpicoll.groups.communicators import MpiError
 from mpicoll.operations import failures
-from mpicoll.operations.failures import broken, over, settle, tells_why, wrap
+from mpicoll.operations.failures import broken, settle, tells_why, wrap
 from mpicoll.operations.schedules import Prepared, Schedule, Steps
 from mpicoll.operations.states import (
     AGREED,
@@ -45,9 +44,9 @@ if TYPE_CHECKING:
     from mpicoll.transports.control import Agreed, Round, Words
 
 
-ASLEEP, LOOK_EVERY, STILL_WITHIN = 0.001, 0.005, 1.0
-"""Seconds: a thread that waits sleeps for so long at a time while another thread progresses the request; a program that polls
-has the request checked so often; no other thread is assumed to progress the request after so long."""
+ASLEEP, STILL_WITHIN = 0.001, 1.0
+"""Seconds: a thread that waits sleeps for so long at a time while another thread progresses the request; no other thread is
+assumed to progress the request after so long."""
 
 
 class Request:
@@ -460,30 +459,6 @@ class Request:
             return False
         test = made.Test
         return all(not test() for _ in range(polls))
-
-    def poll(self) -> tuple[bool, bool]:
-        """Progress all requests; return whether this one is over, and whether it has just been ended because it never can be."""
-        with signals.guard:
-            if self.state < COMPLETE:
-                waiting.progress()
-            if self.Test():
-                waiting.drop(self)
-                return True, False
-            return False, self._is_lost()
-
-    def _is_lost(self) -> bool:
-        now = time.monotonic()
-        if now < self.next_look:
-            return False
-        self.polled = self.polled or now
-        self.next_look = now + LOOK_EVERY
-        policy = self.policy()
-        error = over(policy, now - self.polled)
-        if error is None or self.Test():
-            return self.state >= COMPLETE
-        policy.withdraw(error)
-        self.abandon(error)
-        return True
 
     @contextmanager
     def still(self) -> Iterator[None]:

@@ -7,14 +7,18 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from mpicoll.checks.memory_in_use import Claim, claims
 from mpicoll.diagnosis.call import Call
 from mpicoll.errors import DistError
-from mpicoll.operations.failures import settle
+from mpicoll.operations.failures import over, settle
 from mpicoll.operations.request import Request
 from mpicoll.runtime import signals, waiting
+
+_LOOK_EVERY = 0.005
+"""Seconds: a request that a program polls is checked so often for whether it can ever complete."""
 
 
 class _WorkFuture(Future[Any]):
@@ -197,7 +201,7 @@ class Work:
                 has ended or gave the group up: a program that polls would do so for good.
             CollectiveTimeoutError: the limit of the call has passed since this was first asked.
         """
-        done, lost = self._request.poll()
+        done, lost = _poll(self._request)
         if done or lost:
             self._observe()
             self._land()
@@ -251,7 +255,7 @@ class Work:
             else:
                 request.landing = self._land
             if request.future is None:
-                request.future = _WorkFuture(request.complete, request.poll)
+                request.future = _WorkFuture(request.complete, partial(_poll, request))
                 request.future.set_running_or_notify_cancel()
                 if request.done:
                     settle(request.future, request)
@@ -299,6 +303,32 @@ class Work:
             claims.drop(claim)
         if not getattr(self, "_observed", True):
             warn_of_dropped(self._request.call, self)
+
+
+def _poll(request: Request) -> tuple[bool, bool]:
+    """Progress all requests; return whether this one is over, and whether it has just been ended because it never can be."""
+    with signals.guard:
+        if not request.done:
+            waiting.progress()
+        if request.Test():
+            waiting.drop(request)
+            return True, False
+        return False, _is_lost(request)
+
+
+def _is_lost(request: Request) -> bool:
+    now = time.monotonic()
+    if now < request.next_look:
+        return False
+    request.polled = request.polled or now
+    request.next_look = now + _LOOK_EVERY
+    policy = request.policy()
+    error = over(policy, now - request.polled)
+    if error is None or request.Test():
+        return request.done
+    policy.withdraw(error)
+    request.abandon(error)
+    return True
 
 
 def warn_of_dropped(call: Call, work: Work) -> None:

@@ -63,6 +63,14 @@ def call_site() -> CallSite:
     return CallSite(frame.f_code, frame.f_lasti)
 
 
+def program_level() -> int:
+    """Return the ``stacklevel`` with which the caller warns at the line of the program."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_code.co_filename.startswith(_no_places) and frame.f_back is not None:
+        frame, level = frame.f_back, level + 1
+    return level
+
+
 def caller(depth: int = 1) -> FrameType:
     """Return the frame that called the function which calls this one; that function's own frame if C called it.
 

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from mpicoll.memory.device.array import DeviceAddresses, picked
+from mpicoll.memory.device.addresses import DeviceAddresses
+from mpicoll.memory.device.array import picked
 from mpicoll.memory.memory import MemoryKind
 
 Array = npt.NDArray[Any]

@@ -12,7 +12,8 @@ from standin_gpu import Gpu, select
 import mpicoll as dist
 from mpicoll.memory.device import array as device_array
 from mpicoll.memory.device import pool as device_pool
-from mpicoll.memory.device.array import DIRECT_BYTES, DeviceAddresses, addresses_of
+from mpicoll.memory.device.addresses import DeviceAddresses, addresses_of
+from mpicoll.memory.device.array import DIRECT_BYTES
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

@@ -16,7 +16,8 @@ from standin_gpu import Gpu, Stream, fails_at_some_pace, select
 import mpicoll as dist
 from mpicoll.memory.device import array as device_array
 from mpicoll.memory.device import pool as device_pool
-from mpicoll.memory.device.array import DIRECT_BYTES, DeviceAddresses
+from mpicoll.memory.device.addresses import DeviceAddresses
+from mpicoll.memory.device.array import DIRECT_BYTES
 from mpicoll.operations import execution
 from mpicoll.transports import large_counts
 from mpicoll.transports.device.capability import decide

@@ -14,9 +14,9 @@ import pytest
 from ranks import Unpicklable, run_threads
 
 import mpicoll as dist
-from mpicoll.api import objects as implementation
 from mpicoll.checks.levels import EVERY
 from mpicoll.memory import pickled
+from mpicoll.operations.prepare import objects as implementation
 from mpicoll.pytest_plugin import collective_raises
 
 pytestmark = pytest.mark.mpi

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import mpicoll as dist
-from mpicoll.api import collectives, gathering, scattering
 from mpicoll.diagnosis.call import Call
 from mpicoll.memory import adapt, lists
 from mpicoll.memory.memory import Memory
-from mpicoll.operations import execution
+from mpicoll.operations import execution, prepare_collectives
+from mpicoll.operations.prepare import collectives, gathering, scattering
 from mpicoll.runtime.call_site import call_site
 from mpicoll.transports.base import Kind, Movement
 from mpicoll.transports.control import AS_IT_IS
@@ -263,8 +263,7 @@ def test_memory_that_is_packed_and_unpacked(monkeypatch: pytest.MonkeyPatch) -> 
     for module in (collectives, gathering, scattering, lists):
         monkeypatch.setattr(module, "adapt", owned, raising=False)
         monkeypatch.setattr(module, "adapt_list", owned_list, raising=False)
-    for module in (collectives, gathering, scattering):
-        monkeypatch.setattr(module, "cache_call", lambda *_: None)  # what is kept takes the array's own memory
+    monkeypatch.setattr(prepare_collectives, "_cache", lambda *_: None)  # what is kept takes the array's own memory
     group = dist.new_group()
     cases.every_collective(group, dtype="d")
     assert packs > 10

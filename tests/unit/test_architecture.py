@@ -75,10 +75,7 @@ SPEAKS_MPI_TOO = {
 UPWARD: set[tuple[str, str]] = set()
 LAUNCH_TOO: set[tuple[str, str]] = set()
 LONG = {
-    "api/coalesced": 576,
     "api/messages": 571,
-    "api/objects": 541,
-    "memory/device/array": 529,
     "operations/execution": 522,
 }
 MOST_INSIDE = 52

@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 
 from mpicoll.memory import layouts
+from mpicoll.memory.device.addresses import DeviceAddresses, addresses_of
 from mpicoll.memory.device.pool import _Block, pool
 from mpicoll.memory.device.runtime import Array, DeviceArray, Runtime, over, runtime
-from mpicoll.memory.dtypes import Element, element, is_native
+from mpicoll.memory.dtypes import Element, element_of, is_native
 
 _GPU = (2, 13)
 """Memory of CUDA, and managed memory (DLDeviceType of DLPack)."""
@@ -58,94 +59,9 @@ def on_device(value: Any) -> bool:
         return False
 
 
-class DeviceAddresses(np.ndarray[Any, np.dtype[Any]]):
-    """The addresses of an array on a GPU, as an ndarray whose elements cannot be read or written on the host.
-
-    Access to the elements raises: in NumPy a signal would end the process. Slices and views have none of the attributes.
-
-    Attributes:
-        array: the array on the GPU.
-        began: the event that the call follows.
-        passed_directly: MPI gets the addresses; otherwise the elements move in pieces through the host.
-        finish: function applied to each piece of a result before the piece is copied to the GPU, or None.
-        narrower: None, or for an array that moves as a wider dtype: its own dtype, the function that widens elements, and
-            the function that narrows elements. Addresses then count wider elements.
-    """
-
-    array: DeviceArray
-    began: Any
-    passed_directly: bool
-    finish: Callable[[Array], None] | None = None
-    narrower: tuple[np.dtype[Any], Callable[[Array, Array], None], Callable[[Array, Array], None]] | None = None
-
-    def widened(
-        self,
-        dtype: np.dtype[Any],
-        widen: Callable[[Array, Array], None],
-        narrow: Callable[[Array, Array], None],
-    ) -> DeviceAddresses:
-        """Return the addresses for elements that move as a wider dtype.
-
-        Args:
-            widen, narrow: write converted elements of the first argument into the second.
-        """
-        interface = {"version": 3, "data": (self.ctypes.data, False), "shape": self.shape, "typestr": dtype.str}
-        wide = np.asarray(_AddressHolder(interface, self.array.held)).view(DeviceAddresses)
-        wide.array, wide.began, wide.passed_directly = self.array, self.began, False
-        wide.narrower = self.dtype, widen, narrow
-        return wide
-
-    def __array_ufunc__(self, *_: Any, **__: Any) -> Any:
-        raise _unreadable()
-
-    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if func not in (np.may_share_memory, np.shares_memory):
-            raise _unreadable()
-        return super().__array_function__(func, types, args, kwargs)
-
-    def __repr__(self) -> str:
-        return f"DeviceAddresses(shape={self.shape}, dtype={self.dtype})"
-
-    __str__ = __repr__
-
-    def _no(self, *_: Any, **__: Any) -> Any:
-        raise _unreadable()
-
-    copy = tobytes = tolist = item = __setitem__ = fill = __iter__ = __array__ = _no
-
-
-def _unreadable() -> RuntimeError:
-    return RuntimeError("the elements of an array on a GPU are not to be had on the host: this is a bug of mpicoll")
-
-
-class _AddressHolder:
-    """Object that gives NumPy an address, and keeps the owner of the memory alive."""
-
-    __slots__ = ("__array_interface__", "owner")
-
-    def __init__(self, interface: dict[str, Any], owner: Any) -> None:
-        self.__array_interface__ = interface
-        self.owner = owner
-
-
 def place_of(value: Any, name: str) -> Array:
     """Return the addresses of an array on a GPU, or raise TypeError. ``name`` is the name of the parameter."""
     return addresses_of(_runtime_for(name).array(value, name, writable=False))
-
-
-def addresses_of(array: DeviceArray) -> Array:
-    """Return the addresses of an array. Host and GPU share no address (CUDA guide, unified virtual addressing)."""
-    if 0 in array.shape:
-        return np.empty(array.shape, array.dtype).view(DeviceAddresses)
-    raw = np.dtype((np.void, array.dtype.itemsize))
-    interface = {
-        "version": 3,
-        "data": (array.address, False),
-        "shape": array.shape,
-        "strides": array.strides,
-        "typestr": raw.str,
-    }
-    return np.asarray(_AddressHolder(interface, array.held)).view(array.dtype).view(DeviceAddresses)
 
 
 @dataclass(slots=True)
@@ -507,23 +423,13 @@ def movable_array(value: Any, name: str, *, writable: bool) -> MovableArray:
     """
     gpu = _runtime_for(name)
     array = _array(gpu, value, name, writable)
-    try:
-        each = element(array.dtype)
-    except TypeError as error:
-        raise TypeError(f"parameter `{name}`: {error}") from None
+    each = element_of(array.dtype, name)
     if each.swapped or (each.gaps and writable):
         what = "bytes in another order" if each.swapped else "gaps in its elements"
         raise TypeError(
             f"parameter `{name}`: an array on a GPU with {what} ({array.dtype}) is not supported: pass a copy"
         )
     origin = addresses_of(array)
-    if writable and array.readonly:
-        raise ValueError(
-            f"parameter `{name}` is read-only, and this call writes its result into it: pass x.copy(), and keep it"
-        )
-    if writable and layouts.overlaps(origin):
-        raise ValueError(
-            f"parameter `{name}` has elements that share memory (shape {array.shape}, strides {array.strides}), and this call "
-            "writes its result into it: pass a copy"
-        )
+    if writable:
+        layouts.check_result(origin, name, array.readonly)
     return MovableArray(array, each, origin, gpu.mark(array.device, array.stream))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from typing import Any
 
 import numpy as np
 
-from mpicoll.memory.device.runtime import Array, Runtime, over, runtime
+from mpicoll.memory.device.runtime import Array, Runtime, drop_in_child, over, runtime
 
 _SMALLEST = 4096
 
@@ -148,14 +147,4 @@ def close() -> None:
         found.close()
 
 
-_parents: list[Any] = []
-
-
-def _in_child() -> None:
-    """Drop the pool in a forked process without CUDA calls: CUDA does not work there, not even to free memory."""
-    global _pool
-    _parents.append(_pool)
-    _pool = None
-
-
-os.register_at_fork(after_in_child=_in_child)
+drop_in_child(globals(), "_pool")

@@ -225,11 +225,14 @@ class EventComplete:
 _parents: list[Any] = []
 
 
-def _in_child() -> None:
-    """Drop the runtime in a forked process without CUDA calls: CUDA does not work there, not even to free memory."""
-    global _runtime
-    _parents.append(_runtime)
-    _runtime = None
+def drop_in_child(names: dict[str, Any], name: str) -> None:
+    """Set a name of a module to None in a forked process without CUDA calls: CUDA cannot even free memory there."""
+
+    def drop() -> None:
+        _parents.append(names[name])
+        names[name] = None
+
+    os.register_at_fork(after_in_child=drop)
 
 
-os.register_at_fork(after_in_child=_in_child)
+drop_in_child(globals(), "_runtime")

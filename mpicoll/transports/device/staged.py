@@ -30,7 +30,7 @@ import numpy as np
 
 from mpicoll.memory.device import pool as device_pool
 from mpicoll.memory.device import runtime as device_runtime
-from mpicoll.memory.device.array import DeviceAddresses
+from mpicoll.memory.device.addresses import DeviceAddresses
 from mpicoll.transports.base import Array, Kind, Movement, Request, pieces
 
 Steps = Generator[Request, None, None]

@@ -13,7 +13,8 @@ from standin_gpu import Gpu
 
 from mpicoll.memory.adapt import adapt
 from mpicoll.memory.device import runtime as device_runtime
-from mpicoll.memory.device.array import DeviceAddresses, addresses_of, on_device
+from mpicoll.memory.device.addresses import DeviceAddresses, addresses_of
+from mpicoll.memory.device.array import on_device
 from mpicoll.memory.device.pool import Pool
 
 

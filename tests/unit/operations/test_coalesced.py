@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 
-from mpicoll.api.coalesced import Plan, layout
+from mpicoll.operations.prepare.coalesced import Plan, layout
 
 DTYPES = [np.dtype(char) for char in "dfD"]
 

@@ -1,0 +1,124 @@
+"""Prepare collectives that gather blocks of all ranks."""
+
+from __future__ import annotations
+
+from mpicoll.groups.process_group import ProcessGroup
+from mpicoll.groups.registry import peer_rank
+from mpicoll.memory.adapt import adapt_list, same_dtype
+from mpicoll.memory.lists import ListArgument, list_memories
+from mpicoll.memory.memory import AnyArray
+from mpicoll.operations.prepare_collectives import (
+    NOT_CACHED,
+    Cached,
+    Prepared,
+    blocks_in_pieces,
+    check_same_size,
+    one_result_buffer,
+    refuse_values,
+    result_unpacker,
+    source_apart_from,
+)
+from mpicoll.transports.base import Kind, Movement
+
+
+def all_gather(
+    g: ProcessGroup, cached: Cached, tensor_list: list[AnyArray], tensor: AnyArray, async_op: bool
+) -> Prepared:
+    """Prepare an ``all_gather``, whose blocks may differ in size."""
+    results, source = list_memories(
+        "all_gather", ListArgument(tensor_list, "tensor_list", True, g.size()), ListArgument(tensor, "tensor")
+    )
+    outputs, (memory,) = results.memories, source.memories
+    same_dtype(memory, *outputs)
+    counts = tuple(output.flat.size for output in outputs)
+    if counts[g.rank()] != memory.flat.size:
+        raise ValueError(
+            f"all_gather: tensor has {memory.flat.size} elements, but its place tensor_list[{g.rank()}] has "
+            f"{counts[g.rank()]}"
+        )
+    uneven = len(set(counts)) > 1
+    packed, after = one_result_buffer(results, () if async_op else (memory,))
+    agreed = (memory.name, ("blocks", counts) if uneven else ("elements", counts[0]))
+    blocks = counts if uneven else None
+    return Prepared(
+        agreed,
+        Movement(Kind.ALL_GATHER, send=source.flat, recv=packed, recvcounts=blocks, vector=uneven),
+        list(tensor_list),
+        inputs=(memory,),
+        before=source.gather,
+        after=after,
+        cached=NOT_CACHED if uneven else cached,
+        memories=(memory, *outputs),
+    )
+
+
+def all_gather_single(
+    g: ProcessGroup, cached: Cached, output_tensor: AnyArray, input_tensor: AnyArray, function: str
+) -> Prepared:
+    """Prepare a gather of equal blocks into one array; ``function`` is the name that the program used."""
+    most = blocks_in_pieces(g.size())
+    source, result = list_memories(
+        "all_gather",
+        ListArgument(input_tensor, "input_tensor", pieces=None if most is None else most // g.size()),
+        ListArgument(output_tensor, "output_tensor", True, pieces=most),
+        size=min,
+    )
+    (memory,), (output,) = source.memories, result.memories
+    same_dtype(output, memory)
+    if output.flat.size != g.size() * memory.flat.size:
+        raise ValueError(
+            f"{function}: output_tensor must have {g.size()} x {memory.flat.size} elements, got {output.flat.size}"
+        )
+    # The input may be this rank's part of the output, as torch allows: MPI forbids that its buffers overlap.
+    send = source_apart_from(output, source)
+    return Prepared(
+        (memory.name, ("elements", memory.flat.size)),
+        Movement(Kind.ALL_GATHER, send=send, recv=output.flat),
+        [output_tensor],
+        inputs=(memory,),
+        before=source.gather,
+        after=result_unpacker([output]),
+        cached=cached,
+        memories=(memory, output),
+    )
+
+
+def gather(
+    g: ProcessGroup,
+    cached: Cached,
+    tensor: AnyArray,
+    gather_list: list[AnyArray] | None,
+    dst: int | None,
+    group_dst: int | None,
+    async_op: bool,
+) -> Prepared:
+    """Prepare a ``gather``."""
+    root = peer_rank(g, dst, group_dst, "dst", default=0)
+    arguments = [ListArgument(tensor, "tensor")]
+    if g.rank() == root and isinstance(gather_list, list) and gather_list:
+        arguments.append(ListArgument(gather_list, "gather_list", True, g.size()))
+    source, *results = list_memories("gather", *arguments)
+    (memory,) = source.memories
+    agreed = (("root", g.ranks[root]), memory.name, ("elements", memory.flat.size))
+    inputs = (memory,)
+    if g.rank() != root:
+        refuse_values(gather_list, "gather_list", "destination")
+        move, cached = Movement(Kind.GATHER, send=source.flat, root=root), cached._replace(recv=None)
+        return Prepared(agreed, move, [], inputs=inputs, cached=cached, memories=inputs)
+    if gather_list is not None and not isinstance(gather_list, list):
+        adapt_list(gather_list, "gather_list", writable=True)
+    if not gather_list:
+        raise ValueError("Argument ``gather_list`` must be specified on destination rank.")
+    (result,) = results
+    check_same_size("gather_list", result.memories, memory)
+    packed, after = one_result_buffer(result, () if async_op else inputs)
+    return Prepared(
+        agreed,
+        Movement(Kind.GATHER, send=source.flat, recv=packed, root=root),
+        list(gather_list),
+        inputs=inputs,
+        before=source.gather,
+        after=after,
+        cached=cached,
+        memories=(memory, *result.memories),
+    )

@@ -1,0 +1,417 @@
+"""Collectives of objects that pickle can serialize: their arguments, and the steps in which the objects move.
+
+The members agree on the call, and learn the sizes of the largest object and of the largest head. One transfer of equal blocks
+carries the heads (see ``memory.pickled``): small objects are complete then. The rest of long heads and the buffers move
+directly from the memory of the sender to the memory of the object on the receiver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mpicoll.checks.memory_in_use import check_read
+from mpicoll.diagnosis.call import Call, name_ranks
+from mpicoll.errors import ARGUMENT, CollectiveMismatchError, DistError, wrong_argument
+from mpicoll.groups.process_group import ProcessGroup
+from mpicoll.groups.registry import member_or_warn, peer_rank
+from mpicoll.memory import pickled
+from mpicoll.memory.pickled import IncomingObject, Packed, WireError, need_list
+from mpicoll.operations import composed, execution
+from mpicoll.runtime import waiting
+from mpicoll.runtime.call_site import call_site
+from mpicoll.transports.base import Kind, Movement, Request
+from mpicoll.transports.control import NOTHING, Agreed
+from mpicoll.transports.mpi.collectives import AllRequests, Post, library_tag, post_all
+
+FIRST_BYTES = 16 * 1024
+"""Heads up to this size move whole in the first transfer, each padded to the largest."""
+
+SHORT_BYTES = 512
+"""Bytes of each head in the first transfer if one head is larger."""
+
+PEERS = 8
+"""Members with which an all-gather exchanges buffers at a time."""
+
+_TAG = 3
+_FAILED = 1 << 62
+
+Steps = Generator[Request, None, None]
+_Sends = dict[int, tuple[Packed, Any]]
+_Pieces = list[tuple[int, list[Any]]]
+_Ready = tuple[tuple[Any, ...], int, list[Any]]
+"""Checked arguments of this rank: the key of the call, its root (-1: none), and the objects to send."""
+
+
+def broadcast(object_list: list[Any], src: int | None, group: Any, group_src: int | None, name: str | None) -> None:
+    """Make a ``broadcast_object_list``."""
+
+    def prepare(g: ProcessGroup) -> _Ready:
+        root = peer_rank(g, src, group_src, "src", default=0)
+        need_list(object_list, "object_list")
+        key = (("root", g.ranks[root]), ("objects", len(object_list)))
+        return key, root, [object_list] if g.rank() == root else []
+
+    made = _run("broadcast_object_list", group, prepare, name, _Broadcast)
+    if made is not None and made.arrived:
+        whose = f"broadcast_object_list: the list of rank {made.group.ranks[made.root]}"
+        object_list[:] = made.arrived[made.root].load(whose)
+
+
+def all_gather(object_list: list[Any], obj: Any, group: Any, name: str | None) -> None:
+    """Make an ``all_gather_object``."""
+
+    def prepare(g: ProcessGroup) -> _Ready:
+        need_list(object_list, "object_list")
+        if len(object_list) < g.size():
+            raise ValueError(
+                f"object_list must have one place for each of the {g.size()} ranks, got {len(object_list)}"
+            )
+        return (("objects", 1),), -1, [obj]
+
+    made = _run("all_gather_object", group, prepare, name, _AllGather)
+    if made is not None:
+        object_list[: made.group.size()] = made.load_all()
+
+
+def gather(
+    obj: Any, into: list[Any] | None, dst: int | None, group: Any, group_dst: int | None, name: str | None
+) -> None:
+    """Make a ``gather_object``."""
+
+    def prepare(g: ProcessGroup) -> _Ready:
+        root = peer_rank(g, dst, group_dst, "dst", default=0)
+        _list_of_root(into, "object_gather_list", g, root, "destination")
+        return (("root", g.ranks[root]), ("objects", 1)), root, [obj]
+
+    made = _run("gather_object", group, prepare, name, _Gather)
+    if made is not None and made.arrived:
+        assert into is not None
+        into[: made.group.size()] = made.load_all()
+
+
+def scatter(
+    output: list[Any],
+    inputs: list[Any] | None,
+    src: int | None,
+    group: Any,
+    group_src: int | None,
+    name: str | None,
+) -> None:
+    """Make a ``scatter_object_list``."""
+
+    def prepare(g: ProcessGroup) -> _Ready:
+        root = peer_rank(g, src, group_src, "src", default=0)
+        if not isinstance(output, list) or not output:
+            raise ValueError("Expected argument scatter_object_output_list to be a list of size at least 1.")
+        objects: list[Any] = []
+        if g.rank() == root:
+            _list_of_root(inputs, "scatter_object_input_list", g, root, "source")
+            objects = list(inputs or ())
+        return (("root", g.ranks[root]), ("objects", 1)), root, objects
+
+    made = _run("scatter_object_list", group, prepare, name, _Scatter)
+    if made is not None:
+        output[0] = made.arrived[made.group.rank()].load("scatter_object_list: the object for this rank")
+
+
+def _list_of_root(values: Any, name: str, group: ProcessGroup, root: int, role: str) -> None:
+    if values is not None:
+        need_list(values, name)
+    if group.rank() != root:
+        if values:
+            raise ValueError(f"Argument ``{name}`` must NOT be specified on non-{role} ranks.")
+    elif not values:
+        raise ValueError(f"Argument ``{name}`` must be specified on {role} rank.")
+    elif len(values) < group.size() or (role == "source" and len(values) > group.size()):
+        raise ValueError(f"{name} must have one place for each of the {group.size()} ranks, got {len(values)}")
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """This rank's part in one call with right arguments.
+
+    Attributes:
+        packed: objects to send.
+        failed: exception of pickling, if the round carries it as a detail and not as an error.
+        arrived: received objects by rank, not unpickled yet.
+        whole, whole_heads: the first transfer carries all objects, or all heads.
+    """
+
+    group: ProcessGroup
+    call: Call
+    root: int
+    packed: list[Packed]
+    failed: Exception | None = None
+    arrived: dict[int, IncomingObject] = field(default_factory=dict)
+    whole: bool = False
+    whole_heads: bool = False
+    kind = b"?"
+
+    def steps(self, agreed: Agreed) -> Steps:
+        """Move the objects: a generator for ``operations.composed.run``."""
+        if agreed.most >= _FAILED:
+            if self.failed is not None:
+                self.call.error = self.failed
+                raise self.failed
+            odd = self.group.ranks[agreed.most - _FAILED]
+            raise CollectiveMismatchError(
+                f"{self.call.op} on group {self.group.display}: what {name_ranks([odd])} passed could not be pickled there"
+            )
+        first = _first_bytes(agreed.most)
+        self.whole = agreed.block_bytes <= first
+        self.whole_heads = agreed.most <= first
+        wire_error = WireError  # at the end of the interpreter the module's names are deleted before generators
+        try:
+            yield from self.move(agreed, first)
+        except wire_error as error:
+            raise self.refused(error) from error
+
+    def move(self, agreed: Agreed, first: int) -> Steps:
+        """Move the objects; ``first``: bytes of each head in the first transfer."""
+        raise NotImplementedError
+
+    def refused(self, error: WireError) -> DistError:
+        """Return the error for bytes that are no object of this call: the members make different calls."""
+        group, call = self.group, self.call
+        hint = "" if group.level == "full" else ": run with MPICOLL_CHECK=full to see which ranks made other calls"
+        return DistError(
+            f"{call.describe()} on group {group.display}, rank {group.ranks[group.rank()]}, at {call.site}: what came is no "
+            f"object of this call, since {error}{hint}"
+        )
+
+    def prefix(self, packed: Packed) -> Any:
+        return packed.prefix(self.kind, self.call.seq)
+
+    def incoming(self, block: Any, agreed: Agreed) -> IncomingObject:
+        """Return the object whose first block was received."""
+        header = pickled.read_header(block, self.kind, self.call.seq, agreed.block_bytes, agreed.most)
+        return IncomingObject(block, header)
+
+    def first_movement(self, agreed: Agreed, move: Movement, first: int) -> Steps:
+        """Move one block of ``first`` bytes for each member, without blocking."""
+        transport = self.group.pair.native
+        if agreed.nonblocking:
+            yield transport.nonblocking(move)
+            return
+        key = ("objects", move.kind, move.root, first)
+        plan = self.group.plan(self.group.plans, key)
+        if plan is None:
+            plan = transport.plan(move)
+            self.group.keep_plan(self.group.plans, key, plan)
+        yield plan.start(move)
+        plan.finish(move)
+
+    def exchange(self, sends: _Pieces, receives: _Pieces, meanwhile: Callable[[], None]) -> Steps:
+        """Send pieces to and receive pieces from ranks of the group, and call ``meanwhile`` while they move."""
+        control, tag = self.group.pair.control, library_tag(_TAG)
+        posts: list[Post] = [(control.Irecv, piece, peer, tag) for peer, pieces in receives for piece in pieces]
+        posts += [(control.Isend, piece, peer, tag) for peer, pieces in sends for piece in pieces]
+        if posts:
+            requests = AllRequests(post_all(posts))
+            waiting.transfer_hint(sum(piece.nbytes for _, piece, _, _ in posts))
+            yield from self.beside(requests, meanwhile)
+        else:
+            meanwhile()
+
+    def beside(self, requests: AllRequests, meanwhile: Callable[[], None]) -> Steps:
+        """Call ``meanwhile`` while messages move; wait for the messages even if it raises."""
+        failed: Exception | None = None
+        try:
+            meanwhile()
+        except Exception as error:
+            failed = error
+        yield requests
+        if failed is not None:
+            raise failed
+
+    def exchange_all(self, sends: _Sends, receives: dict[int, IncomingObject], first: int) -> Steps:
+        """Exchange the rest of the heads, then the buffers, with some ranks of the group at a time.
+
+        Args:
+            sends: object and prefix for each destination.
+            receives: object of each source.
+            first: bytes of each head that were received.
+        """
+        me, size = self.group.rank(), self.group.size()
+        if self.whole:  # nothing else moves on any rank
+            size = 1
+            for incoming in receives.values():
+                incoming.open()
+        for at in range(1, size, PEERS):
+            to = [(me + d) % size for d in range(at, min(at + PEERS, size))]
+            of = [(me - d) % size for d in range(at, min(at + PEERS, size))]
+            if not self.whole_heads:
+                yield from self.exchange(
+                    [(peer, sends[peer][0].rest(sends[peer][1], first)) for peer in to if peer in sends],
+                    [(peer, receives[peer].rest(first)) for peer in of if peer in receives],
+                    _nothing,
+                )
+            for peer in of:
+                if peer in receives:
+                    receives[peer].open()
+            yield from self.exchange(
+                [(peer, pickled.pieces(sends[peer][0].parts)) for peer in to if peer in sends],
+                [(peer, pickled.pieces(receives[peer].parts)) for peer in of if peer in receives],
+                self.copy_own if at == 1 else _nothing,
+            )
+        self.copy_own()
+        self.arrived.update(receives)
+
+    def copy_own(self) -> None:
+        """Copy the object that this rank gets from itself, unless it was copied before."""
+        me = self.group.rank()
+        if self.root in (-1, me) and me not in self.arrived:
+            self.arrived[me] = self.packed[me % len(self.packed)].copied()  # a scatter has one for each member
+
+    def load_all(self) -> list[Any]:
+        """Unpickle the objects of all members."""
+        op, ranks = self.call.op, self.group.ranks
+        return [self.arrived.pop(at).load(f"{op}: the object of rank {rank}") for at, rank in enumerate(ranks)]
+
+
+class _Broadcast(_Transfer):
+    kind = b"B"
+
+    def move(self, agreed: Agreed, first: int) -> Steps:
+        """Broadcast the first bytes, the rest of the head, and each buffer."""
+        block = np.empty(first, np.uint8)
+        incoming: IncomingObject | None = None
+        if self.packed:
+            packed = self.packed[0]
+            prefix = self.prefix(packed)
+            packed.block(prefix, block)
+        yield from self.first_movement(agreed, Movement(Kind.BROADCAST, recv=block, root=self.root), first)
+        moved = 0
+        if self.packed:
+            rest = packed.rest(prefix, first)
+        else:
+            incoming = self.incoming(block, agreed)
+            rest = incoming.rest(first)
+        for piece in rest:
+            moved = yield from self.broadcast(agreed, piece, moved)
+        if incoming is not None:
+            incoming.open()
+        for piece in pickled.pieces(packed.parts if incoming is None else incoming.parts):
+            moved = yield from self.broadcast(agreed, piece, moved)
+        if incoming is not None:
+            self.arrived[self.root] = incoming
+
+    def broadcast(self, agreed: Agreed, piece: Any, moved: int) -> Generator[Request, None, int]:
+        """Broadcast memory in place."""
+        move = Movement(Kind.BROADCAST, recv=piece, root=self.root)
+        return (yield from composed.move_once(self.group, self.call, agreed, move, moved))
+
+
+class _Gather(_Transfer):
+    kind = b"G"
+
+    def move(self, agreed: Agreed, first: int) -> Steps:
+        """Gather the first bytes, on the root or on all members; then each member sends the rest."""
+        me, root, everywhere = self.group.rank(), self.root, self.root < 0
+        packed, here = self.packed[0], everywhere or me == root
+        prefix, mine = self.prefix(packed), np.empty(first, np.uint8)
+        packed.block(prefix, mine)
+        blocks = np.empty((self.group.size() if here else 0, first), np.uint8)
+        kind = Kind.ALL_GATHER if everywhere else Kind.GATHER
+        move = Movement(kind, send=mine, recv=blocks.reshape(-1) if here else None, root=root)
+        yield from self.first_movement(agreed, move, first)
+        others = [peer for peer in range(self.group.size()) if peer != me]
+        receives = {peer: self.incoming(blocks[peer], agreed) for peer in others if here}
+        sends = dict.fromkeys([peer for peer in others if everywhere or peer == root], (packed, prefix))
+        yield from self.exchange_all(sends, receives, first)
+
+
+class _AllGather(_Gather):
+    kind = b"A"
+
+
+class _Scatter(_Transfer):
+    kind = b"S"
+
+    def move(self, agreed: Agreed, first: int) -> Steps:
+        """Scatter the first bytes; then the root sends the rest to each member."""
+        me, size = self.group.rank(), self.group.size()
+        block = np.empty(first, np.uint8)
+        prefixes = [self.prefix(packed) for packed in self.packed]
+        blocks = np.empty((len(prefixes), first), np.uint8)
+        for packed, prefix, into in zip(self.packed, prefixes, blocks, strict=True):
+            packed.block(prefix, into)
+        move = Movement(Kind.SCATTER, send=blocks.reshape(-1) if prefixes else None, recv=block, root=self.root)
+        yield from self.first_movement(agreed, move, first)
+        if prefixes:
+            sends = {peer: (self.packed[peer], prefixes[peer]) for peer in range(size) if peer != me}
+            yield from self.exchange_all(sends, {}, first)
+        else:
+            yield from self.exchange_all({}, {self.root: self.incoming(block, agreed)}, first)
+            self.arrived[me] = self.arrived.pop(self.root)
+
+
+def _first_bytes(largest: int) -> int:
+    """Return the bytes of each head in the first transfer: a power of two, so that few plans serve all calls."""
+    return max(64, 1 << (largest - 1).bit_length()) if largest <= FIRST_BYTES else SHORT_BYTES
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+def _run(
+    op: str,
+    given: Any,
+    prepare: Callable[[ProcessGroup], _Ready],
+    name: str | None,
+    transfer: type[_Transfer],
+) -> _Transfer | None:
+    """Check arguments, pickle, agree, and move; None if this rank is not in the group that the program gave.
+
+    The caller unpickles, when no other rank waits for this rank any more.
+    """
+    group = member_or_warn(given, op)
+    if group is None:
+        return None
+    site = call_site()
+    execution.enter(group, op)
+    packed: list[Packed] = []
+    failed: Exception | None = None
+    try:
+        try:
+            execution.check_name(name)
+            key, root, objects = prepare(group)
+        except ValueError as error:
+            raise wrong_argument(error) from None
+        try:
+            packed = [pickled.pack(value) for value in objects]
+        except Exception as error:
+            if group.level == "full":
+                raise
+            setattr(error, ARGUMENT, True)
+            failed = (
+                error  # calls are not compared at this level, but the round is made, and its detail tells the failure
+            )
+        if group.compares:
+            check_read(op, site, [part for each in packed for part in each.parts], group.gone, group.display)
+    except Exception as error:
+        setattr(error, ARGUMENT, True)
+        composed.run(group, Call(op, (), site, error=error), _no_steps)
+        raise AssertionError("a call with wrong arguments always raises") from error
+    key = key if name is None else (*key, ("name", name))
+    largest = max((each.head_bytes for each in packed), default=NOTHING)
+    call = Call(
+        op,
+        key,
+        site,
+        uneven=True,  # the detail is not compared: its maximum counts
+        detail=largest if failed is None else _FAILED + group.rank(),
+        block_bytes=max((each.nbytes for each in packed), default=0),
+    )
+    made = transfer(group, call, root, packed, failed)
+    composed.run(group, call, made.steps)
+    return made
+
+
+def _no_steps(agreed: Agreed) -> Steps:
+    raise AssertionError("nothing moves if arguments are wrong")

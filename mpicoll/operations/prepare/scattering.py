@@ -1,0 +1,260 @@
+"""Prepare collectives that give each rank blocks of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpicoll.groups.process_group import ProcessGroup
+from mpicoll.groups.registry import peer_rank
+from mpicoll.memory.adapt import adapt_list, same_dtype
+from mpicoll.memory.dtypes import resolve_reduction
+from mpicoll.memory.half import wide
+from mpicoll.memory.lists import ListArgument, ListMemory, list_memories
+from mpicoll.memory.memory import AnyArray, Array, Memory
+from mpicoll.memory.reduce_op import RedOpType, ReduceOp
+from mpicoll.operations.prepare_collectives import (
+    NOT_CACHED,
+    Cached,
+    Prepared,
+    all_steps_of,
+    blocks_in_pieces,
+    bytes_in_pieces,
+    check_same_size,
+    is_unscaled,
+    one_result_buffer,
+    one_source_buffer,
+    refuse_values,
+    result_finisher,
+    result_unpacker,
+    source_apart_from,
+)
+from mpicoll.transports.base import Kind, Movement
+from mpicoll.transports.control import NOTHING
+
+
+def scatter(
+    g: ProcessGroup,
+    cached: Cached,
+    tensor: AnyArray,
+    scatter_list: list[AnyArray] | None,
+    src: int | None,
+    group_src: int | None,
+    async_op: bool,
+) -> Prepared:
+    """Prepare a ``scatter``."""
+    root = peer_rank(g, src, group_src, "src", default=0)
+    arguments = [ListArgument(tensor, "tensor", True)]
+    if g.rank() == root and isinstance(scatter_list, list) and scatter_list:
+        arguments.append(ListArgument(scatter_list, "scatter_list", False, g.size()))
+    result, *sources = list_memories("scatter", *arguments)
+    (memory,) = result.memories
+    agreed = (("root", g.ranks[root]), memory.name, ("elements", memory.flat.size))
+    after = result_unpacker([memory])
+    if g.rank() != root:
+        refuse_values(scatter_list, "scatter_list", "source")
+        move, cached = Movement(Kind.SCATTER, recv=memory.flat, root=root), cached._replace(send=None)
+        return Prepared(agreed, move, [tensor], after=after, cached=cached, memories=(memory,))
+    if scatter_list is not None and not isinstance(scatter_list, list):
+        adapt_list(scatter_list, "scatter_list", writable=False)
+    if not scatter_list:
+        raise ValueError("Argument ``scatter_list`` must be specified on source rank.")
+    (source,) = sources
+    check_same_size("scatter_list", source.memories, memory)
+    packed = one_source_buffer(source, () if async_op else (memory,))
+    return Prepared(
+        agreed,
+        Movement(Kind.SCATTER, send=packed, recv=memory.flat, root=root),
+        [tensor],
+        inputs=source.waits,
+        before=source.gather,
+        after=after,
+        cached=cached,
+        memories=(memory, *source.memories),
+    )
+
+
+def reduce_scatter(
+    g: ProcessGroup,
+    cached: Cached,
+    output: AnyArray,
+    input_list: list[AnyArray],
+    op: RedOpType | ReduceOp,
+    async_op: bool,
+) -> Prepared:
+    """Prepare a ``reduce_scatter``, whose blocks may differ in size."""
+    result, source = list_memories(
+        "reduce_scatter" if is_unscaled(op) else "",
+        ListArgument(output, "output", True),
+        ListArgument(input_list, "input_list", False, g.size()),
+    )
+    memory = wide(result.memories[0])
+    source.memories = [wide(item) for item in source.memories]
+    same_dtype(memory, *source.memories)
+    counts = tuple(item.flat.size for item in source.memories)
+    if counts[g.rank()] != memory.flat.size:
+        raise ValueError(
+            f"reduce_scatter: output has {memory.flat.size} elements, but input_list[{g.rank()}] has {counts[g.rank()]}"
+        )
+    packed = one_source_buffer(source, () if async_op else (memory,))
+    return _reduced(g, cached, "reduce_scatter", memory, source, packed, op, counts, output, source.waits)
+
+
+def reduce_scatter_single(
+    g: ProcessGroup, cached: Cached, output: AnyArray, input: AnyArray, op: RedOpType | ReduceOp, function: str
+) -> Prepared:
+    """Prepare a reduction of equal blocks in one array; ``function`` is the name that the program used."""
+    most = None if bytes_in_pieces(op) is None else blocks_in_pieces(g.size())
+    result, source = list_memories(
+        "reduce_scatter" if is_unscaled(op) else "",
+        ListArgument(output, "output", True, pieces=None if most is None else most // g.size()),
+        ListArgument(input, "input", pieces=most),
+        size=min,
+    )
+    memory, sending = wide(result.memories[0]), wide(source.memories[0])
+    source.memories = [sending]
+    same_dtype(memory, sending)
+    if sending.flat.size != g.size() * memory.flat.size:
+        raise ValueError(
+            f"{function}: input must have {g.size()} x {memory.flat.size} elements, got {sending.flat.size}"
+        )
+    counts, packed = (memory.flat.size,) * g.size(), source_apart_from(memory, source)
+    return _reduced(g, cached, function, memory, source, packed, op, counts, output, (sending,))
+
+
+def _reduced(
+    g: ProcessGroup,
+    cached: Cached,
+    function: str,
+    memory: Memory,
+    source: ListMemory,
+    packed: Array,
+    op: RedOpType | ReduceOp,
+    counts: tuple[int, ...],
+    output: AnyArray,
+    inputs: tuple[Memory, ...],
+) -> Prepared:
+    """Prepare a reduction of which each member gets one block; the call is cached if all blocks are equal."""
+    reduction = resolve_reduction(function, op, memory.dtype, memory.named)
+    if reduction.factor is not None:
+        for each in inputs:
+            each.filled()
+    uneven = len(set(counts)) > 1
+    move = Movement(
+        Kind.REDUCE_SCATTER,
+        send=reduction.before(packed),
+        recv=memory.flat,
+        sendcounts=counts if uneven else None,
+        op=reduction.mpi_op,
+        vector=uneven,
+    )
+    return Prepared(
+        (str(reduction.op), memory.name, ("blocks", counts) if uneven else ("elements", counts[0])),
+        move,
+        [output],
+        inputs=inputs,
+        before=source.gather,
+        after=all_steps_of(result_finisher(memory, reduction, g.size()), result_unpacker([memory])),
+        cached=NOT_CACHED if uneven else cached,
+        memories=(memory, *source.memories),
+        average=reduction.average,
+    )
+
+
+def all_to_all_single(
+    g: ProcessGroup,
+    cached: Cached,
+    output: AnyArray,
+    input: AnyArray,
+    output_split_sizes: list[int] | None,
+    input_split_sizes: list[int] | None,
+) -> Prepared:
+    """Prepare an exchange of parts of one array."""
+    most = blocks_in_pieces(g.size())
+    source, result = list_memories(
+        "all_to_all", ListArgument(input, "input", pieces=most), ListArgument(output, "output", True, pieces=most)
+    )
+    (given,), (out,) = source.memories, result.memories
+    same_dtype(out, given)
+    received = _splits(out, output_split_sizes, g.size(), "output")
+    sent = _splits(given, input_split_sizes, g.size(), "input")
+    send = source_apart_from(out, source)
+    ready = _exchange(cached, source, send, out.flat, sent, received, (out, given))
+    ready.outputs, ready.inputs, ready.after = [output], (given,), result_unpacker([out])
+    return ready
+
+
+def all_to_all(
+    g: ProcessGroup,
+    cached: Cached,
+    output_tensor_list: list[AnyArray],
+    input_tensor_list: list[AnyArray],
+    async_op: bool,
+) -> Prepared:
+    """Prepare an exchange of lists of arrays."""
+    result, source = list_memories(
+        "all_to_all",
+        ListArgument(output_tensor_list, "output_tensor_list", True, g.size()),
+        ListArgument(input_tensor_list, "input_tensor_list", False, g.size()),
+    )
+    outputs, inputs = result.memories, source.memories
+    same_dtype(*outputs, *inputs)
+    received, sent = [o.flat.size for o in outputs], [i.flat.size for i in inputs]
+    packed, after = one_result_buffer(result, () if async_op else inputs)
+    send = one_source_buffer(source, () if async_op else outputs)
+    ready = _exchange(cached, source, send, packed, sent, received, (*outputs, *inputs))
+    ready.outputs, ready.inputs, ready.after = list(output_tensor_list), source.waits, after
+    return ready
+
+
+def _exchange(
+    cached: Cached,
+    source: ListMemory,
+    send: Array,
+    recv: Array,
+    sent: list[int],
+    received: list[int],
+    memories: tuple[Memory, ...],
+) -> Prepared:
+    """Prepare an exchange of parts, but for what it writes and reads; the call is cached if all parts are equal."""
+    uneven = len({*sent, *received}) > 1
+    return Prepared(
+        (memories[0].name,),
+        Movement(Kind.ALL_TO_ALL, send=send, recv=recv, sendcounts=sent, recvcounts=received),
+        [],
+        before=source.gather,
+        uneven=uneven,
+        detail=NOTHING if uneven else sent[0],
+        cached=NOT_CACHED if uneven else cached,
+        memories=memories,
+    )
+
+
+def _splits(memory: Memory, splits: Any, size: int, name: str) -> list[int]:
+    """Return elements for each rank from rows for each rank."""
+    rows = memory.shape[0] if memory.shape else 1
+    row = memory.flat.size // rows if rows else int(np.prod(memory.shape[1:]))
+    if isinstance(splits, (tuple, np.ndarray)):
+        splits = list(splits)
+    if splits is not None and not isinstance(splits, list):
+        raise TypeError(f"{name}_split_sizes must be a list of integers, not {type(splits).__name__}")
+    if not splits:
+        if rows % size:
+            raise RuntimeError(
+                f"Tensor's dim 0 does not divide equally across group size: {name} has {rows} rows for {size} ranks"
+            )
+        return [rows // size * row] * size
+    if not all(hasattr(n, "__index__") and not isinstance(n, bool) for n in splits):
+        raise TypeError(f"{name}_split_sizes must be a list of integers, got {splits!r}")
+    if len(splits) != size:
+        raise RuntimeError(
+            f"Number of tensor splits not equal to group size: {name}_split_sizes has {len(splits)}, not {size}"
+        )
+    if any(n < 0 for n in splits):
+        raise RuntimeError(f"{name}_split_sizes must not be negative, got {splits}")
+    if sum(splits) != rows:
+        raise RuntimeError(
+            f"Split sizes doesn't match total dim 0 size: {name}_split_sizes add up to {sum(splits)}, {name} has {rows} rows"
+        )
+    return [int(n) * row for n in splits]
