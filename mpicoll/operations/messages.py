@@ -52,13 +52,11 @@ def send_prepared(tensor: Any, dst: Any, group: Any, tag: Any) -> bool:
 
     The whole send stands in this function: a call of a function takes as long as MPI takes to post the message.
     """
-    if type(dst) is not int or type(tag) is not int:
-        return False
     known: Any = _default.world if group is None else group
     try:
         again = known.sends.last
-        same = again is not None and again.rank == dst and again.tag == tag
-        if not (same and _matches(tensor, again.dtype, again.shape, False)):
+        other = again is None or again.rank is not dst or again.tag is not tag
+        if other or not _matches(tensor, again.dtype, again.shape, False):
             again = _find(known.sends, tensor, dst, tag, False)
         frame = _frame(2)
     except (AttributeError, ValueError):  # no group, or not a member; called from C
@@ -72,18 +70,20 @@ def send_prepared(tensor: Any, dst: Any, group: Any, tag: Any) -> bool:
         if same or again.move_to(known.known_sites, frame):
             again.take()
             taken = True
-            if again.elements is not None:
-                again.elements[...] = tensor
+            elements = again.elements
+            if elements is not None:
+                elements[...] = tensor
                 again.start()
                 again.count += 1
                 known.last = again
                 _threads.add(_get_ident())
-                for _ in _spins:
-                    if not again.test():
-                        continue
-                    break
-                else:
-                    finish(known, again, tensor, again.test)
+                if not again.test():  # in most cases MPI has copied the message
+                    for _ in _spins:
+                        if not again.test():
+                            continue
+                        break
+                    else:
+                        finish(known, again, tensor, again.test)
             else:
                 _send_apart(known, again, tensor)
             again.give_back(None)
@@ -101,13 +101,11 @@ def send_prepared(tensor: Any, dst: Any, group: Any, tag: Any) -> bool:
 
 def receive_prepared(tensor: Any, src: Any, group: Any, tag: Any) -> bool:
     """Receive into an array by a persistent request; return False, and do nothing, if none can be used now."""
-    if type(src) is not int or type(tag) is not int:
-        return False
     known: Any = _default.world if group is None else group
     try:
         again = known.receives.last
-        same = again is not None and again.rank == src and again.tag == tag
-        if not (same and _matches(tensor, again.dtype, again.shape, True)):
+        other = again is None or again.rank is not src or again.tag is not tag
+        if other or not _matches(tensor, again.dtype, again.shape, True):
             again = _find(known.receives, tensor, src, tag, True)
         frame = _frame(2)
     except (AttributeError, ValueError):
@@ -128,7 +126,8 @@ def receive_prepared(tensor: Any, src: Any, group: Any, tag: Any) -> bool:
             again.start()
             receiver.lock.release()
             locked = False
-            payload = None if again.elements is not None else again.payload_of(tensor)
+            elements = again.elements
+            payload = None if elements is not None else again.payload_of(tensor)
             known.last = again
             _threads.add(_get_ident())
             for _ in _spins:
@@ -142,8 +141,8 @@ def receive_prepared(tensor: Any, src: Any, group: Any, tag: Any) -> bool:
                 call = call_of(again)
                 receive_operation(known, call, memory, receive, tensor, known.timeout).complete(known.timeout)
                 return True
-            if again.elements is not None:
-                tensor[...] = again.elements
+            if elements is not None:
+                tensor[...] = elements
                 again.count += 1
             else:
                 _receive_apart(known, again, tensor, payload)
@@ -169,12 +168,14 @@ def receive_prepared(tensor: Any, src: Any, group: Any, tag: Any) -> bool:
 _guard.inside.update((send_prepared.__code__, receive_prepared.__code__))
 
 
-def _find(cache: MessageCache, tensor: Any, rank: int, tag: int, writes: bool) -> Any:
+def _find(cache: MessageCache, tensor: Any, rank: Any, tag: Any, writes: bool) -> Any:
     """Return the persistent message for an array, or None.
 
     Args:
         writes: the message is received into the array.
     """
+    if type(rank) is not int or type(tag) is not int:
+        return None
     again = cache.last
     same = again is not None and again.rank == rank and again.tag == tag
     if same and _matches(tensor, again.dtype, again.shape, writes):
@@ -220,8 +221,6 @@ def start_prepared(tensor: Any, rank: Any, group: Any, tag: Any, receives: bool)
     Args:
         receives: the message is received.
     """
-    if type(rank) is not int or type(tag) is not int:
-        return None
     known: Any = _default.world if group is None else group
     try:
         again = _find(known.receives if receives else known.sends, tensor, rank, tag, receives)
