@@ -2,49 +2,24 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 from collections.abc import Callable
 from datetime import timedelta
-from types import FrameType
 from typing import Any
 
-import numpy as np
-from mpi4py import MPI
-
-from mpicoll.checks.memory_in_use import Claim, claims
-from mpicoll.diagnosis.call import Call
-from mpicoll.errors import CollectiveMismatchError
-from mpicoll.groups import registry
-from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import member_or_warn, need_member, peer_rank, resolve
 from mpicoll.memory.adapt import adapt
-from mpicoll.memory.device import array as device_array
-from mpicoll.memory.dtypes import is_native
-from mpicoll.memory.memory import AnyArray, Array, Memory
-from mpicoll.operations import execution, persistent
-from mpicoll.operations.failures import begun
-from mpicoll.operations.nonblocking_messages import receive_again, receiving, send_again
-from mpicoll.operations.operation import Operation
-from mpicoll.operations.persistent import PersistentReceive, message_call
+from mpicoll.memory.memory import AnyArray
+from mpicoll.operations.execution import call_limit
+from mpicoll.operations.messages import receive_prepared, send_prepared, start_prepared
+from mpicoll.operations.prepare_messages import (
+    learn,
+    learn_pending,
+    refuse_self,
+    source_rank,
+    start_receive,
+    start_send,
+)
 from mpicoll.operations.work import Work
-from mpicoll.runtime import signals, waiting
-from mpicoll.runtime.call_site import call_site, caller
-from mpicoll.transports.mpi.collectives import AllRequests
-from mpicoll.transports.mpi.envelope import SMALL_BYTES, write
-from mpicoll.transports.mpi.matching import Message, Receive
-
-# Objects that send and recv use in each call, as globals of this module.
-_default = registry.default
-_claims = claims.active
-_frame = sys._getframe
-_get_ident = threading.get_ident
-_guard = signals.guard
-_matches = persistent.matches
-_ndarray = np.ndarray
-_pending = waiting.pending
-_spins = range(waiting.SPIN_POLLS)
-_threads = signals.threads
 
 
 def send(
@@ -84,65 +59,17 @@ def send(
 
     Source: torch.distributed.send; MPI-4.1 section 3.2.1.
     """
-    if type(tensor) is _ndarray and type(dst) is int and type(tag) is int and group_dst is None and timeout is None:
-        known: Any = _default.world if group is None else group
-        try:
-            again = known.sends.last
-            if (
-                again is None
-                or again.rank != dst
-                or again.tag != tag
-                or not _matches(tensor, again.dtype, again.shape, False)
-            ):
-                again = known.sends.last = known.sends[dst, tag, tensor.shape, tensor.dtype]
-                if not tensor.flags.c_contiguous:
-                    again = None
-            frame = _frame(1)
-        except (KeyError, AttributeError, ValueError):  # not prepared; no group, or not a member; called from C
-            again = None
-        if again is not None and not (_pending or _claims):
-            # Prepared. All code is here, not in functions: a call of a function takes as long as posting the message.
-            taken = False
-            wrong: BaseException | None = None
-            try:
-                if (again.instruction == frame.f_lasti and again.code is frame.f_code) or again.move_to(known, frame):
-                    again.take()
-                    taken = True
-                    if again.elements is not None:
-                        again.elements[...] = tensor
-                        again.start()
-                        again.count += 1
-                        known.last = again
-                        _threads.add(_get_ident())
-                        for _ in _spins:
-                            if not again.test():
-                                continue
-                            break
-                        else:
-                            persistent.finish(known, again, tensor, again.test)
-                    else:
-                        persistent.send_apart(known, again, tensor)
-                    again.give_back(None)
-                    return
-            except BaseException as error:
-                if taken or not isinstance(error, persistent.Busy):
-                    wrong = error
-                    persistent.give_up(known, again, tensor, error)
-                    raise
-            finally:
-                if _guard.noted is not None:
-                    _guard.answer(wrong)
+    plain = group_dst is None and timeout is None
+    if plain and send_prepared(tensor, dst, group, tag):
+        return
     found = need_member(group)
     peer = peer_rank(found, dst, group_dst, "dst")
-    if peer == found.rank():
-        raise ValueError(
-            "Invalid destination rank: destination rank should not be the same as the rank of the current process."
-        )
-    limit = execution.call_limit(found, timeout)
-    operation, _ = _start_send("send", found, tensor, peer, tag, limit, stream)
+    refuse_self(found, peer, "destination")
+    limit = call_limit(found, timeout)
+    operation, _ = start_send("send", found, tensor, peer, tag, limit, stream)
     operation.complete(limit)
-    if group_dst is None and timeout is None and type(tensor) is _ndarray and is_native(tensor.dtype):
-        persistent.learn(found, "send", peer, tensor, dst, tag)
+    if plain:
+        learn(found, peer, tensor, dst, tag, receives=False)
 
 
 def recv(
@@ -177,79 +104,20 @@ def recv(
 
     Source: torch.distributed.recv; MPI-4.1 section 3.2.4.
     """
-    if type(tensor) is _ndarray and type(src) is int and type(tag) is int and group_src is None and timeout is None:
-        known: Any = _default.world if group is None else group
-        try:
-            again = known.receives.last
-            if (
-                again is None
-                or again.rank != src
-                or again.tag != tag
-                or not _matches(tensor, again.dtype, again.shape, True)
-            ):
-                again = known.receives.last = known.receives[src, tag, tensor.shape, tensor.dtype]
-                if not tensor.flags.carray:
-                    again = None
-            frame = _frame(1)
-        except (KeyError, AttributeError, ValueError):
-            again = None
-        if again is not None and not (_pending or _claims):
-            receiver = known.pair.receiver
-            posted = receiver.posted
-            locked = False
-            wrong: BaseException | None = None
-            try:
-                # One receive at a time: no other thread uses this one, or another one that could get its message.
-                locked = receiver.lock.acquire(False)
-                if locked and not (posted or receiver.waiting or receiver.queues) and again.rank == src:
-                    if again.instruction != frame.f_lasti or again.code is not frame.f_code:
-                        again.code, again.instruction = frame.f_code, frame.f_lasti
-                    posted.append(again.key)
-                    again.start()
-                    receiver.lock.release()
-                    locked = False
-                    body = None if again.elements is not None else persistent.body_of(again, tensor)
-                    known.last = again
-                    _threads.add(_get_ident())
-                    for _ in _spins:
-                        if not again.test():
-                            continue
-                        break
-                    else:
-                        persistent.finish(known, again, tensor, again.test)
-                    if again.words[0] != again.expected:
-                        _receive_unusual(known, again, tensor)
-                        return src
-                    if again.elements is not None:
-                        tensor[...] = again.elements
-                        again.count += 1
-                    else:
-                        persistent.recv_apart(known, again, tensor, body)
-                    posted.remove(again.key)
-                    return src
-            except CollectiveMismatchError as error:
-                wrong = error
-                raise  # the message does not fit; nothing has changed
-            except BaseException as error:
-                wrong = error
-                persistent.give_up(known, again, tensor, error)
-                raise
-            finally:
-                if locked:
-                    receiver.lock.release()
-                if _guard.noted is not None:
-                    _guard.answer(wrong)
+    plain = group_src is None and timeout is None
+    if plain and receive_prepared(tensor, src, group, tag):
+        assert src is not None
+        return src
     found = member_or_warn(group, "recv")
     if found is None:
         return -1
-    peer = _source(found, src, group_src)
-    if peer == found.rank():
-        raise ValueError("Invalid source rank: source rank should not be the same as the rank of the current process.")
-    limit = execution.call_limit(found, timeout)
-    operation, _ = _start_recv("recv", found, tensor, peer, tag, limit, stream)
+    peer = source_rank(found, src, group_src)
+    refuse_self(found, peer, "source")
+    limit = call_limit(found, timeout)
+    operation, _ = start_receive("recv", found, tensor, peer, tag, limit, stream)
     operation.complete(limit)
-    if group_src is None and timeout is None and type(tensor) is _ndarray and is_native(tensor.dtype):
-        persistent.learn(found, "recv", peer, tensor, src, tag)
+    if plain:
+        learn(found, peer, tensor, src, tag, receives=True)
     return int(found.ranks[operation.returned])
 
 
@@ -272,32 +140,11 @@ def isend(
 
     Source: torch.distributed.isend; MPI-4.1 section 3.7.2.
     """
-    return _isend(caller(), tensor, dst, group, tag, group_dst, stream)
-
-
-def _isend(
-    frame: FrameType, tensor: AnyArray, dst: int | None, group: Any, tag: int, group_dst: int | None, stream: Any
-) -> Work | None:
-    plain = type(tensor) is _ndarray and type(dst) is int and type(tag) is int and group_dst is None and stream is None
-    if plain and tensor.flags.c_contiguous:
-        known: Any = _default.world if group is None else group
-        try:
-            again = known.sends[dst, tag, tensor.shape, tensor.dtype]
-        except (KeyError, AttributeError):  # not prepared; no group, or not a member
-            pass
-        else:
-            work = send_again(known, again, tensor, frame)
-            if work is not None:
-                return work
-    found = member_or_warn(group, "isend", stacklevel=4)
-    if found is None:
-        return None
-    peer = peer_rank(found, dst, group_dst, "dst")
-    operation, flight = _start_send("isend", found, tensor, peer, tag, found.timeout, stream)
-    work = Work(operation).with_claim(flight)
-    if plain and peer != found.rank() and is_native(tensor.dtype):
-        _learn(work, found, "send", peer, tensor, dst, tag)
-    return work
+    if group_dst is None and stream is None:
+        work = start_prepared(tensor, dst, group, tag, False)
+        if work is not None:
+            return work
+    return _start(False, tensor, dst, group, tag, group_dst, stream)
 
 
 def irecv(
@@ -320,48 +167,28 @@ def irecv(
 
     Source: torch.distributed.irecv; MPI-4.1 section 3.7.2.
     """
-    return _irecv(caller(), tensor, src, group, tag, group_src, stream)
+    if group_src is None and stream is None:
+        work = start_prepared(tensor, src, group, tag, True)
+        if work is not None:
+            return work
+    return _start(True, tensor, src, group, tag, group_src, stream)
 
 
-def _irecv(
-    frame: FrameType, tensor: AnyArray, src: int | None, group: Any, tag: int, group_src: int | None, stream: Any
+def _start(
+    receives: bool, tensor: AnyArray, rank: int | None, group: Any, tag: int, group_rank: int | None, stream: Any
 ) -> Work | None:
-    plain = type(tensor) is _ndarray and type(src) is int and type(tag) is int and group_src is None and stream is None
-    if plain and tensor.flags.carray:
-        known: Any = _default.world if group is None else group
-        try:
-            again = known.receives[src, tag, tensor.shape, tensor.dtype]
-        except (KeyError, AttributeError):
-            pass
-        else:
-            work = receive_again(known, again, tensor, frame)
-            if work is not None:
-                return work
-    found = member_or_warn(group, "irecv", stacklevel=4)
+    """Start a message the general way."""
+    name = "irecv" if receives else "isend"
+    found = member_or_warn(group, name, stacklevel=4)
     if found is None:
         return None
-    peer = _source(found, src, group_src)
-    operation, flight = _start_recv("irecv", found, tensor, peer, tag, found.timeout, stream)
-    work = Work(operation).with_claim(flight)
-    if plain and peer != found.rank() and is_native(tensor.dtype):
-        _learn(work, found, "recv", peer, tensor, src, tag)
+    peer = source_rank(found, rank, group_rank) if receives else peer_rank(found, rank, group_rank, "dst")
+    start = start_receive if receives else start_send
+    operation, claim = start(name, found, tensor, peer, tag, found.timeout, stream)
+    work = Work(operation).with_claim(claim)
+    if group_rank is None and stream is None:
+        learn_pending(work, found, peer, tensor, rank, tag, receives=receives)
     return work
-
-
-def _learn(work: Work, *given: Any) -> None:
-    """Prepare the next such message; an exception must not lose the Work of the pending one."""
-    try:
-        persistent.learn(*given)
-    except MPI.Exception:
-        pass  # MPI made no request: the next message is not prepared either
-    except BaseException:
-        work.get_future()
-        raise
-
-
-# A Ctrl-C in these functions is noted, and answered at their end or in a wait. To enter the guard would take 0.1 us, of the 1 us
-# that they take in addition to MPI.
-_guard.inside.update((send.__code__, recv.__code__))
 
 
 class P2POp:
@@ -431,140 +258,10 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
         if op.group_peer < 0:
             member_or_warn(op.group, op.op.__name__)
             continue
-        start = _isend if op.op is isend else _irecv
-        work = start(caller(), op.tensor, op.peer, op.group, op.tag, None, None)
+        receives = op.op is irecv
+        work = start_prepared(op.tensor, op.peer, op.group, op.tag, receives)
+        if work is None:
+            work = _start(receives, op.tensor, op.peer, op.group, op.tag, None, None)
         if work is not None:
             works.append(work)
     return works
-
-
-def _source(group: ProcessGroup, src: int | None, group_src: int | None) -> int:
-    """Return the rank in the group of the source, or MPI.ANY_SOURCE."""
-    if src is None and group_src is None:
-        return MPI.ANY_SOURCE
-    return peer_rank(group, src, group_src, "src")
-
-
-_tag_limit = 0
-
-
-def tag_limit() -> int:
-    """Return the largest tag for programs: MPI_TAG_UB - 32, as the library uses the 32 largest."""
-    global _tag_limit
-    if not _tag_limit:
-        _tag_limit = (MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767) - 32
-    return _tag_limit
-
-
-def _check_tag(tag: Any) -> None:
-    if not hasattr(tag, "__index__") or isinstance(tag, bool):
-        raise TypeError(f"tag must be an integer, not {type(tag).__name__}")
-    if not 0 <= tag <= tag_limit():
-        raise ValueError(f"tag must be between 0 and {tag_limit()} (MPI_TAG_UB - 32), got {tag}")
-
-
-def _start_send(
-    name: str, group: ProcessGroup, tensor: Array, peer: int, tag: int, limit: float, stream: Any
-) -> tuple[Operation, Claim | None]:
-    with device_array.StreamOrder(stream):
-        memory = adapt(tensor, "tensor", writable=False, direct="send", nonblocking=True)
-    _check_tag(tag)
-    execution.enter(group, name)
-    call = _describe(name, group, memory, peer, tag)
-    claim = _claim(group, call, memory)
-    with signals.guard, group.posting:
-        if claim is not None:
-            claim.snapshot_reads()
-        flat = memory.filled()
-        message = write(flat, memory.named, *group.known_sites.place(peer, tag, name, call.site))
-        with begun(group, call, limit, (message, flat), peer=group.ranks[peer], tag=tag):
-            requests = [group.pair.data.Isend([message, MPI.BYTE], peer, tag)]
-            if flat.nbytes > SMALL_BYTES:
-                body = flat if flat.dtype.kind != "V" else flat.view(np.uint8)
-                requests.append(persistent.post_apart(group, body, peer, tag))
-            group.count_sent(peer, tag)
-            waiting.transfer_hint(flat.nbytes)
-            steps = execution.sending(AllRequests(requests, (message, flat)))
-            operation = Operation(group, call, steps, [tensor], limit, peer=group.ranks[peer], tag=tag)
-            return operation, claim
-
-
-def _start_recv(
-    name: str, group: ProcessGroup, tensor: Array, peer: int, tag: int, limit: float, stream: Any
-) -> tuple[Operation, Claim | None]:
-    # A message that is not compared may be smaller than the array, and stand in its envelope.
-    with device_array.StreamOrder(stream):
-        memory = adapt(tensor, "tensor", writable=True, direct="recv" if group.compares else "", nonblocking=True)
-    _check_tag(tag)
-    execution.enter(group, name)
-    call = _describe(name, group, memory, peer, tag)
-    claim = _claim(group, call, memory)
-    if memory.direct:
-        memory.filled()  # MPI writes there as soon as the message arrives
-    with signals.guard, group.posting:
-        receiver = group.pair.receiver
-        source = group.ranks[peer] if peer >= 0 else -1
-        with begun(group, call, limit, memory, peer=source, tag=tag):
-            receive = receiver.start(memory, peer, tag, exact=group.compares)
-            if claim is not None:
-                receive.watch(claim)
-            return _receive_operation(group, call, memory, receive, tensor, limit), claim
-
-
-def _describe(name: str, group: ProcessGroup, memory: Memory, peer: int, tag: int) -> Call:
-    call = message_call(name, group, memory.dtype, memory.flat.size, peer, tag, call_site())
-    if memory.named:
-        call.key = (*call.key[:2], memory.named, *call.key[3:])
-    return call
-
-
-def _claim(group: ProcessGroup, call: Call, memory: Memory) -> Claim | None:
-    """Compare the memory of a message with active claims, and return its claim, or None if none is needed.
-
-    Raises:
-        BufferInUseError: a pending operation uses the memory.
-    """
-    if not group.compares or not (_claims or call.op in ("isend", "irecv")):
-        return None
-    arrays = [memory.own]
-    sends = call.op in ("send", "isend")
-    claim = Claim(
-        call.op,
-        call.site,
-        reads=arrays if sends else (),
-        writes=() if sends else arrays,
-        gone=lambda: group.broken is not None or group.destroyed,
-        group=group.display,
-    )
-    claims.check(claim)
-    if call.op in ("send", "recv"):
-        claim.clear()
-        return None
-    return claim
-
-
-def _receive_operation(
-    group: ProcessGroup, call: Call, memory: Memory, receive: Receive, tensor: Array, limit: float
-) -> Operation:
-    receiver = receive.receiver
-    operation = Operation(
-        group,
-        call,
-        receiving(group, call, memory, receive),
-        [tensor],
-        limit,
-        peer=group.ranks[receive.source] if receive.source >= 0 else -1,
-        tag=receive.tag,
-        withdraw=lambda: receiver.withdraw(receive),
-    )
-    receiver.watch()
-    return operation
-
-
-def _receive_unusual(group: ProcessGroup, again: PersistentReceive, tensor: Array) -> None:
-    """Complete a receive that was posted to MPI, and got a message of another dtype or size than expected."""
-    memory = adapt(tensor, "tensor", writable=True)
-    call = persistent.call(group, again, tensor)
-    receive = group.pair.receiver.adopt(Message(*again.key, again.buffer.copy()), memory, exact=group.compares)
-    operation = _receive_operation(group, call, memory, receive, tensor, group.timeout)
-    operation.complete(group.timeout)

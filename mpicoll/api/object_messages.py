@@ -9,29 +9,26 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Generator
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
 from mpicoll.checks.memory_in_use import check_read
 from mpicoll.diagnosis.call import Call
-from mpicoll.diagnosis.report.entries import Entry, entry_of
-from mpicoll.diagnosis.report.report import with_calls
-from mpicoll.errors import CollectiveMismatchError, DistError
+from mpicoll.errors import DistError
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import need_member, peer_rank
 from mpicoll.memory import pickled
 from mpicoll.memory.pickled import HEADER, IncomingObject, Packed, WireError, need_list
 from mpicoll.operations import execution
 from mpicoll.operations.failures import begun
-from mpicoll.operations.operation import Operation
+from mpicoll.operations.operation import Operation, misfit, receiving
+from mpicoll.operations.prepare_messages import refuse_self, source_rank
+from mpicoll.operations.schedules import Steps
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import call_site
-from mpicoll.transports.base import Request
 from mpicoll.transports.mpi.collectives import AllRequests, Post, library_tag, post_all
-from mpicoll.transports.mpi.envelope import SMALL_BYTES, Envelope, describe_list, write
+from mpicoll.transports.mpi.envelope import SMALL_BYTES, describe_list, write
 from mpicoll.transports.mpi.matching import OBJECT_TAGS, ObjectReceive
 
 _KIND = b"M"
@@ -71,10 +68,7 @@ def send_object_list(
     """
     found = need_member(group)
     peer = peer_rank(found, dst, group_dst, "dst")
-    if peer == found.rank():
-        raise ValueError(
-            "Invalid destination rank: destination rank should not be the same as the rank of the current process."
-        )
+    refuse_self(found, peer, "destination")
     need_list(object_list, "object_list")
     execution.enter(found, "send_object_list")
     operation = _start_send(found, pickled.pack(object_list), len(object_list), peer)
@@ -111,11 +105,8 @@ def recv_object_list(
     Source: torch.distributed.recv_object_list.
     """
     found = need_member(group)
-    peer = MPI.ANY_SOURCE
-    if src is not None or group_src is not None:
-        peer = peer_rank(found, src, group_src, "src")
-    if peer == found.rank():
-        raise ValueError("Invalid source rank: source rank should not be the same as the rank of the current process.")
+    peer = source_rank(found, src, group_src)
+    refuse_self(found, peer, "source")
     need_list(object_list, "object_list")
     execution.enter(found, "recv_object_list")
     operation, arrived = _start_recv(found, len(object_list), peer)
@@ -165,27 +156,15 @@ def _start_recv(group: ProcessGroup, length: int, peer: int) -> tuple[Operation,
         with begun(group, call, group.timeout, receive, peer=where, tag=_TAG):
             receiver.begin(receive)
             arrived: list[IncomingObject] = []
-            operation = Operation(
-                group,
-                call,
-                _receiving(group, call, receive, arrived),
-                [],
-                group.timeout,
-                peer=where,
-                tag=_TAG,
-                withdraw=lambda: receiver.withdraw(receive),
-            )
-            receiver.watch()
-            return operation, arrived
+            steps = _receiving(group, call, receive, arrived)
+            return receiving(group, call, receive, steps, [], group.timeout), arrived
 
 
-def _receiving(
-    group: ProcessGroup, call: Call, receive: ObjectReceive, arrived: list[IncomingObject]
-) -> Generator[Request, None, int | None]:
+def _receiving(group: ProcessGroup, call: Call, receive: ObjectReceive, arrived: list[IncomingObject]) -> Steps:
     try:
         yield receive
         if receive.refused is not None:
-            raise _misfit(group, call, receive, receive.refused)
+            raise misfit(group, call, receive, receive.refused, describe_list(receive.length))
         block = receive.memory.flat[_LENGTH.size :]
         header = pickled.read_header(block, _KIND, receive.number, _MOST, _MOST)
         first = _first_bytes(header.head_bytes)
@@ -206,7 +185,7 @@ def _receiving(
     return receive.sender
 
 
-def _rest(group: ProcessGroup, receive: ObjectReceive, pieces: list[Any]) -> Generator[Request, None, None]:
+def _rest(group: ProcessGroup, receive: ObjectReceive, pieces: list[Any]) -> Steps:
     control, tag = group.pair.control, _tag_of(receive.number)
     if pieces:
         waiting.transfer_hint(sum(piece.nbytes for piece in pieces))
@@ -220,20 +199,3 @@ def _first_bytes(head: int) -> int:
 
 def _tag_of(number: int) -> int:
     return library_tag(16 + number % OBJECT_TAGS)
-
-
-def _misfit(group: ProcessGroup, call: Call, receive: ObjectReceive, sent: Envelope) -> CollectiveMismatchError:
-    """Return the error of a receive whose message is a list of another length, or an array."""
-    sender, me = group.ranks[receive.sender], group.ranks[group.rank()]
-    takes = "recv_object_list" if sent.objects >= 0 else "recv"
-    error = CollectiveMismatchError(
-        f"{call.name} on group {group.display}: rank {sender} sent {sent.describe()} (tag {receive.tag}, "
-        f"{receive.place or 'from a place that is not known'}), {call.name} on rank {me} of "
-        f"{describe_list(receive.length)} at {call.site}. The message is not lost: a {takes} of {sent.describe()} takes it"
-    )
-    op, _, site = receive.place.partition(" at ")
-    what = ("objects", str(sent.objects)) if sent.objects >= 0 else ("elements", str(sent.count))
-    key = (("peer", f"to rank {me}"), ("tag", str(receive.tag)), what)
-    taken = entry_of(call, me, peer=sender)
-    theirs = Entry(((sender, sender),), op or "send", key, site=site, peer=me)
-    return with_calls(error, group.display, [sender, me], [theirs, taken])

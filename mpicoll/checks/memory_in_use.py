@@ -13,98 +13,23 @@ from __future__ import annotations
 
 import threading
 import time
-from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from mpi4py import MPI
 
+from mpicoll.checks.memory_ranges import SNAPSHOT_BYTES, Range, Ranges, Snapshot
 from mpicoll.diagnosis.report.entries import Entry
 from mpicoll.diagnosis.report.report import with_calls
 from mpicoll.errors import BufferInUseError
-from mpicoll.memory.device.addresses import DeviceAddresses
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import CallSite
 
-SNAPSHOT_BYTES = 64 * 1024
-"""Bytes of the largest buffer that is checked for writes of the program."""
-
-_MOST_WORK = 10_000
-_address = MPI.Get_address
-_too_hard: type[Exception] = getattr(np, "exceptions", np).TooHardError
+_FEW = 8
 
 Array = npt.NDArray[Any]
-
-
-def span(array: Array) -> tuple[int, int]:
-    """Return the address of the first byte of an array and the address behind the last byte."""
-    if array.flags.c_contiguous or not array.size:
-        try:
-            start = _address(array)  # takes a tenth of the time
-        except (BufferError, TypeError, ValueError):  # of a dtype that has no buffer
-            start = int(array.__array_interface__["data"][0])
-        return start, start + array.nbytes
-    start = int(array.__array_interface__["data"][0])
-    low = high = 0
-    for length, stride in zip(array.shape, array.strides, strict=True):
-        if stride < 0:
-            low += (length - 1) * stride
-        else:
-            high += (length - 1) * stride
-    return start + low, start + high + array.itemsize
-
-
-class _Range:
-    """The memory of one array of one operation."""
-
-    __slots__ = ("array", "claim", "end", "start", "writes")
-
-    def __init__(self, array: Array, claim: Claim, writes: bool) -> None:
-        self.start, self.end = span(array)
-        self.array = array
-        self.claim = claim
-        self.writes = writes
-
-    def __lt__(self, other: _Range) -> bool:
-        return self.start < other.start
-
-    def shares(self, other: _Range) -> bool:
-        """Return whether two ranges have a byte in common; False if that takes long to find out."""
-        if self.start >= other.end or other.start >= self.end:
-            return False
-        if self.array.flags.c_contiguous and other.array.flags.c_contiguous:
-            return True
-        try:
-            return bool(np.shares_memory(self.array, other.array, max_work=_MOST_WORK))  # type: ignore[arg-type]
-        except _too_hard:
-            return False
-
-
-class Snapshot:
-    """The contents of some arrays, to find out later whether the arrays were written."""
-
-    __slots__ = ("_held",)
-
-    def __init__(self, arrays: Iterable[Array]) -> None:
-        self._held = [
-            (array, _bytes(array))
-            for array in arrays
-            if array.nbytes <= SNAPSHOT_BYTES and type(array) is not DeviceAddresses
-        ]
-
-    def is_changed(self) -> bool:
-        """Return whether the contents of an array have changed."""
-        return any(_bytes(array) != held for array, held in self._held)
-
-
-def _bytes(array: Array) -> bytes:
-    if array.dtype.names is not None:
-        # Field by field: bytes between fields may belong to another array, and are arbitrary in a copy.
-        return b"".join(_bytes(array[name]) for name in array.dtype.names)
-    return array.tobytes()
 
 
 def check_read(op: str, site: CallSite, reads: Sequence[Array], gone: Callable[[], bool], group: str) -> None:
@@ -169,7 +94,7 @@ class Claim:
         self.over: Callable[[], bool] = _is_over
         self.advance: Callable[[], bool] = _is_over
         self.unawaited = False
-        self.ranges = [_Range(array, self, True) for array in writes if array.size]
+        self.ranges = [Range(array, self, True) for array in writes if array.size]
         self.ranges += _only_read(reads, self, self.ranges)
         self._snapshot: Snapshot | None = None
         self._results: Snapshot | None = None
@@ -201,17 +126,9 @@ class Claim:
         return None
 
 
-def seal(arrays: Any) -> bytes | Snapshot:
-    """Return the contents of an array or a list of arrays, to find writes; empty for large arrays and for None."""
-    if isinstance(arrays, list):
-        return Snapshot(arrays) if sum(each.nbytes for each in arrays) <= SNAPSHOT_BYTES else b""
-    found: bytes = b"" if arrays is None or arrays.nbytes > SNAPSHOT_BYTES else arrays.tobytes()
-    return found
-
-
-def _only_read(reads: Iterable[Array], claim: Claim, writes: list[_Range]) -> list[_Range]:
+def _only_read(reads: Iterable[Array], claim: Claim, writes: list[Range]) -> list[Range]:
     """Return the ranges of arrays that share no memory with what the claim writes."""
-    found = [_Range(array, claim, False) for array in reads if array.size]
+    found = [Range(array, claim, False) for array in reads if array.size]
     return [each for each in found if not any(each.shares(other) for other in writes)]
 
 
@@ -251,7 +168,7 @@ class RequestClaim(Claim):
         results: what is to be in the array when the program has waited; None: the request knows.
     """
 
-    __slots__ = ("_found", "_writes", "array", "request", "results")
+    __slots__ = ("_found", "_writes", "array", "reads", "request", "results")
 
     def __init__(self, array: Any, *, writes: bool, reads: Sequence[Array] = ()) -> None:
         self.request: Claimer | None = None
@@ -259,19 +176,20 @@ class RequestClaim(Claim):
         self.results: bytes | None = None
         self.unawaited = False
         self._writes = writes
-        self._found: list[_Range] | None = None
+        self._found: list[Range] | None = None
         self._snapshot = None
+        self.reads = bool(reads)
         if reads:
             self._found = self.ranges
             self._found += _only_read(reads, self, self._found)
             self.snapshot_reads()
 
     @property
-    def ranges(self) -> list[_Range]:  # type: ignore[override]
+    def ranges(self) -> list[Range]:  # type: ignore[override]
         """The memory, found when another claim is compared with it: most claims end before."""
         if self._found is None:
             arrays = self.array if isinstance(self.array, list) else [] if self.array is None else [self.array]
-            self._found = [_Range(array, self, self._writes) for array in arrays if array.size]
+            self._found = [Range(array, self, self._writes) for array in arrays if array.size]
         return self._found
 
     @property
@@ -322,37 +240,13 @@ class RequestClaim(Claim):
         return written(self.op, self.site, self.group) if changed else None
 
 
-class _Ranges:
-    """Ranges sorted by start address, in one list for each order of magnitude of the length.
-
-    A range of a list overlaps a given range only if it starts within that length before. So of many adjacent ranges only a few
-    are compared.
-    """
-
-    def __init__(self) -> None:
-        self._lists: dict[int, list[_Range]] = {}
-        self._starts: dict[int, list[int]] = {}
-
-    def add(self, new: _Range) -> None:
-        size = (new.end - new.start).bit_length()
-        insort(self._lists.setdefault(size, []), new)
-        insort(self._starts.setdefault(size, []), new.start)
-
-    def remove(self, old: _Range) -> None:
-        size = (old.end - old.start).bit_length()
-        ranges, starts = self._lists[size], self._starts[size]
-        at = bisect_left(starts, old.start)
-        while ranges[at] is not old:
-            at += 1
-        del ranges[at], starts[at]
-        if not ranges:
-            del self._lists[size], self._starts[size]
-
-    def near(self, wanted: _Range) -> Iterator[_Range]:
-        """Yield all ranges that may overlap the given range."""
-        for size, starts in self._starts.items():
-            first = bisect_left(starts, wanted.start - (1 << size))
-            yield from self._lists[size][first : bisect_left(starts, wanted.end)]
+def _are_apart(one: Claim, other: Claim) -> bool:
+    """Return whether two claims are of one array each that has memory of its own: these have no byte in common."""
+    if type(one) is not RequestClaim or type(other) is not RequestClaim or one.reads or other.reads:
+        return False
+    mine, its = one.array, other.array
+    arrays = type(mine) is np.ndarray and type(its) is np.ndarray
+    return arrays and mine is not its and bool(mine.flags.owndata and its.flags.owndata)
 
 
 UNAWAITED_FOR = 0.05
@@ -372,8 +266,8 @@ class Registry:
         self.active: set[Claim] = set()
         self.reusable: set[Claim] = set()
         self._lock = threading.Lock()
-        self._read = _Ranges()
-        self._written = _Ranges()
+        self._read = Ranges()
+        self._written = Ranges()
         self._dropped: deque[Claim] = deque()
 
     def check(self, new: Claim) -> None:
@@ -397,9 +291,11 @@ class Registry:
 
     def conflicts(self, new: Claim) -> bool:
         """Return whether a pending operation conflicts with a new claim, without progressing that operation."""
+        if len(self.active) <= _FEW and all(_are_apart(new, each) for each in tuple(self.active)):
+            return False
         return self._shared(new) is not None
 
-    def _shared(self, new: Claim) -> tuple[_Range, _Range] | None:
+    def _shared(self, new: Claim) -> tuple[Range, Range] | None:
         """Return the range of a new claim and the range of an active claim that conflict, or None."""
         with self._lock:
             self._sweep()
@@ -442,7 +338,7 @@ class Registry:
 
     def _rebuild(self) -> None:
         """Rebuild the ranges after an exception, which a signal handler may raise between any two lines."""
-        self._read, self._written = _Ranges(), _Ranges()
+        self._read, self._written = Ranges(), Ranges()
         for claim in self.active - self.reusable:
             self._add_ranges(claim)
 
@@ -484,7 +380,7 @@ class Registry:
             old.clear()
 
 
-def _text(mine: _Range, other: _Range) -> str:
+def _text(mine: Range, other: Range) -> str:
     common = " (they have bytes in common)"
     if mine.array.flags.c_contiguous and other.array.flags.c_contiguous:  # otherwise the number takes long to find out
         common = f" ({min(mine.end, other.end) - max(mine.start, other.start)} bytes in common)"
@@ -496,7 +392,7 @@ def _text(mine: _Range, other: _Range) -> str:
     )
 
 
-def _entry(memory: _Range) -> Entry:
+def _entry(memory: Range) -> Entry:
     claim = memory.claim
     uses = (("memory", "writes" if memory.writes else "reads"),)
     return Entry(((claims.rank, claims.rank),), claim.op, uses, site=str(claim.site), group=claim.group)

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from mpicoll.checks.agreement import is_usual
-from mpicoll.checks.memory_in_use import RequestClaim, claims, seal
+from mpicoll.checks.memory_in_use import RequestClaim, claims
+from mpicoll.checks.memory_ranges import seal
 from mpicoll.diagnosis.wait_policy import local_wait
 from mpicoll.errors import DistError
 from mpicoll.groups import registry

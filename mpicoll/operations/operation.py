@@ -1,14 +1,30 @@
-"""Requests whose transitions come from a generator: messages, and calls that belong to no order of a group."""
+"""Requests whose transitions come from a generator, as those of messages that go the general way; waits and ends of messages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from mpicoll.checks.memory_in_use import written
 from mpicoll.diagnosis.call import Call
+from mpicoll.diagnosis.report.entries import Entry, entry_of
+from mpicoll.diagnosis.report.report import with_calls
+from mpicoll.diagnosis.wait_policy import CallWait, local_wait
+from mpicoll.errors import CollectiveMismatchError
+from mpicoll.groups.communicators import MpiError
+from mpicoll.memory.adapt import adapt
+from mpicoll.memory.memory import Array, Memory
+from mpicoll.operations.failures import guarded, wrap
 from mpicoll.operations.request import Request
 from mpicoll.operations.schedules import Steps
 from mpicoll.operations.states import MOVING, to
+from mpicoll.runtime import waiting
+from mpicoll.runtime.call_site import CallSite
+from mpicoll.runtime.mpi_library import retain_for_ever, retain_frames
+from mpicoll.transports.mpi.envelope import Envelope, describe
+from mpicoll.transports.mpi.matching import Message, Receive
+from mpicoll.transports.mpi.messages import PersistentMessage, PersistentReceive
 
 if TYPE_CHECKING:
     from mpicoll.groups.process_group import ProcessGroup
@@ -56,3 +72,123 @@ class Operation(Request):
     def _take_back(self) -> None:
         if self._withdraw is not None:
             self._withdraw()
+
+
+def describe_message(
+    group: ProcessGroup, dtype: str, count: int, peer: int, tag: int, *, receives: bool
+) -> tuple[Any, ...]:
+    """Return the parts of the description of a message.
+
+    Args:
+        dtype: name of the dtype.
+        count: number of elements.
+        peer: rank in the group; negative for any rank.
+        receives: the message is received.
+    """
+    other = f"rank {group.ranks[peer]}" if peer >= 0 else "any rank"
+    return ("from " if receives else "to ") + other, ("tag", tag), dtype, ("elements", count)
+
+
+def finish(group: ProcessGroup, again: PersistentMessage, tensor: Array, test: Callable[[], bool]) -> None:
+    """Wait for a request like every wait does."""
+    waiting.transfer_hint(tensor.nbytes)
+    call = call_of(again)
+    local_wait(guarded(test, group, call), CallWait(group, call, group.timeout, group.ranks[again.peer], again.tag))
+
+
+def call_of(again: PersistentMessage) -> Call:
+    """Return the description of a blocking message."""
+    op, code, instruction = again.place
+    return Call(op, again.described, CallSite(code, instruction))
+
+
+def give_up(group: ProcessGroup, again: PersistentMessage, tensor: Array, error: BaseException) -> None:
+    """Leave a message that an exception ended: the group is broken, and the request is never used again and never freed."""
+    call = call_of(again)
+    retain_for_ever(again, tensor)
+    retain_frames(error)
+    if group.broken is None:
+        CallWait(group, call, group.timeout, group.ranks[again.peer], again.tag).withdraw(error)
+    if isinstance(again, PersistentReceive):
+        take_back(group, again)
+    if isinstance(error, MpiError):
+        raise wrap(error, group, call) from error
+
+
+def take_back(group: ProcessGroup, again: PersistentReceive) -> None:
+    """Withdraw a receive that is posted, of a group that is given up."""
+    if again.key in group.pair.receiver.posted:
+        group.pair.receiver.posted.remove(again.key)
+    again.cancel()
+
+
+def adopt(group: ProcessGroup, again: PersistentReceive, tensor: Array) -> tuple[Memory, Receive]:
+    """Start a general receive for a message that a persistent receive got, and that is not as expected."""
+    memory = adapt(tensor, "tensor", writable=True)
+    message = Message(*again.key, again.buffer.copy())
+    return memory, group.pair.receiver.adopt(message, memory, exact=group.compares)
+
+
+def receive_operation(
+    group: ProcessGroup, call: Call, memory: Memory, receive: Receive, tensor: Any, limit: float
+) -> Operation:
+    """Return the operation of a general receive that is started."""
+    return receiving(group, call, receive, receive_steps(group, call, memory, receive), [tensor], limit)
+
+
+def receiving(
+    group: ProcessGroup, call: Call, receive: Receive, steps: Steps, outputs: list[Any], limit: float
+) -> Operation:
+    """Return the operation of a receive that is started, and let all waits look for its message.
+
+    Args:
+        steps: complete the receive, and return the rank of the sender in the group.
+    """
+    receiver = receive.receiver
+    peer = group.ranks[receive.source] if receive.source >= 0 else -1
+    withdraw = partial(receiver.withdraw, receive)
+    operation = Operation(group, call, steps, outputs, limit, peer=peer, tag=receive.tag, withdraw=withdraw)
+    receiver.watch()
+    return operation
+
+
+def receive_steps(group: ProcessGroup, call: Call, memory: Memory, receive: Receive) -> Steps:
+    """Wait for the message of a receive; the steps of an operation, which return the rank of the sender in the group."""
+    yield receive
+    source = receive.sender
+    if receive.refused is not None:
+        raise misfit(group, call, receive, receive.refused, describe(memory.name, memory.flat.size), memory)
+    group.count_received(source, receive.tag)
+    if receive.dirty:
+        raise written(call.op, call.site, group.display)
+    return source
+
+
+def misfit(
+    group: ProcessGroup, call: Call, receive: Receive, sent: Envelope, wanted: str, memory: Memory | None = None
+) -> CollectiveMismatchError:
+    """Return the error of a receive whose message does not fit.
+
+    Args:
+        sent: envelope of the message.
+        wanted: description of a message that fits.
+        memory: memory of the receive; None for a receive of a list of objects.
+    """
+    sender, me = group.ranks[receive.sender], group.ranks[group.rank()]
+    text = sent.describe(memory)
+    error = CollectiveMismatchError(
+        f"{call.name} on group {group.display}: rank {sender} sent {text} (tag {receive.tag}, "
+        f"{receive.place or 'from a place that is not known'}), {call.name} on rank {me} of {wanted} at {call.site}. "
+        f"The message is not lost: a {'recv' if sent.objects < 0 else 'recv_object_list'} of {text} takes it"
+    )
+    op, _, site = receive.place.partition(" at ")
+    what: tuple[tuple[str, str], ...] = (("elements", str(sent.count)),)
+    if sent.objects >= 0:
+        what = (("objects", str(sent.objects)),)
+    elif memory is not None:
+        alike = sent.alike(memory)
+        count = sent.nbytes // memory.flat.itemsize if alike else sent.count
+        what = (("dtype", sent.name or (memory.name if alike else "another")), ("elements", str(count)))
+    key = (("peer", f"to rank {me}"), ("tag", str(receive.tag)), *what)
+    theirs = Entry(((sender, sender),), op or "send", key, site=site, peer=me)
+    return with_calls(error, group.display, [sender, me], [theirs, entry_of(call, me, peer=sender)])

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from mpicoll.checks.memory_in_use import SNAPSHOT_BYTES, Claim, Snapshot, claims, written
+from mpicoll.checks.memory_in_use import Claim, claims, written
+from mpicoll.checks.memory_ranges import SNAPSHOT_BYTES, Snapshot
 from mpicoll.diagnosis.call import Call
 from mpicoll.errors import wrong_argument
 from mpicoll.groups.process_group import ProcessGroup, Stopping

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from mpicoll.checks.levels import EVERY
-from mpicoll.checks.memory_in_use import RequestClaim, Snapshot, seal
+from mpicoll.checks.memory_in_use import RequestClaim
+from mpicoll.checks.memory_ranges import Snapshot, seal
 from mpicoll.diagnosis.call import Call, fingerprint
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup

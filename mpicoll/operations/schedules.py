@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from mpicoll.checks.agreement import is_usual
-from mpicoll.checks.memory_in_use import Snapshot, seal, written
+from mpicoll.checks.memory_in_use import written
+from mpicoll.checks.memory_ranges import Snapshot, seal
 from mpicoll.diagnosis.call import Call, MadeFields
 from mpicoll.memory.arithmetic import without_warnings
 from mpicoll.operations.failures import BlockingCall

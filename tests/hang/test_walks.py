@@ -85,8 +85,8 @@ TODAY = {
     "late_member": Row(17, 0),
     "over_mpi": Row(25, 0),
     "first_time": Row(34, 0),
-    "asynchronous": Row(28, 0),
-    "messages": Row(19, 1),
+    "asynchronous": Row(29, 0),
+    "messages": Row(15, 0),
     "mismatch": Row(27, 0),
     "device_array": Row(39, 1),
 }

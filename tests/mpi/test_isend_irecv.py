@@ -18,7 +18,7 @@ from striking import strike
 
 import mpicoll as dist
 from mpicoll.checks.memory_in_use import claims
-from mpicoll.operations import nonblocking_messages
+from mpicoll.operations import messages
 from mpicoll.runtime import waiting
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -28,7 +28,7 @@ COUNTS = (1, 500, 513, 3000, 40_000)  # in the message, apart from it, watched f
 
 def is_prepared(work: Any) -> bool:
     """Whether an operation took a request that is kept."""
-    return type(work._request).__module__ == "mpicoll.operations.nonblocking_messages"
+    return type(work._request).__module__ == "mpicoll.operations.messages"
 
 
 def receive(y: Any, group: Any = None, tag: int = 0) -> Any:
@@ -457,12 +457,12 @@ def test_a_later_receive_is_not_given_a_later_message(early: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*dropped without wait:ResourceWarning")
-@pytest.mark.parametrize("which", ["send_again", "receive_again", "_work"])
+@pytest.mark.parametrize("which", ["_start_send", "_start_receive", "_work"])
 def test_struck_at_every_line(which: str) -> None:
     """An exception between any two lines breaks the group or leaves it as it was; no other group, and no lock, is touched."""
     rank, (before, _) = dist.get_rank(), neighbours()
     other = dist.new_group()
-    function = getattr(nonblocking_messages, which)
+    function = getattr(messages, which)
     source, first = inspect.getsourcelines(function)
     # Handlers run between calls: what stands behind a "finally" has begun to run by then.
     end = next((at for at, text in enumerate(source) if text.strip() == "finally:"), len(source))
@@ -478,10 +478,10 @@ def test_struck_at_every_line(which: str) -> None:
             sent = group.sent
             if rank == 0:
                 calls = {
-                    "send_again": lambda x=x, group=group, works=works: works.append(send(x, group)),
-                    "receive_again": lambda y=y, group=group, works=works: works.append(receive(y, group)),
+                    "_start_send": lambda x=x, group=group, works=works: works.append(send(x, group)),
+                    "_start_receive": lambda y=y, group=group, works=works: works.append(receive(y, group)),
                 }
-                struck += strike(function, line, calls.get(which, calls["receive_again"]))
+                struck += strike(function, line, calls.get(which, calls["_start_receive"]))
             assert not group.pair.receiver.lock.locked(), line
             begun = group.broken is not None or group.sent != sent or bool(group.pair.receiver.outstanding())
             told: list[Any] = [None] * dist.get_world_size()

@@ -12,8 +12,8 @@ import pytest
 from ranks import neighbours
 
 import mpicoll as dist
-from mpicoll.operations.persistent import MOST_BODIES
 from mpicoll.runtime import waiting
+from mpicoll.transports.mpi.messages import MOST_PAYLOADS
 
 pytestmark = pytest.mark.mpi
 
@@ -610,9 +610,9 @@ def test_messages_from_and_into_ever_other_memory(nbytes: int) -> None:
                 assert (x == turn % 200).all()
                 assert (store[:offset] == 255).all()
                 assert (store[offset + nbytes :] == 255).all()
-    kept = [again for again in world.persistent if again.tag == 3 and again.bodies]
+    kept = [again for again in world.persistent if again.tag == 3 and again.payloads]
     assert kept
-    assert all(len(again.bodies) <= MOST_BODIES for again in kept)
+    assert all(len(again.payloads) <= MOST_PAYLOADS for again in kept)
 
 
 @several

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from mpicoll.checks.memory_in_use import SNAPSHOT_BYTES, claims
+from mpicoll.checks.memory_in_use import claims
+from mpicoll.checks.memory_ranges import SNAPSHOT_BYTES
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import resolve
 from mpicoll.memory.adapt import adapt, adapt_list, apart, same_dtype, viewed

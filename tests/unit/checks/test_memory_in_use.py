@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpicoll.checks import memory_in_use
-from mpicoll.checks.memory_in_use import SNAPSHOT_BYTES, Claim, Registry, Snapshot, span
+from mpicoll.checks import memory_ranges
+from mpicoll.checks.memory_in_use import Claim, Registry
+from mpicoll.checks.memory_ranges import SNAPSHOT_BYTES, Snapshot, span
 from mpicoll.errors import BufferInUseError
 from mpicoll.runtime.call_site import call_site
 
@@ -204,7 +205,7 @@ def test_an_exception_out_of_a_signal_handler_leaves_the_ranges_right(monkeypatc
     registry = Registry()
     first = _issue(registry, "irecv", writes=(memory[:8], memory[16:24]))
     for method in ("add", "remove"):
-        found = getattr(memory_in_use._Ranges, method)
+        found = getattr(memory_ranges.Ranges, method)
         calls = []
 
         def striking(self: Any, each: Any, found: Any = found, calls: list[int] = calls) -> None:
@@ -213,13 +214,13 @@ def test_an_exception_out_of_a_signal_handler_leaves_the_ranges_right(monkeypatc
             if len(calls) == 1:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(memory_in_use._Ranges, method, striking)
+        monkeypatch.setattr(memory_ranges.Ranges, method, striking)
         with pytest.raises(KeyboardInterrupt):
             if method == "add":
                 _issue(registry, "irecv", writes=(memory[32:40], memory[48:56]))
             else:
                 registry.remove(first)
-        monkeypatch.setattr(memory_in_use._Ranges, method, found)
+        monkeypatch.setattr(memory_ranges.Ranges, method, found)
         if method == "add":
             registry.remove(next(each for each in registry.active if each is not first))
     assert not registry.active

@@ -1,0 +1,133 @@
+"""Ranges of memory that operations use, and snapshots of what arrays contain."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from mpi4py import MPI
+
+from mpicoll.memory.device.addresses import DeviceAddresses
+
+SNAPSHOT_BYTES = 64 * 1024
+"""Bytes of the largest buffer that is checked for writes of the program."""
+
+_MOST_WORK = 10_000
+_address = MPI.Get_address
+_too_hard: type[Exception] = getattr(np, "exceptions", np).TooHardError
+
+Array = npt.NDArray[Any]
+
+
+def span(array: Array) -> tuple[int, int]:
+    """Return the address of the first byte of an array and the address behind the last byte."""
+    if array.flags.c_contiguous or not array.size:
+        try:
+            start = _address(array)  # takes a tenth of the time
+        except (BufferError, TypeError, ValueError):  # of a dtype that has no buffer
+            start = int(array.__array_interface__["data"][0])
+        return start, start + array.nbytes
+    start = int(array.__array_interface__["data"][0])
+    low = high = 0
+    for length, stride in zip(array.shape, array.strides, strict=True):
+        if stride < 0:
+            low += (length - 1) * stride
+        else:
+            high += (length - 1) * stride
+    return start + low, start + high + array.itemsize
+
+
+class Range:
+    """The memory of one array of one operation."""
+
+    __slots__ = ("array", "claim", "end", "start", "writes")
+
+    def __init__(self, array: Array, claim: Any, writes: bool) -> None:
+        self.start, self.end = span(array)
+        self.array = array
+        self.claim = claim
+        self.writes = writes
+
+    def __lt__(self, other: Range) -> bool:
+        return self.start < other.start
+
+    def shares(self, other: Range) -> bool:
+        """Return whether two ranges have a byte in common; False if that takes long to find out."""
+        if self.start >= other.end or other.start >= self.end:
+            return False
+        if self.array.flags.c_contiguous and other.array.flags.c_contiguous:
+            return True
+        try:
+            return bool(np.shares_memory(self.array, other.array, max_work=_MOST_WORK))  # type: ignore[arg-type]
+        except _too_hard:
+            return False
+
+
+class Snapshot:
+    """The contents of some arrays, to find out later whether the arrays were written."""
+
+    __slots__ = ("_held",)
+
+    def __init__(self, arrays: Iterable[Array]) -> None:
+        self._held = [
+            (array, _bytes(array))
+            for array in arrays
+            if array.nbytes <= SNAPSHOT_BYTES and type(array) is not DeviceAddresses
+        ]
+
+    def is_changed(self) -> bool:
+        """Return whether the contents of an array have changed."""
+        return any(_bytes(array) != held for array, held in self._held)
+
+
+def _bytes(array: Array) -> bytes:
+    if array.dtype.names is not None:
+        # Field by field: bytes between fields may belong to another array, and are arbitrary in a copy.
+        return b"".join(_bytes(array[name]) for name in array.dtype.names)
+    return array.tobytes()
+
+
+def seal(arrays: Any) -> bytes | Snapshot:
+    """Return the contents of an array or a list of arrays, to find writes; empty for large arrays and for None."""
+    if arrays is None:
+        return b""
+    if isinstance(arrays, list) or arrays.dtype.names is not None:  # bytes between fields are not compared
+        listed = arrays if isinstance(arrays, list) else [arrays]
+        return Snapshot(listed) if sum(each.nbytes for each in listed) <= SNAPSHOT_BYTES else b""
+    return bytes(arrays.tobytes()) if arrays.nbytes <= SNAPSHOT_BYTES else b""
+
+
+class Ranges:
+    """Ranges sorted by start address, in one list for each order of magnitude of the length.
+
+    A range of a list overlaps a given range only if it starts within that length before. So of many adjacent ranges only a few
+    are compared.
+    """
+
+    def __init__(self) -> None:
+        self._lists: dict[int, list[Range]] = {}
+        self._starts: dict[int, list[int]] = {}
+
+    def add(self, new: Range) -> None:
+        size = (new.end - new.start).bit_length()
+        insort(self._lists.setdefault(size, []), new)
+        insort(self._starts.setdefault(size, []), new.start)
+
+    def remove(self, old: Range) -> None:
+        size = (old.end - old.start).bit_length()
+        ranges, starts = self._lists[size], self._starts[size]
+        at = bisect_left(starts, old.start)
+        while ranges[at] is not old:
+            at += 1
+        del ranges[at], starts[at]
+        if not ranges:
+            del self._lists[size], self._starts[size]
+
+    def near(self, wanted: Range) -> Iterator[Range]:
+        """Yield all ranges that may overlap the given range."""
+        for size, starts in self._starts.items():
+            first = bisect_left(starts, wanted.start - (1 << size))
+            yield from self._lists[size][first : bisect_left(starts, wanted.end)]

@@ -1,0 +1,472 @@
+"""Messages between two ranks: blocking ones that are prepared, and the requests of ``isend`` and ``irecv``.
+
+A ``send`` or ``recv`` of a plain array that is made again with the same peer, tag, shape and dtype uses a persistent request
+(``transports.mpi.messages``), and so do ``isend`` and ``irecv``. The general way (``operations.prepare_messages`` and
+``transports.mpi.matching``) is for all else: a persistent request that is in use, memory that a pending operation uses, other
+receives that wait, and a message that differs.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
+
+import numpy as np
+
+from mpicoll.checks.memory_in_use import RequestClaim, claims, written
+from mpicoll.checks.memory_ranges import SNAPSHOT_BYTES
+from mpicoll.diagnosis.call import Call
+from mpicoll.errors import CollectiveMismatchError
+from mpicoll.groups import registry
+from mpicoll.groups.process_group import MessageCache, ProcessGroup
+from mpicoll.memory.memory import Array
+from mpicoll.operations.operation import adopt, call_of, finish, give_up, receive_operation, receive_steps, take_back
+from mpicoll.operations.request import Request
+from mpicoll.operations.states import MOVING
+from mpicoll.operations.work import Work
+from mpicoll.runtime import signals, waiting
+from mpicoll.runtime.call_site import CallSite
+from mpicoll.runtime.mpi_library import retain_for_ever
+from mpicoll.transports.mpi.matching import Receive
+from mpicoll.transports.mpi.messages import Busy, PersistentMessage, PersistentReceive, PersistentSend, matches
+
+# Objects that each call uses, as globals of this module.
+_default = registry.default
+_claims = claims.active
+_frame = sys._getframe
+_get_ident = threading.get_ident
+_guard = signals.guard
+_matches = matches
+_ndarray = np.ndarray
+_new_lock = threading.RLock
+_pending = waiting.pending
+_spins = range(waiting.SPIN_POLLS)
+_threads = signals.threads
+
+
+def send_prepared(tensor: Any, dst: Any, group: Any, tag: Any) -> bool:
+    """Send an array by a persistent request; return False, and do nothing, if there is none that can be used now.
+
+    The whole send stands in this function: a call of a function takes as long as MPI takes to post the message.
+    """
+    known: Any = _default.world if group is None else group
+    try:
+        again = known.sends.last
+        other = again is None or again.rank is not dst or again.tag is not tag
+        if other or not _matches(tensor, again.dtype, again.shape, False):
+            again = _find(known.sends, tensor, dst, tag, False)
+        frame = _frame(2)
+    except (AttributeError, ValueError):  # no group, or not a member; called from C
+        return False
+    if again is None or _pending or _claims:
+        return False
+    taken = False
+    wrong: BaseException | None = None
+    try:
+        same = again.instruction == frame.f_lasti and again.code is frame.f_code
+        if same or again.move_to(known.known_sites, frame):
+            again.take()
+            taken = True
+            elements = again.elements
+            if elements is not None:
+                elements[...] = tensor
+                again.start()
+                again.count += 1
+                known.last = again
+                _threads.add(_get_ident())
+                if not again.test():  # in most cases MPI has copied the message
+                    for _ in _spins:
+                        if not again.test():
+                            continue
+                        break
+                    else:
+                        finish(known, again, tensor, again.test)
+            else:
+                _send_apart(known, again, tensor)
+            again.give_back(None)
+            return True
+    except BaseException as error:
+        if taken or not isinstance(error, Busy):
+            wrong = error
+            give_up(known, again, tensor, error)
+            raise
+    finally:
+        if _guard.noted is not None:
+            _guard.answer(wrong)
+    return False
+
+
+def receive_prepared(tensor: Any, src: Any, group: Any, tag: Any) -> bool:
+    """Receive into an array by a persistent request; return False, and do nothing, if none can be used now."""
+    known: Any = _default.world if group is None else group
+    try:
+        again = known.receives.last
+        other = again is None or again.rank is not src or again.tag is not tag
+        if other or not _matches(tensor, again.dtype, again.shape, True):
+            again = _find(known.receives, tensor, src, tag, True)
+        frame = _frame(2)
+    except (AttributeError, ValueError):
+        return False
+    if again is None or _pending or _claims:
+        return False
+    receiver = known.pair.receiver
+    posted = receiver.posted
+    locked = False
+    wrong: BaseException | None = None
+    try:
+        # One receive at a time: no other thread uses this request, or another receive that could get its message.
+        locked = receiver.lock.acquire(False)
+        if locked and not (posted or receiver.waiting or receiver.queues) and again.rank == src:
+            if again.instruction != frame.f_lasti or again.code is not frame.f_code:
+                again.code, again.instruction = frame.f_code, frame.f_lasti
+            posted.append(again.key)
+            again.start()
+            receiver.lock.release()
+            locked = False
+            elements = again.elements
+            payload = None if elements is not None else again.payload_of(tensor)
+            known.last = again
+            _threads.add(_get_ident())
+            for _ in _spins:
+                if not again.test():
+                    continue
+                break
+            else:
+                finish(known, again, tensor, again.test)
+            if again.words[0] != again.expected:
+                memory, receive = adopt(known, again, tensor)
+                call = call_of(again)
+                receive_operation(known, call, memory, receive, tensor, known.timeout).complete(known.timeout)
+                return True
+            if elements is not None:
+                tensor[...] = elements
+                again.count += 1
+            else:
+                _receive_apart(known, again, tensor, payload)
+            posted.remove(again.key)
+            return True
+    except CollectiveMismatchError as error:
+        wrong = error
+        raise  # the message does not fit; nothing has changed
+    except BaseException as error:
+        wrong = error
+        give_up(known, again, tensor, error)
+        raise
+    finally:
+        if locked:
+            receiver.lock.release()
+        if _guard.noted is not None:
+            _guard.answer(wrong)
+    return False
+
+
+# Ctrl-C in these functions is noted, and answered at their end or in a wait. To enter the guard would take 0.1 us, of the 1 us
+# that they take in addition to MPI.
+_guard.inside.update((send_prepared.__code__, receive_prepared.__code__))
+
+
+def _find(cache: MessageCache, tensor: Any, rank: Any, tag: Any, writes: bool) -> Any:
+    """Return the persistent message for an array, or None.
+
+    Args:
+        writes: the message is received into the array.
+    """
+    if type(rank) is not int or type(tag) is not int:
+        return None
+    again = cache.last
+    same = again is not None and again.rank == rank and again.tag == tag
+    if same and _matches(tensor, again.dtype, again.shape, writes):
+        return again
+    if type(tensor) is not _ndarray or not (tensor.flags.carray if writes else tensor.flags.c_contiguous):
+        return None
+    found = cache.get((rank, tag, tensor.shape, tensor.dtype))
+    if found is not None:
+        cache.last = found
+    return found
+
+
+def _send_apart(group: ProcessGroup, again: PersistentSend, tensor: Array) -> None:
+    """Send the envelope and then the elements, with no other message of the tag between them."""
+    request = again.start_apart(tensor, group.posting)
+    again.count += 1
+    group.last = again
+    _threads.add(_get_ident())
+    # The envelope is sent before the elements, which the receiver requests: to test the elements first takes longer.
+    for test in (again.test, request.Test):
+        _poll(group, again, tensor, test)
+
+
+def _receive_apart(group: ProcessGroup, again: PersistentReceive, tensor: Array, payload: Any) -> None:
+    """Receive the elements whose envelope has been received."""
+    request = again.start_payload(tensor, payload)
+    again.count += 1
+    _poll(group, again, tensor, request.Test)
+
+
+def _poll(group: ProcessGroup, again: PersistentMessage, tensor: Array, test: Callable[[], bool]) -> None:
+    """Poll a request for as long as its elements may take, and then wait for it."""
+    for _ in again.polls:
+        if test():
+            break
+    else:
+        finish(group, again, tensor, test)
+
+
+def start_prepared(tensor: Any, rank: Any, group: Any, tag: Any, receives: bool) -> Work | None:
+    """Start a message by a persistent request; return None, and do nothing, if there is none that can be used now.
+
+    Args:
+        receives: the message is received.
+    """
+    known: Any = _default.world if group is None else group
+    try:
+        again = _find(known.receives if receives else known.sends, tensor, rank, tag, receives)
+        frame = _frame(2)
+    except (AttributeError, ValueError):  # no group, or not a member; called from C
+        return None
+    if again is None:
+        return None
+    return (_start_receive if receives else _start_send)(known, again, tensor, frame)
+
+
+def _start_send(group: ProcessGroup, again: PersistentSend, tensor: Array, frame: FrameType) -> Work | None:
+    operation: _PreparedSend | None = None
+    try:
+        with _guard:
+            same = again.instruction == frame.f_lasti and again.code is frame.f_code
+            if not (same or again.move_to(group.known_sites, frame, "isend")):
+                return None
+            try:
+                again.take()
+            except Busy:
+                return None
+            try:
+                made = _PreparedSend(group, again, tensor, frame)
+                made.is_sent = False
+                claim = None
+                if again.compares:
+                    claim = _claim(made, False)
+                    if claim is None:
+                        again.give_back(None)
+                        return None  # the general way raises the error
+                if again.elements is not None:
+                    again.elements[...] = tensor
+                    again.start()
+                else:
+                    if claim is not None and tensor.nbytes <= SNAPSHOT_BYTES:
+                        claim.results = tensor.tobytes()
+                    made.payload = again.start_apart(tensor, group.posting)
+                    waiting.transfer_hint(tensor.nbytes)
+                again.count += 1
+                _threads.add(_get_ident())
+                operation = made
+            except BaseException as error:
+                give_up(group, again, tensor, error)
+                raise
+    except BaseException:
+        if operation is not None:  # Ctrl-C after the start: there is no Work of the operation
+            operation.claim = None
+            _pending.append(operation)
+        raise
+    return _work(operation, claim)
+
+
+def _start_receive(group: ProcessGroup, again: PersistentReceive, tensor: Array, frame: FrameType) -> Work | None:
+    receiver = group.pair.receiver
+    key, posted = again.key, receiver.posted
+    with _guard:
+        if receiver.waiting or receiver.queues or key in posted:
+            return None
+        locked = False
+        operation: _PreparedReceive | None = None
+        try:
+            locked = receiver.lock.acquire(blocking=False)
+            # Checked again, since another thread may have been faster.
+            if not locked or receiver.waiting or receiver.queues or key in posted or again.rank is None:
+                return None
+            made = _PreparedReceive(group, again, tensor, frame)
+            made.before, made.dirty, made.general = None, False, None
+            claim = None
+            if again.compares:
+                claim = _claim(made, True)
+                if claim is None:
+                    return None
+                if tensor.nbytes <= SNAPSHOT_BYTES:
+                    made.before = tensor.tobytes()
+            again.code, again.instruction = frame.f_code, frame.f_lasti
+            operation = made
+            posted.append(key)
+            again.start()
+            _threads.add(_get_ident())
+            # Elements that move apart are requested when their envelope has been received, and a later receive may wait for this.
+            _pending.append(operation)
+        except BaseException as error:
+            if operation is not None:
+                waiting.drop(operation)
+                give_up(group, again, tensor, error)
+            raise
+        finally:
+            if locked:
+                receiver.lock.release()
+    return _work(operation, claim)
+
+
+def _claim(made: _PreparedMessage, writes: bool) -> RequestClaim | None:
+    """Claim the memory of a message; return None if a pending operation may use that memory in conflict with the message."""
+    claim = made.claim = RequestClaim(made.array, writes=writes)
+    claim.request = made
+    return None if claims.conflicts(claim) else claim
+
+
+def _work(operation: _PreparedMessage, claim: RequestClaim | None) -> Work:
+    work = Work(operation)
+    if claim is not None:
+        work.with_reusable_claim(claim)
+    return work
+
+
+class _PreparedMessage(Request):
+    """A request with a persistent message, which its group owns.
+
+    Attributes:
+        again: the persistent message.
+        array: the array of the program.
+        payload: request of the elements that move apart from their envelope, once it is started.
+    """
+
+    __slots__ = ("again", "array", "code", "instruction", "payload")
+    name = ""
+
+    def __init__(self, group: ProcessGroup, again: PersistentMessage, tensor: Array, frame: FrameType) -> None:
+        # All attributes of a request, without the description of the call.
+        self.group = group
+        self.outputs = [tensor]
+        self.held = again
+        self.limit = group.timeout
+        self.peer = group.ranks[again.peer]
+        self.tag = again.tag
+        self.state = MOVING
+        self.number = self.returned = -1
+        self.round = self.agreed = self.error = self.future = self.landing = None
+        self.waited = self._in_effect = self._advancing = False
+        self.polled = self.next_look = 0.0
+        self._call = self.prepared = self.start_of = self.schedule = self.words = self.claim = None
+        self.steps = self._transfer = self._current = None
+        self._lock = _new_lock()
+        self.again: Any = again
+        self.array = tensor
+        self.payload: Any = None
+        self.code: CodeType = frame.f_code
+        self.instruction: int = frame.f_lasti
+
+    @property
+    def call(self) -> Call:
+        """The description of the call, made when it is needed."""
+        return Call(self.name, self.again.described, CallSite(self.code, self.instruction))
+
+    def expected(self) -> bytes | None:
+        """Return the bytes that must be in the array when the program has waited; None: they are not compared."""
+        return None
+
+    def _keep(self) -> None:
+        super()._keep()
+        retain_for_ever(self.again, self.payload, self.array)
+
+
+class _PreparedSend(_PreparedMessage):
+    """A send.
+
+    Attributes:
+        is_sent: MPI has completed the send, so that its request can be used again.
+    """
+
+    __slots__ = ("is_sent",)
+    name = "isend"
+    is_sent: bool
+
+    def expected(self) -> bytes | None:
+        """Return the elements of a small message."""
+        return None if self.again.elements is None else self.again.elements.tobytes()
+
+    def unclaimed(self) -> None:
+        """Forget the claim; the persistent request may be used again."""
+        super().unclaimed()
+        if self.is_sent:
+            self.again.give_back(None)
+
+    def _advance(self) -> None:
+        again = self.again
+        if not again.test() or (self.payload is not None and not self.payload.Test()):
+            return
+        self.is_sent = True
+        if self.claim is None:
+            again.give_back(None)
+        self._complete()
+
+
+class _PreparedReceive(_PreparedMessage):
+    """A receive: MPI writes the message into memory of the library, and a test copies it into the array of the program.
+
+    Attributes:
+        before: contents of the array at the start, to find writes of the program; None if they are not looked for.
+        dirty: the array was written before the message was received.
+        general: the general receive of a message that was not as expected.
+    """
+
+    __slots__ = ("before", "dirty", "general")
+    name = "irecv"
+    before: bytes | None
+    dirty: bool
+    general: Receive | None
+
+    def _advance(self) -> None:
+        if self._run_steps() if self.general is not None else self._receive():
+            self._complete()
+
+    def _receive(self) -> bool:
+        """Progress the receive; return whether it is complete."""
+        again = self.again
+        if self.payload is None:
+            if not again.test():
+                return False
+            self.dirty = self.before is not None and self.array.tobytes() != self.before
+            if again.words[0] != again.expected:
+                self._go_the_general_way()
+                return self._run_steps()
+            if again.elements is None:
+                self.payload = again.start_payload(self.array, again.payload_of(self.array))
+                waiting.transfer_hint(self.array.nbytes)
+            elif self.array.shape == again.shape:
+                self.array[...] = again.elements
+            else:  # the program has changed the shape meanwhile
+                self.array.reshape(-1)[...] = again.elements.reshape(-1)
+        if self.payload is not None and not self.payload.Test():
+            return False
+        again.count += 1
+        posted = self.group.pair.receiver.posted
+        if again.key in posted:
+            posted.remove(again.key)
+        self.returned = again.peer
+        if self.dirty:
+            raise written(self.name, self.call.site, self.group.display)
+        if self.claim is not None:
+            self.claim.snapshot_results()
+        return True
+
+    def _go_the_general_way(self) -> None:
+        memory, receive = adopt(self.group, self.again, self.array)
+        receive.dirty = self.dirty
+        if self.claim is not None:
+            receive.watch(self.claim)
+        self.steps = receive_steps(self.group, self.call, memory, receive)
+        self.general = receive
+        receive.receiver.watch()
+
+    def _take_back(self) -> None:
+        if self.general is not None:
+            self.general.receiver.withdraw(self.general)
+        elif not self.done:
+            take_back(self.group, self.again)

@@ -1,0 +1,268 @@
+"""Post messages to MPI: persistent requests for messages that are made again, and the elements that move apart.
+
+A persistent request (MPI-4.1 section 3.9) uses memory of the library, with the words of its envelope written once. A start
+only copies few elements in or out, and compares one word. Many elements move apart from their envelope, directly between the
+arrays of the programs.
+
+A persistent receive is posted to MPI itself, with room for any message, and only while no other receive waits. So messages
+are matched in MPI's order. ``Receiver.posted`` prevents other receives from overtaking it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import CodeType, FrameType
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpicoll.memory.memory import Array
+from mpicoll.runtime import waiting
+from mpicoll.runtime.call_site import CallSite
+from mpicoll.runtime.native import found as extension
+from mpicoll.transports import large_counts
+from mpicoll.transports.mpi.collectives import AllRequests
+from mpicoll.transports.mpi.envelope import EAGER_BYTES, ROOM, SMALL_BYTES, WORDS, KnownSites, first_word
+
+ANY_SOURCE = MPI.ANY_SOURCE
+
+MOST_PAYLOADS = 4
+"""Number of arrays for which a persistent message has a persistent request of its elements."""
+
+_MOST_POLLS = 4096
+_address = MPI.Get_address
+
+Busy = IndexError
+"""The error of ``take``, which is the ``pop`` of a list: no other thread can run inside it."""
+
+
+class PersistentMessage:
+    """A persistent send or receive of one peer, tag, shape and dtype.
+
+    Attributes:
+        elements: the few elements of a message in ``buffer``; None if the elements move apart.
+        payloads: persistent requests of elements that move apart, by the address of the array; they refer to no memory.
+        polls: numbers of polls for the elements before a wait like any other.
+        rank, tag, shape, dtype: the arguments of the program. ``rank`` is None once the group has dropped the message.
+        peer: the rank in the group.
+        count: number of starts, in addition to the numbers of the group.
+        take, give_back: acquire and release the right to use the message, which one call has at a time; ``take`` raises Busy.
+        code, instruction: the call site in the program.
+        described: the parts of the description of its call.
+        compares: the group compares messages.
+    """
+
+    __slots__ = (
+        *("_datatype", "_make", "_post", "buffer", "code", "compares", "count", "described", "dtype", "elements"),
+        *("give_back", "instruction", "payloads", "peer", "polls", "rank", "request", "shape", "start", "tag"),
+        *("take", "test", "words"),
+    )
+    sending: bool
+
+    def __init__(
+        self,
+        request: MPI.Prequest,
+        make: Callable[..., Any],
+        post: Callable[..., MPI.Request],
+        buffer: Any,
+        rank: int,
+        peer: int,
+        tag: int,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+    ) -> None:
+        size = _size(shape, dtype)
+        self.buffer = buffer
+        self.words = buffer[: WORDS.size].data.cast("q")
+        self.elements: Any = None
+        if size <= SMALL_BYTES:
+            self.elements = buffer[WORDS.size : WORDS.size + size].view(dtype).reshape(shape)
+        self._datatype: MPI.Datatype | None = None  # also None if the elements are more than a count of MPI
+        if size > SMALL_BYTES and math.prod(shape) <= large_counts.COUNT_LIMIT:
+            self._datatype = MPI.Datatype.fromcode(dtype.char)
+        self.payloads: dict[int, MPI.Prequest] = {}
+        self._make, self._post = make, post
+        self.polls = range(2 if waiting.oversubscribed else min(size >> 9, _MOST_POLLS))
+        self.count = 0
+        self.code: CodeType | None = None
+        self.instruction = -1
+        self.described: tuple[Any, ...] = ()
+        self.compares = False
+        self.rank: int | None = rank
+        self.peer = peer
+        self.tag = tag
+        self.shape, self.dtype = shape, dtype
+        self.request = request
+        self.start, self.test = request.Start, request.Test
+        free = [None]
+        self.take, self.give_back = free.pop, free.append
+
+    def payload_of(self, tensor: Array) -> MPI.Prequest | None:
+        """Return the persistent request of the elements of an array, not started; None if they have none.
+
+        The request is cached by the address of the array, and is only started while there is an array at that address.
+        """
+        address = _address(tensor)
+        found = self.payloads.get(address)
+        if found is None and self._datatype is not None:
+            if len(self.payloads) >= MOST_PAYLOADS:
+                self.payloads.pop(next(iter(self.payloads))).Free()
+            memory = MPI.buffer.fromaddress(address, tensor.nbytes)
+            found = self.payloads[address] = self._make((memory, self._datatype), self.peer, self.tag)
+        return found
+
+    def start_payload(self, tensor: Array, payload: MPI.Prequest | None) -> MPI.Request:
+        """Start to move the elements that move apart, and return their request.
+
+        Args:
+            payload: their persistent request, as :meth:`payload_of` returns it.
+        """
+        if payload is None:
+            return large_counts.post(self._post, tensor, self.peer, self.tag)
+        payload.Start()
+        return payload
+
+    def start_apart(self, tensor: Array, posting: AbstractContextManager[object]) -> MPI.Request:
+        """Send the envelope and then the elements, with no other message of the tag between them; return the request of these.
+
+        Args:
+            posting: the lock of the group under which messages are posted.
+        """
+        with posting:
+            self.start()
+            return self.start_payload(tensor, self.payload_of(tensor))
+
+    def cancel(self) -> None:
+        """Cancel a receive that is posted, if MPI can."""
+        try:
+            if not self.request.Test():
+                self.request.Cancel()
+                self.request.Test()
+        except MPI.Exception:
+            pass  # an earlier error of MPI is raised
+
+    def free(self) -> None:
+        """Free the requests, which must not be started."""
+        self.request.Free()
+        while self.payloads:
+            self.payloads.popitem()[1].Free()
+
+    @property
+    def place(self) -> tuple[str, CodeType, int]:
+        """The call and its place in the program."""
+        assert self.code is not None
+        return "send" if self.sending else "recv", self.code, self.instruction
+
+
+class PersistentSend(PersistentMessage):
+    """A persistent send; it has one call site at a time."""
+
+    __slots__ = ()
+    sending = True
+
+    def __init__(
+        self,
+        control: MPI.Intracomm,
+        data: MPI.Intracomm,
+        rank: int,
+        peer: int,
+        tag: int,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+    ) -> None:
+        size = _size(shape, dtype)
+        buffer = np.empty(WORDS.size + (size if size <= SMALL_BYTES else 0), np.uint8)
+        request = data.Send_init([buffer, MPI.BYTE], peer, tag)
+        make = control.Send_init if size <= EAGER_BYTES else control.Ssend_init
+        super().__init__(request, make, _poster(control, size), buffer, rank, peer, tag, shape, dtype)
+        self.words[0] = first_word(dtype, math.prod(shape))
+
+    def move_to(self, sites: KnownSites, frame: FrameType, op: str = "send") -> bool:
+        """Change the call site, if the receiver knows its text; return whether it was changed."""
+        number = sites.known(self.peer, self.tag, op, CallSite(frame.f_code, frame.f_lasti))
+        if number is None:
+            return False
+        try:
+            self.take()
+        except Busy:
+            return False
+        self.words[1] = number
+        self.code, self.instruction = frame.f_code, frame.f_lasti
+        self.give_back(None)
+        return True
+
+
+class PersistentReceive(PersistentMessage):
+    """A persistent receive.
+
+    Attributes:
+        expected: first word of a message that fits and has no text of a call site.
+        key: (source, tag).
+    """
+
+    __slots__ = ("expected", "key")
+    sending = False
+
+    def __init__(
+        self,
+        control: MPI.Intracomm,
+        data: MPI.Intracomm,
+        rank: int,
+        peer: int,
+        tag: int,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+    ) -> None:
+        buffer = np.empty(ROOM, np.uint8)
+        request = data.Recv_init([buffer, MPI.BYTE], peer, tag)
+        super().__init__(request, control.Recv_init, control.Irecv, buffer, rank, peer, tag, shape, dtype)
+        self.expected = first_word(dtype, math.prod(shape))
+        self.key = (peer, tag)
+
+
+def _size(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def matches_in_python(tensor: Any, dtype: np.dtype[Any], shape: tuple[int, ...], writes: bool) -> bool:
+    """Return whether an array can be moved as it is by a message that was prepared for a dtype and a shape.
+
+    Args:
+        writes: the message is received into the array.
+    """
+    if type(tensor) is not np.ndarray or tensor.dtype is not dtype or tensor.shape != shape:
+        return False
+    flags = tensor.flags
+    return bool(flags.carray if writes else flags.c_contiguous and flags.aligned)
+
+
+matches: Callable[[Any, np.dtype[Any], tuple[int, ...], bool], bool]
+matches = matches_in_python if extension is None else extension.matches
+
+
+def _poster(control: MPI.Intracomm, nbytes: int) -> Callable[..., MPI.Request]:
+    """Return the method that posts elements which move apart from their envelope.
+
+    Many elements are sent synchronously. So whether a send completes before its receive does not depend on the MPI. This costs
+    nothing, as a message of this size waits for its receiver anyway, to be copied once.
+    """
+    return control.Isend if nbytes <= EAGER_BYTES else control.Issend
+
+
+def post_send(
+    control: MPI.Intracomm, data: MPI.Intracomm, message: Array, flat: Array, peer: int, tag: int
+) -> AllRequests:
+    """Post a send: the envelope with few elements, or the envelope and the elements apart.
+
+    Args:
+        message: the bytes of the envelope, as ``envelope.write`` returns them.
+        flat: the elements.
+    """
+    requests = [data.Isend([message, MPI.BYTE], peer, tag)]
+    if flat.nbytes > SMALL_BYTES:
+        payload = flat if flat.dtype.kind != "V" else flat.view(np.uint8)
+        requests.append(large_counts.post(_poster(control, payload.nbytes), payload, peer, tag))
+    return AllRequests(requests, (message, flat))
