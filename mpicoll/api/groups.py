@@ -20,6 +20,7 @@ from mpicoll.operations.group_creation import (
 )
 from mpicoll.runtime import signals
 from mpicoll.runtime.call_site import call_site
+from mpicoll.runtime.settings import need_integer
 
 
 def new_group(
@@ -140,8 +141,7 @@ def _gpus() -> int:
 
 def _divided(group: ProcessGroup, size: Any) -> list[list[int]]:
     whole = group.size()
-    if not hasattr(size, "__index__") or isinstance(size, bool):
-        raise TypeError(f"group_size must be an integer, not {type(size).__name__}")
+    need_integer(size, "group_size")
     size = int(size)
     if size <= 0:
         raise ValueError(f"The arg 'group_size' ({size}) must be positive")

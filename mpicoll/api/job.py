@@ -101,6 +101,13 @@ def get_process_group_ranks(group: Any) -> list[int]:
     return list(found.ranks)
 
 
+def _registered(group: Any) -> ProcessGroup:
+    found = resolve(group)
+    if found is None:
+        raise ValueError(f"Group {group} is not registered, please create group with new_group API")
+    return found
+
+
 def get_group_rank(group: Any, global_rank: int) -> int:
     """Return the rank in ``group`` of a global rank (on the world: the rank itself).
 
@@ -109,11 +116,9 @@ def get_group_rank(group: Any, global_rank: int) -> int:
 
     Source: torch.distributed.get_group_rank.
     """
-    found = resolve(group)
+    found = _registered(group)
     if found is state().world:
         return global_rank
-    if found is None:
-        raise ValueError(f"Group {group} is not registered, please create group with new_group API")
     return peer_rank(found, global_rank, None, "global_rank")
 
 
@@ -125,11 +130,9 @@ def get_global_rank(group: Any, group_rank: int) -> int:
 
     Source: torch.distributed.get_global_rank.
     """
-    found = resolve(group)
+    found = _registered(group)
     if found is state().world:
         return group_rank
-    if found is None:
-        raise ValueError(f"Group {group} is not registered, please create group with new_group API")
     if not 0 <= group_rank < found.size():
         raise ValueError(f"Group rank {group_rank} is not part of group {found.display}")
     return found.ranks[group_rank]

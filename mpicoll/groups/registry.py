@@ -11,6 +11,7 @@ from mpicoll.diagnosis.job_state import JobState
 from mpicoll.diagnosis.membership import OpenBlock
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.runtime.call_site import program_level
+from mpicoll.runtime.settings import need_integer
 
 if TYPE_CHECKING:
     from mpicoll.groups.communicators import Pool
@@ -133,20 +134,15 @@ def peer_rank(
         if default is None:
             raise ValueError(f"Must specify global_rank or group_rank ({name}= or group_{name}=)")
     if group_rank is not None:
-        _integer(group_rank, f"group_{name}")
+        need_integer(group_rank, f"group_{name}")
         if not 0 <= group_rank < group.size():
             raise ValueError(
                 f"group_{name}={group_rank} is not a rank of group {group.display} of {group.size()} ranks"
             )
         return group_rank
     assert global_rank is not None
-    _integer(global_rank, name)
+    need_integer(global_rank, name)
     try:
         return group.ranks.index(global_rank)
     except ValueError:
         raise ValueError(f"Global rank {global_rank} is not part of group {group.display}") from None
-
-
-def _integer(value: Any, name: str) -> None:
-    if not hasattr(value, "__index__") or isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, not {type(value).__name__}")

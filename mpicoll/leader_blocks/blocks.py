@@ -27,7 +27,7 @@ from mpicoll.leader_blocks.wait_policy import LeaderWatch
 from mpicoll.operations import execution
 from mpicoll.runtime import signals
 from mpicoll.runtime.call_site import call_site
-from mpicoll.runtime.settings import to_seconds
+from mpicoll.runtime.settings import need_integer, to_seconds
 from mpicoll.transports.base import Kind, Movement
 
 _END, _FAILURE = "end of ", "failure in "
@@ -132,8 +132,7 @@ class LeaderBlock(Block):
         local_rank = self._local_rank
         if local_rank is None:
             return
-        if isinstance(local_rank, bool) or not hasattr(local_rank, "__index__"):
-            raise TypeError(f"local_rank must be an integer, not {type(local_rank).__name__}")
+        need_integer(local_rank, "local_rank")
         if int(local_rank) != known.topology.local_rank:
             raise ValueError(
                 f"local_rank={local_rank} on rank {known.world.rank()}, which is number {known.topology.local_rank} on its "

@@ -16,7 +16,7 @@ from mpicoll.launch.job_folder import scrub
 from mpicoll.launch.wrong_starts import ask_srun, check_before_mpi, script_of
 from mpicoll.lifecycle.hard_deadline import within
 from mpicoll.runtime.backend_names import check_backend, warn_once
-from mpicoll.runtime.settings import LEVELS, Level, Settings, read_settings
+from mpicoll.runtime.settings import LEVELS, Level, Settings, need_integer, read_settings
 
 default_pg_timeout = timedelta(seconds=1800)
 """The limit of every wait if nothing else is given (torch.distributed's constant for its CPU backends)."""
@@ -142,8 +142,8 @@ def _check_arguments(
     if check is not None and not (isinstance(check, str) and check in LEVELS):
         raise ValueError(f"check must be one of {', '.join(map(repr, LEVELS))} or None, got {check!r}")
     for value, name in ((world_size, "world_size"), (rank, "rank")):
-        if value is not None and (not hasattr(value, "__index__") or isinstance(value, bool)):
-            raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
+        if value is not None:
+            need_integer(value, name)
     if store is not None and init_method is not None:
         raise AssertionError("Cannot specify both init_method and store.")
     if store is not None and (world_size is None or world_size <= 0):

@@ -106,7 +106,7 @@ def move_once(
         if node.usable:
             yield from node.steps(move, nbytes)
             return moved
-    for piece in pieces(move, group.rank(), size, nbytes, execution.NATIVE_BYTES):
+    for piece in pieces(move, size, nbytes, execution.NATIVE_BYTES):
         step = block_bytes(piece, size)
         if agreed.nonblocking:
             waiting.transfer_hint(step)

@@ -277,6 +277,8 @@ def begin(
     outputs: Any,
 ) -> Work | None:
     """Start a prepared operation, for a wait later; None, and nothing done, if that is impossible now."""
+    if prepared.lists:  # the program may change its lists until the call is over
+        send, recv = [list(each) if type(each) is list else each for each in (send, recv)]
     if waiting.progress_thread is not None or not prepared.fits(send, recv):
         return None
     if group.turn is not None or group.broken is not None or group.destroyed:
@@ -302,7 +304,7 @@ def begin(
             request = prepared.begin(
                 group, send, recv, site.code, site.instruction, waited=False, limit=limit, name=name, before=before
             )
-            request.outputs = outputs if type(outputs) is list else [outputs]
+            request.outputs = list(outputs) if type(outputs) is list else [outputs]
             if claim is not None:
                 request.claim = claim
                 claim.request = request

@@ -80,7 +80,7 @@ def move_agreed(
         agreed: what all members know.
     """
     assert move is not None
-    rank, size, data = group.rank(), group.size(), group.pair.data
+    size, data = group.size(), group.pair.data
     engine = group.pair.native
     fixed = isinstance(move, Movement)
     if not isinstance(move, Movement):
@@ -153,7 +153,7 @@ def move_agreed(
             plan.finish(move)
     else:
         most = min(NATIVE_BYTES, large_counts.COUNT_LIMIT)
-        for place, piece in enumerate(pieces(move, rank, size, agreed.block_bytes, most)):
+        for place, piece in enumerate(pieces(move, size, agreed.block_bytes, most)):
             if agreed.nonblocking:  # one behind the other, and the data of later calls behind the last
                 waiting.transfer_hint(most)
                 yield engine.nonblocking(piece)

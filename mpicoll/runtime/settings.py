@@ -54,6 +54,12 @@ def to_seconds(value: float | int | timedelta, name: str = "timeout") -> float:
     return seconds
 
 
+def need_integer(value: Any, name: str) -> None:
+    """Raise TypeError, which names the parameter, unless the value is an integer; bools are none."""
+    if not hasattr(value, "__index__") or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
+
+
 def _seconds(text: str) -> float:
     return to_seconds(float(text))
 

@@ -177,21 +177,19 @@ def piece_elements(move: Movement, itemsize: int, size: int, limit: int) -> int:
     return max(1, limit // (itemsize * spread))
 
 
-def pieces(
-    move: Movement, rank: int, size: int, largest: int, limit: int, pack: Pack = np.concatenate
-) -> Iterator[Movement]:
+def pieces(move: Movement, size: int, largest: int, limit: int, pack: Pack = np.concatenate) -> Iterator[Movement]:
     """Cut a movement so that no rank passes more than about ``limit`` bytes through one native call.
 
     Args:
         move: what to cut.
-        rank, size: of this rank in its group.
+        size: of the group.
         largest: bytes of the largest block that any member moves (agreed, so that all cut alike).
         limit: bytes a native call.
         pack: makes what is passed of parts that have to stand one behind the other.
     """
     if move.more:
         for part in move.parts:
-            yield from pieces(part, rank, size, block_bytes(part, size), limit, pack)
+            yield from pieces(part, size, block_bytes(part, size), limit, pack)
         return
     buffer = move.recv if move.recv is not None else move.send
     if buffer is None:  # a barrier
@@ -204,10 +202,10 @@ def pieces(
         yield move
         return
     for start in range(0, total, step):
-        yield _piece(move, rank, size, start, start + step, pack)
+        yield _piece(move, size, start, start + step, pack)
 
 
-def _piece(move: Movement, rank: int, size: int, start: int, stop: int, pack: Pack) -> Movement:
+def _piece(move: Movement, size: int, start: int, stop: int, pack: Pack) -> Movement:
     if move.kind in (Kind.BROADCAST, Kind.ALL_REDUCE, Kind.REDUCE):
         return replace(
             move,

@@ -73,7 +73,7 @@ def fresh() -> Iterator[Callable[..., Any]]:
 
 
 class Small(transport.Budget):
-    def room(self, size: int) -> int:
+    def room(self) -> int:
         return ROOM
 
 

@@ -32,6 +32,7 @@ from mpicoll.operations.prepare_collectives import Prepared, result_unpacker
 from mpicoll.operations.prepared import PreparedOperation, are_disjoint
 from mpicoll.runtime import native, signals
 from mpicoll.runtime.call_site import caller
+from mpicoll.runtime.settings import need_integer
 from mpicoll.transports.base import Kind, Movement
 
 BUCKET_BYTES = 25 * 1024 * 1024
@@ -360,8 +361,7 @@ def all_reduce_coalesced(g: ProcessGroup, tensors: list[AnyArray] | AnyArray, op
 
 def average_gradients(g: ProcessGroup, arrays: Any, bucket_bytes: int) -> Prepared:
     """Prepare an average of gradients."""
-    if not hasattr(bucket_bytes, "__index__") or isinstance(bucket_bytes, bool):
-        raise TypeError(f"bucket_bytes must be an integer, not {type(bucket_bytes).__name__}")
+    need_integer(bucket_bytes, "bucket_bytes")
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
     listed, without = _gradients(arrays)

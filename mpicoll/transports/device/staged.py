@@ -254,14 +254,15 @@ def move_pieces(
 
     Args:
         move: the whole movement.
-        rank, size, largest, limit: as for :func:`mpicoll.transports.base.pieces`.
+        rank: of this rank in its group.
+        size, largest, limit: as for :func:`mpicoll.transports.base.pieces`.
         moved: moves a piece in host memory.
     """
     if not (isinstance(move.send, DeviceAddresses) or isinstance(move.recv, DeviceAddresses)):
-        for piece in pieces(move, rank, size, largest, limit):
+        for piece in pieces(move, size, largest, limit):
             yield from moved(piece)
         return
-    cut = pieces(move, rank, size, largest, limit, list)
+    cut = pieces(move, size, largest, limit, list)
     pipelines = _Pipelines(move, rank)
     yield from pipelines.begin()
     ahead: deque[_StagedPiece] = deque()

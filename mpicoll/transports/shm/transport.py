@@ -101,7 +101,7 @@ class SharedMemoryTransport:
     def prepare(self) -> Steps:
         """Make the shared memory, at the first call that uses it. All members call this method, and are known to."""
         if self._segment is None and self.usable:
-            room = self._budget.room(self._comm.Get_size())
+            room = self._budget.room()
             self._budget.spend(room)  # now: another group may be prepared at the same time
             made, room_made = yield from _make_segment(self._comm, room)
             if isinstance(made, str):
@@ -334,7 +334,7 @@ class Budget:
         self.left = nbytes
         self._largest = min(LARGEST_BUFFER, max(SMALLEST_BUFFER, nbytes // 16))
 
-    def room(self, size: int) -> int:
+    def room(self) -> int:
         """Return the bytes of a buffer for one more group; 0 if no memory is left."""
         room = self._largest
         while room >= SMALLEST_BUFFER:

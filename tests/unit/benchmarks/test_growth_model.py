@@ -137,7 +137,7 @@ def test_constants_of_the_library() -> None:
 
     assert (_ROUND.size, MOST_MEMBERS, Settings().shm_mb << 20) == (model.ROUND, model.NODE, model.SHM)
     for ranks in (2, 8, 33, 64):
-        assert model.room(ranks) == Budget(model.SHM // ranks).room(ranks)
+        assert model.room(ranks) == Budget(model.SHM // ranks).room()
 
 
 def test_lines() -> None:

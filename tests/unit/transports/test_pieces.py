@@ -68,7 +68,7 @@ def test_pieces_cover_every_element_of_every_block_once() -> None:
         moves, _ = layouts(kind, size, uneven and kind in BLOCKS, rng)
         where = f"{kind}, {size} ranks, uneven={uneven}, limit {limit}"
         agreed = max(block_elements(move, size) for move in moves) * 8
-        cuts = [list(pieces(move, rank, size, agreed, limit)) for rank, move in enumerate(moves)]
+        cuts = [list(pieces(move, size, agreed, limit)) for rank, move in enumerate(moves)]
         assert len({len(cut) for cut in cuts}) == 1, f"{where}: the ranks make {[len(cut) for cut in cuts]} calls"
         assert len({piece.vector for cut in cuts for piece in cut}) == 1, where
         for rank, (move, cut) in enumerate(zip(moves, cuts, strict=True)):
@@ -79,7 +79,7 @@ def test_pieces_cover_every_element_of_every_block_once() -> None:
                     continue
                 seen: list[float] = []
                 whole[...] = np.arange(whole.size)
-                for piece in [replace(p) for p in pieces(move, rank, size, agreed, limit)]:
+                for piece in [replace(p) for p in pieces(move, size, agreed, limit)]:
                     part = getattr(piece, side)
                     counts, displs = getattr(piece, f"{side}counts"), getattr(piece, f"{side}displs")
                     if counts is None:
@@ -96,7 +96,7 @@ def test_what_one_rank_sends_in_a_piece_is_what_the_other_receives() -> None:
     for size, limit in itertools.product((2, 3, 5), (8, 100, 1000)):
         moves, table = layouts(Kind.ALL_TO_ALL, size, True, rng)
         agreed = max(block_elements(move, size) for move in moves) * 8
-        cuts = [list(pieces(move, rank, size, agreed, limit)) for rank, move in enumerate(moves)]
+        cuts = [list(pieces(move, size, agreed, limit)) for rank, move in enumerate(moves)]
         moved = np.zeros((size, size), int)
         for step in zip(*cuts, strict=True):
             for i, j in itertools.product(range(size), repeat=2):
@@ -114,8 +114,8 @@ def test_no_piece_moves_more_than_the_limit() -> None:
     for kind, size, limit in itertools.product((*WHOLE, *BLOCKS), (1, 2, 5), (40, 400)):
         moves, _ = layouts(kind, size, kind in BLOCKS, rng)
         agreed = max(block_elements(move, size) for move in moves) * 8
-        for rank, move in enumerate(moves):
-            for piece in pieces(move, rank, size, agreed, limit):
+        for move in moves:
+            for piece in pieces(move, size, agreed, limit):
                 for buffer, counts in ((piece.send, piece.sendcounts), (piece.recv, piece.recvcounts)):
                     moved = 0 if buffer is None else buffer.size if counts is None else sum(counts)
                     assert moved * 8 <= limit, f"{kind}, {size} ranks, limit {limit}: {moved} elements"
@@ -128,7 +128,7 @@ def test_small_movements_are_left_whole() -> None:
         Movement(Kind.ALL_REDUCE, recv=np.zeros(4)),
         Movement(Kind.ALL_REDUCE, recv=np.zeros(0)),
     ):
-        assert list(pieces(move, 0, 2, block_elements(move, 2) * 8, 100)) == [move]
+        assert list(pieces(move, 2, block_elements(move, 2) * 8, 100)) == [move]
 
 
 def test_further_movements_of_a_call() -> None:
@@ -140,7 +140,7 @@ def test_further_movements_of_a_call() -> None:
     assert [part.recv is move.recv for part, move in zip(whole.parts, moves, strict=True)] == [True] * 3
     assert not any(part.more for part in whole.parts)
     assert block_bytes(whole, 2) == 56
-    sizes = [piece.recv.size for piece in pieces(whole, 0, 2, 1, 32) if piece.recv is not None]
+    sizes = [piece.recv.size for piece in pieces(whole, 2, 1, 32) if piece.recv is not None]
     assert sizes == [3, 8, 1, 4, 3]
     assert block_bytes(Movement(Kind.BARRIER), 2) == 0
 
