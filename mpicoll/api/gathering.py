@@ -41,8 +41,7 @@ def all_gather(
     Source: torch.distributed.all_gather; MPI-4.1 section 6.7.
     """
     plain = type(tensor) is _ndarray and type(tensor_list) is list
-    # A list of its own: a finalizer that empties the program's list in the midst of the call must not change the call.
-    cached = (("all_gather", tensor.dtype, tensor.shape), tensor, [*tensor_list], tensor_list) if plain else NOT_CACHED
+    cached = (("all_gather", tensor.dtype, tensor.shape), tensor, tensor_list, tensor_list) if plain else NOT_CACHED
     arguments = tensor_list, tensor, async_op
     return run_cached("all_gather", group, cached, prepare.all_gather, arguments, async_op, timeout, name, stream)
 

@@ -277,8 +277,6 @@ def begin(
     outputs: Any,
 ) -> Work | None:
     """Start a prepared operation, for a wait later; None, and nothing done, if that is impossible now."""
-    if prepared.lists:  # the program may change its lists until the call is over
-        send, recv = [list(each) if type(each) is list else each for each in (send, recv)]
     if waiting.progress_thread is not None or not prepared.fits(send, recv):
         return None
     if group.turn is not None or group.broken is not None or group.destroyed:

@@ -111,10 +111,13 @@ def run_cached(
     """
     key, send, recv, outputs = cached
     if key is not None:
+        # Lists of the call's own: a finalizer that empties the program's list in the midst of the call must not change the call.
+        send = [*send] if type(send) is list else send
+        recv = [*recv] if type(recv) is list else recv
         made = dispatch.again(group, key, send, recv, depth, timeout, name, async_op, outputs)
         if made:
             return made if isinstance(made, Work) else None
-    more = (Cached(*cached), *arguments)
+    more = (Cached(key, send, recv, outputs), *arguments)
     return run_prepared(op, group, prepare, more, async_op, timeout, name, stream, alias)
 
 
