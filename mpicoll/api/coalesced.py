@@ -8,7 +8,7 @@ from typing import Any
 from mpicoll.memory.memory import AnyArray
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
 from mpicoll.operations.prepare import coalesced as prepare
-from mpicoll.operations.prepare.coalesced import BUCKET_BYTES, was_made_again
+from mpicoll.operations.prepare.coalesced import BUCKET_BYTES, made_again
 from mpicoll.operations.prepare_collectives import run_prepared
 from mpicoll.operations.work import Work
 
@@ -41,8 +41,9 @@ def all_reduce_coalesced(
 
     Source: torch.distributed.all_reduce_coalesced.
     """
-    if was_made_again("all_reduce_coalesced", group, op, tensors, BUCKET_BYTES, async_op, timeout, name):
-        return None
+    made = made_again("all_reduce_coalesced", group, op, tensors, BUCKET_BYTES, async_op, timeout, name)
+    if made:
+        return made if isinstance(made, Work) else None
     call, arguments = prepare.all_reduce_coalesced, (tensors, op)
     return run_prepared("all_reduce_coalesced", group, call, arguments, async_op, timeout, name, stream)
 
@@ -86,8 +87,9 @@ def average_gradients(
 
     Source: buckets of torch's DistributedDataParallel; Li et al., VLDB 2020, section 3.2.
     """
-    if was_made_again("average_gradients", group, RedOpType.AVG, arrays, bucket_bytes, async_op, timeout, name):
-        return None
+    made = made_again("average_gradients", group, RedOpType.AVG, arrays, bucket_bytes, async_op, timeout, name)
+    if made:
+        return made if isinstance(made, Work) else None
     arguments = arrays, bucket_bytes
     return run_prepared(
         "average_gradients", group, prepare.average_gradients, arguments, async_op, timeout, name, stream

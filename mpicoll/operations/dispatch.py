@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from types import FrameType
@@ -93,6 +94,7 @@ def again(
     name: str | None = None,
     async_op: Any = False,
     outputs: Any = (),
+    spread: Callable[[], None] | None = None,
 ) -> Work | bool:
     """Make a prepared call: wait and return True, or return its Work; return False, with nothing done, if that is impossible.
 
@@ -103,6 +105,7 @@ def again(
         depth: frames between this function and the program.
         timeout, name, async_op: as the program gave them.
         outputs: the output, or the list of outputs, as the program gave them, for ``Work.result``.
+        spread: copies the result of an asynchronous call to ``outputs``; None: the result goes to ``recv`` only.
     """
     known: Any = _default.world if group is None else group
     try:
@@ -119,7 +122,10 @@ def again(
     if async_op:
         if async_op is not True or CallSite.inside(frame.f_code):  # in the second case the general way finds the place
             return False
-        return begin(known, found, send, recv, CallSite(frame.f_code, frame.f_lasti), limit, name, outputs) or False
+        return (
+            begin(known, found, send, recv, CallSite(frame.f_code, frame.f_lasti), limit, name, outputs, spread)
+            or False
+        )
     if found.shared is not None:
         more = () if plain else (limit, name, None if name is None else found.words_named(known, name))
         if extension.run(known, found, send, recv, frame, *more):
@@ -275,6 +281,7 @@ def begin(
     limit: float | None,
     name: str | None,
     outputs: Any,
+    spread: Callable[[], None] | None = None,
 ) -> Work | None:
     """Start a prepared operation, for a wait later; None, and nothing done, if that is impossible now."""
     if waiting.progress_thread is not None or not prepared.fits(send, recv):
@@ -293,14 +300,24 @@ def begin(
             claim: RequestClaim | None = None
             before: Any = b""
             if group.compares:
-                claim = prepared.claim(send, recv)
+                claim = prepared.claim(send, recv) if spread is None else RequestClaim(outputs, writes=True)
                 if _active and claims.conflicts(claim):
                     return None  # the general way raises on all members
                 before = seal(claim.array)
             _threads.add(_ident())
             began = True
             request = prepared.begin(
-                group, send, recv, site.code, site.instruction, waited=False, limit=limit, name=name, before=before
+                group,
+                send,
+                recv,
+                site.code,
+                site.instruction,
+                waited=False,
+                limit=limit,
+                name=name,
+                before=before,
+                arrays=outputs,
+                spread=spread,
             )
             request.outputs = list(outputs) if type(outputs) is list else [outputs]
             if claim is not None:

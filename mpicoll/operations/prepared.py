@@ -18,7 +18,7 @@ import numpy as np
 
 from mpicoll.checks.levels import EVERY
 from mpicoll.checks.memory_in_use import RequestClaim
-from mpicoll.checks.memory_ranges import Snapshot, seal
+from mpicoll.checks.memory_ranges import Snapshot
 from mpicoll.diagnosis.call import Call, fingerprint
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
@@ -257,7 +257,8 @@ class PreparedOperation:
         """Return what moves the data the general way: members differ in how they make the call, or one is late."""
         start: Start = request.start_of
         group, recv = request.group, start.recv
-        if start.before:  # the program may write its array meanwhile, which is found afterwards
+        copied = bool(start.before) and start.spread is None
+        if copied:  # the program may write its array meanwhile, which is found afterwards
             own: Any = [each.copy() for each in recv] if isinstance(recv, list) else recv.copy()
             start.send, start.recv = own if start.send is recv else start.send, own
         move = start.movement(self)
@@ -265,11 +266,12 @@ class PreparedOperation:
         def finish() -> None:
             start.finish(request)
             if start.before:
-                own, start.recv = start.recv, recv
                 start.check(request)
+            if copied:
+                own, start.recv = start.recv, recv
                 for array, moved in zip(recv, own, strict=True) if isinstance(recv, list) else ((recv, own),):
                     array[...] = moved
-                start.after = seal(recv)
+            start.land()
 
         if request.words is None:
             return execution.move_uncompared(group, request.call, move, request.number, None, None, finish, None)
@@ -295,15 +297,19 @@ class PreparedOperation:
         limit: float | None = None,
         name: str | None = None,
         before: bytes | Snapshot = b"",
+        arrays: Any = None,
+        spread: Callable[[], None] | None = None,
     ) -> Request:
         """Start the call, and return its request. The lock of the group is held, and its use has been checked.
 
         Args:
-            before: what ``recv`` holds, if a write of the program is to be found.
+            before, arrays, spread: as in :class:`Start`; ``arrays`` are ``recv`` without ``spread``.
         """
         order = self.agreement.order
         start = Start(send, recv, code, instruction, name, waited)
-        start.before = before
+        start.before, start.spread = before, spread
+        if spread is not None:
+            start.arrays = arrays
         at_once = AT_ONCE if type(before) is bytes else EAGER
         request = Request(group, None, [recv], group.timeout if limit is None else limit, waited=waited)
         group.last = self.op, code, instruction

@@ -5,7 +5,7 @@ A schedule is chosen from what the members know alike, so all of them choose the
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -71,11 +71,14 @@ class Start:
         seq: number of the call on its group.
         made: the calls since the last comparison, at level ``roll``.
         move, unpack, plan: what moves, once it does; what puts the result into the arrays of the program.
-        before, after: what ``recv`` held at the start, and when the result was written; empty if nobody compares.
+        arrays, spread: the arrays of the program that hold the result in the end, and what copies ``recv`` to them; None if these
+            are ``recv``.
+        before, after: what these arrays held at the start, and when the result was written; empty if nobody compares.
     """
 
     __slots__ = (
         "after",
+        "arrays",
         "before",
         "code",
         "instruction",
@@ -86,12 +89,15 @@ class Start:
         "recv",
         "send",
         "seq",
+        "spread",
         "unpack",
         "waited",
     )
 
     def __init__(self, send: Any, recv: Any, code: CodeType, instruction: int, name: str | None, waited: bool) -> None:
         self.send, self.recv = send, recv
+        self.arrays = recv
+        self.spread: Callable[[], None] | None = None
         self.code, self.instruction = code, instruction
         self.name = name
         self.waited = waited
@@ -119,8 +125,15 @@ class Start:
     def check(self, request: Any) -> None:
         """Raise BufferInUseError if the program has written its array since the start."""
         before = self.before
-        if self.recv.tobytes() != before if isinstance(before, bytes) else before.is_changed():
+        if self.arrays.tobytes() != before if isinstance(before, bytes) else before.is_changed():
             raise written(request.call.op, request.call.site, request.group.display)
+
+    def land(self) -> None:
+        """Copy the result to the arrays of the program, and note what these hold."""
+        if self.spread is not None:
+            self.spread()
+        if self.before:
+            self.after = seal(self.arrays)
 
 
 class _Meeting:
@@ -173,8 +186,7 @@ class _Eager(_Meeting):
             extension.run_rest(request.group, prepared, start.send, start.recv, request)
         else:
             prepared.shared.read(made.number if segment is None else segment.step, start.recv)
-        if start.before:
-            start.after = seal(start.recv)
+        start.land()
         return None
 
 
@@ -189,8 +201,7 @@ class _AtOnce(_Eager):
         start: Start = request.start_of
         found = prepared.shared.complete(request.number, made.number, start.recv, start.before)
         if found == 1:
-            if start.before:
-                start.after = start.recv.tobytes()
+            start.land()
             return True
         if found == 2:
             return False

@@ -49,6 +49,34 @@ def reduces(dtype: str, op: Any, async_op: bool, group: Any = None) -> None:
             assert (result == total).all(), (dtype, async_op, place)
 
 
+@pytest.mark.parametrize("count", [3, 3000, 100_000])
+def test_asynchronous_calls_that_are_made_again(count: int) -> None:
+    """Results are in the arrays after the wait, also with several calls pending; a write before the wait is an error."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    total = size * (size + 1) / 2
+    for turn in range(5):
+        lists = [[np.full(count, me + 1.0), np.full((2, 2), (me + 1.0) * (turn + 1))] for _ in range(3)]
+        works = [dist.all_reduce_coalesced(arrays, async_op=True, name=f"turn {turn}") for arrays in lists]
+        for arrays, work in zip(lists, works, strict=True):
+            done(work, True, arrays)
+            assert (arrays[0] == total).all(), turn
+            assert (arrays[1] == total * (turn + 1)).all(), turn
+    for when in ("before", "after"):
+        x, y = np.ones(4), np.ones(3)
+        for _ in range(2):
+            dist.all_reduce_coalesced([x, y])
+        x[:] = y[:] = 1
+        work = dist.all_reduce_coalesced([x, y], async_op=True)
+        assert work is not None
+        if when == "after":
+            while not work._request.Test():
+                pass
+        y[0] = 7
+        with pytest.raises(dist.BufferInUseError, match="written before its wait"):
+            work.wait()
+        dist.barrier()
+
+
 def test_all_reduce_coalesced() -> None:
     """Each array holds what all_reduce of it alone gives; one array is taken as a list of one."""
     reduces("f", ReduceOp.SUM, async_op=False)

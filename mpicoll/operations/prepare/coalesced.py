@@ -30,8 +30,8 @@ from mpicoll.memory.reduce_op import RedOpType, ReduceOp
 from mpicoll.operations import dispatch
 from mpicoll.operations.prepare_collectives import Prepared, result_unpacker
 from mpicoll.operations.prepared import PreparedOperation, are_disjoint
-from mpicoll.runtime import native, signals
-from mpicoll.runtime.call_site import caller
+from mpicoll.operations.work import Work
+from mpicoll.runtime import signals
 from mpicoll.runtime.settings import need_integer
 from mpicoll.transports.base import Kind, Movement
 
@@ -276,7 +276,7 @@ def _learn(
     plan.give_back(flats)
 
 
-def was_made_again(
+def made_again(
     function: str,
     group: Any,
     op: Any,
@@ -285,29 +285,33 @@ def was_made_again(
     async_op: bool,
     timeout: timedelta | None,
     name: str | None,
-) -> bool:
-    """Make a prepared call; return False, and do nothing, if the call is not prepared."""
-    if async_op or timeout is not None or name is not None or claims.active:
+) -> Work | bool:
+    """Make a prepared call: return True, or its Work; return False, and do nothing, if the call is not prepared."""
+    if claims.active and not async_op:
         return False
     g = resolve(group) if type(op) is RedOpType and type(bytes_) is int else None
     plain = None if g is None else _plain_list(arrays)
     if g is None or plain is None or not are_disjoint(arrays):
         return False
-    plan, frame = _plan(*plain, bytes_), caller(2)
-    known = g.prepared.get((function, op, plan.words, bytes_))
-    if known is None:
+    plan = _plan(*plain, bytes_)
+    key = (function, op, plan.words, bytes_)
+    if key not in g.prepared:
         return False
-    given, flats = _List(arrays, None), plan.take()
+    given, flats = _List([*arrays], None), plan.take()
     bucket, flat = plan.buckets[0], flats[0]
     assert flat is not None
-    whole = flat.whole
+
+    def spread() -> None:
+        given.out_of(bucket, flat)
+        plan.give_back(flats)
+
     with signals.guard:  # to the end: a Ctrl-C that is noted in a call that is complete must not keep its results back
         given.into(bucket, flat)
-        made = known.shared is not None and native.found.run(g, known, whole, whole, frame)
-        made = made or dispatch.run(g, known, whole, whole, frame)
-        if made:
-            given.out_of(bucket, flat)
-    plan.give_back(flats)
+        made = dispatch.again(g, key, flat.whole, flat.whole, 3, timeout, name, async_op, given.arrays, spread)
+        if made is True:
+            spread()
+        elif not made:
+            plan.give_back(flats)
     return made
 
 
