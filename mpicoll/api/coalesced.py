@@ -9,7 +9,7 @@ from mpicoll.memory.memory import AnyArray
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
 from mpicoll.operations.prepare import coalesced as prepare
 from mpicoll.operations.prepare.coalesced import BUCKET_BYTES, made_again
-from mpicoll.operations.prepare_collectives import run_prepared
+from mpicoll.operations.prepare.run import run_prepared
 from mpicoll.operations.work import Work
 
 

@@ -24,7 +24,7 @@ from mpicoll.memory.memory import AnyArray
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
 from mpicoll.operations import dispatch
 from mpicoll.operations.prepare import collectives as prepare
-from mpicoll.operations.prepare_collectives import (
+from mpicoll.operations.prepare.run import (
     NOT_CACHED,
     Cached,
     run_cached,

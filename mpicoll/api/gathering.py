@@ -10,7 +10,7 @@ import numpy as np
 from mpicoll.memory.memory import AnyArray
 from mpicoll.operations import dispatch
 from mpicoll.operations.prepare import gathering as prepare
-from mpicoll.operations.prepare_collectives import NOT_CACHED, run_cached
+from mpicoll.operations.prepare.run import NOT_CACHED, run_cached
 from mpicoll.operations.work import Work
 
 _ndarray = np.ndarray

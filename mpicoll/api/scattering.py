@@ -11,7 +11,7 @@ from mpicoll.memory.memory import AnyArray
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
 from mpicoll.operations import dispatch
 from mpicoll.operations.prepare import scattering as prepare
-from mpicoll.operations.prepare_collectives import NOT_CACHED, run_cached
+from mpicoll.operations.prepare.run import NOT_CACHED, run_cached
 from mpicoll.operations.work import Work
 
 _ndarray = np.ndarray

@@ -13,7 +13,7 @@ from mpicoll.operations import execution
 from mpicoll.operations.failures import BlockingCall
 from mpicoll.operations.operation import Operation
 from mpicoll.operations.request import Request, collectives_are_pending
-from mpicoll.operations.schedules import Steps
+from mpicoll.operations.schedules import Steps, open_memory
 from mpicoll.runtime import signals, waiting
 from mpicoll.transports.base import Movement, block_bytes, pieces
 from mpicoll.transports.base import Request as Pollable
@@ -100,9 +100,7 @@ def move_once(
     size, nbytes = group.size(), block_bytes(move, group.size())
     node = group.pair.through(move.kind, nbytes) if not agreed.device else None
     if node is not None:
-        if not node.ready:
-            yield from node.prepare()
-            execution.say_why_not(group, node)
+        yield from open_memory(group, node)
         if node.usable:
             yield from node.steps(move, nbytes)
             return moved

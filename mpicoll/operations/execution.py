@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
@@ -20,21 +20,18 @@ from mpicoll.errors import CollectiveMismatchError
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.memory.device import array as device_array
-from mpicoll.memory.device.addresses import DeviceAddresses
+from mpicoll.operations import device_movements
 from mpicoll.operations.failures import BlockingCall, in_child
 from mpicoll.operations.request import Request, collectives_are_pending
-from mpicoll.operations.schedules import Steps, plan_key
+from mpicoll.operations.schedules import Steps, open_memory, plan_key
 from mpicoll.operations.work import Work
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.native import reduce_rows
-from mpicoll.runtime.output import say
 from mpicoll.transports import large_counts
-from mpicoll.transports.base import SMALL_BYTES, Kind, Movement, block_bytes, piece_elements, pieces
+from mpicoll.transports.base import SMALL_BYTES, Kind, Movement, block_bytes, pieces
 from mpicoll.transports.base import Request as Pollable
 from mpicoll.transports.control import AS_IT_IS, BEHIND, IN_PIECES, Agreed
-from mpicoll.transports.selection import NEVER
-from mpicoll.transports.shm.control import EAGER_BYTES
-from mpicoll.transports.shm.transport import SharedMemoryTransport
+from mpicoll.transports.selection import Facts, Way, select
 
 NATIVE_BYTES = 32 * 1024 * 1024
 """Bytes that one blocking native call moves at most, so that it ends within about half a second."""
@@ -86,12 +83,12 @@ def move_agreed(
     if not isinstance(move, Movement):
         move = move(agreed)
     if agreed.behind and call.device_ready is None:
-        call.device_ready = _is_ready
+        call.device_ready = device_movements.is_ready
     if agreed.stalled:
         # Somebody may have withdrawn after posting: such a rank never joins a second round.
         yield data.Ibarrier()
     if call.device_reduction is not None:
-        if agreed.device_reduction and (yield from _on_device(call, data, agreed)):
+        if agreed.device_reduction and (yield from device_movements.on_device(call, data, agreed)):
             return
         by_host, ready, before, after = call.device_reduction.by_host()
         assert isinstance(by_host, Movement)
@@ -105,53 +102,41 @@ def move_agreed(
         before()
     if agreed.device:
         if agreed.device == IN_PIECES and not move.more:
-            in_pieces = yield from _in_pieces(group, call, move, agreed, limit)
-            if in_pieces:
+            moved = yield from device_movements.in_pieces(group, call, move, agreed, limit, NATIVE_BYTES)
+            if moved:
                 _finish(call, after)
                 return
-        if call.device > BEHIND and not (call.device == AS_IT_IS and _permitted(move, agreed)):
-            for array in _on_gpu(move):
+        if call.device > BEHIND and not (call.device == AS_IT_IS and device_movements.is_permitted(move, agreed)):
+            for array in device_movements.on_gpu(move):
                 yield waiting.Condition(partial(device_array.is_ready, array))
-            move, after = _by_host(move, after)
-    if move.kind is not Kind.BARRIER and not move.more and not agreed.device:
-        node = group.pair.through(move.kind, agreed.block_bytes)
-        if node is not None:
-            if not node.ready:
-                yield from node.prepare()
-                say_why_not(group, node)
-            if node.usable:
-                waiting.transfer_hint(agreed.block_bytes * (1 if move.root < 0 and move.op else size))
-                yield from node.steps(move, agreed.block_bytes)
-                _finish(call, after)
-                return
-    exceeds_count = large_counts.exceeds_count(move, size, agreed.block_bytes)
-    brings = agreed.block_bytes * (size if move.kind is Kind.REDUCE_SCATTER else 1)
-    if (
-        move.op
-        and group.pair.agreement.channel.carries_data
-        and brings <= EAGER_BYTES
-        and not (move.vector or move.more or agreed.device)
-    ):
+            move, after = device_movements.by_host(move, after)
+    facts = _facts(group, move, agreed, fixed)
+    node = group.pair.node
+    if select(facts) is Way.SHARED_MEMORY and node is not None and not node.ready:
+        yield from open_memory(group, node)
+        facts = _facts(group, move, agreed, fixed)
+    way = select(facts)
+    if way is Way.SHARED_MEMORY:
+        assert node is not None
+        waiting.transfer_hint(_hint(move, agreed, size))
+        yield from node.steps(move, agreed.block_bytes)
+    elif way is Way.IN_RANK_ORDER:
         yield from _reduce_in_order(group, number, move)
-    elif move.kind is Kind.BARRIER:
-        pass  # the round itself was one: nobody sees its end before everybody has posted it
-    elif agreed.nonblocking and not exceeds_count:
+    elif way is Way.NONBLOCKING:
         requests = [engine.nonblocking(part) for part in move.parts]
-        group.pair.agreement.order.pass_on(number)
-        waiting.transfer_hint(agreed.block_bytes * len(requests) * (1 if move.root < 0 and move.op else size))
+        if agreed.nonblocking:
+            group.pair.agreement.order.pass_on(number)
+            waiting.transfer_hint(_hint(move, agreed, size) * len(requests))
         yield from requests
-    elif agreed.block_bytes <= SMALL_BYTES and not (exceeds_count or agreed.device):
-        if move.vector or move.more or not fixed:
-            yield from [engine.nonblocking(part) for part in move.parts]
-        else:
-            key = (call.op, plan_key(call.key), agreed.detail)
-            plan = group.plan(group.plans, key)
-            if plan is None:
-                plan = engine.plan(move)
-                group.keep_plan(group.plans, key, plan)
-            yield plan.start(move)
-            plan.finish(move)
-    else:
+    elif way is Way.PERSISTENT:
+        key = (call.op, plan_key(call.key), agreed.detail)
+        plan = group.plan(group.plans, key)
+        if plan is None:
+            plan = engine.plan(move)
+            group.keep_plan(group.plans, key, plan)
+        yield plan.start(move)
+        plan.finish(move)
+    elif way is Way.BLOCKING:
         most = min(NATIVE_BYTES, large_counts.COUNT_LIMIT)
         for place, piece in enumerate(pieces(move, size, agreed.block_bytes, most)):
             if agreed.nonblocking:  # one behind the other, and the data of later calls behind the last
@@ -159,7 +144,7 @@ def move_agreed(
                 yield engine.nonblocking(piece)
                 continue
             if place or agreed.behind:
-                # Every further native call is preceded by a wait that can be left, and so is the first where somebody may still
+                # Every further native call is preceded by a wait that can be left, and so is the first if a member may still
                 # wait for its GPU.
                 yield data.Ibarrier()
             with BlockingCall(group, call, limit):
@@ -167,103 +152,28 @@ def move_agreed(
     _finish(call, after)
 
 
-def _on_gpu(move: Movement) -> list[DeviceAddresses]:
-    return [array for array in (move.send, move.recv) if isinstance(array, DeviceAddresses)]
+def _facts(group: ProcessGroup, move: Movement, agreed: Agreed, fixed: bool) -> Facts:
+    """Return what all members know of a call, to select how it moves."""
+    size = group.size()
+    return Facts(
+        move.kind,
+        size,
+        agreed.block_bytes,
+        reduces=bool(move.op),
+        shared=group.pair.through(move.kind, agreed.block_bytes) is not None,
+        carries_data=group.pair.agreement.channel.carries_data,
+        several=bool(move.more),
+        uneven=move.vector,
+        follows=not fixed,
+        exceeds_count=large_counts.exceeds_count(move, size, agreed.block_bytes),
+        nonblocking=agreed.nonblocking,
+        device=bool(agreed.device),
+    )
 
 
-def _device_test(call: Call, move: Any, ready: Callable[[], bool] | None) -> Callable[[], bool] | None:
-    """Return what asks whether this rank's GPU has come to a call; None where no array is on one."""
-    if call.device_reduction is not None:
-        ready_now: Callable[[], bool] = call.device_reduction.is_ready
-        return ready_now
-    if call.device and isinstance(move, Movement):
-        return lambda: all(map(device_array.is_ready, _on_gpu(move)))
-    return ready
-
-
-def _is_ready() -> bool:
-    """Whether this rank's GPU has come to a call for which it has none, and others do."""
-    return True
-
-
-def _permitted(move: Movement, agreed: Agreed) -> bool:
-    """Return whether MPI takes memory of a GPU in the form that all members use now."""
-    return not agreed.nonblocking or device_array.permits(move.kind.value, True)
-
-
-def _in_pieces(
-    group: ProcessGroup, call: Call, move: Movement, agreed: Agreed, limit: float
-) -> Generator[Pollable, None, bool]:
-    """Move in pieces, as somebody's memory is a GPU's and goes by way of the host; return whether that was done.
-
-    All members know alike whether it is done, and how large the pieces are. Where MPI reduces and the order of the ranks
-    matters, they are those of an array of the host, and so the bits of the result: it may be the whole.
-    """
-    from mpicoll.transports.device import staged
-
-    rank, size, data = group.rank(), group.size(), group.pair.data
-    engine = group.pair.native
-    # What is reduced goes through shared memory as the largest arrays do: there pieces of any size give the same bits.
-    node = group.pair.through(move.kind, NEVER if move.op else agreed.block_bytes)
-    if node is not None:
-        if not node.ready:
-            yield from node.prepare()
-            say_why_not(group, node)
-        if not node.usable:
-            node = None
-    most = staged.PIECE_BYTES
-    if node is None and staged.rank_order_matters(move):
-        if agreed.nonblocking and not large_counts.exceeds_count(move, size, agreed.block_bytes):
-            return False
-        most = NATIVE_BYTES
-    most = min(most, large_counts.COUNT_LIMIT)
-    buffer = move.recv if move.recv is not None else move.send
-    assert buffer is not None
-    block = piece_elements(move, buffer.itemsize, size, most) * buffer.itemsize
-
-    def moved(piece: Movement) -> Steps:
-        if node is not None:
-            waiting.transfer_hint(most)
-            yield from node.steps(piece, min(block, agreed.block_bytes))
-        elif agreed.nonblocking:
-            waiting.transfer_hint(most)
-            yield engine.nonblocking(piece)
-        else:
-            yield data.Ibarrier()  # a member whose GPU is late, or has failed, does not come
-            with BlockingCall(group, call, limit):
-                engine.blocking(piece)
-
-    yield from staged.move_pieces(move, rank, size, agreed.block_bytes, most, moved)
-    return True
-
-
-def _on_device(call: Call, comm: MPI.Intracomm, agreed: Agreed) -> Generator[Pollable, None, bool]:
-    """Reduce on the GPU that all members share, which all have offered; whether that was done, the same on all."""
-    if agreed.block_bytes != call.block_bytes:  # at check level "off" nobody compares them
-        raise ValueError(f"{call.describe()}: another rank passes an array of another size")
-    waiting.transfer_hint(agreed.block_bytes)
-    done: bool = yield from call.device_reduction.steps(comm)
-    return done
-
-
-def _by_host(move: Movement, after: Callable[[], None] | None) -> tuple[Movement, Callable[[], None] | None]:
-    """Return a movement through the host, if MPI takes no memory of a GPU in the nonblocking form of the call."""
-    send, recv = move.send, move.recv
-    steps = [] if after is None else [after]
-    if isinstance(send, DeviceAddresses):
-        send, pack, _ = device_array.on_host(send)
-        pack()
-    if isinstance(recv, DeviceAddresses):
-        recv, pack, unpack = device_array.on_host(recv)
-        if move.reads_recv:
-            pack()
-        steps.insert(0, unpack)
-
-    def then() -> None:
-        for step in steps:
-            step()
-
-    return replace(move, send=send, recv=recv), then
+def _hint(move: Movement, agreed: Agreed, size: int) -> int:
+    """Return about how many bytes a movement moves."""
+    return agreed.block_bytes * (1 if move.root < 0 and move.op else size)
 
 
 def _reduce_in_order(group: ProcessGroup, number: int, move: Movement) -> Steps:
@@ -279,18 +189,6 @@ def _reduce_in_order(group: ProcessGroup, number: int, move: Movement) -> Steps:
     group.pair.agreement.order.pass_on(number)
     if move.recv is not None and (move.root < 0 or move.root == rank):
         reduce_rows(move.op, got, size, move.recv)
-
-
-def say_why_not(group: ProcessGroup, node: SharedMemoryTransport) -> None:
-    if not node.usable and node.why and not _said_why_not:
-        _said_why_not.append(node.why)
-        say(
-            f"mpicoll: rank {group.ranks[group.rank()]}: no shared memory for group {group.display}: {node.why}; "
-            "its data moves through MPI\n"
-        )
-
-
-_said_why_not: list[str] = []
 
 
 def _finish(call: Call, after: Callable[[], None] | None) -> None:
@@ -470,7 +368,7 @@ def issue(
 ) -> Work | None:
     """Make a call that has its number and its place in the order: see :func:`run`."""
     call.asynchronous = async_op or collectives_are_pending()
-    call.device_ready = _device_test(call, move, ready)
+    call.device_ready = device_movements.device_test(call, move, ready)
     if call.device_ready is not None and not call.device:
         call.device = BEHIND
     transfer: Callable[[Any], Steps]

@@ -40,9 +40,9 @@ from mpicoll.runtime import waiting
 from mpicoll.runtime.call_site import CallSite
 from mpicoll.runtime.native import found as extension
 from mpicoll.runtime.native import name_of
-from mpicoll.transports.base import SMALL_BYTES, Kind, Movement
+from mpicoll.transports.base import EAGER_BYTES, SMALL_BYTES, Kind, Movement
 from mpicoll.transports.control import NOTHING, Words, make_words
-from mpicoll.transports.shm.control import EAGER_BYTES
+from mpicoll.transports.selection import Facts, Way, select
 from mpicoll.transports.shm.transport import poll_ns
 
 MOST = 256
@@ -77,6 +77,7 @@ class PreparedOperation:
         "_named",
         "_recv",
         "_send",
+        "_way",
         "agreement",
         "alias",
         "average",
@@ -126,6 +127,8 @@ class PreparedOperation:
         self.plan_key = (self.op, self.key, self.detail)
         print_ = execution.plain_print(group, self.op, self.fingerprint)
         self.words = make_words(print_, self.nbytes, detail=self.detail)
+        shared, carries_data = group.pair.through(kind, self.nbytes) is not None, agreement.channel.carries_data
+        self._way = select(Facts(kind, size, self.nbytes, bool(self.mpi_op), shared, carries_data))
         self.eager_words = self.words
         self.segment = self.shared = None
         in_place = kind in (Kind.BARRIER, Kind.ALL_REDUCE, Kind.BROADCAST)
@@ -377,18 +380,15 @@ class PreparedOperation:
 
     def _schedule(self, group: ProcessGroup) -> Any:
         """Return what moves a call that is waited for if all members make it so; None: the general way."""
-        kind, nbytes = self.kind, self.nbytes
-        if kind is Kind.BARRIER:
+        way = self._way
+        if way is Way.ROUND:
             return MEETING
-        node = group.pair.through(kind, nbytes)
-        if node is not None:
-            return IN_SHARED_MEMORY if node.ready and node.usable else None
-        brings = nbytes * (group.size() if kind in _PARTED else 1)
-        if self.agreement.channel.carries_data and self.mpi_op and brings <= EAGER_BYTES:
-            return None
-        if nbytes > SMALL_BYTES:
-            return BLOCKING
-        return THROUGH_PLAN if self.plan_key in group.plans else None
+        if way is Way.SHARED_MEMORY:
+            node = group.pair.through(self.kind, self.nbytes)
+            return IN_SHARED_MEMORY if node is not None and node.ready else None
+        if way is Way.PERSISTENT:
+            return THROUGH_PLAN if self.plan_key in group.plans else None
+        return BLOCKING if way is Way.BLOCKING else None
 
 
 _PARTED = (Kind.SCATTER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL)

@@ -18,6 +18,7 @@ from mpicoll.diagnosis.call import Call, MadeFields
 from mpicoll.memory.arithmetic import without_warnings
 from mpicoll.operations.failures import BlockingCall
 from mpicoll.runtime.native import found as extension
+from mpicoll.runtime.output import say
 from mpicoll.transports.base import Movement
 
 if TYPE_CHECKING:
@@ -279,3 +280,22 @@ def plan_key(key: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the key of a call without the name that the program gives it: programs put numbers of steps into names."""
     named = bool(key) and isinstance(key[-1], tuple) and key[-1][0] == "name"
     return key[:-1] if named else key
+
+
+_told: list[str] = []
+
+
+def open_memory(group: Any, node: Any) -> Steps:
+    """Make the shared memory of a group, if no call has used it before; print once why there is none.
+
+    All members call this function, and are known to.
+    """
+    if node.ready:
+        return
+    yield from node.prepare()
+    if not node.usable and node.why and not _told:
+        _told.append(node.why)
+        say(
+            f"mpicoll: rank {group.ranks[group.rank()]}: no shared memory for group {group.display}: {node.why}; "
+            "its data moves through MPI\n"
+        )

@@ -24,6 +24,10 @@ SMALL_BYTES = 16 * 1024
 """Up to this block size data moves by polled requests through buffers of the library (to be tuned, see docs)."""
 
 
+EAGER_BYTES = 2048
+"""Bytes that a member may send with a round through shared memory (``native/ring.h``; a test compares the numbers)."""
+
+
 class Kind(enum.Enum):
     """The collective movements (MPI-4.1 chapter 6)."""
 

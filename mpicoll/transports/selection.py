@@ -5,6 +5,7 @@ A profile holds limits that ``mpicoll tune`` has measured on a machine, for one 
 
 from __future__ import annotations
 
+import enum
 import json
 import math
 import os
@@ -17,12 +18,10 @@ import numpy as np
 
 from mpicoll.runtime.mpi_library import library_name
 from mpicoll.runtime.output import say
-from mpicoll.transports.base import Kind
+from mpicoll.transports.base import EAGER_BYTES, SMALL_BYTES, Kind
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-    from mpicoll.transports.base import Kind
 
 
 NEVER = 1 << 62
@@ -65,6 +64,68 @@ class Selection:
         if self.mode == "mpi" or kind is Kind.BARRIER or nbytes < self.least:
             return False
         return self.mode == "node" or any(first <= nbytes <= last for first, last in self.ranges.get(kind, ()))
+
+
+class Way(enum.Enum):
+    """How an agreed call of host memory moves."""
+
+    ROUND = "the round of the call, as of a barrier"
+    SHARED_MEMORY = "through shared memory"
+    IN_RANK_ORDER = "gathered, and reduced in the order of the ranks"
+    NONBLOCKING = "by nonblocking calls of MPI"
+    PERSISTENT = "by a persistent call of MPI that is cached for the call"
+    BLOCKING = "by blocking calls of MPI, in pieces"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What all members know alike of an agreed call and of their group.
+
+    Attributes:
+        kind: of the movement.
+        size: of the group.
+        block_bytes: of the largest block of any member.
+        reduces: the movement reduces.
+        shared: shared memory moves the call, if it moves alone and in host memory.
+        carries_data: data can be sent with a round.
+        several: the call has several movements.
+        uneven: the blocks may differ in size.
+        follows: the movement follows from the agreement.
+        exceeds_count: a rank may pass more bytes in one call of MPI than a C int counts.
+        nonblocking: a member is asynchronous.
+        device: memory of a GPU is passed as it is, or in pieces.
+    """
+
+    kind: Kind
+    size: int
+    block_bytes: int
+    reduces: bool = False
+    shared: bool = False
+    carries_data: bool = False
+    several: bool = False
+    uneven: bool = False
+    follows: bool = False
+    exceeds_count: bool = False
+    nonblocking: bool = False
+    device: bool = False
+
+
+def select(facts: Facts) -> Way:
+    """Return how a call moves: the one place that decides it. All members have the same facts, so all find the same."""
+    if facts.kind is Kind.BARRIER:
+        return Way.ROUND  # no member sees the end of the round before all have posted it
+    apart = facts.several or facts.device
+    if facts.shared and not apart:
+        return Way.SHARED_MEMORY
+    brings = facts.block_bytes * (facts.size if facts.kind is Kind.REDUCE_SCATTER else 1)
+    if facts.reduces and facts.carries_data and brings <= EAGER_BYTES and not (apart or facts.uneven):
+        return Way.IN_RANK_ORDER  # as calls whose data comes with the round: the result has the same bits
+    if facts.nonblocking and not facts.exceeds_count:
+        return Way.NONBLOCKING
+    if facts.block_bytes <= SMALL_BYTES and not (facts.exceeds_count or facts.device):
+        once = facts.uneven or facts.several or facts.follows
+        return Way.NONBLOCKING if once else Way.PERSISTENT
+    return Way.BLOCKING
 
 
 def find_profile(text: str, library: str, ranks: int) -> Mapping[Kind, Ranges] | None:

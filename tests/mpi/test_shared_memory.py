@@ -628,7 +628,7 @@ def test_without_shared_memory(
     """Where one rank has no shared memory, all use MPI, say so in one line, and leave nothing behind."""
     me, world = dist.get_rank(), dist.get_world_size()
     group = dist.new_group()
-    monkeypatch.setattr("mpicoll.operations.execution._said_why_not", [])
+    monkeypatch.setattr("mpicoll.operations.schedules._told", [])
     budget = transport.Budget(0 if missing == "budget" and me == 1 else 1 << 24)
     group.pair.node = transport.SharedMemoryTransport(group.pair.data, budget, False)
     before = left_in_memory("segment")

@@ -13,8 +13,8 @@ import mpicoll as dist
 from mpicoll.diagnosis.call import Call
 from mpicoll.memory import adapt, lists
 from mpicoll.memory.memory import Memory
-from mpicoll.operations import execution, prepare_collectives
-from mpicoll.operations.prepare import collectives, gathering, scattering
+from mpicoll.operations import execution
+from mpicoll.operations.prepare import collectives, gathering, run, scattering
 from mpicoll.runtime.call_site import call_site
 from mpicoll.transports.base import Kind, Movement
 from mpicoll.transports.control import AS_IT_IS
@@ -263,7 +263,7 @@ def test_memory_that_is_packed_and_unpacked(monkeypatch: pytest.MonkeyPatch) -> 
     for module in (collectives, gathering, scattering, lists):
         monkeypatch.setattr(module, "adapt", owned, raising=False)
         monkeypatch.setattr(module, "adapt_list", owned_list, raising=False)
-    monkeypatch.setattr(prepare_collectives, "_cache", lambda *_: None)  # what is kept takes the array's own memory
+    monkeypatch.setattr(run, "_cache", lambda *_: None)  # what is kept takes the array's own memory
     group = dist.new_group()
     cases.every_collective(group, dtype="d")
     assert packs > 10

@@ -28,7 +28,7 @@ from mpicoll.memory.half import wide
 from mpicoll.memory.memory import AnyArray, Memory
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
 from mpicoll.operations import dispatch
-from mpicoll.operations.prepare_collectives import Prepared, result_unpacker
+from mpicoll.operations.prepare.run import Prepared, result_unpacker
 from mpicoll.operations.prepared import PreparedOperation, are_disjoint
 from mpicoll.operations.work import Work
 from mpicoll.runtime import signals

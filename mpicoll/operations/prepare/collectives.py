@@ -18,7 +18,7 @@ from mpicoll.memory.half import WIDE, wide
 from mpicoll.memory.memory import AnyArray, Memory
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
 from mpicoll.operations import dispatch
-from mpicoll.operations.prepare_collectives import (
+from mpicoll.operations.prepare.run import (
     NO_DTYPE,
     NOT_CACHED,
     Cached,

@@ -7,7 +7,7 @@ from mpicoll.groups.registry import peer_rank
 from mpicoll.memory.adapt import adapt_list, same_dtype
 from mpicoll.memory.lists import ListArgument, list_memories
 from mpicoll.memory.memory import AnyArray
-from mpicoll.operations.prepare_collectives import (
+from mpicoll.operations.prepare.run import (
     NOT_CACHED,
     Cached,
     Prepared,

@@ -14,7 +14,7 @@ from mpicoll.memory.half import wide
 from mpicoll.memory.lists import ListArgument, ListMemory, list_memories
 from mpicoll.memory.memory import AnyArray, Array, Memory
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
-from mpicoll.operations.prepare_collectives import (
+from mpicoll.operations.prepare.run import (
     NOT_CACHED,
     Cached,
     Prepared,

@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from mpicoll.runtime import native
 from mpicoll.runtime.waiting import STALL
-from mpicoll.transports.base import Request
+from mpicoll.transports.base import EAGER_BYTES, Request
 from mpicoll.transports.control import COMPARED, Agreed, Words, decode
 from mpicoll.transports.shm.mapping import map_together
 
@@ -24,9 +24,6 @@ AHEAD = 8
 
 MASK = 2 * AHEAD - 1
 """A round's number and this is its place in the ring."""
-
-EAGER_BYTES = 2048
-"""Bytes that a member may write beside its record (``native/ring.h``)."""
 
 MOST_MEMBERS = 64
 """Most members of a ring: with more a tree is faster, as each member reads the records of all."""

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from mpicoll.cli.tune import faster
+from mpicoll.operations.execution import _facts
 from mpicoll.runtime.mpi_library import library_name
-from mpicoll.transports.base import Kind
-from mpicoll.transports.selection import NEVER, Selection, add_profile, find_profile, path_of_profiles
+from mpicoll.transports.base import EAGER_BYTES, SMALL_BYTES, Kind, Movement, block_bytes
+from mpicoll.transports.control import NOTHING, decode
+from mpicoll.transports.selection import (
+    NEVER,
+    Facts,
+    Selection,
+    Way,
+    add_profile,
+    find_profile,
+    path_of_profiles,
+    select,
+)
 
 SIZES = [1024, 4096, 16384, 65536]
 
@@ -67,3 +82,100 @@ def test_where_it_is() -> None:
     assert path_of_profiles("", {}).parts[-3:] == (".config", "mpicoll", "profiles.json")
     assert library_name("Open MPI v5.0.11, package: x\nmore\0") == "Open MPI v5.0.11"
     assert library_name("MPICH Version:      5.0.2\nMPICH Release") == "MPICH Version: 5.0.2"
+
+
+def movements(draw: random.Random, kind: Kind, size: int) -> list[Movement]:
+    """Return what each member of a group moves in one call of a kind, with random counts."""
+    root, op = draw.randrange(size), draw.choice(("SUM", "MAX"))
+    most = draw.choice((0, 1, 7, 200, EAGER_BYTES // 8, SMALL_BYTES // 8 + 1, 40_000))
+    uneven = draw.random() < 0.3 and kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL)
+    counts = [draw.randint(0, most) for _ in range(size)] if uneven else [most] * size
+    given: Any = counts if uneven else None
+    made = []
+    for rank in range(size):
+        block, whole, at_root = np.empty(counts[rank]), np.empty(sum(counts)), rank == root
+        if kind is Kind.BARRIER:
+            made.append(Movement(kind))
+        elif kind in (Kind.BROADCAST, Kind.ALL_REDUCE):
+            made.append(
+                Movement(
+                    kind,
+                    recv=block,
+                    root=root if kind is Kind.BROADCAST else -1,
+                    op="" if kind is Kind.BROADCAST else op,
+                )
+            )
+        elif kind is Kind.REDUCE:
+            made.append(Movement(kind, send=block, recv=block if at_root else None, root=root, op=op))
+        elif kind is Kind.ALL_GATHER:
+            made.append(Movement(kind, send=block, recv=whole, recvcounts=given, vector=uneven))
+        elif kind is Kind.GATHER:
+            made.append(Movement(kind, send=block, recv=whole if at_root else None, root=root))
+        elif kind is Kind.SCATTER:
+            made.append(Movement(kind, send=whole if at_root else None, recv=block, root=root))
+        elif kind is Kind.REDUCE_SCATTER:
+            made.append(Movement(kind, send=whole, recv=block, sendcounts=given, op=op, vector=uneven))
+        else:
+            made.append(
+                Movement(
+                    kind,
+                    send=whole,
+                    recv=np.empty(counts[rank] * size),
+                    sendcounts=counts,
+                    recvcounts=[counts[rank]] * size,
+                    vector=uneven,
+                )
+            )
+    return made
+
+
+def test_all_members_select_the_same() -> None:
+    """What a call is moved by follows from facts that each member finds in its own arguments and in the agreement."""
+    draw = random.Random(7)
+    ways = set()
+    for _ in range(3000):
+        kind, size = draw.choice(list(Kind)), draw.randint(2, 6)
+        moves = movements(draw, kind, size)
+        largest = max(block_bytes(move, size) for move in moves)
+        nonblocking, device = draw.random() < 0.3, draw.choice((0, 0, 0, 2))
+        agreed = decode([1, -1, 0, 0, largest, NOTHING, NOTHING, device, 0, 0, 0, nonblocking], 0.0, 0.0)
+        selection, carries = Selection(draw.choice(("auto", "mpi", "node"))), draw.random() < 0.5
+
+        def through(kind: Kind, nbytes: int, selection: Selection = selection) -> Any:
+            return object() if selection.node(kind, nbytes) else None
+
+        agreement = SimpleNamespace(channel=SimpleNamespace(carries_data=carries))
+        group: Any = SimpleNamespace(
+            size=lambda size=size: size, pair=SimpleNamespace(through=through, agreement=agreement)
+        )
+        facts = {_facts(group, move, agreed, True) for move in moves}
+        assert len(facts) == 1, (kind, facts)
+        ways.add(select(facts.pop()))
+    assert ways == set(Way), "each way is selected at times"
+
+
+def test_what_a_way_needs() -> None:
+    """A way is selected only for calls that it can move."""
+    draw = random.Random(8)
+    for _ in range(20_000):
+        facts = Facts(
+            draw.choice(list(Kind)),
+            draw.randint(1, 8),
+            draw.choice((0, 8, EAGER_BYTES, EAGER_BYTES + 1, SMALL_BYTES, SMALL_BYTES + 1, 1 << 30)),
+            *(draw.random() < 0.4 for _ in range(8)),
+        )
+        way = select(facts)
+        assert (way is Way.ROUND) == (facts.kind is Kind.BARRIER)
+        if way is Way.SHARED_MEMORY:
+            assert facts.shared
+            assert not any((facts.several, facts.device))
+        if way is Way.IN_RANK_ORDER:
+            assert facts.reduces
+            assert facts.block_bytes <= EAGER_BYTES
+        if way is Way.PERSISTENT:
+            assert facts.block_bytes <= SMALL_BYTES
+            assert not any((facts.nonblocking, facts.uneven, facts.several, facts.follows, facts.device))
+        if way is Way.NONBLOCKING:
+            assert not facts.exceeds_count
+        if way is Way.BLOCKING:
+            assert not facts.nonblocking or facts.exceeds_count
