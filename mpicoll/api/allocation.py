@@ -14,7 +14,7 @@ from mpicoll.groups.registry import member_or_warn
 from mpicoll.memory.dtypes import element
 from mpicoll.operations import composed, execution
 from mpicoll.runtime.call_site import call_site
-from mpicoll.transports.base import Request
+from mpicoll.runtime.waiting import Pollable
 from mpicoll.transports.control import Agreed
 
 
@@ -62,7 +62,7 @@ def empty(shape: Any, dtype: Any = float, *, group: Any = None, shared: bool = T
     node = found.pair.node
     memory: list[Any] = []
 
-    def steps(agreed: Agreed) -> Generator[Request, None, None]:
+    def steps(agreed: Agreed) -> Generator[Pollable, None, None]:
         if node is not None and nbytes and found.pair.selection.mode != "mpi":
             yield from node.prepare()
             if node.usable:

@@ -24,9 +24,9 @@ from mpicoll.operations import execution
 from mpicoll.operations.failures import begun
 from mpicoll.operations.operation import Operation, misfit, receiving
 from mpicoll.operations.prepare_messages import refuse_self, source_rank
-from mpicoll.operations.schedules import Steps
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import call_site
+from mpicoll.runtime.waiting import Steps
 from mpicoll.transports.mpi.collectives import AllRequests, Post, library_tag, post_all
 from mpicoll.transports.mpi.envelope import SMALL_BYTES, describe_list, write
 from mpicoll.transports.mpi.matching import OBJECT_TAGS, ObjectReceive

@@ -20,7 +20,7 @@ from mpicoll.checks.order import make_order
 from mpicoll.diagnosis.call import Call
 from mpicoll.errors import CollectiveMismatchError
 from mpicoll.runtime.call_site import CallSite
-from mpicoll.transports.base import Request
+from mpicoll.runtime.waiting import Pollable
 from mpicoll.transports.control import ControlChannel, Round, Words, make_words
 from mpicoll.transports.mpi.control import MpiControl
 
@@ -128,9 +128,9 @@ class Closing:
 
     __slots__ = ("_explanation", "_request", "_round", "display", "error", "same")
 
-    def __init__(self, made: Round, display: str, explanation: Generator[Request, None, None]) -> None:
+    def __init__(self, made: Round, display: str, explanation: Generator[Pollable, None, None]) -> None:
         self._round = made
-        self._request: Request | None = made
+        self._request: Pollable | None = made
         self._explanation = explanation
         self.display = display
         self.same: bool | None = None

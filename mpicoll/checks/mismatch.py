@@ -16,13 +16,13 @@ from mpicoll.diagnosis.report.entries import Table, entry_of, merge, runs_of, ta
 from mpicoll.diagnosis.report.texts import MESSAGE_WIDTH, mismatch
 from mpicoll.errors import CollectiveMismatchError
 from mpicoll.runtime.call_site import CallSite
-from mpicoll.transports.base import Request
+from mpicoll.runtime.waiting import Pollable
 from mpicoll.transports.mpi.exchange import merge_all
 
 
 def explain(
     comm: Any, call: Call, group_name: str, ranks: tuple[int, ...], waited: float = 0.0
-) -> Generator[Request, None, None]:
+) -> Generator[Pollable, None, None]:
     """Exchange the calls of all members, and raise: ``call.error`` if this rank has one, otherwise CollectiveMismatchError.
 
     Args:
@@ -57,7 +57,7 @@ def explain(
     raise error
 
 
-def _first_difference(comm: Any, call: Call) -> Generator[Request, None, tuple[Call, str]]:
+def _first_difference(comm: Any, call: Call) -> Generator[Pollable, None, tuple[Call, str]]:
     """Find the first difference of the members' calls since the last comparison.
 
     Not by a collective of MPI: if one member has made one call more than another one, their next calls would not match.
@@ -93,5 +93,5 @@ def _first_difference(comm: Any, call: Call) -> Generator[Request, None, tuple[C
     return found, closing
 
 
-def _merge_tables(comm: Any, table: Table) -> Generator[Request, None, Table]:
+def _merge_tables(comm: Any, table: Table) -> Generator[Pollable, None, Table]:
     return merge_all(comm, table, merge, Table.pack, Table.unpack)

@@ -16,7 +16,8 @@ from mpi4py import MPI
 from mpicoll.checks.agreement import Agreement, Closing
 from mpicoll.errors import DistBackendError
 from mpicoll.runtime.settings import Level, Settings
-from mpicoll.transports.base import SMALL_BYTES, Engine, Kind, Request
+from mpicoll.runtime.waiting import Pollable
+from mpicoll.transports.base import SMALL_BYTES, Engine, Kind
 from mpicoll.transports.mpi.collectives import MpiTransport
 from mpicoll.transports.mpi.matching import Receiver
 from mpicoll.transports.selection import DEFAULT, Ranges, Selection
@@ -86,7 +87,7 @@ class CommunicatorPair:
         """Return whether no group uses the pair, and all calls of the last group are over and were compared."""
         return self.idle and not self.spoiled and self.closing is None
 
-    def sweep(self) -> Generator[Request, None, tuple[str, set[int], set[int]]]:
+    def sweep(self) -> Generator[Pollable, None, tuple[str, set[int], set[int]]]:
         """Receive and drop messages that the last group sent and did not receive. All members call it, and are known to.
 
         A generator that yields the requests to complete.
@@ -178,7 +179,7 @@ class Pool:
         if pair.node is None and pair.on_node and self.extension:
             pair.node = SharedMemoryTransport(pair.data, self._budget, topology.oversubscribed)
 
-    def open_channel(self, pair: CommunicatorPair) -> Generator[Request, None, None]:
+    def open_channel(self, pair: CommunicatorPair) -> Generator[Pollable, None, None]:
         """Set the control channel of a pair for a new group: shared memory if possible, otherwise MPI.
 
         A generator that yields the requests to complete. All members call it, and are known to.
@@ -223,7 +224,7 @@ class Pool:
                 all_ranks.Free()
             self._world.Set_errhandler(MPI.ERRORS_RETURN)
 
-    def shrink(self) -> Generator[Request, None, list[tuple[str, set[int], set[int]]]]:
+    def shrink(self) -> Generator[Pollable, None, list[tuple[str, set[int], set[int]]]]:
         """Free numbered pairs that no group uses. All ranks of the world call this method, and are known to.
 
         A generator that yields the requests to complete.

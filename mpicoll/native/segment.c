@@ -32,13 +32,6 @@ int segment_all_at(const Segment *segment, int64_t step, int64_t began, int64_t 
     return 1;
 }
 
-void reduce_in_order(ReduceFunction reduce, char *out, const char *const *rows, int size, ptrdiff_t count)
-{
-    reduce(out, rows[0], rows[1], count);
-    for (int rank = 2; rank < size; rank++)
-        reduce(out, out, rows[rank], count);
-}
-
 /* ---- transfers ---- */
 
 static ptrdiff_t least(ptrdiff_t one, ptrdiff_t other)

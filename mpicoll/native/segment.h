@@ -82,7 +82,4 @@ int transfer_advance(Transfer *transfer);
 /* Return whether member `rank` is one for which the transfer waits. */
 int transfer_waits_for(const Transfer *transfer, int rank);
 
-/* Reduce terms in the order of their ranks: rows[0], rows[1], ... into out, which may be rows[0] or rows[1]. */
-void reduce_in_order(ReduceFunction reduce, char *out, const char *const *rows, int size, ptrdiff_t count);
-
 #endif

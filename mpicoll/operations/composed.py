@@ -13,10 +13,10 @@ from mpicoll.operations import execution
 from mpicoll.operations.failures import BlockingCall
 from mpicoll.operations.operation import Operation
 from mpicoll.operations.request import Request, collectives_are_pending
-from mpicoll.operations.schedules import Steps, open_memory
+from mpicoll.operations.schedules import open_memory
 from mpicoll.runtime import signals, waiting
+from mpicoll.runtime.waiting import Pollable, Steps
 from mpicoll.transports.base import Movement, block_bytes, pieces
-from mpicoll.transports.base import Request as Pollable
 from mpicoll.transports.control import Agreed
 
 

@@ -11,11 +11,11 @@ from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.memory.device import array as device_array
 from mpicoll.memory.device.addresses import DeviceAddresses
 from mpicoll.operations.failures import BlockingCall
-from mpicoll.operations.schedules import Steps, open_memory
+from mpicoll.operations.schedules import open_memory
 from mpicoll.runtime import waiting
+from mpicoll.runtime.waiting import Pollable, Steps
 from mpicoll.transports import large_counts
 from mpicoll.transports.base import Movement, piece_elements
-from mpicoll.transports.base import Request as Pollable
 from mpicoll.transports.control import Agreed
 from mpicoll.transports.selection import NEVER
 

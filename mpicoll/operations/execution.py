@@ -23,13 +23,13 @@ from mpicoll.memory.device import array as device_array
 from mpicoll.operations import device_movements
 from mpicoll.operations.failures import BlockingCall, in_child
 from mpicoll.operations.request import Request, collectives_are_pending
-from mpicoll.operations.schedules import Steps, open_memory, plan_key
+from mpicoll.operations.schedules import open_memory, plan_key
 from mpicoll.operations.work import Work
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.native import reduce_rows
+from mpicoll.runtime.waiting import Pollable, Steps
 from mpicoll.transports import large_counts
 from mpicoll.transports.base import SMALL_BYTES, Kind, Movement, block_bytes, pieces
-from mpicoll.transports.base import Request as Pollable
 from mpicoll.transports.control import AS_IT_IS, BEHIND, IN_PIECES, Agreed
 from mpicoll.transports.selection import Facts, Way, select
 

@@ -17,11 +17,11 @@ from mpicoll.memory.adapt import adapt
 from mpicoll.memory.memory import Array, Memory
 from mpicoll.operations.failures import guarded, wrap
 from mpicoll.operations.request import Request
-from mpicoll.operations.schedules import Steps
 from mpicoll.operations.states import MOVING, to
 from mpicoll.runtime import waiting
 from mpicoll.runtime.call_site import CallSite
 from mpicoll.runtime.mpi_library import retain_for_ever, retain_frames
+from mpicoll.runtime.waiting import Steps
 from mpicoll.transports.mpi.envelope import Envelope, describe
 from mpicoll.transports.mpi.matching import Message, Receive
 from mpicoll.transports.mpi.messages import PersistentMessage, PersistentReceive

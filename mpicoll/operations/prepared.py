@@ -34,12 +34,12 @@ from mpicoll.operations.schedules import (
     THROUGH_PLAN,
     UNCOMPARED,
     Start,
-    Steps,
 )
 from mpicoll.runtime import waiting
 from mpicoll.runtime.call_site import CallSite
 from mpicoll.runtime.native import found as extension
 from mpicoll.runtime.native import name_of
+from mpicoll.runtime.waiting import Steps
 from mpicoll.transports.base import EAGER_BYTES, SMALL_BYTES, Kind, Movement
 from mpicoll.transports.control import NOTHING, Words, make_words
 from mpicoll.transports.selection import Facts, Way, select

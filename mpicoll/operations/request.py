@@ -21,7 +21,7 @@ from mpicoll.errors import BufferInUseError, CollectiveMismatchError, DistError
 from mpicoll.groups.communicators import MpiError
 from mpicoll.operations import failures
 from mpicoll.operations.failures import broken, settle, tells_why, wrap
-from mpicoll.operations.schedules import Prepared, Schedule, Steps
+from mpicoll.operations.schedules import Prepared, Schedule
 from mpicoll.operations.states import (
     AGREED,
     COMPLETE,
@@ -37,10 +37,11 @@ from mpicoll.operations.states import (
 )
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.mpi_library import retain_for_ever, retain_frames
+from mpicoll.runtime.waiting import Steps
 
 if TYPE_CHECKING:
     from mpicoll.groups.process_group import ProcessGroup
-    from mpicoll.transports.base import Request as Pollable
+    from mpicoll.runtime.waiting import Pollable
     from mpicoll.transports.control import Agreed, Round, Words
 
 

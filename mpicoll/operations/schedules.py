@@ -5,7 +5,7 @@ A schedule is chosen from what the members know alike, so all of them choose the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,14 +19,11 @@ from mpicoll.memory.arithmetic import without_warnings
 from mpicoll.operations.failures import BlockingCall
 from mpicoll.runtime.native import found as extension
 from mpicoll.runtime.output import say
+from mpicoll.runtime.waiting import Pollable, Steps
 from mpicoll.transports.base import Movement
 
 if TYPE_CHECKING:
-    from mpicoll.transports.base import Request as Pollable
     from mpicoll.transports.control import Round
-
-Steps = Generator["Pollable", None, Any]
-"""What moves data in several steps: yields what has to complete next."""
 
 
 class Schedule(Protocol):

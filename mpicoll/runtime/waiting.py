@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from threading import get_ident
 from typing import Any, Protocol
@@ -88,6 +88,10 @@ class Pollable(Protocol):
 
     def Test(self) -> bool:
         """Make progress without blocking; return whether nothing is left to do."""
+
+
+Steps = Generator[Pollable, None, Any]
+"""What goes on in several steps: yields what has to complete next."""
 
 
 class Condition:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from mpicoll.memory.device.addresses import DeviceAddresses
 from mpicoll.memory.device.array import picked
 from mpicoll.memory.memory import MemoryKind
+from mpicoll.runtime.waiting import Pollable
 
 Array = npt.NDArray[Any]
 
@@ -102,20 +103,13 @@ class Movement:
         return self.send is None
 
 
-class Request(Protocol):
-    """Something that has been posted: ``Test()`` makes progress and says whether it is complete."""
-
-    def Test(self) -> bool:
-        """Return whether it is complete."""
-
-
 class Engine(Protocol):
     """A way to move bytes between the members of one group."""
 
     def blocking(self, move: Movement) -> None:
         """Move, and return when this rank's part is complete; all members are known to make the same call."""
 
-    def nonblocking(self, move: Movement) -> Request:
+    def nonblocking(self, move: Movement) -> Pollable:
         """Post the movement and return at once."""
 
     def plan(self, move: Movement, persistent: bool = True) -> Plan:
@@ -125,13 +119,13 @@ class Engine(Protocol):
 class Plan(Protocol):
     """A small movement that is made again and again, through buffers that its engine owns."""
 
-    def start(self, move: Movement) -> Request:
+    def start(self, move: Movement) -> Pollable:
         """Copy this rank's part in and post it."""
 
     def finish(self, move: Movement) -> None:
         """Copy the result out."""
 
-    def start_in_place(self, flat: Any) -> Request:
+    def start_in_place(self, flat: Any) -> Pollable:
         """Copy a buffer that is input and output in, and post it."""
 
     def finish_in_place(self, flat: Any) -> None:

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll.transports.base import Array, Kind, Movement, Request, block_bytes, starts
+from mpicoll.runtime.waiting import Pollable
+from mpicoll.transports.base import Array, Kind, Movement, block_bytes, starts
 
 COUNT_LIMIT = 2**31 - 1
 """The largest count or displacement of a call of MPI (tests lower it)."""
@@ -87,7 +88,7 @@ class CopyAfter:
 
     __slots__ = ("_finish", "_request")
 
-    def __init__(self, request: Request, finish: Callable[[], None]) -> None:
+    def __init__(self, request: Pollable, finish: Callable[[], None]) -> None:
         self._request = request
         self._finish: Callable[[], None] | None = finish
 

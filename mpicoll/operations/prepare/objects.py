@@ -23,7 +23,8 @@ from mpicoll.memory.pickled import IncomingObject, Packed, WireError, need_list
 from mpicoll.operations import composed, execution
 from mpicoll.runtime import waiting
 from mpicoll.runtime.call_site import call_site
-from mpicoll.transports.base import Kind, Movement, Request
+from mpicoll.runtime.waiting import Pollable, Steps
+from mpicoll.transports.base import Kind, Movement
 from mpicoll.transports.control import NOTHING, Agreed
 from mpicoll.transports.mpi.collectives import AllRequests, Post, library_tag, post_all
 
@@ -39,7 +40,6 @@ PEERS = 8
 _TAG = 3
 _FAILED = 1 << 62
 
-Steps = Generator[Request, None, None]
 _Sends = dict[int, tuple[Packed, Any]]
 _Pieces = list[tuple[int, list[Any]]]
 _Ready = tuple[tuple[Any, ...], int, list[Any]]
@@ -300,7 +300,7 @@ class _Broadcast(_Transfer):
         if incoming is not None:
             self.arrived[self.root] = incoming
 
-    def broadcast(self, agreed: Agreed, piece: Any, moved: int) -> Generator[Request, None, int]:
+    def broadcast(self, agreed: Agreed, piece: Any, moved: int) -> Generator[Pollable, None, int]:
         """Broadcast memory in place."""
         move = Movement(Kind.BROADCAST, recv=piece, root=self.root)
         return (yield from composed.move_once(self.group, self.call, agreed, move, moved))

@@ -51,10 +51,9 @@ from mpicoll.memory.device import runtime as device_runtime
 from mpicoll.memory.device.array import MovableArray
 from mpicoll.memory.device.runtime import SCRATCH, EventComplete, Fold, Runtime
 from mpicoll.memory.dtypes import HALVES
-from mpicoll.transports.base import Array, Request
+from mpicoll.runtime.waiting import Pollable, Steps
+from mpicoll.transports.base import Array
 from mpicoll.transports.shm.mapping import map_together
-
-Steps = Generator[Request, None, None]
 
 LEAST_BYTES = 1 << 20
 """Bytes of the smallest array that is reduced on the device."""
@@ -131,7 +130,7 @@ class DeviceWindow:
             yield self._comm.Ibarrier()  # all members have closed it
             self.close()
 
-    def _try(self) -> Generator[Request, None, bool]:
+    def _try(self) -> Generator[Pollable, None, bool]:
         """Make and test the window; return whether all members succeeded."""
         mine = np.zeros(64, np.uint8)  # 1 if this member cannot take part, and the address of its GPU
         try:
@@ -164,7 +163,7 @@ class DeviceWindow:
     def _refuse(self, error: Exception) -> None:
         self.why = self.why or f"{type(error).__name__}: {error}"
 
-    def _prove(self, handle: bytes, secret: Array) -> Generator[Request, None, bool]:
+    def _prove(self, handle: bytes, secret: Array) -> Generator[Pollable, None, bool]:
         """Open the window, write into this member's part, and read the parts of all members; return whether all succeeded."""
         gpu = self._gpu
         try:
@@ -199,7 +198,7 @@ class DeviceWindow:
             self._refuse(error)
         return (yield from self._all_well())
 
-    def _all_well(self) -> Generator[Request, None, bool]:
+    def _all_well(self) -> Generator[Pollable, None, bool]:
         well = np.array([self._window is not None and not self.why], np.int64)
         yield self._comm.Iallreduce(MPI.IN_PLACE, well, MPI.MIN)
         if not well[0]:
@@ -408,7 +407,7 @@ class DeviceReduction:
         window = group.device_window
         return fits and (waited if window is None else bool(window.usable) and window.device == held.array.device)
 
-    def steps(self, comm: MPI.Intracomm) -> Generator[Request, None, bool]:
+    def steps(self, comm: MPI.Intracomm) -> Generator[Pollable, None, bool]:
         """Reduce, after all members have agreed to; return whether the window was usable, the same on all members."""
         window = self._group.device_window
         if window is None:

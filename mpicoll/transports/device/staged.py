@@ -21,7 +21,7 @@ reuse of the memory for another array.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -31,9 +31,8 @@ import numpy as np
 from mpicoll.memory.device import pool as device_pool
 from mpicoll.memory.device import runtime as device_runtime
 from mpicoll.memory.device.addresses import DeviceAddresses
-from mpicoll.transports.base import Array, Kind, Movement, Request, pieces
-
-Steps = Generator[Request, None, None]
+from mpicoll.runtime.waiting import Steps
+from mpicoll.transports.base import Array, Kind, Movement, pieces
 
 PIECE_BYTES = 4 << 20
 """Bytes of a piece: a GPU copies a piece in 80 to 300 us, and the host needs about 40 us for each."""

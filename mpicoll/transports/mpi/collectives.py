@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpicoll.runtime.waiting import Pollable
 from mpicoll.transports import large_counts
-from mpicoll.transports.base import Kind, Movement, Request, starts
+from mpicoll.transports.base import Kind, Movement, starts
 
 
 @lru_cache(maxsize=1)
@@ -100,7 +101,7 @@ class EagerMpiSchedule:
         self._writes = not (move.kind is Kind.BROADCAST and move.root == comm.Get_rank())
         owned = replace(move, send=self._send, recv=self._recv)
         self._request: MPI.Prequest | None = None
-        self._again: Callable[[], Request] = partial(transport.nonblocking, owned)
+        self._again: Callable[[], Pollable] = partial(transport.nonblocking, owned)
         if persistent and persistent_collectives():
             if move.kind is Kind.BARRIER:
                 self._request = comm.Barrier_init()
@@ -108,7 +109,7 @@ class EagerMpiSchedule:
                 name, arguments = transport.call(owned)
                 self._request = getattr(comm, name + "_init")(*arguments)
 
-    def start(self, move: Movement) -> Request:
+    def start(self, move: Movement) -> Pollable:
         """Copy the data of this rank into the buffers, and post the movement."""
         if self._send is not None:
             self._send[...] = move.send
@@ -116,13 +117,13 @@ class EagerMpiSchedule:
             self._recv[...] = move.recv
         return self._post()
 
-    def _post(self) -> Request:
+    def _post(self) -> Pollable:
         if self._request is None:
             return self._again()
         self._request.Start()
         return self._request
 
-    def start_in_place(self, flat: Any) -> Request:
+    def start_in_place(self, flat: Any) -> Pollable:
         """Copy a buffer that is input and output in, and post it."""
         self._recv[:] = flat  # type: ignore[index]
         return self._post()
@@ -196,7 +197,7 @@ class MpiTransport:
         if moved is not None:
             moved[1]()
 
-    def nonblocking(self, move: Movement) -> Request:
+    def nonblocking(self, move: Movement) -> Pollable:
         """Post the nonblocking call."""
         if move.kind is Kind.BARRIER:
             return self._comm.Ibarrier()

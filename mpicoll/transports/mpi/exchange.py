@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll.transports.base import Request
+from mpicoll.runtime.waiting import Pollable
 from mpicoll.transports.mpi.collectives import library_tag
 
 _T = TypeVar("_T")
@@ -20,7 +20,7 @@ def merge_all(
     merge: Callable[[_T, _T], _T],
     pack: Callable[[_T], bytes],
     unpack: Callable[[bytes], _T],
-) -> Generator[Request, None, _T]:
+) -> Generator[Pollable, None, _T]:
     """Merge the objects of all members up a binomial tree, and return the result on all members.
 
     A generator that yields the requests to complete. A member may make the next call while another one still reads: messages of

@@ -24,8 +24,8 @@ from mpi4py import MPI
 from mpicoll.memory.memory import Memory
 from mpicoll.runtime import waiting
 from mpicoll.runtime.mpi_library import retain_frames
+from mpicoll.runtime.waiting import Pollable
 from mpicoll.transports import large_counts
-from mpicoll.transports.base import Request
 from mpicoll.transports.mpi.envelope import SMALL_BYTES, Envelope, open_message
 
 _MOST_PLACES = 4096
@@ -388,7 +388,7 @@ class Receiver:
             if self.waiting and self not in waiting.pending:
                 waiting.pending.append(self)
 
-    def drop(self, left: list[int]) -> Generator[Request, None, None]:
+    def drop(self, left: list[int]) -> Generator[Pollable, None, None]:
         """Receive and drop messages without a receive: ``left`` of each source, including messages in the queues.
 
         A generator that yields the requests to complete.

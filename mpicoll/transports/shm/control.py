@@ -14,8 +14,8 @@ from typing import Any
 from mpi4py import MPI
 
 from mpicoll.runtime import native
-from mpicoll.runtime.waiting import STALL
-from mpicoll.transports.base import EAGER_BYTES, Request
+from mpicoll.runtime.waiting import STALL, Pollable
+from mpicoll.transports.base import EAGER_BYTES
 from mpicoll.transports.control import COMPARED, Agreed, Words, decode
 from mpicoll.transports.shm.mapping import map_together
 
@@ -145,7 +145,7 @@ class RingControl:
         """Free nothing: the ring is memory of the group."""
 
 
-def make_ring(comm: MPI.Intracomm, why_not: str) -> Generator[Request, None, RingControl | str]:
+def make_ring(comm: MPI.Intracomm, why_not: str) -> Generator[Pollable, None, RingControl | str]:
     """Make the ring of a group whose members are on one node. All members call this function, and are known to.
 
     A generator that yields the requests to complete.

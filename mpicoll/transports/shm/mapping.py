@@ -14,7 +14,7 @@ from collections.abc import Generator
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll.transports.base import Request
+from mpicoll.runtime.waiting import Pollable
 from mpicoll.transports.shm import mapping
 
 DIRECTORY = "/dev/shm"
@@ -130,7 +130,7 @@ def map_file(descriptor: int, size: int) -> mmap.mmap:
 
 def map_together(
     comm: MPI.Intracomm, head: int, part: int, why_not: str = ""
-) -> Generator[Request, None, tuple[mmap.mmap, int] | str]:
+) -> Generator[Pollable, None, tuple[mmap.mmap, int] | str]:
     """Map a new file, of ``head`` bytes and a part of ``part`` bytes for each member, on all members.
 
     All members of a communicator on one node call this function, and are known to. The file has a name only until all members

@@ -19,10 +19,9 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll.runtime import native
-from mpicoll.transports.base import Array, Kind, Movement, Request, starts
+from mpicoll.runtime.waiting import Pollable, Steps
+from mpicoll.transports.base import Array, Kind, Movement, starts
 from mpicoll.transports.shm.mapping import map_together
-
-Steps = Generator[Request, None, None]
 
 LARGEST_BUFFER = 1024 * 1024
 """Bytes of a buffer: one piece, which other members read while it is in the caches of the cores (measured)."""
@@ -117,7 +116,7 @@ class SharedMemoryTransport:
             self._budget.spend(-self._segment.room)
             self._segment, self.usable = None, False
 
-    def share(self, nbytes: int) -> Generator[Request, None, _Shared | str]:
+    def share(self, nbytes: int) -> Generator[Pollable, None, _Shared | str]:
         """Make an array of bytes for each member in memory that all share.
 
         All members call this method, and are known to; :meth:`prepare` was called before. If there is no memory, the method
@@ -180,9 +179,9 @@ class SharedMemoryTransport:
             return self._reduce_whole(send, recv, op)
         return self._reduce_parts(send, recv, op)
 
-    def _transfer(self, kind: str, total: int, width: int, **more: Any) -> Request:
+    def _transfer(self, kind: str, total: int, width: int, **more: Any) -> Pollable:
         """Return a transfer of ``total`` bytes in pieces of ``width`` (``native/segment.h``)."""
-        made: Request = native.found.SharedTransfer(
+        made: Pollable = native.found.SharedTransfer(
             self._segment, kind, total, width, poll_ns(width, self._oversubscribed), **more
         )
         return made
@@ -362,7 +361,7 @@ _UNIT = 1024
 """Pieces of a call are multiples of so many bytes: whole elements of each dtype of numbers."""
 
 
-def _make_segment(comm: MPI.Intracomm, room: int) -> Generator[Request, None, tuple[Any, int]]:
+def _make_segment(comm: MPI.Intracomm, room: int) -> Generator[Pollable, None, tuple[Any, int]]:
     """Make the segment of a group whose members are on one node. All members call this function, and are known to.
 
     Args:
