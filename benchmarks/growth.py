@@ -17,6 +17,7 @@ import json
 import mmap
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -212,7 +213,15 @@ def reading(size: int) -> tuple[Callable[[], None], Callable[[], None]]:
     memory, words, number = mmap.mmap(-1, size * PART), make_words(1, 8, eager=9), MASK + 1
     rings = [extension.Ring(memory, rank, size, PART) for rank in range(size)]
     x, out, ring = np.ones(1), np.zeros(1), rings[0]
-    about = {"order": extension.CallOrder(), "words": words, "dtype": x.dtype, "itemsize": 8, "poll_ns": 0}
+    about = {
+        "op": "all_reduce",
+        "lock": threading.RLock(),
+        "order": extension.CallOrder(),
+        "words": words,
+        "dtype": x.dtype,
+        "itemsize": 8,
+        "poll_ns": 0,
+    }
     about |= {"send": (1,), "recv": (1,), "sends": 8, "offset": 0, "block": 8, "width": 8, "root": -1, "segment": None}
     about |= {"result": "reduced", "reduction": "MAX f8", "average": False, "in_place": False}
     operation = extension.SharedOperation(ring=ring, **about)

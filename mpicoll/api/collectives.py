@@ -32,7 +32,6 @@ from mpicoll.operations.prepare.run import (
 )
 from mpicoll.operations.work import Work
 from mpicoll.runtime.call_site import caller
-from mpicoll.runtime.native import found as extension
 
 _ndarray = np.ndarray
 
@@ -123,7 +122,7 @@ def all_reduce(
             except (KeyError, AttributeError, TypeError):
                 pass
             else:
-                if prepared.shared is not None and extension.run(known, prepared, array, array, caller()):
+                if prepared.shared is not None and prepared.shared.run(known, prepared, array, array, caller()):
                     return None
     cached, arguments = Cached(key, array, array, tensor), (tensor, op, async_op)
     return run_cached("all_reduce", group, cached, prepare.all_reduce, arguments, async_op, timeout, name, stream)
@@ -194,7 +193,7 @@ def barrier(
             pass
         if prepared is not None and (known.stopping is None or async_op):
             plain = not async_op and timeout is None and name is None
-            if plain and prepared.shared is not None and extension.run(known, prepared, None, None, caller()):
+            if plain and prepared.shared is not None and prepared.shared.run(known, prepared, None, None, caller()):
                 return None
             made = dispatch.again(group, "barrier", None, None, 2, timeout, name, async_op, [])
             if isinstance(made, Work):

@@ -16,12 +16,13 @@ class CallOrder:
         moving: the number of the next call to move its data. ``posted`` and ``moving`` are batons that one call holds.
         round: rounds made.
         calls: calls of the program made on the group.
+        closed: not 0 while the group refuses calls: the general way says why.
     """
 
-    __slots__ = ("calls", "issued", "moving", "posted", "round")
+    __slots__ = ("calls", "closed", "issued", "moving", "posted", "round")
 
     def __init__(self) -> None:
-        self.issued = self.posted = self.moving = self.round = self.calls = 0
+        self.issued = self.posted = self.moving = self.round = self.calls = self.closed = 0
 
     def issue(self) -> int:
         """Return the number of the next call, and count the call as issued."""

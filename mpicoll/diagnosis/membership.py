@@ -24,13 +24,7 @@ class OpenBlock(Protocol):
         """Return its group, or None if the group has not been made."""
 
 
-class _Slots:
-    """The attributes that each call reads or writes, at fixed offsets: the C extension finds them there."""
-
-    __slots__ = ("last", "lock", "turn")
-
-
-class Membership(_Slots):
+class Membership:
     """The members of a group, and what this rank has done on it.
 
     Attributes:

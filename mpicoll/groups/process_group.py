@@ -109,7 +109,7 @@ class ProcessGroup(Membership):
         super().__init__(name, display or name, pair.ranks, rank, timeout, level, pair.receiver, pair.agreement.order)
         self.group_desc = desc or "undefined"
         self.pair = pair
-        self.turn: OpenBlock | None = None  # open block of a leader: the group refuses collectives
+        self.entered_block = None  # open block of a leader: the group refuses collectives
         self.stopping: Stopping | None = None  # answers signals on the group, on all members alike
         self.lock = threading.RLock()  # a thread holds it during a collective: one collective at a time
         self.posting = (
@@ -144,6 +144,16 @@ class ProcessGroup(Membership):
     def name(self) -> str:
         """Return the name of the backend, ``"mpi"``."""
         return "mpi"
+
+    @property
+    def entered_block(self) -> OpenBlock | None:
+        """The open block of a leader, in which the group refuses collectives, or None."""
+        return self._entered_block
+
+    @entered_block.setter
+    def entered_block(self, block: OpenBlock | None) -> None:
+        self._entered_block = block
+        self.order.closed = int(block is not None)
 
     @property
     def compares(self) -> bool:

@@ -98,7 +98,7 @@ class EnteredBlock:
         self.nesting: list[SharedOutcome] = [] if turn is None else [turn._outcome]
         members.known.blocks.append(self)
         if members.known_group is not None and (meets or members.me == leader):
-            members.known_group.turn = self
+            members.known_group.entered_block = self
 
     def end(self, error: BaseException | None) -> None:
         """Remove the block from the register."""
@@ -107,8 +107,8 @@ class EnteredBlock:
         with suppress(ValueError):
             self.members.known.blocks.remove(self)
         group = self.members.known_group
-        if group is not None and group.turn is self:
-            group.turn = None
+        if group is not None and group.entered_block is self:
+            group.entered_block = None
 
     def group(self) -> ProcessGroup | None:
         """Return the group, or None if the group has not been made yet."""

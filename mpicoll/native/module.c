@@ -52,6 +52,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     int64_t issued, posted, moving, round, calls;
+    int closed;
 } CallOrder;
 
 static PyObject *order_issue(CallOrder *self, PyObject *Py_UNUSED(nothing))
@@ -87,6 +88,7 @@ static PyMemberDef order_members[] = {
     {"moving", T_LONGLONG, offsetof(CallOrder, moving), 0, "The number of the next call to move its data."},
     {"round", T_LONGLONG, offsetof(CallOrder, round), 0, "Rounds made."},
     {"calls", T_LONGLONG, offsetof(CallOrder, calls), 0, "Calls of the program made on the group."},
+    {"closed", T_INT, offsetof(CallOrder, closed), 0, "Not 0: the extension starts no call; the general way says why."},
     {NULL},
 };
 
@@ -618,15 +620,11 @@ static PyTypeObject TransferType = {
 typedef struct {
     PyObject *finish, *withdraw, *await; /* of operations/dispatch.py: continue a posted call, give a call up, wait in the midst of one */
     PyObject *pending, *claims, *threads;
-    PyTypeObject *array, *prepared, *group;
-    Py_ssize_t shared, op;                 /* slots of a prepared call */
-    Py_ssize_t last, lock, block;          /* of a group */
-    PyObject *acquire, *release, *f_lasti; /* names */
+    PyTypeObject *array;
+    PyObject *last, *f_lasti; /* names */
 } Known;
 
 static Known known;
-
-#define SLOT(OBJECT, OFFSET) (*(PyObject **)((char *)(OBJECT) + (OFFSET)))
 
 /* ---- a collective call, prepared for its arrays ---- */
 
@@ -646,6 +644,8 @@ typedef struct {
     RingObject *ring;
     SegmentObject *segment; /* NULL: the data stands beside the records */
     CallOrder *order;
+    PyObject *acquire, *release; /* of the lock of the group */
+    PyObject *op;
     PyObject *dtype;
     int64_t words[RING_SAID];
     Py_ssize_t itemsize;
@@ -737,12 +737,16 @@ static int given_init(Given *given, PyObject *shapes)
 
 static int shared_traverse(SharedOperation *self, visitproc visit, void *arg)
 {
+    Py_VISIT(self->acquire);
+    Py_VISIT(self->release);
     Py_VISIT(self->dtype);
     return 0;
 }
 
 static int shared_clear(SharedOperation *self)
 {
+    Py_CLEAR(self->acquire);
+    Py_CLEAR(self->release);
     Py_CLEAR(self->dtype);
     return 0;
 }
@@ -751,6 +755,7 @@ static void shared_dealloc(SharedOperation *self)
 {
     PyObject_GC_UnTrack(self);
     shared_clear(self);
+    Py_CLEAR(self->op);
     Py_CLEAR(self->order);
     Py_CLEAR(self->ring);
     Py_CLEAR(self->segment);
@@ -802,16 +807,16 @@ static int is_consistent(const SharedOperation *self)
 
 static PyObject *shared_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"ring", "segment", "order", "words", "dtype", "itemsize", "sends", "offset", "block", "width", "root",
+    static char *names[] = {"op", "lock", "ring", "segment", "order", "words", "dtype", "itemsize", "sends", "offset", "block", "width", "root",
                             "send", "recv", "result", "reduction", "average", "in_place", "poll_ns", NULL};
     static const char *const results[] = {
         [NOTHING] = "", [REDUCED] = "reduced", [COPIED] = "copied", [ROWS] = "rows", [LIST] = "list"};
-    PyObject *ring, *segment, *order, *words, *dtype, *send, *recv;
+    PyObject *op, *lock, *ring, *segment, *order, *words, *dtype, *send, *recv;
     const char *result, *reduction;
     Py_ssize_t itemsize, sends, offset, block, width;
     int root, average, in_place;
     long long budget;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OO!O!OnnnnniOOssppL", names, &RingType, &ring, &segment, &OrderType, &order, &PyTuple_Type,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "UOO!OO!O!OnnnnniOOssppL", names, &op, &lock, &RingType, &ring, &segment, &OrderType, &order, &PyTuple_Type,
                                      &words, &dtype, &itemsize, &sends, &offset, &block, &width, &root, &send, &recv, &result,
                                      &reduction, &average, &in_place, &budget))
         return NULL;
@@ -829,6 +834,9 @@ static PyObject *shared_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     for (int i = 0; !wrong && i < RING_SAID; i++)
         self->words[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(words, i));
     self->order = (CallOrder *)Py_NewRef(order);
+    self->op = Py_NewRef(op);
+    self->acquire = PyObject_GetAttrString(lock, "acquire");
+    self->release = self->acquire == NULL ? NULL : PyObject_GetAttrString(lock, "release");
     self->dtype = Py_NewRef(dtype);
     self->itemsize = itemsize;
     self->sends = sends;
@@ -1064,6 +1072,9 @@ static PyObject *shared_complete(SharedOperation *self, PyObject *const *args, P
     return PyLong_FromLong(1);
 }
 
+static PyObject *shared_run(SharedOperation *self, PyObject *const *args, Py_ssize_t count);
+static PyObject *shared_run_rest(SharedOperation *self, PyObject *const *args, Py_ssize_t count);
+
 static PyMethodDef shared_methods[] = {
     {"write", (PyCFunction)shared_write, METH_VARARGS, "Write the data of a round that is not posted yet: write(number, send)."},
     {"start", (PyCFunction)shared_start, METH_O,
@@ -1071,6 +1082,10 @@ static PyMethodDef shared_methods[] = {
     {"complete", (PyCFunction)(void (*)(void))shared_complete, METH_FASTCALL,
      "Read the result of a posted call in one piece: complete(call, number of the round, recv, before). Return 0 while the data may\n"
      "not be read, 1 if it was, 2 if not all members made the call, 3 if the bytes of recv are not those of before, unless that is empty."},
+    {"run", (PyCFunction)(void (*)(void))shared_run, METH_FASTCALL,
+     "Make the call: run(group, prepared, send, recv, frame[, limit, name, words]). Return False if nothing was done."},
+    {"run_rest", (PyCFunction)(void (*)(void))shared_run_rest, METH_FASTCALL,
+     "Move the pieces of a call whose round Python has waited for: run_rest(group, prepared, send, recv, request)."},
     {"state", (PyCFunction)shared_state, METH_VARARGS,
      "Return 0 while the data may not be read, 1 if all members made the call, 2 if not: state(call, number, nanoseconds)."},
     {"read", (PyCFunction)shared_read, METH_VARARGS,
@@ -1092,48 +1107,19 @@ static PyTypeObject SharedOperationType = {
 
 /* ---- configuration ---- */
 
-/* Return where an attribute that a class names in __slots__ stands in its instances; -1 and an exception if it is none. */
-static Py_ssize_t find_slot(PyTypeObject *type, const char *name)
-{
-    PyObject *found = PyObject_GetAttrString((PyObject *)type, name);
-    if (found == NULL)
-        return -1;
-    Py_ssize_t offset = -1;
-    if (Py_IS_TYPE(found, &PyMemberDescr_Type) && ((PyMemberDescrObject *)found)->d_member->type == T_OBJECT_EX)
-        offset = ((PyMemberDescrObject *)found)->d_member->offset;
-    else
-        PyErr_Format(PyExc_TypeError, "%s.%s is no slot", type->tp_name, name);
-    Py_DECREF(found);
-    return offset;
-}
-
 static PyObject *configure(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *finish, *withdraw, *await, *pending, *claims, *threads;
-    PyTypeObject *prepared, *group;
-    if (!PyArg_ParseTuple(args, "OOOO!O!O!O!O!", &finish, &withdraw, &await, &PyList_Type, &pending, &PySet_Type, &claims,
-                          &PySet_Type, &threads, &PyType_Type, &prepared, &PyType_Type, &group))
+    if (!PyArg_ParseTuple(args, "OOOO!O!O!", &finish, &withdraw, &await, &PyList_Type, &pending, &PySet_Type, &claims, &PySet_Type,
+                          &threads))
         return NULL;
     Known next = known;
-    const struct {
-        Py_ssize_t *at;
-        PyTypeObject *type;
-        const char *name;
-    } slots[] = {
-        {&next.shared, prepared, "shared"}, {&next.op, prepared, "op"}, {&next.last, group, "last"},
-        {&next.lock, group, "lock"},        {&next.block, group, "turn"},
-    };
-    for (size_t i = 0; i < sizeof slots / sizeof *slots; i++)
-        if ((*slots[i].at = find_slot(slots[i].type, slots[i].name)) < 0)
-            return NULL;
     next.finish = Py_NewRef(finish);
     next.withdraw = Py_NewRef(withdraw);
     next.await = Py_NewRef(await);
     next.pending = Py_NewRef(pending);
     next.claims = Py_NewRef(claims);
     next.threads = Py_NewRef(threads);
-    next.prepared = (PyTypeObject *)Py_NewRef((PyObject *)prepared);
-    next.group = (PyTypeObject *)Py_NewRef((PyObject *)group);
     known = next; /* the references of an earlier configuration are few, and stay */
     Py_RETURN_NONE;
 }
@@ -1286,20 +1272,20 @@ static int move_pieces(PyObject *const *args, Py_ssize_t count, SharedOperation 
     }
 }
 
-/* Return the operation of a prepared call, or NULL. */
-static SharedOperation *operation_of(PyObject *const *args, Py_ssize_t count)
+/* Return whether the arguments are as many as run() takes, and the module was configured. */
+static int are_arguments(PyObject *const *args, Py_ssize_t count, const char *what)
 {
-    if ((count != PLAIN && count != EXTENDED) || known.group == NULL || known.array == NULL || !PyObject_TypeCheck(args[GROUP], known.group) ||
-        !PyObject_TypeCheck(args[PREPARED], known.prepared))
-        return NULL;
-    PyObject *found = SLOT(args[PREPARED], known.shared);
-    return found != NULL && Py_IS_TYPE(found, &SharedOperationType) ? (SharedOperation *)found : NULL;
+    if ((count == PLAIN || (count == EXTENDED && PyFrame_Check(args[FRAME]))) && known.finish != NULL && known.array != NULL)
+        return 1;
+    PyErr_SetString(PyExc_TypeError, what);
+    return 0;
 }
 
-static PyObject *run_rest(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
+static PyObject *shared_run_rest(SharedOperation *self, PyObject *const *args, Py_ssize_t count)
 {
-    SharedOperation *self = operation_of(args, count);
-    if (self == NULL || self->width >= self->block || !fits(self, &self->send, args[SEND], READABLE) ||
+    if (!are_arguments(args, count, "run_rest(group, prepared, send, recv, request)"))
+        return NULL;
+    if (self->width >= self->block || !fits(self, &self->send, args[SEND], READABLE) ||
         !fits(self, &self->recv, args[RECV], WRITABLE)) {
         PyErr_SetString(PyExc_ValueError, CHANGED);
         return NULL;
@@ -1322,8 +1308,7 @@ static PyObject *make(PyObject *const *args, Py_ssize_t count, SharedOperation *
     Segment *segment = self->segment == NULL ? NULL : &self->segment->segment;
     Ring *ring = &self->ring->ring;
     const int64_t call = order->issued;
-    if (call != order->moving || PyList_GET_SIZE(known.pending) != 0 || PySet_GET_SIZE(known.claims) != 0 ||
-        SLOT(group, known.block) != Py_None)
+    if (order->closed || call != order->moving || PyList_GET_SIZE(known.pending) != 0 || PySet_GET_SIZE(known.claims) != 0)
         Py_RETURN_FALSE;
     if (!fits(self, &self->send, send, READABLE) || !fits(self, &self->recv, recv, WRITABLE))
         Py_RETURN_FALSE;
@@ -1339,6 +1324,9 @@ static PyObject *make(PyObject *const *args, Py_ssize_t count, SharedOperation *
         Py_DECREF(ident);
         self->thread = thread;
     }
+    *old = PyObject_GetAttr(group, known.last); /* perhaps the last reference to a function of the program */
+    if (*old == NULL || PyObject_SetAttr(group, known.last, site) < 0)
+        return NULL;
     const int64_t number = order->round + 1, at = segment == NULL ? number : segment->step + 1;
     write_data(self, at, send, 0);
     const int64_t began = ring_write(ring, number, words);
@@ -1346,8 +1334,6 @@ static PyObject *make(PyObject *const *args, Py_ssize_t count, SharedOperation *
     order->issued = call + 1;
     order->round = number;
     order->calls++;
-    *old = SLOT(group, known.last); /* perhaps the last reference to a function of the program */
-    SLOT(group, known.last) = Py_NewRef(site);
     if (!ring_is_over(ring, number, began, self->budget) || !ring_is_unanimous(ring, number)) {
         done = PyObject_Vectorcall(known.finish, args, (size_t)count, NULL);
         if (done == NULL)
@@ -1366,11 +1352,12 @@ static PyObject *make(PyObject *const *args, Py_ssize_t count, SharedOperation *
     Py_RETURN_TRUE;
 }
 
-static PyObject *run(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
+static PyObject *shared_run(SharedOperation *self, PyObject *const *args, Py_ssize_t count)
 {
-    SharedOperation *self = operation_of(args, count);
-    if (self == NULL || !PyFrame_Check(args[FRAME])) {
-        PyErr_SetString(PyExc_TypeError, "run(group, prepared, send, recv, frame[, limit, name, words])");
+    if (!are_arguments(args, count, "run(group, prepared, send, recv, frame[, limit, name, words])"))
+        return NULL;
+    if (!PyFrame_Check(args[FRAME])) {
+        PyErr_SetString(PyExc_TypeError, "run: the fifth argument is the frame of the program's call");
         return NULL;
     }
     int64_t given[RING_SAID], *words = self->words;
@@ -1379,9 +1366,9 @@ static PyObject *run(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssiz
         if (!parse_words(args[WORDS], given))
             return NULL;
     }
-    PyObject *lock = SLOT(args[GROUP], known.lock), *made = NULL, *old = NULL;
-    PyObject *site = describe(SLOT(args[PREPARED], known.op), args[FRAME]);
-    PyObject *done = site == NULL ? NULL : PyObject_CallMethodNoArgs(lock, known.acquire);
+    PyObject *made = NULL, *old = NULL;
+    PyObject *site = describe(self->op, args[FRAME]);
+    PyObject *done = site == NULL ? NULL : PyObject_CallNoArgs(self->acquire);
     if (done == NULL) {
         Py_XDECREF(site);
         return NULL;
@@ -1392,7 +1379,7 @@ static PyObject *run(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssiz
     PyObject *type = NULL, *value = NULL, *traceback = NULL;
     if (made == NULL)
         PyErr_Fetch(&type, &value, &traceback);
-    done = PyObject_CallMethodNoArgs(lock, known.release);
+    done = PyObject_CallNoArgs(self->release);
     if (done == NULL) {
         Py_XDECREF(made);
         made = NULL;
@@ -1475,10 +1462,6 @@ static PyMethodDef methods[] = {
      "Return whether an array has a dtype and a shape, in one piece of memory: matches(array, dtype, shape, writable)."},
     {"reduce_rows", reduce_rows, METH_VARARGS,
      "Reduce rows in their order: reduce_rows(rows, number of rows, out, \"SUM f8\")."},
-    {"run", (PyCFunction)(void (*)(void))run, METH_FASTCALL,
-     "Make a prepared call: run(group, prepared, send, recv, frame[, limit, name, words]). Return False if nothing was done."},
-    {"run_rest", (PyCFunction)(void (*)(void))run_rest, METH_FASTCALL,
-     "Move the pieces of a call whose round Python has waited for; arguments as for run()."},
     {NULL},
 };
 
@@ -1503,10 +1486,9 @@ PyMODINIT_FUNC PyInit__native(void)
     } constants[] = {
         {"AHEAD", RING_AHEAD},           {"PLACES", RING_PLACES}, {"EAGER_BYTES", RING_EAGER_BYTES}, {"RING_BYTES", RING_BYTES},
         {"COMPARED", RING_COMPARED}, {"SAID", RING_SAID}, {"SEGMENT_LINE", SEGMENT_LINE}, {"BUFFERS", SEGMENT_BUFFERS}};
-    known.acquire = PyUnicode_InternFromString("acquire");
-    known.release = PyUnicode_InternFromString("release");
+    known.last = PyUnicode_InternFromString("last");
     known.f_lasti = PyUnicode_InternFromString("f_lasti");
-    if (known.acquire == NULL || known.release == NULL || known.f_lasti == NULL)
+    if (known.last == NULL || known.f_lasti == NULL)
         return NULL;
     PyObject *module = PyModule_Create(&definition);
     int failed = module == NULL || PyModule_AddStringConstant(module, "VERSION", VERSION) < 0;

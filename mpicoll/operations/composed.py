@@ -53,8 +53,8 @@ def run(group: ProcessGroup, call: Call, steps: Callable[[Agreed], Steps]) -> No
 
 
 def _make(group: ProcessGroup, call: Call, steps: Callable[[Agreed], Steps] | None, limit: float) -> Agreed:
-    if group.turn is not None:
-        raise group.turn.refuse(call.describe(), call.site)
+    if group.entered_block is not None:
+        raise group.entered_block.refuse(call.describe(), call.site)
     if steps is not None and call.error is not None and group.level != "full":
         raise call.error  # the other members do not compare, so nobody asks what is wrong here
     with signals.guard, group.lock:

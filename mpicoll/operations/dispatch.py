@@ -128,7 +128,7 @@ def again(
         )
     if found.shared is not None:
         more = () if plain else (limit, name, None if name is None else found.words_named(known, name))
-        if extension.run(known, found, send, recv, frame, *more):
+        if found.shared.run(known, found, send, recv, frame, *more):
             return True
     if not found.fits(send, recv):
         return False
@@ -147,7 +147,7 @@ def run(
     name: str | None = None,
 ) -> bool:
     """Start a prepared operation and wait for it; False, and nothing done, if its memory may be in use."""
-    if group.turn is not None or is_finalized():
+    if group.order.closed or is_finalized():
         return False
     if _active and group.compares and claims.conflicts(prepared.claim(send, recv)):
         return False  # the general way raises on all members
@@ -179,7 +179,7 @@ def start_and_complete(group: ProcessGroup, prepared: PreparedOperation, array: 
     try:
         with group.lock:
             number, moves = order.issued, prepared.kind is not Kind.BARRIER
-            if not agreement.is_idle() or _pending or _active or group.turn is not None or is_finalized():
+            if not agreement.is_idle() or _pending or _active or order.closed or is_finalized():
                 return False
             plan = group.plans.get(prepared.plan_key) if moves else None
             if moves and plan is None:
@@ -286,7 +286,7 @@ def begin(
     """Start a prepared operation, for a wait later; None, and nothing done, if that is impossible now."""
     if waiting.progress_thread is not None or not prepared.fits(send, recv):
         return None
-    if group.turn is not None or group.broken is not None or group.destroyed:
+    if group.order.closed or group.broken is not None or group.destroyed:
         return None
     if prepared.shared is None or prepared.segment is not None:
         if prepared.lists:
@@ -410,7 +410,7 @@ _guard.inside.update(each.__code__ for each in (_finish, _await, _give_up, run, 
 
 
 if extension is not None:
-    extension.configure(_finish, _give_up, _await, _pending, _active, _threads, PreparedOperation, ProcessGroup)
+    extension.configure(_finish, _give_up, _await, _pending, _active, _threads)
 
 
 def _forget_in_child() -> None:

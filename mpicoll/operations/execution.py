@@ -242,8 +242,8 @@ def run(
     The caller has asked :func:`enter` whether the group can be used.
     """
     limit = group.timeout if limit is None else limit
-    if group.turn is not None:
-        raise group.turn.refuse(call.describe(), call.site)
+    if group.entered_block is not None:
+        raise group.entered_block.refuse(call.describe(), call.site)
     if call.error is not None and group.level != "full":
         raise call.error  # the other members do not compare, so nobody asks what is wrong here
     with signals.guard, group.lock:

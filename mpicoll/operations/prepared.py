@@ -153,6 +153,8 @@ class PreparedOperation:
         rows = isinstance(self._recv, tuple) and kind in (Kind.ALL_GATHER, Kind.GATHER, Kind.ALL_TO_ALL)
         result = "list" if isinstance(recv, list) else "rows" if rows else "reduced" if self.mpi_op else "copied"
         self.shared = extension.SharedOperation(
+            op=self.op,
+            lock=group.lock,
             ring=agreement.channel.ring,  # type: ignore[attr-defined]
             segment=self.segment,
             order=agreement.order,

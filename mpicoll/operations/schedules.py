@@ -17,7 +17,6 @@ from mpicoll.checks.memory_ranges import Snapshot, seal
 from mpicoll.diagnosis.call import Call, MadeFields
 from mpicoll.memory.arithmetic import without_warnings
 from mpicoll.operations.failures import BlockingCall
-from mpicoll.runtime.native import found as extension
 from mpicoll.runtime.output import say
 from mpicoll.runtime.waiting import Pollable, Steps
 from mpicoll.transports.base import Movement
@@ -181,7 +180,7 @@ class _Eager(_Meeting):
         if segment is not None:
             segment.advance()
         if prepared.width:
-            extension.run_rest(request.group, prepared, start.send, start.recv, request)
+            prepared.shared.run_rest(request.group, prepared, start.send, start.recv, request)
         else:
             prepared.shared.read(made.number if segment is None else segment.step, start.recv)
         start.land()

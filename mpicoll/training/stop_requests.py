@@ -235,7 +235,7 @@ def should_stop(group: Any = None, *, before: float | None = None) -> bool:
         if found is None:
             return False
     stopping: Any = found.stopping
-    if stopping is not None and stopping.passes and found.broken is None and found.turn is None:
+    if stopping is not None and stopping.passes and found.broken is None and found.entered_block is None:
         stopping.passes -= 1
         return bool(stopping.stopped)
     call, made = Call("should_stop", (), call_site()), None

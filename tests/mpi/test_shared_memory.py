@@ -14,7 +14,6 @@ import zlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,6 @@ from jobs import left_in_memory
 from reductions import fold, is_same, values
 
 import mpicoll as dist
-from mpicoll.api import collectives
 from mpicoll.operations import dispatch, prepared
 from mpicoll.pytest_plugin import collective_raises
 from mpicoll.runtime import native
@@ -418,7 +416,6 @@ def test_a_rank_that_is_gone_in_the_midst_of_pieces(fresh: Callable[[], Any]) ->
             raise KeyError("gone")
 
         known = (dispatch._await, dispatch._pending, dispatch._active, dispatch._threads)
-        known += (prepared.PreparedOperation, type(group))
         native.found.configure(gone, lambda *given: None, *known)  # as if it were stopped for good
         try:
             with pytest.raises(KeyError):
@@ -442,12 +439,27 @@ def test_it_is_used(fresh: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -
     """Every collective that is made again is prepared for the extension, and small ones are made by it."""
     group, made = fresh(), []
 
-    def run(*given: Any) -> Any:
-        made.append(native.found.run(*given))
-        return made[-1]
+    class Counted:
+        """The operation of the extension, whose runs are counted."""
 
-    for module in (dispatch, collectives):
-        monkeypatch.setattr(module, "extension", SimpleNamespace(**{**vars(native.found), "run": run}))
+        def __init__(self, shared: Any) -> None:
+            self._shared = shared
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._shared, name)
+
+        def run(self, *given: Any) -> Any:
+            made.append(self._shared.run(*given))
+            return made[-1]
+
+    bind = prepared.PreparedOperation.bind
+
+    def counted(*given: Any) -> Any:
+        found = bind(*given)
+        found.shared = found.shared and Counted(found.shared)
+        return found
+
+    monkeypatch.setattr(prepared.PreparedOperation, "bind", counted)
     for count in (9, 3000):
         for _ in range(3):
             every_call(group, count, "f8", 0)

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import threading
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
@@ -20,9 +21,7 @@ import pytest
 from reductions import fold, is_same, values
 
 import mpicoll
-from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.operations import dispatch
-from mpicoll.operations.prepared import PreparedOperation
 from mpicoll.runtime import native
 from mpicoll.transports.control import COMPARED, SAID
 from mpicoll.transports.shm import control, transport
@@ -133,29 +132,31 @@ def test_its_numbers_are_those_of_the_library(extension: Any) -> None:
 
 
 def test_it_is_told_of_the_library_right(extension: Any) -> None:
-    """Classes without the slots, and arrays that are laid out otherwise, are a TypeError."""
+    """Other collections than it uses, and arrays that are laid out otherwise, are a TypeError."""
     probe = np.zeros((2, 3))
     address = probe.__array_interface__["data"][0]
     known = (dispatch._finish, dispatch._give_up, dispatch._await)
     known += (dispatch._pending, dispatch._active, dispatch._threads)
-
-    class Elsewhere:
-        last = lock = turn = None
-
-    with pytest.raises(TypeError, match="is no slot"):
-        extension.configure(*known, PreparedOperation, Elsewhere)
+    with pytest.raises(TypeError, match="list"):
+        extension.configure(*known[:3], set(), *known[4:])
     for array, at in ((probe, address + 8), (probe.T, address), (np.zeros((3, 3)), address)):
         with pytest.raises(TypeError, match="laid out"):
             extension.check_arrays(array, at)
-    extension.configure(*known, PreparedOperation, ProcessGroup)
+    extension.configure(*known)
     extension.check_arrays(probe, address)
 
 
 def test_calls_with_other_things(extension: Any) -> None:
-    """What is no group, no prepared call or no frame is a TypeError."""
-    for given in ((), (1, 2, 3, 4, 5), (None,) * 5):
+    """Too few arguments, and what is no frame, are a TypeError; so is an operation without a lock or a name an error."""
+    (ring,) = rings(extension, 1)
+    operation = prepared(extension, ring)
+    for given in ((), (1, 2, 3, 4, 5), (None,) * 5, (None,) * 8):
         with pytest.raises(TypeError):
-            extension.run(*given)
+            operation.run(*given)
+    with pytest.raises(AttributeError):
+        prepared(extension, ring, lock=None)
+    with pytest.raises(TypeError):
+        prepared(extension, ring, op=7)
 
 
 # ---- rounds ----
@@ -590,6 +591,8 @@ def test_a_transfer_of_other_things(extension: Any, wrong: dict[str, Any]) -> No
 def prepared(extension: Any, ring: Any, **other: Any) -> Any:
     """Return a prepared call: an all_reduce of three float64 beside the records."""
     given: dict[str, Any] = {
+        "op": "all_reduce",
+        "lock": threading.RLock(),
         "ring": ring,
         "segment": None,
         "order": extension.CallOrder(),
