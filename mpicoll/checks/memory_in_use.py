@@ -161,7 +161,7 @@ class RequestClaim(Claim):
     Args:
         array: an array, or a list of arrays; None if the request only has ``reads``.
         writes: the request writes ``array``.
-        reads: arrays that the request only reads. They are compared when the program has waited.
+        reads: arrays that the request only reads. After :meth:`snapshot_reads` they are compared when the program has waited.
 
     Attributes:
         request: the request; set when it is started.
@@ -182,7 +182,6 @@ class RequestClaim(Claim):
         if reads:
             self._found = self.ranges
             self._found += _only_read(reads, self, self._found)
-            self.snapshot_reads()
 
     @property
     def ranges(self) -> list[Range]:  # type: ignore[override]
@@ -291,7 +290,7 @@ class Registry:
 
     def conflicts(self, new: Claim) -> bool:
         """Return whether a pending operation conflicts with a new claim, without progressing that operation."""
-        if len(self.active) <= _FEW and all(_are_apart(new, each) for each in tuple(self.active)):
+        if not self._dropped and len(self.active) <= _FEW and all(_are_apart(new, each) for each in tuple(self.active)):
             return False
         return self._shared(new) is not None
 

@@ -97,8 +97,12 @@ class Membership:
         op, code, instruction = self.last if isinstance(self.last, tuple) else self.last.place
         return f"{op} at {CallSite(code, instruction)}"
 
-    def give_up(self, why: str) -> None:
-        """Mark the group broken; the first reason stays."""
+    def give_up(self, why: str, *, told: bool = False) -> None:
+        """Mark the group broken; the first reason stays.
+
+        Args:
+            told: the other members are told, so that none waits for a round that is taken back.
+        """
         if self.broken is None:
             self.broken = why
 

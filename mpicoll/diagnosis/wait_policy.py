@@ -254,10 +254,10 @@ class CallWait:
                 known.board.post("handling", None, [known.board.origin(self.origin)])
             for group in tuple(known.groups.values()):
                 if any(rank in group.ranks for rank in known.board.failed):
-                    group.give_up(text)
+                    group.give_up(text, told=True)
                     informed = informed or group is self.group
         # The failed rank may be no member: then its failure does not tell the members that this rank has left their call.
-        self.group.give_up(f"rank {self.group.ranks[self.group.rank()]} gave up: {text}")
+        self.group.give_up(f"rank {self.group.ranks[self.group.rank()]} gave up: {text}", told=True)
         if informed or isinstance(reason, GroupBrokenError) or known is None:
             return
         known.board.withdrawn.setdefault(self.group.group_name, (known.board.rank, text))

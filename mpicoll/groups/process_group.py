@@ -191,11 +191,12 @@ class ProcessGroup(Membership):
         """Return whether the group is broken or destroyed, so that no pending call can complete."""
         return self.broken is not None or self.destroyed
 
-    def give_up(self, why: str) -> None:
+    def give_up(self, why: str, *, told: bool = False) -> None:
         """Mark the group broken (the first reason stays), and drop the prepared calls."""
-        super().give_up(why)
+        super().give_up(why, told=told)
         self.order.posted = self.order.moving = _NEVER  # no call of this group posts or moves any more
-        self.pair.agreement.channel.withdraw(self.order.round)
+        if told:
+            self.pair.agreement.channel.withdraw(self.order.round)
         self.pair.spoiled = True
         self.sends, self.receives, self.prepared = MessageCache(), MessageCache(), {}
 

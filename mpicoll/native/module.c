@@ -933,6 +933,14 @@ static void read_result(const SharedOperation *self, int64_t at, PyObject *recv,
 
 /* ---- whether what a program passes is what the call was prepared for ---- */
 
+/* Whether the elements are in the byte order of the machine, which NumPy writes in two ways; single bytes have none. */
+static int is_native(const Descr *dtype)
+{
+    const uint16_t one = 1;
+    const char mine = *(const char *)&one ? '<' : '>';
+    return dtype->byteorder == '=' || dtype->byteorder == '|' || dtype->byteorder == mine;
+}
+
 /* Whether two dtypes are the same. Those of arrays that were unpickled are other objects. No code of Python runs here. */
 static int is_same(PyObject *dtype, PyObject *wanted)
 {
@@ -940,7 +948,7 @@ static int is_same(PyObject *dtype, PyObject *wanted)
     if (dtype == wanted)
         return 1;
     return Py_TYPE(dtype) == Py_TYPE(wanted) && strchr("biufc", one->kind) != NULL && one->type_num == other->type_num &&
-           one->byteorder == other->byteorder;
+           is_native(one) == is_native(other);
 }
 
 static int has(const SharedOperation *self, PyObject *given, Py_ssize_t count, int flags)
@@ -1056,14 +1064,16 @@ static PyObject *shared_complete(SharedOperation *self, PyObject *const *args, P
     const int64_t call = PyLong_AsLongLong(args[0]), number = PyLong_AsLongLong(args[1]);
     if (PyErr_Occurred())
         return NULL;
+    if (number < 0) {
+        PyErr_SetString(PyExc_ValueError, "rounds are numbered from 0");
+        return NULL;
+    }
     if (order->moving != call || !ring_is_over(ring, number, 0, -1))
         return PyLong_FromLong(0);
     if (!ring_is_unanimous(ring, number))
         return PyLong_FromLong(2);
-    if (number < 0 || self->segment != NULL || self->width < self->block || !fits(self, &self->recv, args[2], WRITABLE)) {
-        PyErr_SetString(PyExc_ValueError, CHANGED);
-        return NULL;
-    }
+    if (self->segment != NULL || self->width < self->block || !fits(self, &self->recv, args[2], WRITABLE))
+        return PyLong_FromLong(4);
     if (PyBytes_Check(args[3]) && self->recv.arrays < 0 && PyBytes_GET_SIZE(args[3]) == self->recv.count * self->itemsize &&
         memcmp(PyBytes_AS_STRING(args[3]), memory(args[2]), (size_t)PyBytes_GET_SIZE(args[3])) != 0)
         return PyLong_FromLong(3);
@@ -1081,7 +1091,8 @@ static PyMethodDef shared_methods[] = {
      "Write the data, post the round, and count the call; return the number of the round, -1 if earlier calls have not posted."},
     {"complete", (PyCFunction)(void (*)(void))shared_complete, METH_FASTCALL,
      "Read the result of a posted call in one piece: complete(call, number of the round, recv, before). Return 0 while the data may\n"
-     "not be read, 1 if it was, 2 if not all members made the call, 3 if the bytes of recv are not those of before, unless that is empty."},
+     "not be read, 1 if it was, 2 if not all members made the call, 3 if the bytes of recv are not those of before, unless that is empty,\n"
+     "4 if recv is not what the call was prepared for."},
     {"run", (PyCFunction)(void (*)(void))shared_run, METH_FASTCALL,
      "Make the call: run(group, prepared, send, recv, frame[, limit, name, words]). Return False if nothing was done."},
     {"run_rest", (PyCFunction)(void (*)(void))shared_run_rest, METH_FASTCALL,

@@ -149,7 +149,7 @@ def run(
     """Start a prepared operation and wait for it; False, and nothing done, if its memory may be in use."""
     if group.order.closed or is_finalized():
         return False
-    if _active and group.compares and claims.conflicts(prepared.claim(send, recv)):
+    if _active and group.compares and _conflicts(prepared.claim(send, recv)):
         return False  # the general way raises on all members
     code, instruction = frame.f_code, frame.f_lasti
     with _guard, group.lock:
@@ -237,6 +237,14 @@ def start_and_complete(group: ProcessGroup, prepared: PreparedOperation, array: 
             _guard.answer(wrong)
 
 
+def _conflicts(claim: RequestClaim) -> bool:
+    """Return whether the memory of a call that is waited for at once is in use."""
+    try:
+        return claims.conflicts(claim)
+    finally:
+        claim.clear()  # the claim and its ranges refer to each other, and hold the arrays
+
+
 def _lose(
     group: ProcessGroup,
     prepared: PreparedOperation,
@@ -284,25 +292,28 @@ def begin(
     spread: Callable[[], None] | None = None,
 ) -> Work | None:
     """Start a prepared operation, for a wait later; None, and nothing done, if that is impossible now."""
-    if waiting.progress_thread is not None or not prepared.fits(send, recv):
-        return None
-    if group.order.closed or group.broken is not None or group.destroyed:
-        return None
-    if prepared.shared is None or prepared.segment is not None:
-        if prepared.lists:
-            return None
-        execution.enter(group, prepared.op)
     request: Request | None = None
     wrong: BaseException | None = None
     began = False
     try:
+        if waiting.progress_thread is not None or not prepared.fits(send, recv):
+            return None
+        if group.order.closed or group.broken is not None or group.destroyed:
+            return None
+        if prepared.shared is None or prepared.segment is not None:
+            if prepared.lists:
+                return None
+            execution.enter(group, prepared.op)
         with group.lock:
             claim: RequestClaim | None = None
             before: Any = b""
             if group.compares:
                 claim = prepared.claim(send, recv) if spread is None else RequestClaim(outputs, writes=True)
                 if _active and claims.conflicts(claim):
+                    claim.clear()
                     return None  # the general way raises on all members
+                if claim.reads:
+                    claim.snapshot_reads()
                 before = seal(claim.array)
             _threads.add(_ident())
             began = True

@@ -318,7 +318,10 @@ def _claim(made: _PreparedMessage, writes: bool) -> RequestClaim | None:
     """Claim the memory of a message; return None if a pending operation may use that memory in conflict with the message."""
     claim = made.claim = RequestClaim(made.array, writes=writes)
     claim.request = made
-    return None if claims.conflicts(claim) else claim
+    if claims.conflicts(claim):
+        claim.clear()
+        return None
+    return claim
 
 
 def _work(operation: _PreparedMessage, claim: RequestClaim | None) -> Work:

@@ -188,6 +188,8 @@ class PreparedOperation:
         if self.lists:
             return self._fit(send, self._send, False) and self._fit(recv, self._recv, True)
         if self._recv is None:
+            if recv is not None and type(recv) is not _ndarray:  # a list of results on a rank that gets none
+                return False
             return send is None or (_readable(send) and _is(send, self.dtype))
         if type(recv) is not _ndarray or not _is(recv, self.dtype) or not recv.flags.carray:
             return False

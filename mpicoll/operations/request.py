@@ -46,8 +46,7 @@ if TYPE_CHECKING:
 
 
 ASLEEP, STILL_WITHIN = 0.001, 1.0
-"""Seconds: a thread that waits sleeps for so long at a time while another thread progresses the request; no other thread is
-assumed to progress the request after so long."""
+"""Seconds that a wait sleeps at a time while another thread progresses the request, and that it waits for this thread at most."""
 
 
 class Request:
@@ -234,12 +233,12 @@ class Request:
                         return
                     self._judge(made.agreed())
                     continue
-                self._in_effect = schedule.at_once
                 serves = schedule.serves(self, made)
                 if serves and schedule.at_once:
+                    self._in_effect = True
                     through(self, AGREED, MOVING)
                     self._complete()
-                self._in_effect = False
+                    self._in_effect = False
                 if serves is None:
                     return
                 if not serves:
@@ -357,7 +356,7 @@ class Request:
             if self.peer is None and not own and (self.group.broken is None or outcome is not error):
                 self._lose(outcome)  # the members are no longer in step
             self._fail(outcome)
-        elif not self._in_effect:
+        elif not (self._in_effect or self._has_read()):
             raise error  # the state is what it was: the next test goes on
         elif self.waited:
             self._lose(error)
@@ -366,6 +365,10 @@ class Request:
             self._lose(error)
             self._fail(DistError(f"{call.op} issued at {call.site} was interrupted: {type(error).__name__}: {error}"))
             raise error
+
+    def _has_read(self) -> bool:
+        """Return whether the data was read in one step, which passed the order on, and the state does not say so yet."""
+        return self.state is POSTED and bool(self.group.pair.agreement.order.moving > self.number)
 
     def _lose(self, error: BaseException) -> None:
         """Give the group up. MPI may still write into the buffers of the request, so they are retained for ever."""
@@ -443,9 +446,7 @@ class Request:
             if isinstance(error, (DistError, MpiError)):
                 self._react(error)
                 return True
-            if not signals.guard.note(
-                error
-            ):  # the exception of a handler is raised when the call is over, or withdrawn
+            if not signals.guard.note(error):
                 self.withdraw(error)
                 raise
         return False

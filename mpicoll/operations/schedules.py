@@ -15,6 +15,7 @@ from mpicoll.checks.agreement import is_usual
 from mpicoll.checks.memory_in_use import written
 from mpicoll.checks.memory_ranges import Snapshot, seal
 from mpicoll.diagnosis.call import Call, MadeFields
+from mpicoll.errors import DistError
 from mpicoll.memory.arithmetic import without_warnings
 from mpicoll.operations.failures import BlockingCall
 from mpicoll.runtime.output import say
@@ -204,6 +205,9 @@ class _AtOnce(_Eager):
             return False
         if found == 3:
             raise written(request.call.op, request.call.site, request.group.display)
+        if found == 4:
+            call = request.call
+            raise DistError(f"{call.op} at {call.site}: its arrays were changed while it waited for the other members")
         made.poke()
         return None
 

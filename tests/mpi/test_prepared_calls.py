@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
+import weakref
 from typing import Any
 
 import collective_cases as cases
@@ -12,6 +14,8 @@ import pytest
 from ranks import run_threads
 
 import mpicoll as dist
+from mpicoll.checks.memory_in_use import claims
+from mpicoll.groups import registry
 from mpicoll.pytest_plugin import collective_raises
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -365,3 +369,75 @@ def test_the_same_arithmetic_the_first_time_and_later(count: int) -> None:
                 turn,
                 async_op,
             )
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_the_order_of_bytes_in_other_words(async_op: bool) -> None:
+    """NumPy writes the order of the machine in two ways: an array of the one is taken where the call was made with the other."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    total = size * (size + 1) / 2
+    other = np.dtype("f8").newbyteorder("<" if np.little_endian else ">")
+    assert other.byteorder != np.dtype("f8").byteorder
+    for dtype in (np.dtype("f8"), other, np.dtype("f8"), other, other):
+        x, gathered, part = np.full(3, me + 1.0).astype(dtype), np.zeros(3 * size), np.zeros(1)
+        works = [
+            dist.all_reduce(x.copy(), async_op=async_op),
+            dist.all_gather_into_tensor(gathered, x, async_op=async_op),
+            dist.reduce_scatter_tensor(part, np.full(size, me + 1.0).astype(dtype), async_op=async_op),
+        ]
+        for work in works:
+            assert (work is not None) == async_op
+            if work is not None:
+                work.wait()
+        assert gathered.reshape(size, 3).tolist() == [[rank + 1.0] * 3 for rank in range(size)]
+        assert part[0] == total
+
+
+def test_a_list_of_results_where_none_is_expected() -> None:
+    """A rank that is not the destination of a prepared gather and passes a list raises; the group is still good."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    for async_op in (False, True):
+        for _ in range(3):
+            dist.gather(np.ones(2), [np.zeros(2) for _ in range(size)] if me == 0 else None, dst=0)
+        lists = [np.zeros(2) for _ in range(size)]
+        with collective_raises((ValueError, dist.CollectiveMismatchError), match="gather_list|destination"):
+            work = dist.gather(np.ones(2), lists, dst=0, async_op=async_op)
+            if work is not None:
+                work.wait()
+        dist.barrier()
+
+
+def test_arrays_of_calls_beside_a_pending_one_are_not_held() -> None:
+    """A call that is waited for compares its memory with that of pending ones, and holds its arrays no longer."""
+    size = dist.get_world_size()
+    pending = np.ones(5)
+    gc.collect()
+    gc.disable()
+    try:
+        for turn in range(3):
+            work = dist.all_reduce(pending, async_op=True)
+            assert work is not None
+            x, out = np.ones(4), np.zeros(4 * size)
+            held = [weakref.ref(x), weakref.ref(out)]
+            dist.all_gather_into_tensor(out, x)
+            assert out.sum() == 4 * size
+            del x, out
+            work.wait()
+            assert turn == 0 or [each() for each in held] == [None, None], turn
+    finally:
+        gc.enable()
+
+
+def test_a_claim_without_a_handle_ends() -> None:
+    """A handle that is dropped without a wait leaves its memory to others when its call is over."""
+    for _ in range(2):
+        dist.all_reduce(np.ones(6))
+        dist.barrier()
+    x = np.ones(6)
+    with pytest.warns(ResourceWarning, match="dropped without wait"):
+        dist.all_reduce(x, async_op=True)  # the handle goes at once
+    for _ in range(20):
+        dist.all_reduce(np.ones(7))
+        dist.barrier()
+    assert not claims.active
+    registry.state().world.unwaited.clear()  # else the end of the session says that nobody waited for the call

@@ -83,7 +83,7 @@ class World:
             raise self.transfer_error
         self.step("finish")
 
-    def give_up(self, why: str) -> None:
+    def give_up(self, why: str, *, told: bool = False) -> None:
         self.broken = why
 
     def withdraw(self, reason: BaseException) -> None:
