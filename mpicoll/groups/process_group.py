@@ -152,8 +152,11 @@ class ProcessGroup(Membership):
 
     @entered_block.setter
     def entered_block(self, block: OpenBlock | None) -> None:
+        if block is not None:
+            self.order.closed = 1
         self._entered_block = block
-        self.order.closed = int(block is not None)
+        if block is None:
+            self.order.closed = 0
 
     @property
     def compares(self) -> bool:

@@ -278,7 +278,7 @@ class PreparedOperation:
                 own, start.recv = start.recv, recv
                 for array, moved in zip(recv, own, strict=True) if isinstance(recv, list) else ((recv, own),):
                     array[...] = moved
-            start.land()
+            start.land(request)
 
         if request.words is None:
             return execution.move_uncompared(group, request.call, move, request.number, None, None, finish, None)

@@ -126,12 +126,16 @@ class Start:
         if self.arrays.tobytes() != before if isinstance(before, bytes) else before.is_changed():
             raise written(request.call.op, request.call.site, request.group.display)
 
-    def land(self) -> None:
-        """Copy the result to the arrays of the program, and note what these hold."""
-        if self.spread is not None:
-            self.spread()
-        if self.before:
-            self.after = seal(self.arrays)
+    def land(self, request: Any) -> None:
+        """Copy the result to the arrays of the program, and note what these hold. An error concerns this rank only."""
+        try:
+            if self.spread is not None:
+                self.spread()
+            if self.before:
+                self.after = seal(self.arrays)
+        except Exception as error:
+            request.call.error = error
+            raise
 
 
 class _Meeting:
@@ -183,8 +187,12 @@ class _Eager(_Meeting):
         if prepared.width:
             prepared.shared.run_rest(request.group, prepared, start.send, start.recv, request)
         else:
-            prepared.shared.read(made.number if segment is None else segment.step, start.recv)
-        start.land()
+            try:
+                prepared.shared.read(made.number if segment is None else segment.step, start.recv)
+            except ValueError as error:  # an array was changed meanwhile; all other members have the data
+                request.call.error = error
+                raise
+        start.land(request)
         return None
 
 
@@ -199,7 +207,7 @@ class _AtOnce(_Eager):
         start: Start = request.start_of
         found = prepared.shared.complete(request.number, made.number, start.recv, start.before)
         if found == 1:
-            start.land()
+            start.land(request)
             return True
         if found == 2:
             return False
@@ -207,7 +215,9 @@ class _AtOnce(_Eager):
             raise written(request.call.op, request.call.site, request.group.display)
         if found == 4:
             call = request.call
-            raise DistError(f"{call.op} at {call.site}: its arrays were changed while it waited for the other members")
+            text = f"{call.op} at {call.site}: its arrays were changed while it waited for the other members"
+            call.error = DistError(text)  # of this rank only: all other members have the data
+            raise call.error
         made.poke()
         return None
 

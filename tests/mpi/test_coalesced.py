@@ -77,6 +77,43 @@ def test_asynchronous_calls_that_are_made_again(count: int) -> None:
         dist.barrier()
 
 
+@pytest.mark.parametrize("count", [3, 100_000])
+def test_the_list_changes_while_the_call_is_pending(count: int) -> None:
+    """The arrays that the list held when the call was made are reduced, the first time and later."""
+    size = dist.get_world_size()
+    for turn in range(3):
+        first, other = [np.ones(count), np.ones(4 + count)], [np.ones(count), np.ones(4 + count)]
+        given = [*first]
+        work = dist.all_reduce_coalesced(given, async_op=True)
+        assert work is not None
+        given[:] = other if turn else []
+        work.wait()
+        assert all((x == size).all() for x in first), turn
+        assert all((x == 1).all() for x in other), turn
+
+
+def test_an_array_that_cannot_be_written_any_more() -> None:
+    """A rank that makes an array read-only while the call is pending raises; the group is still good, and other calls go on."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    for call in (
+        lambda x, y: dist.all_reduce_coalesced([x, y], async_op=True),
+        lambda x, y: dist.all_gather([x, *(np.zeros(4) for _ in range(size - 1))], np.ones(4), async_op=True),
+        lambda x, y: dist.all_reduce(x, async_op=True),
+    ):
+        for turn in range(4):
+            x, y = np.ones(4), np.ones(4)
+            dist.barrier()
+            work = call(x, y)
+            assert work is not None
+            if me == 0 and turn == 3:
+                x.flags.writeable = False
+                with pytest.raises((ValueError, dist.DistError)):
+                    work.wait()
+            else:
+                work.wait()
+            dist.barrier()
+
+
 def test_all_reduce_coalesced() -> None:
     """Each array holds what all_reduce of it alone gives; one array is taken as a list of one."""
     reduces("f", ReduceOp.SUM, async_op=False)

@@ -232,6 +232,8 @@ def _plain_list(arrays: Any) -> tuple[list[np.dtype[Any]], list[tuple[int, ...]]
 
 def _adapted(arrays: Any, name: str, one_dtype: bool) -> tuple[_List, list[np.dtype[Any]], list[tuple[int, ...]]]:
     """Adapt the arrays of a list, which the call writes; return also their dtypes and shapes."""
+    if type(arrays) is list:
+        arrays = [*arrays]  # the program may change its list until the call is over
     plain = _plain_list(arrays)
     if plain is not None and (len(set(plain[0])) == 1 or not one_dtype):
         apart(arrays, name)
@@ -290,6 +292,8 @@ def made_again(
     if claims.active and not async_op:
         return False
     g = resolve(group) if type(op) is RedOpType and type(bytes_) is int else None
+    if type(arrays) is list:
+        arrays = [*arrays]  # the program may change its list until the call is over
     plain = None if g is None else _plain_list(arrays)
     if g is None or plain is None or not are_disjoint(arrays):
         return False
@@ -297,7 +301,7 @@ def made_again(
     key = (function, op, plan.words, bytes_)
     if key not in g.prepared:
         return False
-    given, flats = _List([*arrays], None), plan.take()
+    given, flats = _List(arrays, None), plan.take()
     bucket, flat = plan.buckets[0], flats[0]
     assert flat is not None
 
