@@ -315,7 +315,7 @@ assert x[0] == n
 @pytest.mark.parametrize("level", ["full", pytest.param("off", marks=pytest.mark.slow)])
 def test_control_c_just_before_the_leader_is_through(level: str) -> None:
     """The rank that is struck leaves with KeyboardInterrupt, the others are told, and all are in step."""
-    job = run_job(
+    source = (
         HEAD
         + """
 from mpicoll.runtime import waiting
@@ -349,11 +349,13 @@ while i < 20 or (struck < 6 and i < 200):  # on a busy machine many waits end be
     struck += int(x[0])
 assert struck > 5, struck
 print("through", flush=True)
-""",
-        3,
-        limit=40,
-        env={"MPICOLL_CHECK": level, "MPICOLL_TIMEOUT": "5"},
+"""
     )
+    for _ in range(4):
+        job = run_job(source, 3, limit=40, env={"MPICOLL_CHECK": level, "MPICOLL_TIMEOUT": "5"})
+        # On a busy machine the leader may take more than the tenth of a second after which a struck rank gives the group up.
+        if "gave the group up: KeyboardInterrupt" not in job.stderr:
+            break
     fine(job)
     assert job.stdout.count("through") == 3, job
 

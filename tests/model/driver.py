@@ -41,7 +41,7 @@ from mpicoll.diagnosis.deadlock import State, blocked_set
 from mpicoll.groups import process_group, registry
 from mpicoll.lifecycle import teardown
 from mpicoll.lifecycle.endpoint import endpoint_of
-from mpicoll.operations import execution
+from mpicoll.operations import execution, prepared
 from mpicoll.runtime import waiting
 
 LIMIT = 20.0
@@ -441,11 +441,12 @@ def in_columns(table: Mapping[str, Mapping[str, int]]) -> str:
 
 def plant(fault: str) -> None:
     """Break the checker, so that a run must end with something missed or false."""
-    module: Any
     if fault == "dtype":  # integers and floating point numbers of the same size are taken for the same
-        module = execution
-        known = module.fingerprint
-        module.fingerprint = lambda op, key: known(op, tuple("float64" if part == "int64" else part for part in key))
+        known = execution.fingerprint
+        for module in (execution, prepared):
+            vars(module)["fingerprint"] = lambda op, key: known(
+                op, tuple("float64" if part == "int64" else part for part in key)
+            )
     elif fault == "busy":  # a rank that does not answer is taken for one that has ended
 
         def wrong(states: Any) -> set[int]:
