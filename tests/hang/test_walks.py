@@ -84,7 +84,7 @@ TODAY = {
     "prepared": Row(3, 0),
     "late_member": Row(17, 0),
     "over_mpi": Row(25, 0),
-    "first_time": Row(35, 0),
+    "first_time": Row(36, 0),
     "asynchronous": Row(29, 0),
     "messages": Row(15, 0),
     "mismatch": Row(27, 0),
