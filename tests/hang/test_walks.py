@@ -85,7 +85,7 @@ TODAY = {
     "late_member": Row(17, 0),
     "over_mpi": Row(25, 0),
     "first_time": Row(36, 0),
-    "asynchronous": Row(29, 0),
+    "asynchronous": Row(31, 0),
     "messages": Row(15, 0),
     "mismatch": Row(27, 0),
     "device_array": Row(41, 1),
