@@ -110,12 +110,10 @@ def move_agreed(
             for array in device_movements.on_gpu(move):
                 yield waiting.Condition(partial(device_array.is_ready, array))
             move, after = device_movements.by_host(move, after)
-    facts = _facts(group, move, agreed, fixed)
-    node = group.pair.node
-    if select(facts) is Way.SHARED_MEMORY and node is not None and not node.ready:
+    node, way = group.pair.node, select(_facts(group, move, agreed, fixed))
+    if way is Way.SHARED_MEMORY and node is not None and not node.ready:
         yield from open_memory(group, node)
-        facts = _facts(group, move, agreed, fixed)
-    way = select(facts)
+        way = select(_facts(group, move, agreed, fixed))
     if way is Way.SHARED_MEMORY:
         assert node is not None
         waiting.transfer_hint(_hint(move, agreed, size))

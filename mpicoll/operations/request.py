@@ -234,16 +234,16 @@ class Request:
                     self._judge(made.agreed())
                     continue
                 serves = schedule.serves(self, made)
-                if serves and schedule.at_once:
-                    self._in_effect = True
-                    through(self, AGREED, MOVING)
-                    self._complete()
-                    self._in_effect = False
                 if serves is None:
                     return
                 if not serves:
                     self._judge(made.agreed())
-                elif self.state is POSTED:
+                elif schedule.at_once:
+                    self._in_effect = True
+                    through(self, AGREED, MOVING)
+                    self._complete()
+                    self._in_effect = False
+                else:
                     to(self, AGREED)
             elif self.state is AGREED:
                 if self.agreed is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import peer_rank
-from mpicoll.memory.adapt import adapt_list, same_dtype
+from mpicoll.memory.adapt import same_dtype
 from mpicoll.memory.lists import ListArgument, list_memories
 from mpicoll.memory.memory import AnyArray
 from mpicoll.operations.prepare.run import (
@@ -13,6 +13,7 @@ from mpicoll.operations.prepare.run import (
     Prepared,
     blocks_in_pieces,
     check_same_size,
+    need_values,
     one_result_buffer,
     refuse_values,
     result_unpacker,
@@ -105,17 +106,14 @@ def gather(
         refuse_values(gather_list, "gather_list", "destination")
         move, cached = Movement(Kind.GATHER, send=source.flat, root=root), cached._replace(recv=None)
         return Prepared(agreed, move, [], inputs=inputs, cached=cached, memories=inputs)
-    if gather_list is not None and not isinstance(gather_list, list):
-        adapt_list(gather_list, "gather_list", writable=True)
-    if not gather_list:
-        raise ValueError("Argument ``gather_list`` must be specified on destination rank.")
+    values = need_values(gather_list, "gather_list", "destination", writable=True)
     (result,) = results
     check_same_size("gather_list", result.memories, memory)
     packed, after = one_result_buffer(result, () if async_op else inputs)
     return Prepared(
         agreed,
         Movement(Kind.GATHER, send=source.flat, recv=packed, root=root),
-        list(gather_list),
+        list(values),
         inputs=inputs,
         before=source.gather,
         after=after,

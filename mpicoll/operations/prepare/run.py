@@ -433,6 +433,16 @@ def refuse_values(values: Any, name: str, role: str) -> None:
         raise ValueError(f"Argument ``{name}`` must NOT be specified on non-{role} ranks.")
 
 
+def need_values(values: Any, name: str, role: str, *, writable: bool) -> list[Any]:
+    """Return the values of the rank that is ``role``; raise ValueError if there are none, TypeError if they are no list."""
+    if values is not None and not isinstance(values, list):
+        adapt_list(values, name, writable=writable)
+    if not values:
+        raise ValueError(f"Argument ``{name}`` must be specified on {role} rank.")
+    found: list[Any] = values
+    return found
+
+
 def check_same_size(name: str, memories: list[Memory], tensor: Memory) -> None:
     """Raise ValueError unless all memories have as many elements as ``tensor``; TypeError unless they have its dtype."""
     same_dtype(tensor, *memories)

@@ -8,7 +8,7 @@ import numpy as np
 
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import peer_rank
-from mpicoll.memory.adapt import adapt_list, same_dtype
+from mpicoll.memory.adapt import same_dtype
 from mpicoll.memory.dtypes import resolve_reduction
 from mpicoll.memory.half import wide
 from mpicoll.memory.lists import ListArgument, ListMemory, list_memories
@@ -23,6 +23,7 @@ from mpicoll.operations.prepare.run import (
     bytes_in_pieces,
     check_same_size,
     is_unscaled,
+    need_values,
     one_result_buffer,
     one_source_buffer,
     refuse_values,
@@ -56,10 +57,7 @@ def scatter(
         refuse_values(scatter_list, "scatter_list", "source")
         move, cached = Movement(Kind.SCATTER, recv=memory.flat, root=root), cached._replace(send=None)
         return Prepared(agreed, move, [tensor], after=after, cached=cached, memories=(memory,))
-    if scatter_list is not None and not isinstance(scatter_list, list):
-        adapt_list(scatter_list, "scatter_list", writable=False)
-    if not scatter_list:
-        raise ValueError("Argument ``scatter_list`` must be specified on source rank.")
+    need_values(scatter_list, "scatter_list", "source", writable=False)
     (source,) = sources
     check_same_size("scatter_list", source.memories, memory)
     packed = one_source_buffer(source, () if async_op else (memory,))

@@ -121,8 +121,7 @@ class RingControl:
 
     def take(self, number: int) -> RingRound:
         """Return the round of that number, which the extension has posted, as a round in use."""
-        place = self._places[number & MASK]
-        place.number = number
+        place = self.posted(number)
         place.busy = True
         return place
 
