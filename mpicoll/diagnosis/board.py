@@ -38,6 +38,7 @@ class Failure:
         what, site: what ended it, and file:line.
         op, last: its last call and where the program made it, if the rank could not report what ended it.
         finalizes: it calls MPI_Finalize if each rank has failed by itself; False: it ends the job, or is dead.
+        calls: made on each group; empty if the rank is dead.
     """
 
     rank: int
@@ -47,6 +48,7 @@ class Failure:
     op: str = ""
     last: str = ""
     finalizes: bool = False
+    calls: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         after = f", after its last call {self.op} at {self.last}" if self.op else ""

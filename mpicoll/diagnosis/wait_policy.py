@@ -38,6 +38,9 @@ MOST_PLACES = 6  # rows of a report for each way to be missing: so all rows fit 
 EXPLAINED_WITHIN = 3.0
 VERDICT_WITHIN = 2.0
 
+COMPLETES_WITHIN = 0.5
+"""Seconds in which a call may still complete here though a rank that has made the call, too, has failed afterwards."""
+
 DOOMED_AFTER = 0.1
 """Seconds after which the waits of a rank that has failed end."""
 
@@ -49,6 +52,7 @@ class CallWait:
         "_wait",
         "began",
         "call",
+        "completes_until",
         "group",
         "limit",
         "looks",
@@ -74,6 +78,7 @@ class CallWait:
         self.looks = 0  # number of tests after which the wait was not over
         self.noted = False  # the wait stands on the node board
         self.verdict_until = 0.0
+        self.completes_until = 0.0
         self.origin: int | None = None  # the failed rank that ends the wait
         self._wait: Wait | None = None
 
@@ -106,6 +111,8 @@ class CallWait:
             if failure.rank in self.group.ranks or failure.rank not in board.announced:
                 if gone and failure.what.startswith(PeerExitedError.__name__):
                     continue  # it failed because a rank is gone, like this wait
+                if self._completes(failure, waited):
+                    continue
                 self.origin = failure.rank
                 return self.because_failed(failure, waited)
         if gone:
@@ -125,6 +132,14 @@ class CallWait:
         now = time.monotonic()
         self.verdict_until = self.verdict_until or now + VERDICT_WITHIN
         return now < self.verdict_until
+
+    def _completes(self, failure: Failure, waited: float) -> bool:
+        """Return whether this call may still complete: the failed rank has made the call, and failed a moment ago."""
+        name, _, seq = self.meets()
+        if self.peer is not None or failure.calls.get(name, 0) < seq:
+            return False
+        self.completes_until = self.completes_until or waited + COMPLETES_WITHIN
+        return waited < self.completes_until
 
     def because_failed(self, failure: Failure, waited: float) -> PeerFailedError:
         """Return the error of a wait that cannot end because a rank has failed."""

@@ -17,7 +17,7 @@ from mpi4py import MPI
 from mpicoll.errors import ARGUMENT, DistError, GroupBrokenError, PeerFailedError, in_one_line
 from mpicoll.groups import registry
 from mpicoll.lifecycle import exit_code
-from mpicoll.lifecycle.endpoint import endpoints
+from mpicoll.lifecycle.endpoint import endpoint_of, endpoints
 from mpicoll.lifecycle.teardown import announce_failure, ending, leave, prefix, prefixed
 from mpicoll.runtime import signals, waiting, watchdog
 from mpicoll.runtime.call_site import CallSite, traceback_site
@@ -216,7 +216,9 @@ def _announce_as_guest(error: BaseException, trace: TracebackType | None) -> Non
     known = registry.current()
     if known is None or known.board.failed or isinstance(error, (PeerFailedError, GroupBrokenError)):
         return
-    known.board.post("failed", (_in_words(error)[:1000], traceback_site(trace), 1), range(known.board.size))
+    calls = endpoint_of(known.board).counters(known.board.rank)[0]
+    failure = _in_words(error)[:1000], traceback_site(trace), 1, "", "", False, calls
+    known.board.post("failed", failure, range(known.board.size))
     known.board.flush(0.5)
 
 

@@ -128,7 +128,8 @@ def announce_failure(what: str, site: str) -> None:
             board = endpoint.board
             record_failure(board.rank, ending.code)
             finalizes = not ending.passed_over and not endpoint.spoiled()
-            board.post("failed", (ending.what[:1000], site, ending.code, "", "", finalizes), range(board.size))
+            failure = ending.what[:1000], site, ending.code, "", "", finalizes, endpoint.counters(board.rank)[0]
+            board.post("failed", failure, range(board.size))
             board.flush(0.5)
 
 

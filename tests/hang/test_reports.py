@@ -223,6 +223,7 @@ if r == 2:
 else:
     late = lambda: dist.init_process_group(timeout=seconds(0.7))
     expect(dist.CollectiveTimeoutError, late, "waits", op="init_process_group", ranks=[0, 1, 2])
+    time.sleep(3)  # rank 0 may not end while rank 1 still waits
 print("done", flush=True)
 """
 

@@ -10,7 +10,7 @@ import pytest
 
 from mpicoll.diagnosis import board as boards
 from mpicoll.diagnosis import wait_policy
-from mpicoll.diagnosis.board import Board
+from mpicoll.diagnosis.board import Board, Failure
 from mpicoll.diagnosis.call import Call
 from mpicoll.diagnosis.deadlock_search import search
 from mpicoll.diagnosis.job_state import await_death, reported_dead, waits_now
@@ -112,6 +112,18 @@ def test_one_rank_that_is_waited_for_is_asked(board: SyntheticBoard) -> None:
     assert board.asked == [3]
     assert error.ranks == [3]
     assert "not asked" not in str(error)
+
+
+@pytest.mark.parametrize(("made", "ends_at_once"), [(40, True), (41, False), (42, False)])
+def test_a_call_that_the_failed_rank_has_made_may_complete(
+    board: SyntheticBoard, made: int, ends_at_once: bool
+) -> None:
+    """A rank that failed after this call ends the wait only if the call does not complete a moment later."""
+    waiting = wait()
+    board.failed[3] = Failure(3, "KeyError: 'x'", "job.py:7", 1, calls={"1": made})
+    assert isinstance(waiting.ended(board, 0.2), PeerFailedError) is ends_at_once
+    assert isinstance(waiting.ended(board, 0.6), PeerFailedError) is ends_at_once
+    assert isinstance(waiting.ended(board, 0.8), PeerFailedError)
 
 
 def test_the_last_call_of_those_that_are_late(board: SyntheticBoard) -> None:
