@@ -235,10 +235,10 @@ class Receiver:
         return receive
 
     def begin(self, receive: Receive) -> None:
-        """Start a given receive."""
+        """Start a given receive. Earlier receives are not looked after here: with many, each start would cost more."""
         with self.lock:
             self.waiting.append(receive)
-        self.look()
+            self._match(len(self.waiting) - 1)
 
     def adopt(self, message: Message, memory: Memory, exact: bool) -> Receive:
         """Start the receive that was posted directly, and got a message that must be checked."""
@@ -260,27 +260,33 @@ class Receiver:
         finally:
             self.lock.release()
 
-    def _match(self) -> None:
+    def _match(self, first: int = 0) -> None:
         try:
-            self._match_all()
+            self._match_from(first)
         except BaseException as error:
             # An exception of a signal handler, or no memory: between MPI and the queues a message may be lost.
             retain_frames(error)
             self.torn(error)
             raise
 
-    def _match_all(self) -> None:
-        at = 0
+    def _match_from(self, at: int) -> None:
+        """Look for messages of the waiting receives from the index ``at`` on, once for each source and tag."""
+        without: set[tuple[int, int]] = set()
         while at < len(self.waiting):
-            message = self._first_for(self.waiting[at])
+            wanted = self.waiting[at]
+            key = wanted.source, wanted.tag
+            message = None if key in without else self._first_for(wanted)
             if message is None:
+                without.add(key)
                 at += 1
                 continue
-            # An earlier receive from any source may have looked just before this message arrived: it gets the message.
-            receive = next(r for r in self.waiting if r.takes(message.source, message.tag))
-            self.waiting.remove(receive)
+            # The first receive that matches gets the message: one before ``at`` may have looked just before it arrived.
+            index, receive = next(
+                each for each in enumerate(self.waiting) if each[1].takes(message.source, message.tag)
+            )
+            del self.waiting[index]
+            at -= index < at
             self._give(receive, message)
-            at = 0
         self._rest()
 
     def _rest(self) -> None:
