@@ -115,9 +115,12 @@ class CallWait:
                     continue
                 self.origin = failure.rank
                 return self.because_failed(failure, waited)
-        if gone:
-            return self.because_exited([board.exited[rank] for rank in gone], waited)
         withdrawn = board.withdrawn.get(self.group.group_name)
+        if gone:
+            left = self.because_exited([board.exited[rank] for rank in gone], waited)
+            if withdrawn is not None and withdrawn[0] != board.rank:
+                left.reporter = withdrawn[0]  # this rank has told the members, and prints the report
+            return left
         if withdrawn is not None and not self._verdict_comes(board):
             rank, why = withdrawn
             broken = GroupBrokenError(f"{self.describe()}: rank {rank} gave the group up: {why}")
@@ -273,7 +276,8 @@ class CallWait:
                     informed = informed or group is self.group
         # The failed rank may be no member: then its failure does not tell the members that this rank has left their call.
         self.group.give_up(f"rank {self.group.ranks[self.group.rank()]} gave up: {text}", told=True)
-        if informed or isinstance(reason, GroupBrokenError) or known is None:
+        told = isinstance(reason, PeerExitedError) and reason.reporter is not None
+        if informed or told or isinstance(reason, GroupBrokenError) or known is None:
             return
         known.board.withdrawn.setdefault(self.group.group_name, (known.board.rank, text))
         if known.board.slots is not None:
