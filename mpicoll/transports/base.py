@@ -43,6 +43,10 @@ class Kind(enum.Enum):
     ALL_TO_ALL = "all_to_all"
 
 
+WHOLE = frozenset({Kind.BROADCAST, Kind.ALL_REDUCE, Kind.REDUCE})
+"""Kinds whose block is the whole array of a rank, the same number of elements on all: cut anywhere, each part moves alike."""
+
+
 @dataclass(slots=True)
 class Movement:
     """One rank's part in one collective.
@@ -139,7 +143,7 @@ def block_elements(move: Movement, size: int) -> int:
     """Return the largest number of elements that this rank moves to or from one peer."""
     if move.kind in (Kind.BARRIER,):
         return 0
-    if move.kind in (Kind.BROADCAST, Kind.ALL_REDUCE, Kind.REDUCE):
+    if move.kind in WHOLE:
         buffer = move.recv if move.recv is not None else move.send
         return 0 if buffer is None else buffer.size
     most = 0
@@ -171,7 +175,7 @@ Pack = Callable[[list[Array]], Any]
 
 def piece_elements(move: Movement, itemsize: int, size: int, limit: int) -> int:
     """Return how many elements of a block are in one piece of a movement."""
-    spread = 1 if move.kind in (Kind.BROADCAST, Kind.ALL_REDUCE, Kind.REDUCE) else size
+    spread = 1 if move.kind in WHOLE else size
     return max(1, limit // (itemsize * spread))
 
 
@@ -204,7 +208,7 @@ def pieces(move: Movement, size: int, largest: int, limit: int, pack: Pack = np.
 
 
 def _piece(move: Movement, size: int, start: int, stop: int, pack: Pack) -> Movement:
-    if move.kind in (Kind.BROADCAST, Kind.ALL_REDUCE, Kind.REDUCE):
+    if move.kind in WHOLE:
         return replace(
             move,
             send=None if move.send is None else move.send[start:stop],

@@ -20,12 +20,10 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll.runtime.waiting import Pollable
-from mpicoll.transports.base import Array, Kind, Movement, block_bytes, starts
+from mpicoll.transports.base import WHOLE, Array, Kind, Movement, block_bytes, starts
 
 COUNT_LIMIT = 2**31 - 1
 """The largest count or displacement of a call of MPI (tests lower it)."""
-
-_WHOLE = frozenset({Kind.BROADCAST, Kind.ALL_REDUCE, Kind.REDUCE})
 
 
 def exceeds_count(move: Movement, size: int, largest: int) -> bool:
@@ -40,7 +38,7 @@ def exceeds_count(move: Movement, size: int, largest: int) -> bool:
         return False
     if move.more:
         return any(exceeds_count(part, size, block_bytes(part, size)) for part in move.parts)
-    return move.kind is not Kind.BARRIER and largest * (1 if move.kind in _WHOLE else size) > COUNT_LIMIT
+    return move.kind is not Kind.BARRIER and largest * (1 if move.kind in WHOLE else size) > COUNT_LIMIT
 
 
 def near(move: Movement) -> tuple[Movement, Callable[[], None]] | None:

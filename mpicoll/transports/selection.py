@@ -42,7 +42,10 @@ DEFAULT: Mapping[Kind, Ranges] = {
     Kind.SCATTER: ((65, 512 * _KIB),),
     Kind.ALL_TO_ALL: ((65, 64 * _KIB),),
 }
-"""Bytes of the largest block for which shared memory moves a call, if there is no profile (docs/performance.md)."""
+"""Bytes of the largest block for which shared memory moves a call, if there is no profile (docs/performance.md).
+
+Only kinds with a row move through shared memory, or are reduced in the order of the ranks: other kinds go through MPI only.
+"""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Selection:
 
     def node(self, kind: Kind, nbytes: int) -> bool:
         """Return whether a group on one node moves a call with blocks of ``nbytes`` through shared memory."""
-        if self.mode == "mpi" or kind is Kind.BARRIER or nbytes < self.least:
+        if self.mode == "mpi" or kind not in DEFAULT or nbytes < self.least:
             return False
         return self.mode == "node" or any(first <= nbytes <= last for first, last in self.ranges.get(kind, ()))
 
@@ -118,7 +121,8 @@ def select(facts: Facts) -> Way:
     if facts.shared and not apart:
         return Way.SHARED_MEMORY
     brings = facts.block_bytes * (facts.size if facts.kind is Kind.REDUCE_SCATTER else 1)
-    if facts.reduces and facts.carries_data and brings <= EAGER_BYTES and not (apart or facts.uneven):
+    in_order = facts.reduces and facts.kind in DEFAULT
+    if in_order and facts.carries_data and brings <= EAGER_BYTES and not (apart or facts.uneven):
         return Way.IN_RANK_ORDER  # as calls whose data comes with the round: the result has the same bits
     if facts.nonblocking and not facts.exceeds_count:
         return Way.NONBLOCKING
