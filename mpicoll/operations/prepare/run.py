@@ -29,6 +29,7 @@ from mpicoll.operations.work import Work
 from mpicoll.runtime.call_site import CallSite, call_site
 from mpicoll.transports.base import Kind, Movement
 from mpicoll.transports.control import AS_IT_IS, IN_PIECES, NOTHING
+from mpicoll.transports.selection import DEFAULT
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVarTuple, Unpack
@@ -388,9 +389,12 @@ def input_scaler(reduction: Reduction, memory: Memory) -> Callable[[], None] | N
 
 
 def _cache(g: ProcessGroup, op: str, alias: str, ready: Prepared) -> PreparedOperation | None:
-    """Cache and return a call of plain arrays, whose own memory moves as it is, so that the call costs less when made again."""
+    """Cache and return a call of plain arrays, whose own memory moves as it is, so that the call costs less when made again.
+
+    Only kinds that shared memory moves are cached: the extension would reduce any other kind as an ``all_reduce``.
+    """
     (key, send, recv, _), move, memories = ready.cached, ready.move, ready.memories
-    if key is None or type(g) is not ProcessGroup or not all(map(_plain, memories)):
+    if key is None or type(g) is not ProcessGroup or move.kind not in DEFAULT or not all(map(_plain, memories)):
         return None
     dtype = memories[0].dtype
     nbytes = memories[0].flat.nbytes if ready.detail == NOTHING else ready.detail * dtype.itemsize
