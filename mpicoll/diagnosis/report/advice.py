@@ -179,7 +179,7 @@ def after_mismatch(expected: Entry | None, rows: Sequence[Entry], differs: Seque
     dtype = dict(expected.key).get("dtype", "")
     if name == "dtype" and not dtype.startswith(("[", "{")):  # structured arrays cannot be cast
         return first + (CAST(ranks=ranks, dtype=dtype) if odd else SAME_DTYPE.text)
-    return first + _BY_PART.get(name, SAME_PART)(part=name or "options")
+    return first + _BY_PART.get(name, SAME_PART)(part=name or "options", ranks=ranks)
 
 
 def after_deadlock(waits: Sequence[Entry], gone: Runs, unasked: bool = False) -> str:
