@@ -159,6 +159,10 @@ SCRATCH = 8 << 20
 """Bytes of working memory that :meth:`Runtime.fold` may need to reduce half types as float32."""
 
 
+FOLDED_HALVES = frozenset({"float16", "bfloat16"})
+"""Half types that :meth:`Runtime.fold` reduces; calls on arrays of others go through the host."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fold:
     """A reduction on a device.
@@ -166,7 +170,7 @@ class Fold:
     Attributes:
         op: name of the MPI operation.
         dtype: dtype of the elements; 16-bit words for half types.
-        half: "float16" or "bfloat16", which are reduced as float32 and rounded once; otherwise "".
+        half: one of ``FOLDED_HALVES``, which are reduced as float32 and rounded once; otherwise "".
         divisor: divisor of the result; 0: none.
     """
 

@@ -49,8 +49,7 @@ from mpi4py import MPI
 
 from mpicoll.memory.device import runtime as device_runtime
 from mpicoll.memory.device.array import MovableArray
-from mpicoll.memory.device.runtime import SCRATCH, EventComplete, Fold, Runtime
-from mpicoll.memory.dtypes import HALVES
+from mpicoll.memory.device.runtime import FOLDED_HALVES, SCRATCH, EventComplete, Fold, Runtime
 from mpicoll.runtime.waiting import Pollable, Steps
 from mpicoll.transports.base import Array
 from mpicoll.transports.shm.mapping import map_together
@@ -402,7 +401,7 @@ class DeviceReduction:
             waited: the call is waited for. An asynchronous call needs a usable window: only a call that is waited for makes one.
         """
         fits = held.origin.nbytes >= LEAST_BYTES and (
-            held.array.dtype.char in DTYPES if not held.named else held.named in HALVES
+            held.array.dtype.char in DTYPES if not held.named else held.named in FOLDED_HALVES
         )
         window = group.device_window
         return fits and (waited if window is None else bool(window.usable) and window.device == held.array.device)
