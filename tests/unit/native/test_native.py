@@ -174,7 +174,7 @@ def test_rounds(extension: Any, size: int) -> None:
     members = rings(extension, size)
     for number in range(1, 3 * extension.PLACES):
         odd = number % (2 * size)
-        words = [tuple(number * (i - 4) + (rank == odd and i == 9) for i in range(12)) for rank in range(size)]
+        words = [tuple(number * (i - 4) + (rank == odd and i == 9) for i in range(SAID)) for rank in range(size)]
         for rank, ring in enumerate(members):
             ring.write(number, words[rank])
             assert [each.is_over(number) for each in members] == [size == 1] * size
@@ -194,7 +194,7 @@ def test_rounds(extension: Any, size: int) -> None:
 def test_rounds_that_are_taken_back(extension: Any) -> None:
     """A member that posts a withdrawn round later finds it never over; rounds that were over stay so."""
     one, late, other = rings(extension, 3)
-    words = (0,) * 12
+    words = (0,) * SAID
     for number in (1, 2, 3):
         for ring in (one, other) if number > 1 else (one, late, other):
             ring.write(number, words)
@@ -219,7 +219,7 @@ def test_a_ring_that_does_not_fit(extension: Any, wrong: dict[str, int]) -> None
 def test_wrong_arguments_of_a_ring(extension: Any) -> None:
     """Other things than numbers and memory, and numbers below 0, are refused."""
     ring = rings(extension, 2)[0]
-    words = tuple(range(12))
+    words = tuple(range(SAID))
     for number in (-1, -16, -(1 << 63)):
         for call in (ring.post, ring.is_over, ring.is_unanimous, ring.spread, ring.maxima):
             with pytest.raises(ValueError):
@@ -228,7 +228,7 @@ def test_wrong_arguments_of_a_ring(extension: Any) -> None:
             ring.write(number, words)
         with pytest.raises(ValueError):
             ring.poll(number, 0)
-    for given in ((1, words[:11]), (1, list(words)), (1,), ("1", words), (1, ("x",) * 12), (1 << 64, words)):
+    for given in ((1, words[:-1]), (1, list(words)), (1,), ("1", words), (1, ("x",) * SAID), (1 << 64, words)):
         with pytest.raises((TypeError, OverflowError)):
             ring.write(*given)
     for memory in (bytes(2 * control.PART), 5, None):
@@ -596,7 +596,7 @@ def prepared(extension: Any, ring: Any, **other: Any) -> Any:
         "ring": ring,
         "segment": None,
         "order": extension.CallOrder(),
-        "words": tuple(range(12)),
+        "words": tuple(range(SAID)),
         "dtype": np.dtype("f8"),
         "itemsize": 8,
         "sends": 24,
@@ -727,7 +727,7 @@ def test_pieces_that_do_not_fit(extension: Any) -> None:
         {"recv": [3]},
         {"recv": [("x",)]},
         {"result": 1},
-        {"words": [0] * 12},
+        {"words": [0] * SAID},
         {"ring": object()},
         {"order": object()},
     ],

@@ -14,7 +14,7 @@ from mpicoll.cli.tune import faster
 from mpicoll.operations.execution import _facts
 from mpicoll.runtime.mpi_library import library_name
 from mpicoll.transports.base import EAGER_BYTES, SMALL_BYTES, Kind, Movement, block_bytes
-from mpicoll.transports.control import NOTHING, decode
+from mpicoll.transports.control import decode, make_words
 from mpicoll.transports.selection import (
     NEVER,
     Facts,
@@ -138,7 +138,8 @@ def test_all_members_select_the_same() -> None:
         moves = movements(draw, kind, size)
         largest = max(block_bytes(move, size) for move in moves)
         nonblocking, device = draw.random() < 0.3, draw.choice((0, 0, 0, 2))
-        agreed = decode([1, -1, 0, 0, largest, NOTHING, NOTHING, device, 0, 0, 0, nonblocking], 0.0, 0.0)
+        words = make_words(1, largest, device=device, nonblocking=nonblocking)
+        agreed = decode([*words], 0.0, 0.0)
         selection, carries = Selection(draw.choice(("auto", "mpi", "node"))), draw.random() < 0.5
 
         def through(kind: Kind, nbytes: int, selection: Selection = selection) -> Any:
