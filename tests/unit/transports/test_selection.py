@@ -13,6 +13,7 @@ import pytest
 from mpicoll.cli.tune import faster
 from mpicoll.operations.execution import _facts
 from mpicoll.runtime.mpi_library import library_name
+from mpicoll.transports import selection
 from mpicoll.transports.base import EAGER_BYTES, SMALL_BYTES, Kind, Movement, block_bytes
 from mpicoll.transports.control import decode, make_words
 from mpicoll.transports.selection import (
@@ -153,6 +154,16 @@ def test_all_members_select_the_same() -> None:
         assert len(facts) == 1, (kind, facts)
         ways.add(select(facts.pop()))
     assert ways == set(Way), "each way is selected at times"
+
+
+def test_a_kind_that_shared_memory_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kind without a row in the table moves through MPI only, also with the engine ``node``."""
+    small = Facts(Kind.ALL_REDUCE, 2, 64, reduces=True, carries_data=True)
+    assert Selection("node").node(Kind.ALL_REDUCE, 1 << 20)
+    assert select(small) is Way.IN_RANK_ORDER
+    monkeypatch.delitem(selection.DEFAULT, Kind.ALL_REDUCE)
+    assert not Selection("node").node(Kind.ALL_REDUCE, 1 << 20)
+    assert select(small) is Way.PERSISTENT
 
 
 def test_what_a_way_needs() -> None:
