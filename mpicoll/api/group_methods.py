@@ -6,7 +6,9 @@ take a list for each device of a process.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from types import FunctionType
 from typing import Any
 
 from mpicoll.api import coalesced, collectives, gathering, messages, scattering
@@ -19,6 +21,7 @@ from mpicoll.operations.work import Work
 Op = RedOpType | ReduceOp
 Tensors = AnyArray | list[AnyArray]
 Made = Work | None
+Limit = timedelta | None
 
 
 def _one(given: Any, name: str) -> Any:
@@ -35,75 +38,60 @@ def _inner(given: Any, name: str) -> Any:
     return _one(given, name) if isinstance(given, list) and given and isinstance(given[0], list) else given
 
 
-def allreduce(group: ProcessGroup, tensors: Tensors, op: Op = ReduceOp.SUM, timeout: timedelta | None = None) -> Made:
+def allreduce(group: ProcessGroup, tensors: Tensors, op: Op = ReduceOp.SUM, timeout: Limit = None) -> Made:
     """Start :func:`mpicoll.all_reduce`."""
     return collectives.all_reduce(_one(tensors, "tensors"), op, group, True, timeout=timeout)
 
 
 def allreduce_coalesced(
-    group: ProcessGroup, tensors: list[AnyArray], op: Op = ReduceOp.SUM, timeout: timedelta | None = None
+    group: ProcessGroup, tensors: list[AnyArray], op: Op = ReduceOp.SUM, timeout: Limit = None
 ) -> Made:
     """Start :func:`mpicoll.all_reduce_coalesced`."""
     return coalesced.all_reduce_coalesced(tensors, op, group, True, timeout=timeout)
 
 
-def broadcast(group: ProcessGroup, tensors: Tensors, root: int, timeout: timedelta | None = None) -> Made:
+def broadcast(group: ProcessGroup, tensors: Tensors, root: int, timeout: Limit = None) -> Made:
     """Start :func:`mpicoll.broadcast`."""
     return collectives.broadcast(_one(tensors, "tensors"), None, group, True, root, timeout=timeout)
 
 
-def reduce(
-    group: ProcessGroup, tensors: Tensors, root: int, op: Op = ReduceOp.SUM, timeout: timedelta | None = None
-) -> Made:
+def reduce(group: ProcessGroup, tensors: Tensors, root: int, op: Op = ReduceOp.SUM, timeout: Limit = None) -> Made:
     """Start :func:`mpicoll.reduce`."""
     return collectives.reduce(_one(tensors, "tensors"), None, op, group, True, root, timeout=timeout)
 
 
-def allgather(
-    group: ProcessGroup, output_tensors: Any, input_tensors: Tensors, timeout: timedelta | None = None
-) -> Made:
+def allgather(group: ProcessGroup, output_tensors: Any, input_tensors: Tensors, timeout: Limit = None) -> Made:
     """Start :func:`mpicoll.all_gather`."""
     outputs, source = _inner(output_tensors, "output_tensors"), _one(input_tensors, "input_tensors")
     return gathering.all_gather(outputs, source, group, True, timeout=timeout)
 
 
 def allgather_coalesced(
-    group: ProcessGroup,
-    output_lists: list[list[AnyArray]],
-    input_list: list[AnyArray],
-    timeout: timedelta | None = None,
+    group: ProcessGroup, output_lists: list[list[AnyArray]], input_list: list[AnyArray], timeout: Limit = None
 ) -> Made:
     """Start :func:`mpicoll.all_gather_coalesced`."""
     return coalesced.all_gather_coalesced(output_lists, input_list, group, True, timeout=timeout)
 
 
-def all_gather_single(group: ProcessGroup, output: AnyArray, input: AnyArray, timeout: timedelta | None = None) -> Made:
+def all_gather_single(group: ProcessGroup, output: AnyArray, input: AnyArray, timeout: Limit = None) -> Made:
     """Start :func:`mpicoll.all_gather_single`."""
     return gathering.all_gather_single(output, input, group, True, timeout=timeout)
 
 
-def gather(
-    group: ProcessGroup, output_tensors: Any, input_tensors: Tensors, root: int, timeout: timedelta | None = None
-) -> Made:
+def gather(group: ProcessGroup, output_tensors: Any, input_tensors: Tensors, root: int, timeout: Limit = None) -> Made:
     """Start :func:`mpicoll.gather`."""
     outputs, source = _inner(output_tensors, "output_tensors"), _one(input_tensors, "input_tensors")
     return gathering.gather(source, outputs, None, group, True, root, timeout=timeout)
 
 
-def scatter(
-    group: ProcessGroup, output_tensors: Tensors, input_tensors: Any, root: int, timeout: timedelta | None = None
-) -> Made:
+def scatter(group: ProcessGroup, output_tensors: Tensors, input_tensors: Any, root: int, timeout: Limit = None) -> Made:
     """Start :func:`mpicoll.scatter`."""
     result, inputs = _one(output_tensors, "output_tensors"), _inner(input_tensors, "input_tensors")
     return scattering.scatter(result, inputs, None, group, True, root, timeout=timeout)
 
 
 def reduce_scatter(
-    group: ProcessGroup,
-    output_tensors: Tensors,
-    input_tensors: Any,
-    op: Op = ReduceOp.SUM,
-    timeout: timedelta | None = None,
+    group: ProcessGroup, output_tensors: Tensors, input_tensors: Any, op: Op = ReduceOp.SUM, timeout: Limit = None
 ) -> Made:
     """Start :func:`mpicoll.reduce_scatter`."""
     result, inputs = _one(output_tensors, "output_tensors"), _inner(input_tensors, "input_tensors")
@@ -111,15 +99,13 @@ def reduce_scatter(
 
 
 def reduce_scatter_single(
-    group: ProcessGroup, output: AnyArray, input: AnyArray, op: Op = ReduceOp.SUM, timeout: timedelta | None = None
+    group: ProcessGroup, output: AnyArray, input: AnyArray, op: Op = ReduceOp.SUM, timeout: Limit = None
 ) -> Made:
     """Start :func:`mpicoll.reduce_scatter_single`."""
     return scattering.reduce_scatter_single(output, input, op, group, True, timeout=timeout)
 
 
-def alltoall(
-    group: ProcessGroup, output: list[AnyArray], input: list[AnyArray], timeout: timedelta | None = None
-) -> Made:
+def alltoall(group: ProcessGroup, output: list[AnyArray], input: list[AnyArray], timeout: Limit = None) -> Made:
     """Start :func:`mpicoll.all_to_all`."""
     return scattering.all_to_all(output, input, group, True, timeout=timeout)
 
@@ -130,7 +116,7 @@ def all_to_all_single(
     input: AnyArray,
     output_split_sizes: list[int],
     input_split_sizes: list[int],
-    timeout: timedelta | None = None,
+    timeout: Limit = None,
 ) -> Made:
     """Start :func:`mpicoll.all_to_all_single`."""
     return scattering.all_to_all_single(
@@ -153,12 +139,12 @@ def recv_anysource(group: ProcessGroup, tensors: Tensors, tag: int = 0) -> Made:
     return messages.irecv(_one(tensors, "tensors"), None, group, tag)
 
 
-def barrier(group: ProcessGroup, timeout: timedelta | None = None) -> Made:
+def barrier(group: ProcessGroup, timeout: Limit = None) -> Made:
     """Start :func:`mpicoll.barrier`."""
     return collectives.barrier(group, True, None, timeout)
 
 
-def monitored_barrier(group: ProcessGroup, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+def monitored_barrier(group: ProcessGroup, timeout: Limit = None, wait_all_ranks: bool = False) -> None:
     """Call :func:`mpicoll.monitored_barrier`."""
     collectives.monitored_barrier(group, timeout, wait_all_ranks)
 
@@ -168,31 +154,12 @@ def shutdown(group: ProcessGroup) -> None:
     destroy_process_group(group)
 
 
-METHODS = {
-    function.__name__: function
-    for function in (
-        allreduce,
-        allreduce_coalesced,
-        broadcast,
-        reduce,
-        allgather,
-        allgather_coalesced,
-        all_gather_single,
-        gather,
-        scatter,
-        reduce_scatter,
-        reduce_scatter_single,
-        alltoall,
-        all_to_all_single,
-        send,
-        recv,
-        recv_anysource,
-        barrier,
-        monitored_barrier,
-        shutdown,
-    )
+METHODS: dict[str, Callable[..., Any]] = {
+    name: found
+    for name, found in tuple(globals().items())
+    if isinstance(found, FunctionType) and found.__module__ == __name__ and not name.startswith("_")
 }
-"""By their names, the older ones of torch among them."""
+"""The functions of this file by name, the older names of torch among them."""
 METHODS |= {
     "_allgather_base": all_gather_single,
     "_reduce_scatter_base": reduce_scatter_single,
