@@ -131,7 +131,10 @@ def read_launcher(environ: Mapping[str, str]) -> Launcher:
 
 def launched_by(kind: str, environ: Mapping[str, str]) -> Launcher | None:
     """Return this process as a launcher of this kind describes it, or ``None`` if its variables are not set."""
-    return _read(kind, environ) if _present(kind, environ) else None
+    if not _present(kind, environ):
+        return None
+    rank, size, local_rank, local_size = (_number(environ, name) for name in _VARIABLES[kind])
+    return Launcher(kind, rank, size, local_rank, local_size)
 
 
 def _present(kind: str, environ: Mapping[str, str]) -> bool:
@@ -160,11 +163,6 @@ def is_step(environ: Mapping[str, str]) -> bool:
     step = _number(environ, "SLURM_STEP_ID")
     # The batch script, the interactive shell of salloc and other special steps have ids from 2^32 - 16 upwards.
     return step is not None and step < 2**32 - 16 and "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ
-
-
-def _read(kind: str, environ: Mapping[str, str]) -> Launcher:
-    rank, size, local_rank, local_size = (_number(environ, name) for name in _VARIABLES[kind])
-    return Launcher(kind, rank, size, local_rank, local_size)
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:

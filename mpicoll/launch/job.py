@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import selectors
 import shutil
@@ -14,19 +15,13 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from mpicoll.errors import LaunchError
 from mpicoll.launch.environment import Family, allocated_tasks
-from mpicoll.launch.job_folder import Record, read_records, read_report, write_ours
-from mpicoll.launch.job_signals import (
-    be_killed_with_parent,
-    die_with_parent,
-    processes_of,
-    run_with_signals,
-    send_signal,
-)
+from mpicoll.launch.job_folder import RUN_DIR, Record, read_records, read_report, write_ours
 from mpicoll.launch.mpi_library import MpiLibrary, conflicting_wheels, find_library
 from mpicoll.launch.mpiexec import (
     Launch,
@@ -202,16 +197,27 @@ class Job:
         if self._launcher is not None and self._launcher.poll() is None:
             send_signal(self._launcher.pid, number)
 
-    def pids(self) -> dict[int, int]:
-        """Return for each rank that has started on this host the process id of the shell that runs it."""
-        return {record.rank: record.value for record in read_records(self.directory) if record.kind == "start"}
-
     def clean(self) -> None:
         """Remove the private directory if this job made it."""
         if self._own_directory:
             shutil.rmtree(self.directory, ignore_errors=True)
 
     # --- the running ---
+
+    def run_with_signals(self) -> Outcome:
+        """Run the job, which Ctrl-C and SIGTERM end, and remove its private directory."""
+        before = {}
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or started in the background by a script
+                before[number] = signal.signal(number, lambda number, _: self.stop(128 + number))
+        for number in (signal.SIGUSR1, signal.SIGUSR2):  # from --signal=B:USR1@120, or for the program's own use
+            before[number] = signal.signal(number, lambda number, _: self.pass_on(number))
+        try:
+            return self.run()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            self.clean()
 
     def run(self) -> Outcome:
         """Run the job to its end; kill the processes that a failed job leaves running."""
@@ -242,7 +248,9 @@ class Job:
                 # Rank 0 opens stdin itself: Open MPI 5.0's mpirun does not pass on the end of its input, and MPICH's mpiexec
                 # never closes the inputs of the other ranks.
                 (self.directory / "in.0").symlink_to(f"/proc/{os.getpid()}/fd/0")
-        die = die_with_parent if self.launch.srun or self.launch.family == "openmpi" else be_killed_with_parent
+        # MPICH's proxies kill their ranks when mpiexec is gone; on SIGTERM they only ask them.
+        asked = self.launch.srun or self.launch.family == "openmpi"
+        die = partial(end_with_parent, signal.SIGTERM if asked else signal.SIGKILL)
         try:
             process = subprocess.Popen(
                 self.launch.argv,
@@ -376,7 +384,7 @@ def run_job(options: Options, command: Sequence[str], environ: Mapping[str, str]
     Raises:
         LaunchError: the job cannot be started; the message says what to do.
     """
-    outcome = run_with_signals(Job(options, command, environ, stdin=True))
+    outcome = Job(options, command, environ, stdin=True).run_with_signals()
     if outcome.rank is not None:
         write_all(2, f"mpicoll run: rank {outcome.rank} failed first: {describe(outcome.code)}\n".encode())
     return outcome.code
@@ -395,7 +403,7 @@ def run_job_for_spawn(options: Options, command: Sequence[str], directory: Path)
     """Run a job for `spawn`: on this host, in the caller's directory, until the caller closes its end of stdin."""
     if not is_local(os.environ, None, None, ()):
         options = replace(options, host=f"localhost:{options.nprocs}")
-    return run_with_signals(Job(options, command, directory=directory, lifeline=0, name="spawn"))
+    return Job(options, command, directory=directory, lifeline=0, name="spawn").run_with_signals()
 
 
 def describe(code: int) -> str:
@@ -406,3 +414,30 @@ def describe(code: int) -> str:
         except ValueError:
             pass
     return f"exit code {code}"
+
+
+def end_with_parent(number: int) -> None:
+    """Let the kernel send a signal to the launcher when this process is killed. Runs between fork and exec."""
+    ctypes.CDLL(None).prctl(1, number, 0, 0, 0)  # PR_SET_PDEATHSIG
+
+
+def send_signal(pid: int, number: int) -> None:
+    """Send a signal to a process that may have ended."""
+    try:
+        os.kill(pid, number)
+    except OSError:
+        pass
+
+
+def processes_of(directory: Path) -> list[int]:
+    """Return the processes that have this run directory in their environment: the launcher and the ranks."""
+    marker = f"{RUN_DIR}={directory}".encode()
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                if marker in Path("/proc", entry, "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry))
+            except OSError:
+                continue
+    return found

@@ -6,7 +6,7 @@ Every line of ``records`` is appended by one write, so the order of the lines is
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,11 +48,7 @@ class Record:
 
 def read_records(directory: Path) -> list[Record]:
     """Return the records in the order in which they were written."""
-    try:
-        text = (directory / "records").read_text()
-    except OSError:
-        return []
-    rows = (line.split() for line in text.splitlines())
+    rows = (line.split() for line in _read(directory, "records").decode().splitlines())
     return [Record(row[0], int(row[1]), int(row[2])) for row in rows if len(row) == 3]
 
 
@@ -72,26 +68,18 @@ def scrub(environ: MutableMapping[str, str]) -> None:
     if directory is None:
         return
     _where = directory
-    for name, value in _ours(Path(directory)):
+    for line in _read(Path(directory), "ours").decode().splitlines():
+        name, _, value = line.partition("=")
         if environ.get(name) == value:
             del environ[name]
 
 
-def _ours(directory: Path) -> Iterable[tuple[str, str]]:
+def _read(directory: Path, name: str) -> bytes:
+    """Return a file of the directory; b"" if the file is missing."""
     try:
-        text = (directory / "ours").read_text()
+        return (directory / name).read_bytes()
     except OSError:
-        return []
-    return [(name, value) for name, _, value in (line.partition("=") for line in text.splitlines())]
-
-
-def record_failure(rank: int, code: int, environ: Mapping[str, str] | None = None) -> None:
-    """Record for `mpicoll run` that this rank has failed, and its exit code.
-
-    Called when a rank has failed, before the other ranks learn of it: the job's exit code is that of the rank that failed
-    first, not that of the rank that ended first. Never raises; without `mpicoll run` the function does nothing.
-    """
-    append_record("fail", rank, code, environ)
+        return b""
 
 
 def append_record(kind: str, rank: int, value: int, environ: Mapping[str, str] | None = None) -> None:
@@ -106,10 +94,7 @@ def save_report(text: bytes) -> bool:
 
 def read_report(directory: Path) -> bytes:
     """Return the termination report of the ranks of this host, or b""."""
-    try:
-        return (directory / "termination.txt").read_bytes()
-    except OSError:
-        return b""
+    return _read(directory, "termination.txt")
 
 
 def _append(name: str, data: bytes, environ: Mapping[str, str] | None = None) -> bool:

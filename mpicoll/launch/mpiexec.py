@@ -100,15 +100,12 @@ def parse_version(text: str) -> tuple[Family, str]:
 def identify(path: str) -> Mpiexec | None:
     """Run ``path --version`` and return the launcher; ``None`` if the program is no usable launcher."""
     try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, env=_plain())
+        env = without_launcher(os.environ)
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, env=env)
     except (OSError, subprocess.TimeoutExpired):
         return None
     family, version = parse_version(done.stdout + done.stderr)
     return None if family == "unknown" else Mpiexec(path, family, version)
-
-
-def _plain() -> dict[str, str]:
-    return without_launcher(os.environ)
 
 
 def find_mpiexec(library: MpiLibrary, path: str | None = None) -> Mpiexec:
@@ -126,8 +123,9 @@ def find_mpiexec(library: MpiLibrary, path: str | None = None) -> Mpiexec:
             raise LaunchError(f"--mpiexec {path}: there is no such program")
         found = identify(full)
         if found is not None and library.family != "unknown" and found.family != library.family:
+            name = {"openmpi": "Open MPI", "mpich": "MPICH"}.get(found.family, "an unknown MPI")
             raise LaunchError(
-                f"{full} belongs to {_title(found)}, but mpi4py loads {library.name} {library.version} ({library.path})"
+                f"{full} belongs to {name} {found.version}, but mpi4py loads {library.name} {library.version} ({library.path})"
                 ": each rank would be alone in a world of size 1"
             )
         # A site's own launcher may print no known version. The user named it, so the standard arguments are tried.
@@ -154,10 +152,6 @@ def find_mpiexec(library: MpiLibrary, path: str | None = None) -> Mpiexec:
     raise LaunchError(
         f"found no mpiexec for {library.name} {library.version} ({library.path or 'linked into mpi4py'}){other}. {hint}"
     )
-
-
-def _title(mpiexec: Mpiexec) -> str:
-    return {"openmpi": "Open MPI", "mpich": "MPICH"}.get(mpiexec.family, "an unknown MPI") + f" {mpiexec.version}"
 
 
 # --- where the ranks will run ---------------------------------------------------------------------------------------

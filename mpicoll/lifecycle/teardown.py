@@ -27,7 +27,7 @@ from mpicoll.diagnosis import job_state
 from mpicoll.diagnosis.report.report import painted
 from mpicoll.errors import DistError, in_one_line
 from mpicoll.groups import registry
-from mpicoll.launch.job_folder import append_record, record_failure
+from mpicoll.launch.job_folder import append_record
 from mpicoll.lifecycle.endpoint import JobEndpoint, endpoints
 from mpicoll.lifecycle.hard_deadline import afterwards
 from mpicoll.runtime import waiting, watchdog
@@ -126,7 +126,8 @@ def announce_failure(what: str, site: str) -> None:
             job_state.doomed = f"{what[:200]} at {site}" if site else what[:200]
             endpoint.failure_posted = True
             board = endpoint.board
-            record_failure(board.rank, ending.code)
+            # Before other ranks learn of the failure: the job's exit code is that of the rank that failed first.
+            append_record("fail", board.rank, ending.code)
             finalizes = not ending.passed_over and not endpoint.spoiled()
             failure = ending.what[:1000], site, ending.code, "", "", finalizes, endpoint.counters(board.rank)[0]
             board.post("failed", failure, range(board.size))

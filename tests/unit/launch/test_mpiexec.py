@@ -16,7 +16,7 @@ from mpicoll.errors import LaunchError
 from mpicoll.launch import job_folder
 from mpicoll.launch import mpi_library as library_module
 from mpicoll.launch.job import decide, describe
-from mpicoll.launch.job_folder import Record, read_records, record_failure, scrub, write_ours
+from mpicoll.launch.job_folder import Record, append_record, read_records, scrub, write_ours
 from mpicoll.launch.mpi_library import MpiLibrary, conflicting_wheels, parse_probe
 from mpicoll.launch.mpiexec import (
     Launch,
@@ -336,17 +336,17 @@ def test_describe() -> None:
 def test_records_and_scrub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the job set for itself goes out of the environment; what was changed since stays; failures are recorded."""
     monkeypatch.setattr(job_folder, "_where", None)
-    record_failure(1, 3, {})
+    append_record("fail", 1, 3, {})
     scrub({})
     (tmp_path / "records").write_text("start 0 12\nhalf a\n")
     write_ours(tmp_path, {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm,tcp"})
     environ = {"MPICOLL_RUN_DIR": str(tmp_path), "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,tcp", "HOME": "/h"}
     scrub(environ)
     assert environ == {"OMPI_MCA_btl": "self,tcp", "HOME": "/h"}
-    record_failure(1, 3, environ)
+    append_record("fail", 1, 3, environ)
     assert read_records(tmp_path) == [Record("start", 0, 12), Record("fail", 1, 3)]
     monkeypatch.setattr(job_folder, "_where", str(tmp_path / "gone"))
-    record_failure(1, 3, environ)
+    append_record("fail", 1, 3, environ)
     assert read_records(tmp_path / "gone") == []
 
 
