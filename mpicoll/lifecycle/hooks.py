@@ -18,7 +18,7 @@ from mpicoll.errors import ARGUMENT, DistError, GroupBrokenError, PeerFailedErro
 from mpicoll.groups import registry
 from mpicoll.lifecycle import exit_code
 from mpicoll.lifecycle.endpoint import endpoint_of, endpoints
-from mpicoll.lifecycle.teardown import announce_failure, ending, leave, prefix, prefixed
+from mpicoll.lifecycle.teardown import announce_failure, ending, leave, poll_until, prefix, prefixed
 from mpicoll.runtime import signals, waiting, watchdog
 from mpicoll.runtime.call_site import CallSite, traceback_site
 from mpicoll.runtime.output import say
@@ -103,7 +103,8 @@ def register() -> None:
         _registered = True
         atexit.register(_at_exit)
         os.register_at_fork(after_in_child=_in_child)
-        _keyval = MPI.Comm.Create_keyval(delete_fn=_before_finalize)
+        # MPI calls this first in MPI_Finalize. It is not reached from mpi4py's own, when the interpreter is gone.
+        _keyval = MPI.Comm.Create_keyval(delete_fn=lambda *_: leave("called MPI.Finalize()"))
         MPI.COMM_SELF.Set_attr(_keyval, True)
 
 
@@ -224,10 +225,8 @@ def _announce_as_guest(error: BaseException, trace: TracebackType | None) -> Non
 
 def _await_origin(error: PeerFailedError, board: Board) -> None:
     """Wait a moment for a message of the rank that the error names, which may be on its way to its end, or go on."""
-    end = time.monotonic() + ORIGIN_ENDS_WITHIN
-    while error.ranks and not board.failed.keys() & set(error.ranks) and time.monotonic() < end:
-        time.sleep(0.002)
-        board.poll()
+    if error.ranks:
+        poll_until(lambda: bool(board.failed.keys() & set(error.ranks)), board, ORIGIN_ENDS_WITHIN, 0.002)
 
 
 def _reporter(error: DistError, board: Board | None) -> int | None:
@@ -239,10 +238,7 @@ def _reporter(error: DistError, board: Board | None) -> int | None:
     known = registry.current()
     if error.reporter is not None or error.report is None or board is None or known is None or MPI.Is_finalized():
         return error.reporter
-    end = time.monotonic() + SAME_MOMENT
-    while time.monotonic() < end:
-        board.poll()
-        time.sleep(0.001)
+    poll_until(lambda: False, board, SAME_MOMENT)
     names = [group.group_name for group in tuple(known.groups.values()) if group.display == error.group]
     lower = [rank for name in names for rank in board.leavers.get(name, ()) if rank < board.rank]
     return min(lower, default=None)
@@ -293,11 +289,6 @@ def _without_ours(trace: TracebackType | None) -> TracebackType | None:
     for frame in reversed(frames):
         shorter = TracebackType(shorter, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     return shorter
-
-
-def _before_finalize(comm: Any, keyval: int, value: Any) -> None:
-    # MPI calls this first in MPI_Finalize. It is not reached from mpi4py's own, when the interpreter is gone.
-    leave("called MPI.Finalize()")
 
 
 def _at_exit() -> None:

@@ -44,7 +44,7 @@ from mpicoll.runtime import native, signals, waiting, watchdog
 from mpicoll.runtime.call_site import call_site
 from mpicoll.runtime.output import say
 from mpicoll.runtime.progress import ProgressThread
-from mpicoll.runtime.settings import LEVELS, Cuda, Level, Settings, warn_caller
+from mpicoll.runtime.settings import LEVELS, Level, Settings, warn_caller
 from mpicoll.runtime.torch_compile import exclude_from_compile
 from mpicoll.transports.device.capability import loaded_mpi
 from mpicoll.transports.selection import share_extension, share_profile
@@ -108,7 +108,8 @@ def join(
         raise wrong from None
     endpoint.job = endpoint.job or how == "job"
     device_pool.bound(settings.pinned_mb << 20)
-    device_array.permit(partial(_may_have_gpus, settings.cuda))
+    # Asked with the first array of a GPU.
+    device_array.permit(lambda operation, nonblocking: loaded_mpi(settings.cuda).allows(operation, nonblocking))
     _initialisations += 1
     state = registry.JobWithGroups(
         world=process_group.ProcessGroup(
@@ -242,11 +243,6 @@ def _start_progress_thread(state: registry.JobWithGroups) -> None:
     waiting.progress_thread = ProgressThread(waits_lately, device_runtime.current_device, device_runtime.use)
 
 
-def _may_have_gpus(setting: Cuda, operation: str, nonblocking: bool) -> bool:
-    """Return whether an operation of this MPI may receive memory of a GPU; asked with the first such array."""
-    return loaded_mpi(setting).allows(operation, nonblocking)
-
-
 def _meet(comm: MPI.Intracomm, limit: float, site: str) -> tuple[JobEndpoint, CommunicatorPair]:
     """Return the endpoint of a communicator, and the idle pair of its default group; make them at the first use.
 
@@ -351,12 +347,9 @@ def _all_received(endpoint: JobEndpoint) -> bool:
     spoiled = any(pair.spoiled or pair.closing for pair in endpoint.pool.all())
     left = np.array([endpoint.balance() + endpoint.board.balance, spoiled], np.int64)
     request = endpoint.again.Iallreduce(MPI.IN_PLACE, left, MPI.SUM)
-    end = time.monotonic() + FREE_WITHIN
-    while not request.Test():
-        if time.monotonic() > end:
-            teardown.mark_unfinished()
-            return False
-        time.sleep(0)
+    if not teardown.poll_until(request.Test, endpoint.board, FREE_WITHIN):
+        teardown.mark_unfinished()
+        return False
     return not left.any()
 
 

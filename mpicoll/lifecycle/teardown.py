@@ -197,7 +197,7 @@ def _leave_as_guest(endpoint: JobEndpoint, reason: str) -> bool:
         return True
     words = np.zeros(1, np.int64)
     everybody = board.comm.Iallreduce(MPI.IN_PLACE, words, MPI.SUM)
-    if _complete(everybody, SAY_SO_AFTER, board):
+    if poll_until(everybody.Test, board, SAY_SO_AFTER):
         return True
     retain_for_ever(everybody, words)
     _post_exit(endpoint, reason)
@@ -245,7 +245,7 @@ def _leave_job(endpoint: JobEndpoint, reason: str, grace: float) -> None:
         if board.rank in origins:  # the failed rank is dead
             _await_handlers(board, grace)
         else:
-            _poll_until(lambda: False, board, grace + NOBODY_HANDLES + 2, 0.01)
+            poll_until(lambda: False, board, grace + NOBODY_HANDLES + 2, 0.01)
         ending.code, ending.unfinished = ending.code or 1, True
         append_record("blame", board.rank, ending.code)
 
@@ -260,29 +260,19 @@ def _await_handlers(board: Board, grace: float) -> None:
         waited = time.monotonic() - start
         return len(ended - {board.rank}) >= board.size - 1 or (waited >= NOBODY_HANDLES and not handled)
 
-    _poll_until(over, board, grace, 0.002)
+    poll_until(over, board, grace, 0.002)
 
 
-def _poll_until(over: Callable[[], bool], board: Board, limit: float, every: float) -> None:
-    """Read and answer messages until ``over()``, at most ``limit`` seconds."""
+def poll_until(over: Callable[[], bool], board: Board, limit: float, every: float = 0.001) -> bool:
+    """Read and answer messages until ``over()``, at most ``limit`` seconds; return whether it is over."""
     end = time.monotonic() + limit
     while True:
         board.poll()
-        if over() or time.monotonic() >= end:
-            return
-        time.sleep(every)
-
-
-def _complete(request: MPI.Request, limit: float, board: Board | None = None) -> bool:
-    """Wait until a request of MPI is complete, and answer messages; return False if it takes longer than ``limit`` seconds."""
-    end = time.monotonic() + limit
-    while not request.Test():
-        if time.monotonic() > end:
+        if over():
+            return True
+        if time.monotonic() >= end:
             return False
-        if board is not None:
-            board.poll()
-        time.sleep(0.001)
-    return True
+        time.sleep(every)
 
 
 def _await_peers(endpoint: JobEndpoint, reason: str) -> None:
@@ -293,16 +283,13 @@ def _await_peers(endpoint: JobEndpoint, reason: str) -> None:
         if not _await_ends(endpoint, reason, totals, closings):
             return
         if totals[1]:  # the last comparisons: all ranks have posted theirs
-            _poll_until(
-                lambda: not [closing for closing in closings if not closing.Test()],
-                endpoint.board,
-                COMPARED_WITHIN,
-                0.001,
+            poll_until(
+                lambda: not [closing for closing in closings if not closing.Test()], endpoint.board, COMPARED_WITHIN
             )
     finally:
         _report_differences(endpoint, closings)
     if totals[1]:  # a rank whose last call differed ends the job once all have reported
-        _complete(endpoint.board.comm.Ibarrier(), 2 * COMPARED_WITHIN)
+        poll_until(endpoint.board.comm.Ibarrier().Test, endpoint.board, 2 * COMPARED_WITHIN)
     if totals[0]:
         _report_lost_messages(endpoint)
 
@@ -349,11 +336,8 @@ def _report_lost_messages(endpoint: JobEndpoint) -> None:
             board.sent[rank] = mine
         board.post("sent", mine, [rank])
     board.flush(1.0)
-    everybody = board.comm.Ibarrier()
-    end = time.monotonic() + 5.0
-    while (not everybody.Test() or time.monotonic() < end - 4.9) and time.monotonic() < end:
-        board.poll()
-        time.sleep(0.001)
+    everybody, least = board.comm.Ibarrier(), time.monotonic() + 0.1
+    poll_until(lambda: everybody.Test() and time.monotonic() >= least, board, 5.0)
     board.poll()
     received = endpoint.all_received()
     displays = {**endpoint.displays, **{group.group_name: group.display for group in live}}
