@@ -13,7 +13,7 @@ import numpy as np
 from mpicoll.checks.levels import EVERY
 from mpicoll.diagnosis.call import Call, Made
 from mpicoll.diagnosis.report.entries import Table, entry_of, merge, runs_of, table_of
-from mpicoll.diagnosis.report.texts import MESSAGE_WIDTH, mismatch
+from mpicoll.diagnosis.report.texts import mismatch
 from mpicoll.errors import CollectiveMismatchError
 from mpicoll.runtime.call_site import CallSite
 from mpicoll.runtime.waiting import Pollable
@@ -50,8 +50,7 @@ def explain(
             call.error.add_note(f"{call.name}: {report.one_line()}")
         raise call.error
     report = mismatch(group_name, runs_of(ranks), compared.seq, table, closing)
-    error = CollectiveMismatchError(report.text(ranks[me], MESSAGE_WIDTH))
-    report.put_on(error)
+    error = report.as_error(CollectiveMismatchError, ranks[me])
     right = [row.ranks[0][0] for row in table.rows if not row.problem] or [run[0] for run in table.more]
     error.reporter = min(right, default=min(ranks))
     raise error

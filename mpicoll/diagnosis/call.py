@@ -107,22 +107,6 @@ def fingerprint(op: str, key: tuple[Any, ...]) -> int:
     return known
 
 
-def compress_ranks(ranks: list[int] | tuple[int, ...] | set[int]) -> str:
-    """Return ranks in short: ``0, 2-7``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-
-
-def name_ranks(ranks: list[int] | tuple[int, ...] | set[int]) -> str:
-    """Return ``rank 3`` or ``ranks 0, 2-7``."""
-    return f"rank{'s' if len(ranks) != 1 else ''} {compress_ranks(ranks)}"
-
-
 class Made(NamedTuple):
     """A call that was made without a comparison."""
 

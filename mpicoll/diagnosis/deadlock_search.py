@@ -18,10 +18,7 @@ from mpicoll.diagnosis.deadlock import State, blocked_set, report
 from mpicoll.diagnosis.job_state import JobState
 from mpicoll.diagnosis.membership import Membership
 from mpicoll.diagnosis.report.report import Report
-from mpicoll.diagnosis.report.texts import MESSAGE_WIDTH
-from mpicoll.errors import (
-    DeadlockError,
-)
+from mpicoll.errors import DeadlockError
 from mpicoll.runtime import signals, waiting
 
 DESTROYED = 32
@@ -153,8 +150,7 @@ class DeadlockSearch:
 
     @staticmethod
     def _error(certificate: Report, me: int) -> DeadlockError:
-        error = DeadlockError(certificate.text(me, MESSAGE_WIDTH))
-        certificate.put_on(error)
+        error = certificate.as_error(DeadlockError, me)
         error.reporter = certificate.members[0][0]
         return error
 
@@ -273,10 +269,11 @@ class DeadlockSearch:
             return None
         self._asked = None
         states = {**board.states, board.rank: describe_state()}
-        for rank in board.slots.ranks if board.slots is not None else ():
-            data = board.slots.read(rank, "state") if board.slots is not None and rank != board.rank else b""
-            if data:
-                states[rank] = pickle.loads(data)
+        slots = board.slots
+        if slots is not None:
+            for rank in slots.ranks:
+                if rank != board.rank and (data := slots.read(rank, "state")):
+                    states[rank] = pickle.loads(data)
         for exit_ in tuple(board.exited.values()):
             sent = {(name, board.rank, tag): n for name, by_tag in exit_.sent.items() for tag, n in by_tag.items()}
             states[exit_.rank] = State(exit_.rank, gone=True, calls=exit_.calls, sent=sent)
@@ -293,12 +290,18 @@ class DeadlockSearch:
             self._again(now)
             return None
         doubtful = any(states[rank].doubtful for rank in blocked)
-        if doubtful and min(read_before, self._awake(board, blocked)) < now - self.AWAKE_WITHIN:
+        # When each state that was read from the node board was confirmed last: the rank was awake then.
+        confirmed = [
+            slots.confirmed(rank) / 1e9
+            for rank in blocked
+            if slots is not None and rank in slots.ranks and rank != board.rank
+        ]
+        if doubtful and min(read_before, *confirmed) < now - self.AWAKE_WITHIN:
             # A rank is, or this rank was, stopped, with its other threads: the time in which they do nothing starts again.
             self._again(now)
             return None
         doubtful_for = self.NON_DAEMON_FOR if any(states[rank].non_daemon for rank in blocked) else self.DOUBTFUL_FOR
-        if (doubtful and now - before[0] < doubtful_for) or not self._blocked_since(board, blocked, before[0]):
+        if (doubtful and now - before[0] < doubtful_for) or any(when <= before[0] for when in confirmed):
             self._before = before
             self._again(now)
             return None
@@ -312,22 +315,6 @@ class DeadlockSearch:
                 self._next = now + self.AGAIN_WITHIN
             return None
         return self._error(certificate, board.rank)
-
-    @staticmethod
-    def _blocked_since(board: Board, blocked: set[int], first: float) -> bool:
-        """Return whether each state that was read from the node board has been confirmed after the first reading."""
-        if board.slots is None:
-            return True
-        mine = [rank for rank in blocked if rank != board.rank and _is_local(board, rank)]
-        return all(board.slots.confirmed(rank) > first * 1e9 for rank in mine)
-
-    @staticmethod
-    def _awake(board: Board, blocked: set[int]) -> float:
-        """Return the earliest time when these ranks of this node were awake (ranks of other nodes have just answered)."""
-        if board.slots is None:
-            return math.inf
-        times = [board.slots.confirmed(rank) for rank in blocked if rank != board.rank and _is_local(board, rank)]
-        return min(times, default=math.inf) / 1e9
 
 
 def _goes_on(board: Board, before: State | None, now: State) -> bool:

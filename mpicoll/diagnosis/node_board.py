@@ -50,21 +50,17 @@ class NodeBoard:
         me: this rank.
     """
 
-    def __init__(self, descriptor: int, me: int, ranks: tuple[int, ...]) -> None:
+    def __init__(self, descriptor: int, second: int, me: int, ranks: tuple[int, ...]) -> None:
         self.me = me
         self.ranks = ranks
         self._place = {rank: place for place, rank in enumerate(ranks)}
         # Closing any descriptor of the file would drop the lock, so this one stays open as long as the slots are used.
         self._file = descriptor
-        self._second = -1
+        self._second = second  # through which await_death waits
         self._memory = mmap.mmap(descriptor, len(ranks) * SLOT_BYTES)
         self._mine = self._place[me] * SLOT_BYTES
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._place[me])
         self._put(_STATUS, _THERE)
-
-    def wait_through(self, descriptor: int) -> None:
-        """Set the descriptor through which :meth:`await_death` waits; it stays open as long as the lock."""
-        self._second = descriptor
 
     def _put(self, at: int, value: int) -> None:
         _WORD.pack_into(self._memory, self._mine + at, value)
@@ -215,8 +211,7 @@ class NodeBoard:
             self.leave()
         self._memory.close()
         os.close(self._file)
-        if self._second >= 0:
-            os.close(self._second)
+        os.close(self._second)
 
 
 def make_node_board(node: MPI.Comm, me: int, ranks: tuple[int, ...]) -> NodeBoard | None:
@@ -239,8 +234,7 @@ def make_node_board(node: MPI.Comm, me: int, ranks: tuple[int, ...]) -> NodeBoar
     if path:
         try:
             second = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # opened first: closing it would drop the lock
-            slots = NodeBoard(os.open(path, os.O_RDWR | os.O_CLOEXEC), me, ranks)
-            slots.wait_through(second)
+            slots = NodeBoard(os.open(path, os.O_RDWR | os.O_CLOEXEC), second, me, ranks)
         except (OSError, ValueError):
             slots = None
     everybody: Any = node.allreduce(slots is not None, MPI.LAND)

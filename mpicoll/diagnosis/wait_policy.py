@@ -21,9 +21,9 @@ from mpicoll.diagnosis.deadlock_search import catch_up, search
 from mpicoll.diagnosis.job_state import note_waits, place_of, seen_ago
 from mpicoll.diagnosis.membership import Membership
 from mpicoll.diagnosis.report.entries import Entry, Runs, Table, entry_of, holds, join, runs_of, table_of
-from mpicoll.diagnosis.report.report import Report, show
+from mpicoll.diagnosis.report.report import MESSAGE_WIDTH, Report, show
 from mpicoll.diagnosis.report.text_layout import short_paths
-from mpicoll.diagnosis.report.texts import BROKEN, MESSAGE_WIDTH, peer_exited, peer_failed, time_limit
+from mpicoll.diagnosis.report.texts import BROKEN, peer_exited, peer_failed, time_limit
 from mpicoll.errors import (
     CollectiveTimeoutError,
     DeadlockError,
@@ -147,16 +147,12 @@ class CallWait:
     def because_failed(self, failure: Failure, waited: float) -> PeerFailedError:
         """Return the error of a wait that cannot end because a rank has failed."""
         report = self._report(peer_failed, [failed_entry(failure)], waited)
-        error = PeerFailedError(report.text(job_state.job().world.rank(), MESSAGE_WIDTH))
-        report.put_on(error)
-        return error
+        return report.as_error(PeerFailedError, job_state.job().world.rank())
 
     def because_exited(self, exits: list[Exit], waited: float) -> PeerExitedError:
         """Return the error of a wait that cannot end because ranks have ended."""
         report = self._report(peer_exited, [self._end(exit_) for exit_ in exits], waited)
-        error = PeerExitedError(report.text(job_state.job().world.rank(), MESSAGE_WIDTH))
-        report.put_on(error)
-        return error
+        return report.as_error(PeerExitedError, job_state.job().world.rank())
 
     def _end(self, exit_: Exit) -> Entry:
         """Return what a rank that has ended did, with its last call on the group."""
@@ -229,24 +225,21 @@ class CallWait:
             )
         return self._wait
 
-    def _needs(self, exit_: Any) -> bool:
+    def _needs(self, exit_: Exit) -> bool:
         name = self.group.group_name
-        if self.peer is not None:
-            catch_up(self.group)
         if self.peer is None:
             return exit_.rank in self.group.ranks and exit_.calls.get(name, 0) < self.call.seq
+        catch_up(self.group)
         if self.peer < 0:
             others = [rank for rank in self.group.ranks if rank != exit_.rank and rank != job_state.job().world.rank()]
             if exit_.rank not in self.group.ranks or not all(rank in job_state.job().board.exited for rank in others):
                 return False
-            received = self.group.by_peer(self.group.received).get(self.group.ranks.index(exit_.rank), 0)
-            return bool(exit_.sent_on(name) <= received)
-        if self.peer != exit_.rank:
+        elif self.peer != exit_.rank:
             return False
-        if self.call.op in ("send", "isend"):
+        elif self.call.op in ("send", "isend"):
             return True  # it has left without receiving
-        received = self.group.by_peer(self.group.received).get(self.group.ranks.index(self.peer), 0)
-        return bool(exit_.sent_on(name) <= received)
+        received = self.group.by_peer(self.group.received).get(self.group.ranks.index(exit_.rank), 0)
+        return exit_.sent_on(name) <= received
 
     def stalled(self, waited: float) -> None:
         """Print which ranks are missing: once a job, on the lowest rank that waits."""
@@ -257,9 +250,7 @@ class CallWait:
     def timed_out(self, waited: float) -> BaseException:
         """Return the error of a wait that passed its limit, with the ranks that are late and their places."""
         _, report = self._ask(waited, over=True)
-        error = CollectiveTimeoutError(report.text(job_state.job().world.rank(), MESSAGE_WIDTH))
-        report.put_on(error)
-        return error
+        return report.as_error(CollectiveTimeoutError, job_state.job().world.rank())
 
     def withdraw(self, reason: BaseException) -> None:
         """Withdraw: mark the group broken and tell its members."""

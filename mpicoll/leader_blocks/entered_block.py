@@ -7,7 +7,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from mpicoll.diagnosis.call import name_ranks
+from mpicoll.diagnosis.report.entries import name_ranks
 from mpicoll.errors import CollectiveMismatchError
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.leader_blocks.members import Members

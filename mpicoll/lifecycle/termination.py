@@ -30,8 +30,9 @@ from pathlib import Path
 from mpicoll.diagnosis import job_state
 from mpicoll.diagnosis.node_board import NodeBoard
 from mpicoll.diagnosis.report.entries import Entry, name_runs, runs_of, table_of
+from mpicoll.diagnosis.report.report import MESSAGE_WIDTH
 from mpicoll.diagnosis.report.text_layout import short_paths
-from mpicoll.diagnosis.report.texts import MESSAGE_WIDTH, node_ends
+from mpicoll.diagnosis.report.texts import node_ends
 from mpicoll.groups import registry
 from mpicoll.launch.job_folder import save_report
 from mpicoll.lifecycle import teardown

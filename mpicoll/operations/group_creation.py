@@ -8,10 +8,10 @@ from datetime import timedelta
 from hashlib import blake2b
 from typing import Any, Protocol
 
-from mpicoll.diagnosis.call import Call, compress_ranks, name_ranks
+from mpicoll.diagnosis.call import Call
 from mpicoll.diagnosis.deadlock import Wait
 from mpicoll.diagnosis.deadlock_search import search
-from mpicoll.diagnosis.report.entries import Entry, entry_of
+from mpicoll.diagnosis.report.entries import Entry, compress_ranks, entry_of, name_ranks
 from mpicoll.diagnosis.report.report import with_calls
 from mpicoll.diagnosis.wait_policy import CallWait, local_wait
 from mpicoll.errors import (

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import pytest
 
-from mpicoll.diagnosis.call import name_ranks
+from mpicoll.diagnosis.report.entries import name_ranks
 from mpicoll.diagnosis.report.text_layout import clip
 from mpicoll.errors import in_one_line
 from mpicoll.pytest_plugin.ranks import MOST_TEXT

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from mpicoll.diagnosis.call import name_ranks
+from mpicoll.diagnosis.report.entries import name_ranks
 
 OUTCOMES = ("passed", "failed", "skipped", "xfailed", "xpassed", "xpassed strictly", "ended the session")
 

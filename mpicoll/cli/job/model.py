@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 
 from mpicoll.cli.job.links import Link
-from mpicoll.diagnosis.call import compress_ranks
+from mpicoll.diagnosis.report.entries import compress_ranks
 
 MOST_ROWS = 64
 """The most ranks that have a row each; nodes of larger jobs that are alike share a row."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpicoll.diagnosis.call import compress_ranks
+from mpicoll.diagnosis.report.entries import compress_ranks
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from mpicoll.cli.job.model import JobMap, Place, few, in_microseconds, in_rate, link_ends
-from mpicoll.diagnosis.call import compress_ranks, name_ranks
+from mpicoll.diagnosis.report.entries import compress_ranks, name_ranks
 
 
 def warnings(job: JobMap) -> list[str]:

@@ -15,8 +15,8 @@ import pickle
 import re
 import zlib
 from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, Literal
@@ -80,9 +80,14 @@ class Plural(int):
         return forms.split("/")[self != 1]
 
 
+def words_of(runs: Runs) -> list[str]:
+    """Return each run as a word: ``3``, ``2-7``."""
+    return [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+
+
 def name_runs(runs: Runs, width: int = 60) -> str:
     """Return ``rank 3``, ``ranks 0, 2-7``, or as much as fits: ``ranks 0, 2, 4, …, 998 (500 ranks)``."""
-    words = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    words = words_of(runs)
     number = count(runs)
     whole = f"rank{'' if number == 1 else 's'} {', '.join(words)}"
     if len(whole) <= width:
@@ -94,6 +99,16 @@ def name_runs(runs: Runs, width: int = 60) -> str:
             break
         text += f"{word}, "
     return text + end
+
+
+def compress_ranks(ranks: Iterable[int]) -> str:
+    """Return ranks in short: ``0, 2-7``."""
+    return ", ".join(words_of(runs_of(ranks)))
+
+
+def name_ranks(ranks: Collection[int]) -> str:
+    """Return ``rank 3`` or ``ranks 0, 2-7``."""
+    return f"rank{'s' if len(ranks) != 1 else ''} {compress_ranks(ranks)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +167,7 @@ class Entry:
     def lacks(self) -> Literal["memory", "GPU", ""]:
         """What the rank lacks for the call, if its arguments are right: memory, or a GPU that works; else ""."""
         name = self.problem.partition(":")[0]
-        if (
-            name.endswith("MemoryError") or "cudaErrorMemoryAllocation" in self.problem
-        ):  # Python's, NumPy's, CuPy's, torch's
+        if name.endswith("MemoryError") or "cudaErrorMemoryAllocation" in self.problem:  # of Python and array packages
             return "memory"
         cuda = name.startswith(("CUDARuntime", "CUDADriver", "Accelerator"))
         return "GPU" if cuda and any(word in self.problem for word in _FOR_GOOD) else ""
@@ -239,7 +252,7 @@ def _value(value: Any) -> str:
         if all(a < b for a, b in pairwise(value)):
             runs = runs_of(value)
             if len(runs) <= 8:
-                return f"[{', '.join(str(a) if a == b else f'{a}-{b}' for a, b in runs)}]"
+                return f"[{', '.join(words_of(runs))}]"
         return f"[{', '.join(map(str, value[:6]))}, … {len(value)} values, {_digest(repr(value)) & 0xFFFFFF:06x}]"
     return f"[{', '.join(map(str, value))}]"
 
@@ -348,7 +361,7 @@ def _bounded(entries: Sequence[Entry], more: Runs, others: set[int], votes: Sequ
     for entry in entries:
         alike.setdefault(entry.content(), []).append(entry)
     order = sorted(
-        ((not _wrong(same[0]), _digest(content), same) for content, same in alike.items()), key=lambda item: item[:2]
+        ((not same[0].problem, _digest(content), same) for content, same in alike.items()), key=lambda item: item[:2]
     )
     out = order[MOST_ROWS:]
     smallest = tuple(sorted(others.union(digest for _, digest, _ in out))[:MOST_COUNTED])
@@ -356,23 +369,12 @@ def _bounded(entries: Sequence[Entry], more: Runs, others: set[int], votes: Sequ
     return Table(tuple(_one(same) for _, _, same in order[:MOST_ROWS]), left, smallest, tuple(votes), ranks)
 
 
-def _wrong(entry: Entry) -> bool:
-    return bool(entry.problem)
-
-
 def _one(same: Sequence[Entry]) -> Entry:
     if len(same) == 1:
         return same[0]
     times = [time for entry in same if entry.waited is not None for time in entry.waited]
-    return _replace(
-        same[0],
-        join(run for entry in same for run in entry.ranks),
-        (min(times), max(times)) if times else None,
-    )
-
-
-def _replace(entry: Entry, ranks: Runs, waited: tuple[float, float] | None) -> Entry:
-    return Entry(ranks=ranks, waited=waited, **dict(zip(_CONTENT, entry.content(), strict=True)))
+    ranks = join(run for entry in same for run in entry.ranks)
+    return replace(same[0], ranks=ranks, waited=(min(times), max(times)) if times else None)
 
 
 def _without(runs: Runs, removed: Runs) -> Runs:

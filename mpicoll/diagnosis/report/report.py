@@ -30,6 +30,11 @@ from mpicoll.errors import DistError, Message
 
 Kind = Literal["mismatch", "deadlock", "time limit", "peer failed", "peer exited", "calls"]
 
+E = TypeVar("E", bound=DistError)
+
+MESSAGE_WIDTH = 107
+"""Columns of a report in an exception's message: 120 with ``[rank 12345] `` before each line."""
+
 _THIS_RANK = " <- this rank"
 _WHILE = ", while "
 _LABEL_WIDTH = 44
@@ -95,9 +100,11 @@ class Report:
         first, _, rest = mark.partition(" ")
         return [*wrap(before + first, width, most=3), *wrap(rest + after, width, first=4, most=2)]
 
-    def put_on(self, error: DistError) -> None:
-        """Set the report and its data on the exception whose message it is."""
+    def as_error(self, kind: type[E], me: int) -> E:
+        """Return an exception whose message is this report, as rank ``me`` reads the report, with the same facts as data."""
+        error = kind(self.text(me, MESSAGE_WIDTH))
         error.report, error.group, error.ranks, error.calls = self, self.group, self.ranks, self.calls
+        return error
 
     def text(self, me: int | None = None, width: int = 120, most: int = 40) -> str:
         """Return the report as one block of text.
@@ -153,9 +160,6 @@ def _as_data(rows: Iterable[Entry], group: str) -> list[dict[str, Any]]:
         }
         for row in rows
     ]
-
-
-E = TypeVar("E", bound=DistError)
 
 
 def with_calls(error: E, group: str, ranks: Iterable[int], entries: Iterable[Entry]) -> E:

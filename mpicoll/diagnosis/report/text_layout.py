@@ -21,24 +21,8 @@ def clip(text: str, width: int, *, tail: int = 0) -> str:
         text = "".join(c if c.isprintable() else "?" for c in text)
     if columns(text) <= width:
         return text
-    ending = _ending(text, tail) if tail else ""
-    room = width - 1 - columns(ending)
-    head = text
-    if columns(head) > room:
-        at = used = 0
-        while at < len(head) and used + columns(head[at]) <= room:
-            used += columns(head[at])
-            at += 1
-        head = head[:at]
-    return f"{head}…{ending}"
-
-
-def _ending(text: str, width: int) -> str:
-    at, used = len(text), 0
-    while at and used + columns(text[at - 1]) <= width:
-        at -= 1
-        used += columns(text[at])
-    return text[at:]
+    ending = text[len(text) - _fitting(text[::-1], tail) :]
+    return f"{text[: _fitting(text, width - 1 - columns(ending))]}…{ending}"
 
 
 def short_paths(sites: Iterable[str]) -> dict[str, str]:
@@ -91,19 +75,20 @@ def wrap(text: str, width: int, *, first: int = 0, rest: int = 4, most: int = 3)
             words.insert(0, word)
             line, started = " " * rest, False
         else:
-            fit = _fitting(word, width - columns(line))
+            fit = max(_fitting(word, width - columns(line)), 1)
             lines.append(line + word[:fit])
             words.insert(0, word[fit:])
             line = " " * rest
     return [*lines, line]
 
 
-def _fitting(word: str, room: int) -> int:
+def _fitting(text: str, room: int) -> int:
+    """Return how many characters at the start of a text fit into ``room`` columns."""
     at = used = 0
-    while at < len(word) and used + columns(word[at]) <= room:
-        used += columns(word[at])
+    while at < len(text) and used + columns(text[at]) <= room:
+        used += columns(text[at])
         at += 1
-    return max(at, 1)
+    return at
 
 
 def clip_line(line: str, width: int) -> str:

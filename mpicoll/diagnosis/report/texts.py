@@ -15,9 +15,6 @@ from mpicoll.diagnosis.report.report import Report, call_text, differing, made_b
 from mpicoll.diagnosis.report.text_layout import clip, short_paths
 from mpicoll.errors import Message
 
-MESSAGE_WIDTH = 107
-"""Columns of a report in an exception's message: 120 with ``[rank 12345] `` before each line."""
-
 _FEWEST_FOLDED = 6
 _CYCLE_SHOWN = 8
 _SEE_NEXT = "follow the line `next:` of the report"

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from mpicoll.checks.memory_in_use import check_read
-from mpicoll.diagnosis.call import Call, name_ranks
+from mpicoll.diagnosis.call import Call
+from mpicoll.diagnosis.report.entries import name_ranks
 from mpicoll.errors import ARGUMENT, CollectiveMismatchError, DistError, wrong_argument
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import member_or_warn, peer_rank

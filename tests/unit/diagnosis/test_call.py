@@ -8,7 +8,8 @@ import subprocess
 import sys
 from typing import Any
 
-from mpicoll.diagnosis.call import Call, compress_ranks, fingerprint, name_ranks
+from mpicoll.diagnosis.call import Call, fingerprint
+from mpicoll.diagnosis.report.entries import compress_ranks, name_ranks
 from mpicoll.runtime.call_site import CallSite, call_site
 
 KEY = ("ReduceOp.SUM", "float64", ("elements", 1000), ("blocks", (1, 2, 3)))

@@ -26,9 +26,7 @@ def path(tmp_path: Path) -> Path:
 
 def slots_of(path: Path, rank: int) -> NodeBoard:
     second = os.open(path, os.O_RDONLY)
-    slots = NodeBoard(os.open(path, os.O_RDWR), rank, RANKS)
-    slots.wait_through(second)
-    return slots
+    return NodeBoard(os.open(path, os.O_RDWR), second, rank, RANKS)
 
 
 def other(path: Path, rank: int, end: str) -> int:
