@@ -28,8 +28,8 @@ class CallSite:
 
     def __str__(self) -> str:
         line = self.code.co_firstlineno
-        for start, stop, number in _lines(self.code):
-            if start <= self.instruction < stop:
+        for start, stop, number in self.code.co_lines():
+            if number is not None and start <= self.instruction < stop:
                 line = number
                 break
         return f"{self.code.co_filename}:{line}"
@@ -43,10 +43,6 @@ class _Nowhere(CallSite):
 
 
 NOWHERE = _Nowhere(_Nowhere.__str__.__code__, 0)
-
-
-def _lines(code: CodeType) -> list[tuple[int, int, int]]:
-    return [(start, stop, number) for start, stop, number in code.co_lines() if number is not None]
 
 
 def pass_through(*paths: str) -> None:

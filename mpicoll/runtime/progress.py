@@ -19,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 from mpicoll.runtime import waiting
 from mpicoll.runtime.output import say
@@ -49,12 +49,6 @@ def nap(waited: float, moves: bool) -> float:
     return max(FIRST_NAP, min(MOST_NAP, waited * NAP_SHARE))
 
 
-class Group(Protocol):
-    """The group of a request."""
-
-    broken: str | None
-
-
 class Operation(Protocol):
     """A request that was started and is not over."""
 
@@ -67,19 +61,11 @@ class Operation(Protocol):
         """The error of the request."""
 
     @property
-    def group(self) -> Group:
+    def group(self) -> Any:
         """The group of the request."""
 
     def Test(self) -> bool:
         """Progress the request; return whether it is over."""
-
-
-def _no_device() -> int | None:
-    return None
-
-
-def _use_none(device: int) -> None:
-    """Do nothing: there is no device."""
 
 
 _Ref = weakref.ref[Operation]
@@ -98,8 +84,8 @@ class ProgressThread:
     def __init__(
         self,
         stands_back: Callable[[], bool],
-        current_device: Callable[[], int | None] = _no_device,
-        use_device: Callable[[int], None] = _use_none,
+        current_device: Callable[[], int | None] = lambda: None,
+        use_device: Callable[[int], None] = lambda device: None,
     ) -> None:
         self._stands_back = stands_back
         self._current_device, self._use_device = current_device, use_device

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import difflib
 import os
-import sys
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any, Literal
 
-from mpicoll.runtime.call_site import PACKAGE
+from mpicoll.runtime.call_site import program_level
 
 Level = Literal["full", "roll", "off"]
 LEVELS: tuple[Level, ...] = ("full", "roll", "off")
@@ -97,131 +96,90 @@ class Setting:
         return self.variable.removeprefix("MPICOLL_").lower()
 
 
-SETTINGS: tuple[Setting, ...] = (
-    Setting(
-        "MPICOLL_TIMEOUT",
-        _seconds,
-        1800.0,
-        "seconds > 0",
-        "time limit of every wait of the default group, and of groups made from it",
-    ),
-    Setting(
-        "MPICOLL_STALL_WARN",
-        _seconds,
-        60.0,
-        "seconds > 0",
-        "a rank that has waited this long prints once which ranks are missing",
-    ),
-    Setting(
-        "MPICOLL_EXIT_GRACE",
-        _seconds,
-        30.0,
-        "seconds > 0",
-        "how long ranks that handle another rank's failure may continue before the job ends",
-    ),
-    Setting(
-        "MPICOLL_CHECK",
-        _one_of(LEVELS),
-        "full",
-        "full, roll or off",
-        "what the ranks compare: every call before data moves, a rolling fingerprint every 16 calls, or nothing",
-    ),
-    Setting(
-        "MPICOLL_JOB_END",
-        _seconds,
-        0.0,
-        "seconds since 1970",
-        "the end of the job, for `time_left` and `should_stop`; 0: the batch system is asked",
-    ),
-    Setting(
-        "MPICOLL_ENGINE",
-        _one_of(ENGINES),
-        "auto",
-        "auto, mpi or node",
-        "what moves data between ranks of one node: the faster one for each call, MPI always, or shared memory always",
-    ),
-    Setting(
-        "MPICOLL_PROFILE",
-        str,
-        "",
-        "a file, or none",
-        "the measurements of `mpicoll tune`; by default mpicoll/profiles.json in ~/.config, if it exists",
-    ),
-    Setting(
-        "MPICOLL_SHM_MB",
-        _megabytes,
-        256,
-        "MiB >= 0",
-        "shared memory that all groups on one node may use together",
-    ),
-    Setting(
-        "MPICOLL_CUDA",
-        _one_of(CUDA),
-        "auto",
-        "auto, off or aware",
-        "whether GPU memory is passed to MPI: if there is proof that MPI supports it, never, or always",
-    ),
-    Setting(
-        "MPICOLL_CUDA_IPC",
-        _one_of(CUDA_IPC),
-        "auto",
-        "auto or off",
-        "whether ranks that share a GPU reduce large arrays on it: if CUDA proves to give them shared memory, or never",
-    ),
-    Setting(
-        "MPICOLL_PINNED_MB",
-        _megabytes,
-        256,
-        "MiB >= 0",
-        "pinned host memory through which a rank moves arrays of a GPU; beyond it, ordinary memory is used",
-    ),
-    Setting(
-        "MPICOLL_EXTENSION",
-        _one_of(EXTENSION),
-        "auto",
-        "auto or off",
-        "whether the ranks of a node use shared memory, which the C extension does: if all have it, or never (then MPI)",
-    ),
-    Setting(
-        "MPICOLL_PROGRESS",
-        _one_of(PROGRESS),
-        "none",
-        "none or thread",
-        "what progresses pending operations while the program computes: nothing, or a thread of the library",
-    ),
-    Setting(
-        "MPICOLL_STRICT",
-        _flag,
-        False,
-        "0 or 1",
-        "an unknown MPICOLL_ variable is an error instead of a warning",
-    ),
-)
-
-# Variables that the library itself sets for child processes of a launcher or a rank; they are no settings.
-INTERNAL = frozenset({"MPICOLL_RANK_PID", "MPICOLL_RUN_DIR"})
-
-_DEFAULTS: dict[str, Any] = {setting.field: setting.default for setting in SETTINGS}
+def _setting(parse: Callable[[str], Any], default: Any, values: str, meaning: str) -> Any:
+    return field(default=default, metadata={"parse": parse, "values": values, "meaning": meaning})
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The value of each setting; times are in seconds. The defaults are those of ``SETTINGS``."""
+    """The value of each setting, from the variable of its name: ``exit_grace`` is MPICOLL_EXIT_GRACE. Times are in seconds."""
 
-    timeout: float = _DEFAULTS["timeout"]
-    stall_warn: float = _DEFAULTS["stall_warn"]
-    exit_grace: float = _DEFAULTS["exit_grace"]
-    check: Level = _DEFAULTS["check"]
-    job_end: float = _DEFAULTS["job_end"]
-    engine: Engine = _DEFAULTS["engine"]
-    profile: str = _DEFAULTS["profile"]
-    shm_mb: int = _DEFAULTS["shm_mb"]
-    cuda: Cuda = _DEFAULTS["cuda"]
-    cuda_ipc: CudaIpc = _DEFAULTS["cuda_ipc"]
-    pinned_mb: int = _DEFAULTS["pinned_mb"]
-    extension: Extension = _DEFAULTS["extension"]
-    progress: Progress = _DEFAULTS["progress"]
-    strict: bool = _DEFAULTS["strict"]
+    timeout: float = _setting(
+        _seconds, 1800.0, "seconds > 0", "time limit of every wait of the default group, and of groups made from it"
+    )
+    stall_warn: float = _setting(
+        _seconds, 60.0, "seconds > 0", "a rank that has waited this long prints once which ranks are missing"
+    )
+    exit_grace: float = _setting(
+        _seconds,
+        30.0,
+        "seconds > 0",
+        "how long ranks that handle another rank's failure may continue before the job ends",
+    )
+    check: Level = _setting(
+        _one_of(LEVELS),
+        "full",
+        "full, roll or off",
+        "what the ranks compare: every call before data moves, a rolling fingerprint every 16 calls, or nothing",
+    )
+    job_end: float = _setting(
+        _seconds,
+        0.0,
+        "seconds since 1970",
+        "the end of the job, for `time_left` and `should_stop`; 0: the batch system is asked",
+    )
+    engine: Engine = _setting(
+        _one_of(ENGINES),
+        "auto",
+        "auto, mpi or node",
+        "what moves data between ranks of one node: the faster one for each call, MPI always, or shared memory always",
+    )
+    profile: str = _setting(
+        str,
+        "",
+        "a file, or none",
+        "the measurements of `mpicoll tune`; by default mpicoll/profiles.json in ~/.config, if it exists",
+    )
+    shm_mb: int = _setting(_megabytes, 256, "MiB >= 0", "shared memory that all groups on one node may use together")
+    cuda: Cuda = _setting(
+        _one_of(CUDA),
+        "auto",
+        "auto, off or aware",
+        "whether GPU memory is passed to MPI: if there is proof that MPI supports it, never, or always",
+    )
+    cuda_ipc: CudaIpc = _setting(
+        _one_of(CUDA_IPC),
+        "auto",
+        "auto or off",
+        "whether ranks that share a GPU reduce large arrays on it: if CUDA proves to give them shared memory, or never",
+    )
+    pinned_mb: int = _setting(
+        _megabytes,
+        256,
+        "MiB >= 0",
+        "pinned host memory through which a rank moves arrays of a GPU; beyond it, ordinary memory is used",
+    )
+    extension: Extension = _setting(
+        _one_of(EXTENSION),
+        "auto",
+        "auto or off",
+        "whether the ranks of a node use shared memory, which the C extension does: if all have it, or never (then MPI)",
+    )
+    progress: Progress = _setting(
+        _one_of(PROGRESS),
+        "none",
+        "none or thread",
+        "what progresses pending operations while the program computes: nothing, or a thread of the library",
+    )
+    strict: bool = _setting(_flag, False, "0 or 1", "an unknown MPICOLL_ variable is an error instead of a warning")
+
+
+SETTINGS = tuple(
+    Setting(f"MPICOLL_{each.name.upper()}", default=each.default, **each.metadata) for each in fields(Settings)
+)
+
+# Variables that the library itself sets for child processes of a launcher or a rank; they are no settings.
+INTERNAL = frozenset({"MPICOLL_RANK_PID", "MPICOLL_RUN_DIR"})
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
@@ -257,15 +215,9 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
 
 def warn_caller(message: str) -> None:
     """Warn at the line outside this package whose call led here."""
-    level, frame = 1, sys._getframe(0)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, UserWarning, stacklevel=level)
+    warnings.warn(message, UserWarning, stacklevel=program_level())
 
 
 def _unknown(name: str, known: set[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
     return f"{name} is not a variable of this version of mpicoll; the nearest it knows is {near[0]}"
-
-
-assert [field.name for field in fields(Settings)] == list(_DEFAULTS)
