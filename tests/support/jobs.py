@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "TEST_JOB_ID"  # in the environment of each process of a job, to find what it left behind
@@ -123,6 +124,16 @@ def marked(mark: str, name: str = MARK) -> list[int]:
             if any(part.startswith(needle) for part in environment.split(b"\0")) and is_alive(int(entry.name)):
                 pids.append(int(entry.name))
     return pids
+
+
+def start_command(
+    command: Sequence[str], log: IO[bytes], environment: Mapping[str, str], cwd: str | Path
+) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own, without input; a file gets its output."""
+    stdin, stderr = subprocess.DEVNULL, subprocess.STDOUT
+    return subprocess.Popen(
+        command, stdin=stdin, stdout=log, stderr=stderr, env=environment, cwd=cwd, start_new_session=True
+    )
 
 
 def end_job(process: subprocess.Popen[bytes], mark: str, patience: float = 2.0) -> None:
@@ -283,15 +294,7 @@ def _run_once(
             command.insert(1, "--enable-recovery" if family() == "openmpi" else "-disable-auto-cleanup")
         started = time.monotonic()
         with open(folder / "launcher", "wb") as log:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                cwd=cwd or ROOT,
-                start_new_session=True,
-            )
+            process = start_command(command, log, environment, cwd or ROOT)
             timed_out = False
             problem: AssertionError | None = None
             try:

@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from jobs import LISTENER, MARK, ROOT, end_job, job_environment, mpiexec_command
+from jobs import LISTENER, MARK, ROOT, end_job, job_environment, mpiexec_command, start_command
 from stage_plan import CLUSTER, SIZES, STAGES, WORKERS, Selection, Stage, missing_environments, plan
 
 LOGS = ROOT / ".ci-logs"
@@ -150,15 +150,7 @@ def _run_once(stage: Stage, limit: float) -> Outcome:
     outcome = Outcome(stage)
     started = time.monotonic()
     with open(_log(stage), "wb") as log:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            cwd=ROOT,
-            start_new_session=True,
-        )
+        process = start_command(command, log, environment, ROOT)
         try:
             process.wait(limit)
         except subprocess.TimeoutExpired:
