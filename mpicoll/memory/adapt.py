@@ -11,10 +11,9 @@ import numpy as np
 
 from mpicoll.memory import layouts
 from mpicoll.memory.device import array as device_array
-from mpicoll.memory.device.addresses import DeviceAddresses
 from mpicoll.memory.dtypes import element_of, is_native
 from mpicoll.memory.memory import Array, Memory
-from mpicoll.memory.protocols import as_numpy
+from mpicoll.memory.protocols import as_numpy, type_name
 
 
 def adapt(
@@ -48,12 +47,12 @@ def adapt(
             if direct and device_array.permits(direct, nonblocking):
                 own = device_array.direct(value, name, writable=writable, least=least)
                 if own is not None:
-                    return memory_of(own)
-            return memory_of(device_array.stage(value, name, writable=writable, pieces=pieces))
+                    return own
+            return device_array.stage(value, name, writable=writable, pieces=pieces)
         value = as_numpy(value, name, writable=writable)
     if value is None or isinstance(value, np.ma.MaskedArray):
         raise TypeError(
-            f"Invalid function argument. Expected parameter `{name}` of type numpy.ndarray but got {_type_name(given)} "
+            f"Invalid function argument. Expected parameter `{name}` of type numpy.ndarray but got {type_name(given)} "
             f"instead: {_instead(given)}"
         )
     flags = value.flags
@@ -67,21 +66,6 @@ def adapt(
         return Memory(plain.view(each.wire).reshape(-1), value.shape, named=each.name)
     flat, pack, unpack = layouts.packed(plain, each)
     return Memory(flat, value.shape, pack=pack, unpack=unpack if writable else None, named=each.name, origin=plain)
-
-
-def memory_of(found: device_array.DeviceMemory) -> Memory:
-    """Return the memory of an array on a GPU: on the GPU if it is passed directly or moves in pieces, otherwise on the host."""
-    return Memory(
-        found.flat,
-        found.shape,
-        pack=found.pack,
-        unpack=found.unpack,
-        named=found.named,
-        origin=found.origin,
-        place=found.place,
-        ready=found.ready,
-        direct=isinstance(found.flat, DeviceAddresses),
-    )
 
 
 def viewed(value: Any) -> Array | None:
@@ -115,10 +99,10 @@ def adapt_list(
             arrays.append(value if known else as_numpy(value, f"{name}[{i}]", writable=writable))
     if not isinstance(values, list) or any(array is None for array in arrays):
         if isinstance(values, list):
-            strange = {_type_name(v) for v, array in zip(values, arrays, strict=True) if array is None}
+            strange = {type_name(v) for v, array in zip(values, arrays, strict=True) if array is None}
             got = "list holding " + ", ".join(sorted(strange))
         else:
-            got = _type_name(values)
+            got = type_name(values)
         raise TypeError(
             f"Invalid function argument. Expected parameter `{name}` of type List[numpy.ndarray] but got {got} instead."
         )
@@ -176,8 +160,3 @@ def _instead(value: Any) -> str:
     if hasattr(value, "__next__"):
         return "pass its arrays one by one, or a list of them where one is taken"
     return "pass an array, such as numpy.asarray(x), and keep it if it holds a result"
-
-
-def _type_name(value: Any) -> str:
-    kind = type(value)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicoll.memory.arithmetic import without_warnings
-from mpicoll.memory.protocols import bare_name
+from mpicoll.memory.protocols import bare_name, type_name
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
 
 Array = npt.NDArray[Any]
@@ -229,16 +229,11 @@ def resolve_reduction(function: str, op: Any, dtype: np.dtype[Any], name: str = 
                 _cache[op, dtype.char] = known
         return known
     if not isinstance(op, ReduceOp):
-        raise TypeError(f"{function}: op must be a mpicoll.ReduceOp such as ReduceOp.SUM, not {_type_name(op)}")
+        raise TypeError(f"{function}: op must be a mpicoll.ReduceOp such as ReduceOp.SUM, not {type_name(op)}")
     full = ReduceOp(op) if isinstance(op, RedOpType) else op
     if full.op is not RedOpType.PREMUL_SUM:
         return resolve_reduction(function, full.op, dtype, name)
     return Reduction(_mpi_op(function, full.op, dtype, name), full.op, factor=_factor(function, full.factor, dtype))
-
-
-def _type_name(value: Any) -> str:
-    kind = type(value)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _mpi_op(function: str, op: RedOpType, dtype: np.dtype[Any], name: str) -> str:

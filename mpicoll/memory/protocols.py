@@ -99,17 +99,17 @@ def as_numpy(value: Any, name: str, *, writable: bool) -> Array | None:
 def _check_writable(array: Array, value: Any, name: str) -> None:
     if not array.flags.writeable:
         raise ValueError(
-            f"parameter `{name}` ({_kind(value)}) is read-only, and this call writes its result into it: {_INSTEAD}"
+            f"parameter `{name}` ({type_name(value)}) is read-only, and this call writes its result into it: {_INSTEAD}"
         )
 
 
 class _Holder:
     """Object that gives NumPy the address of memory, and keeps the owner alive while an array of it exists."""
 
-    __slots__ = ("__array_interface__", "owner")
+    __slots__ = ("__array_interface__", "__array_struct__", "owner")
 
-    def __init__(self, interface: Any, owner: Any) -> None:
-        self.__array_interface__ = interface
+    def __init__(self, interface: Any, owner: Any, attribute: str = "__array_interface__") -> None:
+        setattr(self, attribute, interface)
         self.owner = owner
 
 
@@ -170,7 +170,7 @@ def _torch_refusal(torch: Any, tensor: Any, dtype: np.dtype[Any] | None, wanted:
     if tensor.is_nested:
         return "nested tensors are not supported: pass the tensors in it, one by one"
     if getattr(type(tensor), "__torch_dispatch__", None) is not getattr(torch.Tensor, "__torch_dispatch__", None):
-        return f"a {_kind(tensor)} has no memory of its own: pass the plain tensor in it, such as x.to_local() of a DTensor"
+        return f"a {type_name(tensor)} has no memory of its own: pass the plain tensor in it, such as x.to_local() of a DTensor"
     device = tensor.device.type
     if device == "meta":
         return "a tensor on the meta device has no elements"
@@ -211,7 +211,7 @@ def _foreign_array(value: Any, name: str, writable: bool) -> Array | None:
     if hasattr(value, "__array__"):
         if writable:
             raise TypeError(
-                f"parameter `{name}`: a {_kind(value)} gives its elements perhaps as a copy (__array__ alone), and this call "
+                f"parameter `{name}`: a {type_name(value)} gives its elements perhaps as a copy (__array__ alone), and this call "
                 f"writes its result into it: {_INSTEAD}"
             )
         try:
@@ -220,7 +220,7 @@ def _foreign_array(value: Any, name: str, writable: bool) -> Array | None:
             problem = error
     if problem is not None:
         raise TypeError(
-            f"parameter `{name}`: the elements of a {_kind(value)} cannot be had: {problem or type(problem).__name__}"
+            f"parameter `{name}`: the elements of a {type_name(value)} cannot be had: {problem or type(problem).__name__}"
         ) from problem
     return None
 
@@ -257,21 +257,8 @@ def _by_interface(value: Any) -> Array | None:
         interface = getattr(value, attribute, None)
         if interface is not None:
             # The holder has no other protocol, so that NumPy does not call __array__, which may copy.
-            holder = (
-                _Holder(interface, value) if attribute == "__array_interface__" else _StructHolder(interface, value)
-            )
-            return np.asarray(holder)
+            return np.asarray(_Holder(interface, value, attribute))
     return None
-
-
-class _StructHolder:
-    """A :class:`_Holder` with the C form of the interface."""
-
-    __slots__ = ("__array_struct__", "owner")
-
-    def __init__(self, interface: Any, owner: Any) -> None:
-        self.__array_struct__ = interface
-        self.owner = owner
 
 
 def _by_dlpack(value: Any) -> Array | None:
@@ -284,6 +271,7 @@ def _by_dlpack(value: Any) -> Array | None:
 _PROTOCOLS: tuple[Callable[[Any], Array | None], ...] = (_by_buffer, _by_interface, _by_dlpack)
 
 
-def _kind(value: Any) -> str:
+def type_name(value: Any) -> str:
+    """Return the name of an object's type, for messages."""
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

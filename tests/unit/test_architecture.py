@@ -76,7 +76,6 @@ MOST_INSIDE = 52
 # ---- sizes ----
 
 MOST_LINES = 500
-LONG_FOR_A_REASON = {"memory/device/cuda"}  # one binding
 MOST_IN_ROOT = 12
 MOST_IN_FOLDER = 15
 
@@ -232,7 +231,7 @@ def test_files_that_speak_mpi() -> None:
 def test_sizes() -> None:
     """No file is longer than 500 lines but for a reason; few files stand in the root and in each folder."""
     lines = {name_of(path): path.read_text().count("\n") for path in modules()}
-    long = {name: count for name, count in lines.items() if count > MOST_LINES and name not in LONG_FOR_A_REASON}
+    long = {name: count for name, count in lines.items() if count > MOST_LINES}
     assert set(long) == set(LONG)
     assert all(count <= LONG[name] for name, count in long.items()), long
     folders = Counter(path.parent for path in modules())

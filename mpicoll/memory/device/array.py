@@ -26,6 +26,7 @@ from mpicoll.memory.device.addresses import DeviceAddresses, addresses_of
 from mpicoll.memory.device.pool import _Block, pool
 from mpicoll.memory.device.runtime import Array, DeviceArray, Runtime, over, runtime
 from mpicoll.memory.dtypes import Element, element_of, is_native
+from mpicoll.memory.memory import Memory
 
 _GPU = (2, 13)
 """Memory of CUDA, and managed memory (DLDeviceType of DLPack)."""
@@ -62,31 +63,6 @@ def on_device(value: Any) -> bool:
 def place_of(value: Any, name: str) -> Array:
     """Return the addresses of an array on a GPU, or raise TypeError. ``name`` is the name of the parameter."""
     return addresses_of(_runtime_for(name).array(value, name, writable=False))
-
-
-@dataclass(slots=True)
-class DeviceMemory:
-    """The memory of an array on a GPU, as a call moves it.
-
-    Attributes:
-        flat: elements in C order: host memory for them, or their addresses on the GPU.
-        shape: shape of the array.
-        named: name of the dtype of the array if ``flat`` has another dtype, otherwise "".
-        origin: addresses of the array.
-        place: the device, in words.
-        ready: returns whether the device has completed all work before the call, so that ``pack`` does not wait.
-        pack: copies the elements to the host, or waits until MPI may read them.
-        unpack: copies the elements back to the GPU; None if there is nothing to copy.
-    """
-
-    flat: Array
-    shape: tuple[int, ...]
-    named: str
-    origin: Array
-    place: str
-    ready: Callable[[], bool]
-    pack: Callable[[], None]
-    unpack: Callable[[], None] | None
 
 
 def _copies(
@@ -186,7 +162,7 @@ def _add_ready_test(test: Callable[[], bool]) -> None:
         ready_tests.append(test)
 
 
-def direct(value: Any, name: str, *, writable: bool, least: int = DIRECT_BYTES) -> DeviceMemory | None:
+def direct(value: Any, name: str, *, writable: bool, least: int = DIRECT_BYTES) -> Memory | None:
     """Return the memory of an array on a GPU that is passed to MPI directly; None if it has to move through the host.
 
     Args:
@@ -203,12 +179,10 @@ def direct(value: Any, name: str, *, writable: bool, least: int = DIRECT_BYTES) 
     if place.nbytes and not gpu.plain(array):
         return None  # libraries below MPI treat such memory as memory of the host: openucx/ucx#7194
     flat = _addresses(gpu, array)
-
-    def ready() -> bool:
-        return is_ready(flat)
-
+    ready = partial(is_ready, flat)
     _add_ready_test(ready)
-    return DeviceMemory(flat, array.shape, "", flat, _words(array), ready, lambda: gpu.await_(flat.began), None)
+    wait = partial(gpu.await_, flat.began)
+    return Memory(flat, array.shape, pack=wait, origin=flat, place=_words(array), ready=ready, direct=True)
 
 
 PIECES_FROM = 8 << 20
@@ -371,36 +345,26 @@ class MovableArray:
         """Return whether the array moves in pieces if contiguous arrays of more than ``pieces`` bytes do; None: none does."""
         return pieces is not None and self.origin.nbytes > pieces and self.origin.flags.c_contiguous
 
-    def stage(self, *, writable: bool, pieces: int | None = None) -> DeviceMemory:
+    def stage(self, *, writable: bool, pieces: int | None = None) -> Memory:
         """Return host memory for the array, or its addresses if it moves in pieces (see :meth:`in_pieces`)."""
         gpu, array, began = runtime(), self.array, self.began
         dtype = array.dtype if is_native(array.dtype) else self.each.wire
         if self.in_pieces(pieces):
             flat = _flat(gpu, array, self.origin, dtype, passed_directly=False)
-            return DeviceMemory(
-                flat, array.shape, self.named, flat, _words(array), partial(is_ready, flat), _nothing_yet, None
-            )
-        nbytes = self.origin.size * array.dtype.itemsize
-        memory, block = pool().take(nbytes, array.device)
-        host: Array = memory.view(array.dtype)
-
-        def ready() -> bool:
-            return over(gpu, began)
-
-        pack, unpack = _copies(gpu, array, host, block, began)
-        return DeviceMemory(
-            host.view(dtype),
-            array.shape,
-            self.named,
-            self.origin,
-            _words(array),
-            ready,
-            pack,
-            unpack if writable else None,
-        )
+            found = Memory(flat, array.shape, pack=_nothing_yet, origin=flat, direct=True)
+            found.ready = partial(is_ready, flat)
+        else:
+            memory, block = pool().take(self.origin.size * array.dtype.itemsize, array.device)
+            host: Array = memory.view(array.dtype)
+            pack, unpack = _copies(gpu, array, host, block, began)
+            found = Memory(host.view(dtype), array.shape, pack=pack, unpack=unpack if writable else None)
+            found.origin = self.origin
+            found.ready = partial(over, gpu, began)
+        found.named, found.place = self.named, _words(array)
+        return found
 
 
-def stage(value: Any, name: str, *, writable: bool, pieces: int | None = None) -> DeviceMemory:
+def stage(value: Any, name: str, *, writable: bool, pieces: int | None = None) -> Memory:
     """Check an array on a GPU as :func:`movable_array` does, and return host memory for it.
 
     Args:

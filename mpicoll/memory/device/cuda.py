@@ -56,6 +56,7 @@ def _stream(handle: int, device: int, owner: Any = None) -> Any:
 
 
 _PER_THREAD = 2  # cudaStreamPerThread
+_TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3  # cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice
 _ASKED = (0, 600)  # cudaSuccess, cudaErrorNotReady
 _CAPTURE_IMPLICIT = 906  # cudaErrorStreamCaptureImplicit: on the default stream while another stream is captured
 _LEGACY_IPC = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
@@ -245,36 +246,19 @@ class Cuda:
 
     def copy_out(self, host: Array, array: DeviceArray, stream: Any, begin: int | None = None) -> None:
         """Copy the elements, in C order, to host memory, on a stream; a part from byte ``begin`` on if given."""
-        if begin is not None:
-            kind = cupy.cuda.runtime.memcpyDeviceToHost
-            self._copy(host.ctypes.data, array.address + begin, host.nbytes, kind, array.device, stream)
-            return
-        source = array.held if array.packed is None else array.packed
-        with cupy.cuda.Device(array.device), stream:
-            if array.packed is not None:
-                array.packed[...] = array.held
-            if host.nbytes:
-                kind = cupy.cuda.runtime.memcpyDeviceToHost
-                cupy.cuda.runtime.memcpyAsync(host.ctypes.data, source.data.ptr, host.nbytes, kind, stream.ptr)
+        if begin is None:
+            self.pack(array, stream)
+        source = _elements(array) if begin is None else array.address + begin
+        if host.nbytes:
+            _copy(host.ctypes.data, source, host.nbytes, _TO_HOST, array.device, stream)
 
     def copy_in(self, array: DeviceArray, host: Array, stream: Any, begin: int | None = None) -> None:
         """Copy host memory to an array, on a stream; to a part from byte ``begin`` on if given."""
-        if begin is not None:
-            kind = cupy.cuda.runtime.memcpyHostToDevice
-            self._copy(array.address + begin, host.ctypes.data, host.nbytes, kind, array.device, stream)
-            return
-        target = array.held if array.packed is None else array.packed
-        with cupy.cuda.Device(array.device), stream:
-            if host.nbytes:
-                kind = cupy.cuda.runtime.memcpyHostToDevice
-                cupy.cuda.runtime.memcpyAsync(target.data.ptr, host.ctypes.data, host.nbytes, kind, stream.ptr)
-            if array.packed is not None:
-                array.held[...] = array.packed
-
-    @staticmethod
-    def _copy(target: int, source: int, nbytes: int, kind: int, device: int, stream: Any) -> None:
-        with cupy.cuda.Device(device):
-            cupy.cuda.runtime.memcpyAsync(target, source, nbytes, kind, stream.ptr)
+        target = _elements(array) if begin is None else array.address + begin
+        if host.nbytes:
+            _copy(target, host.ctypes.data, host.nbytes, _TO_DEVICE, array.device, stream)
+        if begin is None:
+            self.unpack(array, stream)
 
     def pinned(self, nbytes: int, device: int) -> Array:
         """Return pinned host memory, as bytes."""
@@ -352,15 +336,11 @@ class Cuda:
 
     def write(self, window: _Window, at: int, host: Array, stream: Any) -> None:
         """Copy a few bytes of the host to a window, on a stream; CUDA has read the bytes when this returns."""
-        with cupy.cuda.Device(window.device):
-            kind = cupy.cuda.runtime.memcpyHostToDevice
-            cupy.cuda.runtime.memcpyAsync(window.address + at, host.ctypes.data, host.nbytes, kind, stream.ptr)
+        _copy(window.address + at, host.ctypes.data, host.nbytes, _TO_DEVICE, window.device, stream)
 
     def read(self, host: Array, window: _Window, at: int, stream: Any) -> None:
         """Copy a few bytes of a window to host memory, on a stream."""
-        with cupy.cuda.Device(window.device):
-            kind = cupy.cuda.runtime.memcpyDeviceToHost
-            cupy.cuda.runtime.memcpyAsync(host.ctypes.data, window.address + at, host.nbytes, kind, stream.ptr)
+        _copy(host.ctypes.data, window.address + at, host.nbytes, _TO_HOST, window.device, stream)
 
     def pack(self, array: DeviceArray, stream: Any) -> None:
         """Copy the elements of an array to C order, on a stream."""
@@ -376,17 +356,13 @@ class Cuda:
 
     def take(self, window: _Window, at: int, array: DeviceArray, start: int, count: int, stream: Any) -> None:
         """Copy elements of an array to a window, on a stream."""
-        self._copy_between(window.address + at, _elements(array) + start * array.dtype.itemsize, array, count, stream)
+        nbytes, source = count * array.dtype.itemsize, _elements(array) + start * array.dtype.itemsize
+        _copy(window.address + at, source, nbytes, _ON_DEVICE, array.device, stream)
 
     def put(self, array: DeviceArray, start: int, count: int, window: _Window, at: int, stream: Any) -> None:
         """Copy elements of a window to an array, on a stream."""
-        self._copy_between(_elements(array) + start * array.dtype.itemsize, window.address + at, array, count, stream)
-
-    @staticmethod
-    def _copy_between(target: int, source: int, array: DeviceArray, count: int, stream: Any) -> None:
-        with cupy.cuda.Device(array.device):
-            kind = cupy.cuda.runtime.memcpyDeviceToDevice
-            cupy.cuda.runtime.memcpyAsync(target, source, count * array.dtype.itemsize, kind, stream.ptr)
+        nbytes, target = count * array.dtype.itemsize, _elements(array) + start * array.dtype.itemsize
+        _copy(target, window.address + at, nbytes, _ON_DEVICE, array.device, stream)
 
     def fold(self, fold: Fold, window: _Window, places: Sequence[int], count: int, scratch: int, stream: Any) -> None:
         """Reduce operands at some places of a window, in their order, into the first operand, on a stream."""
@@ -423,11 +399,16 @@ def _refuse_capture(stream: Any) -> None:
         )
 
 
+def _copy(target: int, source: int, nbytes: int, kind: int, device: int, stream: Any) -> None:
+    """Copy bytes from one address to another, on a stream."""
+    with cupy.cuda.Device(device):
+        cupy.cuda.runtime.memcpyAsync(target, source, nbytes, kind, stream.ptr)
+
+
 def _copy_on_device(target: int, source: int, like: DeviceArray, stream: Any) -> int:
     """Copy as many bytes as an array has, on a stream, and return their number."""
     nbytes = math.prod(like.shape) * like.dtype.itemsize
-    with cupy.cuda.Device(like.device):
-        cupy.cuda.runtime.memcpyAsync(target, source, nbytes, cupy.cuda.runtime.memcpyDeviceToDevice, stream.ptr)
+    _copy(target, source, nbytes, _ON_DEVICE, like.device, stream)
     return nbytes
 
 

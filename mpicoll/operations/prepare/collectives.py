@@ -9,7 +9,7 @@ import numpy as np
 
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import peer_rank, state
-from mpicoll.memory.adapt import adapt, memory_of
+from mpicoll.memory.adapt import adapt
 from mpicoll.memory.device import array as device_array
 from mpicoll.memory.device.array import MovableArray
 from mpicoll.memory.device.runtime import Fold
@@ -54,7 +54,7 @@ def all_reduce(g: ProcessGroup, cached: Cached, tensor: AnyArray, op: RedOpType 
     held = None if type(tensor) is np.ndarray else _device_array_of(g, tensor, op)
 
     def by_host(held: MovableArray) -> Prepared:
-        memory = memory_of(held.stage(writable=True, pieces=bytes_in_pieces(op)))
+        memory = held.stage(writable=True, pieces=bytes_in_pieces(op))
         return _reduced(g, cached, "all_reduce", tensor, memory, op)
 
     if held is not None and _device_reductions().DeviceReduction.possible(g, held, not async_op):
