@@ -8,9 +8,8 @@ from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar, overload
 
 from mpicoll.groups import registry
-from mpicoll.leader_blocks.blocks import LeaderBlock
+from mpicoll.leader_blocks.blocks import LeaderBlock, OrderedBlock
 from mpicoll.leader_blocks.members import Scope
-from mpicoll.leader_blocks.ordered import OrderedBlock
 
 P = ParamSpec("P")
 R = TypeVar("R")
