@@ -10,8 +10,6 @@ from typing import Any
 from mpicoll.diagnosis.report.entries import Entry, Table, merge, runs_of, table_of
 from mpicoll.diagnosis.report.texts import calls_now
 
-_REGISTRY, _JOB_STATE = "mpicoll.groups.registry", "mpicoll.diagnosis.job_state"
-
 
 def account_of(rank: int, size: int) -> dict[str, Any]:
     """Return this process's calls as JSON data; empty if it has no default group. Never raises.

@@ -342,10 +342,9 @@ def one_result_buffer(argument: ListMemory, others: Sequence[Memory]) -> tuple[A
     if argument.whole is not None:
         return argument.whole, argument.spread
     memories = argument.memories
-    if others and all(map(_plain, memories)):
-        whole = joined([memory.flat for memory in memories])
-        if whole is not None and not any(np.may_share_memory(whole, other.flat) for other in others):
-            return whole, None
+    whole = _own_buffer(memories, others)
+    if whole is not None:
+        return whole, None
     packed = np.empty(sum(memory.flat.size for memory in memories), memories[0].dtype)
     return packed, result_unpacker(memories, packed)
 
@@ -358,12 +357,15 @@ def one_source_buffer(argument: ListMemory, others: Sequence[Memory]) -> Array:
     """
     if argument.whole is not None:
         return argument.whole  # it is filled when the call begins
-    memories = argument.memories
-    if others and all(map(_plain, memories)):
-        whole = joined([memory.flat for memory in memories])
-        if whole is not None and not any(np.may_share_memory(whole, other.flat) for other in others):
-            return whole
-    return np.concatenate([memory.filled() for memory in memories])
+    whole = _own_buffer(argument.memories, others)
+    return np.concatenate([memory.filled() for memory in argument.memories]) if whole is None else whole
+
+
+def _own_buffer(memories: list[Memory], others: Sequence[Memory]) -> Array | None:
+    """Return the memory of a list in one piece, if the arrays stand so and share no memory with ``others``."""
+    whole = joined([memory.flat for memory in memories]) if others and all(map(_plain, memories)) else None
+    shares = whole is not None and any(np.may_share_memory(whole, other.flat) for other in others)
+    return None if shares else whole
 
 
 def source_apart_from(result: Memory, source: ListMemory) -> Array:

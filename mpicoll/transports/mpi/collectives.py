@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpicoll.runtime.mpi_library import retain_for_ever
 from mpicoll.runtime.waiting import Pollable
 from mpicoll.transports import large_counts
 from mpicoll.transports.base import Kind, Movement, starts
@@ -51,8 +52,6 @@ class AllRequests:
 Post = tuple[Callable[..., MPI.Request], Any, int, int]
 """A message of bytes to post: method of the communicator, bytes, peer, and tag."""
 
-_retained: list[Any] = []
-
 
 def post_all(posts: Iterable[Post]) -> list[MPI.Request]:
     """Post messages. If one cannot be posted, the earlier requests are retained, as MPI may still write into their memory."""
@@ -61,7 +60,7 @@ def post_all(posts: Iterable[Post]) -> list[MPI.Request]:
         for post, piece, peer, tag in posts:
             requests.append(post([piece, MPI.BYTE], peer, tag))
     except BaseException:
-        _retained.append(requests)
+        retain_for_ever(requests)
         raise
     return requests
 

@@ -15,7 +15,6 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll.runtime.waiting import Pollable
-from mpicoll.transports.shm import mapping
 
 DIRECTORY = "/dev/shm"
 
@@ -148,8 +147,8 @@ def map_together(
     record = np.zeros(256, np.uint8)
     if me == 0 and not why:
         with contextlib.suppress(OSError):
-            mapping.remove_stale("segment")
-        descriptor, path, why = mapping.create("segment", head + size * part, head)
+            remove_stale("segment")
+        descriptor, path, why = create("segment", head + size * part, head)
         words = f"{part} {path}".encode() if path else b""
         record[: len(words)] = np.frombuffer(words, np.uint8)
     memory: mmap.mmap | None = None
@@ -161,15 +160,15 @@ def map_together(
             try:
                 if descriptor < 0:
                     descriptor = os.open(where, os.O_RDWR | os.O_CLOEXEC)
-                mapping.reserve(descriptor, head + me * part, part)
-                memory = mapping.map_file(descriptor, head + size * part)
+                reserve(descriptor, head + me * part, part)
+                memory = map_file(descriptor, head + size * part)
             except (OSError, ValueError) as error:
-                why = f"{getattr(error, 'strerror', None) or error} ({part >> 10} KiB in {mapping.DIRECTORY})"
+                why = f"{getattr(error, 'strerror', None) or error} ({part >> 10} KiB in {DIRECTORY})"
         mapped = np.array([memory is not None], np.int64)
         yield comm.Iallreduce(MPI.IN_PLACE, mapped, MPI.MIN)
     finally:
         if descriptor >= 0:
             os.close(descriptor)
         if path:
-            mapping.remove(path)
+            remove(path)
     return (memory, part) if mapped[0] and memory is not None else why
