@@ -1458,17 +1458,10 @@ static PyObject *reduce_rows(PyObject *Py_UNUSED(module), PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyObject *knows(PyObject *Py_UNUSED(module), PyObject *name)
-{
-    const char *wanted = PyUnicode_AsUTF8(name);
-    return wanted == NULL ? NULL : PyBool_FromLong(find_reduction(wanted) != NULL);
-}
-
 static PyMethodDef methods[] = {
     {"check_arrays", check_arrays, METH_VARARGS,
      "Check how NumPy lays out arrays: check_arrays(array, address of its data). TypeError: not as expected."},
     {"configure", configure, METH_VARARGS, "Tell the module what it needs of the library."},
-    {"knows", knows, METH_O, "Return whether there is a reduction of that name: knows(\"SUM f8\")."},
     {"matches", (PyCFunction)(void (*)(void))matches, METH_FASTCALL,
      "Return whether an array has a dtype and a shape, in one piece of memory: matches(array, dtype, shape, writable)."},
     {"reduce_rows", reduce_rows, METH_VARARGS,

@@ -260,9 +260,18 @@ def moved(transfers: Sequence[Any], order: random.Random) -> None:
     raise AssertionError(f"waits: {[each.waits_for for each in left]}")
 
 
+def has_reduction(extension: Any, name: str) -> bool:
+    """Return whether the extension reduces rows by that name; 64 bytes are whole elements of each dtype."""
+    try:
+        extension.reduce_rows(bytes(128), 2, bytearray(64), name)
+    except ValueError:
+        return False
+    return True
+
+
 def ops_of(extension: Any, dtype: str) -> list[str]:
     every = ("SUM", "PROD", "MAX", "MIN", "BAND", "BOR", "BXOR", "LAND", "LOR", "LXOR")
-    return [op for op in every if extension.knows(native.name_of(op, np.dtype(dtype)))]
+    return [op for op in every if has_reduction(extension, native.name_of(op, np.dtype(dtype)))]
 
 
 def counts_of(dtype: str) -> tuple[int, ...]:
@@ -307,7 +316,7 @@ def test_every_reduction_is_known(extension: Any) -> None:
     for dtype in DTYPES:
         assert len(ops_of(extension, dtype)) == expected[np.dtype(dtype).kind], dtype
     for name in ("", "SUM", "SUM f2", "MAX c8", "BAND f8", "SUM f", "sum f8", "PROD c16", "SUM b1"):
-        assert not extension.knows(name)
+        assert not has_reduction(extension, name)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
