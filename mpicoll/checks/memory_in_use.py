@@ -231,8 +231,10 @@ class RequestClaim(Claim):
 
     def verdict(self) -> BufferInUseError | None:
         """Return an error if the array does not hold what it must hold."""
-        assert self.request is not None
-        held = self.request.expected() if self.results is None else self.results
+        request = self.request
+        if request is None:  # another thread has waited for it meanwhile
+            return None
+        held = request.expected() if self.results is None else self.results
         changed = self._snapshot is not None and self._snapshot.is_changed()
         if not changed and held is not None:
             changed = self.array.tobytes() != held if isinstance(held, bytes) else held.is_changed()

@@ -619,12 +619,108 @@ static PyTypeObject TransferType = {
 
 typedef struct {
     PyObject *finish, *withdraw, *await; /* of operations/dispatch.py: continue a posted call, give a call up, wait in the midst of one */
-    PyObject *pending, *claims, *threads;
+    PyObject *pending, *claims, *reusable, *threads, *observers;
+    PyObject *request, *lock, *claim;          /* types */
+    PyObject *posted, *complete, *at_once;     /* states, and the schedule of a call whose data comes with its round */
     PyTypeObject *array;
-    PyObject *last, *f_lasti; /* names */
+    PyObject *last, *broken, *busy, *number, *compares, *of_claim, *found, *f_lasti; /* names */
+    PyObject *writes;                          /* the name in a tuple */
 } Known;
 
 static Known known;
+
+/* ---- the fields of a request: operations/states.py has the same class for ranks without the extension ---- */
+
+#define REQUEST_FIELDS(_) \
+    _(group) _(_call) _(prepared) _(schedule) _(claim) _(words) _(outputs) _(peer) _(held) _(state) _(round) _(agreed) _(error) \
+    _(returned) _(future) _(landing) _(_transfer) _(steps) _(_current) _(_lock) _(send) _(recv) _(arrays) _(spread) _(code) _(name) \
+    _(made) _(before) _(after) _(move) _(unpack) _(plan)
+
+#define FIELD(name) REQUEST_##name,
+enum { REQUEST_FIELDS(FIELD) REQUEST_OBJECTS };
+#undef FIELD
+
+typedef struct SharedOperation SharedOperation;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *objects[REQUEST_OBJECTS]; /* NULL: None */
+    SharedOperation *shared; /* what begin() has posted; NULL for every other request, and once it is complete */
+    int64_t posted_round;    /* by begin() */
+    int64_t number, seq, tag, instruction;
+    double limit, polled, next_look;
+    char waited, in_effect, advancing;
+} Request;
+
+static int request_traverse(Request *self, visitproc visit, void *arg)
+{
+    for (int i = 0; i < REQUEST_OBJECTS; i++)
+        Py_VISIT(self->objects[i]);
+    Py_VISIT(self->shared);
+    return 0;
+}
+
+static int request_clear(Request *self)
+{
+    for (int i = 0; i < REQUEST_OBJECTS; i++)
+        Py_CLEAR(self->objects[i]);
+    Py_CLEAR(self->shared);
+    return 0;
+}
+
+static void request_dealloc(Request *self)
+{
+    PyObject_GC_UnTrack(self);
+    request_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyObject *request_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs))
+{
+    Request *self = (Request *)type->tp_alloc(type, 0);
+    if (self != NULL)
+        self->number = -1;
+    return (PyObject *)self;
+}
+
+#define FIELD(name) {#name, T_OBJECT, offsetof(Request, objects) + REQUEST_##name * sizeof(PyObject *), 0, NULL},
+static PyMemberDef request_members[] = {
+    REQUEST_FIELDS(FIELD)
+    {"number", T_LONGLONG, offsetof(Request, number), 0, NULL},
+    {"seq", T_LONGLONG, offsetof(Request, seq), 0, NULL},
+    {"tag", T_LONGLONG, offsetof(Request, tag), 0, NULL},
+    {"instruction", T_LONGLONG, offsetof(Request, instruction), 0, NULL},
+    {"limit", T_DOUBLE, offsetof(Request, limit), 0, NULL},
+    {"polled", T_DOUBLE, offsetof(Request, polled), 0, NULL},
+    {"next_look", T_DOUBLE, offsetof(Request, next_look), 0, NULL},
+    {"waited", T_BOOL, offsetof(Request, waited), 0, NULL},
+    {"_in_effect", T_BOOL, offsetof(Request, in_effect), 0, NULL},
+    {"_advancing", T_BOOL, offsetof(Request, advancing), 0, NULL},
+    {NULL},
+};
+#undef FIELD
+
+static PyObject *request_finish(Request *self, PyObject *Py_UNUSED(nothing));
+
+static PyMethodDef request_methods[] = {
+    {"finish", (PyCFunction)request_finish, METH_NOARGS,
+     "Complete a call that SharedOperation.begin has started, and release its claim. Return False, with nothing done, if the call is\n"
+     "not over within the time that a call polls, or not as this member says, or if anything else is to be done at its end."},
+    {NULL},
+};
+
+static PyTypeObject RequestType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpicoll._native.RequestFields",
+    .tp_basicsize = sizeof(Request),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .tp_doc = "The fields of a request; each is None, 0 or False until it is set, and the number -1.",
+    .tp_new = request_new,
+    .tp_traverse = (traverseproc)request_traverse,
+    .tp_clear = (inquiry)request_clear,
+    .tp_dealloc = (destructor)request_dealloc,
+    .tp_methods = request_methods,
+    .tp_members = request_members,
+};
 
 /* ---- a collective call, prepared for its arrays ---- */
 
@@ -639,7 +735,7 @@ typedef struct {
     Py_ssize_t **dimensions; /* of each in a list: one piece of memory */
 } Given;
 
-typedef struct {
+struct SharedOperation {
     PyObject_HEAD
     RingObject *ring;
     SegmentObject *segment; /* NULL: the data stands beside the records */
@@ -647,6 +743,7 @@ typedef struct {
     PyObject *acquire, *release; /* of the lock of the group */
     PyObject *op;
     PyObject *dtype;
+    PyObject *given_words; /* `words` in a tuple */
     int64_t words[RING_SAID];
     Py_ssize_t itemsize;
     Py_ssize_t sends;         /* bytes that this member writes */
@@ -660,7 +757,7 @@ typedef struct {
     Given send, recv;
     int64_t budget; /* nanoseconds of polling for others before Python waits */
     unsigned long thread;
-} SharedOperation;
+};
 
 static PyTypeObject SharedOperationType;
 static int fits(const SharedOperation *self, const Given *wanted, PyObject *given, int flags);
@@ -756,6 +853,7 @@ static void shared_dealloc(SharedOperation *self)
     PyObject_GC_UnTrack(self);
     shared_clear(self);
     Py_CLEAR(self->op);
+    Py_CLEAR(self->given_words);
     Py_CLEAR(self->order);
     Py_CLEAR(self->ring);
     Py_CLEAR(self->segment);
@@ -835,6 +933,7 @@ static PyObject *shared_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         self->words[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(words, i));
     self->order = (CallOrder *)Py_NewRef(order);
     self->op = Py_NewRef(op);
+    self->given_words = Py_NewRef(words);
     self->acquire = PyObject_GetAttrString(lock, "acquire");
     self->release = self->acquire == NULL ? NULL : PyObject_GetAttrString(lock, "release");
     self->dtype = Py_NewRef(dtype);
@@ -1082,6 +1181,7 @@ static PyObject *shared_complete(SharedOperation *self, PyObject *const *args, P
     return PyLong_FromLong(1);
 }
 
+static PyObject *shared_begin(SharedOperation *self, PyObject *const *args, Py_ssize_t count);
 static PyObject *shared_run(SharedOperation *self, PyObject *const *args, Py_ssize_t count);
 static PyObject *shared_run_rest(SharedOperation *self, PyObject *const *args, Py_ssize_t count);
 
@@ -1093,6 +1193,9 @@ static PyMethodDef shared_methods[] = {
      "Read the result of a posted call in one piece: complete(call, number of the round, recv, before). Return 0 while the data may\n"
      "not be read, 1 if it was, 2 if not all members made the call, 3 if the bytes of recv are not those of before, unless that is empty,\n"
      "4 if recv is not what the call was prepared for."},
+    {"begin", (PyCFunction)(void (*)(void))shared_begin, METH_FASTCALL,
+     "Start the call in one piece, for a wait later: begin(group, prepared, send, recv, code, instruction, limit, outputs, places). Return the\n"
+     "request, pending and with its claim of memory; None, with nothing done, if that is impossible. The places are those of the rounds."},
     {"run", (PyCFunction)(void (*)(void))shared_run, METH_FASTCALL,
      "Make the call: run(group, prepared, send, recv, frame[, limit, name, words]). Return False if nothing was done."},
     {"run_rest", (PyCFunction)(void (*)(void))shared_run_rest, METH_FASTCALL,
@@ -1132,6 +1235,32 @@ static PyObject *configure(PyObject *Py_UNUSED(module), PyObject *args)
     next.claims = Py_NewRef(claims);
     next.threads = Py_NewRef(threads);
     known = next; /* the references of an earlier configuration are few, and stay */
+    Py_RETURN_NONE;
+}
+
+/* Know what the start and the end of an asynchronous call use; without an argument forget that, as in a forked child. */
+static PyObject *configure_requests(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *request = NULL, *lock, *claim, *reusable, *observers, *posted, *complete, *at_once;
+    if (PyTuple_GET_SIZE(args) == 0) {
+        known.request = NULL; /* the references stay */
+        Py_RETURN_NONE;
+    }
+    if (!PyArg_ParseTuple(args, "O!OO!O!O!OOO", &PyType_Type, &request, &lock, &PyType_Type, &claim, &PySet_Type, &reusable, &PyList_Type,
+                          &observers, &posted, &complete, &at_once))
+        return NULL;
+    if (!PyType_IsSubtype((PyTypeObject *)request, &RequestType)) {
+        PyErr_SetString(PyExc_TypeError, "the requests have other fields");
+        return NULL;
+    }
+    known.lock = Py_NewRef(lock);
+    known.claim = Py_NewRef(claim);
+    known.reusable = Py_NewRef(reusable);
+    known.observers = Py_NewRef(observers);
+    known.posted = Py_NewRef(posted);
+    known.complete = Py_NewRef(complete);
+    known.at_once = Py_NewRef(at_once);
+    known.request = Py_NewRef(request);
     Py_RETURN_NONE;
 }
 
@@ -1309,6 +1438,20 @@ static PyObject *shared_run_rest(SharedOperation *self, PyObject *const *args, P
     Py_RETURN_NONE;
 }
 
+/* Note that this thread makes calls; return -1 and an exception without memory. */
+static int note_thread(SharedOperation *self)
+{
+    const unsigned long thread = PyThread_get_thread_ident();
+    if (self->thread == thread)
+        return 0;
+    PyObject *ident = PyLong_FromUnsignedLong(thread);
+    const int failed = ident == NULL || PySet_Add(known.threads, ident) < 0;
+    Py_XDECREF(ident);
+    if (!failed)
+        self->thread = thread;
+    return -failed;
+}
+
 /* Make the call with the group's lock held. Return True or False, or NULL. From fits() to read_result() no object is allocated that
    the garbage collector counts, and none is released that may have a destructor. */
 static PyObject *make(PyObject *const *args, Py_ssize_t count, SharedOperation *self, const int64_t words[RING_SAID], PyObject *site,
@@ -1325,16 +1468,8 @@ static PyObject *make(PyObject *const *args, Py_ssize_t count, SharedOperation *
         Py_RETURN_FALSE;
     if (segment != NULL && !segment_all_at(segment, segment->step, now_ns(), self->budget)) /* a member may still read */
         Py_RETURN_FALSE;
-    const unsigned long thread = PyThread_get_thread_ident();
-    if (self->thread != thread) {
-        PyObject *ident = PyLong_FromUnsignedLong(thread);
-        if (ident == NULL || PySet_Add(known.threads, ident) < 0) {
-            Py_XDECREF(ident);
-            return NULL;
-        }
-        Py_DECREF(ident);
-        self->thread = thread;
-    }
+    if (note_thread(self) < 0)
+        return NULL;
     *old = PyObject_GetAttr(group, known.last); /* perhaps the last reference to a function of the program */
     if (*old == NULL || PyObject_SetAttr(group, known.last, site) < 0)
         return NULL;
@@ -1404,6 +1539,213 @@ static PyObject *shared_run(SharedOperation *self, PyObject *const *args, Py_ssi
     return made;
 }
 
+/* ---- the start and the end of an asynchronous call ---- */
+
+static void set(Request *request, int field, PyObject *value)
+{
+    PyObject *old = request->objects[field];
+    request->objects[field] = Py_XNewRef(value);
+    Py_XDECREF(old);
+}
+
+/* The arguments of begin(), the first of which are those of run(). */
+enum { CODE = FRAME, INSTRUCTION, BEGIN_LIMIT, OUTPUTS, PLACES, BEGIN };
+
+/* Return a request of the call, with all that is known before its round is posted; it may be that the call is not started. */
+static Request *new_request(SharedOperation *self, PyObject *const *args, int claims)
+{
+    Request *request = (Request *)request_new((PyTypeObject *)known.request, NULL, NULL);
+    if (request == NULL)
+        return NULL;
+    PyObject *recv = self->recv.arrays ? args[RECV] : Py_None, *returned = PyLong_FromLong(-1);
+    PyObject *lock = PyObject_CallNoArgs(known.lock);
+    PyObject *outputs = PyList_CheckExact(args[OUTPUTS]) ? PyList_GetSlice(args[OUTPUTS], 0, PY_SSIZE_T_MAX) : PyList_New(1);
+    if (outputs != NULL && !PyList_CheckExact(args[OUTPUTS]))
+        PyList_SET_ITEM(outputs, 0, Py_NewRef(args[OUTPUTS]));
+    PyObject *claim = NULL, *before = PyBytes_FromStringAndSize(
+                                self->recv.arrays && claims ? memory(recv) : NULL, self->recv.arrays && claims ? self->recv.count * self->itemsize : 0);
+    PyObject *const claimed[] = {recv, Py_True};
+    if (claims)
+        claim = PyObject_Vectorcall(known.claim, claimed, 1, known.writes);
+    if (claim != NULL && PyObject_SetAttr(claim, known.of_claim, (PyObject *)request) < 0)
+        Py_CLEAR(claim);
+    request->limit = PyFloat_AsDouble(args[BEGIN_LIMIT]);
+    request->instruction = PyLong_AsLongLong(args[INSTRUCTION]);
+    set(request, REQUEST_group, args[GROUP]);
+    set(request, REQUEST_prepared, args[PREPARED]);
+    set(request, REQUEST_schedule, known.at_once);
+    set(request, REQUEST_claim, claim);
+    set(request, REQUEST_words, self->given_words);
+    set(request, REQUEST_outputs, outputs);
+    set(request, REQUEST_state, known.posted);
+    set(request, REQUEST_returned, returned);
+    set(request, REQUEST__lock, lock);
+    set(request, REQUEST_send, args[SEND]);
+    set(request, REQUEST_recv, args[RECV]);
+    set(request, REQUEST_arrays, args[RECV]);
+    set(request, REQUEST_before, before);
+    set(request, REQUEST_code, args[CODE]);
+    Py_XDECREF(returned);
+    Py_XDECREF(lock);
+    Py_XDECREF(outputs);
+    Py_XDECREF(claim);
+    Py_XDECREF(before);
+    if (PyErr_Occurred()) {
+        set(request, REQUEST_claim, NULL);
+        Py_CLEAR(request);
+    }
+    return request;
+}
+
+static int is_busy(PyObject *place)
+{
+    PyObject *busy = PyObject_GetAttr(place, known.busy);
+    const int found = busy == NULL ? -1 : busy == Py_True;
+    Py_XDECREF(busy);
+    return found;
+}
+
+/* Post the call with the group's lock held. Return 1, 0 if that is impossible, or -1 and an exception. Nothing is allocated here that the
+   garbage collector counts, so no code of the program runs. */
+static int begin(SharedOperation *self, PyObject *const *args, Request *request, PyObject *site, PyObject **old)
+{
+    CallOrder *order = self->order;
+    Ring *ring = &self->ring->ring;
+    PyObject *claim = request->objects[REQUEST_claim];
+    const int64_t number = order->round + 1;
+    if (order->closed || order->posted != order->issued || (claim != NULL && PySet_GET_SIZE(known.claims) != 0) ||
+        !fits(self, &self->send, args[SEND], READABLE) || !fits(self, &self->recv, args[RECV], WRITABLE))
+        return 0;
+    const int full = is_busy(PyList_GET_ITEM(args[PLACES], (number - RING_AHEAD) & (RING_PLACES - 1)));
+    if (full)
+        return full < 0 ? -1 : 0;
+    PyObject *place = PyList_GET_ITEM(args[PLACES], number & (RING_PLACES - 1)), *at = PyLong_FromLongLong(number);
+    *old = PyObject_GetAttr(args[GROUP], known.last);
+    int failed = at == NULL || *old == NULL || PyObject_SetAttr(place, known.number, at) < 0 || note_thread(self) < 0 ||
+                 PyObject_SetAttr(args[GROUP], known.last, site) < 0;
+    Py_XDECREF(at);
+    if (failed || PyList_Append(known.pending, (PyObject *)request) < 0)
+        return -1;
+    failed = claim != NULL && (PySet_Add(known.reusable, claim) < 0 || PySet_Add(known.claims, claim) < 0);
+    if (failed || PyObject_SetAttr(place, known.busy, Py_True) < 0) {
+        PyObject *type, *value, *traceback;
+        PyErr_Fetch(&type, &value, &traceback);
+        const Py_ssize_t last = PyList_GET_SIZE(known.pending);
+        failed = PyList_SetSlice(known.pending, last - 1, last, NULL) < 0;
+        failed |= claim != NULL && (PySet_Discard(known.claims, claim) < 0 || PySet_Discard(known.reusable, claim) < 0);
+        PyErr_Clear();
+        PyErr_Restore(type, value, traceback);
+        return -1;
+    }
+    write_data(self, number, args[SEND], 0);
+    ring_write(ring, number, self->words);
+    ring_post(ring, number); /* from here on the others may go on */
+    order->round = number;
+    request->seq = ++order->calls;
+    request->number = order->issued;
+    order->posted = ++order->issued;
+    request->posted_round = number;
+    request->shared = (SharedOperation *)Py_NewRef((PyObject *)self);
+    set(request, REQUEST_round, place);
+    return 1;
+}
+
+static PyObject *shared_begin(SharedOperation *self, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != BEGIN || !PyList_CheckExact(args[PLACES]) || PyList_GET_SIZE(args[PLACES]) != RING_PLACES ||
+        known.array == NULL) {
+        PyErr_SetString(PyExc_TypeError, "begin(group, prepared, send, recv, code, instruction, limit, outputs, places)");
+        return NULL;
+    }
+    if (known.request == NULL || self->segment != NULL || self->send.arrays > 0 || self->recv.arrays > 0 ||
+        (self->send.arrays && (!self->recv.arrays || args[SEND] != args[RECV])) || PyList_GET_SIZE(known.observers) != 0 ||
+        !fits(self, &self->recv, args[RECV], WRITABLE))
+        Py_RETURN_NONE;
+    PyObject *compares = PyObject_GetAttr(args[GROUP], known.compares);
+    if (compares == NULL)
+        return NULL;
+    const int claims = compares == Py_True;
+    Py_DECREF(compares);
+    PyObject *site = PyTuple_Pack(3, self->op, args[CODE], args[INSTRUCTION]), *old = NULL;
+    Request *request = site == NULL ? NULL : new_request(self, args, claims);
+    PyObject *done = request == NULL ? NULL : PyObject_CallNoArgs(self->acquire);
+    if (done == NULL) {
+        Py_XDECREF(request);
+        Py_XDECREF(site);
+        return NULL;
+    }
+    Py_DECREF(done);
+    const int made = begin(self, args, request, site, &old);
+    PyObject *type = NULL, *value = NULL, *traceback = NULL;
+    if (made < 0)
+        PyErr_Fetch(&type, &value, &traceback);
+    done = PyObject_CallNoArgs(self->release);
+    if (type != NULL) {
+        if (done == NULL)
+            PyErr_Clear();
+        PyErr_Restore(type, value, traceback);
+    }
+    Py_DECREF(site);
+    Py_XDECREF(old);
+    const int failed = made < 0 || done == NULL;
+    Py_XDECREF(done);
+    if (failed || made == 0) {
+        set(request, REQUEST_claim, NULL); /* the claim refers to the request */
+        Py_DECREF(request);
+        return failed ? NULL : Py_NewRef(Py_None);
+    }
+    return (PyObject *)request;
+}
+
+static int is_none(PyObject *given)
+{
+    return given == NULL || given == Py_None;
+}
+
+static PyObject *request_finish(Request *self, PyObject *Py_UNUSED(nothing))
+{
+    SharedOperation *shared = self->shared;
+    PyObject *const *objects = self->objects, *claim = objects[REQUEST_claim], *recv = objects[REQUEST_recv];
+    if (shared == NULL || known.request == NULL || self->advancing || objects[REQUEST_state] != known.posted ||
+        !is_none(objects[REQUEST_landing]) || !is_none(objects[REQUEST_future]) || !is_none(objects[REQUEST_error]) ||
+        PyList_GET_SIZE(known.observers) != 0)
+        Py_RETURN_FALSE;
+    CallOrder *order = shared->order;
+    const Ring *ring = &shared->ring->ring;
+    PyObject *broken = PyObject_GetAttr(objects[REQUEST_group], known.broken);
+    if (broken == NULL)
+        return NULL;
+    Py_DECREF(broken);
+    PyObject *before = objects[REQUEST_before];
+    if (broken != Py_None || order->closed || order->moving != self->number ||
+        !ring_is_over(ring, self->posted_round, now_ns(), shared->budget) || !ring_is_unanimous(ring, self->posted_round) ||
+        !fits(shared, &shared->recv, recv, WRITABLE) || note_thread(shared) < 0 ||
+        (PyBytes_GET_SIZE(before) != 0 && memcmp(PyBytes_AS_STRING(before), memory(recv), (size_t)PyBytes_GET_SIZE(before)) != 0)) {
+        PyErr_Clear();
+        Py_RETURN_FALSE;
+    }
+    read_result(shared, self->posted_round, recv, 0);
+    order->moving = self->number + 1;
+    set(self, REQUEST_state, known.complete);
+    int failed = PyObject_SetAttr(objects[REQUEST_round], known.busy, Py_False) < 0;
+    set(self, REQUEST_round, NULL);
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(known.pending); i++)
+        if (PyList_GET_ITEM(known.pending, i) == (PyObject *)self) {
+            failed |= PyList_SetSlice(known.pending, i, i + 1, NULL) < 0;
+            break;
+        }
+    if (claim != NULL) {
+        failed |= PySet_Discard(known.claims, claim) < 0 || PySet_Discard(known.reusable, claim) < 0;
+        failed |= PyObject_SetAttr(claim, known.of_claim, Py_None) < 0 || PyObject_SetAttr(claim, known.found, Py_None) < 0;
+        set(self, REQUEST_claim, NULL);
+    }
+    self->shared = NULL;
+    Py_DECREF(shared);
+    if (failed)
+        return NULL;
+    Py_RETURN_TRUE;
+}
+
 /* ---- functions of the module ---- */
 
 static PyObject *matches(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
@@ -1461,6 +1803,9 @@ static PyObject *reduce_rows(PyObject *Py_UNUSED(module), PyObject *args)
 static PyMethodDef methods[] = {
     {"check_arrays", check_arrays, METH_VARARGS,
      "Check how NumPy lays out arrays: check_arrays(array, address of its data). TypeError: not as expected."},
+    {"configure_requests", configure_requests, METH_VARARGS,
+     "Know what the start and the end of an asynchronous call use: configure_requests(Request, RLock, RequestClaim, reusable claims,\n"
+     "observers, POSTED, COMPLETE, AT_ONCE). Without an argument such calls are made in Python from now on."},
     {"configure", configure, METH_VARARGS, "Tell the module what it needs of the library."},
     {"matches", (PyCFunction)(void (*)(void))matches, METH_FASTCALL,
      "Return whether an array has a dtype and a shape, in one piece of memory: matches(array, dtype, shape, writable)."},
@@ -1483,7 +1828,7 @@ PyMODINIT_FUNC PyInit__native(void)
         const char *name;
         PyTypeObject *type;
     } types[] = {
-        {"CallOrder", &OrderType}, {"Ring", &RingType}, {"Segment", &SegmentType}, {"SharedTransfer", &TransferType}, {"SharedOperation", &SharedOperationType}};
+        {"CallOrder", &OrderType}, {"Ring", &RingType}, {"Segment", &SegmentType}, {"SharedTransfer", &TransferType}, {"SharedOperation", &SharedOperationType}, {"RequestFields", &RequestType}};
     const struct {
         const char *name;
         long value;
@@ -1492,7 +1837,14 @@ PyMODINIT_FUNC PyInit__native(void)
         {"COMPARED", RING_COMPARED}, {"SAID", RING_SAID}, {"SEGMENT_LINE", SEGMENT_LINE}, {"BUFFERS", SEGMENT_BUFFERS}};
     known.last = PyUnicode_InternFromString("last");
     known.f_lasti = PyUnicode_InternFromString("f_lasti");
-    if (known.last == NULL || known.f_lasti == NULL)
+    known.broken = PyUnicode_InternFromString("broken");
+    known.busy = PyUnicode_InternFromString("busy");
+    known.number = PyUnicode_InternFromString("number");
+    known.compares = PyUnicode_InternFromString("compares");
+    known.of_claim = PyUnicode_InternFromString("request");
+    known.found = PyUnicode_InternFromString("_found");
+    known.writes = Py_BuildValue("(s)", "writes");
+    if (PyErr_Occurred())
         return NULL;
     PyObject *module = PyModule_Create(&definition);
     int failed = module == NULL || PyModule_AddStringConstant(module, "VERSION", VERSION) < 0;

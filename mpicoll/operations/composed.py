@@ -70,8 +70,9 @@ def _make(group: ProcessGroup, call: Call, steps: Callable[[Agreed], Steps] | No
             with nullcontext() if steps is None else signals.shield:
                 request.start(group.pair.agreement.order.issue(), partial(_meet_and_move, group, steps))
                 request.complete()
-            assert request.agreed is not None
-            return request.agreed
+            agreed: Agreed | None = request.agreed
+            assert agreed is not None
+            return agreed
         except BaseException as error:
             execution.leave_begun(group, call, limit, error)
             raise

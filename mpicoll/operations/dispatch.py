@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,8 @@ from mpicoll.operations import execution
 from mpicoll.operations.failures import guarded, wrap
 from mpicoll.operations.prepared import LARGEST, MOST, PreparedOperation
 from mpicoll.operations.request import Request
-from mpicoll.operations.schedules import AT_ONCE, EAGER, MEETING, THROUGH_PLAN, Start
+from mpicoll.operations.schedules import AT_ONCE, EAGER, MEETING, THROUGH_PLAN
+from mpicoll.operations.states import COMPLETE, POSTED, observers
 from mpicoll.operations.work import Work
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import CallSite, caller
@@ -122,10 +123,8 @@ def again(
     if async_op:
         if async_op is not True or CallSite.inside(frame.f_code):  # in the second case the general way finds the place
             return False
-        return (
-            begin(known, found, send, recv, CallSite(frame.f_code, frame.f_lasti), limit, name, outputs, spread)
-            or False
-        )
+        code, instruction = frame.f_code, frame.f_lasti
+        return begin(known, found, send, recv, code, instruction, limit, name, outputs, spread) or False
     if found.shared is not None:
         more = () if plain else (limit, name, None if name is None else found.words_named(known, name))
         if found.shared.run(known, found, send, recv, frame, *more):
@@ -198,10 +197,8 @@ def start_and_complete(group: ProcessGroup, prepared: PreparedOperation, array: 
                 break
             if not test() or not is_usual(made, prepared.words):
                 request = _describe(group, prepared, frame)
-                request.start_of.send = request.start_of.recv = array
-                request.start_prepared(
-                    prepared, request.start_of, number, prepared.words, THROUGH_PLAN if moves else MEETING, made
-                )
+                request.send = request.recv = array
+                request.start_prepared(prepared, number, prepared.words, THROUGH_PLAN if moves else MEETING, made)
                 with signals.shield:
                     request.complete()
                 return True
@@ -275,8 +272,7 @@ def _describe(
     request.prepared = prepared
     request.words = words or prepared.eager_words
     site = place if isinstance(place, CallSite) else CallSite(place.f_code, place.f_lasti)
-    request.start_of = Start(None, None, site.code, site.instruction, name, True)
-    request.start_of.seq = group.calls
+    request.code, request.instruction, request.name, request.seq = site.code, site.instruction, name, group.calls
     return request
 
 
@@ -285,7 +281,8 @@ def begin(
     prepared: PreparedOperation,
     send: Any,
     recv: Any,
-    site: CallSite,
+    code: CodeType,
+    instruction: int,
     limit: float | None,
     name: str | None,
     outputs: Any,
@@ -294,11 +291,17 @@ def begin(
     """Start a prepared operation, for a wait later; None, and nothing done, if that is impossible now."""
     request: Request | None = None
     wrong: BaseException | None = None
-    began = False
+    began, issued = False, group.order.issued
     try:
-        if waiting.progress_thread is not None or not prepared.fits(send, recv):
+        if waiting.progress_thread is not None or group.broken is not None or group.destroyed:
             return None
-        if group.order.closed or group.broken is not None or group.destroyed:
+        places = prepared.places
+        if places is not None and name is None and spread is None:
+            seconds, shared = group.timeout if limit is None else limit, prepared.shared  # type: Any, Any
+            request = shared.begin(group, prepared, send, recv, code, instruction, seconds, outputs, places)
+            if request is not None:
+                return Work(request, request.claim)
+        if group.order.closed or not prepared.fits(send, recv):
             return None
         if prepared.shared is None or prepared.segment is not None:
             if prepared.lists:
@@ -321,8 +324,8 @@ def begin(
                 group,
                 send,
                 recv,
-                site.code,
-                site.instruction,
+                code,
+                instruction,
                 waited=False,
                 limit=limit,
                 name=name,
@@ -336,13 +339,13 @@ def begin(
                 claim.request = request
             if request.round is not None or not request.Test():  # a round that has just been posted is not over
                 _pending.append(request)
-            work = Work(request)
+            work = Work(request, claim)
             if claim is not None:
-                work.with_reusable_claim(claim)
+                claims.claim(claim)
     except BaseException as error:
         wrong = error
-        if began:
-            _lose(group, prepared, site, request, error)
+        if began or group.order.issued != issued:
+            _lose(group, prepared, CallSite(code, instruction), request, error)
         raise
     finally:
         if _guard.noted is not None:
@@ -367,11 +370,11 @@ def _finish(
         order = prepared.agreement.order
         request = _describe(group, prepared, frame, *given)
         request.outputs = [send, recv]
-        request.start_of.send, request.start_of.recv = send, recv
+        request.send, request.recv = send, recv
         number, channel = order.issued - 1, prepared.agreement.channel
         posted = channel.posted(order.round)  # type: ignore[attr-defined]
         schedule = AT_ONCE if prepared.segment is None else EAGER
-        request.start_prepared(prepared, request.start_of, number, request.words, schedule, posted)
+        request.start_prepared(prepared, number, request.words, schedule, posted)
         order.posted = number + 1
         with signals.shield:
             request.complete()
@@ -422,9 +425,14 @@ _guard.inside.update(each.__code__ for each in (_finish, _await, _give_up, run, 
 
 if extension is not None:
     extension.configure(_finish, _give_up, _await, _pending, _active, _threads)
+    extension.configure_requests(
+        Request, threading.RLock, RequestClaim, claims.reusable, observers, POSTED, COMPLETE, AT_ONCE
+    )
 
 
 def _forget_in_child() -> None:
+    if extension is not None:
+        extension.configure_requests()
     known = registry.current()
     if known is not None:
         for group in known.groups.values():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -325,9 +325,9 @@ def _claim(made: _PreparedMessage, writes: bool) -> RequestClaim | None:
 
 
 def _work(operation: _PreparedMessage, claim: RequestClaim | None) -> Work:
-    work = Work(operation)
+    work = Work(operation, claim)
     if claim is not None:
-        work.with_reusable_claim(claim)
+        claims.claim(claim)
     return work
 
 
@@ -340,11 +340,10 @@ class _PreparedMessage(Request):
         payload: request of the elements that move apart from their envelope, once it is started.
     """
 
-    __slots__ = ("again", "array", "code", "instruction", "payload")
+    __slots__ = ("again", "array", "payload")
     name = ""
 
     def __init__(self, group: ProcessGroup, again: PersistentMessage, tensor: Array, frame: FrameType) -> None:
-        # All attributes of a request, without the description of the call.
         self.group = group
         self.outputs = [tensor]
         self.held = again
@@ -352,18 +351,13 @@ class _PreparedMessage(Request):
         self.peer = group.ranks[again.peer]
         self.tag = again.tag
         self.state = MOVING
-        self.number = self.returned = -1
-        self.round = self.agreed = self.error = self.future = self.landing = None
-        self.waited = self._in_effect = self._advancing = False
-        self.polled = self.next_look = 0.0
-        self._call = self.prepared = self.start_of = self.schedule = self.words = self.claim = None
-        self.steps = self._transfer = self._current = None
+        self.returned = -1
         self._lock = _new_lock()
         self.again: Any = again
         self.array = tensor
         self.payload: Any = None
-        self.code: CodeType = frame.f_code
-        self.instruction: int = frame.f_lasti
+        self.code = frame.f_code
+        self.instruction = frame.f_lasti
 
     @property
     def call(self) -> Call:

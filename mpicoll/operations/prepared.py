@@ -33,7 +33,10 @@ from mpicoll.operations.schedules import (
     MEETING,
     THROUGH_PLAN,
     UNCOMPARED,
-    Start,
+    check,
+    finish,
+    land,
+    movement,
 )
 from mpicoll.runtime import waiting
 from mpicoll.runtime.call_site import CallSite
@@ -68,6 +71,7 @@ class PreparedOperation:
         shared: the call as the extension makes it; None if it goes through MPI.
         segment: the memory of a call whose data has no room beside a record; None for the others.
         width: bytes of the pieces of a call that the extension makes in several; 0 for the others.
+        places: of the rounds of the group, if the extension starts the call; None for the others.
         poll_ns: how long a member polls for another one before it waits as every call does.
         lists: this rank passes a list, or gets one.
         in_place: the call is a small call over MPI, compared in full, whose array is input and output.
@@ -92,6 +96,7 @@ class PreparedOperation:
         "mpi_op",
         "nbytes",
         "op",
+        "places",
         "plan_key",
         "poll_ns",
         "root",
@@ -130,7 +135,7 @@ class PreparedOperation:
         shared, carries_data = group.pair.through(kind, self.nbytes) is not None, agreement.channel.carries_data
         self._way = select(Facts(kind, size, self.nbytes, bool(self.mpi_op), shared, carries_data))
         self.eager_words = self.words
-        self.segment = self.shared = None
+        self.segment = self.shared = self.places = None
         in_place = kind in (Kind.BARRIER, Kind.ALL_REDUCE, Kind.BROADCAST)
         over_mpi = not agreement.channel.carries_data and group.level == "full"
         self.in_place = in_place and over_mpi and self.nbytes <= SMALL_BYTES
@@ -146,6 +151,8 @@ class PreparedOperation:
                 self.segment = self.segment or node.in_one_step(kind, brings)
             if self.segment is None:
                 return self
+        else:
+            self.places = agreement.channel.places  # type: ignore[attr-defined]
         # Of a piece: the extension holds the interpreter lock while it polls.
         self.poll_ns = poll_ns(self.width or brings, waiting.oversubscribed)
         # A member whose data does not come with the round posts 0 for eager bytes: then all move the general way.
@@ -251,40 +258,38 @@ class PreparedOperation:
 
     def describe(self, request: Request) -> Call:
         """Return the description of one start."""
-        start: Start = request.start_of
-        key = self.key if start.name is None else (*self.key, ("name", start.name))
-        call = Call(self.op, key, CallSite(start.code, start.instruction), seq=start.seq, block_bytes=self.nbytes)
-        call.detail, call.alias, call.made = self.detail, self.alias, start.made
-        call.passes, call.asynchronous = request.words is None, not start.waited
+        key = self.key if request.name is None else (*self.key, ("name", request.name))
+        call = Call(self.op, key, CallSite(request.code, request.instruction), seq=request.seq, block_bytes=self.nbytes)
+        call.detail, call.alias, call.made = self.detail, self.alias, request.made or []
+        call.passes, call.asynchronous = request.words is None, not request.waited
         if request.words is not None:
             call.print = request.words[0]
         return call
 
     def steps(self, request: Request) -> Steps:
         """Return what moves the data the general way: members differ in how they make the call, or one is late."""
-        start: Start = request.start_of
-        group, recv = request.group, start.recv
-        copied = bool(start.before) and start.spread is None
+        group, recv = request.group, request.recv
+        copied = bool(request.before) and request.spread is None
         if copied:  # the program may write its array meanwhile, which is found afterwards
             own: Any = [each.copy() for each in recv] if isinstance(recv, list) else recv.copy()
-            start.send, start.recv = own if start.send is recv else start.send, own
-        move = start.movement(self)
+            request.send, request.recv = own if request.send is recv else request.send, own
+        move = movement(request)
 
-        def finish() -> None:
-            start.finish(request)
-            if start.before:
-                start.check(request)
+        def after() -> None:
+            finish(request)
+            if request.before:
+                check(request)
             if copied:
-                own, start.recv = start.recv, recv
+                own, request.recv = request.recv, recv
                 for array, moved in zip(recv, own, strict=True) if isinstance(recv, list) else ((recv, own),):
                     array[...] = moved
-            start.land(request)
+            land(request)
 
         if request.words is None:
-            return execution.move_uncompared(group, request.call, move, request.number, None, None, finish, None)
+            return execution.move_uncompared(group, request.call, move, request.number, None, None, after, None)
         assert request.agreed is not None
         return execution.move_agreed(
-            group, request.call, move, request.number, None, None, finish, request.limit, request.agreed
+            group, request.call, move, request.number, None, None, after, request.limit, request.agreed
         )
 
     def poll(self, made: Any) -> None:
@@ -310,15 +315,19 @@ class PreparedOperation:
         """Start the call, and return its request. The lock of the group is held, and its use has been checked.
 
         Args:
-            before, arrays, spread: as in :class:`Start`; ``arrays`` are ``recv`` without ``spread``.
+            before, arrays, spread: fields of the request; ``arrays`` are ``recv`` without ``spread``.
         """
         order = self.agreement.order
-        start = Start(send, recv, code, instruction, name, waited)
-        start.before, start.spread = before, spread
-        if spread is not None:
-            start.arrays = arrays
         at_once = AT_ONCE if type(before) is bytes else EAGER
         request = Request(group, None, [recv], group.timeout if limit is None else limit, waited=waited)
+        request.send, request.recv, request.code, request.instruction, request.name = (
+            send,
+            recv,
+            code,
+            instruction,
+            name,
+        )
+        request.before, request.spread, request.arrays = before, spread, recv if spread is None else arrays
         group.last = self.op, code, instruction
         shared, channel = self.shared, self.agreement.channel  # type: Any, Any
         eager = shared is not None and self.segment is None
@@ -326,17 +335,17 @@ class PreparedOperation:
         if may_post and channel.room(order.round + 1):
             number, posted = order.issued, shared.start(send)
             if posted >= 0:
-                start.seq = order.calls
-                request.start_prepared(self, start, number, self.eager_words, at_once, channel.take(posted))
+                request.seq = order.calls
+                request.start_prepared(self, number, self.eager_words, at_once, channel.take(posted))
                 return request
-        order.calls = start.seq = order.calls + 1
-        words = self._words(group, start, eager)
+        order.calls = request.seq = order.calls + 1
+        words = self._words(group, request, eager)
         schedule: Any = None
         if words is None:
             schedule = UNCOMPARED if waited and self.plan_key[:2] in group.own_plans else None
         else:
             schedule = at_once if eager else self._schedule(group) if waited else None
-        request.start_prepared(self, start, order.issue(), words, schedule)
+        request.start_prepared(self, order.issue(), words, schedule)
         return request
 
     def words_named(self, group: ProcessGroup, name: str) -> Words:
@@ -349,30 +358,30 @@ class PreparedOperation:
         self._named = name, words
         return words
 
-    def _words(self, group: ProcessGroup, start: Start, eager: bool) -> Words | None:
+    def _words(self, group: ProcessGroup, request: Request, eager: bool) -> Words | None:
         """Return the words of the round of one start; None: the call makes no round."""
         level, print_ = group.level, self.fingerprint
         words: Words = self.eager_words if eager else self.words
-        if start.name is not None:
-            print_ = fingerprint(self.op, (*self.key, ("name", start.name)))
+        if request.name is not None:
+            print_ = fingerprint(self.op, (*self.key, ("name", request.name)))
         if level == "full" or self.agreement.channel.carries_data:
-            if start.name is None:
-                if start.waited and not waiting.pending:
+            if request.name is None:
+                if request.waited and not waiting.pending:
                     return words
-                return (*words[:-1], int(not start.waited or collectives_are_pending()))
+                return (*words[:-1], int(not request.waited or collectives_are_pending()))
             print_ = execution.plain_print(group, self.op, print_)
         elif level == "roll":
             rolling = self.agreement.rolling
-            key = self.key if start.name is None else (*self.key, ("name", start.name))
-            rolling.made.append((start.seq, print_, self.op, key, start.code, start.instruction))
+            key = self.key if request.name is None else (*self.key, ("name", request.name))
+            rolling.made.append((request.seq, print_, self.op, key, request.code, request.instruction))
             if self._passes(group):
                 return None
-            print_, start.made = rolling.cut()
+            print_, request.made = rolling.cut()
         elif self._passes(group):
             return None
         else:
             print_ = 0
-        nonblocking = not start.waited or collectives_are_pending()
+        nonblocking = not request.waited or collectives_are_pending()
         return (print_, -print_, *words[2:-1], int(nonblocking))
 
     def _passes(self, group: ProcessGroup) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -31,6 +30,7 @@ from mpicoll.operations.states import (
     MOVING,
     POSTED,
     QUEUED,
+    RequestFields,
     State,
     through,
     to,
@@ -41,7 +41,6 @@ from mpicoll.runtime.waiting import Steps
 
 if TYPE_CHECKING:
     from mpicoll.groups.process_group import ProcessGroup
-    from mpicoll.runtime.waiting import Pollable
     from mpicoll.transports.control import Agreed, Round, Words
 
 
@@ -49,35 +48,15 @@ ASLEEP, STILL_WITHIN = 0.001, 1.0
 """Seconds that a wait sleeps at a time while another thread progresses the request, and that it waits for this thread at most."""
 
 
-class Request:
+class Request(RequestFields):
     """One collective call that was started. The library refers to the request until it is over; users hold a ``Work``.
 
     Args:
         group, call: the group, and the description of the call; None for a prepared operation.
-        outputs: the arrays of the result, for ``Work.result``.
-        limit: seconds until a wait raises CollectiveTimeoutError.
-        held: what has the memory that MPI uses.
-        waited: the caller waits at once: the request is never pending, and may make blocking calls of MPI.
-
-    Attributes:
-        state: of the request (:mod:`mpicoll.operations.states`).
-        number, round: the number in the order of the group's calls; the round that is posted and not released.
-        agreed: what all members know after the round; None before, and for a call without a round.
-        error: of the request, once its state is FAILED.
-        peer, tag: of a message: the global rank at the other end (-1: any), and the tag; ``peer`` is None for a collective.
-        prepared, start_of: the prepared operation, and what it knows of this start; None for other calls.
-        words: of the round; None for a call without a round.
-        schedule, steps: move the data of a prepared operation if all is as this member says; in all other cases.
-        claim: of memory that the call uses until it is waited for.
-        returned: what the steps returned; of a receive the rank in the group that the message came from, -1 before.
-        future: of the result, if the program has asked for one; ``landing`` is called just before the request is over.
+        outputs, limit, peer, tag, held, waited: fields of the request (``operations.states``).
     """
 
-    __slots__ = (
-        *("__weakref__", "_advancing", "_call", "_current", "_in_effect", "_lock", "_transfer", "agreed", "claim"),
-        *("error", "future", "group", "held", "landing", "limit", "next_look", "number", "outputs", "peer", "polled"),
-        *("prepared", "returned", "round", "schedule", "start_of", "state", "steps", "tag", "waited", "words"),
-    )
+    __slots__ = ("__weakref__",)
 
     def __init__(
         self,
@@ -93,37 +72,19 @@ class Request:
     ) -> None:
         self.group = group
         self._call = call
-        self.prepared: Prepared | None = None
-        self.schedule: Schedule | None = None
-        self.start_of: Any = None
-        self.claim: Any = None
-        self.words: Words | None = None
         self.outputs = outputs
         self.limit, self.peer, self.tag = limit, peer, tag
         self.held, self.waited = held, waited
-        self.state: State = IDLE
-        self.number = -1
-        self.round: Round | None = None
-        self.agreed: Agreed | None = None
-        self.error: BaseException | None = None
-        self.returned: Any = -1
-        self.future: Future[Any] | None = None
-        self.landing: Callable[[], None] | None = None
-        self.polled = self.next_look = 0.0
-        self._in_effect = False  # between an effect and its transition: an exception there loses the call
-        self._transfer: Callable[[Agreed | None], Steps] | None = None
-        self.steps: Steps | None = None
-        self._current: Pollable | None = None
+        self.state = IDLE
+        self.returned = -1
         # A handler that raises just after the lock was acquired leaves the lock to this thread, which can acquire it again.
         self._lock = threading.RLock()
-        self._advancing = False
 
     @property
     def call(self) -> Call:
         """The description of the call; that of a prepared operation is made when it is needed."""
-        found = self._call
+        found: Call | None = self._call
         if found is None:
-            assert self.prepared is not None
             found = self._call = self.prepared.describe(self)
         return found
 
@@ -149,7 +110,6 @@ class Request:
     def start_prepared(
         self,
         prepared: Prepared,
-        start: Any,
         number: int,
         words: Words | None,
         schedule: Schedule | None,
@@ -158,12 +118,11 @@ class Request:
         """Start the request of a prepared operation; the caller tests it.
 
         Args:
-            start: what the operation knows of this start.
             words: of the round; None: the call makes no round.
             schedule: moves the data if the round says that all is as this member says; None: the general way.
             posted: the round, if the extension has posted it.
         """
-        self.prepared, self.start_of, self.number = prepared, start, number
+        self.prepared, self.number = prepared, number
         self.words, self.schedule = words, schedule
         to(self, QUEUED)
         if posted is not None:
@@ -377,11 +336,11 @@ class Request:
         self.policy().withdraw(error)
 
     def _keep(self) -> None:
-        retain_for_ever(self._current, self.outputs, self.held, self.steps, self.start_of)
+        retain_for_ever(self._current, self.outputs, self.held, self.steps, self.send, self.recv, self.arrays)
 
     def expected(self) -> Any:
         """Return what must be in the array of the call when the program has waited; None: nobody compares."""
-        return self.start_of.after or None
+        return self.after or None
 
     def unclaimed(self) -> None:
         """Forget the claim of memory: the program has waited, and the request, its claim and its array form no circle."""

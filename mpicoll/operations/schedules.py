@@ -5,16 +5,14 @@ A schedule is chosen from what the members know alike, so all of them choose the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import CodeType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from mpicoll.checks.agreement import is_usual
 from mpicoll.checks.memory_in_use import written
-from mpicoll.checks.memory_ranges import Snapshot, seal
-from mpicoll.diagnosis.call import Call, MadeFields
+from mpicoll.checks.memory_ranges import seal
+from mpicoll.diagnosis.call import Call
 from mpicoll.errors import DistError
 from mpicoll.memory.arithmetic import without_warnings
 from mpicoll.operations.failures import BlockingCall
@@ -58,84 +56,40 @@ class Prepared(Protocol):
         """Poll a round for a moment."""
 
 
-class Start:
-    """What a prepared operation knows of one start.
+def movement(request: Any) -> Movement:
+    """Return what the start of a prepared operation moves."""
+    move: Movement
+    move, request.unpack = request.prepared.movement(request.send, request.recv)
+    request.move = move
+    return move
 
-    Attributes:
-        send, recv: the arrays that this rank sends from, and where its result goes.
-        code, instruction: the place in the program.
-        name: the name that the program gives the call.
-        waited: the caller waits at once.
-        seq: number of the call on its group.
-        made: the calls since the last comparison, at level ``roll``.
-        move, unpack, plan: what moves, once it does; what puts the result into the arrays of the program.
-        arrays, spread: the arrays of the program that hold the result in the end, and what copies ``recv`` to them; None if these
-            are ``recv``.
-        before, after: what these arrays held at the start, and when the result was written; empty if nobody compares.
-    """
 
-    __slots__ = (
-        "after",
-        "arrays",
-        "before",
-        "code",
-        "instruction",
-        "made",
-        "move",
-        "name",
-        "plan",
-        "recv",
-        "send",
-        "seq",
-        "spread",
-        "unpack",
-        "waited",
-    )
+def finish(request: Any) -> None:
+    """Divide the result of an average, and put the result into the arrays of the program."""
+    move: Movement = request.move
+    if request.prepared.average and move.recv is not None:
+        without_warnings(np.divide, move.recv, request.group.size(), out=move.recv)
+    if request.unpack is not None:
+        request.unpack()
 
-    def __init__(self, send: Any, recv: Any, code: CodeType, instruction: int, name: str | None, waited: bool) -> None:
-        self.send, self.recv = send, recv
-        self.arrays = recv
-        self.spread: Callable[[], None] | None = None
-        self.code, self.instruction = code, instruction
-        self.name = name
-        self.waited = waited
-        self.made: list[MadeFields] = []
-        self.before: bytes | Snapshot = b""
-        self.after: bytes | Snapshot = b""
-        self.plan: Any = None
-        self.seq = 0
 
-    def movement(self, prepared: Any) -> Movement:
-        """Return what moves."""
-        move: Movement
-        move, self.unpack = prepared.movement(self.send, self.recv)
-        self.move = move
-        return move
+def check(request: Any) -> None:
+    """Raise BufferInUseError if the program has written its arrays since the start."""
+    before = request.before
+    if request.arrays.tobytes() != before if isinstance(before, bytes) else before.is_changed():
+        raise written(request.call.op, request.call.site, request.group.display)
 
-    def finish(self, request: Any) -> None:
-        """Divide the result of an average, and put the result into the arrays of the program."""
-        prepared: Any = request.prepared
-        if prepared.average and self.move.recv is not None:
-            without_warnings(np.divide, self.move.recv, request.group.size(), out=self.move.recv)
-        if self.unpack is not None:
-            self.unpack()
 
-    def check(self, request: Any) -> None:
-        """Raise BufferInUseError if the program has written its array since the start."""
-        before = self.before
-        if self.arrays.tobytes() != before if isinstance(before, bytes) else before.is_changed():
-            raise written(request.call.op, request.call.site, request.group.display)
-
-    def land(self, request: Any) -> None:
-        """Copy the result to the arrays of the program, and note what these hold. An error concerns this rank only."""
-        try:
-            if self.spread is not None:
-                self.spread()
-            if self.before:
-                self.after = seal(self.arrays)
-        except Exception as error:
-            request.call.error = error
-            raise
+def land(request: Any) -> None:
+    """Copy the result to the arrays of the program, and note what these hold. An error concerns this rank only."""
+    try:
+        if request.spread is not None:
+            request.spread()
+        if request.before:
+            request.after = seal(request.arrays)
+    except Exception as error:
+        request.call.error = error
+        raise
 
 
 class _Meeting:
@@ -164,7 +118,7 @@ class _Eager(_Meeting):
     def put(self, request: Any, number: int) -> None:
         """Write the data of this rank beside the record of its round."""
         prepared: Any = request.prepared
-        prepared.shared.write(number, request.start_of.send)
+        prepared.shared.write(number, request.send)
 
     def serves(self, request: Any, made: Any) -> bool | None:
         """Return whether all members make the call; the words say that the data of all is there."""
@@ -177,22 +131,21 @@ class _Eager(_Meeting):
     def start(self, request: Any) -> Any:
         """Read the data of all members."""
         prepared: Any = request.prepared
-        start: Start = request.start_of
         made: Any = request.round
-        if start.before:
-            start.check(request)
+        if request.before:
+            check(request)
         segment = prepared.segment
         if segment is not None:
             segment.advance()
         if prepared.width:
-            prepared.shared.run_rest(request.group, prepared, start.send, start.recv, request)
+            prepared.shared.run_rest(request.group, prepared, request.send, request.recv, request)
         else:
             try:
-                prepared.shared.read(made.number if segment is None else segment.step, start.recv)
+                prepared.shared.read(made.number if segment is None else segment.step, request.recv)
             except ValueError as error:  # an array was changed meanwhile; all other members have the data
                 request.call.error = error
                 raise
-        start.land(request)
+        land(request)
         return None
 
 
@@ -204,10 +157,9 @@ class _AtOnce(_Eager):
     def serves(self, request: Any, made: Any) -> bool | None:
         """Read the data of all members, if all members make the call."""
         prepared: Any = request.prepared
-        start: Start = request.start_of
-        found = prepared.shared.complete(request.number, made.number, start.recv, start.before)
+        found = prepared.shared.complete(request.number, made.number, request.recv, request.before)
         if found == 1:
-            start.land(request)
+            land(request)
             return True
         if found == 2:
             return False
@@ -228,15 +180,14 @@ class _InSharedMemory(_Meeting):
     def start(self, request: Any) -> Any:
         """Give the request the steps."""
         prepared: Any = request.prepared
-        start: Start = request.start_of
         node = request.group.pair.through(prepared.kind, prepared.nbytes)
         assert node is not None
-        request.steps = node.steps(start.movement(prepared), prepared.nbytes)
+        request.steps = node.steps(movement(request), prepared.nbytes)
         return None
 
     def finish(self, request: Any) -> None:
         """Finish the result."""
-        request.start_of.finish(request)
+        finish(request)
 
 
 class _ThroughPlan(_InSharedMemory):
@@ -244,11 +195,10 @@ class _ThroughPlan(_InSharedMemory):
 
     def start(self, request: Any) -> Any:
         """Start the request of the plan."""
-        start: Start = request.start_of
         plans, key = self.plans(request)
         plans.move_to_end(key)
-        start.plan = plans[key]
-        return start.plan.start(start.movement(request.prepared))
+        request.plan = plans[key]
+        return request.plan.start(movement(request))
 
     def plans(self, request: Any) -> tuple[Any, Any]:
         """Return the plans of the members, and the key of the plan of the call."""
@@ -256,9 +206,8 @@ class _ThroughPlan(_InSharedMemory):
 
     def finish(self, request: Any) -> None:
         """Copy the result out of the memory of the plan, and finish it."""
-        start: Start = request.start_of
-        start.plan.finish(start.move)
-        start.finish(request)
+        request.plan.finish(request.move)
+        finish(request)
 
 
 class _Uncompared(_ThroughPlan):
@@ -275,7 +224,7 @@ class _Blocking(_InSharedMemory):
     def start(self, request: Any) -> Any:
         """Move all data."""
         group = request.group
-        move = request.start_of.movement(request.prepared)
+        move = movement(request)
         with BlockingCall(group, request.call, request.limit):
             group.pair.native.blocking(move)
         return None

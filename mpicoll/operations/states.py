@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mpicoll.runtime.native import found as extension
 
 
 class State(enum.IntEnum):
@@ -66,7 +68,8 @@ class HasState(Protocol):
 
 Observer = Callable[[HasState, State, State], None]
 
-_observers: list[Observer] = []
+observers: list[Observer] = []
+"""What :func:`observe` has added."""
 
 
 def to(request: HasState, new: State) -> None:
@@ -74,13 +77,13 @@ def to(request: HasState, new: State) -> None:
     old = request.state
     assert _ALLOWED[old] >> new & 1, f"no transition from {old.name} to {new.name}"
     request.state = new
-    for observer in _observers:
+    for observer in observers:
         observer(request, old, new)
 
 
 def through(request: HasState, *states: State) -> None:
     """Make several transitions, one after the other, as :func:`to`."""
-    if _observers:
+    if observers:
         for state in states:
             to(request, state)
     else:
@@ -89,5 +92,141 @@ def through(request: HasState, *states: State) -> None:
 
 def observe(observer: Observer) -> Callable[[], None]:
     """Call ``observer(request, old, new)`` after each transition of each request; return what ends that."""
-    _observers.append(observer)
-    return lambda: _observers.remove(observer)
+    observers.append(observer)
+    return lambda: observers.remove(observer)
+
+
+class RequestFields:
+    """The fields of a request, each None, 0 or False until it is set; with the extension in C.
+
+    Attributes:
+        state: of the request.
+        number, round: the number in the order of the group's calls, or -1; the round that is posted and not released.
+        agreed: what all members know after the round; None before, and for a call without a round.
+        error: of the request, once its state is FAILED.
+        outputs, held: the arrays of the result, for ``Work.result``; what has the memory that MPI uses.
+        limit: seconds until a wait raises CollectiveTimeoutError.
+        waited: the caller waits at once: the request is never pending, and may make blocking calls of MPI.
+        peer, tag: of a message: the global rank at the other end (-1: any), and the tag; ``peer`` is None for a collective.
+        words: of the round; None for a call without a round.
+        prepared: the prepared operation; None for other calls.
+        schedule, steps: move the data of a prepared operation if all is as this member says; in all other cases.
+        claim: of memory that the call uses until it is waited for.
+        returned: what the steps returned; of a receive the rank in the group that the message came from, -1 before.
+        future: of the result, if the program has asked for one; ``landing`` is called just before the request is over.
+        polled, next_look: when a program that polls asked first, and when the next answer looks for what is wrong
+            (time.monotonic).
+        send, recv: of a prepared operation: the arrays that this rank sends from, and where its result goes.
+        arrays, spread: the arrays of the program that hold the result in the end, and what copies ``recv`` to them; None if
+            these are ``recv``.
+        before, after: what these arrays held at the start, and when the result was written; empty if nobody compares.
+        code, instruction, name, seq: the place in the program; the name that the program gives the call; its number on the group.
+        made: the calls since the last comparison, at level ``roll``.
+        move, unpack, plan: what moves, once it does; what puts the result into the arrays of the program.
+    """
+
+    __slots__ = (
+        *(
+            "_advancing",
+            "_call",
+            "_current",
+            "_in_effect",
+            "_lock",
+            "_transfer",
+            "after",
+            "agreed",
+            "arrays",
+            "before",
+            "claim",
+        ),
+        *(
+            "code",
+            "error",
+            "future",
+            "group",
+            "held",
+            "instruction",
+            "landing",
+            "limit",
+            "made",
+            "move",
+            "name",
+            "next_look",
+        ),
+        *(
+            "number",
+            "outputs",
+            "peer",
+            "plan",
+            "polled",
+            "prepared",
+            "recv",
+            "returned",
+            "round",
+            "schedule",
+            "send",
+            "seq",
+        ),
+        *("spread", "state", "steps", "tag", "unpack", "waited", "words"),
+    )
+    group: Any
+    outputs: list[Any]
+    state: State
+    number: int
+    seq: int
+    tag: int
+    instruction: int
+    limit: float
+    polled: float
+    next_look: float
+    peer: int | None
+    waited: bool
+    error: BaseException | None
+    _advancing: bool
+    _call: Any
+    _current: Any
+    _in_effect: bool
+    _lock: Any
+    _transfer: Any
+    after: Any
+    agreed: Any
+    arrays: Any
+    before: Any
+    claim: Any
+    code: Any
+    future: Any
+    held: Any
+    landing: Any
+    made: Any
+    move: Any
+    name: Any
+    plan: Any
+    prepared: Any
+    recv: Any
+    returned: Any
+    round: Any
+    schedule: Any
+    send: Any
+    spread: Any
+    steps: Any
+    unpack: Any
+    words: Any
+
+    def __new__(cls, *_args: Any, **_more: Any) -> Any:
+        made = super().__new__(cls)
+        for name in RequestFields.__slots__:
+            setattr(made, name, _NOT_NONE.get(name))
+        return made
+
+    def finish(self) -> bool:
+        """Return False: only the extension completes a call that it has started."""
+        return False
+
+
+_NOT_NONE: dict[str, Any] = {
+    **dict.fromkeys(("seq", "tag", "instruction", "limit", "polled", "next_look"), 0),
+    **dict.fromkeys(("waited", "_in_effect", "_advancing"), False),
+    "number": -1,
+}
+if extension is not None and not TYPE_CHECKING:
+    RequestFields = extension.RequestFields

@@ -136,10 +136,10 @@ class Work:
 
     __slots__ = ("__weakref__", "_claim", "_observed", "_request")
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, claim: Claim | None = None) -> None:
         self._request = request
         self._observed = False
-        self._claim: Claim | None = None
+        self._claim = claim
         request.group.unwaited[id(request)] = request
         if waiting.progress_thread is not None and not request.done:
             waiting.progress_thread.begun(request)
@@ -152,11 +152,6 @@ class Work:
             self._claim = claim
             claims.add(claim)
         return self
-
-    def with_reusable_claim(self, claim: Claim) -> None:
-        """As :meth:`with_claim`, for an operation that is made again and knows itself when it is over."""
-        self._claim = claim
-        claims.claim(claim)
 
     def _land(self) -> None:
         claim, self._claim = self._claim, None
@@ -185,6 +180,9 @@ class Work:
         if not isinstance(timeout, timedelta):
             raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout!r}")
         self._observe()
+        if self._request.finish():
+            self._claim = None
+            return True
         try:
             self._request.complete(timeout.total_seconds() or None)
         finally:
@@ -247,21 +245,23 @@ class Work:
             self._claim.unawaited = True
         request = self._request
         self._observe()
-        if request.done and request.future is not None:  # in a callback of its own, too
-            return request.future
+        future: Future[Any] | None = request.future
+        if request.done and future is not None:  # in a callback of its own, too
+            return future
         with request.still():
             if request.done:
                 self._land()
             else:
                 request.landing = self._land
-            if request.future is None:
-                request.future = _WorkFuture(request.complete, partial(_poll, request))
-                request.future.set_running_or_notify_cancel()
+            future = request.future
+            if future is None:
+                future = request.future = _WorkFuture(request.complete, partial(_poll, request))
+                future.set_running_or_notify_cancel()
                 if request.done:
-                    settle(request.future, request)
+                    settle(future, request)
                 elif request not in waiting.pending:
                     waiting.pending.append(request)
-        return request.future
+        return future
 
     def done(self) -> bool:
         """Whether the call is done; with ``value`` and ``then`` it is the Future that torch's coalesced calls return."""

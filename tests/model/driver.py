@@ -478,9 +478,9 @@ def main() -> None:
     parser.add_argument("--plant", default="", help="a fault in the checker: dtype, busy, blind or uncounted")
     options = parser.parse_args()
     warnings.simplefilter("ignore")  # calls of ranks outside a group, Works that were not waited for: meant so here
-    plant(options.plant)
     began = time.monotonic()
     runner = Runner(options.limit)
+    plant(options.plant)  # not before: a checker with a fault may refuse the groups
     table: dict[str, Counter[str]] = {"correct": Counter(), **{kind: Counter() for kind in options.kinds.split(",")}}
     errors: Counter[str] = Counter()
     seeds = range(options.seed, options.seed + options.correct)

@@ -158,7 +158,7 @@ def run_prepared(
         _refuse(found, op, site, alias, error)
     if async_op and again is not None:  # the first call goes the way of the next ones
         _, send, recv, outputs = ready.cached
-        work = dispatch.begin(found, again, send, recv, site, limit, name, outputs)
+        work = dispatch.begin(found, again, send, recv, site.code, site.instruction, limit, name, outputs)
         if work is not None:
             return work
     try:

@@ -99,6 +99,7 @@ class RingControl:
 
     Attributes:
         ring: the memory, ``_native.Ring``.
+        places: of the rounds, by number.
     """
 
     carries_data = True
@@ -106,11 +107,11 @@ class RingControl:
     def __init__(self, memory: mmap.mmap, comm: MPI.Intracomm, part: int) -> None:
         self._comm, self._pid = comm, os.getpid()
         self.ring: Any = native.found.Ring(memory, comm.Get_rank(), comm.Get_size(), part)
-        self._places = [RingRound(self) for _ in range(MASK + 1)]
+        self.places = [RingRound(self) for _ in range(MASK + 1)]
 
     def room(self, number: int) -> bool:
         """Return whether the round of that number may be posted."""
-        return not self._places[(number - AHEAD) & MASK].busy
+        return not self.places[(number - AHEAD) & MASK].busy
 
     def fill(self, number: int, words: Words) -> RingRound:
         """Return the round of that number with its words written."""
@@ -127,7 +128,7 @@ class RingControl:
 
     def posted(self, number: int) -> RingRound:
         """Return the round of that number, which the extension has written."""
-        place = self._places[number & MASK]
+        place = self.places[number & MASK]
         place.number = number
         return place
 
