@@ -364,6 +364,52 @@ def test_struck_before_it_waits() -> None:
     assert (y == size).all()
 
 
+def test_the_extension_completes_a_call_once() -> None:
+    """The result is there, the request is not pending any more, and a second time there is nothing to complete."""
+    size = dist.get_world_size()
+    x = np.ones(4)
+    work = begun(x)
+    request = work._request
+    if not is_eager(request):
+        assert not request.finish()
+        assert work.wait()
+        return
+    dist.barrier(async_op=True).wait()  # all members have started the call; this call is over only after the first
+    assert request.done
+    assert not request.finish()
+    assert work.wait()
+    assert (x == size).all()
+    for value in range(1, 50):
+        y = np.full(4, float(value))
+        work = begun(y)
+        request = work._request
+        assert request in waiting.pending
+        while not request.finish():
+            pass
+        assert request not in waiting.pending
+        assert request.done
+        assert not request.finish()
+        assert not claims.active
+        assert work.wait()
+        assert (y == value * size).all()
+
+
+def test_the_extension_leaves_a_call_that_differs() -> None:
+    """What the members do not make alike, and what the program has written meanwhile, is told by the wait."""
+    rank = dist.get_rank()
+    x = np.ones(4)
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):  # both are prepared
+        for _ in range(3):
+            dist.all_reduce(np.ones(4), op)
+    with collective_raises(dist.CollectiveMismatchError, match="all_reduce"):
+        dist.all_reduce(x, dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM, async_op=True).wait()
+    work = begun(x)
+    x[0] = 5
+    with pytest.raises(dist.BufferInUseError, match="was written before its wait"):
+        work.wait()
+    dist.all_reduce(x)
+
+
 def test_several_threads_wait_for_one_handle() -> None:
     """A request is over once, whoever waits for it, and however many do."""
     size = dist.get_world_size()
