@@ -96,8 +96,8 @@ def observe(observer: Observer) -> Callable[[], None]:
     return lambda: observers.remove(observer)
 
 
-class RequestFields:
-    """The fields of a request, each None, 0 or False until it is set; with the extension in C.
+class PythonRequestFields:
+    """The fields of a request, each None, 0 or False until it is set, on a rank without the extension.
 
     Attributes:
         state: of the request.
@@ -214,7 +214,7 @@ class RequestFields:
 
     def __new__(cls, *_args: Any, **_more: Any) -> Any:
         made = super().__new__(cls)
-        for name in RequestFields.__slots__:
+        for name in PythonRequestFields.__slots__:
             setattr(made, name, _NOT_NONE.get(name))
         return made
 
@@ -228,5 +228,6 @@ _NOT_NONE: dict[str, Any] = {
     **dict.fromkeys(("waited", "_in_effect", "_advancing"), False),
     "number": -1,
 }
+RequestFields = PythonRequestFields
 if extension is not None and not TYPE_CHECKING:
-    RequestFields = extension.RequestFields
+    RequestFields = extension.RequestFields  # which sets the fields of a call that it starts

@@ -70,6 +70,7 @@ ON_CUPY = {
 # The tests of shared memory with the address and undefined-behaviour sanitizers: on ranks, and in one process.
 SANITIZED = ROOT / ".venv-mpich" / "sanitized"
 SANITIZED_SIZE = 2
+SANITIZED_FILES = ("tests/mpi/test_shared_memory.py", "tests/mpi/test_async_small_calls.py")
 # Debian's MPI: tests on some ranks, and a few tests of whole jobs.
 DEBIAN_SIZE = 3
 DEBIAN_HANG = ("tests/hang/test_waiting.py", "tests/hang/test_signals.py", "tests/hang/test_reports.py")
@@ -223,7 +224,7 @@ def _sanitizers(chosen: Selection, mpi: str) -> list[Stage]:
         return []
     # Not --capture=fd: the report that a sanitizer prints as it ends the process has to reach the log.
     command = ("tests/native/sanitized.py", "pytest", "-q", "--capture=sys", "--color=no")
-    on_ranks = (*command, *chosen.extra, "--with-mpi", "tests/mpi/test_shared_memory.py")
+    on_ranks = (*command, *chosen.extra, "--with-mpi", *SANITIZED_FILES)
     in_one = (*command, *SHORT, *chosen.extra, "tests/unit/native/test_native.py")
     venv = f".venv-{mpi}"
     return [

@@ -15,7 +15,20 @@ from mpicoll.operations import request as module
 from mpicoll.operations import states
 from mpicoll.operations.operation import Operation
 from mpicoll.operations.request import Request
-from mpicoll.operations.states import AGREED, COMPLETE, DISPUTED, FAILED, IDLE, MOVING, POSTED, QUEUED, State
+from mpicoll.operations.states import (
+    AGREED,
+    COMPLETE,
+    DISPUTED,
+    FAILED,
+    IDLE,
+    MOVING,
+    POSTED,
+    QUEUED,
+    PythonRequestFields,
+    RequestFields,
+    State,
+)
+from mpicoll.runtime import native
 from mpicoll.runtime.call_site import NOWHERE
 
 
@@ -284,3 +297,17 @@ def test_an_operation_of_steps() -> None:
     world = World()
     operation = Operation(world, Call("recv", (), NOWHERE), steps(), [], 1.0, peer=3)  # type: ignore[arg-type]
     assert (operation.state, operation.returned, operation.done) == (COMPLETE, 3, True)
+
+
+def test_fields_with_the_extension_and_without() -> None:
+    """A request has the same fields with the same first values, whether the extension holds them or Python."""
+    if native.found is None:
+        pytest.skip(f"there is one class only: {native.why_not}")
+    here, there = PythonRequestFields(), native.found.RequestFields()
+    assert RequestFields is native.found.RequestFields
+    for name in PythonRequestFields.__slots__:
+        mine, its = getattr(here, name), getattr(there, name)
+        assert mine == its, name
+        assert (mine is None) == (its is None), name
+    assert not here.finish()
+    assert not there.finish()
