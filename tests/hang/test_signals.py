@@ -235,6 +235,7 @@ import mpicoll as dist
 from mpicoll.groups import registry
 from mpicoll.operations import execution
 from mpicoll.operations.request import Request
+from mpicoll.operations.work import Work
 from mpicoll.transports.mpi.control import MpiControl
 from mpicoll.transports.mpi.collectives import EagerMpiSchedule, persistent_collectives
 from mpicoll.transports.shm.control import RingRound
@@ -260,6 +261,7 @@ PLACES = {
     "conducted": (Request, "start"),
     "issued": (execution, "collectives_are_pending"),
     "numbered": (Request, "__init__"),
+    "begun": (Work, "__init__"),  # the extension has posted the call
     "posted": (Request, "Test"),
     "looks": (Request, "Test"),
     "finished": (RingRound, "Test"),  # in Python, since the other comes late
@@ -281,7 +283,7 @@ def strike(place):
         setattr(home, name, struck)
 
 AGAIN = [("again", "finished")]
-LATER = [("later", "numbered"), ("later", "looks")]
+LATER = [("later", "begun"), ("later", "looks")]
 through_ring = os.environ["THROUGH"] != "MPI"
 if not through_ring:
     LATER = [("later", "numbered"), ("later", "posted")]
