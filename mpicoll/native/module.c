@@ -624,7 +624,7 @@ typedef struct {
     PyObject *posted, *complete, *at_once;     /* states, and the schedule of a call whose data comes with its round */
     PyTypeObject *array;
     PyObject *last, *broken, *busy, *number, *compares, *of_claim, *found, *f_lasti; /* names */
-    PyObject *writes;                          /* the name in a tuple */
+    PyObject *writes, *nothing;                /* a name in a tuple, and an empty one */
 } Known;
 
 static Known known;
@@ -645,7 +645,7 @@ typedef struct SharedOperation SharedOperation;
 typedef struct {
     PyObject_HEAD
     PyObject *objects[REQUEST_OBJECTS]; /* NULL: None */
-    SharedOperation *shared; /* what begin() has posted; NULL for every other request, and once it is complete */
+    SharedOperation *shared; /* of a call that begin() has posted and finish() may complete; else NULL */
     int64_t posted_round;    /* by begin() */
     int64_t number, seq, tag, instruction;
     double limit, polled, next_look;
@@ -1551,48 +1551,66 @@ static void set(Request *request, int field, PyObject *value)
 /* The arguments of begin(), the first of which are those of run(). */
 enum { CODE = FRAME, INSTRUCTION, BEGIN_LIMIT, OUTPUTS, PLACES, BEGIN };
 
+/* Set a field to a new reference, which is taken over; return 0 if there is none, as an exception is set. */
+static int give(Request *request, int field, PyObject *value)
+{
+    set(request, field, value);
+    Py_XDECREF(value);
+    return value != NULL;
+}
+
+/* Set the claim of a request: the memory that the call uses until the program has waited for it. */
+static int give_claim(Request *request, PyObject *recv)
+{
+    PyObject *const claimed[] = {recv, Py_True};
+    PyObject *claim = PyObject_Vectorcall(known.claim, claimed, 1, known.writes);
+    if (claim != NULL && PyObject_SetAttr(claim, known.of_claim, (PyObject *)request) < 0)
+        Py_CLEAR(claim);
+    return give(request, REQUEST_claim, claim);
+}
+
+/* The outputs as the program gave them, in a list. */
+static PyObject *listed(PyObject *outputs)
+{
+    if (PyList_CheckExact(outputs))
+        return PyList_GetSlice(outputs, 0, PY_SSIZE_T_MAX);
+    PyObject *list = PyList_New(1);
+    if (list != NULL)
+        PyList_SET_ITEM(list, 0, Py_NewRef(outputs));
+    return list;
+}
+
+/* Release a request that is not started: its claim refers to it. */
+static void discard(Request *request)
+{
+    set(request, REQUEST_claim, NULL);
+    Py_DECREF(request);
+}
+
 /* Return a request of the call, with all that is known before its round is posted; it may be that the call is not started. */
 static Request *new_request(SharedOperation *self, PyObject *const *args, int claims)
 {
     Request *request = (Request *)request_new((PyTypeObject *)known.request, NULL, NULL);
     if (request == NULL)
         return NULL;
-    PyObject *recv = self->recv.arrays ? args[RECV] : Py_None, *returned = PyLong_FromLong(-1);
-    PyObject *lock = PyObject_CallNoArgs(known.lock);
-    PyObject *outputs = PyList_CheckExact(args[OUTPUTS]) ? PyList_GetSlice(args[OUTPUTS], 0, PY_SSIZE_T_MAX) : PyList_New(1);
-    if (outputs != NULL && !PyList_CheckExact(args[OUTPUTS]))
-        PyList_SET_ITEM(outputs, 0, Py_NewRef(args[OUTPUTS]));
-    PyObject *claim = NULL, *before = PyBytes_FromStringAndSize(
-                                self->recv.arrays && claims ? memory(recv) : NULL, self->recv.arrays && claims ? self->recv.count * self->itemsize : 0);
-    PyObject *const claimed[] = {recv, Py_True};
-    if (claims)
-        claim = PyObject_Vectorcall(known.claim, claimed, 1, known.writes);
-    if (claim != NULL && PyObject_SetAttr(claim, known.of_claim, (PyObject *)request) < 0)
-        Py_CLEAR(claim);
     request->limit = PyFloat_AsDouble(args[BEGIN_LIMIT]);
-    request->instruction = PyLong_AsLongLong(args[INSTRUCTION]);
+    if (!PyErr_Occurred())
+        request->instruction = PyLong_AsLongLong(args[INSTRUCTION]);
     set(request, REQUEST_group, args[GROUP]);
     set(request, REQUEST_prepared, args[PREPARED]);
     set(request, REQUEST_schedule, known.at_once);
-    set(request, REQUEST_claim, claim);
     set(request, REQUEST_words, self->given_words);
-    set(request, REQUEST_outputs, outputs);
     set(request, REQUEST_state, known.posted);
-    set(request, REQUEST_returned, returned);
-    set(request, REQUEST__lock, lock);
     set(request, REQUEST_send, args[SEND]);
     set(request, REQUEST_recv, args[RECV]);
     set(request, REQUEST_arrays, args[RECV]);
-    set(request, REQUEST_before, before);
     set(request, REQUEST_code, args[CODE]);
-    Py_XDECREF(returned);
-    Py_XDECREF(lock);
-    Py_XDECREF(outputs);
-    Py_XDECREF(claim);
-    Py_XDECREF(before);
-    if (PyErr_Occurred()) {
-        set(request, REQUEST_claim, NULL);
-        Py_CLEAR(request);
+    /* A signal handler of the program may raise in what is called here. */
+    if (PyErr_Occurred() || !give(request, REQUEST__lock, PyObject_CallNoArgs(known.lock)) ||
+        !give(request, REQUEST_outputs, listed(args[OUTPUTS])) || !give(request, REQUEST_returned, PyLong_FromLong(-1)) ||
+        (claims && !give_claim(request, self->recv.arrays ? args[RECV] : Py_None))) {
+        discard(request);
+        return NULL;
     }
     return request;
 }
@@ -1619,6 +1637,10 @@ static int begin(SharedOperation *self, PyObject *const *args, Request *request,
     const int full = is_busy(PyList_GET_ITEM(args[PLACES], (number - RING_AHEAD) & (RING_PLACES - 1)));
     if (full)
         return full < 0 ? -1 : 0;
+    const int compares = claim != NULL && self->recv.arrays != 0;
+    if (!give(request, REQUEST_before, PyBytes_FromStringAndSize(compares ? memory(args[RECV]) : NULL,
+                                                                 compares ? self->recv.count * self->itemsize : 0)))
+        return -1;
     PyObject *place = PyList_GET_ITEM(args[PLACES], number & (RING_PLACES - 1)), *at = PyLong_FromLongLong(number);
     *old = PyObject_GetAttr(args[GROUP], known.last);
     int failed = at == NULL || *old == NULL || PyObject_SetAttr(place, known.number, at) < 0 || note_thread(self) < 0 ||
@@ -1666,11 +1688,14 @@ static PyObject *shared_begin(SharedOperation *self, PyObject *const *args, Py_s
         return NULL;
     const int claims = compares == Py_True;
     Py_DECREF(compares);
+    if (claims && PySet_GET_SIZE(known.claims) != 0)
+        Py_RETURN_NONE;
     PyObject *site = PyTuple_Pack(3, self->op, args[CODE], args[INSTRUCTION]), *old = NULL;
     Request *request = site == NULL ? NULL : new_request(self, args, claims);
     PyObject *done = request == NULL ? NULL : PyObject_CallNoArgs(self->acquire);
     if (done == NULL) {
-        Py_XDECREF(request);
+        if (request != NULL)
+            discard(request);
         Py_XDECREF(site);
         return NULL;
     }
@@ -1690,8 +1715,7 @@ static PyObject *shared_begin(SharedOperation *self, PyObject *const *args, Py_s
     const int failed = made < 0 || done == NULL;
     Py_XDECREF(done);
     if (failed || made == 0) {
-        set(request, REQUEST_claim, NULL); /* the claim refers to the request */
-        Py_DECREF(request);
+        discard(request);
         return failed ? NULL : Py_NewRef(Py_None);
     }
     return (PyObject *)request;
@@ -1736,7 +1760,7 @@ static PyObject *request_finish(Request *self, PyObject *Py_UNUSED(nothing))
         }
     if (claim != NULL) {
         failed |= PySet_Discard(known.claims, claim) < 0 || PySet_Discard(known.reusable, claim) < 0;
-        failed |= PyObject_SetAttr(claim, known.of_claim, Py_None) < 0 || PyObject_SetAttr(claim, known.found, Py_None) < 0;
+        failed |= PyObject_SetAttr(claim, known.of_claim, Py_None) < 0 || PyObject_SetAttr(claim, known.found, known.nothing) < 0;
         set(self, REQUEST_claim, NULL);
     }
     self->shared = NULL;
@@ -1844,6 +1868,7 @@ PyMODINIT_FUNC PyInit__native(void)
     known.of_claim = PyUnicode_InternFromString("request");
     known.found = PyUnicode_InternFromString("_found");
     known.writes = Py_BuildValue("(s)", "writes");
+    known.nothing = PyTuple_New(0);
     if (PyErr_Occurred())
         return NULL;
     PyObject *module = PyModule_Create(&definition);

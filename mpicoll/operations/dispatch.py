@@ -344,13 +344,32 @@ def begin(
                 claims.claim(claim)
     except BaseException as error:
         wrong = error
-        if began or group.order.issued != issued:
+        request = request or _orphan(group, recv, issued)
+        if began or request is not None:
             _lose(group, prepared, CallSite(code, instruction), request, error)
+        if request is not None and request.claim is not None:
+            claims.drop(request.claim)
         raise
     finally:
         if _guard.noted is not None:
             _guard.answer(wrong)
     return work
+
+
+def _orphan(group: ProcessGroup, recv: Any, issued: int) -> Request | None:
+    """Return the request of a call that the extension has posted and that has no Work; None if there is none.
+
+    An exception of a signal handler may come when the extension has returned the request, and before the request has a name.
+
+    Args:
+        issued: the number of the next call of the group before the extension was called.
+    """
+    for each in reversed(tuple(_pending)):
+        if type(each) is not Request or each.group is not group or each.number < issued:
+            continue
+        if each.recv is recv and id(each) not in group.unwaited:
+            return each
+    return None
 
 
 # What the extension calls from ``run``; the lock of the group is held.
@@ -426,7 +445,7 @@ _guard.inside.update(each.__code__ for each in (_finish, _await, _give_up, run, 
 if extension is not None:
     extension.configure(_finish, _give_up, _await, _pending, _active, _threads)
     extension.configure_requests(
-        Request, threading.RLock, RequestClaim, claims.reusable, observers, POSTED, COMPLETE, AT_ONCE
+        Request, type(threading.RLock()), RequestClaim, claims.reusable, observers, POSTED, COMPLETE, AT_ONCE
     )
 
 

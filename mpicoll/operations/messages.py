@@ -413,7 +413,7 @@ class _PreparedReceive(_PreparedMessage):
         general: the general receive of a message that was not as expected.
     """
 
-    __slots__ = ("before", "dirty", "general")
+    __slots__ = ("dirty", "general")
     name = "irecv"
     before: bytes | None
     dirty: bool

@@ -1,7 +1,8 @@
 """A request: one start of a call, from its round to its result.
 
 Every wait of the process progresses all pending requests. Only :meth:`Request.Test` advances a request, and only
-:func:`mpicoll.operations.states.to` changes its state.
+:func:`mpicoll.operations.states.to` changes its state; but the extension posts and completes a small call in one step each
+(``SharedOperation.begin``, ``RequestFields.finish``), if nobody observes the states.
 """
 
 from __future__ import annotations
@@ -336,7 +337,8 @@ class Request(RequestFields):
         self.policy().withdraw(error)
 
     def _keep(self) -> None:
-        retain_for_ever(self._current, self.outputs, self.held, self.steps, self.send, self.recv, self.arrays)
+        moved = self.move, self.plan
+        retain_for_ever(self._current, self.outputs, self.held, self.steps, self.send, self.recv, self.arrays, moved)
 
     def expected(self) -> Any:
         """Return what must be in the array of the call when the program has waited; None: nobody compares."""

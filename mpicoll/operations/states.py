@@ -73,7 +73,7 @@ observers: list[Observer] = []
 
 
 def to(request: HasState, new: State) -> None:
-    """Change the state of a request, and call the observers: the only place that does so."""
+    """Change the state of a request, and call the observers: the only place in Python that does so."""
     old = request.state
     assert _ALLOWED[old] >> new & 1, f"no transition from {old.name} to {new.name}"
     request.state = new
@@ -214,8 +214,8 @@ class PythonRequestFields:
 
     def __new__(cls, *_args: Any, **_more: Any) -> Any:
         made = super().__new__(cls)
-        for name in PythonRequestFields.__slots__:
-            setattr(made, name, _NOT_NONE.get(name))
+        for descriptor, value in _first_values:
+            descriptor.__set__(made, value)  # a subclass may have an attribute of the name
         return made
 
     def finish(self) -> bool:
@@ -228,6 +228,8 @@ _NOT_NONE: dict[str, Any] = {
     **dict.fromkeys(("waited", "_in_effect", "_advancing"), False),
     "number": -1,
 }
+_first_values = [(vars(PythonRequestFields)[name], _NOT_NONE.get(name)) for name in PythonRequestFields.__slots__]
+
 RequestFields = PythonRequestFields
 if extension is not None and not TYPE_CHECKING:
     RequestFields = extension.RequestFields  # which sets the fields of a call that it starts

@@ -232,12 +232,14 @@ from datetime import timedelta
 import numpy as np
 from mpi4py import MPI
 import mpicoll as dist
+from mpicoll.checks.memory_in_use import claims
 from mpicoll.groups import registry
 from mpicoll.operations import execution
 from mpicoll.operations.request import Request
 from mpicoll.operations.work import Work
 from mpicoll.transports.mpi.control import MpiControl
 from mpicoll.transports.mpi.collectives import EagerMpiSchedule, persistent_collectives
+from mpicoll.runtime import waiting
 from mpicoll.transports.shm.control import RingRound
 
 class Stop(Exception):
@@ -316,6 +318,10 @@ for call, place in [("first", "counted"), ("first", "issued"), *AGAIN,
     assert other[1:] == ["GroupBrokenError", True], (call, place, struck, other)
     for group in list(registry.state().groups.values()):
         group.unwaited.clear()
+    if call == "later":  # nothing of it is left
+        claims._sweep()
+        assert not claims.active, (place, claims.active)
+        assert not waiting.pending, (place, waiting.pending)
     dist.destroy_process_group()
 print("through", flush=True)
 """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -311,3 +313,19 @@ def test_fields_with_the_extension_and_without() -> None:
         assert (mine is None) == (its is None), name
     assert not here.finish()
     assert not there.finish()
+
+
+def test_requests_without_the_extension() -> None:
+    """Where the extension is missing, each kind of request can be made, whatever names its class uses."""
+    program = """
+import sys
+sys.modules["mpicoll._native"] = None
+from mpicoll.operations.messages import _PreparedReceive, _PreparedSend
+from mpicoll.operations.request import Request
+from mpicoll.operations.states import PythonRequestFields, RequestFields
+assert RequestFields is PythonRequestFields
+for kind in (Request, _PreparedSend, _PreparedReceive):
+    made = kind.__new__(kind)
+    assert made.number == -1 and made.claim is None and made.waited is False, kind
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
