@@ -3,7 +3,8 @@
    Ring (ring.c) and Segment (segment.c) are the memory. A SharedTransfer moves larger data through a segment. A
    SharedOperation is a collective call prepared for its arrays: run() makes the whole call with the interpreter lock held, from the
    lock of the group to the result. A call that has to wait longer than a moment, or whose members differ, is continued in Python
-   (operations/dispatch.py) from where it stands.
+   (operations/dispatch.py) from where it stands. begin() starts a small asynchronous call; its request has the fields of
+   RequestFields, whose finish() completes the call.
 
    Between the first word that run() writes and the last element that it reads nothing can fail, and nothing of the program
    runs. Larger movements release the interpreter lock. */
@@ -1122,6 +1123,20 @@ static PyObject *shared_read(SharedOperation *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* Post a call in one piece, which all earlier calls allow, and count it. Return the number of its round. Nothing can fail. */
+static int64_t post(SharedOperation *self, PyObject *send)
+{
+    CallOrder *order = self->order;
+    const int64_t number = order->round + 1;
+    write_data(self, number, send, 0);
+    ring_write(&self->ring->ring, number, self->words);
+    ring_post(&self->ring->ring, number); /* from here on the others may go on */
+    order->round = number;
+    order->calls++;
+    order->posted = ++order->issued;
+    return number;
+}
+
 static PyObject *shared_start(SharedOperation *self, PyObject *send)
 {
     CallOrder *order = self->order;
@@ -1131,14 +1146,7 @@ static PyObject *shared_start(SharedOperation *self, PyObject *send)
         PyErr_SetString(PyExc_ValueError, "the arrays are not those that the call was prepared for");
         return NULL;
     }
-    const int64_t number = order->round + 1;
-    write_data(self, number, send, 0);
-    ring_write(&self->ring->ring, number, self->words);
-    ring_post(&self->ring->ring, number); /* from here on the others may go on */
-    order->round = number;
-    order->calls++;
-    order->posted = ++order->issued;
-    return PyLong_FromLongLong(number);
+    return PyLong_FromLongLong(post(self, send));
 }
 
 static PyObject *shared_state(SharedOperation *self, PyObject *args)
@@ -1152,10 +1160,27 @@ static PyObject *shared_state(SharedOperation *self, PyObject *args)
     return PyLong_FromLong(ring_is_unanimous(ring, number) ? 1 : 2);
 }
 
-static PyObject *shared_complete(SharedOperation *self, PyObject *const *args, Py_ssize_t count)
+/* Read the result of a posted call in one piece; poll for the other members for so long. The results are those of complete(). */
+static int complete(SharedOperation *self, int64_t call, int64_t number, PyObject *recv, PyObject *before, int64_t budget)
 {
     CallOrder *order = self->order;
     const Ring *ring = &self->ring->ring;
+    if (order->moving != call || !ring_is_over(ring, number, budget < 0 ? 0 : now_ns(), budget))
+        return 0;
+    if (!ring_is_unanimous(ring, number))
+        return 2;
+    if (self->segment != NULL || self->width < self->block || !fits(self, &self->recv, recv, WRITABLE))
+        return 4;
+    if (PyBytes_Check(before) && self->recv.arrays < 0 && PyBytes_GET_SIZE(before) == self->recv.count * self->itemsize &&
+        memcmp(PyBytes_AS_STRING(before), memory(recv), (size_t)PyBytes_GET_SIZE(before)) != 0)
+        return 3;
+    read_result(self, number, recv, 0);
+    order->moving = call + 1;
+    return 1;
+}
+
+static PyObject *shared_complete(SharedOperation *self, PyObject *const *args, Py_ssize_t count)
+{
     if (count != 4) {
         PyErr_SetString(PyExc_TypeError, "complete(call, number, recv, before)");
         return NULL;
@@ -1167,18 +1192,7 @@ static PyObject *shared_complete(SharedOperation *self, PyObject *const *args, P
         PyErr_SetString(PyExc_ValueError, "rounds are numbered from 0");
         return NULL;
     }
-    if (order->moving != call || !ring_is_over(ring, number, 0, -1))
-        return PyLong_FromLong(0);
-    if (!ring_is_unanimous(ring, number))
-        return PyLong_FromLong(2);
-    if (self->segment != NULL || self->width < self->block || !fits(self, &self->recv, args[2], WRITABLE))
-        return PyLong_FromLong(4);
-    if (PyBytes_Check(args[3]) && self->recv.arrays < 0 && PyBytes_GET_SIZE(args[3]) == self->recv.count * self->itemsize &&
-        memcmp(PyBytes_AS_STRING(args[3]), memory(args[2]), (size_t)PyBytes_GET_SIZE(args[3])) != 0)
-        return PyLong_FromLong(3);
-    read_result(self, number, args[2], 0);
-    order->moving = call + 1;
-    return PyLong_FromLong(1);
+    return PyLong_FromLong(complete(self, call, number, args[2], args[3], -1));
 }
 
 static PyObject *shared_begin(SharedOperation *self, PyObject *const *args, Py_ssize_t count);
@@ -1627,8 +1641,7 @@ static int is_busy(PyObject *place)
    garbage collector counts, so no code of the program runs. */
 static int begin(SharedOperation *self, PyObject *const *args, Request *request, PyObject *site, PyObject **old)
 {
-    CallOrder *order = self->order;
-    Ring *ring = &self->ring->ring;
+    const CallOrder *order = self->order;
     PyObject *claim = request->objects[REQUEST_claim];
     const int64_t number = order->round + 1;
     if (order->closed || order->posted != order->issued || (claim != NULL && PySet_GET_SIZE(known.claims) != 0) ||
@@ -1659,14 +1672,9 @@ static int begin(SharedOperation *self, PyObject *const *args, Request *request,
         PyErr_Restore(type, value, traceback);
         return -1;
     }
-    write_data(self, number, args[SEND], 0);
-    ring_write(ring, number, self->words);
-    ring_post(ring, number); /* from here on the others may go on */
-    order->round = number;
-    request->seq = ++order->calls;
     request->number = order->issued;
-    order->posted = ++order->issued;
-    request->posted_round = number;
+    request->posted_round = post(self, args[SEND]);
+    request->seq = order->calls;
     request->shared = (SharedOperation *)Py_NewRef((PyObject *)self);
     set(request, REQUEST_round, place);
     return 1;
@@ -1734,22 +1742,15 @@ static PyObject *request_finish(Request *self, PyObject *Py_UNUSED(nothing))
         !is_none(objects[REQUEST_landing]) || !is_none(objects[REQUEST_future]) || !is_none(objects[REQUEST_error]) ||
         PyList_GET_SIZE(known.observers) != 0)
         Py_RETURN_FALSE;
-    CallOrder *order = shared->order;
-    const Ring *ring = &shared->ring->ring;
     PyObject *broken = PyObject_GetAttr(objects[REQUEST_group], known.broken);
     if (broken == NULL)
         return NULL;
     Py_DECREF(broken);
-    PyObject *before = objects[REQUEST_before];
-    if (broken != Py_None || order->closed || order->moving != self->number ||
-        !ring_is_over(ring, self->posted_round, now_ns(), shared->budget) || !ring_is_unanimous(ring, self->posted_round) ||
-        !fits(shared, &shared->recv, recv, WRITABLE) || note_thread(shared) < 0 ||
-        (PyBytes_GET_SIZE(before) != 0 && memcmp(PyBytes_AS_STRING(before), memory(recv), (size_t)PyBytes_GET_SIZE(before)) != 0)) {
-        PyErr_Clear();
+    if (note_thread(shared) < 0)
+        return NULL;
+    if (broken != Py_None || shared->order->closed ||
+        complete(shared, self->number, self->posted_round, recv, objects[REQUEST_before], shared->budget) != 1)
         Py_RETURN_FALSE;
-    }
-    read_result(shared, self->posted_round, recv, 0);
-    order->moving = self->number + 1;
     set(self, REQUEST_state, known.complete);
     int failed = PyObject_SetAttr(objects[REQUEST_round], known.busy, Py_False) < 0;
     set(self, REQUEST_round, NULL);

@@ -179,11 +179,11 @@ class Work:
         """
         if not isinstance(timeout, timedelta):
             raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout!r}")
-        if self._request.finish():
-            self._observe()
+        complete = self._request.finish()
+        self._observe()
+        if complete:
             self._claim = None
             return True
-        self._observe()
         try:
             self._request.complete(timeout.total_seconds() or None)
         finally:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = "cb8879d0"
+VERSION = "6f18dc73"
 """The CRC-32 of the sources in ``native/``. An extension that was built from other sources is not used."""
 
 
