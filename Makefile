@@ -11,7 +11,7 @@
 
 PYTHON ?= python3
 PIP_INSTALL = install --quiet --no-compile --disable-pip-version-check --prefer-binary -c tests/constraints.txt
-METADATA = setup.cfg setup.py $(wildcard mpicoll/native/*) pyproject.toml tests/constraints.txt
+METADATA = setup.cfg setup.py $(wildcard mpicoll/native/*.[ch] mpicoll/native/*/*.[ch]) pyproject.toml tests/constraints.txt
 LOGS = .ci-logs
 
 .PHONY: demo test test-all lint clean python help
@@ -59,7 +59,7 @@ $(eval $(call environment,.venv-cupy,mpich,$(CUPY_TEST)))
 	@tests/gpu/standin/install.sh .venv-cupy
 
 # The C extension with the address and undefined-behaviour sanitizers.
-.venv-mpich/sanitized/library: tests/native/sanitized.py $(wildcard mpicoll/native/*) .venv-mpich/.installed
+.venv-mpich/sanitized/library: tests/native/sanitized.py $(wildcard mpicoll/native/*.[ch] mpicoll/native/*/*.[ch]) .venv-mpich/.installed
 	@echo "== building the C extension with sanitizers"
 	@.venv-mpich/bin/python tests/native/sanitized.py build .venv-mpich/sanitized
 

@@ -6,20 +6,20 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 FOLDER = "mpicoll/native"
-files = sorted(
-    path for path in Path(__file__).with_name("mpicoll").joinpath("native").iterdir() if path.suffix in (".c", ".h")
-)
+root = Path(__file__).parent
+files = sorted(root.joinpath(FOLDER).rglob("*.[ch]"))
+names = [str(path.relative_to(root)) for path in files]
 version = f"{zlib.crc32(b''.join(path.read_bytes() for path in files)):08x}"
 
 setup(
     ext_modules=[
         Extension(
             "mpicoll._native",
-            [f"{FOLDER}/{path.name}" for path in files if path.suffix == ".c"],
-            depends=[f"{FOLDER}/{path.name}" for path in files],
+            [name for name in names if name.endswith(".c")],
+            depends=names,
             define_macros=[("VERSION", f'"{version}"')],
             # Each operation is rounded by itself, as NumPy does.
-            extra_compile_args=["-std=gnu11", "-O3", "-ffp-contract=off"],
+            extra_compile_args=["-std=gnu11", "-O3", "-ffp-contract=off", "-fvisibility=hidden"],
             optional=True,
         )
     ]

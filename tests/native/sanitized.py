@@ -16,7 +16,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".venv-mpich" / "sanitized"
-OPTIONS = ("-std=gnu11", "-O1", "-g", "-ffp-contract=off", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror")
+OPTIONS = (
+    "-std=gnu11",
+    "-O1",
+    "-g",
+    "-ffp-contract=off",
+    "-fvisibility=hidden",
+    "-fPIC",
+    "-shared",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+)
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer")
 SETTINGS = {
     "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0",  # Python and MPI free little at the end
@@ -40,7 +51,7 @@ def build(folder: Path) -> None:
     from mpicoll.runtime.native import VERSION
 
     name = f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
-    sources = sorted(str(path) for path in (ROOT / "mpicoll" / "native").glob("*.c"))
+    sources = sorted(str(path) for path in (ROOT / "mpicoll" / "native").rglob("*.c"))
     about = (f"-I{sysconfig.get_paths()['include']}", f'-DVERSION="{VERSION}"')
     subprocess.run(["gcc", *OPTIONS, *SANITIZERS, *about, *sources, "-o", str(package / name)], check=True)
     (folder / "library").write_text(library)

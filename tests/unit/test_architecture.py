@@ -234,7 +234,9 @@ def test_sizes() -> None:
     long = {name: count for name, count in lines.items() if count > MOST_LINES}
     assert set(long) == set(LONG)
     assert all(count <= LONG[name] for name, count in long.items()), long
-    folders = Counter(path.parent for path in modules())
+    sources = {path: path.read_text().count("\n") for path in PACKAGE.joinpath("native").rglob("*.[ch]")}
+    assert all(count <= MOST_LINES for count in sources.values()), sources
+    folders = Counter(path.parent for path in [*modules(), *sources])
     assert folders.pop(PACKAGE) <= MOST_IN_ROOT
     assert max(folders.values()) <= MOST_IN_FOLDER
 

@@ -54,13 +54,13 @@ def test_it_is_there() -> None:
 
 def test_the_version_is_the_sum_of_the_sources() -> None:
     """A change of a source changes ``VERSION`` in ``runtime/native.py`` to this sum, so that no older build is used."""
-    files = sorted(path for path in SOURCES.iterdir() if path.suffix in (".c", ".h")) if SOURCES.exists() else []
+    files = sorted(SOURCES.rglob("*.[ch]"))
     if not files:
         pytest.skip("installed without its sources")
     assert f"{zlib.crc32(b''.join(path.read_bytes() for path in files)):08x}" == native.VERSION
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in SOURCES.glob("*.c")))
+@pytest.mark.parametrize("name", sorted(str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.c")))
 def test_sources_compile_without_warnings(name: str, tmp_path: Path) -> None:
     """Each source compiles with the warnings of -Wall and -Wextra as errors."""
     if not CAN_BUILD:

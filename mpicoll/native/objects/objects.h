@@ -1,0 +1,186 @@
+/* The objects of mpicoll._native, and the functions that several of their files use. */
+
+#ifndef MPICOLL_OBJECTS_H
+#define MPICOLL_OBJECTS_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <frameobject.h>
+#include <structmember.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "../copy.h"
+#include "../poll.h"
+#include "../reduce.h"
+#include "../ring.h"
+#include "../segment.h"
+
+enum { READABLE = 0x101, WRITABLE = 0x501 }; /* NumPy's flags: C-contiguous and aligned; and writeable */
+
+/* The head of an ndarray, which NumPy's own macros read in every extension module. check_arrays() compares it with an array. */
+typedef struct {
+    PyObject_HEAD
+    char *data;
+    int nd;
+    Py_ssize_t *dimensions;
+    Py_ssize_t *strides;
+    PyObject *base;
+    PyObject *descr;
+    int flags;
+} Array;
+
+/* The head of a dtype, which has been the same since NumPy 1. check_arrays() compares it, too. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *typeobj;
+    char kind, type, byteorder, flags;
+    int type_num;
+} Descr;
+
+/* ---- the objects, each in a file of its name ---- */
+
+typedef struct {
+    PyObject_HEAD
+    int64_t issued, posted, moving, round, calls;
+    int closed;
+} CallOrder;
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer memory;
+    Ring ring;
+} RingObject;
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer memory;
+    Segment segment;
+} SegmentObject;
+
+typedef struct {
+    PyObject_HEAD
+    SegmentObject *segment;
+    Transfer transfer;
+    Py_buffer *held; /* the memory that the transfer reads and writes */
+    Py_ssize_t holds;
+    int is_running;  /* in a thread that has released the interpreter lock */
+} TransferObject;
+
+#define REQUEST_FIELDS(_) \
+    _(group) _(_call) _(prepared) _(schedule) _(claim) _(words) _(outputs) _(peer) _(held) _(state) _(round) _(agreed) _(error) \
+    _(returned) _(future) _(landing) _(_transfer) _(steps) _(_current) _(_lock) _(send) _(recv) _(arrays) _(spread) _(code) _(name) \
+    _(made) _(before) _(after) _(move) _(unpack) _(plan)
+
+#define FIELD(name) REQUEST_##name,
+enum { REQUEST_FIELDS(FIELD) REQUEST_OBJECTS };
+#undef FIELD
+
+typedef struct SharedOperation SharedOperation;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *objects[REQUEST_OBJECTS]; /* NULL: None */
+    SharedOperation *shared; /* of a call that begin() has posted and finish() may complete; else NULL */
+    int64_t posted_round;    /* by begin() */
+    int64_t number, seq, tag, instruction;
+    double limit, polled, next_look;
+    char waited, in_effect, advancing;
+} Request;
+
+enum Result { NOTHING, REDUCED, COPIED, ROWS, LIST };
+
+/* The arrays that a member passes, or that its result goes to. */
+typedef struct {
+    Py_ssize_t arrays; /* 0: none; -1: one, in no list */
+    Py_ssize_t count;  /* elements of the one array */
+    Py_ssize_t *counts; /* elements of each in a list */
+    int *nd;
+    Py_ssize_t **dimensions; /* of each in a list: one piece of memory */
+} Given;
+
+struct SharedOperation {
+    PyObject_HEAD
+    RingObject *ring;
+    SegmentObject *segment; /* NULL: the data stands beside the records */
+    CallOrder *order;
+    PyObject *acquire, *release; /* of the lock of the group */
+    PyObject *op;
+    PyObject *dtype;
+    PyObject *given_words; /* `words` in a tuple */
+    int64_t words[RING_SAID];
+    Py_ssize_t itemsize;
+    Py_ssize_t sends;         /* bytes that this member writes */
+    Py_ssize_t offset, block; /* bytes: where that begins what this member reads of the data of another, and its length */
+    Py_ssize_t width;         /* bytes of a piece; `block` if the call has one piece only */
+    int root;
+    enum Result result;
+    int in_place; /* the terms of this member stand where the result goes */
+    const Reduction *reduction;
+    int average;
+    Given send, recv;
+    int64_t budget; /* nanoseconds of polling for others before Python waits */
+    unsigned long thread;
+};
+
+/* ---- what the module knows of the rest of the library ---- */
+
+typedef struct {
+    PyObject *finish, *withdraw, *await; /* of operations/dispatch.py: continue a posted call, give a call up, wait in the midst of one */
+    PyObject *pending, *claims, *reusable, *threads, *observers;
+    PyObject *request, *lock, *claim;          /* types */
+    PyObject *posted, *complete, *at_once;     /* states, and the schedule of a call whose data comes with its round */
+    PyTypeObject *array;
+    PyObject *last, *broken, *busy, *number, *compares, *of_claim, *found, *f_lasti; /* names */
+    PyObject *writes, *nothing;                /* a name in a tuple, and an empty one */
+} Known;
+
+extern Known known;
+
+/* ---- what several files use ---- */
+
+extern PyTypeObject OrderType, RingType, SegmentType, TransferType, RequestType, SharedOperationType;
+
+static inline int is_made(const void *base, const char *what)
+{
+    if (base == NULL)
+        PyErr_Format(PyExc_ValueError, "the %s was not made", what);
+    return base != NULL;
+}
+
+static inline char *memory(PyObject *array)
+{
+    return ((Array *)array)->data;
+}
+
+/* Parse the words of a round; return 0 and set an exception if they are none. */
+int ring_parse_words(PyObject *given, int64_t words[RING_SAID]);
+
+PyObject *request_new(PyTypeObject *type, PyObject *args, PyObject *kwargs);
+PyObject *request_finish(Request *self, PyObject *nothing);
+
+/* Make `given` from None, the shape of an array, or a list of shapes; return -1 and an exception if it is none of them. */
+int shared_given_init(Given *given, PyObject *shapes);
+void shared_given_free(Given *given);
+/* Return whether what a program passes is what the call was prepared for. No code of Python runs here. */
+int shared_fits(const SharedOperation *self, const Given *wanted, PyObject *given, int flags);
+#define SHARED_CHANGED "the arrays of a call were changed while it waited for the others"
+
+/* Write the piece of the data that begins at `from`, for the round or the step `at`. */
+void shared_write_data(const SharedOperation *self, int64_t at, PyObject *send, Py_ssize_t from);
+/* Read the piece of the result that begins at `from`. */
+void shared_read_result(const SharedOperation *self, int64_t at, PyObject *recv, Py_ssize_t from);
+/* Note that this thread makes calls; return -1 and an exception without memory. */
+int shared_note_thread(SharedOperation *self);
+
+/* The arguments of run(): the last three only if the program gives the call a limit or a name. */
+enum { GROUP, PREPARED, SEND, RECV, FRAME, PLAIN, LIMIT = PLAIN, NAME, WORDS, EXTENDED };
+
+PyObject *shared_run(SharedOperation *self, PyObject *const *args, Py_ssize_t count);
+PyObject *shared_run_rest(SharedOperation *self, PyObject *const *args, Py_ssize_t count);
+PyObject *shared_start(SharedOperation *self, PyObject *send);
+PyObject *shared_state(SharedOperation *self, PyObject *args);
+PyObject *shared_complete(SharedOperation *self, PyObject *const *args, Py_ssize_t count);
+PyObject *shared_begin(SharedOperation *self, PyObject *const *args, Py_ssize_t count);
+
+#endif

@@ -1,0 +1,132 @@
+/* The arrays that a SharedOperation was prepared for, and whether those that a program passes are such. */
+
+#include "objects.h"
+
+void shared_given_free(Given *given)
+{
+    PyMem_Free(given->counts);
+    PyMem_Free(given->nd);
+    PyMem_Free(given->dimensions);
+    memset(given, 0, sizeof *given);
+}
+
+/* Return the number of elements of a shape, -1 and an exception if it is none. */
+static Py_ssize_t elements_of(PyObject *shape, Py_ssize_t *dimensions)
+{
+    Py_ssize_t count = 1;
+    if (!PyTuple_Check(shape)) {
+        PyErr_SetString(PyExc_TypeError, "a shape is a tuple");
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(shape); i++) {
+        const Py_ssize_t length = PyLong_AsSsize_t(PyTuple_GET_ITEM(shape, i));
+        if (length == -1 && PyErr_Occurred())
+            return -1;
+        if (length < 0 || (length > 0 && count > PY_SSIZE_T_MAX / 64 / length)) {
+            PyErr_SetString(PyExc_ValueError, "no such shape");
+            return -1;
+        }
+        count *= length;
+        if (dimensions != NULL)
+            dimensions[i] = length;
+    }
+    return count;
+}
+
+int shared_given_init(Given *given, PyObject *shapes)
+{
+    if (shapes == Py_None)
+        return 0;
+    if (PyTuple_Check(shapes)) {
+        given->arrays = -1;
+        given->count = elements_of(shapes, NULL);
+        return given->count < 0 ? -1 : 0;
+    }
+    if (!PyList_Check(shapes)) {
+        PyErr_SetString(PyExc_TypeError, "shapes are None, a tuple, or a list of tuples");
+        return -1;
+    }
+    const Py_ssize_t many = PyList_GET_SIZE(shapes);
+    Py_ssize_t lengths = 0;
+    for (Py_ssize_t i = 0; i < many; i++)
+        lengths += PyTuple_Check(PyList_GET_ITEM(shapes, i)) ? PyTuple_GET_SIZE(PyList_GET_ITEM(shapes, i)) : 0;
+    given->counts = PyMem_Calloc((size_t)many + 1, sizeof *given->counts);
+    given->nd = PyMem_Calloc((size_t)many + 1, sizeof *given->nd);
+    given->dimensions = PyMem_Malloc((size_t)(many + 1) * sizeof *given->dimensions + (size_t)(lengths + 1) * sizeof **given->dimensions);
+    if (given->counts == NULL || given->nd == NULL || given->dimensions == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    Py_ssize_t *next = (Py_ssize_t *)(given->dimensions + many + 1);
+    for (Py_ssize_t i = 0; i < many; i++) {
+        PyObject *shape = PyList_GET_ITEM(shapes, i);
+        given->dimensions[i] = next;
+        given->counts[i] = elements_of(shape, next);
+        if (given->counts[i] < 0)
+            return -1;
+        given->nd[i] = (int)PyTuple_GET_SIZE(shape);
+        next += given->nd[i];
+    }
+    given->arrays = many;
+    return 0;
+}
+
+/* Whether the elements are in the byte order of the machine, which NumPy writes in two ways; single bytes have none. */
+static int is_native(const Descr *dtype)
+{
+    const uint16_t one = 1;
+    const char mine = *(const char *)&one ? '<' : '>';
+    return dtype->byteorder == '=' || dtype->byteorder == '|' || dtype->byteorder == mine;
+}
+
+/* Whether two dtypes are the same. Those of arrays that were unpickled are other objects. No code of Python runs here. */
+static int is_same(PyObject *dtype, PyObject *wanted)
+{
+    const Descr *one = (Descr *)dtype, *other = (Descr *)wanted;
+    if (dtype == wanted)
+        return 1;
+    return Py_TYPE(dtype) == Py_TYPE(wanted) && strchr("biufc", one->kind) != NULL && one->type_num == other->type_num &&
+           is_native(one) == is_native(other);
+}
+
+static int has(const SharedOperation *self, PyObject *given, Py_ssize_t count, int flags)
+{
+    if (!Py_IS_TYPE(given, known.array))
+        return 0;
+    const Array *array = (Array *)given;
+    if ((array->flags & flags) != flags || !is_same(array->descr, self->dtype))
+        return 0;
+    Py_ssize_t found = 1;
+    for (int i = 0; i < array->nd; i++)
+        found *= array->dimensions[i];
+    return found == count;
+}
+
+int shared_fits(const SharedOperation *self, const Given *wanted, PyObject *given, int flags)
+{
+    if (wanted->arrays == 0) /* an array that is input on one member and output on another is passed as both */
+        return given == Py_None || Py_IS_TYPE(given, known.array);
+    if (wanted->arrays < 0)
+        return has(self, given, wanted->count, flags);
+    if (!PyList_CheckExact(given) || PyList_GET_SIZE(given) != wanted->arrays)
+        return 0;
+    for (Py_ssize_t i = 0; i < wanted->arrays; i++) {
+        PyObject *each = PyList_GET_ITEM(given, i);
+        if (!has(self, each, wanted->counts[i], flags))
+            return 0;
+        const Array *array = (Array *)each;
+        if (array->nd != wanted->nd[i])
+            return 0;
+        for (int j = 0; j < array->nd; j++)
+            if (array->dimensions[j] != wanted->dimensions[i][j])
+                return 0;
+        if (flags == WRITABLE) /* results go into memory of their own */
+            for (Py_ssize_t j = 0; j < i; j++) {
+                const char *other = memory(PyList_GET_ITEM(given, j));
+                if (array->data < other + wanted->counts[j] * self->itemsize &&
+                    other < array->data + wanted->counts[i] * self->itemsize)
+                    return 0;
+            }
+    }
+    return 1;
+}

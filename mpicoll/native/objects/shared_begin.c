@@ -1,0 +1,291 @@
+/* The start and the end of an asynchronous call of a SharedOperation, whose request has the fields of RequestFields. */
+
+#include "objects.h"
+
+/* Post a call in one piece, which all earlier calls allow, and count it. Return the number of its round. Nothing can fail. */
+static int64_t post(SharedOperation *self, PyObject *send)
+{
+    CallOrder *order = self->order;
+    const int64_t number = order->round + 1;
+    shared_write_data(self, number, send, 0);
+    ring_write(&self->ring->ring, number, self->words);
+    ring_post(&self->ring->ring, number); /* from here on the others may go on */
+    order->round = number;
+    order->calls++;
+    order->posted = ++order->issued;
+    return number;
+}
+
+PyObject *shared_start(SharedOperation *self, PyObject *send)
+{
+    CallOrder *order = self->order;
+    if (self->segment != NULL || order->posted != order->issued)
+        return PyLong_FromLong(-1);
+    if (!shared_fits(self, &self->send, send, READABLE)) {
+        PyErr_SetString(PyExc_ValueError, "the arrays are not those that the call was prepared for");
+        return NULL;
+    }
+    return PyLong_FromLongLong(post(self, send));
+}
+
+PyObject *shared_state(SharedOperation *self, PyObject *args)
+{
+    long long call, number, budget;
+    if (!PyArg_ParseTuple(args, "LLL", &call, &number, &budget))
+        return NULL;
+    const Ring *ring = &self->ring->ring;
+    if (self->order->moving != call || !ring_is_over(ring, number, now_ns(), budget))
+        return PyLong_FromLong(0);
+    return PyLong_FromLong(ring_is_unanimous(ring, number) ? 1 : 2);
+}
+
+/* Read the result of a posted call in one piece; poll for the other members for so long. The results are those of complete(). */
+static int complete(SharedOperation *self, int64_t call, int64_t number, PyObject *recv, PyObject *before, int64_t budget)
+{
+    CallOrder *order = self->order;
+    const Ring *ring = &self->ring->ring;
+    if (order->moving != call || !ring_is_over(ring, number, budget < 0 ? 0 : now_ns(), budget))
+        return 0;
+    if (!ring_is_unanimous(ring, number))
+        return 2;
+    if (self->segment != NULL || self->width < self->block || !shared_fits(self, &self->recv, recv, WRITABLE))
+        return 4;
+    if (PyBytes_Check(before) && self->recv.arrays < 0 && PyBytes_GET_SIZE(before) == self->recv.count * self->itemsize &&
+        memcmp(PyBytes_AS_STRING(before), memory(recv), (size_t)PyBytes_GET_SIZE(before)) != 0)
+        return 3;
+    shared_read_result(self, number, recv, 0);
+    order->moving = call + 1;
+    return 1;
+}
+
+PyObject *shared_complete(SharedOperation *self, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 4) {
+        PyErr_SetString(PyExc_TypeError, "complete(call, number, recv, before)");
+        return NULL;
+    }
+    const int64_t call = PyLong_AsLongLong(args[0]), number = PyLong_AsLongLong(args[1]);
+    if (PyErr_Occurred())
+        return NULL;
+    if (number < 0) {
+        PyErr_SetString(PyExc_ValueError, "rounds are numbered from 0");
+        return NULL;
+    }
+    return PyLong_FromLong(complete(self, call, number, args[2], args[3], -1));
+}
+
+static void set(Request *request, int field, PyObject *value)
+{
+    PyObject *old = request->objects[field];
+    request->objects[field] = Py_XNewRef(value);
+    Py_XDECREF(old);
+}
+
+/* The arguments of begin(), the first of which are those of run(). */
+enum { CODE = FRAME, INSTRUCTION, BEGIN_LIMIT, OUTPUTS, PLACES, BEGIN };
+
+/* Set a field to a new reference, which is taken over; return 0 if there is none, as an exception is set. */
+static int give(Request *request, int field, PyObject *value)
+{
+    set(request, field, value);
+    Py_XDECREF(value);
+    return value != NULL;
+}
+
+/* Set the claim of a request: the memory that the call uses until the program has waited for it. */
+static int give_claim(Request *request, PyObject *recv)
+{
+    PyObject *const claimed[] = {recv, Py_True};
+    PyObject *claim = PyObject_Vectorcall(known.claim, claimed, 1, known.writes);
+    if (claim != NULL && PyObject_SetAttr(claim, known.of_claim, (PyObject *)request) < 0)
+        Py_CLEAR(claim);
+    return give(request, REQUEST_claim, claim);
+}
+
+/* The outputs as the program gave them, in a list. */
+static PyObject *listed(PyObject *outputs)
+{
+    if (PyList_CheckExact(outputs))
+        return PyList_GetSlice(outputs, 0, PY_SSIZE_T_MAX);
+    PyObject *list = PyList_New(1);
+    if (list != NULL)
+        PyList_SET_ITEM(list, 0, Py_NewRef(outputs));
+    return list;
+}
+
+/* Release a request that is not started: its claim refers to it. */
+static void discard(Request *request)
+{
+    set(request, REQUEST_claim, NULL);
+    Py_DECREF(request);
+}
+
+/* Return a request of the call, with all that is known before its round is posted; it may be that the call is not started. */
+static Request *new_request(SharedOperation *self, PyObject *const *args, int claims)
+{
+    Request *request = (Request *)request_new((PyTypeObject *)known.request, NULL, NULL);
+    if (request == NULL)
+        return NULL;
+    request->limit = PyFloat_AsDouble(args[BEGIN_LIMIT]);
+    if (!PyErr_Occurred())
+        request->instruction = PyLong_AsLongLong(args[INSTRUCTION]);
+    set(request, REQUEST_group, args[GROUP]);
+    set(request, REQUEST_prepared, args[PREPARED]);
+    set(request, REQUEST_schedule, known.at_once);
+    set(request, REQUEST_words, self->given_words);
+    set(request, REQUEST_state, known.posted);
+    set(request, REQUEST_send, args[SEND]);
+    set(request, REQUEST_recv, args[RECV]);
+    set(request, REQUEST_arrays, args[RECV]);
+    set(request, REQUEST_code, args[CODE]);
+    /* A signal handler of the program may raise in what is called here. */
+    if (PyErr_Occurred() || !give(request, REQUEST__lock, PyObject_CallNoArgs(known.lock)) ||
+        !give(request, REQUEST_outputs, listed(args[OUTPUTS])) || !give(request, REQUEST_returned, PyLong_FromLong(-1)) ||
+        (claims && !give_claim(request, self->recv.arrays ? args[RECV] : Py_None))) {
+        discard(request);
+        return NULL;
+    }
+    return request;
+}
+
+static int is_busy(PyObject *place)
+{
+    PyObject *busy = PyObject_GetAttr(place, known.busy);
+    const int found = busy == NULL ? -1 : busy == Py_True;
+    Py_XDECREF(busy);
+    return found;
+}
+
+/* Post the call with the group's lock held. Return 1, 0 if that is impossible, or -1 and an exception. Nothing is allocated here that the
+   garbage collector counts, so no code of the program runs. */
+static int begin(SharedOperation *self, PyObject *const *args, Request *request, PyObject *site, PyObject **old)
+{
+    const CallOrder *order = self->order;
+    PyObject *claim = request->objects[REQUEST_claim];
+    const int64_t number = order->round + 1;
+    if (order->closed || order->posted != order->issued || (claim != NULL && PySet_GET_SIZE(known.claims) != 0) ||
+        !shared_fits(self, &self->send, args[SEND], READABLE) || !shared_fits(self, &self->recv, args[RECV], WRITABLE))
+        return 0;
+    const int full = is_busy(PyList_GET_ITEM(args[PLACES], (number - RING_AHEAD) & (RING_PLACES - 1)));
+    if (full)
+        return full < 0 ? -1 : 0;
+    const int compares = claim != NULL && self->recv.arrays != 0;
+    if (!give(request, REQUEST_before, PyBytes_FromStringAndSize(compares ? memory(args[RECV]) : NULL,
+                                                                 compares ? self->recv.count * self->itemsize : 0)))
+        return -1;
+    PyObject *place = PyList_GET_ITEM(args[PLACES], number & (RING_PLACES - 1)), *at = PyLong_FromLongLong(number);
+    *old = PyObject_GetAttr(args[GROUP], known.last);
+    int failed = at == NULL || *old == NULL || PyObject_SetAttr(place, known.number, at) < 0 || shared_note_thread(self) < 0 ||
+                 PyObject_SetAttr(args[GROUP], known.last, site) < 0;
+    Py_XDECREF(at);
+    if (failed || PyList_Append(known.pending, (PyObject *)request) < 0)
+        return -1;
+    failed = claim != NULL && (PySet_Add(known.reusable, claim) < 0 || PySet_Add(known.claims, claim) < 0);
+    if (failed || PyObject_SetAttr(place, known.busy, Py_True) < 0) {
+        PyObject *type, *value, *traceback;
+        PyErr_Fetch(&type, &value, &traceback);
+        const Py_ssize_t last = PyList_GET_SIZE(known.pending);
+        failed = PyList_SetSlice(known.pending, last - 1, last, NULL) < 0;
+        failed |= claim != NULL && (PySet_Discard(known.claims, claim) < 0 || PySet_Discard(known.reusable, claim) < 0);
+        PyErr_Clear();
+        PyErr_Restore(type, value, traceback);
+        return -1;
+    }
+    request->number = order->issued;
+    request->posted_round = post(self, args[SEND]);
+    request->seq = order->calls;
+    request->shared = (SharedOperation *)Py_NewRef((PyObject *)self);
+    set(request, REQUEST_round, place);
+    return 1;
+}
+
+PyObject *shared_begin(SharedOperation *self, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != BEGIN || !PyList_CheckExact(args[PLACES]) || PyList_GET_SIZE(args[PLACES]) != RING_PLACES ||
+        known.array == NULL) {
+        PyErr_SetString(PyExc_TypeError, "begin(group, prepared, send, recv, code, instruction, limit, outputs, places)");
+        return NULL;
+    }
+    if (known.request == NULL || self->segment != NULL || self->send.arrays > 0 || self->recv.arrays > 0 ||
+        (self->send.arrays && (!self->recv.arrays || args[SEND] != args[RECV])) || PyList_GET_SIZE(known.observers) != 0 ||
+        !shared_fits(self, &self->recv, args[RECV], WRITABLE))
+        Py_RETURN_NONE;
+    PyObject *compares = PyObject_GetAttr(args[GROUP], known.compares);
+    if (compares == NULL)
+        return NULL;
+    const int claims = compares == Py_True;
+    Py_DECREF(compares);
+    if (claims && PySet_GET_SIZE(known.claims) != 0)
+        Py_RETURN_NONE;
+    PyObject *site = PyTuple_Pack(3, self->op, args[CODE], args[INSTRUCTION]), *old = NULL;
+    Request *request = site == NULL ? NULL : new_request(self, args, claims);
+    PyObject *done = request == NULL ? NULL : PyObject_CallNoArgs(self->acquire);
+    if (done == NULL) {
+        if (request != NULL)
+            discard(request);
+        Py_XDECREF(site);
+        return NULL;
+    }
+    Py_DECREF(done);
+    const int made = begin(self, args, request, site, &old);
+    PyObject *type = NULL, *value = NULL, *traceback = NULL;
+    if (made < 0)
+        PyErr_Fetch(&type, &value, &traceback);
+    done = PyObject_CallNoArgs(self->release);
+    if (type != NULL) {
+        if (done == NULL)
+            PyErr_Clear();
+        PyErr_Restore(type, value, traceback);
+    }
+    Py_DECREF(site);
+    Py_XDECREF(old);
+    const int failed = made < 0 || done == NULL;
+    Py_XDECREF(done);
+    if (failed || made == 0) {
+        discard(request);
+        return failed ? NULL : Py_NewRef(Py_None);
+    }
+    return (PyObject *)request;
+}
+
+static int is_none(PyObject *given)
+{
+    return given == NULL || given == Py_None;
+}
+
+PyObject *request_finish(Request *self, PyObject *Py_UNUSED(nothing))
+{
+    SharedOperation *shared = self->shared;
+    PyObject *const *objects = self->objects, *claim = objects[REQUEST_claim], *recv = objects[REQUEST_recv];
+    if (shared == NULL || known.request == NULL || self->advancing || objects[REQUEST_state] != known.posted ||
+        !is_none(objects[REQUEST_landing]) || !is_none(objects[REQUEST_future]) || !is_none(objects[REQUEST_error]) ||
+        PyList_GET_SIZE(known.observers) != 0)
+        Py_RETURN_FALSE;
+    PyObject *broken = PyObject_GetAttr(objects[REQUEST_group], known.broken);
+    if (broken == NULL)
+        return NULL;
+    Py_DECREF(broken);
+    if (shared_note_thread(shared) < 0)
+        return NULL;
+    if (broken != Py_None || shared->order->closed ||
+        complete(shared, self->number, self->posted_round, recv, objects[REQUEST_before], shared->budget) != 1)
+        Py_RETURN_FALSE;
+    set(self, REQUEST_state, known.complete);
+    int failed = PyObject_SetAttr(objects[REQUEST_round], known.busy, Py_False) < 0;
+    set(self, REQUEST_round, NULL);
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(known.pending); i++)
+        if (PyList_GET_ITEM(known.pending, i) == (PyObject *)self) {
+            failed |= PyList_SetSlice(known.pending, i, i + 1, NULL) < 0;
+            break;
+        }
+    if (claim != NULL) {
+        failed |= PySet_Discard(known.claims, claim) < 0 || PySet_Discard(known.reusable, claim) < 0;
+        failed |= PyObject_SetAttr(claim, known.of_claim, Py_None) < 0 || PyObject_SetAttr(claim, known.found, known.nothing) < 0;
+        set(self, REQUEST_claim, NULL);
+    }
+    self->shared = NULL;
+    Py_DECREF(shared);
+    if (failed)
+        return NULL;
+    Py_RETURN_TRUE;
+}

@@ -1,0 +1,254 @@
+/* The blocking call of a SharedOperation. From the lock of the group to the result the interpreter lock is held; a call in several
+   pieces releases it while they move. */
+
+#include "objects.h"
+
+static PyObject *instruction(PyObject *frame)
+{
+#if PY_VERSION_HEX >= 0x030B0000
+    return PyLong_FromLong(PyFrame_GetLasti((PyFrameObject *)frame));
+#else
+    return PyObject_GetAttr(frame, known.f_lasti);
+#endif
+}
+
+/* Return (op, code, instruction) of the program's call. */
+static PyObject *describe(PyObject *op, PyObject *frame)
+{
+    PyObject *site = PyTuple_New(3);
+    PyObject *at = instruction(frame);
+    if (site == NULL || at == NULL) {
+        Py_XDECREF(site);
+        Py_XDECREF(at);
+        return NULL;
+    }
+    PyTuple_SET_ITEM(site, 0, Py_NewRef(op));
+    PyTuple_SET_ITEM(site, 1, (PyObject *)PyFrame_GetCode((PyFrameObject *)frame));
+    PyTuple_SET_ITEM(site, 2, at);
+    return site;
+}
+
+static PyObject *extra(PyObject *const *args, Py_ssize_t count, int which)
+{
+    return count == EXTENDED ? args[which] : Py_None;
+}
+
+/* Give a posted call up if the function that continues it has raised before it could do so itself. */
+static void withdraw(PyObject *const *args, Py_ssize_t count, int64_t call)
+{
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    PyObject *number = PyLong_FromLongLong(call), *done = NULL;
+    /* A signal handler may raise as the function begins, too. */
+    for (int tries = 0; tries < 3 && number != NULL && done == NULL; tries++) {
+        PyErr_Clear();
+        done = PyObject_CallFunctionObjArgs(known.withdraw, args[GROUP], args[PREPARED], args[FRAME], number, value,
+                                            extra(args, count, LIMIT), extra(args, count, NAME), extra(args, count, WORDS), NULL);
+    }
+    PyErr_Clear();
+    if (done == NULL) { /* at the end of the stack, say: mark the group broken without a call */
+        PyObject *why = PyUnicode_FromString("a call on it was interrupted, and could not be given up as usual");
+        if (why == NULL || PyObject_SetAttrString(args[GROUP], "broken", why) < 0)
+            PyErr_Clear();
+        Py_XDECREF(why);
+    }
+    Py_XDECREF(number);
+    Py_XDECREF(done);
+    PyErr_Restore(type, value, traceback);
+}
+
+/* How far a call in several pieces has come. */
+typedef struct {
+    int64_t wanted; /* the step that others have to reach */
+    Py_ssize_t from;
+    enum { WRITE, AWAIT, READ } next; /* of the piece at `from` */
+} Progress;
+
+/* Move on as far as the others are. Return whether the call is complete. */
+static int advance(const SharedOperation *self, PyObject *send, PyObject *recv, Progress *progress)
+{
+    Segment *segment = &self->segment->segment;
+    for (;;)
+        switch (progress->next) {
+        case READ:
+            shared_read_result(self, segment->step, recv, progress->from);
+            progress->from += self->width;
+            if (progress->from >= self->block)
+                return 1;
+            progress->next = WRITE; /* fall through */
+        case WRITE:
+            progress->wanted = segment->step;
+            if (self->send.arrays) {
+                if (!segment_all_at(segment, segment->step, now_ns(), self->budget))
+                    return 0;
+                shared_write_data(self, segment->step + 1, send, progress->from);
+            }
+            segment_advance(segment);
+            progress->next = AWAIT; /* fall through */
+        case AWAIT:
+            progress->wanted = segment->step;
+            if (self->recv.arrays && (self->result == COPIED ? !poll_for(segment_counter(segment, self->root), segment->step,
+                                                                         now_ns(), self->budget)
+                                                             : !segment_all_at(segment, segment->step, now_ns(), self->budget)))
+                return 0;
+            progress->next = READ;
+        }
+}
+
+/* Read the first piece of a call whose round is over, and move the others. -1 and an exception: the others do not come. */
+static int move_pieces(PyObject *const *args, Py_ssize_t count, SharedOperation *self)
+{
+    Progress progress = {.next = READ};
+    PyObject *send = args[SEND], *recv = args[RECV];
+    for (;;) {
+        int over;
+        Py_BEGIN_ALLOW_THREADS
+        over = advance(self, send, recv, &progress);
+        Py_END_ALLOW_THREADS
+        if (over)
+            return 0;
+        PyObject *wanted = PyLong_FromLongLong(progress.wanted);
+        if (wanted == NULL)
+            return -1;
+        PyObject *root_only = progress.next == AWAIT && self->result == COPIED ? Py_True : Py_False;
+        PyObject *waited = PyObject_CallFunctionObjArgs(known.await, args[GROUP], args[PREPARED], args[FRAME], wanted, root_only,
+                                                        extra(args, count, LIMIT), extra(args, count, NAME),
+                                                        extra(args, count, WORDS), NULL);
+        Py_DECREF(wanted);
+        if (waited == NULL)
+            return -1;
+        Py_DECREF(waited);
+        if (!shared_fits(self, &self->send, send, READABLE) || !shared_fits(self, &self->recv, recv, WRITABLE)) {
+            PyErr_SetString(PyExc_ValueError, SHARED_CHANGED);
+            return -1;
+        }
+    }
+}
+
+/* Return whether the arguments are as many as run() takes, and the module was configured. */
+static int are_arguments(PyObject *const *args, Py_ssize_t count, const char *what)
+{
+    if ((count == PLAIN || (count == EXTENDED && PyFrame_Check(args[FRAME]))) && known.finish != NULL && known.array != NULL)
+        return 1;
+    PyErr_SetString(PyExc_TypeError, what);
+    return 0;
+}
+
+PyObject *shared_run_rest(SharedOperation *self, PyObject *const *args, Py_ssize_t count)
+{
+    if (!are_arguments(args, count, "run_rest(group, prepared, send, recv, request)"))
+        return NULL;
+    if (self->width >= self->block || !shared_fits(self, &self->send, args[SEND], READABLE) ||
+        !shared_fits(self, &self->recv, args[RECV], WRITABLE)) {
+        PyErr_SetString(PyExc_ValueError, SHARED_CHANGED);
+        return NULL;
+    }
+    Py_INCREF(self);
+    const int failed = move_pieces(args, count, self);
+    Py_DECREF(self);
+    if (failed)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* Note that this thread makes calls; return -1 and an exception without memory. */
+int shared_note_thread(SharedOperation *self)
+{
+    const unsigned long thread = PyThread_get_thread_ident();
+    if (self->thread == thread)
+        return 0;
+    PyObject *ident = PyLong_FromUnsignedLong(thread);
+    const int failed = ident == NULL || PySet_Add(known.threads, ident) < 0;
+    Py_XDECREF(ident);
+    if (!failed)
+        self->thread = thread;
+    return -failed;
+}
+
+/* Make the call with the group's lock held. Return True or False, or NULL. From shared_fits() to shared_read_result() no object is
+   allocated that the garbage collector counts, and none is released that may have a destructor. */
+static PyObject *make(PyObject *const *args, Py_ssize_t count, SharedOperation *self, const int64_t words[RING_SAID], PyObject *site,
+                      PyObject **old)
+{
+    PyObject *group = args[GROUP], *send = args[SEND], *recv = args[RECV], *done;
+    CallOrder *order = self->order;
+    Segment *segment = self->segment == NULL ? NULL : &self->segment->segment;
+    Ring *ring = &self->ring->ring;
+    const int64_t call = order->issued;
+    if (order->closed || call != order->moving || PyList_GET_SIZE(known.pending) != 0 || PySet_GET_SIZE(known.claims) != 0)
+        Py_RETURN_FALSE;
+    if (!shared_fits(self, &self->send, send, READABLE) || !shared_fits(self, &self->recv, recv, WRITABLE))
+        Py_RETURN_FALSE;
+    if (segment != NULL && !segment_all_at(segment, segment->step, now_ns(), self->budget)) /* a member may still read */
+        Py_RETURN_FALSE;
+    if (shared_note_thread(self) < 0)
+        return NULL;
+    *old = PyObject_GetAttr(group, known.last); /* perhaps the last reference to a function of the program */
+    if (*old == NULL || PyObject_SetAttr(group, known.last, site) < 0)
+        return NULL;
+    const int64_t number = order->round + 1, at = segment == NULL ? number : segment->step + 1;
+    shared_write_data(self, at, send, 0);
+    const int64_t began = ring_write(ring, number, words);
+    ring_post(ring, number); /* from here on the others may go on */
+    order->issued = call + 1;
+    order->round = number;
+    order->calls++;
+    if (!ring_is_over(ring, number, began, self->budget) || !ring_is_unanimous(ring, number)) {
+        done = PyObject_Vectorcall(known.finish, args, (size_t)count, NULL);
+        if (done == NULL)
+            withdraw(args, count, call);
+        return done;
+    }
+    if (segment != NULL)
+        segment_advance(segment);
+    order->posted = order->moving = call + 1;
+    if (self->width >= self->block)
+        shared_read_result(self, at, recv, 0);
+    else if (move_pieces(args, count, self) < 0) {
+        withdraw(args, count, call + 1);
+        return NULL;
+    }
+    Py_RETURN_TRUE;
+}
+
+PyObject *shared_run(SharedOperation *self, PyObject *const *args, Py_ssize_t count)
+{
+    if (!are_arguments(args, count, "run(group, prepared, send, recv, frame[, limit, name, words])"))
+        return NULL;
+    if (!PyFrame_Check(args[FRAME])) {
+        PyErr_SetString(PyExc_TypeError, "run: the fifth argument is the frame of the program's call");
+        return NULL;
+    }
+    int64_t given[RING_SAID], *words = self->words;
+    if (extra(args, count, WORDS) != Py_None) {
+        words = given;
+        if (!ring_parse_words(args[WORDS], given))
+            return NULL;
+    }
+    PyObject *made = NULL, *old = NULL;
+    PyObject *site = describe(self->op, args[FRAME]);
+    PyObject *done = site == NULL ? NULL : PyObject_CallNoArgs(self->acquire);
+    if (done == NULL) {
+        Py_XDECREF(site);
+        return NULL;
+    }
+    Py_DECREF(done);
+    Py_INCREF(self); /* the group may drop its prepared calls meanwhile */
+    made = make(args, count, self, words, site, &old);
+    PyObject *type = NULL, *value = NULL, *traceback = NULL;
+    if (made == NULL)
+        PyErr_Fetch(&type, &value, &traceback);
+    done = PyObject_CallNoArgs(self->release);
+    if (done == NULL) {
+        Py_XDECREF(made);
+        made = NULL;
+    } else
+        Py_DECREF(done);
+    if (type != NULL)
+        PyErr_Restore(type, value, traceback);
+    Py_DECREF(self);
+    Py_DECREF(site);
+    Py_XDECREF(old);
+    return made;
+}

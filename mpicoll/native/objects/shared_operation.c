@@ -1,0 +1,258 @@
+/* SharedOperation: a collective call of a group on one node, prepared for its arrays; how its data is written and read. */
+
+#include "objects.h"
+
+static int shared_traverse(SharedOperation *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->acquire);
+    Py_VISIT(self->release);
+    Py_VISIT(self->dtype);
+    return 0;
+}
+
+static int shared_clear(SharedOperation *self)
+{
+    Py_CLEAR(self->acquire);
+    Py_CLEAR(self->release);
+    Py_CLEAR(self->dtype);
+    return 0;
+}
+
+static void shared_dealloc(SharedOperation *self)
+{
+    PyObject_GC_UnTrack(self);
+    shared_clear(self);
+    Py_CLEAR(self->op);
+    Py_CLEAR(self->given_words);
+    Py_CLEAR(self->order);
+    Py_CLEAR(self->ring);
+    Py_CLEAR(self->segment);
+    shared_given_free(&self->send);
+    shared_given_free(&self->recv);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+/* Whether all that is written and read stays in the room of a member, and the arrays are those of the result. */
+static int is_consistent(const SharedOperation *self)
+{
+    const int size = self->ring->ring.size;
+    const Py_ssize_t room = self->segment == NULL ? RING_EAGER_BYTES : self->segment->segment.room;
+    const Given *send = &self->send, *recv = &self->recv;
+    if (self->itemsize <= 0 || self->sends < 0 || self->block < 0 || self->offset < 0 || self->width <= 0 || self->root >= size)
+        return 0;
+    if (self->segment != NULL && (self->segment->segment.size != size || self->segment->segment.me != self->ring->ring.me))
+        return 0;
+    if (self->width < self->block) { /* one array in several pieces */
+        if (self->segment == NULL || self->width > room || self->width % self->itemsize || self->offset != 0 ||
+            (self->sends != 0 && self->sends != self->block) || send->arrays > 0 || recv->arrays > 0 || self->result == ROWS ||
+            (recv->arrays < 0 && recv->count * self->itemsize != self->block))
+            return 0;
+    } else if (self->sends > room || self->offset > room - self->block)
+        return 0;
+    if (send->arrays < 0 && send->count * self->itemsize != self->sends)
+        return 0;
+    for (Py_ssize_t i = 0; i < send->arrays; i++)
+        if (send->counts[i] * self->itemsize > self->block || i * self->block > self->sends - send->counts[i] * self->itemsize)
+            return 0;
+    for (Py_ssize_t i = 0; i < recv->arrays; i++)
+        if (recv->counts[i] * self->itemsize > self->block)
+            return 0;
+    switch (self->result) {
+    case NOTHING:
+        return 1;
+    case REDUCED:
+        return recv->arrays < 0 && self->reduction != NULL && recv->count * self->itemsize <= self->block && size > 0 &&
+               self->itemsize == reduction_itemsize(self->reduction) && (!self->average || self->reduction->divide != NULL);
+    case COPIED:
+        return recv->arrays < 0 && self->root >= 0 && recv->count * self->itemsize <= self->block;
+    case ROWS:
+        return recv->arrays < 0 && recv->count * self->itemsize == size * self->block;
+    case LIST:
+        return recv->arrays == size;
+    }
+    return 0;
+}
+
+static PyObject *shared_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"op", "lock", "ring", "segment", "order", "words", "dtype", "itemsize", "sends", "offset", "block", "width", "root",
+                            "send", "recv", "result", "reduction", "average", "in_place", "poll_ns", NULL};
+    static const char *const results[] = {
+        [NOTHING] = "", [REDUCED] = "reduced", [COPIED] = "copied", [ROWS] = "rows", [LIST] = "list"};
+    PyObject *op, *lock, *ring, *segment, *order, *words, *dtype, *send, *recv;
+    const char *result, *reduction;
+    Py_ssize_t itemsize, sends, offset, block, width;
+    int root, average, in_place;
+    long long budget;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "UOO!OO!O!OnnnnniOOssppL", names, &op, &lock, &RingType, &ring, &segment, &OrderType, &order, &PyTuple_Type,
+                                     &words, &dtype, &itemsize, &sends, &offset, &block, &width, &root, &send, &recv, &result,
+                                     &reduction, &average, &in_place, &budget))
+        return NULL;
+    if (!is_made(((RingObject *)ring)->ring.base, "ring") ||
+        (segment != Py_None && Py_IS_TYPE(segment, &SegmentType) && !is_made(((SegmentObject *)segment)->segment.base, "segment")))
+        return NULL;
+    SharedOperation *self = (SharedOperation *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->ring = (RingObject *)Py_NewRef(ring);
+    int wrong = segment != Py_None && !Py_IS_TYPE(segment, &SegmentType);
+    if (!wrong && segment != Py_None)
+        self->segment = (SegmentObject *)Py_NewRef(segment);
+    wrong |= PyTuple_GET_SIZE(words) != RING_SAID;
+    for (int i = 0; !wrong && i < RING_SAID; i++)
+        self->words[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(words, i));
+    self->order = (CallOrder *)Py_NewRef(order);
+    self->op = Py_NewRef(op);
+    self->given_words = Py_NewRef(words);
+    self->acquire = PyObject_GetAttrString(lock, "acquire");
+    self->release = self->acquire == NULL ? NULL : PyObject_GetAttrString(lock, "release");
+    self->dtype = Py_NewRef(dtype);
+    self->itemsize = itemsize;
+    self->sends = sends;
+    self->offset = offset;
+    self->block = block;
+    self->width = width;
+    self->root = root;
+    self->average = average;
+    self->in_place = in_place;
+    self->budget = budget;
+    self->reduction = find_reduction(reduction);
+    if (PyErr_Occurred() || shared_given_init(&self->send, send) < 0 || shared_given_init(&self->recv, recv) < 0)
+        goto failed;
+    int found = -1;
+    for (int i = 0; i < (int)(sizeof results / sizeof *results); i++)
+        if (strcmp(results[i], result) == 0)
+            found = i;
+    self->result = found < 0 ? NOTHING : (enum Result)found;
+    if (wrong || found < 0 || !is_consistent(self)) {
+        PyErr_SetString(PyExc_ValueError, "the call does not fit into its memory");
+        goto failed;
+    }
+    return (PyObject *)self;
+failed:
+    Py_DECREF(self);
+    return NULL;
+}
+
+/* Where the data of a member stands: for a step of the segment, or for a round. */
+static char *data_of(const SharedOperation *self, int rank, int64_t at)
+{
+    return self->segment == NULL ? ring_eager(&self->ring->ring, rank, at) : segment_buffer(&self->segment->segment, rank, at);
+}
+
+/* Bytes of the piece that begins at `from`. */
+static Py_ssize_t piece(const SharedOperation *self, Py_ssize_t from)
+{
+    return self->block - from < self->width ? self->block - from : self->width;
+}
+
+void shared_write_data(const SharedOperation *self, int64_t at, PyObject *send, Py_ssize_t from)
+{
+    char *to = data_of(self, self->ring->ring.me, at);
+    if (self->send.arrays < 0)
+        copy_out(to, memory(send) + from, self->width < self->block ? piece(self, from) : self->sends);
+    for (Py_ssize_t i = 0; i < self->send.arrays; i++)
+        copy_out(to + i * self->block, memory(PyList_GET_ITEM(send, i)), self->send.counts[i] * self->itemsize);
+}
+
+/* Return the terms of a member. Two of them may stand where the result goes: the third finds its place overwritten. */
+static const char *terms(const SharedOperation *self, int rank, int64_t at, const char *out)
+{
+    return rank == self->ring->ring.me && self->in_place && rank < 2 ? out : data_of(self, rank, at) + self->offset;
+}
+
+/* Read the piece of the result that begins at `from`. */
+void shared_read_result(const SharedOperation *self, int64_t at, PyObject *recv, Py_ssize_t from)
+{
+    const int size = self->ring->ring.size;
+    const Py_ssize_t bytes = self->width < self->block ? piece(self, from) : self->recv.count * self->itemsize;
+    char *out;
+    switch (self->result) {
+    case REDUCED: /* in the order of the ranks */
+        out = memory(recv) + from;
+        if (size == 1)
+            memcpy(out, data_of(self, 0, at) + self->offset, (size_t)bytes);
+        for (int rank = 1; rank < size; rank++)
+            self->reduction->reduce(out, rank == 1 ? terms(self, 0, at, out) : out, terms(self, rank, at, out),
+                                    bytes / self->itemsize * self->reduction->parts);
+        if (self->average)
+            self->reduction->divide(out, bytes / self->itemsize, size);
+        break;
+    case COPIED:
+        memcpy(memory(recv) + from, data_of(self, self->root, at) + self->offset, (size_t)bytes);
+        break;
+    case ROWS:
+        for (int rank = 0; rank < size; rank++)
+            memcpy(memory(recv) + rank * self->block, data_of(self, rank, at) + self->offset, (size_t)self->block);
+        break;
+    case LIST:
+        for (int rank = 0; rank < size; rank++)
+            memcpy(memory(PyList_GET_ITEM(recv, rank)), data_of(self, rank, at) + self->offset,
+                   (size_t)(self->recv.counts[rank] * self->itemsize));
+        break;
+    case NOTHING:
+        break;
+    }
+}
+
+static PyObject *shared_write(SharedOperation *self, PyObject *args)
+{
+    long long number;
+    PyObject *send;
+    if (!PyArg_ParseTuple(args, "LO", &number, &send))
+        return NULL;
+    if (number < 0 || self->segment != NULL || !shared_fits(self, &self->send, send, READABLE)) {
+        PyErr_SetString(PyExc_ValueError, "the arrays are not those that the call was prepared for");
+        return NULL;
+    }
+    shared_write_data(self, number, send, 0);
+    Py_RETURN_NONE;
+}
+
+static PyObject *shared_read(SharedOperation *self, PyObject *args)
+{
+    long long at;
+    PyObject *recv;
+    if (!PyArg_ParseTuple(args, "LO", &at, &recv))
+        return NULL;
+    if (at < 0 || self->width < self->block || !shared_fits(self, &self->recv, recv, WRITABLE)) {
+        PyErr_SetString(PyExc_ValueError, SHARED_CHANGED);
+        return NULL;
+    }
+    shared_read_result(self, at, recv, 0);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef shared_methods[] = {
+    {"write", (PyCFunction)shared_write, METH_VARARGS, "Write the data of a round that is not posted yet: write(number, send)."},
+    {"start", (PyCFunction)shared_start, METH_O,
+     "Write the data, post the round, and count the call; return the number of the round, -1 if earlier calls have not posted."},
+    {"complete", (PyCFunction)(void (*)(void))shared_complete, METH_FASTCALL,
+     "Read the result of a posted call in one piece: complete(call, number of the round, recv, before). Return 0 while the data may\n"
+     "not be read, 1 if it was, 2 if not all members made the call, 3 if the bytes of recv are not those of before, unless that is empty,\n"
+     "4 if recv is not what the call was prepared for."},
+    {"begin", (PyCFunction)(void (*)(void))shared_begin, METH_FASTCALL,
+     "Start the call in one piece, for a wait later: begin(group, prepared, send, recv, code, instruction, limit, outputs, places). Return the\n"
+     "request, pending and with its claim of memory; None, with nothing done, if that is impossible. The places are those of the rounds."},
+    {"run", (PyCFunction)(void (*)(void))shared_run, METH_FASTCALL,
+     "Make the call: run(group, prepared, send, recv, frame[, limit, name, words]). Return False if nothing was done."},
+    {"run_rest", (PyCFunction)(void (*)(void))shared_run_rest, METH_FASTCALL,
+     "Move the pieces of a call whose round Python has waited for: run_rest(group, prepared, send, recv, request)."},
+    {"state", (PyCFunction)shared_state, METH_VARARGS,
+     "Return 0 while the data may not be read, 1 if all members made the call, 2 if not: state(call, number, nanoseconds)."},
+    {"read", (PyCFunction)shared_read, METH_VARARGS,
+     "Read the result of a call in one piece that is over: read(number of the round, or the step, recv)."},
+    {NULL},
+};
+
+PyTypeObject SharedOperationType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpicoll._native.SharedOperation",
+    .tp_basicsize = sizeof(SharedOperation),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_doc = "A collective call of a group on one node, prepared for its arrays.",
+    .tp_new = shared_new,
+    .tp_traverse = (traverseproc)shared_traverse,
+    .tp_clear = (inquiry)shared_clear,
+    .tp_dealloc = (destructor)shared_dealloc,
+    .tp_methods = shared_methods,
+};
