@@ -57,7 +57,7 @@ ARGUMENT = "_mpicoll_argument"
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message that users can meet. ``docs/messages.md`` lists all that are attributes of modules.
+    """A message that users can meet. ``docs/messages.md`` lists all messages that are attributes of modules.
 
     Attributes:
         text: the message; names in braces stand for facts, ``{n:is/are}`` for a verb that agrees with a number of ranks.
@@ -75,7 +75,7 @@ class Message:
 
 
 class _WrongValue(ValueError, RuntimeError):
-    """A wrong argument of a collective: torch raises ValueError for some of them, its backends RuntimeError for others."""
+    """A wrong argument of a collective: torch raises ValueError for some of these, and its backends RuntimeError."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ValueError, self.args
@@ -86,9 +86,9 @@ _WrongValue.__module__ = "builtins"
 
 
 def wrong_argument(error: Exception) -> Exception:
-    """Return an exception about the caller's arguments in the form in which it is raised.
+    """Return an exception about the caller's arguments in the form in which the exception is raised.
 
-    A ValueError becomes one that is also a RuntimeError.
+    A ValueError becomes an exception that is also a RuntimeError.
     """
     if type(error) is ValueError:
         plain, error = error, _WrongValue(*error.args)
@@ -102,20 +102,20 @@ class DistError(RuntimeError):
     """An error between ranks; the root of this tree.
 
     Attributes:
-        reporter: where all members of a group raise the same text, the global rank that prints all of it when the
-            program ends with this error; the other ranks print one line. None: every rank prints its own text.
+        reporter: the global rank that prints the whole text when the program ends with this error, if all members of a
+            group raise the same text. The other ranks print one line. None: every rank prints its own text.
         report: the data that the message is made from (``mpicoll.diagnosis.report.report.Report``), if several ranks were
             asked.
         group: the name of the group that the error concerns, as messages display it.
-        ranks: the global ranks at fault as far as is known (they differ from the other ranks, are late, or have left), else
+        ranks: the global ranks at fault, if known: ranks that differ from the other ranks, are late, or have left. Otherwise
             all ranks that the error concerns.
-        calls: what the ranks reported: a dict for each different call. Its keys are ranks (list of int), op, arguments (dict
+        calls: the reports of the ranks: a dict for each different call. The keys are ranks (list of int), op, arguments (dict
             of strings), seq (int, 0: not numbered), site (file:line), group, async (bool), state (see
             ``mpicoll.diagnosis.report.entries.Standing``), problem, needs, waited (the least and the most seconds that one
-            of the ranks has waited, or None) and text; all others are strings, empty if nothing is known.
+            of the ranks has waited, or None) and text. All other values are strings, empty if nothing is known.
     """
 
-    what_to_do: ClassVar[str] = "read the message: it names the ranks, the place (file:line) and what happened there"
+    what_to_do: ClassVar[str] = "read the message, which names the ranks, the place (file:line) and what happened"
 
     reporter: int | None = None
     report: Any = None
@@ -153,13 +153,13 @@ class QueueEmptyError(DistStoreError):
 
 
 class CollectiveMismatchError(DistError):
-    """The members of a group made different calls, or one of them passed arguments that are wrong.
+    """The members of a group made different calls, or a member passed wrong arguments.
 
-    Raised on every member at the same call, before any data moved: the group can still be used. A receive raises it on its own
-    rank only, if the message has another dtype or size; the message is not lost.
+    Raised on every member at the same call, before any data moved: the group can still be used. A receive raises this error on
+    its own rank only, if the message has another dtype or size; the message is not lost.
     """
 
-    what_to_do = "compare the calls in the message and make them alike on all ranks; its line `next:` says how"
+    what_to_do = "compare the calls in the message and make the calls alike on all ranks; the line `next:` says how"
 
 
 class BufferInUseError(DistError):
@@ -176,7 +176,7 @@ class BufferInUseError(DistError):
 class DeadlockError(DistError):
     """Ranks wait for each other, and no other rank can release them."""
 
-    what_to_do = "put the calls in the message into an order in which every rank can finish; its line `next:` says how"
+    what_to_do = "put the calls in the message into an order in which every rank can finish; the line `next:` says how"
 
 
 class PeerFailedError(DistError):
@@ -195,23 +195,21 @@ class PeerExitedError(DistError):
     """Another rank ended without making the call that this rank waits in."""
 
     what_to_do = (
-        "find why the rank in the message ended: an early return, a shorter loop, or a call that it does not make"
+        "find why the rank in the message ended: an early return, a shorter loop, or a call that the rank does not make"
     )
 
 
 class CollectiveTimeoutError(DistError, TimeoutError):
     """The time limit of a call passed; the message says which ranks are late. The group is broken afterwards."""
 
-    what_to_do = (
-        "find what the late ranks in the message do; if they are only slow, raise `timeout=` or `MPICOLL_TIMEOUT`"
-    )
+    what_to_do = "find what the late ranks in the message do; if these ranks are only slow, increase `timeout=` or `MPICOLL_TIMEOUT`"
 
 
 class GroupBrokenError(DistError):
     """The group was given up earlier (time limit, interrupt, failed member) and cannot be used any more."""
 
     what_to_do = (
-        "correct the first error of the group, which the message repeats; go on with a new group, or end the job"
+        "correct the first error of the group, which the message repeats; continue with a new group, or end the job"
     )
 
 

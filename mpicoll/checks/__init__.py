@@ -1,1 +1,1 @@
-"""Check that all members of a group make the same calls, and that memory in use is left alone."""
+"""Check that all members of a group make the same calls, and that nothing writes memory that pending operations use."""

@@ -1,12 +1,12 @@
-"""The order check of a group: do all members make the same call?
+"""The agreement of a group: rounds that check that all members make the same call.
 
-Before data moves, the members make one round (:mod:`mpicoll.transports.control`). Whatever two members call, the round itself
-is the same operation, so a mismatch can neither hang nor corrupt: all members see it.
+Before data moves, the members make one round (:mod:`mpicoll.transports.control`). The round is the same operation for all calls.
+So a mismatch neither hangs nor corrupts data, and all members see the mismatch.
 
 MPI matches collectives on one communicator by their order only. So the control channel carries exactly one round for every
-call that is compared, in the order in which calls are issued. All that follows (sizes, a meeting, the data) uses the data
-communicator or the segment, strictly one call after the other. So the order on both is the same on all members, however early
-or late each of them sees a round end.
+call that is compared, in the order in which calls are issued. What follows a round (sizes, a meeting, the data) uses the data
+communicator or the segment, one call after another. So the order of both is the same on all members, and does not depend on
+the time at which a member sees the end of a round.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Agreement:
         self.mpi.epoch = to
 
     def use(self, channel: ControlChannel | None) -> None:
-        """Make rounds through a channel from now on; None: over MPI. No round is pending."""
+        """Make rounds through a channel from now on; None: over MPI. No round may be pending."""
         channel = channel or self.mpi
         if channel is not self.channel:
             self.channel.free()
@@ -76,7 +76,7 @@ class Agreement:
         return found
 
     def is_idle(self) -> bool:
-        """Return whether no call of the group is under way, and the channel has room.
+        """Return whether no call of the group is pending, and the channel has room.
 
         Collectives of a group are issued one at a time, so no other thread can post meanwhile.
         """
@@ -93,10 +93,11 @@ class Agreement:
         return made
 
     def close(self, op: str, site: CallSite, seq: int, display: str, ranks: tuple[int, ...]) -> Closing | None:
-        """Post the last comparison of a group at level ``roll``; never waits. None: calls are under way, or each was compared.
+        """Post the last comparison of a group at level ``roll`` without waiting; None if calls are pending or were all compared.
 
         Args:
-            op, site, seq: what ends the group on this rank, where, and what number its next call would have had.
+            op, site: the function that ends the group on this rank, and its call site.
+            seq: the number that the next call of the group would have.
             display: the group, for the message.
             ranks: global ranks of the members, by rank in the group.
         """
@@ -108,12 +109,12 @@ class Agreement:
         return Closing(self.post(make_words(fingerprint)), display, explain(self.comm, call, display, ranks))
 
     def free(self) -> None:
-        """Give the persistent requests back to MPI (before MPI is finalised); a pending round is left as it is."""
+        """Free the persistent requests of the channel, before MPI is finalised; a pending round stays pending."""
         self.channel.free()
 
 
 def is_usual(made: Round, words: Words) -> bool:
-    """Return whether all members make the call of a complete round, and none is late or asynchronous."""
+    """Return whether all members make the call of a complete round, and no member is late or asynchronous."""
     return made.unanimous(words) and not made.stalled and not made.nonblocking
 
 
@@ -122,8 +123,8 @@ class Closing:
 
     Attributes:
         display: the group, for messages.
-        same: what the members called since the comparison before is the same; None until that is known.
-        error: what all members find where it is not.
+        same: whether the members have made the same calls since the comparison before; None until that is known.
+        error: the error of all members if the calls differ.
     """
 
     __slots__ = ("_explanation", "_request", "_round", "display", "error", "same")
@@ -137,7 +138,7 @@ class Closing:
         self.error: CollectiveMismatchError | None = None
 
     def Test(self) -> bool:
-        """Progress the comparison; return whether it is over."""
+        """Progress the comparison; return whether the comparison is over."""
         while self._request is not None and self._request.Test():
             if self.same is None:
                 agreed = self._round.agreed()
@@ -151,7 +152,7 @@ class Closing:
 
 
 def words_of(call: Call) -> Words:
-    """Return the words of a call whose data does not come with its round."""
+    """Return the words of a call whose data is not sent with its round."""
     return make_words(
         call.print,
         call.block_bytes,

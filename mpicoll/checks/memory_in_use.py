@@ -5,8 +5,8 @@ the program has to wait for claims its memory, and a new claim is compared with 
 
 Snapshots find writes of the program. Memory that an operation reads is compared from the issue of the operation until the
 program has waited for it. Memory that an operation writes is compared until the result arrives, and again afterwards. (A copy of
-64 KiB takes a tenth of the time of its checksum.) Not found are writes to buffers of more than ``SNAPSHOT_BYTES``, writes of
-equal bytes, and reads of memory that an operation writes.
+64 KiB takes a tenth of the time of its checksum.) Snapshots do not find writes to buffers of more than ``SNAPSHOT_BYTES``,
+writes of equal bytes, and reads of memory that an operation writes.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def check_read(op: str, site: CallSite, reads: Sequence[Array], gone: Callable[[
 def written(op: str, site: CallSite, group: str = "") -> BufferInUseError:
     """Return the error for an operation whose buffer was written before ``wait()`` had returned."""
     error = BufferInUseError(
-        f"rank {claims.rank}: the tensor of {op} at {site} was written before its wait() had returned: what was moved is not "
-        "certain. Write it after wait(), or hand over a copy"
+        f"rank {claims.rank}: the tensor of {op} at {site} was written before its wait() had returned: the moved data may be "
+        "wrong. Write the tensor after wait(), or pass a copy"
     )
     call = Entry(
         ((claims.rank, claims.rank),),
@@ -127,7 +127,7 @@ class Claim:
 
 
 def _only_read(reads: Iterable[Array], claim: Claim, writes: list[Range]) -> list[Range]:
-    """Return the ranges of arrays that share no memory with what the claim writes."""
+    """Return the ranges of arrays that share no memory with the ranges ``writes``."""
     found = [Range(array, claim, False) for array in reads if array.size]
     return [each for each in found if not any(each.shares(other) for other in writes)]
 
@@ -149,23 +149,23 @@ class Claimer(Protocol):
         """Progress the request; return whether it is over."""
 
     def expected(self) -> bytes | Snapshot | None:
-        """Return what must be in the array when the program has waited; None: nobody compares."""
+        """Return the contents that the array must have when the program has waited; None: the array is not compared."""
 
     def unclaimed(self) -> None:
-        """Forget the claim: the program has waited."""
+        """Drop the claim, as the program has waited."""
 
 
 class RequestClaim(Claim):
-    """The memory of a request; what its messages say is made when an array is written.
+    """The claim of a request, which gives the operation, call site and group when an error needs them.
 
     Args:
         array: an array, or a list of arrays; None if the request only has ``reads``.
         writes: the request writes ``array``.
-        reads: arrays that the request only reads. After :meth:`snapshot_reads` they are compared when the program has waited.
+        reads: arrays that the request only reads. After :meth:`snapshot_reads` these are compared when the program has waited.
 
     Attributes:
         request: the request; set when it is started.
-        results: what is to be in the array when the program has waited; None: the request knows.
+        results: the contents that the array must have when the program has waited; None: those of ``request.expected()``.
     """
 
     __slots__ = ("_found", "_writes", "array", "reads", "request", "results")
@@ -185,7 +185,7 @@ class RequestClaim(Claim):
 
     @property
     def ranges(self) -> list[Range]:  # type: ignore[override]
-        """The memory, found when another claim is compared with it: most claims end before."""
+        """The memory, found when another claim is compared with this claim: most claims end before."""
         if self._found is None:
             arrays = self.array if isinstance(self.array, list) else [] if self.array is None else [self.array]
             self._found = [Range(array, self, self._writes) for array in arrays if array.size]
@@ -206,7 +206,7 @@ class RequestClaim(Claim):
         return "" if self.request is None else str(self.request.group.display)
 
     def gone(self) -> bool:
-        """Return whether nobody will wait for the request, as its group cannot be used."""
+        """Return whether the group of the request cannot be used, so that the program will not wait for the request."""
         return self.request is not None and bool(self.request.group.gone())
 
     def over(self) -> bool:
@@ -218,21 +218,21 @@ class RequestClaim(Claim):
         return self.request is None or self.request.Test()
 
     def snapshot_results(self) -> None:
-        """Note what is in the array, now that the request is complete."""
+        """Record the contents of the array of the request, which is complete now."""
         if self.array.nbytes <= SNAPSHOT_BYTES:
             self.results = self.array.tobytes()
 
     def clear(self) -> None:
-        """Forget the memory and the request."""
+        """Drop the references to the memory and the request."""
         request, self.request = self.request, None
         self._found = []
         if request is not None:
             request.unclaimed()
 
     def verdict(self) -> BufferInUseError | None:
-        """Return an error if the array does not hold what it must hold."""
+        """Return an error if the array does not have the expected contents, or an array that is only read has changed."""
         request = self.request
-        if request is None:  # another thread has waited for it meanwhile
+        if request is None:  # another thread has waited for the request meanwhile
             return None
         held = request.expected() if self.results is None else self.results
         changed = self._snapshot is not None and self._snapshot.is_changed()
@@ -242,7 +242,7 @@ class RequestClaim(Claim):
 
 
 def _are_apart(one: Claim, other: Claim) -> bool:
-    """Return whether two claims are of one array each that has memory of its own: these have no byte in common."""
+    """Return whether two claims are of one array each, and each array owns its memory: such arrays share no byte."""
     if type(one) is not RequestClaim or type(other) is not RequestClaim or one.reads or other.reads:
         return False
     mine, its = one.array, other.array
@@ -251,7 +251,7 @@ def _are_apart(one: Claim, other: Claim) -> bool:
 
 
 UNAWAITED_FOR = 0.05
-"""Longest progress of a conflicting operation without a wait, in seconds, before the conflict counts."""
+"""Seconds for which :meth:`Registry.check` progresses a conflicting operation that the program cannot wait for."""
 
 
 class Registry:
@@ -259,7 +259,7 @@ class Registry:
 
     Attributes:
         active: all claims.
-        reusable: claims of operations that start again and again: few, and compared one by one.
+        reusable: claims of operations that start repeatedly; they are few, and are compared one by one.
     """
 
     def __init__(self) -> None:
@@ -272,15 +272,15 @@ class Registry:
         self._dropped: deque[Claim] = deque()
 
     def check(self, new: Claim) -> None:
-        """Raise if an operation writes memory that another one uses, or uses memory that another one writes.
+        """Raise if a new claim conflicts with an active claim.
 
         Raises:
-            BufferInUseError: names both operations.
+            BufferInUseError: an operation writes memory that another operation uses; the message names both.
         """
         found = self._shared(new)
         until = time.monotonic() + UNAWAITED_FOR
         while found is not None and found[1].claim.unawaited and time.monotonic() < until:
-            # The program does not wait for the other operation, so it may be complete without having been tested.
+            # The program does not wait for the other operation, so that operation may be complete without having been tested.
             with signals.guard:
                 waiting.progress()
                 found[1].claim.advance()  # waits do not progress sends
@@ -324,7 +324,7 @@ class Registry:
                 raise
 
     def claim(self, claim: Claim) -> None:
-        """Add a reusable claim, until :meth:`release`; both cost little, and the claim keeps its memory."""
+        """Add a reusable claim, until :meth:`release`; both calls cost little, and the claim retains its memory."""
         self.reusable.add(claim)
         self.active.add(claim)
 
@@ -353,7 +353,7 @@ class Registry:
             self._remove(old)
 
     def drop(self, old: Claim) -> None:
-        """Remove the claim of an operation without a handle, when the operation is over. The garbage collector calls this."""
+        """Remove the claim of an operation without a handle, when the operation is over; for the garbage collector."""
         old.unawaited = True
         self._dropped.append(old)  # without the lock, which this thread may hold
 
@@ -389,7 +389,7 @@ def _text(mine: Range, other: Range) -> str:
     new, old = mine.claim, other.claim
     return (
         f"{new.op} at {new.site} {does[mine.writes]} memory that {old.op} at {old.site} still {does[other.writes]}{common}: "
-        f"call wait() on {old.op} first, or give each an array of its own"
+        f"call wait() on {old.op} first, or pass an array of its own to each operation"
     )
 
 

@@ -1,4 +1,4 @@
-"""Ranges of memory that operations use, and snapshots of what arrays contain."""
+"""Ranges of memory that operations use, and snapshots of the contents of arrays."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def span(array: Array) -> tuple[int, int]:
     if array.flags.c_contiguous or not array.size:
         try:
             start = _address(array)  # takes a tenth of the time
-        except (BufferError, TypeError, ValueError):  # of a dtype that has no buffer
+        except (BufferError, TypeError, ValueError):  # a dtype without a buffer
             start = int(array.__array_interface__["data"][0])
         return start, start + array.nbytes
     start = int(array.__array_interface__["data"][0])
@@ -55,7 +55,7 @@ class Range:
         return self.start < other.start
 
     def shares(self, other: Range) -> bool:
-        """Return whether two ranges have a byte in common; False if that takes long to find out."""
+        """Return whether two ranges have a byte in common; False if the test takes too long."""
         if self.start >= other.end or other.start >= self.end:
             return False
         if self.array.flags.c_contiguous and other.array.flags.c_contiguous:
@@ -103,8 +103,8 @@ def seal(arrays: Any) -> bytes | Snapshot:
 class Ranges:
     """Ranges sorted by start address, in one list for each order of magnitude of the length.
 
-    A range of a list overlaps a given range only if it starts within that length before. So of many adjacent ranges only a few
-    are compared.
+    A range overlaps a given range only if the distance of its start before the given range is at most the length of its list.
+    So only a few of many adjacent ranges are compared.
     """
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ def explain(
         call: the call of this rank.
         group_name: for the message.
         ranks: global ranks of the members, by rank in the group.
-        waited: seconds that this member had posted its round before the last one did.
+        waited: seconds from this member's post of the round to the post of the last member.
     """
     call.explaining = True
     me = comm.Get_rank()
@@ -59,10 +59,10 @@ def explain(
 def _first_difference(comm: Any, call: Call) -> Generator[Pollable, None, tuple[Call, str]]:
     """Find the first difference of the members' calls since the last comparison.
 
-    Not by a collective of MPI: if one member has made one call more than another one, their next calls would not match.
+    The exchange is no collective of MPI: if a member has made one call more than another member, their next calls do not match.
 
     Returns:
-        The call of this member at that place, and a sentence on the calls that have moved data already; "" if none has.
+        The call of this member at that place, and a sentence on the calls that have moved data already; "" if no call has.
     """
     mine = np.zeros(2 * (EVERY + 2), np.int64)
     here = len(call.made) + call.closes
@@ -84,10 +84,12 @@ def _first_difference(comm: Any, call: Call) -> Generator[Pollable, None, tuple[
         made = Made(*call.made[at])
         found = Call(made.op, made.key, CallSite(made.code, made.instruction), seq=made.seq)
     call.apart = most != least
-    closing = f"Compared every {EVERY} calls: what moved since call {found.seq} may be wrong."
+    closing = f"Calls are compared every {EVERY} calls: data moved since call {found.seq} may be wrong."
     if not call.closes:
         closing += (
-            " The ranks are out of step: the group is broken now." if call.apart else " The group can still be used."
+            " The ranks made unequal numbers of calls: the group is broken now."
+            if call.apart
+            else " The group can still be used."
         )
     return found, closing
 

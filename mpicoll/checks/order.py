@@ -13,10 +13,11 @@ class CallOrder:
     Attributes:
         issued: the number of the next call to issue.
         posted: the number of the next call to post its round.
-        moving: the number of the next call to move its data. ``posted`` and ``moving`` are batons that one call holds.
+        moving: the number of the next call to move its data. Only the call with the number ``posted`` may post, and only the call
+            with the number ``moving`` may move.
         round: rounds made.
         calls: calls of the program made on the group.
-        closed: not 0 while the group refuses calls: the general way says why.
+        closed: not 0 if the group refuses calls; the general way raises the error.
     """
 
     __slots__ = ("calls", "closed", "issued", "moving", "posted", "round")
@@ -35,11 +36,11 @@ class CallOrder:
         return self.moving >= number
 
     def pass_on(self, number: int) -> None:
-        """Let the data of the next call move, if it is the turn of this call."""
+        """Let the next call move its data, if ``moving`` is the number of this call."""
         if self.moving == number:
             self.moving = number + 1
 
 
 def make_order() -> Any:
-    """Return the order of a new group: the extension reads its own class without the interpreter."""
+    """Return the order of a new group, of the extension's class if possible: C code reads that class without the interpreter."""
     return CallOrder() if native.found is None else native.found.CallOrder()

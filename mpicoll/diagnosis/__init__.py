@@ -1,1 +1,1 @@
-"""What ranks tell each other when something is wrong, and the reports made of it."""
+"""Messages between ranks about errors, searches for deadlocks, and the reports made of them."""

@@ -1,8 +1,8 @@
 """Messages between ranks about what is wrong: failures, exits, withdrawals, and where ranks wait.
 
-They are small messages on a communicator of the library. None is sent as long as nothing is wrong. A rank reads them in waits
-of more than a few milliseconds, and while it waits for its peers at its end. A rank that computes does not answer, which is
-right: it is not blocked.
+The messages are small, and use a communicator of the library. No message is sent unless something is wrong. A rank reads messages
+in waits of more than a few milliseconds, and while it waits for its peers at its end. A rank that computes does not answer: such
+a rank is not blocked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mpicoll.runtime.mpi_library import retain_frames
 
 _TAG = 1
 MOST_ASKED = 256
-"""Ranks that a waiting rank asks where they are; in a larger group it asks the nearest ones."""
+"""The most ranks that a waiting rank asks for their states; in a larger group the rank asks the nearest ranks."""
 ANSWER_WITHIN = 0.3
 
 
@@ -35,10 +35,10 @@ class Failure:
     """A rank that ended with an uncaught exception or a nonzero exit code, or that is dead.
 
     Attributes:
-        what, site: what ended it, and file:line.
-        op, last: its last call and where the program made it, if the rank could not report what ended it.
-        finalizes: it calls MPI_Finalize if each rank has failed by itself; False: it ends the job, or is dead.
-        calls: made on each group; empty if the rank is dead.
+        what, site: the cause, and its file:line.
+        op, last: the last call of the rank and its call site, if the rank could not report the cause.
+        finalizes: the rank calls MPI_Finalize if each rank has failed by itself; False: the rank ends the job, or is dead.
+        calls: number of calls made on each group; empty if the rank is dead.
     """
 
     rank: int
@@ -57,13 +57,13 @@ class Failure:
 
 @dataclass(frozen=True)
 class Exit:
-    """A rank that makes no call any more.
+    """A rank that makes no more calls.
 
     Attributes:
-        calls: made on each group.
-        sent: messages sent to this rank on each group, by tag; early ones under -1.
+        calls: number of calls made on each group.
+        sent: messages sent to this rank on each group, by tag; under -1 the messages of all earlier tags.
         last: its last call on each group, with its place in the program.
-        reason: what it did, as the end of a sentence.
+        reason: what the rank did, as the end of a sentence.
     """
 
     rank: int
@@ -73,11 +73,11 @@ class Exit:
     reason: str
 
     def sent_on(self, group: str) -> int:
-        """Return how many messages it has sent to this rank on a group."""
+        """Return how many messages the rank has sent to this rank on a group."""
         return sum(self.sent.get(group, {}).values())
 
     def describe(self, group: str | None) -> str:
-        """Return what it did, and after which calls on ``group``; None: without the calls."""
+        """Return what the rank did, and after which calls on ``group``; None: without the calls."""
         if group is None:
             return self.reason
         calls = self.calls.get(group, 0)
@@ -87,7 +87,7 @@ class Exit:
 
 @dataclass(frozen=True)
 class Where:
-    """Where a waiting rank is: the number of calls on the group asked about, and the call that it waits in."""
+    """The answer of a waiting rank: its number of calls on the group in question, and the call that it waits in."""
 
     rank: int
     calls: int
@@ -108,20 +108,20 @@ class Board:
 
     Attributes:
         comm: a communicator for these messages only.
-        where: answers a question: a group's name -> calls made on it, and what this rank waits in.
+        where: answers a question: a group's name -> number of calls made on the group, and the call that this rank waits in.
         failed, exited: ranks that have failed, and ranks that have ended.
         ended: ranks that have ended after a failure.
         handling: ranks that handle a failure.
-        withdrawn: groups that a rank has given up: that rank, and why.
-        leavers: all ranks that have given a group up, by its name.
-        joins, left: what ranks bring to a meeting, and ranks that have left it again.
+        withdrawn: the first rank that gave a group up, and its reason, by the group's name.
+        leavers: all ranks that have given a group up, by the group's name.
+        joins, left: values that ranks bring to a meeting, and ranks that have left the meeting, by the meeting's key.
         announced: failed ranks whose failure this rank has raised.
         state: returns the state of this rank for a search for deadlocks.
         slots: the node board, if there is shared memory.
         sent: what ranks report at the end if messages are lost: group's name -> tag -> (messages to this rank, place).
         dead: ranks whose process has ended without a message; nothing is sent to them.
         verdict: (epoch, report) of a certificate that another rank found and that names this rank.
-        certain: the ranks of the certificate for which a group was given up, by its name.
+        certain: the ranks of the certificate for which a group was given up, by the group's name.
         alive: when (time.monotonic) a rank in a long block last gave a sign of life.
     """
 
@@ -173,7 +173,7 @@ class Board:
             raise
 
     def notice_dead(self) -> bool:
-        """Look for dead ranks of this node, and tell the other nodes; return whether any rank is dead."""
+        """Look for dead ranks of this node, and report them to the other nodes; return whether any rank is dead."""
         if self.slots is None:
             return bool(self.dead)
         new = [rank for rank in self.slots.dead() if rank not in self.dead and rank not in self.exited]
@@ -189,13 +189,13 @@ class Board:
 
     def _bury(self, rank: int, place: Place, *, ended: bool = False) -> None:
         self.dead.add(rank)
-        what = "its process is gone without a word: killed by a signal, or os._exit"
+        what = "its process ended without a report: killed by a signal, or os._exit"
         if ended:
-            what = "it was ended by SIGTERM"
+            what = "its process was ended by SIGTERM"
         self.failed.setdefault(rank, Failure(rank, what, place.site, 1, place.op, place.last))
 
     def origin(self, rank: int) -> int:
-        """Return the rank that ends the job because ``rank`` failed: ``rank``, or the lowest living rank if it is dead."""
+        """Return the rank that ends the job because ``rank`` failed: ``rank``, or the lowest living rank if ``rank`` is dead."""
         return rank if rank not in self.dead else min(set(range(self.size)) - self.dead)
 
     def flush(self, limit: float) -> None:
@@ -227,7 +227,7 @@ class Board:
                 if found is None:
                     break
                 buffer = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-                # Not waited for: a large message arrives once its sender is in MPI again.
+                # The receive is not waited for: a large message arrives once its sender is in MPI again.
                 self._receiving.append((found.Irecv([buffer, MPI.BYTE]), buffer))
             for item in tuple(self._receiving):
                 request, buffer = item
@@ -287,10 +287,10 @@ class Board:
         return None
 
     def ask(self, group: str, ranks: Iterable[int]) -> dict[int, Where | None]:
-        """Ask ``ranks`` where they are, or the nearest of many ranks.
+        """Ask ``ranks``, or the nearest of many ranks, for their states.
 
         Returns:
-            For each rank that was asked its answer within 0.3 s (ranks that wait in the library answer), else None.
+            For each rank that was asked its answer within 0.3 s, else None. Ranks that wait in the library answer.
         """
         others = [rank for rank in ranks if rank != self.rank]
         others.sort(key=lambda rank: abs(rank - self.rank))

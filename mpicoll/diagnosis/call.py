@@ -27,18 +27,18 @@ class Call:
         block_bytes: the largest block that this rank moves to or from one peer.
         detail: a number that must agree if all members give one.
         device: how its memory moves, of `mpicoll.transports.control`: the largest of all members counts. ``AS_IT_IS``: this rank
-            can only hand its memory to MPI; then all members use MPI. ``IN_PIECES``: its memory is a GPU's and moves through the
+            can only pass its memory to MPI; then all members use MPI. ``IN_PIECES``: its memory is a GPU's and moves through the
             host; then all members move in pieces. ``BEHIND``: its memory is copied as a whole, and the GPU may be late or
             fail; then all members meet before they enter MPI.
-        signal: what the signals that have reached this rank ask for, on a barrier or ``should_stop``.
-        print: what its round compares: the fingerprint of this call, of all since the last comparison, or nothing.
+        signal: the word for signals that have reached this rank, on a barrier or ``should_stop``.
+        print: the fingerprint that its round compares: of this call, of all calls since the last comparison, or 0.
         made: the calls since the last comparison, this call included.
-        closes: it is no call: here the group was destroyed, or the program has ended.
+        closes: this is no call, but the last comparison of a group: the group was destroyed, or the program has ended.
         apart: the members have made unequal numbers of calls since the last comparison, so their orders no longer match.
-        passes: it makes no round.
+        passes: the call makes no round.
         alias: another name of the public function, under which this rank called it.
-        explaining: the members differ, and exchange what they called.
-        compared: it is compared at level ``roll`` also if it is small.
+        explaining: the calls of the members differ, and the members exchange them.
+        compared: the call is compared at level ``roll`` even if it is small.
         device_reduction: the ``transports.device.ipc.DeviceReduction`` of this rank on the GPU that all ranks share, or None.
         wait_policy: makes its wait policy, if it is not :class:`mpicoll.diagnosis.wait_policy.CallWait`.
         device_ready: returns whether this rank's GPU has reached the call; None if no rank is known to have an array on a GPU.
@@ -119,4 +119,4 @@ class Made(NamedTuple):
 
 
 MadeFields = tuple[int, int, str, tuple[object, ...], CodeType, int]
-"""The fields of a :class:`Made`, which is made of them only if it is needed."""
+"""The fields of a :class:`Made`; the object is made only if it is needed."""

@@ -2,10 +2,10 @@
 
 The state of a rank (:class:`State`) lists its waits, and what it has issued, sent and received so far. :func:`blocked_set` finds
 the ranks that only each other could release: the greatest set in which every wait needs a rank of the set. Two readings with
-unchanged states make it certain: each rank was blocked from before the end of the first until after the begin of the second
-reading, so all ranks were blocked at one moment.
+unchanged states make a deadlock certain. Each rank was blocked from the end of the first reading to the begin of the second, so
+all ranks were blocked at one moment.
 
-Anything in doubt is no deadlock: a rank that does not answer (it computes, or is inside MPI) releases the ranks that wait for it.
+A doubt is no deadlock: a rank that does not answer (it computes, or is inside MPI) releases the ranks that wait for it.
 
 Source of the idea: Chandy, Misra, Haas, "Distributed deadlock detection" (1983), for AND-waits.
 """
@@ -31,12 +31,12 @@ class Wait:
         entry: the call and its place in the program, for the report.
         peer: the other rank of a point-to-point call, -1 for any rank; None for a collective.
         seq: number of the collective on its group.
-        sending: a message is to be received by the peer.
+        sending: the wait ends when the peer receives a message.
         tag: of the message.
-        since: when it began, in seconds since the epoch.
+        since: when the wait began, in seconds since the epoch.
         call: fingerprint of a collective whose group does not compare every call; else 0.
-        meeting: the ranks meet to make a group: a rank that does not list the meeting has not come.
-        needs: the members that a collective needs, if it does not need all of them.
+        meeting: the ranks meet to make a group: a rank that does not list the meeting has not arrived.
+        needs: the members that a collective needs; None: all members.
     """
 
     group: str
@@ -59,14 +59,14 @@ class State:
     Attributes:
         rank: its number.
         epoch: grows with every wait that begins or ends.
-        waits: of all its waiting threads.
+        waits: the waits of all its threads.
         free: a thread that uses the library does not wait, so it may release other ranks.
         calls: collectives issued on each group; a group that is not listed was destroyed some time ago.
         sent, received: messages to and from each (group, rank, tag).
         receives: (group, source, tag) of receives that are started and not complete; source -1: any.
-        gone: the rank has ended, and will never do anything again.
+        gone: the rank has ended.
         doubtful: threads of the program are alive that have not used the library so far.
-        non_daemon: such a thread is no daemon, so the program waits for it at its end: it probably has something to do.
+        non_daemon: such a thread is no daemon, so the program waits for it at its end. Such a thread probably has work to do.
         looks: how often each wait was tested and not over; grows while the state is unchanged.
     """
 
@@ -84,7 +84,7 @@ class State:
     looks: tuple[int, ...] = field(default=(), compare=False)
 
     def issued(self, wait: Wait) -> float:
-        """Return how many collectives this rank has issued on the group of a wait, or whether it came to the meeting."""
+        """Return how many collectives this rank has issued on the group of a wait; for a meeting 1 if the rank has arrived."""
         return self.calls.get(wait.group, 0 if wait.meeting or self.gone else math.inf)
 
     def looked_since(self, before: tuple[int, ...]) -> bool:
@@ -96,7 +96,7 @@ def blocked_set(states: Mapping[int, State]) -> set[int]:
     """Return the blocked ranks that no rank outside the set can release, without ranks that are gone.
 
     Args:
-        states: of the ranks that answered, and of ranks that are gone.
+        states: the states of ranks that answered, and of ranks that are gone.
     """
     blocked = {rank for rank, state in states.items() if state.gone or (state.waits and not state.free)}
     while True:
@@ -124,14 +124,14 @@ def _may_end(wait: Wait, state: State, states: Mapping[int, State], blocked: set
             return True
         sent = states[source].sent.get((wait.group, state.rank, wait.tag), 0)
         if sent > state.received.get((wait.group, source, wait.tag), 0):
-            return True  # a message is here or on its way
+            return True  # a message has arrived or is on its way
     return False
 
 
 def _missing(wait: Wait, rank: int, states: Mapping[int, State], blocked: set[int]) -> list[int]:
-    """Return the members in ``blocked`` that have not issued a collective yet: one is enough, and it cannot end.
+    """Return the members in ``blocked`` that have not issued a collective yet; with one such member the collective cannot end.
 
-    If calls are not compared, a member that waits in another call with the same number has not issued it either.
+    If calls are not compared, a member that waits in another call with the same number has not issued the collective either.
     """
     return [
         m
@@ -156,7 +156,7 @@ def _is_expected(wait: Wait, sender: int, peer: State) -> bool:
 
 
 def report(states: Mapping[int, State], members: set[int], now: float = 0.0) -> Report:
-    """Return the report of a certificate: which ranks wait where for which ranks, and which of those have ended.
+    """Return the report of a certificate: which ranks wait where for which ranks, and which needed ranks have ended.
 
     Args:
         members: the ranks that are blocked.
@@ -197,12 +197,12 @@ def _other_tags(wait: Wait, state: State, peer: State) -> str:
 
 
 def _needs(wait: Wait, rank: int, states: Mapping[int, State], blocked: set[int]) -> tuple[str, list[int], bool]:
-    """Return what a wait needs, in words; the ranks that it needs, none if any rank will do; whether other tags came."""
+    """Return what a wait needs in words, the ranks that it needs (none: any rank), and whether other tags have arrived."""
     if wait.peer is None:
         missing = _missing(wait, rank, states, blocked)
         return (name_runs(runs_of(missing)) if missing else ""), missing, False
     if wait.peer < 0:
-        return "a message from anybody", [], False
+        return "a message from any rank", [], False
     ended = ", which has ended" if states[wait.peer].gone else ""
     other = "" if wait.sending else _other_tags(wait, states[rank], states[wait.peer])
     if other:

@@ -22,7 +22,7 @@ from mpicoll.errors import DeadlockError
 from mpicoll.runtime import signals, waiting
 
 DESTROYED = 32
-"""Destroyed groups that a rank still lists; nothing is certain about a group that it does not list."""
+"""The most destroyed groups that a rank lists; nothing is certain about a group that the rank does not list."""
 
 
 def describe_state() -> State:
@@ -30,8 +30,8 @@ def describe_state() -> State:
     known = job_state.current()
     rank = known.world.rank() if known is not None else -1
     waits, meetings = (dict(known.waits), dict(known.meetings)) if known is not None else ({}, {})
-    # All threads that run Python, also threads that the threading module has not started. Their code and no frames: this
-    # function's own frame would keep its objects alive until Python collects cycles.
+    # All threads that run Python, also threads that the threading module has not started. Only their code is stored: a
+    # reference to this function's own frame would keep its objects alive until Python collects cycles.
     runs, started = {ident: frame.f_code for ident, frame in sys._current_frames().items()}, threading.enumerate()
     alive = set(runs) - {thread.ident for thread in started if thread.name.startswith("mpicoll-")}
     users = (signals.threads & alive) | {threading.main_thread().ident} | waiting.calling
@@ -69,7 +69,7 @@ def _idles(code: CodeType) -> bool:
 
 
 def _of_destroyed(what: str) -> dict[Any, int]:
-    """Return a counter of the groups that were destroyed last: other ranks may still be in their last calls."""
+    """Return a counter of the groups that were destroyed last: other ranks may still be in the last calls of these groups."""
     known = job_state.current()
     if known is None or known.endpoint is None:
         return {}
@@ -81,7 +81,7 @@ def _of_destroyed(what: str) -> dict[Any, int]:
 
 
 def catch_up(group: Membership) -> None:
-    """Count the messages of receives that are complete, although nobody has waited for them."""
+    """Count the messages of receives that are complete and that the program has not waited for."""
     for operation in tuple(group.unwaited.values()):
         operation.Test()
 
@@ -99,12 +99,12 @@ class DeadlockSearch:
 
     One waiting rank searches, as a rule the lowest: a rank does not search if a lower rank has searched since it began to
     wait. The states of the ranks of this node are read from the node board, where waiting ranks write them. Ranks of other
-    nodes are asked. Both are done twice, and each state is confirmed after the first reading: then all states held at one
-    moment. The ranks that the certificate names receive it.
+    nodes are asked. All states are read twice, and each state is confirmed after the first reading: then all states held at
+    one moment. The ranks that the certificate names receive the certificate.
 
-    A search that finds nothing is repeated at growing intervals. Meanwhile the lowest waiting rank of each node looks at the
-    time of the last change on its node, which takes some microseconds, and searches among the ranks of the node if it is new.
-    So a deadlock that the last rank completes is found at once. These searches take a twentieth of the time at most.
+    A search that finds nothing is repeated at growing intervals. Meanwhile the lowest waiting rank of each node reads the time
+    of the last change on its node, which takes some microseconds. If the time is new, that rank searches among the ranks of the
+    node. So a deadlock that the last rank completes is found at once. These searches take a twentieth of the time at most.
     """
 
     FIRST_AFTER = 0.1
@@ -242,12 +242,12 @@ class DeadlockSearch:
             board.slots.write_state(pickle.dumps(state))
             self.written, self._stated = state, (state.looks, time.monotonic_ns())
         elif state.looked_since(self._stated[0]):
-            # Each wait has been tested since then and was not over, so all of them held then.
+            # Each wait has been tested since then and was not over, so the rank was in all these waits at that time.
             board.slots.confirm(self._stated[1])
             self._stated = state.looks, time.monotonic_ns()
 
     def erase(self) -> None:
-        """Remove this rank's state from the node board: it does not wait any more."""
+        """Remove this rank's state from the node board, as the rank does not wait any more."""
         known = job_state.current()
         if known is not None and known.board.slots is not None:
             known.board.slots.write("state", b"")
@@ -290,14 +290,14 @@ class DeadlockSearch:
             self._again(now)
             return None
         doubtful = any(states[rank].doubtful for rank in blocked)
-        # When each state that was read from the node board was confirmed last: the rank was awake then.
+        # When each state on the node board was confirmed last: at that time its rank was awake.
         confirmed = [
             slots.confirmed(rank) / 1e9
             for rank in blocked
             if slots is not None and rank in slots.ranks and rank != board.rank
         ]
         if doubtful and min(read_before, *confirmed) < now - self.AWAKE_WITHIN:
-            # A rank is, or this rank was, stopped, with its other threads: the time in which they do nothing starts again.
+            # A rank is, or this rank was, stopped: the time in which its other threads do nothing starts again.
             self._again(now)
             return None
         doubtful_for = self.NON_DAEMON_FOR if any(states[rank].non_daemon for rank in blocked) else self.DOUBTFUL_FOR
@@ -307,7 +307,7 @@ class DeadlockSearch:
             return None
         certificate = report(states, blocked, time.time())
         if doubtful:
-            closing = f"Other threads are alive; nothing has changed for {now - before[0]:.1f} s."
+            closing = f"Other threads are alive; no state has changed for {now - before[0]:.1f} s."
             certificate = replace(certificate, closing=closing)
         board.post("deadlock", ({rank: states[rank].epoch for rank in blocked}, certificate), blocked)
         if board.rank not in blocked:

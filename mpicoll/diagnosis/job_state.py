@@ -52,7 +52,7 @@ class JobState:
         thread: the thread that called ``init_process_group``.
         endpoint: the counters of groups that were destroyed.
         waits: the call that each thread waits in, by thread.
-        meetings: meetings of the listed ranks of a new group that this rank has come to, each as a group with one call.
+        meetings: meetings of the ranks of a new group in which this rank has arrived, each as a group with one call.
     """
 
     world: Membership
@@ -82,7 +82,7 @@ class Waiting(Protocol):
         """Return the call, its group and its place in the program."""
 
     def meets(self) -> tuple[str, tuple[int, ...], int]:
-        """Return the group whose ranks all have to come to this call, these ranks, and its number there."""
+        """Return the name of the group whose ranks must all make this call, these ranks, and the number of the call."""
 
     def as_wait(self) -> Wait:
         """Return this wait as a search for deadlocks sees it."""
@@ -91,7 +91,7 @@ class Waiting(Protocol):
 _job: JobState | None = None
 
 doomed = ""
-"""What has ended this rank's program, or a communicating thread of it. Other threads and exit handlers may still wait."""
+"""The error that has ended this rank's program or one of its threads. Other threads and exit handlers may still wait."""
 
 
 def set_job(new: JobState | None) -> None:
@@ -135,7 +135,7 @@ def note_waits() -> None:
 
 
 def place_of(board: Board, rank: int) -> Place:
-    """Return where a rank last was by the node board; a place without a site if the rank is on another node."""
+    """Return the place of a rank from the node board; a place without a site if the rank is on another node."""
     return board.slots.place(rank) if board.slots is not None and rank in board.slots.ranks else Place()
 
 
@@ -180,7 +180,7 @@ def await_death(board: Board) -> str:
     waits = [wait.describe() for wait in _waits()]
     waits += [call.describe() for call in tuple(watchdog.active.values())]
     return (
-        f"rank {rank}'s process is gone without a word: killed by a signal, or os._exit"
+        f"rank {rank}'s process ended without a report: killed by a signal, or os._exit"
         + (f" (at {place})" if place.site else "")
         + (f"; rank {board.rank} waits in {waits[0]}" if waits else "")
     )
@@ -194,8 +194,8 @@ def hopeless(group: Membership, inside: float) -> str:
     """Return why a blocking MPI call of a group can never end, or "", from shared memory only.
 
     Args:
-        inside: seconds that it has taken. A member that has completed the call may give the group up in a later call while
-            other members are still inside. So a group that was given up counts only after GIVEN_UP_AFTER.
+        inside: seconds that the call has taken. A member that has completed the call may give the group up in a later call
+            while other members are still in this call. So a group that was given up counts only after GIVEN_UP_AFTER.
     """
     known = current()
     slots = known.board.slots if known is not None else None
@@ -203,12 +203,12 @@ def hopeless(group: Membership, inside: float) -> str:
         return ""
     for rank in slots.dead():
         if rank in group.ranks:
-            return f"rank {rank} will never finish it: its process is gone"
+            return f"rank {rank} will never finish this call: its process is gone"
     for rank in slots.ranks:
         if inside > GIVEN_UP_AFTER and rank in group.ranks:
             given_up = slots.read(rank, "withdrawn").decode(errors="replace").split("\n")
             if group.group_name in given_up:
-                return f"rank {rank} will never finish it: it gave the group up"
+                return f"rank {rank} will never finish this call: it gave the group up"
     return ""
 
 
@@ -241,7 +241,7 @@ def waits_now(group_name: str) -> tuple[int, Entry]:
 def calls_now(rank: int) -> list[Entry]:
     """Return what each thread of this process waits in, or else its last call; for a report of all ranks.
 
-    Any thread may call it, wherever other threads hang: it only reads, takes no lock, and never calls MPI.
+    Any thread may call this function, wherever other threads hang: it only reads, takes no lock, and never calls MPI.
 
     Args:
         rank: this process, as the report numbers it.
@@ -262,7 +262,7 @@ def calls_now(rank: int) -> list[Entry]:
         return entries
     op, site, display = _last_call(known)
     waited_for = sum(len(group.unwaited) for group in tuple(known.groups.values()))
-    more = f" ({waited_for} under way that it has not waited for)" if waited_for else ""
+    more = f" ({waited_for} pending that the program has not waited for)" if waited_for else ""
     return [Entry(ranks, op, site=site, group=display, state="late", problem=f"in no call of mpicoll{more}")]
 
 

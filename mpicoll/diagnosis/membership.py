@@ -15,13 +15,13 @@ T = TypeVar("T")
 
 
 class OpenBlock(Protocol):
-    """A block that is open in this process. Its other ranks wait for its end, or are about to meet there."""
+    """A block that is open in this process. The other ranks of the block wait for its end, or meet there."""
 
     def refuse(self, op: str, site: CallSite) -> Exception:
-        """Return the error of a collective inside it."""
+        """Return the error of a collective inside the block."""
 
     def group(self) -> Membership | None:
-        """Return its group, or None if the group has not been made."""
+        """Return the group of the block, or None if the group has not been made."""
 
 
 class Membership:
@@ -36,7 +36,7 @@ class Membership:
         order: the numbers of its calls (``checks.order.CallOrder``), which this file only counts.
         last: its last call as op, code and instruction, or an object with these as ``place``; None before the first call.
         receiver: the receives of this rank.
-        unwaited: asynchronous calls that nobody has waited for.
+        unwaited: asynchronous calls that the program has not waited for.
         persistent: persistent sends and receives, which count their messages themselves.
         broken: why the group cannot be used any more, or None.
         destroyed: whether ``destroy_process_group`` was called on it.
@@ -101,7 +101,7 @@ class Membership:
         """Mark the group broken; the first reason stays.
 
         Args:
-            told: the other members are told, so that none waits for a round that is taken back.
+            told: the other members are informed, so no member waits for a round that this rank takes back.
         """
         if self.broken is None:
             self.broken = why

@@ -1,8 +1,8 @@
 """The node board: a slot of shared memory for each rank of a node, and a lock that shows whether the rank is alive.
 
-A rank writes into its own slot only: its place, four times a second and from a thread, and when it waits for long, gives a group
-up, or leaves. Other ranks read it whatever the owner does, also from a thread that must not call MPI. A CRC checks what is
-read, so nothing depends on the order in which another core's stores become visible.
+A rank writes into its own slot only. A thread writes its place four times a second. The rank also writes when it waits for long,
+gives a group up, or leaves. Other ranks read the slot whatever its owner does, also from a thread that must not call MPI. A CRC
+checks the data that is read, so nothing depends on the order in which another core's stores become visible.
 
 A record lock on the file shows whether a rank is alive: the kernel drops it when the process ends, whatever ended it. A process
 id would fail for zombies, across containers, and when ids are used again (fcntl(2), "record locks").
@@ -39,7 +39,7 @@ _AREAS = {
 }
 
 ENDED_FOR = 1.5
-"""Seconds after which a rank that a signal ends counts as dead: as a rule the same signal ends the other ranks, too."""
+"""Seconds after which a rank that a signal ends counts as dead: usually the same signal ends the other ranks, too."""
 
 
 class NodeBoard:
@@ -56,7 +56,7 @@ class NodeBoard:
         self._place = {rank: place for place, rank in enumerate(ranks)}
         # Closing any descriptor of the file would drop the lock, so this one stays open as long as the slots are used.
         self._file = descriptor
-        self._second = second  # through which await_death waits
+        self._second = second  # for the wait of await_death
         self._memory = mmap.mmap(descriptor, len(ranks) * SLOT_BYTES)
         self._mine = self._place[me] * SLOT_BYTES
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._place[me])
@@ -82,7 +82,7 @@ class NodeBoard:
         return fits
 
     def read(self, rank: int, area: str) -> bytes:
-        """Return the contents of an area of a rank's slot; b"" if it is empty, or is just being written."""
+        """Return the contents of an area of a rank's slot; b"" if the area is empty, or is just being written."""
         at, room = _AREAS[area]
         at += self._place[rank] * SLOT_BYTES
         length, crc = _HEAD.unpack_from(self._memory, at)
@@ -93,7 +93,7 @@ class NodeBoard:
 
     def write_state(self, data: bytes) -> None:
         """Write a changed state of this rank, for searches for deadlocks."""
-        self.write("state", data)  # if there is no room, the rank counts as one that does not answer
+        self.write("state", data)  # if there is no room, the rank counts as a rank that does not answer
         self._put(_CHANGED, time.monotonic_ns())
 
     def changed(self) -> int:
@@ -169,7 +169,7 @@ class NodeBoard:
         return any(self._word(rank, _REPORTED) > since for rank in self.ranks)
 
     def dead(self) -> list[int]:
-        """Return the ranks of this node whose process has ended without a record, or was ended by a signal a while ago."""
+        """Return the ranks of this node whose process ended without a record, or by a signal more than ``ENDED_FOR`` s ago."""
         return [rank for rank in self.ranks if rank != self.me and not self._lives(rank)]
 
     def _lives(self, rank: int) -> bool:
@@ -188,13 +188,13 @@ class NodeBoard:
     def await_death(self) -> int:
         """Wait until the next rank of the node dies, and return that rank; -1 if none will.
 
-        It blocks, for a thread of its own. The kernel wakes it the moment the process ends, before a launcher can have ended
-        this process because of it. If the next rank ends in an orderly way, wait for the rank after it. If a rank has ended
-        the job, the launcher kills the other ranks: these deaths are not returned.
+        Call it in a thread of its own, as it blocks. The kernel wakes the thread when the process ends, before a launcher can
+        end this process for that reason. If the next rank ends in an orderly way, wait for the rank after it. If a rank has
+        ended the job, the launcher kills the other ranks: these deaths are not returned.
         """
         here = self.ranks.index(self.me)
         for rank in (*self.ranks[here + 1 :], *self.ranks[:here]):
-            # A lock of the open file: the kernel looks for no cycles among these. The waits of all ranks are a cycle.
+            # A lock of the open file: the kernel looks for no cycles of such locks. The waits of all ranks are a cycle.
             question = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, self._place[rank], 1, 0)
             fcntl.fcntl(self._second, fcntl.F_OFD_SETLKW, question)
             answer = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, self._place[rank], 1, 0)
@@ -217,7 +217,7 @@ class NodeBoard:
 def make_node_board(node: MPI.Comm, me: int, ranks: tuple[int, ...]) -> NodeBoard | None:
     """Make the node board; None, on all ranks of the node, if there is no shared memory.
 
-    All ranks of ``node`` must be known to call it: it makes blocking MPI calls.
+    All ranks of ``node`` must be known to call this function: it makes blocking MPI calls.
 
     Args:
         node: the ranks of one node.
@@ -237,10 +237,10 @@ def make_node_board(node: MPI.Comm, me: int, ranks: tuple[int, ...]) -> NodeBoar
             slots = NodeBoard(os.open(path, os.O_RDWR | os.O_CLOEXEC), second, me, ranks)
         except (OSError, ValueError):
             slots = None
-    everybody: Any = node.allreduce(slots is not None, MPI.LAND)
+    all_have: Any = node.allreduce(slots is not None, MPI.LAND)
     if path and node.Get_rank() == 0:
         mapping.remove(path)
-    if everybody:
+    if all_have:
         return slots
     if slots is not None:
         slots.close()

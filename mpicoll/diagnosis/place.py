@@ -1,4 +1,4 @@
-"""Place: where a rank's program stands. A file without MPI, since questions before ``init_process_group`` import it."""
+"""Place: where a rank's program is. This file imports no MPI, as code before ``init_process_group`` imports it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Place:
-    """What a rank wrote last of where its program stands.
+    """The last place of its program that a rank wrote.
 
     Attributes:
         ago: seconds since the rank wrote.

@@ -34,12 +34,12 @@ from mpicoll.errors import (
 )
 from mpicoll.runtime import waiting
 
-MOST_PLACES = 6  # rows of a report for each way to be missing: so all rows fit into the table
+MOST_PLACES = 6  # rows of a report for each state of missing ranks: so all rows fit into the table
 EXPLAINED_WITHIN = 3.0
 VERDICT_WITHIN = 2.0
 
 COMPLETES_WITHIN = 0.5
-"""Seconds in which a call may still complete here though a rank that has made the call, too, has failed afterwards."""
+"""Seconds in which a call may still complete on this rank after a rank that has also made the call has failed."""
 
 DOOMED_AFTER = 0.1
 """Seconds after which the waits of a rank that has failed end."""
@@ -65,7 +65,7 @@ class CallWait:
     )
 
     AFTERWARDS = BROKEN
-    """What the error says about the group after the wait has failed."""
+    """The sentence of the error on the state of the group after the wait has failed."""
 
     def __init__(self, group: Membership, call: Call, limit: float, peer: int | None = None, tag: int = 0) -> None:
         self.group = group
@@ -76,7 +76,7 @@ class CallWait:
         self.stall_warn = job_state.job().settings.stall_warn
         self.began = time.time()
         self.looks = 0  # number of tests after which the wait was not over
-        self.noted = False  # the wait stands on the node board
+        self.noted = False  # the wait is on the node board
         self.verdict_until = 0.0
         self.completes_until = 0.0
         self.origin: int | None = None  # the failed rank that ends the wait
@@ -101,16 +101,16 @@ class CallWait:
         return search.verdict(board) or self.ended(board, waited) or search.look(waited)
 
     def ended(self, board: Board, waited: float) -> BaseException | None:
-        """Return an error if a needed rank, or this rank, has failed, if a needed rank has ended, or if one gave the group up."""
+        """Return an error if a needed rank or this rank has failed, a needed rank has ended, or a rank gave the group up."""
         if job_state.doomed and waited > DOOMED_AFTER:
             return GroupBrokenError(
-                f"{self.describe()}: this rank has failed ({job_state.doomed}), so nobody makes this call with it"
+                f"{self.describe()}: this rank has failed ({job_state.doomed}), so no rank makes this call with it"
             )
         gone = [exit_.rank for exit_ in tuple(board.exited.values()) if self._needs(exit_)]
         for failure in tuple(board.failed.values()):
             if failure.rank in self.group.ranks or failure.rank not in board.announced:
                 if gone and failure.what.startswith(PeerExitedError.__name__):
-                    continue  # it failed because a rank is gone, like this wait
+                    continue  # that rank failed because a rank is gone, like this wait
                 if self._completes(failure, waited):
                     continue
                 self.origin = failure.rank
@@ -119,7 +119,7 @@ class CallWait:
         if gone:
             left = self.because_exited([board.exited[rank] for rank in gone], waited)
             if withdrawn is not None and withdrawn[0] != board.rank:
-                left.reporter = withdrawn[0]  # this rank has told the members, and prints the report
+                left.reporter = withdrawn[0]  # the first rank that gave the group up prints the report
             return left
         if withdrawn is not None and not self._verdict_comes(board):
             rank, why = withdrawn
@@ -187,7 +187,7 @@ class CallWait:
             note_waits()
 
     def _beside(self, mine: Entry, gone: Runs) -> list[Entry]:
-        """Return the ranks of this node, without ``gone``, that wait in this collective, or left it for the same reason."""
+        """Return the ranks of this node, without ``gone``, that wait in this collective, or left this one for the same reason."""
         slots, (name, ranks, seq) = job_state.job().board.slots, self.meets()
         if slots is None or self.peer is not None:
             return []
@@ -237,7 +237,7 @@ class CallWait:
         elif self.peer != exit_.rank:
             return False
         elif self.call.op in ("send", "isend"):
-            return True  # it has left without receiving
+            return True  # the peer has left without receiving
         received = self.group.by_peer(self.group.received).get(self.group.ranks.index(exit_.rank), 0)
         return exit_.sent_on(name) <= received
 
@@ -253,19 +253,19 @@ class CallWait:
         return report.as_error(CollectiveTimeoutError, job_state.job().world.rank())
 
     def withdraw(self, reason: BaseException) -> None:
-        """Withdraw: mark the group broken and tell its members."""
+        """Mark the group broken and inform its members."""
         text = in_one_line(reason) or type(reason).__name__
         known = job_state.current()
         informed = False
         if isinstance(reason, PeerFailedError) and known is not None:
-            if self.origin is not None:  # only now: if the call completes after all, nothing is raised
+            if self.origin is not None:  # only now: if the call still completes, nothing is raised
                 known.board.announced.add(self.origin)
                 known.board.post("handling", None, [known.board.origin(self.origin)])
             for group in tuple(known.groups.values()):
                 if any(rank in group.ranks for rank in known.board.failed):
                     group.give_up(text, told=True)
                     informed = informed or group is self.group
-        # The failed rank may be no member: then its failure does not tell the members that this rank has left their call.
+        # The failed rank may be no member: then its failure does not inform the members that this rank has left their call.
         self.group.give_up(f"rank {self.group.ranks[self.group.rank()]} gave up: {text}", told=True)
         told = isinstance(reason, PeerExitedError) and reason.reporter is not None
         if informed or told or isinstance(reason, GroupBrokenError) or known is None:
@@ -278,7 +278,7 @@ class CallWait:
         known.board.post("withdrawn", (self.group.group_name, text, certain), self.group.ranks)
 
     def _ask(self, waited: float, over: bool = False) -> tuple[list[int], Report]:
-        """Ask other ranks where they are; return the ranks that have made the call, too, and the report."""
+        """Ask other ranks for their states; return the other ranks that have made the call, and the report."""
         board, (name, members, seq) = job_state.job().board, self.meets()
         wanted = members if self.peer is None or self.peer < 0 else (self.peer,)
         answers, came = board.ask(name, wanted), self.came()
@@ -343,7 +343,7 @@ def _needs(call: Call, me: int, level: str) -> tuple[int, ...] | None:
 
 
 def failed_entry(failure: Failure) -> Entry:
-    """Return how a rank failed, as a report has it."""
+    """Return the entry of a failed rank for a report."""
     ranks = ((failure.rank, failure.rank),)
     if not failure.op:
         return Entry(ranks, state="failed", problem=failure.what, site=failure.site)
@@ -352,7 +352,7 @@ def failed_entry(failure: Failure) -> Entry:
 
 
 def local_wait(test: Callable[[], bool], policy: CallWait) -> None:
-    """Wait, with the wait on record for ranks that ask."""
+    """Wait until ``test`` returns True; record the wait for ranks that ask."""
     ident = threading.get_ident()
     waits = job_state.job().waits
     outer = waits.get(ident)
@@ -370,5 +370,5 @@ def local_wait(test: Callable[[], bool], policy: CallWait) -> None:
             waits[ident] = outer
         if search.written is not None:
             search.erase()
-        if over and policy.noted:  # else it stays for ranks that leave the call after this rank
+        if over and policy.noted:  # else the record stays for ranks that leave the call after this rank
             note_waits()

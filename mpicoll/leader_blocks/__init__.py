@@ -1,1 +1,1 @@
-"""Blocks that one rank runs first while the other ranks wait (`zero_first` and the functions like it)."""
+"""Blocks that one rank runs first while the other ranks wait (`zero_first` and similar functions)."""

@@ -1,8 +1,8 @@
 """Leader blocks, which one rank, the leader, runs first while the other ranks of its scope wait; ordered blocks.
 
-The leader runs its block without communicating. At the end of the block the leader broadcasts the block's outcome and what it
-shares; the other ranks wait in this broadcast. After their own blocks all ranks meet once more, so that each rank learns of a
-failure of any other.
+The leader runs its block without communicating. At the end of the block the leader broadcasts the block's outcome with the shared
+value; the other ranks wait in this broadcast. After their own blocks all ranks meet once more, so that each rank learns of a
+failure of any other rank.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Block:
         self._entered: list[EnteredBlock | NestedBlock | None] = []
 
     def describe(self) -> str:
-        """Return the block as messages name it."""
+        """Return the name of the block for messages."""
         return f"{self.op} at {self.site}"
 
     def _call(self, where: str = "") -> Call:
-        """Return the description of a call of this block; ``where`` tells the block's calls apart."""
+        """Return the description of a call of this block; ``where`` distinguishes the block's calls."""
         return Call(where + self.op, (), self.site, compared=True)
 
     def __exit__(
@@ -70,7 +70,7 @@ class Block:
             self._end(entered, error)
 
     def _end(self, entered: EnteredBlock, error: BaseException | None) -> None:
-        """Broadcast how this rank's block has ended, and wait for the ends of the other ranks' blocks."""
+        """Broadcast the outcome of this rank's block, and wait for the ends of the other ranks' blocks."""
         raise NotImplementedError
 
     def _await_outcome(
@@ -79,7 +79,7 @@ class Block:
         """Wait for the end of another rank's block.
 
         Args:
-            place: rank in the group of that rank.
+            place: rank in the group of the other rank.
             what: the block, for the notices about the wait.
 
         Returns:
@@ -118,7 +118,7 @@ class LeaderBlock(Block):
         self._visible = 0.0
 
     def describe(self) -> str:
-        """Return the block as messages name it."""
+        """Return the name of the block for messages."""
         return super().describe() if self._name is None else f"{self.op}({self._name!r}) at {self.site}"
 
     def _call(self, where: str = "") -> Call:
@@ -182,14 +182,14 @@ class LeaderBlock(Block):
         return Turn(leader, True, alone=True)
 
     def _refuse(self, members: Members, problem: Exception) -> NoReturn:
-        """Raise the error of wrong arguments; where calls are compared, all ranks raise."""
+        """Raise the error of wrong arguments; if calls are compared, all ranks raise."""
         setattr(problem, ARGUMENT, True)
         call = Call(self.op, (), self.site, error=problem)
         execution.run(members.group(self.op, self.site), call, None, outputs=[])
         raise AssertionError("a call with wrong arguments always raises") from problem
 
     def _pass_through(self, outer: EnteredBlock) -> Turn:
-        """Return the turn of a block nested in another of the same scope; its outcome is broadcast with the outer block's."""
+        """Return the turn of a block inside another block of the same scope; both outcomes are broadcast together."""
         assert outer.turn is not None
         turn = Turn(outer.leader, outer.turn.is_leader)
         around = outer.nesting[-1]
@@ -202,8 +202,8 @@ class LeaderBlock(Block):
             outcome = around.next_inner(label)
             if outcome is None:
                 raise CollectiveMismatchError(
-                    f"{self.describe()} inside {outer.what}: rank {outer.leader} has not entered it there, so "
-                    "nothing is known of its turn. All ranks enter the same blocks inside a block"
+                    f"{self.describe()} inside {outer.what}: the leader, rank {outer.leader}, has not entered the inner "
+                    "block there. Enter the same blocks inside a block on all ranks"
                 )
             if outcome.failure is not None:
                 raise first_failed(outer.members, outer.leader, self.describe(), outcome.failure)
@@ -245,7 +245,7 @@ class LeaderBlock(Block):
             try:
                 if problem is None:
                     turn._outcome.written = record_files(turn._outcome.all_paths())
-            except BaseException as found:  # of any kind: the other ranks are waiting
+            except BaseException as found:  # any exception: the other ranks are waiting
                 problem = found
             finally:
                 life.stop()
@@ -351,9 +351,9 @@ class OrderedBlock(Block):
         """Wait for the end of another rank's block; return the first exception that a signal handler raised meanwhile.
 
         Args:
-            place: rank in the group of the rank whose block is waited for.
+            place: rank in the group of the other rank.
             interruption: the exception of a signal handler that was noted before.
-            before: whether that rank runs its block before this rank.
+            before: whether the other rank runs its block before this rank.
         """
         rank = members.ranks[place]
         well, details, noted = self._await_outcome(members, place, self.describe())

@@ -1,4 +1,4 @@
-"""The blocks that this rank is in: which collectives and which inner blocks are possible there."""
+"""The blocks that this rank is in, with the checks of collectives and inner blocks inside them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpicoll.runtime.call_site import CallSite
 
 
 class Turn:
-    """What ``with zero_first() as turn`` gives.
+    """The value of ``with zero_first() as turn``.
 
     Attributes:
         is_leader: whether this rank is the leader, which runs its block first.
@@ -39,7 +39,7 @@ class Turn:
         return self._value
 
     def share(self, value: Any) -> None:
-        """Give ``value`` to the other ranks as their ``turn.value``. Only the leader calls it; the value is pickled at once.
+        """Send ``value`` to the other ranks as their ``turn.value``. Called by the leader only; the value is pickled at once.
 
         Raises:
             RuntimeError: this rank is not the leader, or the block is over.
@@ -48,7 +48,7 @@ class Turn:
         if not self.is_leader:
             raise RuntimeError(f"turn.share: rank {self.leader} shares a value; this rank reads turn.value")
         if self._over:
-            raise RuntimeError("turn.share: the block is over, and the other ranks have read what was shared in it")
+            raise RuntimeError("turn.share: the block is over, and the other ranks have read the shared value")
         if not self._alone:
             self._outcome.value = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
         self._value = value
@@ -65,23 +65,23 @@ class Turn:
         self._outcome.paths += path_list(paths)
 
     def _read(self, outcome: SharedOutcome, block: str) -> None:
-        """Store the outcome that the leader broadcast, and load the value that it shared."""
+        """Store the outcome that the leader broadcast, and load the shared value."""
         self._outcome = outcome
         if outcome.value is not None:
             try:
                 self._value = pickle.loads(outcome.value)
             except Exception as error:
-                error.args = (f"what rank {self.leader} shared in {block} cannot be loaded here: {error}",)
+                error.args = (f"the value that rank {self.leader} shared in {block} cannot be loaded here: {error}",)
                 raise
 
 
 class EnteredBlock:
-    """One use of a block, from its beginning to its end. Nested blocks and each collective of the group look it up.
+    """One use of a block, from its beginning to its end. Nested blocks and collectives of the group find the object.
 
     Attributes:
-        what: the block as messages name it.
+        what: the name of the block for messages.
         meets: all members meet at the end of the block, so members can make no collective inside.
-        turn: what a leader block gives; None in an ordered block.
+        turn: the turn of a leader block; None in an ordered block.
         life: the leader's signs of life; None on the other ranks.
         nesting: outcomes of this block and of the nested blocks that are open, the innermost last.
     """
@@ -117,14 +117,18 @@ class EnteredBlock:
     def refuse(self, op: str, site: CallSite) -> CollectiveMismatchError:
         """Return the error of a collective of this group inside the block."""
         members = self.members
-        why = "all ranks meet at the end of the block, some may be there already"
+        why = "all ranks meet at the end of the block, and some ranks may already wait there"
         if members.me == self.leader:
             others = [rank for rank in members.ranks if rank != members.me]
             why = f"{_names_and_verb(others, 'of the group')} for this block to end, and cannot take part"
-        hint = "" if self.turn is None else f", or use turn.share() to give the others a value of rank {self.leader}"
+        hint = (
+            ""
+            if self.turn is None
+            else f", or use turn.share() to send a value of rank {self.leader} to the other ranks"
+        )
         return _refused(
             members,
-            f"{op} on group {members.display} at {site} inside {self.what}: {why}. Move it out of the block{hint}",
+            f"{op} on group {members.display} at {site} inside {self.what}: {why}. Move the call out of the block{hint}",
         )
 
 
@@ -163,7 +167,7 @@ def find_outer(members: Members, what: str, *, nests: bool) -> EnteredBlock | No
         what: the block, for messages.
 
     Raises:
-        CollectiveMismatchError: ranks of this scope wait outside an open block for its end, so they can never enter this one.
+        CollectiveMismatchError: ranks of this scope wait outside an open block for its end, so they can never enter this block.
     """
     thread, me = threading.get_ident(), members.me
     entered = [each for each in tuple(members.known.blocks) if isinstance(each, EnteredBlock)]
@@ -171,8 +175,8 @@ def find_outer(members: Members, what: str, *, nests: bool) -> EnteredBlock | No
     for each in alike:
         if each.thread != thread:
             raise CollectiveMismatchError(
-                f"{what} while another thread of this rank is in {each.what}: one at a time for each group. Give each thread a "
-                "group of its own"
+                f"{what} while another thread of this rank is in {each.what}: only one thread can be in a block of a group. "
+                "Use a group of its own for each thread"
             )
     if nests and alike and alike[0].turn is not None:
         return alike[0]
@@ -184,7 +188,7 @@ def find_outer(members: Members, what: str, *, nests: bool) -> EnteredBlock | No
             waiting = _names_and_verb(sorted(outside), f"of group {members.display}")
             raise _refused(
                 members,
-                f"{what} inside {each.what}: {waiting} for the outer block to end, and cannot enter the inner one. Put the "
-                "blocks one after the other, or give them the same scope",
+                f"{what} inside {each.what}: {waiting} for the outer block to end, and cannot enter the inner block. Put the "
+                "blocks one after the other, or use the same scope for both",
             )
     return None

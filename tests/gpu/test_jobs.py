@@ -154,4 +154,4 @@ def test_a_kernel_that_outlasts_the_limit(call: str, count: int, cuda: str, engi
     assert job.returncode == 0, job
     assert "time limit" in job.out[0] + job.out[1], job
     assert "this rank waits for its GPU" in job.out[1] or "rank 0 gave" in job.out[1], job
-    assert "is the GPU of another rank behind" in job.out[0] or "rank 1 gave" in job.out[0], job
+    assert "the GPU of another rank is behind" in job.out[0] or "rank 1 gave" in job.out[0], job

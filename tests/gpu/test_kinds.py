@@ -151,7 +151,7 @@ def test_no_memory_on_one_rank() -> None:
     if rank == size - 1:
         assert isinstance(caught.value, xp.cuda.memory.OutOfMemoryError)
     else:
-        assert f"no memory for it on rank {size - 1}" in str(caught.value)
+        assert f"no memory for the call on rank {size - 1}" in str(caught.value)
     dist.all_reduce(rows[:, ::2])
     assert (rows[:, ::2] == size * (size + 1) / 2).all()
     assert (rows[:, 1::2] == rank + 1).all()

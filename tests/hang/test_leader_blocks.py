@@ -284,7 +284,7 @@ for outer, inner in (("world", "node"), ("node", "world")):
         world, node = out.splitlines()
         assert world.startswith("world CollectiveMismatchError" if rank == 0 else "world FirstFailedError"), job
         assert node.startswith("node CollectiveMismatchError" if rank < 2 else "node FirstFailedError"), job
-        assert "for the outer block to end, and cannot enter the inner one" in out, job
+        assert "for the outer block to end, and cannot enter the inner block" in out, job
 
 
 def test_a_program_goes_on_after_failures() -> None:

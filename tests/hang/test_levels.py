@@ -67,7 +67,7 @@ dist.all_reduce(x)
         "call 21 on group WORLD (ranks 0-2): its ranks made different calls",
         f"all_reduce #21 float64[4] MIN at {line_of(source, 'MIN')}",
         f"all_reduce #21 float64[4] MAX at {line_of(source, 'MAX')}",
-        "what moved since call 21 may be wrong",
+        "data moved since call 21 may be wrong",
     )
 
 
@@ -218,9 +218,9 @@ except dist.PeerFailedError as error:
     assert job.returncode != 0, job
     assert not job.left_running, job
     # Its neighbour's thread says so, or the main thread, whichever hears of it first.
-    assert re.search(r"rank 1('s| failed: its) process is gone without a word", job.err[0]), job
+    assert re.search(r"rank 1('s| failed: its) process ended without a report", job.err[0]), job
     if family() == "mpich":
         return  # its mpiexec kills the others all the same when it sees a signal
     for rank in (0, 2):
-        assert "rank 1 failed: its process is gone without a word" in job.out[rank], job
+        assert "rank 1 failed: its process ended without a report" in job.out[rank], job
         assert f"while rank {rank} waited in all_reduce" in job.out[rank], job

@@ -19,7 +19,7 @@ def test_there_are_reports() -> None:
         "CollectiveTimeoutError",
         "BufferInUseError",
         "had not been received",
-        "Compared every 16 calls",
+        "Calls are compared every 16 calls",
     ):
         assert word in text, word
 

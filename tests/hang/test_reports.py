@@ -115,7 +115,7 @@ def test_who_waits_for_a_rank_that_has_left(leave: str) -> None:
         same, others = ("ranks 0, 2-3: wait", "rank 4: waits") if rank < 4 else ("rank 4: waits", "ranks 0, 2-3: wait")
         waited = r"waited [0-9.]+ .*s"
         elsewhere = rf"in all_reduce #2 float64\[2\] SUM at job.py:{there}"
-        assert any(re.match(rf" *{same} in it, {waited} <- this rank$", line) for line in lines), job
+        assert any(re.match(rf" *{same} in this call, {waited} <- this rank$", line) for line in lines), job
         assert any(re.match(rf" *{others} {elsewhere}, {waited}$", line) for line in lines), job
 
 

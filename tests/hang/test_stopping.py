@@ -105,7 +105,7 @@ def test_sigterm_leaves_one_report(launcher: bool) -> None:
     assert re.search(r"rank 1: .*:\d+ in sleep\(\)", text), result
     assert re.search(r"rank 2: (all_reduce #2 float64\[3\] SUM at|.*at) \S+:26", text), result
     assert "Traceback" not in text, result
-    assert "without a word" not in text, result
+    assert "without a report" not in text, result
     assert not result.left_running, result
 
 

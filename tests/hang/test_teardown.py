@@ -682,7 +682,7 @@ def test_kill_nine_inside_a_large_all_reduce(recover: bool) -> None:
     # MPICH's launcher kills at once, and a rank that is just then inside MPICH's all-reduce may crash there itself.
     if family() == "openmpi":
         # Its neighbour's thread says so, or the main thread, whichever hears of it first.
-        assert re.search(r"rank 1('s| failed: its) process is gone without a word", job.err[0]), job
+        assert re.search(r"rank 1('s| failed: its) process ended without a report", job.err[0]), job
         if recover:  # out of a wait, or by the watchdog out of MPI
             for rank in (0, 2):
                 inside, waiting = (
@@ -728,12 +728,12 @@ except dist.PeerFailedError as error:
     assert job.returncode != 0, job
     assert job.seconds < 12, job
     # Its neighbour's thread says so, or the main thread, whichever hears of it first.
-    assert re.search(r"rank 1('s| failed: its) process is gone without a word", job.err[0]), job
+    assert re.search(r"rank 1('s| failed: its) process ended without a report", job.err[0]), job
     if "kill" in how and family() == "mpich":
         return  # its mpiexec kills the others all the same when it sees a signal; `mpicoll run` hides that from it
     for rank in (0, 2):
         said = " ".join(job.out[rank].split())
-        assert "rank 1 failed: its process is gone without a word" in said, job
+        assert "rank 1 failed: its process ended without a report" in said, job
         assert "(at job.py:11 in <module>()), after its last call barrier at job.py:9, while" in said, job
         assert f"while rank {rank} waited in all_reduce #2 float64[2] SUM on group WORLD at job.py:14" in said, job
         assert re.search(r"rank 1: failed: its process is gone .*, last call barrier at job.py:9 ", said), job
@@ -747,7 +747,7 @@ def test_a_rank_that_is_gone_while_nobody_waits() -> None:
     assert not job.timed_out, job
     assert job.returncode != 0, job
     # Its neighbour's thread says so, or the main thread, whichever hears of it first.
-    assert re.search(r"rank 1('s| failed: its) process is gone without a word", job.err[0]), job
+    assert re.search(r"rank 1('s| failed: its) process ended without a report", job.err[0]), job
 
 
 @pytest.mark.slow

@@ -129,7 +129,7 @@ sys.exit(4)
     assert "CollectiveTimeoutError" in job.out[0], job
     text = " ".join(job.out[0].split())
     assert (
-        "rank 1: has not made the matching call, it waits in recv float64[1] from rank 2 tag 0 at job.py:11" in text
+        "rank 1: has not made the matching call, and waits in recv float64[1] from rank 2 tag 0 at job.py:11" in text
     ), job
 
 

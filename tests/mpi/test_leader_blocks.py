@@ -640,7 +640,7 @@ def test_nested_blocks_are_paired_by_what_they_are(shared: Path) -> None:
             assert dist.run_first(deep) == "deep"
         assert named.value == "in it"
     with pytest.raises(
-        (dist.CollectiveMismatchError, dist.PeerFailedError), match=r"has not entered it there|failed in"
+        (dist.CollectiveMismatchError, dist.PeerFailedError), match=r"has not entered the inner block there|failed in"
     ):
         with dist.zero_first("outer") as turn:
             if not turn.is_leader:

@@ -118,7 +118,7 @@ def test_the_rolling_fingerprint_finds_the_first_difference(at: int) -> None:
                 differ(group, 0 if calls == at + 1 else -1, 1)
         assert at + 1 <= calls <= at + EVERY
         assert f"call {at + 1} on group" in str(caught.value)
-        moved = "Nothing was moved" if calls == at + 1 else f"what moved since call {at + 1} may be wrong"
+        moved = "Nothing was moved" if calls == at + 1 else f"data moved since call {at + 1} may be wrong"
         assert moved in str(caught.value), str(caught.value)
         assert "The group can still be used" in str(caught.value).replace("and the", "The"), str(caught.value)
         dist.all_reduce(np.ones(1), group=group)  # it goes on
@@ -181,7 +181,7 @@ def test_a_destroyed_group_is_compared_when_its_communicators_are_used_again() -
         text = str(caught.value)
         assert "all_reduce #2 float64[2] >MAX<" in text, text
         assert text.count("test_levels.py:") == 2, text
-        assert "what moved since call 2 may be wrong." in text, text
+        assert "data moved since call 2 may be wrong." in text, text
     dist.destroy_process_group(dist.new_group())
 
 
@@ -217,7 +217,9 @@ def test_a_call_more_before_the_next_comparison() -> None:
         with collective_raises(dist.CollectiveMismatchError, match="call 1 on group") as caught:
             dist.barrier(group)
         assert "broadcast" in str(caught.value), str(caught.value)
-        assert "out of step: the group is broken now" in " ".join(str(caught.value).split()), str(caught.value)
+        assert "unequal numbers of calls: the group is broken now" in " ".join(str(caught.value).split()), str(
+            caught.value
+        )
         with collective_raises(dist.GroupBrokenError, match="unequal numbers of calls"):
             dist.broadcast(x, 0, group=group)
 

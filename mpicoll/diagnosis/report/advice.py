@@ -14,7 +14,7 @@ _WIDTH = 40
 _SENDS = ("send", "isend")
 
 FREE_MEMORY = Message(
-    "free memory on {ranks}, or make the call with less data; nothing is wrong with the calls of the others",
+    "free memory on {ranks}, or make the call with less data; nothing is wrong with the calls of the other ranks",
     "Ranks lack the memory for the call.",
 )
 FIND_GPU_ERROR = Message(
@@ -23,20 +23,20 @@ FIND_GPU_ERROR = Message(
     "The GPU of some ranks had failed before the call.",
 )
 CORRECT_ARGUMENTS = Message(
-    "correct the arguments on {ranks}; nothing is wrong with the calls of the others",
+    "correct the arguments on {ranks}; nothing is wrong with the calls of the other ranks",
     "Ranks passed arguments that the call refuses.",
 )
 COMPARE = Message("compare the lines above", "The calls differ in a way that cannot be named.")
 DIFFERENT_FUNCTIONS = Message(
-    "the ranks are not at the same call: look for one that only some ranks make (a condition on the rank, loops of "
+    "the ranks are not at the same call: look for a call that only some ranks make (a condition on the rank, loops of "
     "other lengths) or make in another order, at or before these lines",
     "Ranks call different functions.",
 )
 SKIPPED = Message(
-    "if the arguments are meant so, {ranks} skipped or repeated a call before; else ",
-    "Precedes one of the following, if the calls that differ stand in different lines of the program.",
+    "if the arguments are intended, {ranks} skipped or repeated a call before; else ",
+    "Precedes one of the following, if the calls that differ are in different lines of the program.",
 )
-MAKE_ALIKE = Message("make these alike on all ranks: {parts}", "The calls differ in several parts.")
+MAKE_ALIKE = Message("make these parts alike on all ranks: {parts}", "The calls differ in several parts.")
 SAME_DTYPE = Message("pass the same dtype on all ranks", "The dtypes differ, and no dtype has most ranks.")
 CAST = Message("cast before the call on {ranks}: x = x.astype({dtype!r})", "Some ranks pass another dtype.")
 SAME_PART = Message(
@@ -45,7 +45,7 @@ SAME_PART = Message(
 SAME_OP = Message("pass the same reduction on all ranks", "The reductions differ.")
 SAME_ROOT = Message("pass the same root (src=, dst=: a global rank) on all ranks", "The roots differ.")
 SAME_COUNT = Message(
-    "pass as many elements on every rank: pad, or use a call that takes blocks of different sizes",
+    "pass the same number of elements on all ranks: pad, or use a call that takes blocks of different sizes",
     "The numbers of elements differ.",
 )
 SAME_BLOCKS = Message(
@@ -61,20 +61,21 @@ SAME_LAYOUT = Message(
     "The arrays of a call on several arrays differ.",
 )
 SAME_CHECK = Message(
-    "give all ranks the same check level: check=, or MPICOLL_CHECK in the environment of all",
+    "give all ranks the same check level: check=, or MPICOLL_CHECK in the environment of all ranks",
     "The check levels differ.",
 )
 SAME_ON_FAILURE = Message("pass the same on_failure= on all ranks", "The values of `on_failure=` differ.")
 SAME_NAME = Message(
-    "the ranks are at differently named calls: look for one that only some ranks make",
+    "the ranks are at differently named calls: look for a call that only some ranks make",
     "The values of `name=` differ.",
 )
 OTHER_TAG = Message(
-    "a message has arrived with another tag than is waited for: if it is the one, pass the same tag= to its send and its receive",
+    "a message has arrived with a tag that no rank waits for: if it is the expected message, pass the same tag= to its send "
+    "and its receive",
     "A rank waits for a message, and another message has arrived from the same rank.",
 )
 MAKE_IT_THERE = Message(
-    "{ranks} ended without the call that is waited for: make it there too, or leave it out here",
+    "{ranks} ended without the call that other ranks wait in: make this call on all ranks, or on none",
     "A deadlock: the call that ranks wait in needs a rank that has ended.",
 )
 ORDER_OF_GROUPS = Message(
@@ -86,20 +87,21 @@ ORDER_OF_CALLS = Message(
     "A deadlock of collectives on one group.",
 )
 SEND_BEFORE = Message(
-    "some ranks wait in a collective while others wait for a message: send the message before the collective, or receive it "
-    "after the collective",
+    "some ranks wait in a collective and other ranks wait for a message: send the message before the collective, or receive "
+    "it after the collective",
     "A deadlock of collectives and messages.",
 )
 ONE_SENDS_FIRST = Message(
-    "every rank waits for a message and none is on its way: let one of them send first",
+    "every rank waits for a message and no message is on its way: let one rank send first",
     "A deadlock of receives, one of them from any rank.",
 )
 RECEIVE_FIRST = Message(
-    "large sends end when they are received: start irecv first, or exchange with batch_isend_irecv",
+    "a large send ends when its message is received: start irecv first, or exchange with batch_isend_irecv",
     "A deadlock of sends.",
 )
 ALL_RECEIVE = Message(
-    "all receive first: send first on some of the ranks (even ones, say), start irecv before send, or use batch_isend_irecv",
+    "all ranks receive first: send first on some ranks (even ranks, for example), start irecv before send, or use "
+    "batch_isend_irecv",
     "A deadlock of receives.",
 )
 NAME_EACH_OTHER = Message(
@@ -107,7 +109,7 @@ NAME_EACH_OTHER = Message(
     "A deadlock of sends and receives.",
 )
 READ_OTHERS = Message(
-    "see what ranks far from this one print: they ask others who is late",
+    "read what ranks far from this rank print: they ask other ranks",
     "A time limit: no rank that was asked is late, and some were not asked.",
 )
 OWN_GPU = Message(
@@ -115,24 +117,24 @@ OWN_GPU = Message(
     "A time limit: no rank is late, but the stream of this rank's GPU has not reached the call.",
 )
 OTHER_GPU = Message(
-    "the transfer itself does not end: is the GPU of another rank behind, a rank stopped, or the network down?",
+    "the transfer does not end: check whether the GPU of another rank is behind, a rank is stopped, or the network is down",
     "A time limit: no rank is late, and the arrays are on GPUs.",
 )
 TRANSFER = Message(
-    "the transfer itself does not end: is a rank stopped, or the network down?",
+    "the transfer does not end: check whether a rank is stopped, or the network is down",
     "A time limit: no rank is late.",
 )
 WHY_ELSEWHERE = Message(
-    "see why {ranks} {n:is/are} elsewhere: a call that only some ranks make, or skip?",
+    "find why {ranks} {n:is/are} elsewhere: for example at a call that only some ranks make, or after a skipped call",
     "A time limit: the late ranks are in other calls, or in none.",
 )
 WHAT_DOES = Message(
-    "see what {ranks} {n:does/do} (py-spy dump, its log); if {n:it is/they are} only slow, raise the limit: timeout= "
-    "or MPICOLL_TIMEOUT",
+    "find what {ranks} {n:does/do} (py-spy dump, logs); if {n:this rank is/these ranks are} only slow, increase the limit: "
+    "timeout= or MPICOLL_TIMEOUT",
     "A time limit: the late ranks do not answer.",
 )
 WHY_ENDED = Message(
-    "see why {ranks} ended before this call: an early return, a shorter loop, or a call that only the others make",
+    "find why {ranks} ended before this call: an early return, a shorter loop, or a call that only other ranks make",
     "Ranks ended without the call.",
 )
 CAUSE_IS_THERE = Message(
@@ -160,7 +162,7 @@ def after_mismatch(expected: Entry | None, rows: Sequence[Entry], differs: Seque
     Args:
         expected: the call that the rows are compared with.
         rows, differs: the other calls, and for each the names of the parts in which it differs.
-        odd: the ranks that made them; empty if it is not known which ranks are wrong.
+        odd: the ranks that made the other calls; empty if it is not known which ranks are wrong.
     """
     ranks = name_runs(odd, _WIDTH) if odd else "the ranks"
     lacking = {row.lacks for row in rows if row.problem}
@@ -208,7 +210,7 @@ def after_time_limit(rows: Iterable[Entry], late: Runs, unasked: int = 0, behind
     """Return what to do about ranks that are late.
 
     Args:
-        unasked: how many ranks were not asked; they may be late, too.
+        unasked: how many ranks were not asked; these ranks may be late, too.
         behind: whether this rank's GPU has not reached the call yet; None if its arrays are on the host.
     """
     if not late:

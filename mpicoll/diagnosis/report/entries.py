@@ -2,8 +2,8 @@
 
 Pure: no MPI, no effects. An :class:`Entry` is the state of one rank, or of many ranks in the same state; a :class:`Table` holds
 the distinct entries. Merging tables is associative and commutative, so a tree of any shape gives the same table. The table has
-at most ``MOST_ROWS`` entries. Which ones depends on the entries only, never on the order of merging, so each of them has all its
-ranks. Of the other entries the table has the ranks, and up to ``MOST_COUNTED`` fingerprints, which give their number.
+at most ``MOST_ROWS`` entries. The choice depends on the entries only, never on the order of merging, so each chosen entry has all
+its ranks. Of the other entries the table has the ranks, and up to ``MOST_COUNTED`` fingerprints, which give their number.
 
 The call that more than half of the ranks made must be in the table. So the table counts the fingerprints of all calls bit by
 bit, and :meth:`Table.missing` returns the fingerprint of the call that a second reduction must collect.
@@ -37,9 +37,9 @@ Runs = tuple[tuple[int, int], ...]
 """Ranks as runs (first, last), in order and with gaps between them: all ranks of a job are one run."""
 
 Standing = Literal["called", "waits", "late", "exited", "failed", "killed", "withdrawn", "silent"]
-"""``called``: the rank made this call. ``waits``: it waits in this call. ``late``: it has not made the call that is waited for,
-and waits in the call of its entry or, if there is a problem, has made that call last. ``silent``: it has not made the call, and
-does not answer. The other states say how the rank left."""
+"""``called``: the rank made this call. ``waits``: the rank waits in this call. ``late``: the rank has not made the call that
+other ranks wait in, and waits in the call of its entry or, if there is a problem, has made that call last. ``silent``: the rank
+has not made the call, and does not answer. The other states say how the rank left."""
 
 
 def runs_of(ranks: Iterable[int]) -> Runs:
@@ -123,7 +123,7 @@ class Entry:
         asynchronous: whether the call was issued with ``async_op=True``.
         state: what the ranks do (see :data:`Standing`).
         problem: what is wrong with the arguments, or how the ranks left.
-        needs: the ranks or the message that they wait for.
+        needs: the ranks or the message that the ranks wait for.
         peer: the rank at the other end of a point-to-point call; -1: any rank.
         waited: the least and the most seconds that one of the ranks has waited.
     """
@@ -160,14 +160,16 @@ class Entry:
         return tuple(getattr(self, name) for name in _CONTENT)
 
     def call(self) -> tuple[Any, ...]:
-        """Return the facts that are equal in two entries of the same call, at whatever place of the program."""
+        """Return the facts that are equal in two entries of the same call, at any place of the program."""
         return (self.op, self.key, self.group, bool(self.problem) and self.state == "called")
 
     @property
     def lacks(self) -> Literal["memory", "GPU", ""]:
         """What the rank lacks for the call, if its arguments are right: memory, or a GPU that works; else ""."""
         name = self.problem.partition(":")[0]
-        if name.endswith("MemoryError") or "cudaErrorMemoryAllocation" in self.problem:  # of Python and array packages
+        if (
+            name.endswith("MemoryError") or "cudaErrorMemoryAllocation" in self.problem
+        ):  # names of Python and of array packages
             return "memory"
         cuda = name.startswith(("CUDARuntime", "CUDADriver", "Accelerator"))
         return "GPU" if cuda and any(word in self.problem for word in _FOR_GOOD) else ""
@@ -262,11 +264,11 @@ class Table:
     """The distinct entries of some ranks.
 
     Attributes:
-        rows: at most ``MOST_ROWS`` of them, with all ranks of each: those with a problem first, then by fingerprint.
-        more: the ranks of all others.
-        others: fingerprints of the others, the ``MOST_COUNTED`` smallest.
-        votes: for each bit of a call's fingerprint, how many ranks have it set.
-        ranks: how many ranks there are.
+        rows: at most ``MOST_ROWS`` entries, each with all its ranks: entries with a problem first, then by fingerprint.
+        more: the ranks of all other entries.
+        others: the ``MOST_COUNTED`` smallest fingerprints of the other entries.
+        votes: for each bit of a call's fingerprint, the number of ranks whose call has the bit set.
+        ranks: the number of ranks.
     """
 
     rows: tuple[Entry, ...] = ()
@@ -276,7 +278,7 @@ class Table:
     ranks: int = 0
 
     def missing(self) -> int | None:
-        """Return the fingerprint of the call that more than half of the ranks made, if its rows may be left out, else None."""
+        """Return the fingerprint of the call that more than half of the ranks made, if its rows may be missing, else None."""
         if not self.more:
             return None
         return sum(1 << bit for bit, votes in enumerate(self.votes) if 2 * votes > self.ranks)
@@ -325,7 +327,7 @@ class Table:
 
 
 def size_bound(ranks: int) -> int:
-    """Return the most bytes of a packed table of so many ranks; most tables have some hundred bytes.
+    """Return the most bytes of a packed table of ``ranks`` ranks; most tables have some hundred bytes.
 
     If neighbouring ranks make different calls, each rank is a run of its own (16 bytes before compression).
     """
@@ -351,7 +353,7 @@ def table_of(entries: Iterable[Entry]) -> Table:
 
 
 def merge(a: Table, b: Table) -> Table:
-    """Return the table of the ranks of both; associative and commutative."""
+    """Return the table of the ranks of both tables; associative and commutative."""
     votes = [x + y for x, y in zip(a.votes, b.votes, strict=True)]
     return _bounded((*a.rows, *b.rows), (*a.more, *b.more), {*a.others, *b.others}, votes, a.ranks + b.ranks)
 

@@ -1,6 +1,6 @@
 """The report of an error between ranks: one block of text, the same on every rank, and the same facts as data.
 
-Pure but for :func:`show`, which prints. ``diagnosis/report/texts.py`` makes a :class:`Report` of each kind. Whatever the input
+Pure, except :func:`show`, which prints. ``diagnosis/report/texts.py`` makes a :class:`Report` of each kind. Whatever the input
 is, its text has at most ``most`` lines of ``width`` columns: rows that do not fit are counted, long texts are cut.
 """
 
@@ -42,20 +42,20 @@ _LABEL_WIDTH = 44
 
 @dataclass(frozen=True)
 class Report:
-    """An error between ranks, as all ranks that could be asked describe it.
+    """An error between ranks, as described by all ranks that could be asked.
 
     Attributes:
         kind: the kind of error.
         group: the name of the group in messages; empty for a deadlock over several groups.
         members: the ranks that the report concerns: the members of the group, or the ranks of the deadlock.
         seq: number of the call on the group.
-        headline: one sentence that says what has happened.
-        table: what the ranks reported.
-        odd: the ranks at fault as far as is known: they differ from the other ranks, are late, or have left.
+        headline: one sentence on the error.
+        table: the states of the ranks.
+        odd: the ranks at fault, if known: ranks that differ from the other ranks, are late, or have left.
         next_step: what the reader can do now.
         closing: the state after the error, as a sentence.
-        cycle: the first ranks of a cycle of ``around`` ranks, each of which waits for the next, and the last for the first.
-        waiting: the call that the headline names; rows that wait and name no call wait in this one.
+        cycle: the first ranks of a cycle of ``around`` ranks: each rank waits for the next, the last for the first.
+        waiting: the call that the headline names; rows that wait and name no call wait in this call.
     """
 
     kind: Kind
@@ -77,7 +77,7 @@ class Report:
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """The rows of the table as dicts. A row that waits "in it" has the call of the headline."""
+        """The rows of the table as dicts. A row that waits and names no call has the call of the headline."""
         rows = [
             replace(self.waiting, ranks=row.ranks, state=row.state, waited=row.waited)
             if self.waiting is not None and row.state == "waits" and not row.op
@@ -88,7 +88,7 @@ class Report:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks at fault as far as is known (see ``odd``), else all ranks that the report concerns."""
+        """The ranks at fault, if known (see ``odd``), else all ranks that the report concerns."""
         return listed(self.odd or self.members)
 
     def _head(self, width: int) -> list[str]:
@@ -186,21 +186,23 @@ def _rows(
         text = f"{label}: {row_text(report, row, expected, places)}"
         first = 2 + max(0, pad - len(label))
         lines = wrap(text, width - len(_THIS_RANK), first=first, rest=indent, most=most)
-        lines[-1] += _THIS_RANK if holds(row.ranks, me) else ""  # its columns stay free, so that all ranks wrap alike
+        lines[-1] += (
+            _THIS_RANK if holds(row.ranks, me) else ""
+        )  # the mark has its columns on all ranks, so that all wrap alike
         made.append(lines)
     return made
 
 
 CALLED_WRONG = Message("{call} raised {problem}", "The rank made the call with arguments that it refused.")
-WAITS = Message("{n:waits/wait} in {call}", "The rank waits in this call; `it` is the call of the headline.")
+WAITS = Message("{n:waits/wait} in {call}", "The rank waits in this call; `this call` is the call of the headline.")
 ELSEWHERE = Message("{n:is/are} elsewhere", "The rank is in the program's own code, and its place there is not known.")
 LATE = Message(
-    "{n:has/have} not made the matching call, {n:it/they} {where}",
+    "{n:has/have} not made the matching call, and {where}",
     "The rank is late. `where` is the call that the rank waits in, or the place of its main thread.",
 )
 LATE_BECAUSE = Message(
     "{n:has/have} not made the matching call, {problem}",
-    "The rank is late; `problem` says what it does.",
+    "The rank is late; `problem` says what the rank does.",
 )
 SILENT = Message(
     "did not make the matching call, {problem}",
@@ -239,7 +241,7 @@ def row_text(report: Report, row: Entry, expected: Entry | None, places: Mapping
     if row.state == "called":
         text = CALLED_WRONG(call=call, problem=row.problem) if row.problem else call
     elif row.state == "waits":
-        text = call if report.kind in ("deadlock", "calls") else WAITS(n=n, call=call or "it")
+        text = call if report.kind in ("deadlock", "calls") else WAITS(n=n, call=call or "this call")
     elif report.kind == "calls":
         text = (row.problem or NO_CALL.text) + (LAST_CALL(call=call) if row.op else "")
     elif row.state in ("late", "silent"):
@@ -308,7 +310,7 @@ def differing(entry: Entry, other: Entry) -> frozenset[str]:
 
 
 def _classes(table: Table) -> list[tuple[int, int, Entry]]:
-    """Return the distinct calls of a table, at whatever place: number of ranks, minus the lowest rank, one entry of each."""
+    """Return the distinct calls of a table, at any place: number of ranks, minus the lowest rank, one entry of each."""
     alike: dict[tuple[Any, ...], list[Entry]] = {}
     for row in table.rows:
         if row.op and not row.problem and row.state in ("called", "waits"):
@@ -321,7 +323,7 @@ def _classes(table: Table) -> list[tuple[int, int, Entry]]:
 
 
 def reference_call(report: Report) -> Entry | None:
-    """Return the call that others are compared with: the call of most ranks, or of the lowest rank if no call has most."""
+    """Return the call that other calls are compared with: the call of most ranks, or of the lowest rank if no call has most."""
     classes = _classes(report.table)
     if not classes:
         return None

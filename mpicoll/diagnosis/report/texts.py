@@ -1,4 +1,4 @@
-"""The sentences of reports: one function for each kind makes the report from the states of the ranks. Pure.
+"""The sentences of reports: a function for each kind makes the report from the states of the ranks. Pure.
 
 ``docs/messages.md`` lists the messages of this file.
 """
@@ -26,12 +26,12 @@ DIFFERENT_CALLS = Message(
 )
 WRONG_ARGUMENTS = Message(
     "call {seq} on group {group} ({members}): arguments are wrong on {ranks}",
-    "Some members pass arguments that the call refuses. These members raise their own error, the others "
-    "CollectiveMismatchError.",
+    "Some members pass arguments that the call refuses. These members raise their own error, the other "
+    "members raise CollectiveMismatchError.",
     "correct the arguments on these ranks; the rows hold the errors",
 )
 NO_MEMORY = Message(
-    "call {seq} on group {group} ({members}): no memory for it on {ranks}",
+    "call {seq} on group {group} ({members}): no memory for the call on {ranks}",
     "Some members cannot allocate the memory that the call needs.",
     "free memory on these ranks, or make the call with less data",
 )
@@ -42,11 +42,11 @@ GPU_FAILED = Message(
 )
 DEADLOCK = Message(
     "deadlock: {ranks} wait for each other, and no rank can release them{group}",
-    "It is certain that ranks wait for each other in a circle. All of them raise DeadlockError.",
+    "It is certain that ranks wait for each other in a circle. All these ranks raise DeadlockError.",
     _SEE_NEXT,
 )
 STUCK_ALONE = Message(
-    "deadlock: {ranks} waits for something that no rank does any more{group}",
+    "deadlock: {ranks} waits for a call or a message that no rank makes or sends any more{group}",
     "It is certain that one rank waits for a call or a message that no rank will make or send.",
     _SEE_NEXT,
 )
@@ -57,7 +57,7 @@ TIMED_OUT = Message(
 )
 WAITING = Message(
     "{ranks} has waited {seconds} in {call}: {who}",
-    "A call has waited for `MPICOLL_STALL_WARN` seconds. It goes on waiting.",
+    "A call has waited for `MPICOLL_STALL_WARN` seconds. The call continues to wait.",
     "nothing, if the ranks that are late are only slow; else " + _SEE_NEXT,
 )
 RANKS_LATE = Message(
@@ -67,43 +67,43 @@ RANKS_LATE = Message(
 )
 ASKED_ARE_THERE = Message(
     "the {number} ranks whose state is known have made the call",
-    "The end of the same messages: this rank knows the state of some members only, and these are not late.",
-    "read what the ranks far from this one print: they ask other members",
+    "The end of the same messages: this rank knows the state of some members only, and these members are not late.",
+    "read what the ranks far from this rank print: they ask other members",
 )
 ALL_ARE_THERE = Message(
-    "all ranks have made the call, and it does not end",
+    "all ranks have made the call, and the call does not end",
     "The end of the same messages: no rank is late, but the data does not arrive.",
     "look for a stopped rank, a GPU that is behind, or a network that is down",
 )
 NOT_ASKED = Message(
-    "{number} of its {members} ranks were not asked.",
+    "{number} of the group's {members} ranks were not asked.",
     "At the end of a report about a large group: a rank asks a bounded number of members.",
     "read what other ranks print, too",
 )
 PEER_EXITED = Message(
     "{call}: {ranks} {how}, so this call can never complete",
-    "A rank ended, or left the group, without making a call that others wait in. They raise PeerExitedError.",
+    "A rank ended, or left the group, without making a call that other ranks wait in. These ranks raise PeerExitedError.",
     _SEE_NEXT,
 )
 PEER_FAILED = Message(
     "{ranks} {how}{place}, while {waiting} waited in {call}",
-    "A rank failed with an exception or was killed while others waited for it. They raise PeerFailedError.",
+    "A rank failed with an exception or was killed while other ranks waited for it. These ranks raise PeerFailedError.",
     "correct the error on the first ranks of the sentence",
 )
 CALLS_NOW = Message(
     "the ranks are in these calls of mpicoll:",
     "The test plugin ends a test that takes too long.",
-    "compare the rows: the ranks that are in no call, or in another one, are the cause",
+    "compare the rows: the ranks that are in no call, or in another call, are the cause",
 )
 NODE_ENDS = Message(
     "{what}. The ranks of this node are here:",
     "A signal (time limit of the job, cancellation) ends the ranks of a node.",
-    "nothing, if the end was meant; else compare the rows",
+    "nothing, if the end was intended; else compare the rows",
 )
 BROKEN_NOW = Message(
     "The group is broken now.",
     "The last line of a report after which a group cannot be used.",
-    "end the job, or go on with another group",
+    "end the job, or continue with another group",
 )
 STILL_USABLE = Message(
     "Nothing was moved, and the group can still be used.",
@@ -150,8 +150,8 @@ def deadlock(entries: Iterable[Entry], needs: Mapping[int, Sequence[int]], unask
     """Return the report of ranks that wait for each other.
 
     Args:
-        entries: one for each wait of each rank, state ``waits``, and one for each rank that is needed and has ended.
-        needs: for each rank the ranks that it waits for, of these.
+        entries: an entry for each wait of each rank, state ``waits``, and for each rank that is needed and has ended.
+        needs: for each rank the ranks of the entries that the rank waits for.
         unasked: whether a message has arrived from a rank that is waited for, with a tag that no rank waits for.
     """
     found = list(entries)
@@ -176,7 +176,7 @@ def deadlock(entries: Iterable[Entry], needs: Mapping[int, Sequence[int]], unask
 
 
 def _folded(entries: Sequence[Entry]) -> list[Entry]:
-    """Return the entries; many that differ in their peer only, at the same distance, read ``from rank r+1``."""
+    """Return the entries; many entries that differ in their peer only, at the same distance, read ``from rank r+1``."""
     classes: dict[tuple[Any, ...], list[tuple[Entry, Entry]]] = {}
     whole = []
     for entry in entries:
@@ -203,7 +203,7 @@ def _relative(text: str, peer: int, rank: int) -> str:
 
 
 def _cycle(needs: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
-    """Return a cycle of ranks that each need the next, reached from the lowest rank that leads into one; () if none."""
+    """Return a cycle of ranks that each need the next, reached from the lowest rank that leads into one; () if there is none."""
     walked: set[int] = set()
     for start in sorted(needs):
         at: int | None = start
@@ -237,13 +237,13 @@ def time_limit(
     behind: bool | None = None,
     closing: str = BROKEN,
 ) -> Report:
-    """Return the report of a wait that exceeded its limit, or, with ``over=False``, of one that has taken long so far.
+    """Return the report of a wait that exceeded its limit, or, with ``over=False``, of a wait that has taken long.
 
     Args:
-        waiting: the call that is waited in.
-        table: the states of the members, or of the peer: ``waits``, ``late`` or ``silent``, or how they left.
+        waiting: the call of the wait.
+        table: the states of the members, or of the peer: ``waits``, ``late``, ``silent``, or a state of a rank that has left.
         seconds: the limit, or the time waited so far.
-        unasked: how many members were not asked, and are not in the table.
+        unasked: the number of members that were not asked, and are not in the table.
         behind: as for :func:`advice.after_time_limit`.
         closing: the last line of a report with ``over``.
     """
@@ -277,18 +277,18 @@ def time_limit(
 
 
 def calls_now(table: Table, members: Runs, note: str = "") -> Report:
-    """Return the report of where ranks are at a moment: in a call of the library, or in none.
+    """Return the report of the calls of the library that ranks are in at a moment.
 
     Args:
         table: state ``waits``, with the call; ``late`` for a rank that is in no call, with its last call if it has made one;
-            ``silent`` for a rank that does not answer. The problem of the last two says more.
+            ``silent`` for a rank that does not answer. The problem of the last two states has the details.
         note: the last line.
     """
     return Report("calls", "WORLD", members, 0, CALLS_NOW.text, table, closing=note)
 
 
 def node_ends(table: Table, members: Runs, what: str) -> Report:
-    """Return the report of where the ranks of a node are when a signal ends them; the table is that of :func:`calls_now`.
+    """Return the report of the calls of a node's ranks when a signal ends the ranks; ``table`` as in :func:`calls_now`.
 
     Args:
         what: a sentence without its full stop that says which ranks end, and why.

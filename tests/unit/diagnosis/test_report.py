@@ -187,7 +187,7 @@ def at_a_moment(n: int) -> Report:
                 site=f"{TRAIN}:61",
                 group="WORLD",
                 state="late",
-                problem="in no call of mpicoll (2 under way that it has not waited for)",
+                problem="in no call of mpicoll (2 pending that the program has not waited for)",
             ),
             Entry(runs_of([2]), state="silent", problem="does not answer"),
         ]
@@ -427,20 +427,20 @@ def test_what_differs_is_marked() -> None:
     dtype, elements, reduction = key(dtype="int32"), key(elements=7), key("MAX")
     for odd, marked, advice in (
         ({"key": dtype}, "all_reduce #41 >int32<[1024] SUM", "cast before the call on rank 3: x = x.astype('float32')"),
-        ({"key": elements}, "all_reduce #41 float32[>7<] SUM", "as many elements"),
+        ({"key": elements}, "all_reduce #41 float32[>7<] SUM", "same number of elements"),
         ({"key": reduction}, "all_reduce #41 float32[1024] >MAX<", "the same reduction"),
         ({"key": key(root="1")}, "all_reduce #41 float32[1024] SUM >root 1<", "the same root"),
         ({"op": "barrier", "key": ()}, ">barrier< #41 at", "not at the same call"),
-        ({"key": key()[:2]}, "all_reduce #41 float32 SUM >no elements<", "as many elements"),
+        ({"key": key()[:2]}, "all_reduce #41 float32 SUM >no elements<", "same number of elements"),
         (
             {"key": key("MAX", "int32")},
             "all_reduce #41 >int32<[1024] >MAX<",
-            "make these alike on all ranks: dtype, op",
+            "make these parts alike on all ranks: dtype, op",
         ),
         (
             {"key": elements, "site": "b.py:1"},
             "[>7<] SUM at b.py:1",
-            "if the arguments are meant so, rank 3 skipped or",
+            "if the arguments are intended, rank 3 skipped or",
         ),
         (
             {"key": (), "problem": "ValueError: no"},

@@ -68,7 +68,7 @@ def test_a_death_is_told_whoever_notices_it_first(board: SyntheticBoard) -> None
     board.slots = slots
     board.dead.add(7)
     try:
-        assert "rank 7's process is gone without a word" in await_death(board)
+        assert "rank 7's process ended without a report" in await_death(board)
         assert await_death(board) == ""
     finally:
         reported_dead.discard(7)
@@ -92,7 +92,7 @@ def test_ranks_that_were_not_asked_are_not_called_silent(board: SyntheticBoard) 
     assert told["waits"] == sorted({*board.asked, ME} - {490, 510, 511})
     text = str(error)
     assert "ranks 490, 510-511 did not make the matching call" in text
-    assert "743 of its 1000 ranks were not asked. The group is broken now." in text
+    assert "743 of the group's 1000 ranks were not asked. The group is broken now." in text
 
 
 def test_nobody_of_those_asked_is_late(board: SyntheticBoard) -> None:
@@ -101,8 +101,8 @@ def test_nobody_of_those_asked_is_late(board: SyntheticBoard) -> None:
     text = str(error)
     assert "the 257 ranks whose state is known have made the call" in text
     assert "all ranks have come" not in text
-    assert "743 of its 1000 ranks were not asked" in text
-    assert "see what ranks far from this one print" in text
+    assert "743 of the group's 1000 ranks were not asked" in text
+    assert "read what ranks far from this rank print" in text
 
 
 def test_one_rank_that_is_waited_for_is_asked(board: SyntheticBoard) -> None:
