@@ -202,7 +202,9 @@ class PeerExitedError(DistError):
 class CollectiveTimeoutError(DistError, TimeoutError):
     """The time limit of a call passed; the message says which ranks are late. The group is broken afterwards."""
 
-    what_to_do = "find what the late ranks in the message do; if these ranks are only slow, increase `timeout=` or `MPICOLL_TIMEOUT`"
+    what_to_do = (
+        "find what the late ranks in the message do; if these are only slow, increase `timeout=` or `MPICOLL_TIMEOUT`"
+    )
 
 
 class GroupBrokenError(DistError):

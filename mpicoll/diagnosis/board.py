@@ -104,7 +104,7 @@ def _incomplete(sends: _Sends) -> _Sends:
 
 @dataclass
 class Board:
-    """What this process knows of other ranks, by global rank.
+    """The state of other ranks as this process knows it, by global rank.
 
     Attributes:
         comm: a communicator for these messages only.

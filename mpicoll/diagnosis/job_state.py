@@ -40,7 +40,7 @@ class Counters(Protocol):
 
 @dataclass(kw_only=True)
 class JobState:
-    """What diagnosis knows of the job while a default group lives.
+    """The state of the job for diagnosis, from the start to the end of a default group.
 
     Attributes:
         world: the default group.

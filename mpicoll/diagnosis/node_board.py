@@ -54,7 +54,7 @@ class NodeBoard:
         self.me = me
         self.ranks = ranks
         self._place = {rank: place for place, rank in enumerate(ranks)}
-        # Closing any descriptor of the file would drop the lock, so this one stays open as long as the slots are used.
+        # Closing any descriptor of the file would drop the lock, so this descriptor stays open as long as the slots are used.
         self._file = descriptor
         self._second = second  # for the wait of await_death
         self._memory = mmap.mmap(descriptor, len(ranks) * SLOT_BYTES)

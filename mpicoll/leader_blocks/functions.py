@@ -31,19 +31,20 @@ def zero_first(
                 download(path)
             data = load(path)
 
-    Called by all ranks of the scope; all of them run the block. The leader runs its block at once, the other ranks run theirs
-    when the leader's block has ended well. Without a default group, or with one rank, the block just runs. Inside a block of
-    the same scope the block is passed through. A collective of the same ranks inside the block raises at once.
+    Called by all ranks of the scope; all these ranks run the block. The leader runs its block at once. The other ranks run their
+    blocks when the leader's block has ended well. Without a default group, or with one rank, the block runs at once. Inside a
+    block of the same scope, the outcome is broadcast with the outer block's. A collective of the same ranks inside the block
+    raises at once.
 
     Args:
         name: for messages; the same on all ranks.
         scope: ``"world"``: rank 0 is the leader. ``"node"``: the first rank of each node is the leader of that node, and no
-            node waits for another. A ProcessGroup: its rank 0 is the leader; called by its members only.
+            node waits for another node. A ProcessGroup: its rank 0 is the leader; called by its members only.
         timeout: seconds, or a timedelta, that the other ranks wait for the leader at most. Default: as long as the leader
             lives. A leader on another node that gives no sign of life for the limit of the group counts as lost.
-        rejoin: whether all ranks meet at the end of the block (within the limit of the group), so that each learns of a
-            failure of any other. False: each rank continues by itself.
-        publish: paths that the leader writes. They are flushed to disk at the end of the leader's block, and the other ranks
+        rejoin: whether all ranks meet at the end of the block (within the limit of the group), so that each rank learns of a
+            failure of any other rank. False: each rank continues by itself.
+        publish: paths that the leader writes. The files are flushed to disk at the end of the leader's block. The other ranks
             wait until they see the files as the leader wrote them, also on a file system of several hosts.
         visibility_timeout: seconds, or a timedelta, that the other ranks look for these files.
 
@@ -51,8 +52,8 @@ def zero_first(
         A context manager that gives a :class:`Turn`: ``is_leader``, ``leader``, ``share(value)``, ``value``.
 
     Raises:
-        FirstFailedError: on the other ranks: the leader's block failed, so they have not run theirs. The leader raises its own
-            exception. The group can still be used.
+        FirstFailedError: on the other ranks: the leader's block failed, so they have not run their blocks. The leader raises its
+            own exception. The group can still be used.
         PeerFailedError: at the end of the block: the block failed on another rank, which raises its own exception. The group
             can still be used.
         CollectiveMismatchError: ranks of the scope wait for the end of an outer block, or make another call.
@@ -73,19 +74,20 @@ def local_zero_first(
     publish: Any = (),
     visibility_timeout: float | timedelta = 60.0,
 ) -> LeaderBlock:
-    """Return :func:`zero_first` with ``scope="node"``: the first rank of each node is the leader there."""
+    """Return :func:`zero_first` with ``scope="node"``: the first rank of each node is the leader of its node."""
     return LeaderBlock(name, "node", timeout, rejoin, publish, visibility_timeout)
 
 
 def run_first(fn: Callable[..., R], *args: Any, scope: Scope = "world", share: bool = True, **kwargs: Any) -> R | None:
     """Run ``fn(*args, **kwargs)`` on one rank only, and return its value on all ranks.
 
-    Called by all ranks of the scope. Inside a :func:`zero_first` of the same scope the call is passed through.
+    Called by all ranks of the scope. Inside a :func:`zero_first` of the same scope, the value is broadcast with that
+    block's outcome.
 
     Args:
         fn: the function; only the leader runs it.
         scope: as in :func:`zero_first`.
-        share: whether the other ranks get a (pickled) copy of the value; False: they get None.
+        share: whether the other ranks get a (pickled) copy of the value; False: the other ranks get None.
 
     Raises:
         FirstFailedError: on the other ranks: ``fn`` raised, or its value cannot be pickled. The leader raises its own exception.
@@ -151,7 +153,7 @@ def ordered(group: Any = None) -> OrderedBlock:
     """Return a context manager whose block the ranks run one after the other, in the order of their ranks in the group.
 
     Called by all members. All members leave the block together, when the last member has ended its block. Without a default
-    group, or with one rank, the block just runs. No collective of the group can be made inside.
+    group, or with one rank, the block runs at once. No collective of the group can be made inside the block.
 
     Args:
         group: the group; default the world. ``"node"``: the ranks of each node, one after the other.
@@ -168,7 +170,7 @@ def torch_distributed_zero_first(local_rank: int) -> LeaderBlock:
     """Return :func:`local_zero_first`, under its name in yolov5 and its descendants.
 
     Args:
-        local_rank: this rank's place on its node, as in ``LOCAL_RANK``; -1: not distributed, the block just runs.
+        local_rank: this rank's place on its node, as in ``LOCAL_RANK``; -1: not distributed, the block runs at once.
 
     Raises:
         ValueError: ``local_rank`` is not this rank's place on its node. For a rank of the world use :func:`zero_first`.
@@ -192,8 +194,8 @@ def main_process_first(local: bool = True, desc: str | None = None) -> LeaderBlo
     """Return :func:`zero_first`, under its name in transformers (and, for the world only, in accelerate).
 
     Args:
-        local: whether the first rank of each node is the leader there (transformers' default). False: rank 0 of the world is
-            the leader, as in accelerate, whose local_main_process_first is :func:`local_zero_first`.
+        local: whether the first rank of each node is the leader of its node (transformers' default). False: rank 0 of the world
+            is the leader, as in accelerate, whose local_main_process_first is :func:`local_zero_first`.
         desc: what the block does, for messages.
     """
     return LeaderBlock(desc, "node" if local else "world", op="main_process_first")

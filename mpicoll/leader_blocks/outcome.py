@@ -1,4 +1,4 @@
-"""How a block ended on one rank, and its broadcast to the ranks that wait for it."""
+"""The outcome of a block on one rank, and the broadcast of the outcome to the ranks that wait for the block."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _TEXT_LENGTH, _TRACE_LENGTH = 1000, 20_000
 
 @dataclass
 class SharedOutcome:
-    """What the leader broadcasts when its block has ended well.
+    """The outcome that the leader broadcasts when its block has ended well.
 
     Attributes:
         value: the shared value, pickled.
         paths: files and folders that the other ranks must see.
         written: the records of these files and folders, when the block has ended.
-        label: key of a nested block: its kind, with its name or else its place in the program.
+        label: key of a nested block: its function, with its name or else its place in the program.
         failure: how a nested block failed.
         inner: the nested blocks, in the order in which the leader entered them.
         matched: how many of ``inner`` this rank has entered or skipped.
@@ -69,7 +69,7 @@ class SharedOutcome:
 
 @dataclass(frozen=True)
 class BlockFailure:
-    """How a rank's block failed, as other ranks read it."""
+    """The failure of a rank's block, as other ranks read it."""
 
     kind: str
     text: str
@@ -81,7 +81,7 @@ class BlockFailure:
 
 
 def failure_of(error: BaseException) -> BlockFailure:
-    """Return the failure that an exception stands for."""
+    """Return the failure that describes an exception."""
     place = traceback_site(error.__traceback__)
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     try:
@@ -99,17 +99,17 @@ def broadcast_outcome(
     outcome: SharedOutcome | BaseException | None = None,
     watch: LeaderWatch | None = None,
 ) -> tuple[bool, bytes]:
-    """Broadcast how a block has ended, in one small message if it fits.
+    """Broadcast the outcome of a block, in one small message if possible.
 
     Args:
         call: makes the description of this rank's call.
         root: rank in the group.
-        outcome: on the root: what it shares, or the exception that ended its block.
-        watch: on the other members: how they wait for the root; None: within the group's limit.
+        outcome: on the root: the outcome, or the exception that ended the block.
+        watch: on the other members: the watch over the root; None: wait within the group's limit.
 
     Returns:
-        On all members whether the block ended well, and details: the SharedOutcome, pickled ("" if it is empty), or the
-        BlockFailure, pickled.
+        On all members whether the block ended well, and details: the pickled SharedOutcome (b"" if it is empty), or the pickled
+        BlockFailure.
     """
     head, details = np.zeros(_MESSAGE_BYTES, np.uint8), b""
     if isinstance(outcome, BaseException):
@@ -138,7 +138,7 @@ def broadcast_outcome(
 def pop_interruption() -> BaseException | None:
     """Remove and return the exception of a signal handler that was noted during a completed call, to be raised later.
 
-    The termination of the process stays noted: it ends the process when the call returns.
+    The termination of the process stays noted, and ends the process when the call returns.
     """
     noted = signals.guard.pop()
     if isinstance(noted, Terminated):
@@ -155,7 +155,7 @@ def first_failed(
     Args:
         in_order: the ranks run the block one after the other.
     """
-    position = "before this one in" if in_order else "first in"
+    position = "before this rank in" if in_order else "first in"
     error = FirstFailedError(
         f"rank {leader} ({members.host(leader)}), which goes {position} {block}, failed: {how}; "
         f"rank {members.me} did not run the block\n"

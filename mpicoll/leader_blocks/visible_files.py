@@ -1,7 +1,7 @@
-"""Visible files: files that one rank wrote and the other ranks wait to see in full, also over a shared file system.
+"""Visible files: files that one rank wrote, and that other ranks wait to see in full, also on a shared file system.
 
 Network file systems cache the state of a file, and the absence of a file, for seconds on each host. The writer flushes files
-and folders and records their sizes and times; a reader looks at them until it sees the recorded state. No MPI.
+and folders and records their sizes and times; a reader looks at the files until it sees the recorded state. No MPI.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 MOST_LISTED = 10_000
-"""Files of one folder that are compared one by one; of a larger folder their number and their total bytes are compared."""
+"""The most files of a folder that are compared one by one; of a larger folder the number and total bytes are compared."""
 
 _SECOND = 1_000_000_000
 _GRAINS = (1, 100, 1000, 1_000_000, _SECOND, 2 * _SECOND)
-"""Nanoseconds to which file systems round times down."""
+"""Units in nanoseconds to which file systems round times down."""
 _SKEW = 2 * _SECOND
 """Nanoseconds by which the clocks of hosts and file servers may differ."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.5
@@ -31,7 +31,7 @@ _CANNOT_OPEN = {
 
 @dataclass(frozen=True)
 class VisibleFiles:
-    """A file, or a folder with its files, as the writer sees it.
+    """The record of a file, or of a folder with its files, as the writer sees them.
 
     Attributes:
         path: absolute path of the file or folder.
@@ -79,7 +79,9 @@ def _record_one(path: str) -> VisibleFiles:
     try:
         is_folder = stat.S_ISDIR(os.stat(path).st_mode)
     except FileNotFoundError:
-        raise FileNotFoundError(errno.ENOENT, "publish: the block has ended and this is not there", path) from None
+        raise FileNotFoundError(
+            errno.ENOENT, "publish: the block has ended, and this path does not exist", path
+        ) from None
     files: list[tuple[str, int, int]] = []
     count = size = 0
     for full in _files(path, flush=True) if is_folder else ():
@@ -138,15 +140,15 @@ def await_visible(
         while missing := _missing(item):
             if clock() >= end:
                 raise TimeoutError(
-                    f"{missing}, as seen from {host} {timeout:g} s after {writer} had written it. Is the file system shared "
-                    "between the two hosts? If it is and shows changes late, pass a larger visibility_timeout="
+                    f"{missing}, as seen from {host} {timeout:g} s after {writer} had written it. Check that both hosts share "
+                    "the file system; if it only shows changes late, pass a larger visibility_timeout="
                 )
             sleep(min(pause, max(0.0, end - clock())))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 def _missing(item: VisibleFiles) -> str:
-    """Return what this host does not see yet, as the beginning of a sentence; "" if it sees everything."""
+    """Return the first file that this host does not see yet, as the beginning of a sentence; "" if it sees all files."""
     _revalidate(os.path.dirname(item.path))
     if item.count:
         count = size = 0
@@ -156,9 +158,9 @@ def _missing(item: VisibleFiles) -> str:
                 count += 1
         if count >= item.count and size >= item.size:
             return ""
-        return f"{item.path} has {count} files with {size} bytes instead of {item.count} with {item.size}"
+        return f"{item.path} has {count} files with {size} bytes instead of {item.count} files with {item.size} bytes"
     if not item.files and not os.path.isdir(item.path):
-        return f"{item.path} is not there"
+        return f"{item.path} does not exist"
     for name, size, changed in item.files:
         full = os.path.join(item.path, name) if name else item.path
         if name:
@@ -168,7 +170,7 @@ def _missing(item: VisibleFiles) -> str:
                 _open(full)
             seen, when = _look(full, follow=not name)
         except FileNotFoundError:
-            return f"{full} is not there"
+            return f"{full} does not exist"
         except OSError as error:
             return f"{full} cannot be read ({error.strerror})"
         if when > changed and when > item.at - _SKEW:
@@ -185,10 +187,9 @@ def _revalidate(folder: str) -> None:
 
 
 def _open(path: str, flush: bool = False) -> None:
-    """Open and close a file, so that a network file system asks its server for changes; before closing, flush it if ``flush``.
+    """Open and close a file, so that a network file system asks its server for changes; flush the file if ``flush``.
 
-    Errors of special files, and of files that this process may not read, are ignored: the program finds out whether it can
-    read them.
+    Errors of special files, and of files that this process may not read, are ignored: the program itself meets such an error.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -18,8 +18,8 @@ from mpicoll.runtime.output import say
 class LeaderWatch:
     """Watch over one rank that runs its block. There is no time limit while that rank lives; notices on stderr name the rank.
 
-    A rank of this node lives as long as its process has its record lock. A rank of another node sends signs of life and counts as
-    lost after ``silence`` seconds without one.
+    A rank of this node lives as long as its process has its record lock. A rank of another node sends signs of life, and counts
+    as lost after ``silence`` seconds without a sign.
     """
 
     def __init__(self, members: Members, leader: int, what: str, limit: float | None) -> None:

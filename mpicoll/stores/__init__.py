@@ -1,1 +1,1 @@
-"""Key-value stores as torch.distributed has them."""
+"""Key-value stores with the interface of torch.distributed."""

@@ -23,7 +23,7 @@ DEFAULT_TIMEOUT = timedelta(seconds=300)
 
 
 LARGEST_VALUE = 60 << 20
-"""The most bytes that a value may have after appending to it: a TCPStore could not send a longer value in one frame."""
+"""The most bytes of a value after ``append``: a TCPStore could not send a longer value in one frame."""
 CHANGES = frozenset({"set", "add", "compare_set", "delete_key", "append", "multi_set", "queue_push", "queue_pop"})
 """The operations that may change a table."""
 
@@ -36,10 +36,10 @@ class StoreTable:
         self.queues: dict[bytes, deque[bytes]] = {}
 
     def do(self, op: str, args: Sequence[bytes]) -> list[bytes] | None:
-        """Apply one operation and return its result, or None if the operation is not possible before another one.
+        """Apply one operation and return its result, or None if the operation is not possible before another operation.
 
         Raises:
-            DistStoreError: there is no such operation, or it does not accept these arguments.
+            DistStoreError: there is no such operation, or the operation does not accept these arguments.
         """
         method = _METHODS.get(op)
         if method is None:
@@ -88,7 +88,7 @@ class StoreTable:
     def _append(self, key: bytes, value: bytes) -> list[bytes]:
         before = self.values.get(key, b"")
         if len(before) + len(value) > LARGEST_VALUE:
-            raise ValueError(f"the value would have more than {LARGEST_VALUE} bytes; it is unchanged")
+            raise ValueError(f"the value would have more than {LARGEST_VALUE} bytes, and is unchanged")
         self.values[key] = before + value
         return []
 
@@ -97,7 +97,7 @@ class StoreTable:
 
     def _multi_set(self, *pairs: bytes) -> list[bytes]:
         if len(pairs) % 2:
-            raise ValueError("as many values as keys are needed")
+            raise ValueError("the numbers of keys and values differ")
         self.values.update(zip(pairs[::2], pairs[1::2], strict=True))
         return []
 
@@ -135,7 +135,7 @@ def decode(data: bytes) -> list[bytes]:
     """Return the list that :func:`encode` has encoded.
 
     Raises:
-        ValueError: the bytes are no such list.
+        ValueError: :func:`encode` has not made the bytes.
     """
     size = len(data)
     if size < 4:
@@ -153,7 +153,7 @@ def decode(data: bytes) -> list[bytes]:
             raise ValueError("cut short")
         parts.append(data[at - length : at])
     if at != size:
-        raise ValueError("more than the list")
+        raise ValueError("bytes follow the list")
     return parts
 
 
@@ -163,7 +163,7 @@ _LENGTH = struct.Struct(">I").unpack_from
 def to_bytes(value: Any, what: str) -> bytes:
     """Return a string or bytes as bytes; ``what`` names the argument in the error."""
     if isinstance(value, str):
-        return value.encode(errors="surrogateescape")  # name_of_key decodes a key that is no text in this way
+        return value.encode(errors="surrogateescape")  # as name_of_key decodes a key that is no text
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value)
     raise TypeError(f"{what} must be a string or bytes, not {type(value).__name__}")
@@ -184,7 +184,7 @@ FOR_EVER = 365 * 86400.0
 
 
 def _duration(timeout: Any) -> timedelta:
-    """Return the limit that a timedelta, or a float of seconds, stands for (as in torch an int does not)."""
+    """Return a limit as a timedelta, from a timedelta or a float of seconds (as in torch not from an int)."""
     if isinstance(timeout, float) and abs(timeout) <= FOR_EVER:
         return timedelta(seconds=timeout)
     if not isinstance(timeout, timedelta):
@@ -212,7 +212,7 @@ def _listed(values: Any, what: str) -> Any:
 
 
 class Store:
-    """The base class of stores. A program's own store defines ``set``, ``get``, ``add``, ``check``, ``wait`` and what it needs.
+    """The base class of stores. A program's own store defines ``set``, ``get``, ``add``, ``check``, ``wait``, and more if needed.
 
     Keys are strings. Values are strings or bytes, and are returned as bytes.
 
@@ -228,7 +228,7 @@ class Store:
     def _ask(self, op: str, args: Sequence[bytes], timeout: float) -> list[bytes]:
         """Apply an operation of :class:`StoreTable`, waiting at most ``timeout`` seconds.
 
-        Operations that a program's own class does not define are composed from those that it does, as in torch.
+        Operations that a program's own class does not define are composed from its other operations, as in torch.
 
         Raises:
             DistStoreError: the time passed.
@@ -252,7 +252,7 @@ class Store:
 
     @property
     def timeout(self) -> timedelta:
-        """The limit of the waits."""
+        """The limit of the waits, as a timedelta."""
         return self._timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -273,7 +273,7 @@ class Store:
         return self._do("get", key)[0]
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the number of a key, 0 if the key does not exist, and return the sum."""
+        """Add ``amount`` to the number of a key, 0 if the key does not exist, and return the sum."""
         return int(self._do("add", key, b"%d" % _integer(amount, "amount"))[0])
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
@@ -285,13 +285,13 @@ class Store:
         return self._do("compare_set", key, expected_value, desired_value)[0]
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; return whether it existed."""
+        """Delete a key; return whether the key existed."""
         return self._do("delete_key", key)[0] == b"1"
 
     def num_keys(self) -> int:
         """Return the number of keys, without queues.
 
-        As in torch a FileStore has one more than ``list_keys`` returns, and so has a TCPStore that waited for its workers.
+        As in torch a FileStore, and a TCPStore that waited for its workers, has one key more than ``list_keys`` returns.
         """
         return int(self._do("num_keys")[0])
 
@@ -323,7 +323,7 @@ class Store:
         """Set several keys at once."""
         keys, values = _listed(keys, "keys"), _listed(values, "values")
         if len(keys) != len(values):
-            raise ValueError(f"as many values as keys are needed, got {len(values)} and {len(keys)}")
+            raise ValueError(f"the numbers of keys and values differ: {len(keys)} keys, {len(values)} values")
         self._do("multi_set", *(part for pair in zip(keys, values, strict=True) for part in pair))
 
     def queue_push(self, key: str, value: str | bytes) -> None:
@@ -331,7 +331,7 @@ class Store:
         self._do("queue_push", key, value)
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Remove and return the first value of a queue; wait for one.
+        """Remove and return the first value of a queue; wait until there is a value if ``block``.
 
         Raises:
             QueueEmptyError: the queue is empty, and ``block`` is False.
@@ -348,11 +348,11 @@ class Store:
         return int(self._do("queue_len", key)[0])
 
     def barrier(self, key: str, world_size: int, timeout: timedelta | None = None) -> None:
-        """Wait until ``world_size`` callers have called it with this key. The key can be used again.
+        """Wait until ``world_size`` callers have called ``barrier`` with this key. The key can be used again.
 
         Raises:
             ValueError: ``world_size`` is below 1.
-            DistStoreError: not all callers called it within the limit.
+            DistStoreError: not all callers called ``barrier`` within the limit.
         """
         world_size = _integer(world_size, "world_size")
         if world_size < 1:
@@ -365,7 +365,7 @@ class Store:
         self.wait([over], timeout)
 
     def has_extended_api(self) -> bool:
-        """Return whether the store has ``append``, ``multi_get`` and ``multi_set``; a program's own if it defines ``append``."""
+        """Return whether the store has ``append``, ``multi_get`` and ``multi_set``; a program's own store: defines ``append``."""
         return type(self).append is not Store.append or type(self)._ask is not Store._ask
 
     def clone(self) -> Store:
@@ -377,7 +377,7 @@ PROGRESS_SECONDS = 0.005
 
 
 def longest_rest() -> float:
-    """Return the seconds for which a wait in a store may rest before it calls :func:`progress`; infinite outside of a job."""
+    """Return the seconds for which a wait in a store may sleep before it calls :func:`progress`; infinite outside a job."""
     known = registry.current()
     if known is None or os.getpid() != known.pid:
         return math.inf
@@ -386,9 +386,9 @@ def longest_rest() -> float:
 
 
 def progress() -> None:
-    """Progress this rank's requests and answer the other ranks, as every wait of a rank does.
+    """Progress this rank's requests and answer other ranks, as every wait of a rank does.
 
-    The caller may be a rank whose peers wait for its part of an asynchronous call before they set a key.
+    The peers of the caller may wait for its part of an asynchronous call before they set a key.
     """
     if longest_rest() < math.inf:
         waiting.serve()

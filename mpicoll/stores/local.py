@@ -39,7 +39,7 @@ class _LocalStore(Store):
         return self._table.do(op, args)
 
     def _rest(self, waited: float, left: float) -> None:
-        """Wait, for ``left`` seconds at most, until an operation that was not possible may be possible."""
+        """Wait, for ``left`` seconds at most, until an operation that was not possible may have become possible."""
         raise NotImplementedError
 
     def _ask(self, op: str, args: Sequence[bytes], timeout: float) -> list[bytes]:
@@ -85,7 +85,7 @@ class FileStore(_LocalStore):
     """A store in a file, for processes of one host (a network file system may not lock).
 
     The file holds every operation since it was made, and each process applies them in order. The file is removed when the last
-    of ``world_size`` stores is closed or deleted; otherwise the file stays, and a later run finds its values.
+    of ``world_size`` stores is closed or deleted. Otherwise the file stays, and a later run finds its values.
 
     Args:
         file_name: the path.
@@ -120,7 +120,7 @@ class FileStore(_LocalStore):
                 except DistStoreError:
                     raise
                 except BaseException:
-                    self._reset()  # the file is read again: only its operations count
+                    self._reset()  # the file is read again: only the operations in the file count
                     raise
         except OSError as error:
             raise DistStoreError(f"FileStore {self.path}: {error.strerror or error}") from error
@@ -139,7 +139,7 @@ class FileStore(_LocalStore):
             os.close(file)
 
     def _apply(self, file: int, op: str, args: Sequence[bytes]) -> list[bytes] | None:
-        """Apply an operation to what the file holds, and append it to the file if it may change the table."""
+        """Apply an operation to the values of the file; append the operation to the file if it may change the table."""
         self._catch_up(file, os.fstat(file).st_size)
         found = self._table.do(op, args)
         if op in CHANGES and found is not None:
@@ -155,10 +155,10 @@ class FileStore(_LocalStore):
     def _catch_up(self, file: int, size: int) -> None:
         head = os.pread(file, _HEAD, 0)
         if not size:
-            head = _MAGIC + os.urandom(_HEAD - len(_MAGIC))  # random, to recognise a file that replaces another one
+            head = _MAGIC + os.urandom(_HEAD - len(_MAGIC))  # random, to recognise a file that replaces another file
             os.pwrite(file, head, 0)
         elif len(head) < _HEAD or not head.startswith(_MAGIC):
-            raise DistStoreError(f"{self.path} is no file of a FileStore: choose another path, or remove it")
+            raise DistStoreError(f"{self.path} is no file of a FileStore: choose another path, or remove the file")
         if head != self._head or size < self._read:
             self._reset()
             self._head, self._read = head, _HEAD
@@ -192,7 +192,7 @@ class FileStore(_LocalStore):
 
 
 class PrefixStore(Store):
-    """A part of another store: each of its keys has a prefix there.
+    """A part of another store: each key has a prefix in the other store.
 
     Source: torch.distributed.PrefixStore.
     """
@@ -212,7 +212,7 @@ class PrefixStore(Store):
 
     @property
     def timeout(self) -> timedelta:
-        """The limit of the waits: that of the underlying store."""
+        """The limit of the waits of the underlying store."""
         return self.underlying_store.timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -225,7 +225,7 @@ class PrefixStore(Store):
     def _ask(self, op: str, args: Sequence[bytes], timeout: float) -> list[bytes]:
         front = f"{self.prefix}/".encode()
         store = self.underlying_store
-        if type(store)._ask is Store._ask:  # a program's own store, which has the public functions only
+        if type(store)._ask is Store._ask:  # a program's own store, which has only the public functions
             if op != "list_keys":
                 return _by_functions(store, op, self._with_prefix(op, args), timeout)
             keys = [key.encode(errors="surrogateescape") for key in store.list_keys()]

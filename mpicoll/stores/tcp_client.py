@@ -35,7 +35,7 @@ _WORKERS, _ALL, _MET = "mpicoll/workers", "mpicoll/all workers", "mpicoll/met"
 
 
 class TCPStore(Store):
-    """A store that one process serves to others over TCP.
+    """A store that one process serves to other processes over TCP.
 
     Args:
         host_name: the host of the server; the server itself listens on all addresses of its host.
@@ -47,8 +47,8 @@ class TCPStore(Store):
         multi_tenant: whether several stores of this process may share one server on the same port.
         master_listen_fd: a listening socket that the server uses and closes (as in torch).
         use_libuv: accepted for compatibility; no effect.
-        secret: proves that a process belongs to the job. Default: after ``init_process_group`` a secret that all its ranks
-            know; it was sent over MPI.
+        secret: proves that a process belongs to the job. Default: after ``init_process_group`` a secret that all ranks have
+            received over MPI.
 
     Raises:
         TypeError: ``port`` is no port.
@@ -101,7 +101,7 @@ class TCPStore(Store):
             shared.users += 1
             port = shared.port
         elif not port:
-            raise ValueError("TCPStore: the port of the server is needed")
+            raise ValueError("TCPStore: pass the port of the server")
         self.port = port
         self._own = "localhost" if self._server is None else self._server.address
         try:
@@ -162,10 +162,13 @@ class TCPStore(Store):
         (proof,) = receive(connection, MOST_GREETING)
         if proof == REFUSED:
             raise DistNetworkError(
-                f"TCPStore: the server at {self.host}:{self.port} has another secret, and refuses this one"
+                f"TCPStore: the server at {self.host}:{self.port} has another secret, and refuses this process: "
+                "pass the same secret="
             )
         if not hmac.compare_digest(proof, proof_of(self._secret, b"server", theirs, ours)):
-            raise DistNetworkError(f"TCPStore: the server at {self.host}:{self.port} does not know the secret")
+            raise DistNetworkError(
+                f"TCPStore: the server at {self.host}:{self.port} does not know the secret: pass the same secret="
+            )
 
     def _ask(self, op: str, args: Sequence[bytes], timeout: float) -> list[bytes]:
         if self._closed:
@@ -173,7 +176,7 @@ class TCPStore(Store):
         if sum(map(len, args)) > LARGEST - 4 * len(args) - 100:
             raise DistStoreError(f"{op}: more than {LARGEST} bytes in one call")
         with self._lock:
-            if self._asks:  # in this thread: in a callback, or in a signal handler
+            if self._asks:  # this thread is in a callback, or in a signal handler
                 return self.clone()._ask(op, args, timeout)
             if self._connection is None:
                 self._connect(min(timeout, self._limit()))
@@ -245,8 +248,8 @@ def _secret(given: str | bytes | None) -> bytes:
         known = registry.current()
         if known is None:
             raise ValueError(
-                "TCPStore needs secret=, the same for all: any process that can reach the port could read and write the store. "
-                "After init_process_group the default is a secret that the ranks know"
+                "TCPStore needs secret=, the same in all processes: any process that can reach the port could read and write the "
+                "store. After init_process_group the default is a secret that the ranks know"
             )
         given = known.secret
     if not isinstance(given, (str, bytes, bytearray)):

@@ -1,8 +1,8 @@
-"""The server of a TCPStore: one process has the table; clients ask over TCP after they have proved that they know the secret.
+"""The server of a TCPStore: one process has the table; clients ask over TCP after a proof that they know the secret.
 
 A frame is its length (32 bits, big-endian) and a list of bytes (``stores.base.encode``); nothing in it is executed. Server and
-client first prove to each other that they know a secret, by HMAC-SHA256 (RFC 2104) over fresh random numbers of both. Frames are
-not encrypted. Until the proof a frame may have ``MOST_GREETING`` bytes, afterwards ``LARGEST``.
+client first prove to each other that they know a secret, by HMAC-SHA256 (RFC 2104) over new random numbers of both sides. Frames
+are not encrypted. Until the proof a frame may have ``MOST_GREETING`` bytes, afterwards ``LARGEST``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Client:
         nonce: the server's random number for the proof.
         since: when the client connected.
         received: bytes of frames that have not been handled.
-        unsent: the rest of one answer at most; until it is sent no further question is handled.
+        unsent: the rest of at most one answer; until the rest is sent no further question is handled.
         asks: the question that waits: operation, arguments, limit in seconds, end of the limit.
         waits_for: the keys whose change can end the wait.
     """
@@ -81,7 +81,7 @@ class Server:
         self.address, self.port = _where(self._listener)
         if listening is not None and port not in (0, self.port):
             self._listener.detach()  # the socket remains the caller's
-            raise DistStoreError(f"TCPStore: listen fd {listening} is bound to port {self.port}, and not to {port}")
+            raise DistStoreError(f"TCPStore: listen fd {listening} is bound to port {self.port}, not to port {port}")
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -89,7 +89,7 @@ class Server:
         self._wakes.setblocking(False)
         self._selector.register(self._wakes, selectors.EVENT_READ)
         self._clients: dict[_Client, None] = {}  # in the order of their connections
-        self._strangers: dict[_Client, None] = {}  # those that have not proved that they know the secret
+        self._strangers: dict[_Client, None] = {}  # clients that have not proved that they know the secret
         self._waiting: dict[_Client, None] = {}
         self._waiting_for: dict[bytes, dict[_Client, None]] = {}  # the waiting clients of each key
         self._buffer = bytearray(_AT_ONCE)
@@ -105,7 +105,7 @@ class Server:
         return not self._over and self._pid == os.getpid() and self._thread.is_alive()
 
     def close(self) -> None:
-        """End the thread and every connection; do nothing in a forked process, where all of them are the parent's."""
+        """End the thread and every connection; do nothing in a forked process, which does not own them."""
         if self._pid != os.getpid():
             return
         self._over = True
@@ -165,7 +165,7 @@ class Server:
         return max(0.0, min(min(ends) - time.monotonic(), _PAUSE)) if ends else _PAUSE
 
     def _sweep(self) -> None:
-        """Drop clients that have proved nothing in time, and answer waits whose limit has passed."""
+        """Drop clients without a proof in time, and answer waits whose limit has passed."""
         now = time.monotonic()
         for client in tuple(self._strangers):
             if now > client.since + GREETING_SECONDS:
@@ -225,7 +225,7 @@ class Server:
             self._read(client)
 
     def _read(self, client: _Client) -> None:
-        """Handle the received frames of a client, one after the other, until one has to wait or its answer is not sent yet."""
+        """Handle the received frames of a client, one after the other, until one has to wait or an answer is not sent yet."""
         received = client.received
         for _ in range(_FRAMES_AT_ONCE):
             if client.asks is not None or client.unsent or len(received) < 4:
@@ -322,7 +322,7 @@ def _where(listener: socket.socket) -> tuple[str, int]:
 
 
 def _listen(port: int) -> socket.socket:
-    """Return a socket that listens on all addresses of this host, of both IP versions if it has both."""
+    """Return a socket that listens on all addresses of this host, of both IP versions if possible."""
     if socket.has_dualstack_ipv6():
         try:
             return socket.create_server(("", port), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True)
@@ -344,7 +344,7 @@ def frame(parts: list[bytes]) -> bytes:
 
 
 def tune(connection: socket.socket) -> None:
-    """Set options of a connection: small frames are sent at once; lost hosts, which close no connection, are noticed."""
+    """Set options of a connection: send small frames at once, and notice lost hosts, which close no connection."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
@@ -358,7 +358,7 @@ def send(connection: socket.socket, parts: list[bytes]) -> None:
 
 
 def limit_waits(connection: socket.socket, sends: float, receives: float) -> None:
-    """Set the kernel's limits of each wait, in seconds; a timeout of Python's would cost a call of poll each time."""
+    """Set the kernel's limits of each wait, in seconds; a timeout of Python's socket would cost a poll(2) each time."""
     connection.setblocking(True)
     for option, limit in ((socket.SO_SNDTIMEO, sends), (socket.SO_RCVTIMEO, receives)):
         whole, part = divmod(limit, 1) if limit < math.inf else (0, 0)  # 0: no limit
@@ -369,7 +369,7 @@ def receive(connection: socket.socket, most: int, end: float = 0.0) -> list[byte
     """Return the next frame. No bytes follow the frame, as each question has one answer.
 
     Args:
-        end: until when the kernel's limit of a wait is only a time to progress this rank's requests (time.monotonic).
+        end: time (time.monotonic) until which a wait that reaches the kernel's limit progresses this rank's requests and goes on.
     """
     data = bytearray()
     while len(data) < 4:
@@ -397,7 +397,7 @@ def _some(connection: socket.socket, most: int, end: float) -> bytes:
 
 
 def _in_child() -> None:
-    """Close the parent's sockets in a forked process; otherwise a socket that the parent closes would stay open."""
+    """Close the parent's sockets in a forked process; otherwise a socket stays open after the parent has closed it."""
     servers.clear()
     known = tuple(of_this_process)
     of_this_process.clear()

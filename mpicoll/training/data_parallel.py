@@ -29,14 +29,14 @@ def broadcast_parameters(
 
     Args:
         parameters: a mapping of names to arrays (``state_dict()``), pairs of both (``named_parameters()``), or arrays only
-            (``parameters()``). Mappings, lists and tuples may be nested: their names are joined by dots, and other objects in
-            them are ignored. torch's leaves that require grad are written, too, as training begins with them.
+            (``parameters()``), of any shapes and dtypes. Mappings, lists and tuples may be nested: their names are joined by
+            dots, and other objects in them are ignored. torch's leaves that require grad are written, too.
         src: global rank whose parameters are sent, default 0; or ``group_src``, its rank in the group.
         group: the group; default the world.
 
-    Raises: as :func:`broadcast`; the message has the name of the parameter that differs.
+    Raises: as :func:`broadcast`; the message names the parameter that differs.
 
-    Source: horovod.torch.broadcast_parameters; what torch's DistributedDataParallel does when it is made.
+    Source: horovod.torch.broadcast_parameters; the constructor of torch's DistributedDataParallel does the same.
     """
     found = member_or_warn(group, "broadcast_parameters")
     if found is None:
@@ -49,7 +49,7 @@ def broadcast_parameters(
 
 
 def _named(parameters: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the arrays with their names. Items of the iterable that are no containers are passed to ``broadcast`` as they are."""
+    """Yield the arrays with their names. Items of the iterable that are no containers go to ``broadcast`` unchanged."""
     if isinstance(parameters, Mapping):
         yield from _inside("", parameters)
         return
@@ -73,8 +73,8 @@ def _inside(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 class DistributedSampler:
     """This rank's part of the numbers 0 to n - 1, divided between the ranks in a new order in each epoch.
 
-    There is no communication: every rank draws the same order and uses every ``num_replicas``-th number of it, so all ranks
-    get equally many. If n cannot be divided evenly, some numbers occur twice, or with ``drop_last`` some numbers are left out.
+    There is no communication: every rank draws the same order and uses every ``num_replicas``-th number of the order, so all
+    ranks get equally many numbers. If n cannot be divided evenly, some numbers occur twice, or with ``drop_last`` never.
     The object serves as the ``sampler=`` of torch's DataLoader, and as an iterable of indices into an array.
 
     Args:
@@ -91,7 +91,7 @@ class DistributedSampler:
     Raises:
         ValueError: ``rank`` is not below ``num_replicas``, or the length is negative.
 
-    Source: torch.utils.data.DistributedSampler (whose random order is another one).
+    Source: torch.utils.data.DistributedSampler (whose random order is different).
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class DistributedSampler:
         self.total_size = self.num_samples * self.num_replicas
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the epoch, before its loop and alike on all ranks. Otherwise every epoch has the same order."""
+        """Set the number of the epoch. Called before each epoch by all ranks, or every epoch has the same order."""
         self.epoch = operator.index(epoch)
 
     def indices(self) -> np.ndarray[Any, np.dtype[np.int64]]:

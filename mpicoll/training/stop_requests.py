@@ -1,8 +1,8 @@
 """Stop requests: signals and the time limit, handled by all ranks of a group at the same step.
 
-A signal reaches some ranks, each at its own moment, and is only noted there (``runtime.signals.notes``). From time to time the
-ranks make an agreement, as other calls do. It gives all ranks the largest word that one of them has noted, and the number of
-calls of ``should_stop`` until the next agreement: the least that one of them asks for.
+A signal reaches some ranks, each at its own moment, and these ranks only note the signal (``runtime.signals.notes``). From time
+to time the ranks make an agreement, as other calls do. The agreement gives all ranks the largest word of the ranks, and the
+number of calls of ``should_stop`` until the next agreement: the least number that a rank asks for.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def calls_until_next(seconds: float, before: int) -> int:
 
     Args:
         seconds: the recent time from one call of ``should_stop`` to the next.
-        before: calls from the last agreement to this one. The result is at most twice as many: the first steps may be quick.
+        before: calls between the last two agreements. The result is at most twice as large: the first steps may be quick.
     """
     fit = MOST_CALLS if seconds <= 0 else int(min(AIM / seconds, MOST_CALLS))
     return max(1, min(fit, 2 * before))
@@ -53,7 +53,7 @@ def calls_until_next(seconds: float, before: int) -> int:
 class OnSignal:
     """The handler of signals on one group, with the agreed state of its ranks (see :func:`on_signal`).
 
-    As a context manager it is removed at the end of the block.
+    If the object is used as a context manager, the handler is removed at the end of the block.
 
     Attributes:
         group: the group.
@@ -91,7 +91,7 @@ class OnSignal:
         self.remove()
 
     def brings(self, before: float | None = None) -> int:
-        """Return this rank's word for an agreement: of several signals the largest; the others follow in the next ones."""
+        """Return this rank's word for an agreement: of several signals the largest; the next agreements get the other signals."""
         words = [1 + number for number in self.signals if number in notes.came and number not in self._done]
         if before is not None:
             left = time_limit.clock.left(ask=self.group.rank() == 0)
@@ -103,11 +103,11 @@ class OnSignal:
         return calls_until_next((time.monotonic() - self._agreed_at) / self._between, self._between)
 
     def take(self, word: int, calls: int = 0) -> None:
-        """Store the outcome of an agreement, which all ranks do at this call.
+        """Store the outcome of an agreement. Called by all ranks at the same call of the program.
 
         Args:
             word: the largest word of the ranks.
-            calls: the least number of calls that one rank wants until the next agreement; 0: nobody was asked (a barrier).
+            calls: the least number of calls that a rank wants until the next agreement; 0: no rank was asked (a barrier).
         """
         if calls:
             self._between, self._agreed_at, self.passes = calls, time.monotonic(), calls - 1
@@ -141,11 +141,11 @@ def on_signal(
     *,
     group: Any = None,
 ) -> OnSignal | None:
-    """Register a handler that all ranks call at the same step when a signal has reached any of them.
+    """Register a handler that all ranks call at the same step when a signal has reached any rank.
 
     Called by all members, with the same ``signals``, in the main thread. From then on these signals are only noted. The next
-    :func:`should_stop` at which the ranks agree, or the next :func:`barrier` of the group, calls ``handler(number)`` on every
-    rank before it returns, in the calling thread, once for each signal number. The handler may make collectives.
+    :func:`should_stop` with an agreement, or the next :func:`barrier` of the group, calls ``handler(number)`` on every rank
+    before it returns. The handler runs in the calling thread, once for each signal number, and may make collectives.
     :func:`should_stop` is true from then on.
 
     Args:
@@ -157,13 +157,13 @@ def on_signal(
     Returns:
         A handle with ``remove()``, which is a context manager; None without a handler.
 
-    SIGTERM does not end the process then: it is handled at the next step. A SIGTERM more than two seconds after another ends
-    the process, and so does one that no step has handled within the limit of the group. The program's own handlers of these
-    signals are replaced until the removal. Barriers with ``async_op`` handle no signals.
+    SIGTERM does not end the process then, but is handled at the next step. A SIGTERM more than two seconds after another SIGTERM
+    ends the process. So does a SIGTERM that no step has handled within the limit of the group. The program's own handlers of
+    these signals are replaced until the removal. Barriers with ``async_op`` handle no signals.
 
     Raises:
         TypeError: ``handler`` is not callable, or ``signals`` are not numbers of signals. All members raise.
-        ValueError: a signal cannot be handled, or there is none. All members raise.
+        ValueError: a signal cannot be handled, or ``signals`` is empty. All members raise.
         RuntimeError: the call is not made in the main thread. All members raise.
         CollectiveMismatchError: the members named different signals.
 
@@ -192,7 +192,7 @@ def on_signal(
         numbers = _numbers(signals)
         names = (signal.Signals(number).name if number in set(signal.Signals) else str(number) for number in numbers)
         call.key = (("signals", tuple(names)),)
-        # Signals are noted before the agreement: as soon as the call returns on one rank, any rank may get a signal.
+        # Signals are noted before the agreement: once the call has returned on one rank, any rank may get a signal.
         registered = OnSignal(found, handler, numbers, free=False)
     except Exception as wrong:
         call.error = wrong
@@ -208,17 +208,17 @@ def should_stop(group: Any = None, *, before: float | None = None) -> bool:
     """Return whether the program should end: the same value on all members, at the same call.
 
     Called by all members, once a step. The value is True from the call at which the ranks have agreed that a signal has reached
-    one of them, or that the time is up. Without an earlier :func:`on_signal`, the first call notes SIGTERM and SIGUSR1, if the
-    program does not handle them.
+    a rank, or that the time is over. Without an earlier :func:`on_signal`, the first call notes SIGTERM and SIGUSR1, if the
+    program does not handle these signals.
 
-    The ranks agree at least at every 16th call, and at barriers. If a step takes longer than a sixteenth of a second, they agree
-    about once a second, as the slowest rank measures it. Calls in between return what was agreed last, and cost a comparison. A
-    call with an agreement is a collective like others: a rank that does not make it is named.
+    The ranks agree at least at every 16th call, and at barriers. If a step takes longer than a sixteenth of a second, the ranks
+    agree about once a second, measured by the slowest rank. Calls in between return the last agreed value, and cost a comparison.
+    A call with an agreement is a collective: errors name the ranks that do not make the call.
 
     Args:
         group: the group; default the world.
-        before: seconds: the value is also True if less time is left until the time limit of the job (:func:`time_left`, called
-            by the first rank of the group). The same on all members.
+        before: seconds, the same on all members: the value is also True if less time is left until the time limit of the job
+            (:func:`time_left`, called by the first rank of the group).
 
     Raises:
         TypeError, ValueError: ``before`` is not a positive number. All members raise at their next agreement.
@@ -270,7 +270,9 @@ def _agree(group: ProcessGroup, call: Call, made: OnSignal | None) -> Agreed:
 
 def _main_thread(operation: str) -> None:
     if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError(f"{operation}: only the main thread can handle signals: call on_signal() there first")
+        raise RuntimeError(
+            f"{operation}: only the main thread can handle signals: call on_signal() in the main thread first"
+        )
 
 
 def _check_before(before: Any) -> None:

@@ -13,7 +13,7 @@ ASKED_WITHIN = 10.0
 """Seconds after which a command of the batch system is ended."""
 
 ENDS = ("MPICOLL_JOB_END", "SLURM_JOB_END_TIME")
-"""Variables with the end of the job in seconds since 1970; Slurm 22.05 does not set its own yet."""
+"""Variables with the end of the job in seconds since 1970; Slurm 22.05 does not set SLURM_JOB_END_TIME yet."""
 
 
 def duration(text: str) -> float | None:
@@ -58,7 +58,7 @@ def _answer(command: Sequence[str]) -> str:
 
 
 class Clock:
-    """The end of the job; the batch system is asked once, then this process's own clock counts."""
+    """The end of the job. The batch system is asked once; afterwards the clock of this process counts."""
 
     def __init__(
         self, environ: Mapping[str, str] | None = None, answer: Callable[[Sequence[str]], str] = _answer
@@ -104,12 +104,13 @@ clock = Clock()
 
 
 def time_left() -> float | None:
-    """Return the seconds until the time limit of the job, or None if there is no limit or none is known.
+    """Return the seconds until the time limit of the job, or None if no limit is known.
 
-    Not a collective: each rank may call it at any time, also before ``init_process_group``. It reads ``MPICOLL_JOB_END`` or
-    ``SLURM_JOB_END_TIME`` (seconds since 1970) if one is set. Otherwise the first call of a process asks the batch system
-    (Slurm's ``squeue``, PBS's ``qstat``, LSF's ``bjobs``), which takes some milliseconds or, if it is busy, up to 10 s; later
-    calls read the clock. So in a large job call it on one rank only, or set the variable in the batch script.
+    Not a collective: each rank may call this function at any time, also before ``init_process_group``. The function reads
+    ``MPICOLL_JOB_END`` or ``SLURM_JOB_END_TIME`` (seconds since 1970) if the variable is set. Otherwise the first call of a
+    process asks the batch system (Slurm's ``squeue``, PBS's ``qstat``, LSF's ``bjobs``). That takes some milliseconds, or up to
+    10 s if the batch system is busy; later calls read the clock. So in a large job call the function on one rank only, or set
+    the variable in the batch script.
 
     The clocks of ranks differ: for a decision that must be the same on all ranks use ``should_stop(before=seconds)``.
 

@@ -175,9 +175,9 @@ print("good", flush=True)
         if rank < 2:
             assert out.startswith("True PeerFailedError rank 2 failed in zero_first('preprocess')"), job
         else:
-            assert out.startswith(f"False TimeoutError {path} is not there, as seen from host2 1.5 s after"), job
+            assert out.startswith(f"False TimeoutError {path} does not exist, as seen from host2 1.5 s after"), job
             assert "rank 0 (host1) had written it" in out, job
-        assert f"{path} is not there, as seen from host2" in out, job
+        assert f"{path} does not exist, as seen from host2" in out, job
         assert "good" in out.splitlines(), job
 
 

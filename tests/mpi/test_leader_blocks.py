@@ -572,7 +572,7 @@ def test_publish_where_one_rank_does_not_see_it(shared: Path) -> None:
     try:
         with (
             collective_raises(
-                (TimeoutError, dist.PeerFailedError), match=r"/proc/self/cwd/late is not there"
+                (TimeoutError, dist.PeerFailedError), match=r"/proc/self/cwd/late does not exist"
             ) as caught,
             dist.zero_first("write", publish=["/proc/self/cwd/late"], visibility_timeout=0.3) as turn,
         ):

@@ -165,7 +165,7 @@ class Entry:
 
     @property
     def lacks(self) -> Literal["memory", "GPU", ""]:
-        """What the rank lacks for the call, if its arguments are right: memory, or a GPU that works; else ""."""
+        """The resource that the rank lacks for the call, if its arguments are right: memory, or a GPU that works; else ""."""
         name = self.problem.partition(":")[0]
         if (
             name.endswith("MemoryError") or "cudaErrorMemoryAllocation" in self.problem

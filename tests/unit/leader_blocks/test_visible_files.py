@@ -139,7 +139,7 @@ def test_a_folder_with_very_many_files(tmp_path: Path, monkeypatch: pytest.Monke
     look(published, Clock())
     (tmp_path / "6").unlink()
     (tmp_path / "4").unlink()
-    with pytest.raises(TimeoutError, match="has 4 files with 6 bytes instead of 5 with 10"):
+    with pytest.raises(TimeoutError, match="has 4 files with 6 bytes instead of 5 files with 10 bytes"):
         look(published, Clock())
 
 
