@@ -13,8 +13,7 @@ class CallOrder:
     Attributes:
         issued: the number of the next call to issue.
         posted: the number of the next call to post its round.
-        moving: the number of the next call to move its data. Only the call with the number ``posted`` may post, and only the call
-            with the number ``moving`` may move.
+        moving: the number of the next call to move its data. Only the calls numbered ``posted`` and ``moving`` may post and move.
         round: rounds made.
         calls: calls of the program made on the group.
         closed: not 0 if the group refuses calls; the general way raises the error.

@@ -121,11 +121,7 @@ class EnteredBlock:
         if members.me == self.leader:
             others = [rank for rank in members.ranks if rank != members.me]
             why = f"{_names_and_verb(others, 'of the group')} for this block to end, and cannot take part"
-        hint = (
-            ""
-            if self.turn is None
-            else f", or use turn.share() to send a value of rank {self.leader} to the other ranks"
-        )
+        hint = "" if self.turn is None else f", or use turn.share() to send all ranks a value of rank {self.leader}"
         return _refused(
             members,
             f"{op} on group {members.display} at {site} inside {self.what}: {why}. Move the call out of the block{hint}",

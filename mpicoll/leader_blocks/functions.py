@@ -33,8 +33,7 @@ def zero_first(
 
     Called by all ranks of the scope; all these ranks run the block. The leader runs its block at once. The other ranks run their
     blocks when the leader's block has ended well. Without a default group, or with one rank, the block runs at once. Inside a
-    block of the same scope, the outcome is broadcast with the outer block's. A collective of the same ranks inside the block
-    raises at once.
+    block of the same scope, the outer block shares the outcome. A collective of the same ranks inside the block raises at once.
 
     Args:
         name: for messages; the same on all ranks.
@@ -81,8 +80,7 @@ def local_zero_first(
 def run_first(fn: Callable[..., R], *args: Any, scope: Scope = "world", share: bool = True, **kwargs: Any) -> R | None:
     """Run ``fn(*args, **kwargs)`` on one rank only, and return its value on all ranks.
 
-    Called by all ranks of the scope. Inside a :func:`zero_first` of the same scope, the value is broadcast with that
-    block's outcome.
+    Called by all ranks of the scope. Inside a :func:`zero_first` of the same scope, that block shares the value.
 
     Args:
         fn: the function; only the leader runs it.

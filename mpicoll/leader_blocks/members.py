@@ -36,9 +36,7 @@ class Members:
             raise ValueError(f'scope must be "world", "node" or a ProcessGroup, not {scope!r}')
         group = known.world if isinstance(scope, str) else registry.resolve(scope)
         if group is None:
-            raise ValueError(
-                f"rank {self.me} is not in the group given as scope: only members of the group may run the block"
-            )
+            raise ValueError(f"rank {self.me} is not in the group given as scope: only members may run the block")
         self.ranks, self.key, self.known_group, self.display = group.ranks, group.group_name, group, group.display
 
     def group(self, op: str, site: CallSite, watch: Watch | None = None) -> ProcessGroup:

@@ -74,7 +74,7 @@ class DistributedSampler:
     """This rank's part of the numbers 0 to n - 1, divided between the ranks in a new order in each epoch.
 
     There is no communication: every rank draws the same order and uses every ``num_replicas``-th number of the order, so all
-    ranks get equally many numbers. If n cannot be divided evenly, some numbers occur twice, or with ``drop_last`` never.
+    ranks get equally many numbers. If n cannot be divided evenly, some numbers occur twice, or not at all with ``drop_last``.
     The object serves as the ``sampler=`` of torch's DataLoader, and as an iterable of indices into an array.
 
     Args:

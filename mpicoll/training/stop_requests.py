@@ -271,7 +271,7 @@ def _agree(group: ProcessGroup, call: Call, made: OnSignal | None) -> Agreed:
 def _main_thread(operation: str) -> None:
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError(
-            f"{operation}: only the main thread can handle signals: call on_signal() in the main thread first"
+            f"{operation}: only the main thread can handle signals: call on_signal() in that thread first"
         )
 
 

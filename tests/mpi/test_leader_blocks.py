@@ -701,7 +701,7 @@ class Unloadable:
 @pytest.mark.mpi(min_size=2)
 def test_a_value_that_cannot_be_loaded() -> None:
     """It fails on those who load it, and the leader hears of it; inside another block it is not taken for the next one."""
-    with pytest.raises((ValueError, dist.PeerFailedError), match=r"what rank 0 shared in zero_first"):
+    with pytest.raises((ValueError, dist.PeerFailedError), match=r"the value that rank 0 shared in zero_first"):
         with dist.zero_first() as turn:
             if turn.is_leader:
                 turn.share(Unloadable())

@@ -75,7 +75,7 @@ OTHER_TAG = Message(
     "A rank waits for a message, and another message has arrived from the same rank.",
 )
 MAKE_IT_THERE = Message(
-    "{ranks} ended without the call that other ranks wait in: make this call on all ranks, or on none",
+    "{ranks} ended without a call that other ranks wait for: make this call on {ranks}, or remove the waiting calls",
     "A deadlock: the call that ranks wait in needs a rank that has ended.",
 )
 ORDER_OF_GROUPS = Message(
@@ -109,7 +109,7 @@ NAME_EACH_OTHER = Message(
     "A deadlock of sends and receives.",
 )
 READ_OTHERS = Message(
-    "read what ranks far from this rank print: they ask other ranks",
+    "read what ranks far from this rank print: they ask other ranks for late members",
     "A time limit: no rank that was asked is late, and some were not asked.",
 )
 OWN_GPU = Message(

@@ -186,9 +186,7 @@ def _rows(
         text = f"{label}: {row_text(report, row, expected, places)}"
         first = 2 + max(0, pad - len(label))
         lines = wrap(text, width - len(_THIS_RANK), first=first, rest=indent, most=most)
-        lines[-1] += (
-            _THIS_RANK if holds(row.ranks, me) else ""
-        )  # the mark has its columns on all ranks, so that all wrap alike
+        lines[-1] += _THIS_RANK if holds(row.ranks, me) else ""  # the columns are free on all ranks: all wrap alike
         made.append(lines)
     return made
 
