@@ -736,7 +736,7 @@ except dist.PeerFailedError as error:
         assert "rank 1 failed: its process ended without a report" in said, job
         assert "(at job.py:11 in <module>()), after its last call barrier at job.py:9, while" in said, job
         assert f"while rank {rank} waited in all_reduce #2 float64[2] SUM on group WORLD at job.py:14" in said, job
-        assert re.search(r"rank 1: failed: its process is gone .*, last call barrier at job.py:9 ", said), job
+        assert re.search(r"rank 1: failed: its process ended .*, last call barrier at job.py:9 ", said), job
         assert "broken" in job.out[rank], job
         assert f"handler {rank}" in job.out[rank], job
 
@@ -775,7 +775,7 @@ except dist.PeerFailedError as error:
         recover=True,
     )
     assert not job.timed_out, job
-    assert "rank 1 failed: its process is gone" in job.out[0], job
+    assert "rank 1 failed: its process ended without a report" in job.out[0], job
 
     def terminate(running: RunningJob) -> None:
         running.wait_for("waiting", 0)
