@@ -1,4 +1,4 @@
-"""`mpicoll doctor`: show the parts of this installation, let two ranks communicate, and say what to do if they cannot."""
+"""`mpicoll doctor`: show the parts of this installation, let two ranks communicate, and print what to do if they cannot."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Report:
         return int(any(finding.state == "wrong" for finding in self.findings))
 
     def advice(self) -> list[str]:
-        """Return the advice of all findings, that of wrong ones first."""
+        """Return the advice of all findings, the advice of wrong findings first."""
         order = sorted(self.findings, key=lambda finding: finding.state != "wrong")
         return list(dict.fromkeys(finding.advice for finding in order if finding.advice))
 
@@ -92,7 +92,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "doctor",
         help="find what is wrong with this installation",
         description="Show which MPI, mpiexec and packages this Python uses, and let two ranks communicate.",
-        epilog="The exit code is 0 if all is well and 1 if something is wrong. --job is for all ranks of a job: "
+        epilog="The exit code is 1 if a line of the report is wrong, otherwise 0. --job is for all ranks of a job: "
         "mpicoll run -n 4 -m mpicoll doctor --job, or srun --mpi=... mpicoll doctor --job.",
     )
     parser.add_argument(
@@ -113,7 +113,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def main(options: argparse.Namespace) -> int:
     """Run the command and return the exit code."""
     if options.save and not options.gpu:
-        raise LaunchError("--save saves the results of --gpu: mpicoll doctor --gpu --save")
+        raise LaunchError("--save needs --gpu: mpicoll doctor --gpu --save")
     if options.gpu:
         return _gpu(options.save)
     if options.job:
@@ -121,7 +121,7 @@ def main(options: argparse.Namespace) -> int:
 
         return show_map(options.plot)
     if options.plot is not None:
-        raise LaunchError("--plot draws the map of a job: mpicoll run -n 4 -m mpicoll doctor --job --plot FILE")
+        raise LaunchError("--plot needs --job: mpicoll run -n 4 -m mpicoll doctor --job --plot FILE")
     report = examine(os.environ)
     show(report)
     return report.exit_code
@@ -261,7 +261,7 @@ def _place(report: Report, environ: Mapping[str, str]) -> None:
 
 
 def self_check() -> tuple[dict[str, Any] | None, str]:
-    """Let two ranks add two numbers; return the facts that rank 0 printed, and what went wrong."""
+    """Let two ranks add two numbers; return the facts that rank 0 printed, and the error."""
     try:
         code, printed, problem = run_two_ranks([_SELF_CHECK], CHECK_LIMIT)
     except LaunchError as error:

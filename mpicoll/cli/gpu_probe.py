@@ -1,4 +1,4 @@
-"""`mpicoll doctor --gpu`: try which operations of this MPI accept GPU memory, each in a job of its own, as it may crash."""
+"""`mpicoll doctor --gpu`: try which operations of this MPI accept GPU memory, each in a separate job, as it may crash."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def judge(code: int, printed: str, problem: str) -> str:
 def probe_all(
     report: Callable[[str, str], None], where: str = "cuda", probing: Callable[[str, bool, str], str] = probe
 ) -> set[tuple[str, bool]]:
-    """Try every operation, blocking and nonblocking; return those with the right result.
+    """Try every operation, blocking and nonblocking; return the operations with the right result.
 
     Args:
         report: called with the name and the result of each operation.
@@ -157,13 +157,13 @@ def probe_all(
 
 
 def save(right: set[tuple[str, bool]], library: str, path: Path | None = None) -> Path:
-    """Save the results for one MPI library, beside those for other libraries; return the file."""
+    """Save the results for one MPI library, beside the results for other libraries; return the file."""
     path = path_of_probes() if path is None else path
     known: dict[str, Any] = {}
     try:
         known = json.loads(path.read_text())
         if not isinstance(known, dict):
-            raise ValueError("not what mpicoll doctor --gpu --save writes")
+            raise ValueError("not a file of mpicoll doctor --gpu --save; remove the file")
     except FileNotFoundError:
         path.parent.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:

@@ -17,7 +17,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "run",
         help="start a script on several ranks",
         description="Start a Python script on N ranks, with the mpiexec that belongs to the MPI that mpi4py loads. "
-        "Inside a Slurm allocation on all of its nodes, and without -n as many ranks as it has tasks.",
+        "Inside a Slurm allocation the job uses all nodes, and without -n as many ranks as there are tasks.",
         epilog="The exit code is that of the rank that failed first; 128+n after signal n, 124 after --timeout.",
         usage="mpicoll run -n N [options] script.py [args ...]\n       mpicoll run -n N [options] -m module [args ...]",
     )
@@ -80,11 +80,11 @@ def main(options: argparse.Namespace) -> int:
     check_runner(os.environ, options.nprocs, script)
     nprocs = allocated_tasks(os.environ) if options.nprocs is None else options.nprocs
     if nprocs is None:
-        raise LaunchError(f"how many ranks? mpicoll run -n 4 {script}")
+        raise LaunchError(f"the number of ranks is missing: mpicoll run -n 4 {script}")
     if nprocs < 1:
         raise LaunchError(f"-n {nprocs}: a job has at least one rank")
     if options.timeout is not None and not options.timeout > 0:
-        raise LaunchError(f"--timeout {options.timeout:g}: seconds, more than 0")
+        raise LaunchError(f"--timeout {options.timeout:g}: the time must be more than 0 seconds")
     command = rank_command(options.script, options.args, module=options.module, python=sys.executable)
     wanted = Options(
         nprocs=nprocs,

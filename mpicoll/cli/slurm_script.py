@@ -33,7 +33,7 @@ class Wanted:
     account: str | None = None
     job_name: str = "mpicoll"
     modules: tuple[str, ...] = ()
-    folder: str = ""  # the working directory of the job; "": the one in which it is submitted
+    folder: str = ""  # the working directory of the job; "": the folder of the submission
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Print an sbatch script that starts a Python script with this interpreter, in the way in which this "
         "Slurm (srun --mpi=list) can start the MPI that mpi4py loads here.",
         epilog="Submit the script with: sbatch FILE. The exit code is 1 if no way is known to start this MPI here; the script "
-        "is printed all the same. slurm/ in the repository has commented templates for more kinds of jobs.",
+        "is printed in this case, too. slurm/ in the repository has commented templates for more kinds of jobs.",
         usage="mpicoll slurm-script [options] script.py [args ...]\n"
         "       mpicoll slurm-script [options] -m module [args ...]\n"
         "       mpicoll slurm-script --mpi-type | --mpirun",
@@ -67,7 +67,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--gpus-per-node", type=_count, default=0, metavar="N", help="GPUs on each node")
     parser.add_argument("-t", "--time", type=_time, metavar="TIME", help="limit, in Slurm's forms: 30, 2:00:00, 1-12")
     parser.add_argument("-p", "--partition", type=_word, metavar="NAME", help="the cluster's partition (queue)")
-    parser.add_argument("-A", "--account", type=_word, metavar="NAME", help="the account that pays")
+    parser.add_argument("-A", "--account", type=_word, metavar="NAME", help="the account to charge")
     parser.add_argument("-J", "--job-name", type=_word, metavar="NAME", help="default: the name of the script")
     parser.add_argument(
         "--module", type=_word, action="append", metavar="NAME", help="environment module to load first"
@@ -88,19 +88,19 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: a number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text}: must be a number, at least 1")
     return int(text)
 
 
 def _time(text: str) -> str:
     if not _TIME.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"{text}: minutes, or hours:minutes:seconds, or days-hours")
+        raise argparse.ArgumentTypeError(f"{text}: must be minutes, or hours:minutes:seconds, or days-hours")
     return text
 
 
 def _word(text: str) -> str:
     if not re.fullmatch(r"[^\s\"'\\#$`;]+", text):
-        raise argparse.ArgumentTypeError(f"{text!r}: one word without quotes and blanks")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be one word without quotes and blanks")
     return text
 
 
@@ -114,7 +114,7 @@ def main(options: argparse.Namespace) -> int:
         print(mpiexec.find_mpiexec(mpi_library.find_library()).path)
         return 0
     if options.script is None:
-        raise LaunchError("which script? mpicoll slurm-script --nodes 2 --ntasks-per-node 4 script.py")
+        raise LaunchError("the script is missing: mpicoll slurm-script --nodes 2 --ntasks-per-node 4 script.py")
     if options.mpi is not None and options.launcher == "mpirun":
         raise LaunchError("--mpi is for srun: leave out --mpi or --launcher mpirun")
     command = rank_command(options.script, options.args, module=options.is_module, python=sys.executable)
@@ -171,7 +171,7 @@ def _way(library: MpiLibrary) -> Way:
 
 
 def _plan(library: MpiLibrary, launcher: str | None, mpi: str | None) -> tuple[Plan, str]:
-    """Return how to start this library's ranks here, and a warning if no way is known to work."""
+    """Return the plan to start this library's ranks here, and a warning if no way is known to work."""
 
     name = f"{library.name} {library.version}".strip()
     if mpi is not None:
@@ -182,7 +182,7 @@ def _plan(library: MpiLibrary, launcher: str | None, mpi: str | None) -> tuple[P
             return Plan(way.mpi, None, library.family, (f"{name}: {way.reason}.",)), ""
         if launcher == "srun":
             return Plan(remarks=(f"{name}: {way.reason}.",)), f"srun is not known to start {name} here: {way.reason}"
-        reason = f"srun cannot start it: {way.reason}"
+        reason = f"srun cannot start this MPI: {way.reason}"
     else:
         reason = "mpirun was asked for"
     try:

@@ -45,8 +45,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def faster(sizes: Sequence[int], ratios: Sequence[float]) -> Ranges:
     """Return the ranges of bytes in which shared memory is faster; pure.
 
-    Between two sizes the nearer one decides, on a logarithmic scale. The last size stands for all larger ones; below the first
-    size nothing is faster.
+    Between two sizes the nearer size decides, on a logarithmic scale. The result of the last size holds for all larger sizes;
+    below the first size shared memory never counts as faster.
 
     Args:
         sizes: bytes, in order.
@@ -93,7 +93,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _share(each: Any) -> float:
-    """Return the time through shared memory divided by that through MPI, each relative to raw MPI in its round."""
+    """Return the time through shared memory divided by the time through MPI, each relative to raw MPI in its round."""
     rounds = zip(*(of[name] for name in ("shared memory", "MPI") for of in (each.ours, each.raw)), strict=True)
     return float(
         statistics.median(node / beside_node / (mpi / beside_mpi) for node, beside_node, mpi, beside_mpi in rounds)

@@ -1,8 +1,8 @@
 """Find the launcher of this process from an environment mapping.
 
-No MPI is imported. The only other source is what a file descriptor points to, and that can be replaced for tests. The answers
-show wrong starts (`wrong_starts`) and stand in for MPI's answers before MPI is initialised; afterwards rank, size and nodes
-are MPI's.
+The module imports no MPI. The only other source is the target of a file descriptor, which tests can replace. `wrong_starts`
+finds wrong starts from the answers. Before MPI is initialised the answers replace MPI's; afterwards rank, size and nodes are
+MPI's.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ MARK = "MPICOLL_RANK_PID"
 
 @dataclass(frozen=True)
 class Launcher:
-    """The launcher of this process as the environment describes it; ``None`` if the environment does not tell a fact.
+    """The launcher that this process's environment describes; ``None`` for a fact that the environment lacks.
 
-    ``kind`` is ``"openmpi"`` (its mpirun, or a relative), ``"hydra"`` (mpiexec of MPICH and Intel MPI), ``"pals"``
+    ``kind`` is ``"openmpi"`` (also of an MPI based on Open MPI), ``"hydra"`` (mpiexec of MPICH and Intel MPI), ``"pals"``
     (Cray), ``"mvapich"``, ``"jsm"`` (IBM jsrun), ``"flux"``, ``"slurm-pmix"``, ``"slurm-pmi2"``, ``"slurm"`` (srun
     without an MPI plugin), ``"pmix"``, ``"pmi"``, ``"torchrun"`` or ``"none"``.
     """
@@ -36,7 +36,7 @@ class Launcher:
 
 
 # kind -> variables of rank, size, local rank, local size. Several kinds can match, as a job started from inside another job
-# inherits the outer job's variables; so the order is from the surest to the vaguest.
+# inherits the outer job's variables; so the most specific kind is first.
 _VARIABLES: dict[str, tuple[str, str, str, str]] = {
     "openmpi": (
         "OMPI_COMM_WORLD_RANK",
@@ -58,7 +58,7 @@ _VARIABLES: dict[str, tuple[str, str, str, str]] = {
 }
 
 KINDS = tuple(_VARIABLES)
-"""The kinds of launchers, from the surest to the vaguest."""
+"""The kinds of launchers, the most specific first."""
 
 # Variables that identify a launch. PMI_FD is compared by what it points to, see _socket.
 _IDENTITY = (
@@ -130,7 +130,7 @@ def read_launcher(environ: Mapping[str, str]) -> Launcher:
 
 
 def launched_by(kind: str, environ: Mapping[str, str]) -> Launcher | None:
-    """Return this process as a launcher of this kind describes it, or ``None`` if its variables are not set."""
+    """Return the launcher of this kind that the environment describes, or ``None`` if its variables are not set."""
     if not _present(kind, environ):
         return None
     rank, size, local_rank, local_size = (_number(environ, name) for name in _VARIABLES[kind])
@@ -187,7 +187,7 @@ def allocated_tasks(environ: Mapping[str, str]) -> int | None:
 
 
 def local_rank_hint(environ: Mapping[str, str]) -> int | None:
-    """Return the rank within this node before MPI is initialised, or ``None`` if no variable tells it.
+    """Return the rank within this node before MPI is initialised, or ``None`` if no variable holds the rank.
 
     ``LOCAL_RANK`` comes first (a script or site may set it on purpose), then the launcher's own variable.
 
@@ -200,7 +200,7 @@ def local_rank_hint(environ: Mapping[str, str]) -> int | None:
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy from which a new job can be started: without the variables of this process's launcher."""
+    """Return a copy without the variables of this process's launcher, from which a new job can be started."""
     return {name: value for name, value in environ.items() if not _LEFT_BEHIND.fullmatch(name)}
 
 

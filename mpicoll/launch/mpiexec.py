@@ -115,7 +115,7 @@ def find_mpiexec(library: MpiLibrary, path: str | None = None) -> Mpiexec:
         path: the mpiexec that the user chose, or None.
 
     Raises:
-        LaunchError: no mpiexec was found, or the chosen one belongs to another MPI.
+        LaunchError: no mpiexec was found, or the chosen mpiexec belongs to another MPI.
     """
     if path is not None:
         full = shutil.which(path)
@@ -126,7 +126,7 @@ def find_mpiexec(library: MpiLibrary, path: str | None = None) -> Mpiexec:
             name = {"openmpi": "Open MPI", "mpich": "MPICH"}.get(found.family, "an unknown MPI")
             raise LaunchError(
                 f"{full} belongs to {name} {found.version}, but mpi4py loads {library.name} {library.version} ({library.path})"
-                ": each rank would be alone in a world of size 1"
+                ": each rank would be a world of size 1"
             )
         # A site's own launcher may print no known version. The user named it, so the standard arguments are tried.
         return found or Mpiexec(full, library.family, "")
@@ -147,7 +147,11 @@ def find_mpiexec(library: MpiLibrary, path: str | None = None) -> Mpiexec:
         near = near or found
     if near is not None and near.version.split(".")[0] == library.version.split(".")[0]:
         return near
-    hint = "srun starts jobs there: srun -n N python script.py" if "Cray" in library.name else "name it with --mpiexec"
+    hint = (
+        "On a Cray srun starts jobs: srun -n N python script.py"
+        if "Cray" in library.name
+        else "Name one with --mpiexec"
+    )
     other = f"; {near.path} is of version {near.version}" if near else ""
     raise LaunchError(
         f"found no mpiexec for {library.name} {library.version} ({library.path or 'linked into mpi4py'}){other}. {hint}"
@@ -171,7 +175,7 @@ _HOST_VARIABLES = (
 
 
 def is_local(environ: Mapping[str, str], host: str | None, hostfile: str | None, extra: Sequence[str]) -> bool:
-    """Return whether all ranks are certain to run on this host: no hosts are named, and no allocation has several."""
+    """Return whether all ranks are certain to run on this host: no hosts are named, and no allocation has several nodes."""
     if host is not None:
         return all(re.fullmatch(r"(localhost|127\.0\.0\.1)(:\d+)?", name) for name in host.split(","))
     if hostfile is not None or any(_HOST_OPTIONS.fullmatch(option) for option in extra):
@@ -284,8 +288,8 @@ def launch_command(
             ["-launcher", "fork"] if local and (host is not None or in_slurm) and "-launcher" not in extra else []
         )
         if local and not extra and _major(mpiexec) < FIRST_YEAR:
-            # Hydra kills every rank the moment one dies. Without that, the other ranks have one second, until `mpicoll run`
-            # ends the job, to report which rank died and where they waited for it.
+            # By default Hydra kills every rank as soon as one dies. With the option the other ranks have one second, until
+            # `mpicoll run` ends the job, to report which rank died and where they waited for that rank.
             arguments.append("-disable-auto-cleanup")
         tag = ["-prepend-rank"]
         hosts = _pairs(("-hosts", host), ("-f", hostfile))

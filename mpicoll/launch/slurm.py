@@ -41,7 +41,7 @@ def plugins(text: str) -> list[str]:
     """Return the values that ``srun --mpi=`` accepts, from the output of ``srun --mpi=list`` on stdout and stderr.
 
     Up to Slurm 21.08 the list is on stderr with ``srun:`` before each line, later on stdout, indented. The versions of PMIx
-    stand in the list or in a line of their own.
+    are in the list or in a separate line.
 
     Example:
         >>> plugins("srun: MPI types are...\\nsrun: none\\nsrun: pmi2\\n")
@@ -93,7 +93,7 @@ def how(mpi: str, listed: Iterable[str], environ: Mapping[str, str] | None = Non
     """Return how ranks of an MPI library can be started in a Slurm job; pure.
 
     Args:
-        mpi: ``MPI.Get_library_version()``, or ``MpiLibrary.text``, or just a name and version ("Open MPI v5.0.11").
+        mpi: ``MPI.Get_library_version()``, or ``MpiLibrary.text``, or only a name and version ("Open MPI v5.0.11").
         listed: the plugins, as `plugins` returns them.
         environ: variables that change the answer (``I_MPI_PMI_LIBRARY``); None: no variables.
 
@@ -130,11 +130,11 @@ def how(mpi: str, listed: Iterable[str], environ: Mapping[str, str] | None = Non
             why = f"this {name} was built for PMIx"
             return Way(pmix, why) if pmix else Way(None, f"{why} and srun offers {offered}")
         return Way(pmi2, f"{name} speaks PMI-2") if pmi2 else Way(None, f"{name} needs pmi2 and srun offers {offered}")
-    return Way(None, f"it is not known which of srun's plugins ({offered}) this MPI speaks with")
+    return Way(None, f"it is not known which of srun's plugins ({offered}) this MPI works with")
 
 
 def _pmix(names: list[str]) -> str | None:
-    """Return the plugin for PMIx: ``pmix``, else the newest version; None if there is only version 1, which no MPI speaks."""
+    """Return the plugin for PMIx: ``pmix``, else the newest version; None if there is only version 1, which no MPI supports."""
     versions = [(int(name[6:]), name) for name in names if re.fullmatch(r"pmix_v\d+", name)]
     if versions and max(versions)[0] < 2:
         return None
@@ -145,7 +145,7 @@ def _open_mpi(mpi: str, pmix: str | None, offered: str) -> Way:
     found = re.search(r"open ?mpi,? v?(\d+)", mpi, re.IGNORECASE)
     major = int(found.group(1)) if found else 5
     name = f"Open MPI {major}" if found else "this Open MPI"
-    # PMI-2 is not used: Open MPI 5 has no code for it; up to version 4 only a build --with-pmi has, and no fact tells that.
+    # PMI-2 is not used: Open MPI 5 has no code for it; up to version 4 only a build --with-pmi has, which no output shows.
     if pmix and major >= 2:
         return Way(pmix, f"{name} speaks PMIx")
     return Way(None, f"{name} needs PMIx and srun offers {offered}")

@@ -74,7 +74,7 @@ class SpawnContext:
         atexit.register(self._at_exit)
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait for the end of the job; return False if ``timeout`` seconds pass before.
+        """Wait for the end of the job; return False if ``timeout`` seconds pass before the end.
 
         Raises:
             ProcessRaisedException: the function raised on a rank; the first rank that failed is reported.
@@ -154,7 +154,7 @@ def spawn(
     Raises:
         ProcessRaisedException: ``fn`` raised on a rank. If other ranks failed in consequence, the first rank is reported.
         ProcessExitedException: a rank ended with an exit code other than 0, or by a signal.
-        LaunchError: there is no MPI to start the ranks with.
+        LaunchError: no MPI that can start the ranks is installed.
         pickle.PicklingError: ``fn`` or ``args`` cannot be sent to another process.
 
     Example: ``examples/spawn.py``. Reference: ``torch.multiprocessing.spawn``.
@@ -180,7 +180,7 @@ def spawn(
         (directory / "start").write_text(json.dumps({"nprocs": nprocs, "sys_path": preparation["sys_path"]}))
         executable = os.fsdecode(mp_spawn.get_executable() or sys.executable)
         sys.stdout.flush()
-        # Another process runs the job, so that this one needs no threads and no signal handlers. The pipe ends when this
+        # Another process runs the job, so that this process needs no threads and no signal handlers. The pipe ends when this
         # process ends.
         process = subprocess.Popen([executable, str(CHILD), str(directory), "job"], stdin=subprocess.PIPE)
     except BaseException:

@@ -84,14 +84,14 @@ def silent(kind: type[BaseException], value: BaseException, frames: TracebackTyp
 
 
 def end_mpi() -> None:
-    """Abort the job if MPI is initialised, so that no rank waits for this one."""
+    """Abort the job if MPI is initialised, so that no rank waits for this rank."""
     module = sys.modules.get("mpi4py.MPI")
     if module is not None and module.Is_initialized() and not module.Is_finalized():
         module.COMM_WORLD.Abort(1)
 
 
 def main(directory: Path, role: str) -> int:
-    """Run the process of one of the two roles."""
+    """Run this process in its role: ``"job"`` or ``"rank"``."""
     start = json.loads((directory / "start").read_text())
     sys.path[:] = start["sys_path"]
     if role == "job":

@@ -34,7 +34,7 @@ class Lines:
         return b"".join(self.tag + line for line in lines)
 
     def flush(self, *, end: bool = False) -> bytes:
-        """Return the unfinished line. A tagged one is returned only at the end of the stream, with a line end added."""
+        """Return the unfinished line. A tagged line is returned only at the end of the stream, with a line end added."""
         if not self.rest or (self.tag and not end and not self.rest.endswith(b"\r")):
             return b""
         rest, self.rest = self.rest, b""
@@ -43,7 +43,7 @@ class Lines:
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Write all of ``data``."""
+    """Write all of ``data`` to ``descriptor``."""
     while data:
         data = data[os.write(descriptor, data) :]
 
@@ -58,7 +58,7 @@ def terminal_like(sink: int) -> tuple[int, int]:
 
 
 class Streams:
-    """The output of all ranks: for each stdout and stderr a named pipe, or a terminal if this process's is a terminal.
+    """The output of all ranks: for each stdout and stderr a named pipe, or a terminal if this process's stream is one.
 
     On a terminal Python writes line by line and progress bars move. Tagged lines go through pipes: a moving bar between lines
     of other ranks is unreadable.
@@ -121,7 +121,7 @@ class Streams:
                     lines, sink = self._lines[descriptor]
                     write_all(sink, lines.feed(data))
             except OSError:
-                pass  # the pipe is empty, or the reader of this process's output has gone
+                pass  # the pipe is empty, or nobody reads this process's output any more
             self._end(descriptor)
         for inner in self._inner_ends:
             os.close(inner)
@@ -168,7 +168,7 @@ class LauncherOutput:
 
 
 def is_stdin_usable() -> bool:
-    """Return whether rank 0 may read this standard input: no if another program has the terminal at present."""
+    """Return whether rank 0 may read this standard input; false if another program has the terminal."""
     try:
         mode = os.fstat(0).st_mode
         if os.isatty(0):

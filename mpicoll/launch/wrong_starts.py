@@ -1,6 +1,6 @@
-"""Starts that cannot work: what is wrong, and the command that works. Pure functions of the environment.
+"""Find starts that cannot work, and name the command that works. Pure functions of the environment.
 
-Everything here was tried with Slurm 22.05, Open MPI 5.0 and 4.1 and MPICH 5.0. SLURM_* variables do not count if another
+All cases were tried with Slurm 22.05, Open MPI 5.0 and 4.1 and MPICH 5.0. SLURM_* variables do not count if another
 launcher has set its own: under mpirun inside a job they describe the launch daemons. ``docs/messages.md`` lists the messages
 of this file.
 """
@@ -49,12 +49,12 @@ _NAMES = {
     "torchrun": "torchrun (or RANK and WORLD_SIZE set by hand)",
 }
 
-ALONE = "each of them is alone, in a world of size 1"
+ALONE = "each of them is a world of size 1"
 _ABORT = "MPI_Init would abort"
 
 INHERITED = Message(
     "this process inherited the launch environment of rank {rank} (process {owner}), which started it as a child: MPI_Init "
-    "here {effect}, because that rank has already taken its place in the job. Do not initialise MPI in child processes of a "
+    "here {effect}, because that rank has already joined the job. Do not initialise MPI in child processes of a "
     "rank (multiprocessing workers and data loaders included). To run a separate job from inside a rank, start it with "
     "`mpicoll run -n N script.py`, which cleans the environment, or with the site's mpiexec",
     "A child process of a rank calls `init_process_group`, or initialises MPI through this package.",
@@ -80,8 +80,8 @@ OTHER_MPI = Message(
     "start the job with the command in the message",
 )
 OTHER_MPI_SHORT = Message(
-    "{launcher} started {number}, but {library} does not understand it: {effect}. Use {line}; rank 0 says more",
-    "The same, printed by the other processes of the job.",
+    "{launcher} started {number}, but {library} does not understand it: {effect}. Use {line}; rank 0 prints the full message",
+    "The message above in short, printed by the other processes of the job.",
     "start the job with the command in the message",
 )
 CONTRADICTION = Message(
@@ -97,8 +97,8 @@ NO_LAUNCHER = Message(
     "start the job with the command in the message",
 )
 UNUSED_TASKS = Message(
-    "Slurm job {job} was given {tasks} tasks, but this is one process alone, because nothing started the others. Start the "
-    "job with {line}. If one process is meant, init_process_group(world_size=1) says so",
+    "Slurm job {job} was given {tasks} tasks, but only this process was started. Start the job with {line}. If one process is "
+    "meant, call init_process_group(world_size=1)",
     "A batch script runs `python script.py` without srun or mpiexec. A warning.",
     "start the job with the command in the message, or pass `world_size=1`",
 )
@@ -188,11 +188,11 @@ def check_before_mpi(
         script: the script that the command in the message starts.
         listing: asks srun for its MPI plugins; called by one process of the job, and only if something is wrong.
         fd_target: returns what a file descriptor points to; for tests.
-        asked_world_size: the program's ``world_size=``, or -1; 1: each process is meant to be alone.
+        asked_world_size: the program's ``world_size=``, or -1; 1: a world of size 1 is meant.
 
     Raises:
         LaunchError: this process inherited the launch environment of a rank that started it, or the library cannot talk to
-            the launcher. A new mpirun from inside a rank brings a new environment and is fine.
+            the launcher. A new mpirun from inside a rank sets a new environment and is no error.
     """
     family = mpi_family(which_mpi)
     text = which_mpi or ""
@@ -200,7 +200,7 @@ def check_before_mpi(
     if owner is not None:
         raise LaunchError(_inherited(environ, owner, family))
     launcher = read_launcher(environ)
-    # An MPICH that was built for PMIx says so in its configure line; vendor builds (Cray) do not print theirs.
+    # The configure line of an MPICH that was built for PMIx names PMIx; vendor builds (Cray) print no such line.
     plain_mpich = family == "mpich" and "configure" in text.lower() and "pmix" not in text.lower()
     if plain_mpich and launcher.kind in ("openmpi", "slurm-pmix", "pmix") and "PMI_FD" not in environ:
         # MPICH 5.0: "Runtime environment uses unsupported PMI version PMIx. Aborting."
@@ -279,7 +279,7 @@ def _check_lonely(
     environ: Mapping[str, str], asked_world_size: int, mpi_library: str | None, script: str, listing: Listing
 ) -> None:
     if asked_world_size == 1:
-        return  # each is meant to be alone
+        return  # a world of size 1 is meant
     own = _OWN[mpi_family(mpi_library)]
     found = {kind: launcher for kind in KINDS if (launcher := launched_by(kind, environ)) is not None}
     order = [kind for kind in own if kind in found] + [kind for kind in found if kind not in own]
@@ -302,7 +302,7 @@ def unused_allocation(
 ) -> str | None:
     """Return a warning for ``python script.py`` in a batch script whose job has several tasks, or ``None``.
 
-    This is no error, as one process may be meant.
+    The start is no error, as one process may be meant.
     """
     tasks = allocated_tasks(environ)
     if world_size != 1 or tasks is None or tasks < 2 or read_launcher(environ).kind != "none":
@@ -329,7 +329,7 @@ def check_runner(environ: Mapping[str, str], given: int | None, script: str) -> 
 def _mismatch(
     environ: Mapping[str, str], launcher: Launcher, mpi_library: str, effect: str, script: str, listing: Listing
 ) -> str:
-    """Return the message for a launcher of another MPI: in full for the first process of the job, short for the others."""
+    """Return the message for a launcher of another MPI: full for the first process of the job, short for the other processes."""
     number = "several processes" if launcher.size is None else f"{launcher.size} process{'es' * (launcher.size != 1)}"
     place = "" if launcher.rank is None else f" (this one as rank {launcher.rank})"
     short = bool(launcher.rank)

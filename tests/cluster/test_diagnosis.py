@@ -114,7 +114,7 @@ say mpiexec; SLURM_MPI_TYPE=pmix {mpiexec()} -n 3 python size.py
     done = batch(slurm, folder, text)
     said = parts(done)
     assert ranks_said(said["alone"]) == ["rank 0 of 1"], done
-    assert "was given 3 tasks, but this is one process alone" in said["alone"], done
+    assert "was given 3 tasks, but only this process was started" in said["alone"], done
     lines = [f"srun --mpi={RIGHT} -n 3 python size.py", "mpicoll run -n 3 size.py"]
     for start in ("alone", "none", "wrong"):
         for line in lines:
@@ -175,7 +175,7 @@ say oversubscribed; $run -n 4 --mpiexec-args=--oversubscribe size.py; echo code 
     assert "code 124" in said["late"], done
     assert "3 ranks as on node1 node1 node2" in said["topology"], done
     if "many" in said:
-        assert "mpicoll run: 4 ranks are more than Open MPI was given places for" in said["many"], done
+        assert "mpicoll run: Open MPI has fewer slots than the 4 ranks of this job" in said["many"], done
         assert "code 0" not in said["many"], done
         assert "code 0" in said["oversubscribed"], done
         assert len(ranks_said(said["oversubscribed"])) == 4, done

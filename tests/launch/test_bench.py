@@ -36,7 +36,7 @@ def test_short_bench(tmp_path: Path) -> None:
         (["-n", "1"], "two ranks at least"),
         ([], "two ranks at least"),
         (["-n", "2", "--sizes", "3"], "multiple of 8"),
-        (["--ops", "all_reduces"], "no all_reduces; there are all_reduce,"),
+        (["--ops", "all_reduces"], "unknown all_reduces; known are all_reduce,"),
         (["--rounds", "0"], "at least 1"),
     ],
 )

@@ -281,7 +281,7 @@ def test_time_limit_and_closed_output(tmp_path: Path) -> None:
         (["-n", "2", "missing.py"], "there is no file missing.py"),
         (["-n", "2", "-m", "missing_module"], "there is no module missing_module"),
         (["-n", "0", __file__], "at least one rank"),
-        ([__file__], "how many ranks?"),
+        ([__file__], "the number of ranks is missing"),
         (["-n", "2", "--timeout", "0", __file__], "--timeout"),
         (["-n", "2", "--mpiexec", "/bin/false", "--mpiexec", "/nonexistent", __file__], "no such program"),
     ],

@@ -55,7 +55,7 @@ def test_serial_run_in_an_allocation(tmp_path: Path) -> None:
     script = write(tmp_path, SCRIPT)
     result = call([sys.executable, script, "{}"], env=BATCH)
     assert (result.code, result.out) == (0, "size 1\n"), result
-    assert "UserWarning: Slurm job 7 was given 4 tasks, but this is one process alone" in result.err
+    assert "UserWarning: Slurm job 7 was given 4 tasks, but only this process was started" in result.err
     assert f"`mpicoll run -n 4 {script} '{{}}'`" in result.err
     assert result.err.startswith(f"{script}:5: ")
     result = call([sys.executable, script, "{'world_size': 1}"], env=BATCH)

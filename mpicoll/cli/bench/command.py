@@ -48,7 +48,7 @@ def main(options: argparse.Namespace) -> int:
     ops = OPS if options.ops == "all" else tuple(options.ops.split(","))
     unknown = set(ops) - set(OPS)
     if unknown:
-        raise LaunchError(f"--ops: no {', '.join(sorted(unknown))}; there are {', '.join(OPS)}")
+        raise LaunchError(f"--ops: unknown {', '.join(sorted(unknown))}; known are {', '.join(OPS)}")
     rank = rank_of_job("bench")
     show, done = progress(rank)
     results = measure(ops, sizes, options.rounds, torch=not options.no_torch, progress=show)
@@ -71,7 +71,7 @@ def read_sizes(options: argparse.Namespace) -> list[int]:
     except ValueError as error:
         raise LaunchError(f"--sizes {options.sizes}: {error}") from None
     if options.rounds < 1:
-        raise LaunchError(f"--rounds {options.rounds}: at least 1")
+        raise LaunchError(f"--rounds {options.rounds}: must be at least 1")
     return sizes
 
 
@@ -123,7 +123,7 @@ def need_matplotlib() -> None:
 
 
 def progress(rank: int) -> tuple[Callable[[str, float], None], Callable[[], None]]:
-    """Return a function that shows the progress on stderr, if that is a terminal, and one that ends the display.
+    """Return a function that shows the progress on stderr, if stderr is a terminal, and a function that ends it.
 
     Both do nothing on ranks other than 0.
     """

@@ -172,7 +172,7 @@ def measure(
     configs: Sequence[Config] = CONFIGS,
     progress: Callable[[str, float], None] = lambda text, share: None,
 ) -> Results:
-    """Time every operation and size in every configuration. All ranks of the job call it, before any group is made.
+    """Time every operation and size in every configuration. All ranks of the job call the function, before any group is made.
 
     Each call of mpicoll is timed right after the same call of raw mpi4py, in every round, so that other load of the machine
     affects both. A time is the mean over the ranks.
@@ -180,10 +180,10 @@ def measure(
     Args:
         ops: names out of ``OPS``.
         sizes: bytes.
-        rounds: how often everything is measured.
+        rounds: how often each measurement is made.
         torch: whether to time torch.distributed's gloo, too, if torch is installed.
         configs: configurations of mpicoll.
-        progress: called with the name of the present measurement and the completed share of all.
+        progress: called with the name of the current measurement and the completed share of all.
     """
     dist.init_process_group()
     from mpi4py import MPI

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def show_map(plot: str | None = None) -> int:
-    """Collect the places of the ranks, measure their links, and print the map on rank 0. All ranks of the job call it.
+    """Collect the places of the ranks, measure their links, and print the map on rank 0. All ranks of the job call the function.
 
     Args:
         plot: a file for the picture (PNG, PDF, SVG); rank 0 writes it.

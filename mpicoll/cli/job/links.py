@@ -12,7 +12,7 @@ import numpy as np
 MOST_PAIRS = 64
 """The most pairs of nodes that are measured, one after the other, each for about a quarter of a second."""
 
-LARGE = 4 << 20  # bytes of the messages that measure bandwidth; fewer if the link is slow
+LARGE = 4 << 20  # bytes of a message that measures bandwidth; less if the link is slow
 FIRST = 64 << 10
 SHARE = 0.05  # seconds for one series of messages
 
@@ -54,7 +54,7 @@ def pairs_between(node_of: Sequence[int], most: int = MOST_PAIRS) -> list[tuple[
     everything = nodes * (nodes - 1) // 2
     if everything <= most:
         return [(leaders[a], leaders[b]) for a in range(nodes) for b in range(a + 1, nodes)]
-    # Each node with the node half the job away, which is the far side of most networks; then a quarter, an eighth, ...
+    # Pair each node with the node half the job away, which is far away in most networks; then a quarter, an eighth, ...
     chosen: dict[tuple[int, int], None] = {}
     halves = [nodes >> times for times in range(1, nodes.bit_length())]
     for distance in dict.fromkeys([*halves, *range(1, nodes // 2 + 1)]):
@@ -70,9 +70,9 @@ def pairs_between(node_of: Sequence[int], most: int = MOST_PAIRS) -> list[tuple[
 
 
 def measure(node_of: Sequence[int]) -> tuple[Link, ...]:
-    """Return the measured links on rank 0, and nothing on other ranks. All ranks of the job call it.
+    """Return the measured links on rank 0, and nothing on other ranks. All ranks of the job call the function.
 
-    The pairs within nodes are measured at the same time, those between nodes one after the other.
+    The pairs within nodes are measured at the same time, the pairs between nodes one after the other.
     """
     import mpicoll as dist
 
@@ -88,7 +88,7 @@ def measure(node_of: Sequence[int]) -> tuple[Link, ...]:
 
 
 def _pair(rank: int, pair: tuple[int, int], node_of: Sequence[int]) -> Link | None:
-    """Measure one link. Both ranks call it; the first of them returns the link, the other one None."""
+    """Measure one link. Both ranks call the function; the first rank returns the link, the other rank None."""
     leads = rank == pair[0]
     peer = pair[1] if leads else pair[0]
     _series(leads, peer, 8, 3)

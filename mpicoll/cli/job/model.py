@@ -17,7 +17,7 @@ from mpicoll.cli.job.links import Link
 from mpicoll.diagnosis.report.entries import compress_ranks
 
 MOST_ROWS = 64
-"""The most ranks that have a row each; nodes of larger jobs that are alike share a row."""
+"""The most ranks that have a row each; in larger jobs nodes with the same facts share a row."""
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
@@ -37,7 +37,7 @@ class Place:
         cpus: hardware threads that the rank may run on.
         cores: the cores of these threads, each named by its lowest hardware thread.
         node_cpus: number of hardware threads of the node.
-        gpus: the devices that the rank may see, as a variable names them; None if no variable does.
+        gpus: the devices that the rank may see, as a variable names them; None if there is no such variable.
         own_gpus: whether Slurm gives each task devices of its own, which are numbered from 0 in each task.
         models: the GPUs of the node, by model.
         threads: the variables that limit the threads of a library, as they are set.
@@ -133,7 +133,7 @@ def _models() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the map: a rank, or ranks that are alike."""
+    """One line of the map: a rank, or ranks with the same facts."""
 
     ranks: str
     node: str
@@ -145,7 +145,7 @@ class Row:
 
 
 def rows(job: JobMap) -> list[Row]:
-    """Return the lines of the map: one for each rank, or in a large job one for all nodes that are alike."""
+    """Return the lines of the map: one for each rank, or in a large job one for all nodes with the same facts."""
     if len(job.places) <= MOST_ROWS:
         return [
             Row(
@@ -167,7 +167,7 @@ def rows(job: JobMap) -> list[Row]:
 
 
 def _joint(nodes: Sequence[Sequence[Place]]) -> Row:
-    """Return the line of nodes that are alike."""
+    """Return the line of nodes with the same facts."""
     first = nodes[0]
     ranks = [place.rank for node in nodes for place in node]
     masks = {place.cpus for place in first}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MOST_NODES = 8
 """The most nodes that are drawn; of larger jobs the first ones are drawn."""
-MOST_BARS = 8  # lines of a node, one for each set of hardware threads; with more of them it is a grid
+MOST_BARS = 8  # lines of a node, one for each set of hardware threads; a node with more sets is drawn as a grid
 ACROSS = 16  # hardware threads in a line of that grid
 MOST_LABELS = 16  # names along a heat map, and figures in its cells
 GREY, LINE, CROWDED = "#e6e8eb", "#5b6470", "#d64541"
@@ -118,7 +118,7 @@ def _node(axis: Any, node: list[Place], height: float) -> None:
 
 
 def _bar(axis: Any, group: list[Place], top: float) -> None:
-    """Draw the hardware threads of a node in one line, those of a group of ranks in colour; red if they are too few."""
+    """Draw the hardware threads of a node in one line, the threads of a group of ranks in colour; red if they are too few."""
     ranks = [place.rank for place in group]
     text = f"rank{'s' * (len(ranks) != 1)} {compress_ranks(ranks)}"
     seen = {place.gpus for place in group}

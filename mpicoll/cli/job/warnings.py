@@ -94,7 +94,7 @@ def _number(text: str) -> int | None:
 
 
 def _slow(job: JobMap) -> list[str]:
-    """Return warnings about links between nodes that are much slower than most; their cause cannot be known here."""
+    """Return warnings about links between nodes that are much slower than most; the cause is unknown."""
     links = [link for link in job.links if link.nodes[0] != link.nodes[1]]
     if len(links) < 3:
         return []

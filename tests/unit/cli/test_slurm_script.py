@@ -120,7 +120,7 @@ def test_no_way(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["a b.py"], "there is no srun on PATH"),
         (["--mpi-type"], "there is no srun on PATH"),
-        ([], "which script"),
+        ([], "the script is missing"),
         (["nowhere.py"], "there is no file nowhere.py"),
         (["-m", "nowhere_at_all"], "there is no module nowhere_at_all"),
         (["--mpi", "pmix", "--launcher", "mpirun", "a b.py"], "--mpi is for srun"),

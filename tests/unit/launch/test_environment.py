@@ -351,7 +351,7 @@ def test_one_rank_tells_the_others_are_short() -> None:
     assert asked == [1]
     assert "`srun --mpi=pmix_v4 -n 4 python t.py -x`" in first
     assert "`mpicoll run -n 4 t.py -x`" in first
-    assert "`srun --mpi=pmix -n 4 python t.py -x`; rank 0 says more" in other
+    assert "`srun --mpi=pmix -n 4 python t.py -x`; rank 0 prints the full message" in other
     assert len(other) < len(first) * 0.7
 
 
