@@ -1,4 +1,4 @@
-"""End: destroy_process_group, which destroys one group or all of them."""
+"""Destroy one group or all groups: destroy_process_group."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from mpicoll.runtime.call_site import call_site
 
 
 def destroy_process_group(group: Any = None) -> None:
-    """Destroy a group, or all groups; wait for no other rank, but at most a second for ranks that share a GPU's memory.
+    """Destroy a group, or all groups; wait for no other rank, but at most 1 s for ranks that share memory of a GPU.
 
-    Each member calls it by itself, at any time after its last call on the group, also if the group is broken.
+    Each member calls the function by itself, at any time after its last call on the group, also if the group is broken.
 
     Args:
         group: the group; None or the world: every group, after which ``init_process_group`` may be called again.
 
     Raises:
         AssertionError: there is no default group (as torch).
-        ValueError: the group is destroyed already, or is not of this process.
-        DistError: operations were issued on it that nobody waited for; the group stays usable.
-        CollectiveMismatchError: inside a block that one rank runs first, whose end the others wait for.
+        ValueError: the group is destroyed already, or is no group of this process.
+        DistError: operations of the group were issued and never waited for; the group stays usable.
+        CollectiveMismatchError: inside a block that one rank runs first while the other ranks wait for its end.
 
-    Nothing that other ranks do is raised here. Messages that nobody received, and at check level ``roll`` calls that differed
+    Errors of other ranks are not raised here. Messages that no rank has received, and at check level ``roll`` calls that differed
     after the last comparison, are reported when the program ends (``on_failure="job"``).
 
     Source: torch.distributed.destroy_process_group.
@@ -67,7 +67,7 @@ def _refuse_unwaited(doomed: list[ProcessGroup]) -> None:
     unwaited = [operation.call for group in doomed for operation in group.unwaited.values()]
     if unwaited:
         raise DistError(
-            "destroy_process_group: operations were issued that nobody waited for: "
+            "destroy_process_group: operations were issued and never waited for: "
             + "; ".join(f"{call.op} issued at {call.site}" for call in unwaited)
             + ". Call wait() on each of them first"
         )
@@ -82,7 +82,7 @@ def _destroy(group: ProcessGroup, endpoint: Counters | None) -> None:
     if any(not item.Test() for item in busy):
         group.give_up("it was destroyed while an operation was under way")
         for item in busy:
-            if isinstance(item, Request) and not item.done:  # the program may have its future
+            if isinstance(item, Request) and not item.done:  # the program may hold its future
                 item.abandon(GroupBrokenError(f"{item.call.describe()} on group {group.display}: {group.broken}"))
     for item in busy:
         waiting.drop(item)
@@ -105,7 +105,7 @@ def _destroy(group: ProcessGroup, endpoint: Counters | None) -> None:
 
 
 def _destroy_world(known: registry.JobWithGroups) -> None:
-    """End what lives as long as the default group; its groups are destroyed."""
+    """Stop the threads and services of the default group; all groups are destroyed."""
     from mpicoll.lifecycle import hooks, termination  # as above
 
     if waiting.progress_thread is not None:
@@ -117,5 +117,5 @@ def _destroy_world(known: registry.JobWithGroups) -> None:
     waiting.remove_service(known.board.poll)
     registry.set_state(None)
     device_pool.close()
-    if sys.exc_info()[0] is None:  # in a "finally" an exception may be on its way, and is still to be reported
+    if sys.exc_info()[0] is None:  # in a "finally" the hooks may still have to report an exception
         hooks.uninstall()

@@ -1,4 +1,4 @@
-"""Which GPU a rank uses, and whether ranks share one while others are idle."""
+"""Select the GPU of a rank, and warn if ranks share a GPU while GPUs are idle."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def chosen() -> Chosen:
 
 
 def select_device(device: Any = None) -> int:
-    """Select this rank's GPU: the current device of CuPy, and of torch if that was imported.
+    """Select this rank's GPU: the current device of CuPy, and of torch if torch is imported.
 
-    Each rank calls it by itself, before :func:`mpicoll.init_process_group` or after it. It does not communicate.
+    Each rank calls the function by itself, before or after :func:`mpicoll.init_process_group`. It does not communicate.
 
     Args:
         device: its number among the GPUs that this rank sees, or ``"cuda:1"``, a ``torch.device`` or a ``cupy.cuda.Device``. By
-            default the local rank modulo the number of GPUs that this rank sees: if it sees one GPU, that one.
+            default the local rank modulo the number of GPUs that this rank sees: if it sees one GPU, that GPU.
 
     Returns:
         The number of the device.
@@ -37,10 +37,10 @@ def select_device(device: Any = None) -> int:
     Raises:
         RuntimeError: CuPy is not installed, or finds no GPU.
         ValueError: there is no such device.
-        TypeError: it names no device of CUDA.
+        TypeError: ``device`` names no device of CUDA.
 
-    If ranks have called it before ``init_process_group``, that function warns if ranks of a node share a GPU while GPUs are
-    idle. The device is current for the calling thread, as in CUDA.
+    If ranks have called `select_device` before ``init_process_group``, ``init_process_group`` warns if ranks of a node share a
+    GPU while GPUs are idle. The device is current for the calling thread, as in CUDA.
 
     Source: torch.cuda.set_device; cupy.cuda.Device.use.
     """
@@ -83,12 +83,12 @@ def idle_while_shared(devices: Sequence[Chosen], node_of: Sequence[int], hosts: 
     """Return the lowest rank that shares a GPU, and a warning, for each node with idle GPUs.
 
     Args:
-        devices: of each rank of the world.
+        devices: the selected GPU of each rank of the world.
         node_of, hosts: as in :class:`mpicoll.transports.topology.Topology`.
     """
     found = []
     for node, host in enumerate(hosts):
-        ranks = [rank for rank, its in enumerate(node_of) if its == node and devices[rank][0]]
+        ranks = [rank for rank, its_node in enumerate(node_of) if its_node == node and devices[rank][0]]
         users: dict[str, list[int]] = {}
         for rank in ranks:
             users.setdefault(devices[rank][0], []).append(rank)
@@ -100,7 +100,7 @@ def idle_while_shared(devices: Sequence[Chosen], node_of: Sequence[int], hosts: 
                 (
                     sharing[0],
                     f"ranks {names} on {host} share the GPU at {bus}, while {idle} that they see {'is' if idle == 1 else 'are'} "
-                    "idle: call select_device() without a number, or give each rank its own",
+                    "idle: call select_device() without a number, or select another GPU on each rank",
                 )
             )
     return found

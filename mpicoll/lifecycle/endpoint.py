@@ -1,4 +1,4 @@
-"""What lives as long as the communicator that a default group was made on, over any number of initialisations."""
+"""State of a communicator that all default groups made on it share, over any number of initialisations."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from mpicoll.groups.communicators import Pool
 
 MOST_REMEMBERED = 1000
-"""Destroyed groups whose counters are remembered, the last ones: other ranks may still wait in a call on them."""
+"""Most destroyed groups whose counters are remembered (the last ones): other ranks may still wait in a call on them."""
 
 MOST_TAGS = 32
-"""Tags for which an ending rank reports the number of messages one by one."""
+"""Most tags for which an ending rank reports the number of messages separately."""
 
 Counts = dict[tuple[int, int], int]
 """Messages by (rank, tag)."""
@@ -26,15 +26,15 @@ Counts = dict[tuple[int, int], int]
 
 @dataclass(eq=False)
 class JobEndpoint:
-    """This rank's end of a job.
+    """This rank's endpoint of a job.
 
     Attributes:
         again: the communicator on which the ranks agree on an idle pair when the default group is made again.
         calls, sent, received, last: of destroyed groups, by name: the number of calls, the messages to and from each
             (rank, tag), the last call.
-        displays, places: names of destroyed groups as users read them, and where messages to each (rank, tag) were sent.
-        job: some default group on it had ``on_failure="job"``.
-        failure_posted: the other ranks have been told that this rank has failed.
+        displays, places: names of destroyed groups in messages to users, and call sites of messages to each (rank, tag).
+        job: whether a default group on the communicator had ``on_failure="job"``.
+        failure_posted: whether this rank has sent its failure to the other ranks.
     """
 
     board: Board
@@ -52,7 +52,7 @@ class JobEndpoint:
     places: dict[str, dict[tuple[int, int], str]] = field(default_factory=dict, init=False)
 
     def node_communicator(self, parent: MPI.Intracomm) -> MPI.Intracomm:
-        """Return the communicator of this node's ranks, made at the first use, by all of them."""
+        """Return the communicator of this node's ranks; all of them call this method at the first use, which makes it."""
         if self.node is None:
             self.node = node_communicator(self.topology, parent)
         return self.node
@@ -90,11 +90,11 @@ class JobEndpoint:
         return list(known.groups.values()) if known is not None and known.board is self.board else []
 
     def all_sent(self) -> dict[str, Counts]:
-        """Return the messages to each (rank, tag) on each group, destroyed ones included."""
+        """Return the messages to each (rank, tag) on each group, destroyed groups included."""
         return {**self.sent, **{group.group_name: group.by_rank(group.sent) for group in self.live_groups()}}
 
     def all_received(self) -> dict[str, Counts]:
-        """Return the messages from each (rank, tag) on each group, destroyed ones included."""
+        """Return the messages from each (rank, tag) on each group, destroyed groups included."""
         return {**self.received, **{group.group_name: group.by_rank(group.received) for group in self.live_groups()}}
 
     def balance(self) -> int:

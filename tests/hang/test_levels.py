@@ -45,7 +45,7 @@ def expect_one_report(job: JobResult, *words: str) -> None:
     for rank, err in enumerate(job.err):
         lines = [line for line in err.splitlines() if line.startswith(f"[rank {rank}] ")]  # MPICH adds one of its own
         assert lines[0].startswith(f"[rank {rank}] CollectiveMismatchError: call "), job
-        assert rank == 0 or (len(lines) == 1 and "rank 0 tells more" in lines[0]), job
+        assert rank == 0 or (len(lines) == 1 and "rank 0 prints the report" in lines[0]), job
 
 
 def test_the_end_of_the_program_compares() -> None:

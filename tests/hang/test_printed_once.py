@@ -24,32 +24,32 @@ WRONG = {
         "dist.all_reduce(x, dist.ReduceOp.MAX if r == 1 else dist.ReduceOp.SUM)",
         ["CollectiveMismatchError"] * 4,
         0,
-        "rank 0 tells more",
+        "rank 0 prints the report",
     ),
     "mismatch in a group": (
         "group = dist.new_group([1, 2, 3])\nif r: dist.all_reduce(np.ones(r), group=group)\nelse: time.sleep(1)",
         ["", *["CollectiveMismatchError"] * 3],
         1,
-        "rank 1 tells more",
+        "rank 1 prints the report",
     ),
     "wrong argument": (
         "dist.all_reduce([1.0] if r == 2 else x)",
         ["CollectiveMismatchError", "CollectiveMismatchError", "TypeError", "CollectiveMismatchError"],
         0,
-        "rank 0 tells more",
+        "rank 0 prints the report",
     ),
-    "deadlock": ("dist.recv(x, (r + 1) % n)", ["DeadlockError"] * 4, 0, "rank 0 tells more"),
+    "deadlock": ("dist.recv(x, (r + 1) % n)", ["DeadlockError"] * 4, 0, "rank 0 prints the report"),
     "time limit": (
         "if r == 2: time.sleep(4)\ndist.barrier(timeout=timedelta(seconds=1))",
         ["CollectiveTimeoutError", "CollectiveTimeoutError", "GroupBrokenError", "CollectiveTimeoutError"],
         0,
-        "rank 0 tells more",
+        "rank 0 prints the report",
     ),
     "early exit": (
         "if r == 2: sys.exit(0)\ndist.all_reduce(x)",
         ["PeerExitedError", "PeerExitedError", "", "PeerExitedError"],
         0,
-        "rank 0 tells more",
+        "rank 0 prints the report",
     ),
 }
 
@@ -70,7 +70,7 @@ def test_printed_once(what: str) -> None:
     assert len(re.findall(r"^\[rank \d+\]   next: ", "".join(job.err), re.MULTILINE)) == 1, job
     if what in NOT_AGREED:
         reporter = next(rank for rank, err in enumerate(job.err) if "  next: " in err)
-        words = "tells more"
+        words = "prints the report"
     assert job.err[reporter].count("  next: ") == 1, job
     for rank, (err, error) in enumerate(zip(job.err, raised, strict=True)):
         lines = [line for line in err.splitlines() if line.startswith(f"[rank {rank}] ")]

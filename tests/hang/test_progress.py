@@ -129,7 +129,7 @@ else:
     assert not job.left_running, job
     assert "Fatal Python error" not in job.stderr, job
     if ending in ("", "MPI.Finalize()"):
-        assert "the program ended with operations that nobody waited for: all_reduce issued at" in job.stderr, job
+        assert "the program ended with operations that were never waited for: all_reduce issued at" in job.stderr, job
     if ending.startswith("raise"):
         assert job.stderr.count("ValueError: of its own") >= 1, job
 

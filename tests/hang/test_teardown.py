@@ -458,7 +458,7 @@ def test_never_waited_for_at_the_end() -> None:
     job = run_job(HEAD + "work = dist.all_reduce(np.ones(1), async_op=True)\ndist.barrier()\n", 2, limit=20)
     assert not job.timed_out, job
     assert job.returncode == 1, job
-    assert "nobody waited for: all_reduce issued at " in job.err[0], job
+    assert "never waited for: all_reduce issued at " in job.err[0], job
     assert "job.py:7\n" in job.err[0], job
 
 

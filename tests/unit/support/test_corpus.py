@@ -31,7 +31,9 @@ REPORT = (
 def good() -> JobResult:
     """Return a job that ended as it must."""
     err = [TRACE.replace("{}", "0", 2).format(9, 0) + REPORT.replace("{}", "0")]
-    err.append("[rank 1] CollectiveMismatchError: call 1 on group WORLD: arguments are wrong (rank 0 tells more)\n")
+    err.append(
+        "[rank 1] CollectiveMismatchError: call 1 on group WORLD: arguments are wrong (rank 0 prints the report)\n"
+    )
     err.append(TRACE.replace("{}", "2", 2).format(10, 2) + "[rank 2] TypeError: no\n")
     return JobResult(1, 1.0, False, ["", "", ""], err, "the launcher says something")
 
