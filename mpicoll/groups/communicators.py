@@ -28,11 +28,11 @@ from mpicoll.transports.topology import Topology
 is_finalized = MPI.Is_finalized
 
 MpiError = MPI.Exception
-"""An error of MPI. It stays here at the end of the interpreter, when the names of ``MPI`` are gone."""
+"""An error of MPI. The name stays here at the end of the interpreter, when Python clears the names of ``MPI``."""
 
 
 def mpi_text(error: MPI.Exception) -> str:
-    """Return MPI's own words for an error."""
+    """Return MPI's text of an error."""
     return str(error.Get_error_string()).strip()
 
 
@@ -88,13 +88,13 @@ class CommunicatorPair:
         return self.idle and not self.spoiled and self.closing is None
 
     def sweep(self) -> Generator[Pollable, None, tuple[str, set[int], set[int]]]:
-        """Receive and drop messages that the last group sent and did not receive. All members call it, and are known to.
+        """Receive and drop messages that the last group sent and did not receive. All members have agreed to call the method.
 
         A generator that yields the requests to complete.
 
         Returns:
             The name of the last group, the global ranks that have received all messages of this rank, and the global ranks
-            whose messages this rank has all received. Both sides know that, and can drop their counts.
+            whose messages this rank has all received. Both sides know these ranks, and can drop their counts.
 
         Raises:
             CollectiveMismatchError: the members' calls on the last group differed (check level "roll").
@@ -182,7 +182,7 @@ class Pool:
     def open_channel(self, pair: CommunicatorPair) -> Generator[Pollable, None, None]:
         """Set the control channel of a pair for a new group: shared memory if possible, otherwise MPI.
 
-        A generator that yields the requests to complete. All members call it, and are known to.
+        A generator that yields the requests to complete. All members have agreed to call the method.
         """
         budget = self._budget
         wanted = pair.node is not None and len(pair.ranks) <= MOST_MEMBERS and pair.selection.mode != "mpi"
@@ -190,7 +190,7 @@ class Pool:
             pair.agreement.use(None)
             return
         if pair.ring is None:
-            why = "" if budget.take(PART) else "the groups of this process use what MPICOLL_SHM_MB gives"
+            why = "" if budget.take(PART) else "the groups of this process use all memory that MPICOLL_SHM_MB allows"
             made = yield from make_ring(pair.data, why)
             if isinstance(made, str):
                 if not why:
@@ -210,7 +210,7 @@ class Pool:
         return len(self._together) >= max(self._full_at, MOST_MADE)
 
     def make_world(self, parent: MPI.Intracomm, tag: int) -> None:
-        """Make the communicator for :meth:`shrink`, once. All ranks of the world are known to call this method, so it may block.
+        """Make the communicator for :meth:`shrink`, once. All ranks of the world have agreed to call the method: it may block.
 
         Args:
             parent: communicator of all ranks.
@@ -225,7 +225,7 @@ class Pool:
             self._world.Set_errhandler(MPI.ERRORS_RETURN)
 
     def shrink(self) -> Generator[Pollable, None, list[tuple[str, set[int], set[int]]]]:
-        """Free numbered pairs that no group uses. All ranks of the world call this method, and are known to.
+        """Free numbered pairs that no group uses. All ranks of the world have agreed to call the method.
 
         A generator that yields the requests to complete.
 
@@ -289,7 +289,7 @@ def duplicate(comm: MPI.Intracomm) -> Generator[MPI.Request, None, MPI.Intracomm
     """Duplicate ``comm`` without blocking: the caller completes the yielded request before it continues the generator.
 
     Raises:
-        DistBackendError: MPI refused.
+        DistBackendError: MPI could not make the communicator.
     """
     try:
         copy, request = comm.Idup()
@@ -301,7 +301,7 @@ def duplicate(comm: MPI.Intracomm) -> Generator[MPI.Request, None, MPI.Intracomm
 
 
 def make_pair(parent: MPI.Intracomm, ranks: tuple[int, ...], tag: int) -> CommunicatorPair:
-    """Make the pair of a group inside ``parent``. All members call this function, and are known to.
+    """Make the pair of a group inside ``parent``. All members have agreed to call the function.
 
     Source: MPI_Comm_create_group (MPI-4.1 section 7.4.2), which only the members call.
     """
@@ -312,7 +312,7 @@ def make_pair(parent: MPI.Intracomm, ranks: tuple[int, ...], tag: int) -> Commun
         control = parent.Create_group(members, tag)
         data = control.Dup()
     except MPI.Exception as error:
-        # If the second one was refused, it was on all members. Open MPI 5.0.11 crashes if the first one is freed then.
+        # If MPI refuses the second communicator, it does so on all members. Open MPI 5.0.11 crashes if the first is then freed.
         if control != MPI.COMM_NULL and MPI.get_vendor()[0] != "Open MPI":
             control.Free()
         raise DistBackendError(_out_of_communicators(mpi_text(error).splitlines()[-1])) from error
@@ -328,5 +328,5 @@ def _out_of_communicators(why: str) -> str:
     return (
         f"MPI could not make a communicator: {why}. A process may have about 2,000 with MPICH and "
         "65,000 with Open MPI, the program's own among them, and each group takes two. Destroy groups that are no longer "
-        "needed (destroy_process_group): new ones of the same ranks take over what they had"
+        "needed (destroy_process_group): new groups of the same ranks use their communicators"
     )

@@ -54,7 +54,7 @@ class MessageCache(dict[Any, Any]):
     """Persistent sends, or receives, of a group by the arguments of the program, the oldest first.
 
     Attributes:
-        last: the message used last, or None: a program mostly uses it next, and comparison is faster than a hash.
+        last: the message used last, or None: most programs use it next, and a comparison is faster than a hash.
     """
 
     __slots__ = ("last",)
@@ -129,7 +129,7 @@ class ProcessGroup(Membership):
             f"{type(error).__name__} was raised while messages were received"
         )
         self.device_window: DeviceWindow | None = None  # memory of a GPU that the members share
-        self.bound_device_id: Any = None  # of torch, as scripts read it
+        self.bound_device_id: Any = None  # an attribute of torch's groups, which scripts read
 
     if not TYPE_CHECKING:  # so that mypy finds misspelt attributes
 
@@ -174,8 +174,8 @@ class ProcessGroup(Membership):
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"cannot pickle or copy {self!r}: its communicators belong to this process. Leave it out of what is copied, saved or "
-            "sent, or give the object that holds it a __getstate__ without it"
+            f"cannot pickle or copy {self!r}: its communicators belong to this process. Leave the group out of objects that are "
+            "copied, saved or sent, or give the object that holds the group a __getstate__ without it"
         )
 
     def usable(self, operation: str) -> None:
@@ -186,8 +186,8 @@ class ProcessGroup(Membership):
             )
         if self.broken is not None:
             raise GroupBrokenError(
-                f"{operation} on group {self.display}: it cannot be used any more, because {self.broken}. "
-                "Ranks that go on need a new group of ranks that are still there"
+                f"{operation} on group {self.display}: the group cannot be used any more, because {self.broken}. "
+                "Ranks that go on need a new group of ranks that have not ended"
             )
 
     def gone(self) -> bool:

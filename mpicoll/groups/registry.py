@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 NON_MEMBER = -100
-"""What ``new_group`` returns to a rank that is not in the group (``GroupMember.NON_GROUP_MEMBER``)."""
+"""The result of ``new_group`` on a rank that is not in the group (``GroupMember.NON_GROUP_MEMBER``)."""
 
 
 @dataclass(kw_only=True)
@@ -85,7 +85,7 @@ def resolve(group: Any) -> ProcessGroup | None:
     if isinstance(group, ProcessGroup):
         if known.groups.get(group.group_name) is not group:
             raise ValueError(
-                f"Invalid process group specified: group {group.display} was destroyed or is not of this process"
+                f"Invalid process group specified: group {group.display} was destroyed or is no group of this process"
             )
         return group
     if isinstance(group, int) and group == NON_MEMBER:
@@ -124,7 +124,7 @@ def peer_rank(
     """Return the rank in the group of an argument ``src=`` or ``group_src=`` (or dst, peer).
 
     Raises:
-        ValueError: both are given, neither is, or the rank is not a member (texts of torch).
+        ValueError: both or neither are given, or the rank is not a member (texts of torch).
         TypeError: not an integer.
     """
     if global_rank is not None and group_rank is not None:

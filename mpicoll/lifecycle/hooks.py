@@ -103,7 +103,7 @@ def register() -> None:
         _registered = True
         atexit.register(_at_exit)
         os.register_at_fork(after_in_child=_in_child)
-        # MPI_Finalize calls the callback first, but not mpi4py's own MPI_Finalize, after the end of the interpreter.
+        # MPI calls the callback first in a program's MPI_Finalize, but not in mpi4py's, after the end of the interpreter.
         _keyval = MPI.Comm.Create_keyval(delete_fn=lambda *_: leave("called MPI.Finalize()"))
         MPI.COMM_SELF.Set_attr(_keyval, True)
 

@@ -37,14 +37,15 @@ Tensor = Any
 _SUMS = (RedOpType.SUM, RedOpType.AVG)
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-pass_through(_TORCH + "autograd" + os.sep, _TORCH + "_tensor.py")  # a call is the program's: its own, or its backward()
+# Call sites are lines of the program: of the call, or of backward().
+pass_through(_TORCH + "autograd" + os.sep, _TORCH + "_tensor.py")
 
 
 def all_reduce(tensor: Tensor, op: RedOpType = ReduceOp.SUM, group: Any = None) -> Tensor:
     """Return the reduction of ``tensor`` over all members.
 
     Args:
-        tensor: this rank's; all of one shape and dtype.
+        tensor: this rank's tensor; all members pass one shape and dtype.
         op: as in :func:`mpicoll.all_reduce`; SUM and AVG have gradients.
         group: the group; default the world.
 
@@ -101,10 +102,10 @@ def broadcast(tensor: Tensor, src: int, group: Any = None) -> Tensor:
 
 
 def reduce(tensor: Tensor, dst: int, op: RedOpType = ReduceOp.SUM, group: Any = None) -> Tensor:
-    """Return the reduction of ``tensor`` over all members on one rank; on others the tensor, without a gradient of its own.
+    """Return the reduction of ``tensor`` over all members on one rank; on other ranks the tensor, without a gradient of its own.
 
     Args:
-        tensor: this rank's; all of one shape and dtype.
+        tensor: this rank's tensor; all members pass one shape and dtype.
         dst: global rank of the destination.
         op, group: as in :func:`all_reduce`.
 
@@ -117,10 +118,10 @@ def reduce(tensor: Tensor, dst: int, op: RedOpType = ReduceOp.SUM, group: Any = 
 
 
 def gather(tensor: Tensor, dst: int = 0, group: Any = None) -> tuple[Tensor, ...]:
-    """Return the tensors of all members on one rank; on others as many tensors of zeros, without gradients of their own.
+    """Return the tensors of all members on one rank; on other ranks as many tensors of zeros, without gradients of their own.
 
     Args:
-        tensor: this rank's; all of one shape and dtype.
+        tensor: this rank's tensor; all members pass one shape and dtype.
         dst: global rank of the destination.
         group: the group; default the world.
 
@@ -133,7 +134,7 @@ def gather(tensor: Tensor, dst: int = 0, group: Any = None) -> tuple[Tensor, ...
 
 
 def scatter(tensors: list[Tensor], src: int = 0, group: Any = None) -> Tensor:
-    """Return this rank's tensor of the list that one rank has.
+    """Return this rank's tensor of the list of one rank.
 
     Args:
         tensors: one tensor for each member, all of one shape and dtype; on ranks other than the source only shape and dtype
@@ -201,7 +202,7 @@ def _of_a_sum(op: Any) -> None:
 
 
 def _is(rank: int, group: Any) -> bool:
-    """Return whether this rank has a global rank."""
+    """Return whether a global rank is this rank."""
     return get_rank(group) == (rank if group is None else get_group_rank(group, rank))
 
 

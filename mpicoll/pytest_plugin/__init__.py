@@ -1,4 +1,4 @@
-"""Tests on several ranks that fail on all of them, with the failing rank's output, instead of hanging.
+"""Run tests on several ranks: a test fails on all ranks, with the failing rank's output, instead of hanging.
 
 Load the plugin in the top ``conftest.py`` of a test suite, install ``pytest-mpi`` for its marks, and start several ranks::
 
@@ -30,7 +30,7 @@ Then
   has failed) ends the job with a nonzero exit code, the test's name, the ranks that had finished the test, the call of
   mpicoll that each rank waits in and for how long, and every rank's stack;
 - ``collective_raises`` asserts that a block raises on every rank. ``pytest.raises`` would let a rank on which nothing is
-  raised continue alone::
+  raised continue without the other ranks::
 
       from mpicoll.pytest_plugin import collective_raises
 

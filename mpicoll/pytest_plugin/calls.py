@@ -1,4 +1,4 @@
-"""The calls of mpicoll that the ranks of a hanging test wait in."""
+"""Report the calls of mpicoll that the ranks of a hanging test wait in."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def account_of(rank: int, size: int) -> dict[str, Any]:
     """Return this process's calls as JSON data; empty if it has no default group. Never raises.
 
     Args:
-        rank, size: in the world of the plugin, which is the job's.
+        rank, size: of this process in the world of the plugin, which is the world of the job.
     """
-    # Importing waits for a thread that hangs in an import: where these are not there yet nothing has been called.
+    # An import here would wait for a thread that hangs in an import. Without the module the process has made no call.
     job_state = sys.modules.get("mpicoll.diagnosis.job_state")
     try:
         if job_state is None or (known := job_state.current()) is None:
@@ -32,7 +32,7 @@ def lines_of(accounts: Mapping[int, Mapping[str, Any]], silent: Sequence[int]) -
     """Return the report of the calls that the ranks are in, line by line; empty if the library is not used. Never raises.
 
     Args:
-        accounts: for each rank that answered its calls (see :func:`account_of`).
+        accounts: the calls of each rank that answered (see :func:`account_of`).
         silent: ranks that did not answer.
     """
     if not any(accounts.values()):
@@ -56,7 +56,7 @@ def _lines(accounts: Mapping[int, Mapping[str, Any]], silent: Sequence[int]) -> 
             entries.append(Entry(ranks, state="late", problem="has no default group"))
     same = all(account.get("same", True) for account in accounts.values())
     for rank in silent:
-        # Ranks of this node write down where they are, for such as do not answer.
+        # Ranks of this node record where they are, also ranks that do not answer now.
         job_state = sys.modules.get("mpicoll.diagnosis.job_state") if same else None
         seen = job_state.last_seen(rank) if job_state is not None else ""
         entries.append(

@@ -77,7 +77,7 @@ class MultiRank:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         names = [item.nodeid for item in session.items]
         digest = zlib.crc32("\n".join([*names, f"{session.testsfailed} errors"]).encode())
-        self.dog.where = "collected its tests and waited"
+        self.dog.where = "collected its tests and waited for the other ranks"
         self.dog.arm("the collection of tests", self.default_limit, self.native)
         if len(set(self.ranks.gather(struct.pack("q", digest)))) > 1:
             self.in_step = False
@@ -109,7 +109,7 @@ class MultiRank:
             return
         outcome = outcome_of(report)
         before = self.dog.where
-        self.dog.where = f"{outcome} ({report.when}) and waited for the others"
+        self.dog.where = f"{outcome} ({report.when}) and waited for the other ranks"
         if outcome == "failed":
             self.dog.hurry(words_of(report))
         outcomes = self._exchange(f"{report.when} of {item.nodeid}", outcome)
@@ -165,7 +165,7 @@ class MultiRank:
         if not self.in_step:
             return
         if result.excinfo is not None:
-            # Another plugin failed here: this rank raises its error, and the exit status tells the other ranks.
+            # Another plugin failed here: this rank raises its error, and the other ranks get the exit status.
             exitstatus = pytest.ExitCode.INTERNAL_ERROR
         self.dog.where = f"ended its session with exit status {int(exitstatus)}"
         self.dog.arm("the end of the session", self.default_limit, self.native)

@@ -42,7 +42,7 @@ class CollectiveInfo(Generic[E]):
 
     def _ended(self) -> pytest.ExceptionInfo[E]:
         if self.excinfo is None:
-            raise AttributeError("the exception is known when the block of collective_raises has ended")
+            raise AttributeError("the exception is known only after the block of collective_raises has ended")
         return self.excinfo
 
     @property
@@ -52,12 +52,12 @@ class CollectiveInfo(Generic[E]):
 
     @property
     def type(self) -> type[E]:
-        """Its class."""
+        """The class of the exception."""
         return self._ended().type
 
     @property
     def tb(self) -> TracebackType:
-        """Its traceback."""
+        """The traceback of the exception."""
         return self._ended().tb
 
     def match(self, pattern: str | re.Pattern[str]) -> bool:
@@ -71,21 +71,21 @@ def collective_raises(
 ) -> Block[E]:
     """Assert that the block raises on every rank; otherwise fail on all ranks.
 
-    All ranks enter the block. At its end they exchange how it ended, so that a rank on which nothing was raised does not
-    continue alone to the next call, where it would wait for the ranks that have failed. The failure has a line for each set of
-    ranks whose blocks ended alike::
+    All ranks enter the block, and at its end exchange how it ended. So a rank on which nothing was raised does not continue to
+    its next call, where it would wait for the ranks that have failed. The failure has a line for each set of ranks whose blocks
+    ended in the same way::
 
         with collective_raises(dist.CollectiveMismatchError, match="all_reduce") as caught:
             dist.all_reduce(np.ones(1 + dist.get_rank()))
         assert len({text.replace(" <- this rank", "") for text in caught.per_rank.values()}) == 1
 
-        collective_raises: not every rank raised what it should
+        collective_raises: not every rank raised the expected exception
           ranks 0, 2: CollectiveMismatchError: call 3 on group WORLD (ranks 0-2): its ranks made different calls
           rank 1: nothing raised (CollectiveMismatchError expected)
 
     A rank that has failed, been skipped or returned before the block is named, too, and the other ranks do not wait for it. A
-    rank that never leaves the block exceeds the limit of the test. What is no ``Exception`` (Ctrl-C, ``pytest.skip``) passes
-    through at once.
+    rank that never leaves the block exceeds the limit of the test. An exception that is no ``Exception`` (Ctrl-C,
+    ``pytest.skip``) passes through at once.
 
     Without ``--with-mpi``, and on one rank, the function is ``pytest.raises``.
 
@@ -134,14 +134,14 @@ class Block(Generic[E]):
             self.info.per_rank = {rank: f"{type(value).__name__}: {value}"}
             return bool(done)
         if value is not None and not isinstance(value, (Exception, self._expected)):
-            return False  # the other ranks learn of it at the end of the step
+            return False  # the other ranks learn of the exception at the end of the step
         line, good = self._verdict(value)
         text = "nothing raised" if value is None else f"{type(value).__name__}: {value}"
         members = zlib.crc32(repr(self._ranks).encode())
         text = text[: max(1000, MOST_TEXT // len(self._ranks))]
         mine = {"good": good, "line": line, "text": text, "members": members, "site": self._site}
         before = watchdog.where, watchdog.waits
-        watchdog.where = f"ended the block of collective_raises at {self._site} ({line}) and waited for the others"
+        watchdog.where = f"ended the block of collective_raises at {self._site} ({line}) and waited for the other ranks"
         watchdog.waits = True
         if not good:
             watchdog.hurry(f"{self._site}: {line}\n" + "".join(traceback.format_exception(value) if value else []))
@@ -162,7 +162,7 @@ class Block(Generic[E]):
         raise pytest.fail.Exception(difference(lines)) from (None if good else value)
 
     def _verdict(self, value: BaseException | None) -> tuple[str, bool]:
-        """Return how the block ended in one line, and whether it ended as it should."""
+        """Return how the block ended in one line, and whether it ended as expected."""
         classes = self._expected if isinstance(self._expected, tuple) else (self._expected,)
         expected = " or ".join(each.__name__ for each in classes)
         if value is None:
@@ -185,4 +185,4 @@ def difference(lines: Mapping[int, str]) -> str:
     for rank, line in sorted(lines.items()):
         alike.setdefault(line, []).append(rank)
     rows: Iterable[str] = (f"  {name_ranks(ranks)}: {line}" for line, ranks in alike.items())
-    return "\n".join(["collective_raises: not every rank raised what it should", *rows])
+    return "\n".join(["collective_raises: not every rank raised the expected exception", *rows])

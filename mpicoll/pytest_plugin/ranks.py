@@ -22,7 +22,7 @@ class Ranks:
     """The plugin's own communicator, whose calls are all nonblocking and polled, so that Ctrl-C and the limit take effect.
 
     Attributes:
-        where: returns what this rank does, for ranks that wait for it in a block while it gathers.
+        where: returns what this rank does, for ranks that wait for it in a block while this rank gathers.
     """
 
     def __init__(self) -> None:
@@ -69,8 +69,8 @@ class Ranks:
     def exchange(self, text: str, members: Sequence[int]) -> tuple[dict[int, str], dict[int, str]]:
         """Return the texts of the members, and the places of members that have left the test's step instead.
 
-        Only the members call it. A member that is in no block gathers with all ranks already, and answers from there with its
-        place (see ``where``); so the others can tell that member from one that is late.
+        Only the members call the method. A member that is in no block gathers with all ranks already, and answers from there
+        with its place (see ``where``). So the other members distinguish that member from a late member.
         """
         own = _HERE + text.encode()
         missing = [rank for rank in members if rank != self.rank]

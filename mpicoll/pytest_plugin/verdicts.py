@@ -82,7 +82,7 @@ class PeerRepr:
 
 
 def gist(text: str) -> str:
-    """Return the lines of a failure that say what went wrong, without addresses."""
+    """Return the error lines of a failure, without addresses."""
     lines = [line for line in text.splitlines() if line.startswith("E  ")]
     return re.sub(r"0x[0-9a-f]+", "", "\n".join(lines) or text)
 

@@ -1,4 +1,4 @@
-"""The limit of a test: when it passes, every rank writes its place, one rank prints the places, and the job ends."""
+"""The limit of a test: if it passes, every rank writes its place, one rank prints the places, and the job ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check the names of backends that programs ask for, and warn once in a job about what is not used."""
+"""Check the names of backends that programs ask for, and warn once in a job about arguments that are not used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _warned: set[str] = set()
 
 
 def check_backend(backend: Any, is_first: Callable[[], bool]) -> None:
-    """Raise ValueError unless MPI can serve ``backend``; warn once if another one was asked for.
+    """Raise ValueError unless MPI can serve ``backend``; warn once if another backend was asked for.
 
     Args:
         is_first: returns whether this rank is the one that warns.

@@ -46,7 +46,7 @@ NOWHERE = _Nowhere(_Nowhere.__str__.__code__, 0)
 
 
 def pass_through(*paths: str) -> None:
-    """Let :func:`call_site` skip code at these paths too, which stands between the program and this package."""
+    """Let :func:`call_site` skip code at these paths, too, which is between the program and this package."""
     global _no_places
     _no_places = tuple(dict.fromkeys((*_no_places, *paths)))
 
@@ -68,10 +68,10 @@ def program_level() -> int:
 
 
 def caller(depth: int = 1) -> FrameType:
-    """Return the frame that called the function which calls this one; that function's own frame if C called it.
+    """Return the frame of the caller of the function that calls `caller`; that function's own frame if C called it.
 
     Args:
-        depth: number of frames between the function that calls this one and the wanted frame.
+        depth: number of frames between the function that calls `caller` and the wanted frame.
     """
     try:
         return _frame(depth + 1)

@@ -1,4 +1,4 @@
-"""Facts of the MPI library, and references for ever to memory that it may write after a call was withdrawn.
+"""Hold references to memory that MPI may write after a call was withdrawn; read the name of the MPI library.
 
 A signal handler of the program may raise between any two lines of the library: just after MPI has received a buffer, and before
 any object refers to that buffer.

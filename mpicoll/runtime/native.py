@@ -27,7 +27,7 @@ def _load() -> tuple[Any, str]:
 
 
 found, why_not = _load()
-"""The module, or None and why there is none."""
+"""The module, or None; and the reason if there is none."""
 
 
 def name_of(op: str, dtype: Any) -> str:
@@ -36,5 +36,5 @@ def name_of(op: str, dtype: Any) -> str:
 
 
 def reduce_rows(op: str, rows: Any, size: int, out: Any) -> None:
-    """Reduce ``size`` rows, which stand one behind the other in an array, into another array in the order of the rows."""
+    """Reduce ``size`` rows, which follow each other in an array, into another array in the order of the rows."""
     found.reduce_rows(rows, size, out, name_of(op, out.dtype))

@@ -1,13 +1,14 @@
 """The progress thread: progresses pending requests while the program computes (``MPICOLL_PROGRESS=thread``).
 
-Without it they progress in waits of the library only, so most of the data of an asynchronous call moves in its ``wait``.
+Without the thread requests progress only in waits of the library, so most of the data of an asynchronous call moves in its
+``wait``.
 
 The thread progresses requests as a wait does, and nothing else. It reads no messages of the board and watches no limit. It counts
-neither as a thread of the program nor as waiting, so a rank that computes is no more blocked than without it. The error of
-a request is stored for its own ``wait``. If another thread has just begun to wait, it pauses, since that thread progresses
-all requests.
+neither as a thread of the program nor as waiting, so it does not change whether a rank counts as blocked. The error of
+a request is stored for its own ``wait``. If another thread has just begun to wait, the progress thread pauses, since a wait
+progresses all requests.
 
-It is started with the first request, sleeps in a queue while none is pending, and is ended before MPI is finalised.
+The thread is started with the first request, sleeps while no request is pending, and is ended before MPI is finalised.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ STAND_BACK = 1e-3
 NAP_SHARE = 1 / 50
 MOST_AT_ONCE = 128
 ENDS_WITHIN = 2.0
-"""Seconds for which others wait for the thread: a callback of the program may run in it, and not return."""
+"""Seconds for which other threads wait for the thread: a callback of the program may run in it, and not return."""
 
 
 def nap(waited: float, moves: bool) -> float:
@@ -42,7 +43,7 @@ def nap(waited: float, moves: bool) -> float:
 
     Args:
         waited: seconds since a request was last completed or started.
-        moves: a transfer is on its way, which takes steps, one or a few a poll.
+        moves: whether a transfer is pending, which takes one step or a few steps a poll.
     """
     if moves:
         return MOVING_NAP
@@ -98,7 +99,7 @@ class ProgressThread:
 
     def begun(self, operation: Operation) -> None:
         """Add a request that was started; never wait."""
-        # By a weak reference: it goes, with its arrays, when its wait is over. MPI may get memory of the program's current GPU.
+        # A weak reference: the request is freed, with its arrays, when its wait is over. MPI may get memory of the current GPU.
         device: int | None = None
         with suppress(Exception):  # the device has failed: raised where its elements are needed
             device = self._current_device()
@@ -170,7 +171,7 @@ class ProgressThread:
         return device if wanted is None else wanted
 
     def _look(self, operations: list[_Ref]) -> list[_Ref]:
-        """Progress requests, of very many the first ones and a window of the rest; return those that are not over."""
+        """Progress requests, of very many the first ones and a window of the rest; return requests that are not over."""
         looked = operations
         if len(operations) > MOST_AT_ONCE:
             half = MOST_AT_ONCE // 2
@@ -187,7 +188,7 @@ def _goes_on(operation: Operation | None) -> bool:
 
 
 def _advance(operation: Operation | None) -> None:
-    """Progress a request; its error is its own."""
+    """Progress a request; the request holds its error."""
     if operation is None or operation.group.broken is not None:
         return
     try:
@@ -203,7 +204,7 @@ _locked = threading.local()
 
 
 def _before_fork() -> None:
-    """Fork between two polls, so that no request is half progressed in the child."""
+    """Wait for the end of a poll before a fork, so that no request is half progressed in the child."""
     thread = waiting.progress_thread
     _locked.by = (
         thread._polling if isinstance(thread, ProgressThread) and thread._polling.acquire(timeout=ENDS_WITHIN) else None

@@ -54,7 +54,7 @@ def to_seconds(value: float | int | timedelta, name: str = "timeout") -> float:
 
 
 def need_integer(value: Any, name: str) -> None:
-    """Raise TypeError, which names the parameter, unless the value is an integer; bools are none."""
+    """Raise TypeError, which names the parameter, unless the value is an integer; a bool is none."""
     if not hasattr(value, "__index__") or isinstance(value, bool):
         raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
 
@@ -163,7 +163,7 @@ class Settings:
         _one_of(EXTENSION),
         "auto",
         "auto or off",
-        "whether the ranks of a node use shared memory, which the C extension does: if all have it, or never (then MPI)",
+        "whether the ranks of a node use shared memory, by the C extension: if all ranks have it, or never (then MPI)",
     )
     progress: Progress = _setting(
         _one_of(PROGRESS),
@@ -198,7 +198,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         try:
             values[setting.field] = setting.parse(text)
         except (KeyError, ValueError):
-            message = f"{setting.variable}={text!r} is not a value it takes ({setting.values})"
+            message = f"{setting.variable}={text!r} is no valid value ({setting.values})"
             raise ValueError(message) from None
     if asked_level is not None:
         values["check"] = asked_level
@@ -220,4 +220,4 @@ def warn_caller(message: str) -> None:
 
 def _unknown(name: str, known: set[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    return f"{name} is not a variable of this version of mpicoll; the nearest it knows is {near[0]}"
+    return f"{name} is not a variable of this version of mpicoll; the nearest known variable is {near[0]}"

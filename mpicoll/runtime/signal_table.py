@@ -10,7 +10,7 @@ from typing import Any
 try:
     import ctypes
 
-    # Only main threads call it. Giving the interpreter lock away would take longer than the call.
+    # Only main threads call it. To release the interpreter lock would take longer than the call.
     _sigaction: Any = ctypes.PyDLL(None).sigaction
 except (ImportError, OSError, AttributeError):
     _sigaction = None
@@ -113,7 +113,7 @@ class ReplacedHandlers(dict[int, tuple[Any, bytes | None, int | None]]):
         self._handler = handler
 
     def is_set(self, number: int) -> bool:
-        """Return whether the library's handler is a signal's handler now; any thread may ask."""
+        """Return whether the library's handler is a signal's handler now; any thread may call the method."""
         return bool(get_handler(number) == self._handler)
 
     def replace(self, number: int) -> None:

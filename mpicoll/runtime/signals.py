@@ -1,4 +1,4 @@
-"""Signals inside calls of the library: each is delivered where it can be answered.
+"""Deliver signals that arrive inside calls of the library at points where the call can answer them.
 
 One mechanism (``signal_table.ReplacedHandlers``) replaces handlers in three modes:
 
@@ -7,7 +7,7 @@ One mechanism (``signal_table.ReplacedHandlers``) replaces handlers in three mod
 - *defer* (:class:`SignalShield`): handlers of the program run when the call may be withdrawn, or when it ends;
 - *note* (:class:`SignalNotes`): signals are recorded until a step on which the ranks agree.
 
-No MPI is needed here. The waiting loop asks :data:`guard` and :data:`shield` in each of its steps.
+The module needs no MPI. The waiting loop asks :data:`guard` and :data:`shield` in each of its steps.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class DeferredInterrupt:
 
     In the program's own code a Ctrl-C raises KeyboardInterrupt as always. Inside a call it is noted. The waiting loop sees the
     note within one poll, withdraws the call, and raises the exception. What a signal handler of the program raises inside the
-    waiting loop is treated alike.
+    waiting loop is treated in the same way.
 
     Attributes:
-        noted: what is still to be raised in the main thread.
-        installed: Ctrl-C is handled here.
-        waits: the main thread is in a wait that is long enough to answer signals.
+        noted: the exception that is still to be raised in the main thread.
+        installed: whether the object handles Ctrl-C.
+        waits: whether the main thread is in a wait that is long enough to answer signals.
         inside: code of functions that count as calls without entering (entering takes time); the stack is searched for them.
     """
 
@@ -73,7 +73,7 @@ class DeferredInterrupt:
             self.installed = True
 
     def uninstall(self) -> None:
-        """Restore Python's handler of SIGINT, if ours is still installed."""
+        """Restore Python's handler of SIGINT, if the library's is still installed."""
         if self.installed and get_ident() == _main_ident:
             if signal.getsignal(signal.SIGINT) == self._handle:
                 exchange(signal.SIGINT, signal.default_int_handler)
@@ -85,7 +85,7 @@ class DeferredInterrupt:
         return len(self._entered)
 
     def _prune(self, frame: FrameType) -> None:
-        """Drop frames that are no longer on the stack: a handler may raise as its frame leaves.
+        """Drop frames that are no longer on the stack: a handler may raise when its frame ends.
 
         Python also runs handlers between the end of a block and the first line of ``__exit__``.
         """
@@ -108,7 +108,7 @@ class DeferredInterrupt:
         self.noted = KeyboardInterrupt()
 
     def arm(self) -> None:
-        """Note the signals of ``ENDING`` until :meth:`disarm`, if nobody handles them.
+        """Note the signals of ``ENDING`` until :meth:`disarm`, if the program does not handle them.
 
         Only while this rank waits. In the program's own code and inside MPI these signals end the process at once.
         """
@@ -126,7 +126,7 @@ class DeferredInterrupt:
                 self._armed.restore_all()
 
     def ignore_news(self) -> None:
-        """Ignore MPICH's signal that a rank has died: this rank knows."""
+        """Ignore MPICH's signal that a rank has died, which this rank knows already."""
         if self.installed and get_ident() == _main_ident:
             if signal.SIGUSR1 in self._armed:
                 self._armed.restore(signal.SIGUSR1, signal.SIG_IGN)
@@ -172,12 +172,12 @@ class DeferredInterrupt:
                 self.answer(value)
 
     def answer(self, value: BaseException | None) -> None:
-        """Raise what was noted, at the end of the outermost call of the library, which ends with ``value``."""
+        """Raise the noted exception at the end of the outermost call of the library, which ends with ``value``."""
         if self.noted is not None and not self._entered and get_ident() == _main_ident:
             noted, self.noted = self.noted, None
             if not isinstance(noted, Terminated):
                 raise noted from value
-            if value is None:  # else the error of the call says more, such as which rank has died
+            if value is None:  # else the error of the call has more facts, such as which rank has died
                 self.end(noted)
 
     def note(self, reason: BaseException) -> bool:
@@ -188,7 +188,7 @@ class DeferredInterrupt:
         return True
 
     def pop(self) -> BaseException | None:
-        """Remove and return what the main thread has to answer, or None."""
+        """Remove and return the exception that the main thread has to answer, or None."""
         if self.noted is None or get_ident() != _main_ident:
             return None
         noted, self.noted = self.noted, None
@@ -214,9 +214,9 @@ class SignalShield:
     """Prevents handlers of the program from raising between the agreement on a call and its transfer.
 
     A rank that does not enter a transfer to which all ranks have agreed leaves the other ranks inside MPI, where nothing can be
-    answered. So a note replaces the program's handlers. They run where the rank may still withdraw (in the waiting loop), or
-    when the call is over. To block the signals would not help: another thread of the process may receive them, and Python
-    runs the handler in the main thread all the same.
+    answered. So a handler that records the signal replaces the program's handlers. These run in the waiting loop, in which the
+    rank may still withdraw, or when the call is over. To block the signals would not help: another thread of the process may
+    receive them, and Python runs the handler in the main thread in any case.
     """
 
     __slots__ = ("_depth", "_none_to_replace", "_noted", "_replaced")
@@ -225,7 +225,7 @@ class SignalShield:
         self._depth = 0
         self._replaced = ReplacedHandlers(self._note)
         self._noted: list[tuple[Callable[[int, FrameType | None], Any], int, FrameType | None]] = []
-        self._none_to_replace: tuple[Any, ...] = ()  # what `_handlers` returned when last none was the program's
+        self._none_to_replace: tuple[Any, ...] = ()  # the last result of `_handlers` without a handler of the program
 
     @property
     def up(self) -> bool:
@@ -264,7 +264,7 @@ class SignalShield:
             self._none_to_replace = found
 
     def _restore(self) -> None:
-        """Restore the program's handlers, and run those whose signals have come: all, whatever one of them raises."""
+        """Restore the program's handlers, and run those whose signals have arrived: all, even if one of them raises."""
         try:
             self._replaced.restore_all()
             self.deliver()
@@ -284,7 +284,7 @@ class SignalShield:
             self._noted.append((self._replaced[number][0], number, frame))
 
     def deliver(self) -> None:
-        """Run the handlers of the signals that have come; what they raise is raised here."""
+        """Run the handlers of the signals that have arrived; raise their exceptions."""
         while self._noted and get_ident() == _main_ident:
             handler, number, frame = self._noted.pop(0)
             handler(number, frame)
@@ -294,7 +294,7 @@ class SignalNotes:
     """Signals that are answered at a step on which the ranks agree: before that step they are only recorded.
 
     Attributes:
-        came: when each of them first came (time.monotonic).
+        came: when each signal first arrived (time.monotonic).
         unanswered: the same for signals that no step has answered.
     """
 
@@ -321,18 +321,18 @@ class SignalNotes:
 
     @property
     def watched(self) -> bool:
-        """Whether a listener hears of SIGTERM, and ends the process if no step is to answer the signal."""
+        """Whether a listener receives SIGTERM, and ends the process if no step is to answer the signal."""
         return self._listener is not None
 
     def has(self, number: int) -> bool:
-        """Return whether a signal is noted now; any thread may ask."""
+        """Return whether a signal is noted now; any thread may call the method."""
         return self._replaced.is_set(number)
 
     def watch(self, listener: Callable[[bool], None]) -> bool:
-        """Have ``listener`` called in the main thread when SIGTERM comes; return False if the program handles SIGTERM.
+        """Call ``listener`` in the main thread when SIGTERM arrives; return False if the program handles SIGTERM.
 
         Args:
-            listener: given whether the signal is to end the process.
+            listener: called with whether the signal is to end the process.
         """
         number = signal.SIGTERM
         if get_ident() != _main_ident or not (number in self._replaced or unhandled(number)):
@@ -355,11 +355,11 @@ class SignalNotes:
         return not self._users.get(number) or (number == signal.SIGTERM and now - first > self.AGAIN_AFTER)
 
     def start(self, numbers: tuple[int, ...], *, free: bool) -> tuple[int, ...]:
-        """Note these signals from now on; return those that are noted. The main thread calls it.
+        """Note these signals from now on; return those that are noted. The main thread calls the method.
 
         Args:
             numbers: the signals.
-            free: only those that nobody handles.
+            free: note only signals that the program does not handle.
         """
         noted = []
         for number in numbers:
@@ -372,7 +372,7 @@ class SignalNotes:
         return tuple(noted)
 
     def stop(self, numbers: tuple[int, ...]) -> None:
-        """End one use of these signals; restore those that have no other use."""
+        """End one use of these signals; restore signals that have no other use."""
         for number in numbers:
             self._users[number] -= 1
             if not self._users[number]:
@@ -394,7 +394,7 @@ class SignalNotes:
             self._answered.discard(number)
 
     def agreed(self, number: int) -> None:
-        """Record that a step has answered a signal, which may have come to other ranks only, or comes here later."""
+        """Record that a step has answered a signal, which may have reached only other ranks, or reaches this rank later."""
         self._answered.add(number)
         self.unanswered.pop(number, None)
 
@@ -436,7 +436,7 @@ class SignalNotes:
 def end_by(number: int) -> None:
     """End the process by a signal, like a process that does not handle it."""
     if get_ident() == _main_ident:
-        put(number, signal.SIG_DFL, None)  # a handler of MPI would not end it
+        put(number, signal.SIG_DFL, None)  # a handler of MPI would not end the process
         flush_streams()
     elif not set_default_effect(number):
         os._exit(128 + number)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
-REASON = "it talks to other ranks"
+REASON = "it communicates with other ranks"
 
 _left: set[str] = set()
 _strategy: Any = None
@@ -36,7 +36,7 @@ def _functions(module: ModuleType) -> Iterator[FunctionType]:
         found = (value,) if not isinstance(value, type) else tuple(vars(value).values())
         for each in found:
             function = getattr(each, "fget", None) or getattr(each, "__func__", each)
-            # Of a decorated one the compiler sees the wrapper, and the function that it wraps.
+            # Of a decorated function the compiler sees the wrapper, and the function that it wraps.
             while isinstance(function, FunctionType):
                 yield function
                 function = getattr(function, "__wrapped__", None)
@@ -56,6 +56,6 @@ def _found_strategy() -> bool:
         frames = sys.modules["torch"]._C._dynamo.eval_frame
         skip = frames._FrameAction.SKIP
         _strategy = frames, frames._FrameExecStrategy(skip, skip)
-    except (AttributeError, KeyError, TypeError):  # a torch that has it not, or calls it otherwise
+    except (AttributeError, KeyError, TypeError):  # this torch has no such function, or another name for it
         return False
     return True

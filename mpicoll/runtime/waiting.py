@@ -1,6 +1,6 @@
 """The only loop of the package that waits: clock, back-off, limit, signals, stall notice, progress of all pending requests.
 
-It needs no MPI. A caller passes ``test``, a function that makes progress and returns whether the wait is over, and a
+The loop needs no MPI. A caller passes ``test``, a function that makes progress and returns whether the wait is over, and a
 :class:`WaitPolicy` with the limit and the reactions.
 
 Back-off: measured on two cores with five ranks beside a busy process, a loop that only yields takes 9 ms an operation, and a
@@ -80,7 +80,7 @@ class WaitPolicy(Protocol):
         """Return the error of a wait that passed its limit."""
 
     def withdraw(self, reason: BaseException) -> None:
-        """Withdraw from the call: tell the peers, and mark the group broken."""
+        """Withdraw from the call: inform the peers, and mark the group broken."""
 
 
 class Pollable(Protocol):
@@ -91,7 +91,7 @@ class Pollable(Protocol):
 
 
 Steps = Generator[Pollable, None, Any]
-"""What goes on in several steps: yields what has to complete next."""
+"""A task of several steps: yields the request that has to complete next."""
 
 
 class Condition:
@@ -123,7 +123,7 @@ class BackgroundProgress(Protocol):
         """Add a request that was started; never wait."""
 
     def resting(self) -> AbstractContextManager[object]:
-        """Return a block in which it progresses nothing."""
+        """Return a context manager, inside whose block the thread progresses no request."""
 
     def stop(self) -> None:
         """End the thread, until a request is started again."""
@@ -136,7 +136,7 @@ _services: list[Callable[[], None]] = []
 
 
 def add_service(service: Callable[[], None]) -> None:
-    """Call ``service`` every few milliseconds in every long wait (it answers questions of other ranks)."""
+    """Call ``service`` every few milliseconds in every long wait (a service answers questions of other ranks)."""
     if service not in _services:
         _services.append(service)
 
@@ -183,7 +183,7 @@ _transfers_until = 0.0
 
 
 def transfer_hint(nbytes: int) -> None:
-    """Record that a transfer of ``nbytes`` was posted: as long as it may take, waits only yield.
+    """Record that a transfer of ``nbytes`` was posted: while it may last, waits only yield.
 
     A nonblocking transfer goes on in steps, one or a few a poll. A sleep that grows with the time waited would stretch each
     step by the time of all earlier steps. Open MPI 5.0's Ireduce of 64 MiB on two ranks takes 0.1 s if it is polled without
@@ -195,7 +195,7 @@ def transfer_hint(nbytes: int) -> None:
 
 
 def transfers_until() -> float:
-    """Return until when a transfer of :func:`transfer_hint` may be on its way (time.monotonic)."""
+    """Return until when a transfer of :func:`transfer_hint` may be pending (time.monotonic)."""
     return _transfers_until
 
 
@@ -224,7 +224,7 @@ def wait(test: Callable[[], bool], policy: WaitPolicy) -> None:
     """Wait until ``test()`` is true; raise the error of ``policy`` if that is impossible, or takes too long.
 
     Args:
-        test: makes progress, and returns whether the wait is over; its own failures are :class:`DistError`.
+        test: makes progress, and returns whether the wait is over; its failures raise :class:`DistError`.
         policy: the limit and the reactions of this wait.
 
     Raises:
@@ -255,7 +255,7 @@ def wait_long(
     """Wait after the first polls: back off, serve, and watch the limit.
 
     Args:
-        reason: why this rank already wants to withdraw.
+        reason: the exception for which this rank already wants to withdraw.
     """
     try:
         _wait_long(test, policy, reason, clock, sleep)

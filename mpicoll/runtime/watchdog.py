@@ -1,8 +1,8 @@
 """The watchdog: a thread that reports, and ends the process, if a blocking MPI call cannot end.
 
-It sleeps, and never calls MPI. The waiting loop handles everything that can be polled. A blocking MPI call is entered only after
-all members have agreed to it. But an agreement is a promise, not a fact: a peer may be stopped, or die, between the two. If
-the limit has passed, or if a member on this node is dead or has given the group up, the watchdog reports and ends the process.
+The thread sleeps, and never calls MPI. The waiting loop handles everything that can be polled. A blocking MPI call is entered
+only after all members have agreed to it. But a peer may be stopped, or die, between the agreement and the call. If the limit
+has passed, or if a member on this node is dead or has given the group up, the watchdog reports and ends the process.
 
 The same thread writes to the node board where this rank is, also while the program computes, or sleeps in a call that is not
 the library's.
@@ -61,7 +61,7 @@ def start(*, deadly: bool) -> None:
     """Start the thread, once.
 
     Args:
-        deadly: it may end the process (never as a guest in another program).
+        deadly: whether the thread may end the process (never with ``on_failure="raise"``).
     """
     global _thread, _deadly
     _deadly = deadly
@@ -72,7 +72,7 @@ def start(*, deadly: bool) -> None:
 
 
 def watch(death: Callable[[], str]) -> None:
-    """Start a thread that prints what ``death`` returns: it blocks until a rank of this node dies; "" ends the thread."""
+    """Start a thread that prints the text of ``death``, which blocks until a rank of this node dies; "" ends the thread."""
 
     def run() -> None:
         while text := death():
@@ -101,7 +101,7 @@ def verdict(now: float, call: Native, hopeless_since: dict[float, float], *, rea
         now: time.monotonic.
         call: the call.
         hopeless_since: when each call (by its time of entry) was first found hopeless; this function updates it.
-        readable: the call can be described; else only its limit counts.
+        readable: whether the call can be described; else only its limit counts.
     """
     since = call.since
     inside = now - since

@@ -47,7 +47,7 @@ def test_a_value_that_it_does_not_take() -> None:
     """
     job = run_job(program, 2, limit=30)
     assert not job.timed_out, job
-    assert "ValueError MPICOLL_PROGRESS='always' is not a value it takes (none or thread)" in job.out[1], job
+    assert "ValueError MPICOLL_PROGRESS='always' is no valid value (none or thread)" in job.out[1], job
     assert "MPICOLL_PROGRESS='always'" in " ".join(job.out[0].split()), job
 
 

@@ -132,7 +132,7 @@ def test_hang_on_one_rank_ends_the_job(suite: Suite) -> None:
     assert result.seconds < 30
     assert "test_it.py::test_waits was not over on all ranks within its limit of 2 s" in result.stderr
     assert "rank 1: did not finish the test" in result.stderr
-    assert "ranks 0, 2: passed (call) and waited for the others" in result.stderr
+    assert "ranks 0, 2: passed (call) and waited for the other ranks" in result.stderr
     assert re.search(r"\[rank 1\] .*test_it.py.*in test_waits", result.stderr)
     assert result.stderr.count("the job ends here") == 1
     assert not result.left_running
@@ -334,11 +334,11 @@ def test_a_block_that_does_not_raise_on_all_ranks_fails_on_all(suite: Suite) -> 
         ],
         [
             "ranks 0-1: ValueError: right",
-            "rank 2: did not end this block: failed (call) and waited for the others",
+            "rank 2: did not end this block: failed (call) and waited for the other ranks",
         ],
         [
             "ranks 0, 2: ValueError: right",
-            "rank 1: did not end this block: skipped (call) and waited for the others",
+            "rank 1: did not end this block: skipped (call) and waited for the other ranks",
         ],
     ]
     assert result.out[0].count("failed on ranks 0-2") == 4
@@ -397,8 +397,8 @@ def test_a_rank_that_stays_in_the_block_is_ended_by_the_limit(suite: Suite) -> N
     text = result.stderr
     assert "test_stays was not over on all ranks within a third of its limit of 6 s after a rank had failed" in text
     block = "ended the block of collective_raises at test_it.py:17"
-    assert f"  rank 0: {block} (ValueError: right) and waited for the others" in text
-    assert f"  rank 2: {block} (nothing raised (ValueError expected)) and waited for the others" in text
+    assert f"  rank 0: {block} (ValueError: right) and waited for the other ranks" in text
+    assert f"  rank 2: {block} (nothing raised (ValueError expected)) and waited for the other ranks" in text
     assert "[rank 2] test_it.py:17: nothing raised (ValueError expected)" in text
     assert re.search(r"rank 1: recv float64\[2\] from rank 0 tag 0 at test_it.py:21, waited [\d.]+ s", text)
     assert re.search(r"ranks 0, 2: in no call of mpicoll", text)

@@ -32,13 +32,13 @@ def test_unknown_values_name_the_variable_and_what_it_takes() -> None:
     """A value that a variable does not take is a ValueError."""
     for variable in ("MPICOLL_TIMEOUT", "MPICOLL_STALL_WARN", "MPICOLL_EXIT_GRACE"):
         for text in ("", "soon", "0", "-1", "nan", "1s"):
-            with pytest.raises(ValueError, match=rf"{variable}={text!r} is not a value it takes \(seconds > 0\)"):
+            with pytest.raises(ValueError, match=rf"{variable}={text!r} is no valid value \(seconds > 0\)"):
                 read_settings({variable: text})
     for text in ("", "2", "maybe"):
         with pytest.raises(ValueError, match="0 or 1"):
             read_settings({"MPICOLL_STRICT": text})
     for text in ("", "0", "on", "none", "full,roll"):
-        with pytest.raises(ValueError, match=rf"MPICOLL_CHECK={text!r} is not a value it takes \(full, roll or off\)"):
+        with pytest.raises(ValueError, match=rf"MPICOLL_CHECK={text!r} is no valid value \(full, roll or off\)"):
             read_settings({"MPICOLL_CHECK": text})
 
 
@@ -50,8 +50,8 @@ def test_unknown_names_warn_once_with_the_nearest() -> None:
     assert len(seen) == 1
     text = str(seen[0].message)
     assert "MPICOLL_TIMEOT is not a variable" in text
-    assert "nearest it knows is MPICOLL_TIMEOUT" in text
-    assert "nearest it knows is MPICOLL_STRICT" in text
+    assert "nearest known variable is MPICOLL_TIMEOUT" in text
+    assert "nearest known variable is MPICOLL_STRICT" in text
 
 
 def test_unknown_names_are_errors_when_strict() -> None:
