@@ -51,8 +51,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "slurm-script",
         help="print a batch script for this Slurm cluster",
-        description="Print an sbatch script that starts a Python script with this interpreter, in the way in which this "
-        "Slurm (srun --mpi=list) can start the MPI that mpi4py loads here.",
+        description="Print an sbatch script that starts a Python script with this interpreter, as this Slurm "
+        "(srun --mpi=list) can start the MPI that mpi4py loads here.",
         epilog="Submit the script with: sbatch FILE. The exit code is 1 if no way is known to start this MPI here; the script "
         "is printed in this case, too. slurm/ in the repository has commented templates for more kinds of jobs.",
         usage="mpicoll slurm-script [options] script.py [args ...]\n"

@@ -27,8 +27,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "tune",
         help="measure which engine is faster on this machine, for all later programs",
-        description="Time every collective through MPI and through shared memory, and write the sizes for which shared memory "
-        "is faster to a file that init_process_group reads on rank 0. With -n the command starts a job on this machine; "
+        description="Time every collective through MPI and through shared memory. Write the sizes for which shared memory "
+        "is faster to a file, which init_process_group reads on rank 0. With -n the command starts a job on this machine; "
         "without it every rank of a job on one node runs the command.",
     )
     parser.add_argument("-n", "--nprocs", type=int, metavar="N", help="start N ranks on this machine")

@@ -316,7 +316,7 @@ class Job:
                     if streams is not None:
                         streams.show_unfinished()
                 except BrokenPipeError:
-                    self.stop(128 + signal.SIGPIPE)  # the reader of the output has gone (mpicoll run ... | head)
+                    self.stop(128 + signal.SIGPIPE)  # the reader of the output has ended (mpicoll run ... | head)
                 if ended and not events:
                     break  # a process outside the job still has the launcher's pipes open
                 if self.options.timeout is not None and time.monotonic() - begun > self.options.timeout:

@@ -15,7 +15,7 @@ RUN_DIR = "MPICOLL_RUN_DIR"
 _where: str | None = None  # the directory, after scrub() has removed it from the environment
 
 # The shell script that runs every rank. A plain shell costs about 1 ms. The shell is in the rank's process group, so signals
-# that launchers send to the group reach the rank itself, and the shell survives them and records how the rank ended.
+# that launchers send to the group reach the rank itself. The shell survives these signals and records how the rank ended.
 # SIGUSR1 is ignored unless the program handles it: MPICH's mpiexec sends it to all ranks when one has died.
 # If the directory is missing (on another host), the rank runs as without the script.
 WRAPPER = """\

@@ -120,7 +120,7 @@ def how(mpi: str, listed: Iterable[str], environ: Mapping[str, str] | None = Non
         # Without the variable every rank under srun is a world of size 1.
         # https://www.intel.com/content/www/us/en/docs/mpi-library/developer-guide-linux/current/job-schedulers-support.html
         if pmi2 and (environ or {}).get("I_MPI_PMI_LIBRARY"):
-            return Way(pmi2, "Intel MPI speaks PMI-2 through I_MPI_PMI_LIBRARY")
+            return Way(pmi2, "Intel MPI uses PMI-2 through I_MPI_PMI_LIBRARY")
         return Way(None, "Intel MPI needs I_MPI_PMI_LIBRARY=.../libpmi2.so and the plugin pmi2 to be started by srun")
     if mpi_family(mpi) == "mpich":
         name = "MVAPICH" if "mvapich" in text else "MPICH"
@@ -129,7 +129,7 @@ def how(mpi: str, listed: Iterable[str], environ: Mapping[str, str] | None = Non
         if re.search(r"--with-pmix\b|--with-pmi=\S*pmix", text):
             why = f"this {name} was built for PMIx"
             return Way(pmix, why) if pmix else Way(None, f"{why} and srun offers {offered}")
-        return Way(pmi2, f"{name} speaks PMI-2") if pmi2 else Way(None, f"{name} needs pmi2 and srun offers {offered}")
+        return Way(pmi2, f"{name} uses PMI-2") if pmi2 else Way(None, f"{name} needs pmi2 and srun offers {offered}")
     return Way(None, f"it is not known which of srun's plugins ({offered}) this MPI works with")
 
 
@@ -147,5 +147,5 @@ def _open_mpi(mpi: str, pmix: str | None, offered: str) -> Way:
     name = f"Open MPI {major}" if found else "this Open MPI"
     # PMI-2 is not used: Open MPI 5 has no code for it; up to version 4 only a build --with-pmi has, which no output shows.
     if pmix and major >= 2:
-        return Way(pmix, f"{name} speaks PMIx")
+        return Way(pmix, f"{name} uses PMIx")
     return Way(None, f"{name} needs PMIx and srun offers {offered}")

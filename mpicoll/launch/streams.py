@@ -121,7 +121,7 @@ class Streams:
                     lines, sink = self._lines[descriptor]
                     write_all(sink, lines.feed(data))
             except OSError:
-                pass  # the pipe is empty, or nobody reads this process's output any more
+                pass  # the pipe is empty, or the reader of this process's output has ended
             self._end(descriptor)
         for inner in self._inner_ends:
             os.close(inner)

@@ -70,7 +70,7 @@ SRUN_PMIX = Message(
 OUTER_PMIX = Message(
     "mpiexec was started inside a job of another launcher, which left PMIX_NAMESPACE in the environment, and {library} would "
     "abort in MPI_Init. Start the job with {run}, which cleans the environment",
-    "mpiexec of MPICH 5 inside a job of a launcher that speaks PMIx.",
+    "mpiexec of MPICH 5 inside a job of a launcher that uses PMIx.",
     "use `mpicoll run`, which cleans the environment",
 )
 OTHER_MPI = Message(
@@ -209,7 +209,7 @@ def check_before_mpi(
     if plain_mpich and _major(text) >= 5 and {"PMI_SIZE", "PMIX_NAMESPACE"} <= environ.keys() and not chosen:
         raise LaunchError(_two_interfaces(environ, launcher, text, script))
     if family == "openmpi" and "PMIX_NAMESPACE" not in environ:
-        # Open MPI 5 learns of other ranks from a PMIx server only. Version 4 may speak PMI-2 as well, if it was built for it.
+        # Open MPI 5 learns of other ranks from a PMIx server only. Version 4 may use PMI-2 as well, if it was built for PMI-2.
         # Debian's is not: it aborts under srun, also as a single task ("OMPI was not built with SLURM's PMI support").
         if "Debian" in text and launcher.kind in ("slurm", "slurm-pmi2"):
             raise LaunchError(_mismatch(environ, launcher, text, _ABORT, script, listing))

@@ -4,7 +4,7 @@ Order at the end of a Python program: the excepthook, exit handlers (latest firs
 streams, the clearing of all modules, and last mpi4py's MPI_Finalize, or MPI_Abort if an abort status was set. A failed rank
 ends the job by an abort status, so all other exit handlers have run by then.
 
-Measured with raw mpi4py: a rank that leaves by an exception hangs in MPI_Finalize while other ranks wait for it, and a
+Measured with raw mpi4py: a rank that leaves by an exception hangs in MPI_Finalize while other ranks wait for it. A
 forked child that ends through sys.exit hangs there for ever.
 """
 
@@ -48,7 +48,7 @@ SAY_SO_AFTER = 0.1
 COMPARED_WITHIN = 1.0
 """Seconds for which the ranks compare their last calls, after all have reached their end."""
 
-# MPICH 5.0: if the host of a rank is cut off from mpiexec's host, MPI_Abort prints that it aborts, and then waits for ever
+# MPICH 5.0: if the host of a rank is cut off from mpiexec's host, MPI_Abort prints that it aborts. Then it waits for ever
 # for an answer of the launcher. The library ends the process after this number of seconds.
 _ABORT_LIMIT = 20.0
 
@@ -232,8 +232,8 @@ def _leave_job(endpoint: JobEndpoint, reason: str, grace: float) -> None:
         _await_handlers(board, grace)
         others = [failure for rank, failure in board.failed.items() if rank != board.rank]
         # Each rank has failed by itself and none ends the job. If one ends the job, MPI_Finalize waits for that rank.
-        alone = len(others) == board.size - 1 and all(failure.finalizes for failure in others)
-        if not alone or endpoint.spoiled() or ending.passed_over:
+        all_failed = len(others) == board.size - 1 and all(failure.finalizes for failure in others)
+        if not all_failed or endpoint.spoiled() or ending.passed_over:
             ending.unfinished = True
         return
     if not ending.code:

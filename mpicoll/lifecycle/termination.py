@@ -104,28 +104,30 @@ def _write_decision(ends: bool) -> None:
 
 def _listen(reading: int) -> None:
     """Wait for SIGTERM until the process ends; the function of the thread."""
-    heard: float | None = None  # a SIGTERM that the main thread has not handled
+    arrived: float | None = None  # when a SIGTERM came that the main thread has not handled
     late_reported = False
     while True:
-        since = notes.unanswered.get(signal.SIGTERM, heard)
+        since = notes.unanswered.get(signal.SIGTERM, arrived)
         data = _read(reading, None if since is None else 0.25)
         if not notes.watched:
-            heard = None
+            arrived = None
             continue
         if signal.SIGTERM in data and not _of_main_thread(data) and notes.has(signal.SIGTERM):
             data += _read(reading, MAIN_WITHIN)
             now = time.monotonic()
-            ends = notes.ends_process(signal.SIGTERM, now) or (heard is not None and now - heard > notes.AGAIN_AFTER)
-            # Read once more: the main thread may have handled the signal before the line above, and the program gone on.
+            ends = notes.ends_process(signal.SIGTERM, now) or (
+                arrived is not None and now - arrived > notes.AGAIN_AFTER
+            )
+            # Read once more: the main thread may have handled the signal before the line above, and the program may have gone on.
             data += _read(reading, 0.0)
             if not _of_main_thread(data):
-                heard = now if heard is None else heard
+                arrived = now if arrived is None else arrived
                 data += _ENDS if ends else b""
         if _NOTED[0] in data:
-            heard = None
+            arrived = None
         if _ENDS[0] in data:
             _end()
-        since = notes.unanswered.get(signal.SIGTERM, heard)
+        since = notes.unanswered.get(signal.SIGTERM, arrived)
         if since is None:
             late_reported = False
             continue

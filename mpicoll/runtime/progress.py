@@ -101,7 +101,7 @@ class ProgressThread:
         """Add a request that was started; never wait."""
         # A weak reference: the request is freed, with its arrays, when its wait is over. MPI may get memory of the current GPU.
         device: int | None = None
-        with suppress(Exception):  # the device has failed: raised where its elements are needed
+        with suppress(Exception):  # the device has failed: the error is raised when its elements are needed
             device = self._current_device()
         self._started.put((weakref.ref(operation), device))
         if self._thread is None and self._starting.acquire(blocking=False):
@@ -166,7 +166,7 @@ class ProgressThread:
     def _use(self, device: int | None, wanted: int | None) -> int | None:
         """Set the current device of this thread if it differs from ``device``; return it."""
         if wanted is not None and wanted != device:
-            with suppress(Exception):  # the device has failed: raised where its elements are needed
+            with suppress(Exception):  # the device has failed: the error is raised when its elements are needed
                 self._use_device(wanted)
         return device if wanted is None else wanted
 

@@ -1,6 +1,6 @@
 """Exclude the functions of this package from ``torch.compile``: compiled functions call them as Python.
 
-The compiler follows calls into Python code, and treats arrays of NumPy there as its own tensors, which is wrong for memory that
+The compiler follows calls into Python code, and treats arrays of NumPy there as its own tensors. That is wrong for memory that
 ranks share or that MPI uses. Each function of the package is marked like :func:`torch.compiler.disable` does, without a wrapper
 and without loading the compiler.
 """

@@ -3,7 +3,7 @@
 The loop needs no MPI. A caller passes ``test``, a function that makes progress and returns whether the wait is over, and a
 :class:`WaitPolicy` with the limit and the reactions.
 
-Back-off: measured on two cores with five ranks beside a busy process, a loop that only yields takes 9 ms an operation, and a
+Back-off: measured on two cores with five ranks beside a busy process. A loop that only yields takes 9 ms an operation, and a
 loop that sleeps 0.1 ms takes 0.16 ms. Sleeps add up along the depth of the tree of a collective. So a sleep is always a small
 part of the time already waited.
 """
@@ -187,7 +187,7 @@ def transfer_hint(nbytes: int) -> None:
 
     A nonblocking transfer goes on in steps, one or a few a poll. A sleep that grows with the time waited would stretch each
     step by the time of all earlier steps. Open MPI 5.0's Ireduce of 64 MiB on two ranks takes 0.1 s if it is polled without
-    a sleep, and had not ended after 10 s with sleeps of a five-hundredth of the time waited.
+    a sleep. With sleeps of a five-hundredth of the time waited it had not ended after 10 s.
     """
     global _transfers_until
     if nbytes > SMALLEST_MOVING:

@@ -4,8 +4,8 @@ The thread sleeps, and never calls MPI. The waiting loop handles everything that
 only after all members have agreed to it. But a peer may be stopped, or die, between the agreement and the call. If the limit
 has passed, or if a member on this node is dead or has given the group up, the watchdog reports and ends the process.
 
-The same thread writes to the node board where this rank is, also while the program computes, or sleeps in a call that is not
-the library's.
+The same thread writes to the node board where this rank is, also while the program computes, or sleeps outside the
+library.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def stop() -> None:
 
 
 def forget() -> None:
-    """Reset the module in a forked child, where the thread does not exist."""
+    """Reset the module in a forked child, which has no such thread."""
     global _thread
     _thread = None
     active.clear()

@@ -24,7 +24,7 @@ GREY, LINE, CROWDED = "#e6e8eb", "#5b6470", "#d64541"
 
 
 def matrix(job: JobMap, value: Callable[[Any], float]) -> NDArray[np.float64]:
-    """Return a figure of each measured link in a matrix of nodes, NaN where no link was measured; pure."""
+    """Return a figure of each measured link in a matrix of nodes, NaN for links that were not measured; pure."""
     nodes = len(job.hosts)
     found = np.full((nodes, nodes), np.nan)
     for link in job.links:
@@ -76,7 +76,7 @@ def draw(job: JobMap, path: str) -> None:
             "bandwidth, GB/s: dark is fast",
             "YlGnBu",
         )
-        bottom.supxlabel("on the diagonal within a node, grey where nothing was measured", fontsize=9, color=LINE)
+        bottom.supxlabel("on the diagonal within a node; grey: not measured", fontsize=9, color=LINE)
     figure.savefig(path, dpi=130)
 
 

@@ -101,7 +101,7 @@ def _slow(job: JobMap) -> list[str]:
     usual = median(link.bandwidth for link in links), median(link.latency for link in links)
     slow = [link for link in links if link.bandwidth < usual[0] / 2 or link.latency > 3 * usual[1]]
     return [
-        f"{link_ends(job, link)}: {in_rate(link.bandwidth)} and {in_microseconds(link.latency)}, where the median between "
+        f"{link_ends(job, link)}: {in_rate(link.bandwidth)} and {in_microseconds(link.latency)}; the median between "
         f"nodes is {in_rate(usual[0])} and {in_microseconds(usual[1])}. Measure again, and ask your site about that link"
         for link in slow[:8]
     ]

@@ -92,8 +92,8 @@ def test_command_line_is_light() -> None:
 @pytest.mark.parametrize(
     ("plugins", "library", "words"),
     [
-        (["none", "pmix", "pmi2"], "Open MPI v5.0.11", "--mpi=pmix (Open MPI 5 speaks PMIx)"),
-        (["none", "pmix", "pmi2"], "MPICH Version: 5.0.2", "--mpi=pmi2 (MPICH speaks PMI-2)"),
+        (["none", "pmix", "pmi2"], "Open MPI v5.0.11", "--mpi=pmix (Open MPI 5 uses PMIx)"),
+        (["none", "pmix", "pmi2"], "MPICH Version: 5.0.2", "--mpi=pmi2 (MPICH uses PMI-2)"),
         (["none", "pmi2"], "Open MPI v5.0.11", "not with this MPI: Open MPI 5 needs PMIx and srun offers none, pmi2"),
         (None, "MPICH Version: 5.0.2", "gave no list"),
     ],

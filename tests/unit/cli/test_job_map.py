@@ -158,7 +158,7 @@ def test_slow_links() -> None:
     within = Link((0, 1), (0, 0), 1e-3, 1e6)
     said = warnings(job(5, 1, (*usual, slow, late, within)))
     assert [text.split(":")[0] for text in said] == ["n1 - n2", "n1 - n3"]
-    assert "1 GB/s and 2 us, where the median between nodes is 10 GB/s and 2 us" in said[0]
+    assert "1 GB/s and 2 us; the median between nodes is 10 GB/s and 2 us" in said[0]
     assert warnings(job(5, 1, (usual[0], slow))) == []
 
 

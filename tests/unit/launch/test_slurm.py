@@ -49,7 +49,7 @@ def test_plugins(printed: str, names: list[str]) -> None:
 @pytest.mark.parametrize(
     ("mpi", "printed", "plugin", "reason"),
     [
-        (OPEN_MPI_5, SLURM_22, "pmix", "Open MPI 5 speaks PMIx"),
+        (OPEN_MPI_5, SLURM_22, "pmix", "Open MPI 5 uses PMIx"),
         (OPEN_MPI_5, SLURM_19, "pmix_v2", "Open MPI 5"),
         (OPEN_MPI_5, WITHOUT_PMIX, None, "needs PMIx and srun offers cray_shasta, none, pmi2"),
         (OPEN_MPI_5, "MPI plugin types are...\n\tpmix\n\tpmix_v1\n", None, "needs PMIx"),
