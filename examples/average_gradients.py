@@ -1,10 +1,10 @@
-"""Data-parallel training in its smallest form: every rank has its own part of the data, all have the same model.
+"""Data-parallel training in its smallest form: every rank has its own part of the data, and the same model.
 
     mpicoll run -n 4 examples/average_gradients.py
 
-Fits a line through 1000 noisy points by gradient descent, and ends at a slope near 3 and an intercept near -1. After
-every step the parameters are the same on all ranks, bit for bit, and the same as in one process that has all the
-points, to rounding.
+The program fits a line through 1000 noisy points by gradient descent, and ends at a slope near 3 and an intercept near -1.
+After every step all ranks have the same parameters, bit for bit, and the parameters of one process with all points, up to
+rounding.
 """
 
 import sys

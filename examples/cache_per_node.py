@@ -2,8 +2,8 @@
 
     mpicoll run -n 4 examples/cache_per_node.py
 
-Node-local disks (/tmp here) must be filled on every node, by one rank of each. A slow node delays no other. The same
-code runs before `init_process_group`, and without it, as a single process.
+Node-local disks (/tmp here) must be filled on every node, by one rank of each node. A slow node delays no other node. The
+same code runs before `init_process_group`, and in a single process without a group.
 """
 
 import os

@@ -4,9 +4,9 @@
 
 A plate has given temperatures on its edges; each inner point becomes the mean of its four neighbours, repeatedly, until
 nothing changes. The rows are divided between the ranks. If a signal (SIGUSR1 of `sbatch --signal`, SIGTERM of a
-preemption) reaches any rank, all ranks handle it after the same sweep: they save the state and end. Started again, on
-any number of ranks, the program continues from the file; the file is removed when the result is complete.
-`slurm/requeue.sbatch` is a job for it.
+preemption) reaches any rank, all ranks handle the signal after the same sweep: they save the state and end. Started again, on
+any number of ranks, the program continues from the file, and removes the file when the result is complete.
+`slurm/requeue.sbatch` is a job for this program.
 """
 
 import argparse
@@ -49,11 +49,11 @@ if plate.shape != exact.shape:
     sys.exit(f"{path} is of a plate with {len(plate)} rows: remove it, or give --size {len(plate)}")
 began = sweeps
 bounds = np.linspace(1, size - 1, ranks + 1).astype(int)
-mine = plate[bounds[rank] - 1 : bounds[rank + 1] + 1].copy()  # my rows, and one above and below
+mine = plate[bounds[rank] - 1 : bounds[rank + 1] + 1].copy()  # this rank's rows, and a row above and below
 
 
 def exchange():
-    """Get the row above from the rank above, and the one below from the rank below."""
+    """Get the row above from the rank above, and the row below from the rank below."""
     works = []
     if rank > 0:
         works += [dist.isend(mine[1], rank - 1), dist.irecv(mine[0], rank - 1)]

@@ -1,4 +1,4 @@
-"""Barriers: all ranks wait until the last one has reached the barrier; in a barrier on a group only its members wait.
+"""Barriers: all ranks wait until the last rank has reached the barrier; in a barrier on a group only its members wait.
 
     mpicoll run -n 4 examples/hello_barrier.py
 
@@ -32,9 +32,9 @@ dist.barrier()
 goodbye = time.monotonic()
 print(f"rank {rank} of {world}: goodbye", flush=True)
 if moments_of_all(hello).max() > moments_of_all(goodbye).min():
-    sys.exit(f"rank {rank}: somebody said goodbye before everybody had said hello")
+    sys.exit(f"rank {rank}: a rank said goodbye before all ranks had said hello")
 
-# 2. Some of them. Every rank calls new_group, also one that is not in the group.
+# 2. Some ranks. Every rank calls new_group, also a rank that is not in the group.
 early_birds = list(range(max(1, world - 1)))
 group = dist.new_group(early_birds)
 if rank in early_birds:

@@ -2,9 +2,9 @@
 
     mpicoll run -n 4 examples/mean_variance.py
 
-The shares have different sizes, and each rank reads its share in pieces, so the whole set is never in memory. Pieces
-and ranks are joined by the formula of Chan, Golub and LeVeque (1979), which does not lose digits as the difference of the
-sum of squares and the square of the sum does: the data here are small changes of large numbers.
+The shares have different sizes, and each rank reads its share in pieces, so the whole set is never in memory. The formula of
+Chan, Golub and LeVeque (1979) joins the results of pieces and ranks. The data are small changes of large numbers: the
+difference of the sum of squares and the square of the sum would lose digits.
 """
 
 import sys
@@ -47,7 +47,7 @@ for each in shares:
     whole = join(whole, each)
 count, mean, variance = whole[0], whole[1], whole[2] / whole[0]
 
-# Another way to the number of rows, and here, where there is room, the result from all data at once.
+# Check: another way to the number of rows, and the result from all data at once.
 total = np.array([mine[0]])
 dist.all_reduce(total)
 everything = np.concatenate([data for r in range(size) for data in read(r)])

@@ -1,4 +1,4 @@
-"""Rank 1 does not make a barrier and ends: with most libraries rank 0 waits without end; here it gets an error that names rank 1.
+"""Rank 1 ends without a barrier: with most libraries rank 0 waits without end; here rank 0 gets an error that names rank 1.
 
     mpicoll run -n 2 examples/missing_barrier.py
 

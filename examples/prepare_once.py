@@ -2,9 +2,9 @@
 
     mpicoll run -n 4 examples/prepare_once.py
 
-Rank 0 writes a file of word counts while the other ranks wait; they enter the block when the file is complete, and see
-all of it, also on a shared file system (`publish=`). Then the same with a preparation that fails: every rank gets the
-reason, none hangs, and the program continues.
+Rank 0 writes a file of word counts while the other ranks wait. They enter the block when the file is complete, and see
+the whole file, also on a shared file system (`publish=`). Then a preparation fails: every rank raises an error with
+the reason, and the program continues.
 """
 
 import collections
@@ -42,7 +42,7 @@ print(f"rank {rank}: {len(counts)} words, {turn.value}", flush=True)
 if counts["the"] < 5 or turn.is_leader != (rank == 0) or not turn.value.startswith("prepared by rank 0,"):
     sys.exit(f"rank {rank}: the data is not what rank 0 prepared")
 
-# The same without the source: rank 0 raises its own exception; the other ranks raise FirstFailedError and do not run the block.
+# The same with a missing source: rank 0 raises its own exception; the other ranks raise FirstFailedError and do not run the block.
 missing = folder / "gone" / "words.txt"
 told = ""
 try:

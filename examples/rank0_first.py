@@ -2,8 +2,8 @@
 
     mpicoll run -n 4 examples/rank0_first.py
 
-Rank 0 writes a file while the other ranks wait in a barrier *before* the block; rank 0 makes its barrier *after* the block, which
-releases them. The calls are on different lines, but each rank makes one, and only that is compared.
+Rank 0 writes a file while the other ranks wait in a barrier *before* the block. Rank 0 makes its barrier *after* the block, which
+releases the other ranks. The calls are on different lines, but lines are not compared: each rank makes one barrier.
 """
 
 import os
@@ -43,7 +43,7 @@ if rank == 0:
 if prepared_here != (rank == 0) or content != "ready":
     sys.exit(f"rank {rank}: the block did not run on rank 0 first")
 
-dist.barrier()  # everybody has read it
+dist.barrier()  # all ranks have read the file
 if rank == 0:
     os.remove(path)
     os.rmdir(os.path.dirname(path))

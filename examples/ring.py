@@ -3,8 +3,8 @@
     mpicoll run -n 4 examples/ring.py
 
 Every rank has a block of numbers, and computes the distance of each of its numbers to the nearest number of all ranks.
-Instead of gathering all blocks, each rank sends its present block to the next rank and receives one from the rank
-before, while it works on the present block: as many steps as there are ranks, and never more than two blocks in memory.
+No rank gathers all blocks. In each step a rank sends its current block to the next rank and receives a block from the
+rank before, while it works on the current block. There are as many steps as ranks, and never more than two blocks in memory.
 """
 
 import sys
@@ -37,7 +37,7 @@ for step in range(size):
     works, coming = [], np.empty(COUNT)
     if step < size - 1:
         works = [dist.irecv(coming, (rank - 1) % size), dist.isend(held, (rank + 1) % size)]
-    best = np.minimum(best, nearest(held, own=step == 0))  # while the next block is on its way
+    best = np.minimum(best, nearest(held, own=step == 0))  # while the next block moves
     for work in works:
         work.wait()
     held = coming

@@ -16,7 +16,7 @@ rank, world = dist.get_rank(), dist.get_world_size()
 if world < 2:
     sys.exit("send_recv.py needs two ranks: mpicoll run -n 2 examples/send_recv.py")
 
-# 1. Blocking: return when the array may be written again (send), or read (recv).
+# 1. Blocking: the calls return when the array may be written again (send), or read (recv).
 tensor = np.zeros(1)
 if rank == 0:
     tensor += 1
@@ -27,7 +27,7 @@ if rank < 2:
     print(f"rank {rank} holds {tensor[0]} after send and recv", flush=True)
 blocking = tensor[0]
 
-# 2. Immediate: return at once; the array belongs to the library until wait() has returned.
+# 2. Immediate: the calls return at once; the array belongs to the library until wait() has returned.
 tensor = np.zeros(1)
 work = None
 if rank == 0:

@@ -1,9 +1,9 @@
-"""Start the ranks from a plain script, as torch.multiprocessing.spawn does, and catch a rank's exception there.
+"""Start the ranks from a plain script, as torch.multiprocessing.spawn does, and catch a rank's exception in the script.
 
     python examples/spawn.py
 
-No mpicoll run, no mpiexec (under one, `-n 1` would do the same). The first job adds up the ranks; in the second one
-rank 1 raises while rank 0 waits for it, and this process raises an error with the traceback of rank 1.
+The script needs no mpicoll run and no mpiexec (but also runs under mpiexec, with `-n 1`). The first job adds up the ranks. In
+the second job rank 1 raises while rank 0 waits, and this process raises an error with the traceback of rank 1.
 """
 
 import sys
@@ -25,7 +25,7 @@ def add_up(rank: int, folder: Path) -> None:
 
 
 def fail_on_one(rank: int) -> None:
-    """Raise on rank 1, while the others wait for it."""
+    """Raise on rank 1, while the other ranks wait for it."""
     dist.init_process_group()
     if rank == 1:
         raise ValueError("rank 1 has read bad data")
@@ -51,6 +51,6 @@ def main() -> None:
         sys.exit("rank 1 failed, and spawn did not say so")
 
 
-# The ranks import this script: without the guard each of them would start jobs, too.
+# The ranks import this script: without the guard each rank would start jobs, too.
 if __name__ == "__main__":
     main()

@@ -1,4 +1,4 @@
-"""One slow rank delays all: every rank waits in the barrier until the slow rank reaches it.
+"""One slow rank delays all ranks: every rank waits in the barrier until the slow rank reaches the barrier.
 
     mpicoll run -n 2 examples/straggler.py
 

@@ -3,13 +3,13 @@
     mpicoll run -n 4 examples/train_digits.py
     mpicoll run -n 4 examples/train_digits.py --device cuda
 
-Needs scikit-learn (for its 1,797 digits, 8 x 8 pixels each; nothing is downloaded) and matplotlib: pip install
-"mpicoll[examples]". Prints a test accuracy of about 98 %, and draws the loss curve and the digits that the network
+The program needs scikit-learn (for its 1,797 digits, 8 x 8 pixels each; nothing is downloaded) and matplotlib: pip install
+"mpicoll[examples]". It prints a test accuracy of about 98 %, and draws the loss curve and the digits that the network
 reads wrongly into digits.png. Then rank 0 trains the same network by itself, on all the data, and must get the same
 parameters.
 
-As in DistributedDataParallel every rank has the whole network and a part of the images. In each step the ranks compute
-the gradient for their own images of the batch, one all_reduce averages it, and all ranks make the same update.
+As in DistributedDataParallel every rank has the whole network and a part of the images. In each step each rank computes
+the gradient for its own images of the batch, one all_reduce averages the gradients, and all ranks make the same update.
 """
 
 import argparse
@@ -95,8 +95,8 @@ def train(network: Array, shard: Array, first: int, total: int, epochs: int, *, 
         for batch in np.array_split(order, total // BATCH):
             mine = xp.asarray(batch[(first <= batch) & (batch < first + len(shard))] - first)
             joint = gradient_and_loss(network, images[mine], labels[mine])
-            # The ranks hold different numbers of a batch's images. An average of their averages would be wrong: so each
-            # gives its sum, and all are scaled alike, such that the average over ranks is the average over images.
+            # The ranks hold different numbers of a batch's images, so an average of their averages would be wrong. Each
+            # rank gives its sum, scaled such that the average over ranks is the average over images.
             joint *= world / len(batch)
             if not alone:
                 dist.all_reduce(joint, op=dist.ReduceOp.AVG)
@@ -106,10 +106,10 @@ def train(network: Array, shard: Array, first: int, total: int, epochs: int, *, 
 
 
 def scatter_rows(rows: Array | None, total: int) -> tuple[Array, list[int]]:
-    """Deal out the rows of rank 0's array, in order; return this rank's rows, and where each rank's begin and end.
+    """Scatter the rows of rank 0's array, in order; return this rank's rows, and the first row of each rank.
 
-    1,437 rows make shards of 360, 359, 359 and 359 on four ranks. scatter moves blocks of one size, so the shorter ones
-    travel with an empty row at their end.
+    1,437 rows make shards of 360, 359, 359 and 359 on four ranks. scatter moves blocks of one size, so shorter blocks
+    have an empty row at their end.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     bounds = [r * (total // world) + min(r, total % world) for r in range(world + 1)]
@@ -124,14 +124,14 @@ def scatter_rows(rows: Array | None, total: int) -> tuple[Array, list[int]]:
 
 
 def same_on_all_ranks(network: Array) -> bool:
-    """Whether all ranks hold the same parameters, bit for bit."""
+    """Return whether all ranks hold the same parameters, bit for bit."""
     own = np.frombuffer(hashlib.sha256(on_host(network).tobytes()).digest(), np.uint8)
     everybodys = np.empty((dist.get_world_size(), own.size), np.uint8)
     dist.all_gather_into_tensor(everybodys, own)
     return bool((everybodys == own).all())
 
 
-# --- the data and the picture: for rank 0 alone ----------------------------------------------------------------------
+# --- the data and the picture: for rank 0 only -----------------------------------------------------------------------
 
 
 def load_digits() -> tuple[Array, Array]:
@@ -215,7 +215,7 @@ def main() -> None:
     dist.init_process_group()
     rank, world = dist.get_rank(), dist.get_world_size()
 
-    # Rank 0 has the data and the first parameters; the others get theirs from it.
+    # Rank 0 has the data and the first parameters, and sends them to the other ranks.
     rows, test = load_digits() if rank == 0 else (None, None)
     network = new_network() if rank == 0 else xp.empty_like(new_network())
     count = np.array([0 if rows is None else len(rows)])

@@ -3,9 +3,9 @@
     mpicoll run -n 4 examples/train_like_one.py
 
 A network of one hidden layer learns a curve from 240 points. Every rank makes its own random parameters and then gets
-those of rank 0. In each epoch the sampler divides the points in a new order, and each step averages the gradients of
-the ranks. Then rank 0 trains by itself, from the same parameters, on the same batches, and gets the same parameters.
-(The averages are sums of the same numbers in another order, so the last digits may differ; on one rank they do not.)
+the parameters of rank 0. In each epoch the sampler divides the points in a new order, and each step averages the gradients
+of the ranks. Then rank 0 trains by itself, from the same parameters, on the same batches, and gets the same parameters.
+(The averages are sums of the same numbers in another order. So the last digits may differ, but not on one rank.)
 All ranks have the same parameters after every step, bit for bit.
 """
 
@@ -43,20 +43,20 @@ def gradients(network, x, y):
 
 
 def step(network, slopes):
-    """Go downhill, in place."""
+    """Update the parameters, in place."""
     for name, slope in slopes.items():
         network[name] -= RATE * slope
 
 
 def batches(sampler, epoch):
-    """Yield this rank's part of each batch of an epoch: as many points on each rank, together BATCH."""
+    """Yield this rank's part of each batch of an epoch: BATCH points, divided equally between the ranks."""
     sampler.set_epoch(epoch)
     order = np.array(list(sampler))
     yield from np.split(order, range(BATCH // ranks, len(order), BATCH // ranks))
 
 
 def check_that_all_have(network):
-    """End the program where a rank has other parameters than the others, in any bit."""
+    """End the program if the parameters of the ranks differ in any bit."""
     own = np.concatenate([value.reshape(-1) for value in network.values()]).view(np.uint8)
     everybodys = np.empty((ranks, own.size), np.uint8)
     dist.all_gather_into_tensor(everybodys, own)
@@ -78,7 +78,7 @@ for epoch in range(EPOCHS):
         step(network, slopes)
         check_that_all_have(network)
 
-# --- rank 0 alone, on the batches that all ranks had together ------------------------------------------------------
+# --- rank 0 by itself, on the batches that all ranks had together --------------------------------------------------
 if rank == 0:
     alone = start
     samplers = [dist.DistributedSampler(POINTS, num_replicas=ranks, rank=r) for r in range(ranks)]

@@ -2,9 +2,9 @@
 
     mpicoll run -n 4 examples/transpose.py
 
-Each rank has some rows of a matrix of ROWS by COLUMNS, and afterwards the same share of the rows of its transpose. It
-sends to another rank the block of its own rows and that rank's columns; the blocks are views, and the program copies
-nothing. The shares need not be equal: split sizes give the number of elements for each rank.
+Each rank has some rows of a matrix of ROWS by COLUMNS, and afterwards the same share of the rows of its transpose. A
+rank sends to each rank the block of its own rows and the other rank's columns. The blocks are views: the program copies
+no data. The shares need not be equal: split sizes give the number of elements for each rank.
 """
 
 import sys
@@ -28,13 +28,13 @@ rank, size = dist.get_rank(), dist.get_world_size()
 rows, columns = share(ROWS, rank, size), share(COLUMNS, rank, size)
 mine = np.array([[100 * i + j for j in range(COLUMNS)] for i in rows], float).reshape(len(rows), COLUMNS)
 
-# The columns of a rank lie together in the transpose of what is here.
+# The columns of a rank are consecutive in the transpose of this rank's rows.
 sends = [len(share(COLUMNS, r, size)) * len(rows) for r in range(size)]
 takes = [len(columns) * len(share(ROWS, r, size)) for r in range(size)]
 arrived = np.empty(sum(takes))
 dist.all_to_all_single(arrived, mine.T.reshape(-1), takes, sends)
 
-# From each rank: my columns, as rows of the transpose, of its rows.
+# Each rank has sent a block: the columns of this rank, as rows of the transpose, of the sender's rows.
 blocks = np.split(arrived, np.cumsum(takes)[:-1])
 transposed = np.hstack([block.reshape(len(columns), -1) for block in blocks])
 

@@ -32,7 +32,7 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "2", "WORLD_SIZE": "4", "LOCA
 
 
 def must_be_refused(title: str, environ: dict[str, str], arguments: str = "{}") -> None:
-    """Run a child with this environment, and end with an error when it starts."""
+    """Run a child with this environment, and end with an error if the child starts."""
     done = subprocess.run(
         [sys.executable, "-c", CHILD, arguments], env=environ, capture_output=True, text=True, timeout=60
     )
