@@ -42,7 +42,7 @@ print(f"rank {rank}: {len(counts)} words, {turn.value}", flush=True)
 if counts["the"] < 5 or turn.is_leader != (rank == 0) or not turn.value.startswith("prepared by rank 0,"):
     sys.exit(f"rank {rank}: the data is not what rank 0 prepared")
 
-# The same with a missing source: rank 0 raises its own exception; the other ranks raise FirstFailedError and do not run the block.
+# With a missing source rank 0 raises its own exception; the other ranks raise FirstFailedError and do not run the block.
 missing = folder / "gone" / "words.txt"
 told = ""
 try:
