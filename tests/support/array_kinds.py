@@ -1,4 +1,4 @@
-"""mpicoll as ``collective_cases`` calls it, with every array handed on as one of another kind of the same memory."""
+"""mpicoll for ``collective_cases``, which passes every array as an array of another kind of the same memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Exported", "Interface", "OnGpu", "Returned", "Through"]
 
 
 class Interface:
-    """An array that has the array interface alone."""
+    """An array that has only the array interface."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
@@ -24,7 +24,7 @@ class Interface:
 
 
 class Exported:
-    """An array that has DLPack alone."""
+    """An array that has only DLPack."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
@@ -37,7 +37,7 @@ class Exported:
 
 
 class Returned(dist.Work):
-    """A Work whose results are told as the NumPy arrays that they are memory of."""
+    """A Work whose results are the NumPy arrays of the same memory."""
 
     def __init__(self, work: dist.Work, back: dict[int, Any]) -> None:
         self.work, self.back = work, back
@@ -52,12 +52,12 @@ class Returned(dist.Work):
         return self.work.is_success()
 
     def result(self) -> list[Any]:
-        # A result that is not one of the very objects passed is a KeyError.
+        # A result that is not one of the passed objects is a KeyError.
         return [self.back[id(each)] for each in self.work.result()]
 
 
 class Through:
-    """The public names of mpicoll; functions get ``convert(x)`` for every NumPy array ``x`` that they are given."""
+    """The public names of mpicoll; functions get ``convert(x)`` for every NumPy array ``x`` in their arguments."""
 
     def __init__(self, convert: Callable[[Any], Any]) -> None:
         self._convert = convert
@@ -85,7 +85,7 @@ class Through:
 
 
 class OnGpu(Through):
-    """mpicoll, with every array on the GPU; the program waits for its stream before it looks at results."""
+    """mpicoll, with every array on the GPU; the program waits for its stream before it reads results."""
 
     def __init__(self, gpu: Gpu) -> None:
         super().__init__(gpu.array_of)

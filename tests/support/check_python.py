@@ -1,6 +1,6 @@
-"""Say in one line what a Python lacks to make the test environments; exit 1 if it lacks something.
+"""Print in one line what this Python lacks to make the test environments; exit 1 if it lacks a part.
 
-Written for any Python 3, so that an old one answers too.
+Written for any Python 3, so that an old Python answers, too.
 """
 
 import importlib.util

@@ -1,7 +1,7 @@
 """Every collective, called once and compared with NumPy on the inputs of all ranks.
 
-The inputs of a rank follow from its number, so that every rank has those of all at hand. Their values are small
-multiples of a quarter: sums and products of five of them are exact in every dtype, in whatever order they are formed.
+The inputs of a rank follow from its number, so every rank knows the inputs of all ranks. Their values are small
+multiples of a quarter: sums and products of five values are exact in every dtype and every order.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from mpicoll import ReduceOp
 
 DTYPES = "?bBhHiIlLqQfdgFDG"
 SMALL = (0, 1, 7)
-BARELY_LARGE = 16 * 1024  # bytes, execution.SMALL_BYTES: blocks of more move by blocking calls
+BARELY_LARGE = 16 * 1024  # bytes, transports.base.SMALL_BYTES: larger blocks move by blocking calls
 
 Array = Any
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call: its repr is what a failed assertion shows."""
+    """One call; a failed assertion shows its repr."""
 
     dtype: str
     count: int = 3
@@ -61,17 +61,17 @@ class Case:
         return values(self.dtype, self.count if count is None else count, self.seed, *key)
 
     def empty(self, count: int | tuple[int, ...] | None = None) -> Array:
-        """Return an array to receive into, filled with what no input holds."""
+        """Return an array to receive into, filled with a value that no input holds."""
         shape = self.count if count is None else count
         return np.full(shape, True if self.dtype == "?" else 99, self.dtype)
 
     def uneven(self, *key: int) -> int:
-        """Return a number of elements that differs from key to key; zero is among them."""
+        """Return a number of elements that differs from key to key; 0 for some keys."""
         which = sum((place + 1) * number for place, number in enumerate(key))
         return (0, 1, self.count, 2 * self.count + 1, 3)[which % 5]
 
     def same(self, got: Array, expected: Array, what: str = "result", exact: bool = True) -> None:
-        """Assert that an array holds what is expected, to the last bit if ``exact``."""
+        """Assert that an array holds the expected values, to the last bit if ``exact``."""
         expected = np.asarray(expected)
         assert got.dtype.char == self.dtype, f"{self}: {what} has become {got.dtype}"
         assert got.size == expected.size, f"{self}: {what} has {got.size} elements, not {expected.size}"
@@ -85,7 +85,7 @@ class Case:
             raise AssertionError(f"rank {self.me} of {self.size}, {self}: {wrong}")
 
     def finish(self, work: Any, outputs: list[Array]) -> None:
-        """Assert that the call returned what torch returns, and wait for it."""
+        """Assert that the call returned the same as in torch, and wait for its Work."""
         if not self.async_op:
             assert work is None, f"{self}: a call that waits returned {work!r}"
             return
@@ -100,7 +100,7 @@ PERIOD = 10_007  # prime: a piece in the wrong place does not look right by chan
 
 
 def values(dtype: str, count: int, *key: int) -> Array:
-    """Return ``count`` small numbers of a dtype that follow from ``key``; long arrays repeat themselves."""
+    """Return ``count`` small numbers of a dtype that follow from ``key``; long arrays repeat their values."""
     rng = np.random.default_rng([count, *key])
     kind = np.dtype(dtype).kind
     drawn = min(count, PERIOD)
@@ -142,7 +142,7 @@ def expected_reduction(case: Case, inputs: Array) -> Array:
 
 
 def operations(dtype: str) -> list[tuple[Any, Any]]:
-    """Return every (op, factor) that has a meaning on a dtype."""
+    """Return every (op, factor) that is valid for a dtype."""
     kind = np.dtype(dtype).kind
     plain = {
         "b": (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR),
@@ -330,7 +330,7 @@ def large(dtype: str) -> int:
 
 
 def sweep(name: str, dtype: str, counts: tuple[int, ...], group: Any = None) -> Iterator[Case]:
-    """Yield cases in which every op and count meets sync and async; roots and keywords take turns."""
+    """Yield cases with every op and count, blocking and asynchronous; roots and keywords alternate."""
     size = dist.get_world_size(group)
     ops = operations(dtype) if name in REDUCING else [(ReduceOp.SUM, None)]
     turn = 0
@@ -344,7 +344,7 @@ def sweep(name: str, dtype: str, counts: tuple[int, ...], group: Any = None) -> 
 
 
 def taste(name: str, dtype: str, counts: tuple[int, ...], group: Any = None) -> Iterator[Case]:
-    """Yield cases in which every op and every count occurs; over the dtypes they meet each other, and all else."""
+    """Yield few cases with every op and every count; over all dtypes every combination occurs."""
     size = dist.get_world_size(group)
     ops = operations(dtype) if name in REDUCING else [(ReduceOp.SUM, None)]
     start = DTYPES.index(dtype)
@@ -368,7 +368,7 @@ def run(name: str, cases: Iterator[Case]) -> None:
 
 
 def every_collective(group: Any, counts: tuple[int, ...] = (5,), dtype: str = "d") -> None:
-    """Make every collective for each count, async and sync, with a root that moves on."""
+    """Make every collective for each count, asynchronous and blocking, with changing roots."""
     size = dist.get_world_size(group)
     for turn, name in enumerate(ALL):
         for count in counts:

@@ -1,6 +1,6 @@
-"""The programs under ``hang/programs``, and the score of how the library deals with them.
+"""The programs under ``hang/programs``, and the score of the library on each program.
 
-Each program is a script as its author would have written it. Its docstring says what must come of it::
+Each program is a script as its author would have written it. Its docstring gives the expected result::
 
     Rank 1 skips the step whose loss is not finite.
 
@@ -9,23 +9,23 @@ Each program is a script as its author would have written it. Its docstring says
     says: all_reduce | all_gather | 8 elements
 
 ``raises``
-    The exceptions by rank, those that are right joined by ``or``: ``ValueError on 1; PeerFailedError on 0, 2-3``.
-    ``any`` is an exception whatever its type, ``report`` some words at the end of the program without one; ``on all``
-    is each rank, ``on any`` at least one. ``nothing`` is a correct program. One that ends with ``, or ok`` may pass too.
+    The exceptions by rank, valid alternatives joined by ``or``: ``ValueError on 1; PeerFailedError on 0, 2-3``.
+    ``any`` is an exception of any type, ``report`` a text at the end of a program without exception; ``on all``
+    is each rank, ``on any`` at least one rank. ``nothing`` is a correct program. With ``, or ok`` a program may also pass.
 ``says``
-    What one message must hold, all of it, as whole words.
+    The parts that one message must contain, as whole words.
 ``names``
-    The ranks that the same message must name; without it, those of the calls that are marked.
+    The ranks that the same message must name; by default the ranks of the marked calls.
 ``code``
-    The exit code of the job, where it is known; any but 0 without it.
+    The exit code of the job, if it is known; by default any code but 0.
 ``recover``
-    ``yes``: the launcher leaves the other ranks alone when one dies, as under ``mpicoll run``; by itself it kills them.
+    ``yes``: the launcher does not kill the other ranks if one dies, as under ``mpicoll run``; by default it kills them.
 
-A comment ``# ranks 0, 2``, ``# rank 1`` or ``# all ranks`` marks the call in which these ranks are when it is noticed.
+A comment ``# ranks 0, 2``, ``# rank 1`` or ``# all ranks`` marks the call in which these ranks are when the error is noticed.
 
-``python tests/support/corpus.py [words]`` runs the programs whose names hold one of the words (all without any), and prints the
-score on the MPI of its interpreter: **D** ended with an error, **F** soon, **E** an exception on every rank that was
-involved, **X** one message explains it, **L** file and line of every rank's call are told.
+``python tests/support/corpus.py [words]`` runs the programs whose names contain one of the words (without words all), and prints
+the score on the MPI of its interpreter: **D** ended with an error, **F** soon, **E** an exception on every rank
+involved, **X** one message explains the error, **L** file and line of every rank's call.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ def expand(text: str) -> set[int]:
 
 @dataclass(frozen=True)
 class Program:
-    """One program and what must come of it.
+    """One program and its expected result.
 
     Attributes:
-        raises: (types that are right, ranks that raise one of them); no ranks: at least one does.
-        may_pass: ending well is right, too.
-        marks: (line, ranks whose call stands there).
+        raises: (valid types, ranks that raise one of these types); no ranks: at least one rank raises.
+        may_pass: the program may also end well.
+        marks: (line, ranks whose call is on this line).
     """
 
     path: Path
@@ -102,7 +102,7 @@ def read(path: Path) -> Program:
     """Read a program's expectation.
 
     Raises:
-        ValueError: it makes no sense.
+        ValueError: the expectation is not valid.
     """
     source = path.read_text()
     parts = source.split('"""')
@@ -164,7 +164,7 @@ def programs() -> list[Program]:
 
 @dataclass
 class Score:
-    """What came of one run: for each letter whether it holds, and why not."""
+    """The result of one run: for each letter whether the letter holds, and why not."""
 
     program: Program
     seconds: float = 0.0
@@ -183,7 +183,7 @@ class Score:
 
 
 def score(program: Program, job: JobResult) -> Score:
-    """Compare what came of a run with what must."""
+    """Compare the result of a run with the expected result."""
     result = Score(program, job.seconds)
     why = result.why
     if program.correct or (program.may_pass and job.returncode == 0):
@@ -210,7 +210,7 @@ def score(program: Program, job: JobResult) -> Score:
         why["E"] = "; ".join(missing)
     told = [message(err) for err in job.err]
     if any(_comes_late(types, err) for types, _ in program.raises for err in job.err):
-        told.append(" ".join(told))  # who was late is not in the report of the others, and says so itself
+        told.append(" ".join(told))  # a late rank is not in the report of the other ranks, and prints its own report
     unsaid = min((_unsaid(program, text) for text in told), key=len)
     if unsaid:
         why["X"] = f"no message with {', '.join(unsaid)}"
@@ -221,7 +221,7 @@ def score(program: Program, job: JobResult) -> Score:
 
 
 def message(err: str) -> str:
-    """Return what one rank printed in one line, without Python's tracebacks: the library's words have to do alone."""
+    """Return the output of one rank in one line, without Python's tracebacks: only the library's text counts."""
     words: list[str] = []
     traced = False
     for line in err.splitlines():
@@ -233,7 +233,7 @@ def message(err: str) -> str:
 
 
 def _placed(name: str, line: int, ranks: frozenset[int], job: JobResult) -> bool:
-    """Whether somebody tells the place; the traceback does it where a rank's own arguments are wrong."""
+    """Return whether a message has the place; the traceback has it if a rank's own arguments are wrong."""
     if any(re.search(rf"{re.escape(name)}:{line}\b", message(err)) for err in job.err):
         return True
     traced = re.compile(rf'/{re.escape(name)}", line {line}\b')
@@ -260,7 +260,7 @@ def _has(types: frozenset[str], err: str) -> bool:
 
 
 def _comes_late(types: frozenset[str], err: str) -> bool:
-    """Whether a rank was told of the deadlock that others had found before it came to its call: of them it was certain."""
+    """Return whether a rank came to its call only after the other ranks had found their certain deadlock."""
     return "DeadlockError" in types and "PeerFailedError: rank" in err and "failed: DeadlockError: deadlock:" in err
 
 
@@ -273,7 +273,7 @@ def _unsaid(program: Program, text: str) -> list[str]:
 
 
 def _whole(word: str) -> str:
-    """Return the pattern of a word that does not go on before or behind."""
+    """Return the pattern of a whole word."""
     before, behind = r"(?<!\w)" if re.match(r"\w", word) else "", r"(?!\w)" if re.search(r"\w$", word) else ""
     return before + re.escape(word) + behind
 
@@ -293,7 +293,7 @@ def run(program: Program) -> tuple[Score, JobResult]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the programs whose names hold one of ``words``, and print the table."""
+    """Run the programs whose names contain one of ``words``, and print the table."""
     chosen = [program for program in programs() if not words or any(word in program.name for word in words)]
     start = time.monotonic()
     scores = []

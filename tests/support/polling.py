@@ -1,4 +1,4 @@
-"""Wait in a test for what comes true by itself."""
+"""Wait in a test for a condition that becomes true by itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["until"]
 
 
 def until(condition: Callable[[], bool], limit: float = 20.0) -> bool:
-    """Poll a condition; return whether it came true within the limit, in seconds."""
+    """Poll a condition; return whether it became true within the limit, in seconds."""
     end = time.monotonic() + limit
     while not condition():
         if time.monotonic() > end:

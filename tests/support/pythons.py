@@ -1,7 +1,7 @@
-"""Print the other Pythons of this machine that mpicoll is for, one a line: version and path.
+"""Print the other Pythons of this machine that mpicoll supports, one a line: version and path.
 
-They are looked for on the path, and beside the one that runs this, where tools that install several of them put them. Standard
-library only; what lacks venv is left out.
+They are searched on the path, and in the folders beside the running Python, as tools that install several Pythons lay them out.
+Standard library only; a Python without venv is left out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _candidates(version: str) -> Iterator[str]:
 
 
 def found(version: str) -> str | None:
-    """Return a Python of a version that can make an environment; None where there is none."""
+    """Return a Python of a version that can make an environment, or None."""
     question = "import sys, venv, ensurepip; print(sys.executable, '%d.%d' % sys.version_info[:2])"
     for candidate in _candidates(version):
         try:

@@ -52,7 +52,7 @@ def values(dtype: str, count: int, rank: int) -> Any:
 
 
 def is_same(found: Any, expected: Any, op: str) -> bool:
-    """Return whether arrays are the same, bit for bit but for the sign of NaNs, and of the larger of two zeros."""
+    """Return whether arrays are the same, bit for bit except the sign of NaNs and of the larger of two zeros."""
     if found.dtype.kind not in "fc":
         return bool(found.tobytes() == expected.tobytes())
     parts = np.dtype(f"f{found.itemsize // (2 if found.dtype.kind == 'c' else 1)}")

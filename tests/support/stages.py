@@ -1,7 +1,7 @@
 """Run the stages of the test suite on both MPIs, each with a hard limit, and print how each ended, with all skips.
 
-``python tests/support/stages.py fast`` is what ``make test`` runs: lint, then on Open MPI and on MPICH the unit tests, the
-tests on several ranks and the tests that start jobs, all without the tests marked ``slow``.
+``make test`` runs ``python tests/support/stages.py fast``: lint, then the tests on several ranks on Open MPI and on MPICH, and
+the unit tests and most tests that start jobs on Open MPI, all without the tests marked ``slow``.
 ``python tests/support/stages.py slow`` runs the other tests. These include the tests of torch's tensors and of ``tests/gpu``,
 which have environments of their own, and some tests on Debian's Open MPI and on other Pythons, if the machine has these.
 ``stage_plan.py`` plans the stages.
@@ -41,7 +41,7 @@ TAIL = 120  # lines that are printed of the log of a failed stage
 # On a busy machine one test in some thousands fails by its timing. At most MOST_AGAIN failed tests of a stage are run again
 # by themselves, and have to pass TIMES_AGAIN times. They are listed at the end with their first log: each is a defect.
 MOST_AGAIN, TIMES_AGAIN = 3, 3
-# A reason for a skip that begins so is printed at the end, and is no defect: the machine has too little memory, for example.
+# A reason for a skip that begins with this text is printed at the end, and is no defect: for example too little memory.
 LACKS = "this machine lacks"
 
 

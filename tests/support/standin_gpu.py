@@ -1,9 +1,8 @@
-"""A GPU that is none: streams and events that run when they must, or at once, on memory that has no address on the host.
+"""A stand-in for a GPU: streams and events that run as late or as early as possible, on memory without an address on the host.
 
-As late as possible (``lazy``) nothing runs until an event is waited for, and then only what comes before it: whoever reads
-too early finds what was there before. As early as possible (``eager``) the library's copies run when they are put on their
-stream, unless an event that they follow holds them back: whoever writes too early spoils what was to be read. A wait that is
-missing shows in the one or the other.
+As late as possible (``lazy``): work runs only when an event behind it is waited for, so a read that is too early finds the old
+values. As early as possible (``eager``): the library's copies run when they are put on their stream, unless they wait for
+an event, so a write that is too early destroys values that are still to be read. A missing wait shows in one of the two.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ PACES: tuple[Literal["eager", "lazy"], ...] = ("eager", "lazy")
 
 Array = np.ndarray[Any, Any]
 AWAY = int(os.environ.get("TEST_GPU_AWAY", "0"), 0)
-"""How far behind its addresses on the device memory is that MPI knows: not 0 with the driver of ``tests/gpu/driver.c``."""
+"""Distance of memory that MPI knows from its addresses on the device: not 0 with the driver of ``tests/gpu/driver.c``."""
 HANDLE = 120
-"""Bytes of what a window is opened with, whose last are zero, as CUDA's may be."""
+"""Bytes of the handle of a window; the last bytes are zero, as in handles of CUDA."""
 NOWHERE = 0x7ABC << 48
-"""Addresses that no process has: who takes one for memory of the host ends by a signal, as with those of a GPU."""
+"""Addresses that no process has: a read of such an address ends the process by a signal, as with addresses of a GPU."""
 
 
 class Event:
@@ -59,33 +58,33 @@ class Event:
 
 
 class Stream:
-    """What runs in order: functions, and events of other streams that it waits for."""
+    """Work that runs in order: functions, and waits for events of other streams."""
 
     def __init__(self) -> None:
         self.work: list[Callable[[], None] | Event | None] = []
         self.done = 0
 
     def run(self, behind: int) -> None:
-        """Run what stands before a point, and whatever that waits for."""
+        """Run the work before a point, and the work of other streams that it waits for."""
         while self.done < behind:
             step = self.work[self.done]
             if isinstance(step, Event):
                 step.stream.run(step.behind)
             elif step is not None:
                 step()
-            self.work[self.done] = None  # and the memory that it copies
+            self.work[self.done] = None  # frees the memory of the copy, too
             self.done += 1
 
 
 def _base(elements: Array) -> Array:
-    """Return the array of the host whose memory elements are in."""
+    """Return the array of the host whose memory has these elements."""
     while isinstance(elements.base, np.ndarray):
         elements = elements.base
     return elements
 
 
 class _Room:
-    """Memory of the device that goes back, to be used again at once, when nobody holds it: copies on a stream do not."""
+    """Memory of the device that is used again as soon as no reference is left; copies on a stream hold no reference."""
 
     def __init__(self, free: list[Array], memory: Array) -> None:
         self.free, self.memory = free, memory
@@ -96,7 +95,7 @@ class _Room:
 
 
 class _Address:
-    """Memory of the host as a device knows it: nothing keeps it there."""
+    """Memory of the host as a device knows it: without a reference that holds it."""
 
     def __init__(self, host: Array) -> None:
         self.__array_interface__ = dict(host.__array_interface__)
@@ -110,7 +109,7 @@ class Window:
     """Memory of the device that several processes have open: a file in memory.
 
     Attributes:
-        named: those that this process has made, and not freed.
+        named: the windows that this process has made, and not freed.
     """
 
     named: ClassVar[set[str]] = set()
@@ -127,7 +126,7 @@ class Window:
 
 
 class GpuArray:
-    """An array on it: its elements are to be had through `Gpu` alone."""
+    """An array on the stand-in: only `Gpu` gives access to its elements."""
 
     _next = itertools.count(NOWHERE, 1 << 32)
 
@@ -151,16 +150,16 @@ class Gpu:
 
     Args:
         pace: how soon the library's copies run.
-        polls: how often an event is asked for before it has come by itself; and how many ``seconds`` that takes at least.
-        known_to_mpi: its memory is where the host's is, so that MPI can be handed it.
+        polls: number of polls after which an event completes by itself; this takes at least ``seconds``.
+        known_to_mpi: its memory has addresses of the host, so it can be passed to MPI.
 
     Attributes:
-        current: the stream of the program; what it puts there runs as late as possible.
-        copied: how often something went to the host or came from there; not counted where MPI decides that.
-        packed: how often something was copied on the device.
-        memory: whether there is memory of the device for the library.
-        refuses: what of the memory that processes share does not work: "window", "export", "open" or "share".
-        taken: copies of arrays into such memory, released: how much of it was closed.
+        current: the stream of the program; work of the program there runs as late as possible.
+        copied: number of copies to and from the host, without copies that MPI decides on.
+        packed: number of copies on the device.
+        memory: the device has memory for the library.
+        refuses: the step of sharing memory between processes that fails: "window", "export", "open" or "share".
+        taken: copies of arrays into shared memory; released: number of windows that were closed.
     """
 
     def __init__(self, pace: Literal["lazy", "eager"] = "eager", polls: int = 3, known_to_mpi: bool = False) -> None:
@@ -178,11 +177,11 @@ class Gpu:
         self._bases: dict[int, tuple[Array, int]] = {}
 
     def array_of(self, elements: Array, number: int = 0, readonly: bool = False) -> GpuArray:
-        """Return an array on the device; ``elements`` are what it holds."""
+        """Return an array on the device with these ``elements``."""
         return GpuArray(self, elements, number, readonly)
 
     def address(self, elements: Array) -> int:
-        """Return where elements are on the device: those of one array of the host are as far apart as there."""
+        """Return the address of elements on the device. Elements of one array have the same distances as on the host."""
         if self.known_to_mpi:
             return int(elements.__array_interface__["data"][0]) - AWAY
         base = _base(elements)
@@ -193,7 +192,7 @@ class Gpu:
         return kept[1] + elements.__array_interface__["data"][0] - start
 
     def permitted(self, operation: str, nonblocking: bool) -> bool:
-        """Whether MPI is handed memory of the device: all, where it is the host's; else what Open MPI does right."""
+        """Return whether MPI gets memory of the device: all if it is the host's, else what Open MPI supports."""
         return not (AWAY and nonblocking and operation in REDUCTIONS)
 
     def launch(self, kernel: Callable[[], None], stream: Stream | None = None) -> None:
@@ -407,7 +406,7 @@ class Gpu:
 
 
 def _part(array: DeviceArray, host: Array, begin: int | None) -> Array:
-    """Return the elements that are copied: all, or as bytes those from ``begin`` on."""
+    """Return the elements that are copied: all, or as bytes the elements from ``begin`` on."""
     elements: Array = array.held.elements
     if begin is None:
         return elements

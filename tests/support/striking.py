@@ -1,4 +1,4 @@
-"""Raise in the middle of a call, between two lines of the library's, as a signal handler of the program may."""
+"""Raise in the middle of a call, between two lines of the library, as a signal handler of the program may."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["Struck", "strike"]
 
 
 class Struck(Exception):
-    """What a signal handler of the program raises."""
+    """An exception that a signal handler of the program raises."""
 
 
 def strike(function: Any, line: int, call: Callable[[], object]) -> bool:
-    """Make a call, and raise when it comes to a line of a function; whether it came there."""
+    """Make a call, and raise when the call reaches a line of a function; return whether it reached the line."""
 
     def local(frame: Any, event: str, _: Any) -> Any:
         if event == "line" and frame.f_lineno == line:

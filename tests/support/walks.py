@@ -45,7 +45,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Recording(TypedDict):
-    """What one call did: ``path``: the files in order; ``calls``: caller, file entered and function entered, each once."""
+    """The walk of one call: ``path``: the files in order; ``calls``: caller, file entered and function entered, each once."""
 
     path: list[str]
     calls: list[tuple[str, str, str]]
@@ -66,7 +66,7 @@ class Recorder:
     """Frames that are in a function of the extension."""
 
     def __enter__(self) -> Recorder:
-        gc.disable()  # what it collects is no part of the call
+        gc.disable()  # the collected objects are no part of the call
         sys.setprofile(self._profile)
         return self
 
@@ -122,8 +122,8 @@ def is_native(function: Any) -> bool:
 def record(call: Callable[[int], object], *, late: bool = True) -> list[Recording]:
     """Make a call again and again, and return the recordings that differ.
 
-    Only calls count in which rank 0 did what the walk is about: it waited for rank 1 if that is late, and else it did not
-    wait. On a busy machine other calls are in between.
+    Only calls count in which rank 0 waited for rank 1 if rank 1 is late, and did not wait otherwise. On a busy machine there are
+    other calls in between.
 
     Args:
         call: makes the call. Its argument counts the calls; the first `WARM` are not recorded.
@@ -154,7 +154,7 @@ def record(call: Callable[[int], object], *, late: bool = True) -> list[Recordin
 
 
 def prepared() -> list[Recording]:
-    """Make a blocking call again while the other member makes it, too."""
+    """Make a blocking call again while the other member makes the same call."""
     x = np.ones(COUNT)
     return record(lambda _: dist.all_reduce(x), late=False)
 
@@ -216,7 +216,7 @@ def mismatch() -> list[Recording]:
 
 
 def device_array() -> list[Recording]:
-    """Make a blocking call on arrays of new shapes that a GPU has, of which MPI knows nothing."""
+    """Make a blocking call on arrays of new shapes on a GPU that MPI does not support."""
     from standin_gpu import Gpu
 
     from mpicoll.memory.device import runtime as device_runtime
