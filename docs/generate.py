@@ -36,19 +36,19 @@ NOT_APPLICABLE = {
     "ReduceScatterOptions": "options of torch's C++ backends",
     "ScatterOptions": "options of torch's C++ backends",
     "BackendConfig": "there is one backend, MPI",
-    "ProcessGroupGloo": "there is one backend, MPI; nor are the classes of other backends, such as ProcessGroupNCCL",
+    "ProcessGroupGloo": "there is one backend, MPI; classes of other backends, such as ProcessGroupNCCL, are missing, too",
     "GroupName": "a type of torch's own annotations; names are `str`",
     "register_rendezvous_handler": "ranks find each other through MPI",
     "rendezvous": "ranks find each other through MPI",
     "record_comm": "names calls in torch's profiler",
-    "shrink_group": "torch has it for NCCL; in MPI the ranks that stay call `new_group(ranks, use_local_synchronization=True)`",
+    "shrink_group": "only for NCCL in torch; the remaining ranks call `new_group(ranks, use_local_synchronization=True)`",
 }
 
 NOTES = {
     "FileStore": "also `delete_key`, `num_keys`, queues",
     "HashStore": "also queues",
-    "TCPStore": "also `secret=`: whoever does not know it is refused. After `init_process_group` it has one; a store that is "
-    "made before, to be given to it, needs one (any string that all ranks know and nobody else)",
+    "TCPStore": "also `secret=`: a process without the secret is refused. After `init_process_group` a store has a secret by "
+    "default; a store that is made before needs a secret (any string that only the ranks know)",
     "GroupMember": "`WORLD` cannot be replaced by another group",
     "group": "`WORLD` cannot be replaced by another group",
     "init_device_mesh": "`mesh` is an array of NumPy; one backend, so the values of `backend_override` are ignored",
@@ -56,58 +56,60 @@ NOTES = {
     "Backend": "no other backend can be registered",
     "DebugLevel": "the check level in torch's words",
     "get_debug_level": "the check level: OFF, INFO for `roll`, DETAIL for `full`",
-    "get_default_backend_for_device": "MPI for every device that it serves",
-    "is_backend_available": "of MPI alone",
-    "set_debug_level": "for the next `init_process_group`: the groups that there are keep the level that their ranks agreed on",
+    "get_default_backend_for_device": "MPI for every supported device",
+    "is_backend_available": "only MPI is available",
+    "set_debug_level": "for the next `init_process_group`: existing groups have the level that their ranks agreed on",
     "set_debug_level_from_env": "as `set_debug_level`; without the variable `MPICOLL_CHECK` counts",
     "all_gather_into_tensor": "no FutureWarning",
     "reduce_scatter_tensor": "no FutureWarning",
     "monitored_barrier": "on every group; `err.ranks`, `err.calls`",
-    "new_subgroups_by_enumeration": "ranks in two groups raise before any is made",
+    "new_subgroups_by_enumeration": "ranks in two groups raise before any group is made",
     "split_group": "on groups of the host, too",
-    "Work": "`get_future()` gives a `concurrent.futures.Future` that has torch's `wait`, `value` and `then`; what only "
-    "sleeps until it is done (`concurrent.futures.wait`, asyncio) needs `MPICOLL_PROGRESS=thread`, and "
-    "`torch.futures.collect_all` takes it not; no `get_future_result`, `block_current_stream`, `boxed`, `unbox`",
+    "Work": "`get_future()` returns a `concurrent.futures.Future` with torch's `wait`, `value` and `then`; waits that only "
+    "sleep (`concurrent.futures.wait`, asyncio) need `MPICOLL_PROGRESS=thread`, and "
+    "`torch.futures.collect_all` does not accept the future; no `get_future_result`, `block_current_stream`, `boxed`, `unbox`",
     "ReduceOp": "AVG and PREMUL_SUM work on MPI",
     "ProcessGroup": "the calls are its methods, without `*Options`; no `abort`, `get_group_store`, `merge_remote_group`, "
     "`_start_coalescing`, `_end_coalescing`, `boxed`, `unbox`, nor `split_group` (`mpicoll.split_group` is)",
-    "get_process_group_ranks": "KeyError outside the group, where torch gives the ranks of another one",
+    "get_process_group_ranks": "KeyError outside the group (torch returns the ranks of another group)",
     "new_subgroups": "other ranks may divide other groups",
     "all_gather": "blocks may differ in size",
-    "all_gather_coalesced": "gives a `Work` that has `done`, `value` and `then` of its Future; lists that differ raise; "
+    "all_gather_coalesced": "returns a `Work` with `done`, `value` and `then` of its Future; lists that differ raise; "
     "no FutureWarning",
-    "all_reduce_coalesced": "gives a `Work` that has `done`, `value` and `then` of its Future; lists that differ raise; "
+    "all_reduce_coalesced": "returns a `Work` with `done`, `value` and `then` of its Future; lists that differ raise; "
     "no FutureWarning",
-    "destroy_process_group": "never waits; refuses while works were never waited for",
-    "get_node_local_rank": "from MPI once initialised",
-    "init_process_group": "also `comm=`, `on_failure=`, `check=`; foreign backends taken with one warning",
+    "destroy_process_group": "does not wait for other ranks (at most a second for ranks that share a GPU's memory); raises if a "
+    "`Work` was not waited for",
+    "get_node_local_rank": "from MPI after `init_process_group`",
+    "init_process_group": "also `comm=`, `on_failure=`, `check=`; other backends are accepted with one warning",
     "new_group": "inherits the world's limit; `use_local_synchronization` works",
     "irecv": "a message that is too long is not lost",
-    "recv_object_list": "takes a message from any rank without `src=`",
+    "recv_object_list": "without `src=` receives a message from any rank",
     "recv": "a message that is too long is not lost",
 }
 
 
 OUTSIDE = {
     "torch.distributed.nn.functional._all_gather_base": "private; `all_gather` has the gradient",
-    "torch.distributed._functional_collectives": "private, and made to be traced by `torch.compile`, which does not "
-    "see through the calls of this package; out of place, with gradients, are those of `mpicoll.nn.functional`",
-    "torch.distributed._coalescing_manager": "private, and it collects the launches of one backend's kernels; many arrays in "
-    "one call are `all_reduce_coalesced`, `all_gather_coalesced` and `average_gradients`",
+    "torch.distributed._functional_collectives": "private, and for tracing by `torch.compile`, which does not trace the calls of "
+    "this package; `mpicoll.nn.functional` has calls out of place, with gradients",
+    "torch.distributed._coalescing_manager": "private: collects the launches of one backend's kernels; "
+    "`all_reduce_coalesced`, `all_gather_coalesced` and `average_gradients` move many arrays in one call",
     "torch.distributed.Reducer": "of `DistributedDataParallel`, in C++; so are `GradBucket`, `Logger` and `BuiltinCommHookType`",
-    "torch.distributed.distributed_c10d": "here are the same names, as `mpicoll.distributed_c10d`; likewise `device_mesh`",
-    "torch.distributed.remote_device": "of `torch.distributed.rpc`, which is another library on its own connections; so are "
+    "torch.distributed.distributed_c10d": "`mpicoll.distributed_c10d` has the same names; `mpicoll.device_mesh` has those of "
+    "`torch.distributed.device_mesh`",
+    "torch.distributed.remote_device": "of `torch.distributed.rpc`, a library with connections of its own; so are "
     "`autograd` and `rpc`",
     "torch.distributed.RankType": "a type of torch's own annotations; ranks are `int`",
-    "torch.distributed.algorithms": "models and hooks for `DistributedDataParallel`; so are `utils`, `config`, `constants`, "
-    "`c10d_logger` and `logging_handlers` torch's own affairs",
+    "torch.distributed.algorithms": "models and hooks for `DistributedDataParallel`; `utils`, `config`, `constants`, "
+    "`c10d_logger` and `logging_handlers` are internals of torch, too",
 }
-"""Why names that are not torch.distributed's own public ones, but are used, are not here."""
+"""Why private or indirect names of torch.distributed that programs use are not here."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table."""
+    """One row of the table."""
 
     name: str
     parameters: str
@@ -116,7 +118,7 @@ class Row:
 
 
 def torch_names() -> dict[str, str | None]:
-    """Return the public names of torch.distributed, each with its parameters (None where it is no function)."""
+    """Return the public names of torch.distributed, each with its parameters (None for other names than functions)."""
     names: dict[str, str | None] = {}
     for line in (HERE / "torch-2.13.txt").read_text().splitlines():
         match = re.fullmatch(r"(\w+)\((.*)\)", line)
@@ -146,7 +148,7 @@ def _text(default: Any) -> str:
 
 
 def rows() -> list[Row]:
-    """Return the table: every public name of torch.distributed, and what mpicoll makes of it."""
+    """Return the table: every public name of torch.distributed, with its status in mpicoll."""
     table = []
     for name, theirs in torch_names().items():
         if name in mpicoll.__all__:
@@ -170,7 +172,7 @@ def own_names() -> list[str]:
 
 
 def functional_rows() -> list[tuple[str, str]]:
-    """Return the calls of mpicoll.nn.functional, each with its first line; the module itself would import torch."""
+    """Return the calls of mpicoll.nn.functional, each with its first line; importing the module would import torch."""
     tree = ast.parse((ROOT / "mpicoll" / "nn" / "functional.py").read_text())
     found = []
     for node in tree.body:
@@ -191,7 +193,7 @@ def api_page() -> str:
         "# mpicoll beside torch.distributed 2.13",
         "",
         "Generated from the code by `python docs/generate.py`; a test fails when it is out of date.",
-        "*same*: name, parameters, defaults and meaning; *extended*: the same and more, or better where torch has a trap.",
+        "*same*: name, parameters, defaults and meaning; *extended*: more parameters or features, or safer than torch.",
         "",
         "| torch.distributed | | remarks |",
         "|---|---|---|",
@@ -204,7 +206,7 @@ def api_page() -> str:
         "## Differentiable collectives",
         "",
         "`from mpicoll.nn import functional` has what `torch.distributed.nn.functional` has, with the same parameters.",
-        "Gradients of gradients flow; a rank outside the group gets a ValueError (torch warns and returns what was never set).",
+        "Second derivatives work; a rank outside the group gets a ValueError (torch warns and returns uninitialised memory).",
         "",
         "| torch.distributed.nn.functional | what it returns |",
         "|---|---|",
@@ -236,12 +238,12 @@ def messages_page() -> str:
             "# Messages",
             "",
             "Generated from the code by `python docs/generate.py`; a test fails when it is out of date.",
-            "Names in braces stand for facts: ranks, calls with their file:line, groups, times. Errors about arguments are not",
-            "here: they stand under *Raises* of each function. [order-checks.md](order-checks.md) shows whole reports.",
+            "Names in braces stand for facts: ranks, calls with their file:line, groups, times. Errors about arguments stand",
+            "under *Raises* of each function. [order-checks.md](order-checks.md) shows whole reports.",
             "",
             "## Errors",
             "",
-            "Where the library raises an error between ranks, it is one of `mpicoll.errors`.",
+            "Errors between ranks have these classes of `mpicoll.errors`.",
             "",
             "| class | when it is raised | what to do |",
             "|---|---|---|",
