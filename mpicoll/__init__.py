@@ -1,6 +1,6 @@
 """The API of ``torch.distributed`` over MPI: ``import mpicoll as dist``.
 
-Importing it starts nothing: MPI is loaded by :func:`init_process_group`, and every name below by its first use.
+The import starts nothing: :func:`init_process_group` loads MPI, and the first use of a name loads the module of the name.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ if TYPE_CHECKING:
     from mpicoll.training.stop_requests import should_stop as should_stop
     from mpicoll.training.time_limit import time_left as time_left
 
-# The module of each public name, which is imported when the name is first used. The imports above are for type checkers.
+# The module of each public name, imported at the first use of the name. The imports above are for type checkers.
 _HOME = {
     "api.allocation": "empty",
     "api.backends": (
@@ -174,7 +174,7 @@ _HOME = {
 }
 _home_of = {name: (f"mpicoll.{module}", name) for module, names in _HOME.items() for name in names.split()}
 __all__ = sorted(["__version__", *_home_of])
-# Private names of torch.distributed that programs and libraries use all the same.
+# Private names of torch.distributed that programs and libraries use nevertheless.
 _home_of |= {
     "_all_gather_base": ("mpicoll.api.gathering", "all_gather_into_tensor"),
     "_get_default_group": ("mpicoll.api.job", "default_group"),

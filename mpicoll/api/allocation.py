@@ -1,4 +1,4 @@
-"""Arrays in memory that the ranks of a node share."""
+"""Allocate arrays in memory that the ranks of a node share."""
 
 from __future__ import annotations
 
@@ -19,26 +19,28 @@ from mpicoll.transports.control import Agreed
 
 
 def empty(shape: Any, dtype: Any = float, *, group: Any = None, shared: bool = True) -> Any:
-    """Return an array without set elements, in memory that the members of the group share where they are on one node.
+    """Return an array without initial values, in memory that the members share if they are on one node.
 
-    Called by all members with the same arguments. An ``all_reduce`` in place of such an array, or of the same contiguous part
-    of it on all members, is done where it is: nothing is copied into other memory first. Everything else takes it as any array.
-    The others can read the memory, so the array may change as soon as it is passed to a call, as any array of a call.
+    All members call this function with the same arguments. An ``all_reduce`` of such an array, or of the same contiguous part of
+    the array on all members, reduces in place: no element is copied into other memory first. Other calls use the array as any
+    array. Between start and end of a call on the array, its contents may change, as those of any array of a call.
 
     Args:
         shape: an int or a tuple of ints, as for numpy.empty.
         dtype: a dtype that can be moved (docs/arrays.md).
-        group: the group; default the world. Its calls alone profit.
-        shared: False: an ordinary array, and no communication.
+        group: the group; default the world. Only calls on this group reduce the array in place. A rank that is not in the group
+            gets None, and a warning.
+        shared: False: an ordinary array, without communication.
 
     Returns:
-        A numpy.ndarray. Where the members are on several nodes, where shared memory is not to be had, and with
-        ``MPICOLL_ENGINE=mpi`` it is an ordinary one. The memory is given back when no array of any member uses it. It is in
-        ``/dev/shm`` (a container may have little there) and does not count for ``MPICOLL_SHM_MB``.
+        A numpy.ndarray: an ordinary array if the members are on several nodes, if there is no shared memory, and with
+        ``MPICOLL_ENGINE=mpi``. The memory is freed when no array of any member uses it. The memory is in ``/dev/shm``, which may
+        be small in a container, and does not count for ``MPICOLL_SHM_MB``.
 
     Raises:
-        TypeError, ValueError: a shape or dtype that cannot be; all members raise.
-        CollectiveMismatchError: the members passed different ones.
+        TypeError, ValueError: a wrong shape or dtype. At check level ``full`` the other members raise CollectiveMismatchError.
+        CollectiveMismatchError: the members passed different shapes or dtypes.
+        Others as :func:`mpicoll.broadcast`.
 
     Source: torch.distributed._symmetric_memory.empty; MPI_Win_allocate_shared (MPI-4.1 section 12.2.3).
     """
@@ -69,7 +71,7 @@ def empty(shape: Any, dtype: Any = float, *, group: Any = None, shared: bool = T
                 made = yield from node.share(nbytes)
                 if not isinstance(made, str):
                     memory.append(made)
-                    found.prepared.clear()  # what moves by copies may be in such an array from now on
+                    found.prepared.clear()  # a cached call may get such an array from now on, and must reduce it in place
 
     composed.run(found, call, steps)
     return np.asarray(memory[0]).view(kind).reshape(size) if memory else np.empty(size, kind)

@@ -1,4 +1,4 @@
-"""What scripts ask of torch.distributed about backends and levels, answered for the one backend that there is."""
+"""Functions of torch.distributed about backends and check levels, for the only backend, MPI."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mpicoll.runtime.settings import Level
 
 
 class Backend(str):
-    """The name of a backend, in lower case: ``Backend("MPI") == "mpi"``; every name is taken, as in torch.
+    """The name of a backend, in lower case: ``Backend("MPI") == "mpi"``. Any name is accepted, as in torch.
 
     Raises:
-        ValueError: the name is no string.
+        ValueError: the name is not a string.
 
     Source: torch.distributed.Backend.
     """
@@ -40,7 +40,7 @@ class Backend(str):
 
 
 def get_backend_config(group: Any = None) -> str:
-    """Return which backend serves which device on a group: ``"cpu:mpi,cuda:mpi"``.
+    """Return the backend of each device on a group: ``"cpu:mpi,cuda:mpi"``.
 
     Raises:
         ValueError: there is no default group, or this rank is not a member.
@@ -52,9 +52,9 @@ def get_backend_config(group: Any = None) -> str:
 
 
 def is_backend_available(backend: str) -> bool:
-    """Whether a backend is there: "mpi" alone is, also in the form ``"cpu:mpi,cuda:mpi"``; nothing is started.
+    """Return whether a backend is available: only "mpi" is, also in the form ``"cpu:mpi,cuda:mpi"``. MPI is not started.
 
-    ``init_process_group`` takes the names of others all the same, and moves everything over MPI.
+    ``init_process_group`` accepts the names of other backends, too, and moves all data over MPI.
 
     Source: torch.distributed.is_backend_available.
     """
@@ -63,32 +63,35 @@ def is_backend_available(backend: str) -> bool:
 
 
 def is_gloo_available() -> bool:
-    """Whether gloo is there: never (torch.distributed.is_gloo_available)."""
+    """Return False: gloo is not used (torch.distributed.is_gloo_available)."""
     return False
 
 
 def is_nccl_available() -> bool:
-    """Whether NCCL is there: never (torch.distributed.is_nccl_available)."""
+    """Return False: NCCL is not used (torch.distributed.is_nccl_available)."""
     return False
 
 
 def is_ucc_available() -> bool:
-    """Whether UCC is there: never (torch.distributed.is_ucc_available)."""
+    """Return False: UCC is not used (torch.distributed.is_ucc_available)."""
     return False
 
 
 def is_xccl_available() -> bool:
-    """Whether XCCL is there: never (torch.distributed.is_xccl_available)."""
+    """Return False: XCCL is not used (torch.distributed.is_xccl_available)."""
     return False
 
 
 def is_torchelastic_launched() -> bool:
-    """Whether torchrun has started this process: ``TORCHELASTIC_RUN_ID`` is set (torch.distributed.is_torchelastic_launched)."""
+    """Return whether torchrun has started this process, and has set ``TORCHELASTIC_RUN_ID``.
+
+    Source: torch.distributed.is_torchelastic_launched.
+    """
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def supports_complex(reduceOp: RedOpType | ReduceOp) -> bool:
-    """Whether complex numbers can be reduced by an op: SUM, AVG and PREMUL_SUM.
+    """Return whether an op can reduce complex numbers: SUM, AVG and PREMUL_SUM can.
 
     Source: torch.distributed.supports_complex (of torch.distributed.distributed_c10d).
     """
@@ -96,7 +99,7 @@ def supports_complex(reduceOp: RedOpType | ReduceOp) -> bool:
 
 
 def get_pg_count() -> int:
-    """Return how many groups have been made since ``init_process_group``, the default group among them; 0 before it.
+    """Return the number of groups made since ``init_process_group``, including the default group; 0 before.
 
     Source: torch.distributed.get_pg_count.
     """
@@ -105,7 +108,7 @@ def get_pg_count() -> int:
 
 
 class DebugLevel(enum.IntEnum):
-    """How much is compared between the ranks, in torch's words.
+    """The check level, by torch's names: how much of a call is compared between the ranks.
 
     Source: torch.distributed.DebugLevel.
     """
@@ -122,10 +125,10 @@ _LEVELS: dict[Level, DebugLevel] = {"off": DebugLevel.OFF, "roll": DebugLevel.IN
 
 
 def get_debug_level() -> DebugLevel:
-    """Return the level that :func:`set_debug_level` was called with last; else the check level of the default group.
+    """Return the last level passed to :func:`set_debug_level`; if there is none, the check level of the default group.
 
-    The check levels are OFF for ``off``, INFO for ``roll``, DETAIL for ``full``. Before ``init_process_group`` it is that of
-    ``MPICOLL_CHECK``. ``TORCH_DISTRIBUTED_DEBUG`` is looked at by :func:`set_debug_level_from_env` alone.
+    OFF is check level ``off``, INFO is ``roll``, DETAIL is ``full``. Before ``init_process_group`` the check level is that of
+    ``MPICOLL_CHECK``. Only :func:`set_debug_level_from_env` reads ``TORCH_DISTRIBUTED_DEBUG``.
 
     Source: torch.distributed.get_debug_level.
     """
@@ -136,13 +139,13 @@ def get_debug_level() -> DebugLevel:
 
 
 def set_debug_level(level: DebugLevel) -> None:
-    """Set the check level that the next ``init_process_group`` takes, where it is not called with ``check=``.
+    """Set the check level of the next ``init_process_group`` without ``check=``.
 
-    Called by all ranks alike, before ``init_process_group``, which compares it. The groups that there are keep theirs, as their
-    ranks have agreed on it. It stands in the place of ``MPICOLL_CHECK`` for the rest of the program.
+    All ranks call this function with the same level before ``init_process_group``, which compares the levels. Existing groups
+    keep the level on which their ranks agreed. The level replaces ``MPICOLL_CHECK`` for the rest of the program.
 
     Raises:
-        TypeError: not a :class:`DebugLevel` (as torch).
+        TypeError: not a :class:`DebugLevel` (as in torch).
 
     Source: torch.distributed.set_debug_level.
     """
@@ -152,10 +155,10 @@ def set_debug_level(level: DebugLevel) -> None:
 
 
 def set_debug_level_from_env() -> None:
-    """Call :func:`set_debug_level` with what ``TORCH_DISTRIBUTED_DEBUG`` names; without it ``MPICOLL_CHECK`` counts again.
+    """Call :func:`set_debug_level` with the level in ``TORCH_DISTRIBUTED_DEBUG``; if not set, return to ``MPICOLL_CHECK``.
 
     Raises:
-        ValueError: it is none of OFF, INFO and DETAIL (as torch).
+        ValueError: the variable is none of OFF, INFO and DETAIL (as in torch).
 
     Source: torch.distributed.set_debug_level_from_env.
     """
@@ -169,7 +172,10 @@ def set_debug_level_from_env() -> None:
 
 
 def get_default_backend_for_device(device: Any) -> str:
-    """Return ``"mpi"``, for devices whose arrays it takes: ``"cpu"``, ``"cuda:1"`` or a device of torch.
+    """Return ``"mpi"``, the backend for arrays on every supported device.
+
+    Args:
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"`` or a device of torch.
 
     Raises:
         ValueError: another device.

@@ -49,32 +49,33 @@ def broadcast(
 ) -> Work | None:
     """Copy ``tensor`` of one rank to all members of the group.
 
-    Called by all members with the same source, dtype and number of elements.
+    All members call this function with the same source, dtype and number of elements.
 
     Args:
-        tensor: on the source what is sent, on the others where it is received; an array of any layout, whose elements move
-            in C order (docs/arrays.md).
+        tensor: on the source the array to send, on other members the array for the result. An array of any shape and layout;
+            its elements move in C order (docs/arrays.md).
         src: global rank of the source; or ``group_src``, its rank in the group.
-        group: the group; default the world.
-        async_op: return a :class:`Work` at once.
-        timeout: the limit of this call; default the group's.
-        name: a name for this call, which must be the same on all members (or given by none).
-        stream: of arrays on a GPU, the stream before whose later work the results are there, and after whose earlier work the
-            elements are read: CuPy's, torch's, or what has ``__cuda_stream__``. Default the current one (docs/gpu.md).
+        group: the group; default the world. A rank that is not in the group gets None, and a warning.
+        async_op: return a :class:`Work` at once; otherwise return None when the call is complete on this rank.
+        timeout: time limit of this call; default the limit of the group.
+        name: a name for this call, the same on all members (or None on all).
+        stream: for arrays on a GPU, a stream of CuPy or torch, or an object with ``__cuda_stream__``; default the current
+            stream. The call reads after earlier work of the stream, and writes before later work of the stream (docs/gpu.md).
 
     Raises:
         TypeError, ValueError: wrong arguments, before anything moves. At check level ``full`` the other members raise
-            CollectiveMismatchError; at the others this rank alone raises.
-        CollectiveMismatchError: the members made different calls, or the arguments of one are wrong; the group is still good.
-        BufferInUseError: an operation under way uses the same memory, and one of the two writes it (of this the other members
-            raise CollectiveMismatchError); or it was written before the Work's ``wait``. At ``full`` alone.
-        CollectiveTimeoutError: a member did not come within the limit.
+            CollectiveMismatchError; at ``roll`` and ``off`` only this rank raises.
+        CollectiveMismatchError: the members made different calls, or the arguments of a member are wrong; the group can be used.
+        BufferInUseError: a pending operation uses the same memory, and one of both operations writes the memory (the other
+            members raise CollectiveMismatchError); or the program wrote the memory before ``wait`` of the Work. Only at ``full``.
+        CollectiveTimeoutError: a member did not make this call within the limit.
         PeerFailedError, PeerExitedError: a member failed, or ended without making this call.
-        DeadlockError: it is certain that ranks, this one among them, wait for each other and nobody can release them.
-        GroupBrokenError: a member gave the group up, while this one waited or before.
+        DeadlockError: ranks, including this rank, certainly wait for each other for ever.
+        GroupBrokenError: a member withdrew from a call of the group, before or during this call.
         DistBackendError: MPI reported an error.
 
-    After the last five the group is broken. With ``async_op`` what the others do shows in the Work's ``wait``.
+    After CollectiveTimeoutError, and each error below it in the list, the group is broken. With ``async_op``, ``wait`` of the
+    Work raises the errors that depend on other members.
 
     Source: torch.distributed.broadcast; MPI-4.1 section 6.4.
     """
@@ -95,9 +96,9 @@ def all_reduce(
     name: str | None = None,
     stream: Any = None,
 ) -> Work | None:
-    """Reduce ``tensor`` over all members, in place; all of them hold the result.
+    """Reduce ``tensor`` over all members, in place; all members hold the result.
 
-    Called by all members with the same op, dtype and number of elements.
+    All members call this function with the same op, dtype and number of elements.
 
     Args:
         tensor: input and output. float16 and bfloat16 are reduced as float32, and rounded once.
@@ -106,7 +107,7 @@ def all_reduce(
         group, async_op, timeout, name, stream: as in :func:`broadcast`.
 
     Raises:
-        RuntimeError, ValueError: the op has no meaning on this dtype.
+        RuntimeError, ValueError: the op is not defined on this dtype; raised as other wrong arguments.
         Others as :func:`broadcast`.
 
     Source: torch.distributed.all_reduce; MPI-4.1 section 6.9.6.
@@ -117,7 +118,7 @@ def all_reduce(
         known: Any = default.world if group is None else group
         key = (op, array.dtype, array.shape)
         if not async_op and timeout is None and name is None:
-            try:  # as dispatch.again, without the call of it, which takes a sixth of what all takes
+            try:  # as dispatch.again, without a call of that function, which takes a sixth of the time
                 prepared = known.prepared[key]
             except (KeyError, AttributeError, TypeError):
                 pass
@@ -140,9 +141,9 @@ def reduce(
     name: str | None = None,
     stream: Any = None,
 ) -> Work | None:
-    """Reduce ``tensor`` over all members; the rank ``dst`` holds the result in ``tensor``, the others keep theirs.
+    """Reduce ``tensor`` over all members into ``tensor`` of the rank ``dst``; other members keep their ``tensor``.
 
-    Called by all members with the same destination, op, dtype and number of elements.
+    All members call this function with the same destination, op, dtype and number of elements.
 
     Args:
         tensor: input, and on the destination output.
@@ -169,25 +170,23 @@ def barrier(
     *,
     name: str | None = None,
 ) -> Work | None:
-    """Return when all members have called it.
+    """Wait until all members have called this function.
 
-    Called by all members.
+    All members call this function, or :func:`monitored_barrier` in its place.
 
     Args:
         group: the group; default the world.
-        async_op: return a :class:`Work` at once.
-        device_ids: taken and ignored, as on torch's CPU backends (a list of integers).
-        timeout: the limit of this call; default the group's.
-        name: a name for this barrier, which must be the same on all members (or given by none).
+        device_ids: a list, accepted and ignored, as on torch's CPU backends.
+        async_op, timeout, name: as in :func:`broadcast`.
 
-    Raises: as :func:`broadcast`, but for memory. It compares at check level ``roll``, too.
+    Raises: as :func:`broadcast`, except BufferInUseError. A barrier is compared at check level ``roll``, too.
 
     Source: torch.distributed.barrier; MPI-4.1 section 6.3.
     """
     if device_ids is None:
         known: Any = default.world if group is None else group
         prepared: Any = None
-        try:  # as dispatch.again, without the call of it
+        try:  # as dispatch.again, without a call of that function
             prepared = known.prepared["barrier"]
         except (KeyError, AttributeError):
             pass
@@ -206,26 +205,26 @@ def barrier(
 def monitored_barrier(
     group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """Return when all members have called it; otherwise rank 0 of the group names the rank that has not come.
+    """Wait until all members have called this function; otherwise name, on rank 0 of the group, a missing rank.
 
-    Called by all members. It is :func:`barrier` (which another member may call in its stead) with torch's words in the
-    exceptions, before those of the library.
+    All members call this function, or :func:`barrier` in its place. The two differ in the text of the exceptions, which here
+    begins with torch's text.
 
     Args:
-        group: the group; default the world.
-        timeout: the limit of this call; default the group's. A float, seconds, is taken with a warning, as in torch; and
-            ``timedelta(0)`` is over at once, where elsewhere it means the group's limit.
-        wait_all_ranks: rank 0 names all that are missing, and not the first of them alone.
+        group: the group; default the world. A rank that is not in the group gets a warning.
+        timeout: time limit of this call; default the limit of the group. A float is seconds, with a warning, as in torch.
+            With ``timedelta(0)`` the call ends after 0.1 s, whereas in other calls it means the limit of the group.
+        wait_all_ranks: rank 0 names all missing ranks, not only the first.
 
     Raises:
-        CollectiveTimeoutError, PeerFailedError, PeerExitedError: a member did not come within the limit, failed, or ended
-            without coming. On rank 0 the text begins ``[Rank 0]: Rank 3 failed to pass monitoredBarrier in 2000 ms``, or
-            ``[Rank 0]: Ranks 1, 3 failed …`` with ``wait_all_ranks``; on the others it says that they came. Ranks are those
-            in the group; ``err.ranks`` has the global ones.
-        CollectiveMismatchError, DeadlockError: a member is in another call; the text begins likewise.
+        CollectiveTimeoutError, PeerFailedError, PeerExitedError: a member did not make this call within the limit, failed, or
+            ended. On rank 0 the text begins ``[Rank 0]: Rank 3 failed to pass monitoredBarrier in 2000 ms``, or
+            ``[Rank 0]: Ranks 1, 3 failed …`` with ``wait_all_ranks``; on other ranks it says that this rank reached the
+            barrier. These are ranks in the group; ``err.ranks`` has global ranks.
+        CollectiveMismatchError, DeadlockError: a member is in another call; the text begins in the same way.
         Others as :func:`barrier`.
 
-    Source: torch.distributed.monitored_barrier (there for gloo alone).
+    Source: torch.distributed.monitored_barrier (in torch for gloo only).
     """
     found = member_or_warn(group, "monitored_barrier")
     if found is None:
@@ -250,7 +249,7 @@ def monitored_barrier(
 
 
 def _put_before(error: DistError, group: ProcessGroup, missing: Any, timeout: Any, every: bool) -> None:
-    """Put torch's words before those of an error."""
+    """Put torch's text before the text of an error."""
     seconds = group.timeout if timeout is None else timeout.total_seconds()
     error.args = (f"{_in_torchs_words(group, missing, seconds, every)}\n{error}", *error.args[1:])
 
@@ -278,14 +277,14 @@ _skipped = 0
 
 
 def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float = 3600) -> None:
-    """Open a debugger's prompt on one rank, while the others wait for it in a barrier.
+    """Open a debugger's prompt on one rank, while other ranks wait for that rank in a barrier.
 
-    Called by all ranks of the world.
+    All ranks of the world call this function.
 
     Args:
-        rank: the rank that stops. Launchers give their standard input to rank 0 alone.
-        skip: how many calls pass by before the first that stops.
-        timeout_s: seconds for which the others wait.
+        rank: global rank that stops. Launchers give their standard input to rank 0 only.
+        skip: number of calls that return at once, before the first call that stops.
+        timeout_s: seconds for which the other ranks wait.
 
     Raises: as :func:`barrier`.
 
@@ -297,7 +296,7 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float = 3600) -> None:
         return
     if state().world.rank() == rank:
         sys.stdout.write(
-            f"mpicoll: rank {rank} stops here, and the others wait: `up` is the line that called breakpoint\n"
+            f"mpicoll: rank {rank} stops here, and the other ranks wait: `up` shows the line that called breakpoint\n"
         )
         sys.stdout.flush()
         pdb.set_trace()

@@ -1,4 +1,4 @@
-"""Ranks on a grid of several dimensions, with a group for each line of each dimension: torch's DeviceMesh."""
+"""DeviceMesh: ranks on a grid of several dimensions, with a group for each line of each dimension."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def init_device_mesh(
     mesh_dim_names: tuple[str, ...] | None = None,
     backend_override: Any = None,
 ) -> DeviceMesh:
-    """Lay the ranks of the world out on a grid, in C order, and make a group for each line of it.
+    """Arrange the ranks of the world on a grid, in C order, and make a group for each line of the grid.
 
-    Called by all ranks of the world; initialises the default group where that has not been done.
+    All ranks of the world call this function with the same arguments. The call initialises the default group if there is none.
 
     Args:
-        device_type: "cpu", "cuda" or another word for where the arrays are; it changes nothing.
-        mesh_shape: ranks along each dimension; their product is the size of the world, or less: the ranks that are left
-            over are in no group.
-        mesh_dim_names: a name for each dimension, by which it can be asked for.
-        backend_override: a backend for dimensions, by their numbers or names; the keys are checked, and MPI it is for all.
+        device_type: name of the kind of device of the arrays, such as "cpu" or "cuda"; without effect.
+        mesh_shape: number of ranks along each dimension. If the product is less than the size of the world, the last ranks are
+            in no group.
+        mesh_dim_names: a name for each dimension.
+        backend_override: a backend for some dimensions, by number or name; the keys are checked, and the values ignored.
 
     Raises:
-        RuntimeError: more places than ranks, names that are not unique or too many or too few, a device with a number, a key of
-            ``backend_override`` that is no dimension.
+        RuntimeError: more places than ranks, a length that is not positive, names that are not unique, another number of names
+            than of dimensions, a device with a number, a key of ``backend_override`` that is no dimension.
         Others as :func:`new_group`.
 
     Source: torch.distributed.init_device_mesh.
@@ -58,10 +58,12 @@ def init_device_mesh(
         )
     _check_override(backend_override, len(mesh_shape), mesh_dim_names)
     if not device_type.isalpha():
-        raise RuntimeError(f"a device type without its number is needed, such as 'cuda', got {device_type!r}")
+        raise RuntimeError(
+            f"device_type must be a kind of device without a number, such as 'cuda', got {device_type!r}"
+        )
     shape = tuple(int(length) for length in mesh_shape)
     if any(length <= 0 for length in shape):
-        raise RuntimeError(f"mesh_shape must be of positive lengths, got {shape}")
+        raise RuntimeError(f"the lengths of mesh_shape must be positive, got {shape}")
     places = math.prod(shape)
     _check_size(places)
     return DeviceMesh(device_type, np.arange(places).reshape(shape), mesh_dim_names=mesh_dim_names)
@@ -70,11 +72,11 @@ def init_device_mesh(
 def _check_override(override: Any, ndim: int, names: tuple[str, ...] | None) -> None:
     for dim, name in enumerate(names or ()):
         if override and dim in override and name in override:
-            raise RuntimeError(f"backend_override has the dimension {name!r} twice: by its number {dim}, too")
+            raise RuntimeError(f"backend_override has the dimension {name!r} twice: by name, and by its number {dim}")
     wrong = [key for key in override or () if key not in range(ndim) and key not in (names or ())]
     if wrong:
         raise RuntimeError(
-            f"backend_override has the keys {wrong}: the dimensions are 0 to {ndim - 1}, and by name {names or ()}"
+            f"backend_override has the keys {wrong}: the dimensions are 0 to {ndim - 1}, with the names {names or ()}"
         )
 
 
@@ -88,19 +90,24 @@ def _check_size(places: int) -> None:
 class DeviceMesh:
     """Ranks on a grid.
 
-    Made by all ranks of the world, as :func:`new_group` is; slices of it are made by each rank for itself.
+    All ranks of the world make a mesh in the same order, as :func:`new_group`; each rank makes slices without communication.
 
     Args:
-        device_type: a word for where the arrays are.
-        mesh: the global rank at each place, as an array, a tensor or nested lists.
+        device_type: name of the kind of device of the arrays.
+        mesh: the global rank at each place, as an array, a tensor or nested lists of integers.
         mesh_dim_names: a name for each dimension.
-        backend_override: as torch's, one backend for each dimension; taken and ignored.
+        backend_override: one backend for each dimension, as in torch; ignored except for the number of entries.
 
     Attributes:
-        mesh: the ranks, as an array; of a slice those of the places that this rank is among.
-        device_type, mesh_dim_names: as given.
+        mesh: the ranks, as an array of int64; of a slice, the ranks of the slice that this rank is in.
+        device_type, mesh_dim_names: as passed.
 
-    As in torch it can stand in a ``with``; there is nothing here that would ask for the mesh of the block.
+    As in torch a mesh is a context manager; here ``with mesh:`` has no effect.
+
+    Raises:
+        RuntimeError: a rank at two places, more places than ranks, or another number of names than of dimensions.
+        ValueError: another number of entries of ``backend_override`` than of dimensions.
+        Others as :func:`new_group`.
 
     Source: torch.distributed.DeviceMesh.
     """
@@ -117,7 +124,7 @@ class DeviceMesh:
             init_process_group()
         ranks = _ranks(mesh)
         if ranks.size != np.unique(ranks).size:
-            raise RuntimeError(f"a rank can be at one place of the mesh alone, got {ranks.tolist()}")
+            raise RuntimeError(f"a rank can be at one place of the mesh only, got {ranks.tolist()}")
         _check_size(ranks.size)
         names = None if mesh_dim_names is None else tuple(mesh_dim_names)
         if names is not None and len(names) != ranks.ndim:
@@ -130,11 +137,11 @@ class DeviceMesh:
         return self
 
     def __deepcopy__(self, memo: object) -> DeviceMesh:
-        """Return this mesh: its groups are the same ones in every copy of what has it."""
+        """Return this mesh: copies of an object with a mesh share the mesh and its groups."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle it by the names of its groups; it is read where they are, on the same rank."""
+        """Pickle the mesh by the names of its groups; only a process with these groups, on the same rank, can unpickle it."""
         known = [None if each is NON_MEMBER else each.group_name for each in self._groups]
         return _with_groups, (self.device_type, self.mesh.tolist(), self.mesh.shape, self.mesh_dim_names, known)
 
@@ -144,10 +151,9 @@ class DeviceMesh:
         self.mesh_dim_names = names
         self._groups = groups
         self._root = self
-        self._of: list[tuple[int, ...]] | None = [
-            (dim,) for dim in range(ranks.ndim)
-        ]  # dimensions of the root, of each
-        self._flat: dict[str, DeviceMesh] = {}  # of the root: what was flattened, by its name
+        # The dimensions of the root that each dimension covers.
+        self._of: list[tuple[int, ...]] | None = [(dim,) for dim in range(ranks.ndim)]
+        self._flat: dict[str, DeviceMesh] = {}  # of the root: the flattened meshes by name
 
     @staticmethod
     def from_group(
@@ -157,14 +163,14 @@ class DeviceMesh:
         *,
         mesh_dim_names: tuple[str, ...] | None = None,
     ) -> DeviceMesh:
-        """Return a mesh over groups that there are already: one dimension for each; nobody is waited for.
+        """Return a mesh with one dimension for each of some existing groups, without communication.
 
         Args:
             group: one group, whose ranks are the mesh, or a list with one for each dimension of ``mesh``.
             device_type, mesh, mesh_dim_names: as for the class; with a list of groups both are needed.
 
         Raises:
-            ValueError: ``mesh`` or the names are missing, or do not fit the groups.
+            ValueError: no group; ``mesh`` or the names are missing, or do not fit the groups.
 
         Source: torch.distributed.device_mesh.DeviceMesh.from_group.
         """
@@ -196,11 +202,11 @@ class DeviceMesh:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Ranks along each dimension."""
+        """The number of ranks along each dimension."""
         return self.mesh.shape
 
     def size(self, mesh_dim: int | None = None) -> int:
-        """Return the number of ranks along a dimension, or of all."""
+        """Return the number of ranks along a dimension, or in the whole mesh."""
         return int(self.mesh.size) if mesh_dim is None else self.mesh.shape[mesh_dim]
 
     def get_rank(self) -> int:
@@ -208,19 +214,21 @@ class DeviceMesh:
         return get_rank()
 
     def get_coordinate(self) -> tuple[int, ...] | None:
-        """Return this rank's place along each dimension; None where it is not in the mesh."""
+        """Return this rank's place along each dimension; None if this rank is not in the mesh."""
         found = np.argwhere(self.mesh == get_rank())
         return tuple(found[0].tolist()) if len(found) else None
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        """Return this rank's rank in the group of a dimension, or of a flattened mesh by its name.
+        """Return this rank's rank in the group of a dimension, or of a flattened mesh.
 
-        That is its place along the dimension where the ranks ascend there. The dimension may be left out where there is one
-        alone.
+        The result is the place along the dimension if the ranks ascend along the dimension.
+
+        Args:
+            mesh_dim: number or name of a dimension, or name of a flattened mesh; None: the only dimension.
 
         Raises:
-            RuntimeError: several dimensions, and none is named; this rank is not in the mesh.
-            KeyError: there is no dimension of that name.
+            RuntimeError: ``mesh_dim`` is None, and there are several dimensions; this rank is not in the mesh.
+            KeyError, IndexError: there is no dimension of that name or number.
         """
         rank = get_rank(self._group(mesh_dim, "get_local_rank"))
         if rank < 0:
@@ -228,9 +236,11 @@ class DeviceMesh:
         return rank
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
-        """Return the group of the ranks that differ from this one along a dimension alone, or of a flattened mesh by its name.
+        """Return the group of this rank's line along a dimension, or of a flattened mesh.
 
-        Raises: as :meth:`get_local_rank`, but ``GroupMember.NON_GROUP_MEMBER`` is what a rank gets that is not in the mesh.
+        A rank that is not in the mesh gets ``GroupMember.NON_GROUP_MEMBER``. Arguments as in :meth:`get_local_rank`.
+
+        Raises: as :meth:`get_local_rank`, except for a rank that is not in the mesh.
         """
         return self._group(mesh_dim, "get_group")
 
@@ -261,13 +271,14 @@ class DeviceMesh:
         return self.mesh_dim_names.index(name)
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
-        """Return the mesh of some dimensions: of the ranks that differ from this one along these alone; nobody is waited for.
+        """Return the slice of some dimensions that this rank is in, without communication.
 
-        Of the whole mesh, what was flattened is a dimension, too. On a rank that is not in the mesh it has no places.
+        The ranks of the slice have this rank's place along all other dimensions. On a rank that is not in the mesh the slice has
+        no places. For the whole mesh, the name of a flattened mesh is a name of a dimension, too.
 
         Raises:
-            RuntimeError: the dimensions of the mesh have no names, or one is named twice, or also by what it is flattened in.
-            KeyError: there is no dimension of that name, or they are not named in the mesh's order.
+            RuntimeError: the dimensions of the mesh have no names, or a dimension is named twice, also by a flattened mesh.
+            KeyError: there is no dimension of that name, or the names are not in the order of the dimensions.
         """
         if self.mesh_dim_names is None:
             raise RuntimeError("Cannot slice a DeviceMesh without mesh_dim_names!")
@@ -280,7 +291,9 @@ class DeviceMesh:
         dims = [dim for part in parts for dim in part]
         if len(dims) != len(set(dims)):
             raise RuntimeError(f"Slicing overlapping dim_names {wanted} is not allowed: a dimension is named twice")
-        long = [dim for dim in dims if self.shape[dim] != 1]  # as torch, which does not see the others
+        long = [
+            dim for dim in dims if self.shape[dim] != 1
+        ]  # as in torch, the order of dimensions of length 1 does not matter
         if long != sorted(long):
             raise KeyError(
                 f"Invalid mesh_dim_names {wanted}: name them in the order of the mesh's dimensions, {self.mesh_dim_names}"
@@ -297,7 +310,7 @@ class DeviceMesh:
         return made
 
     def _part(self, name: str) -> tuple[int, ...]:
-        """Return the dimensions that are meant by a name, of one or of what was flattened."""
+        """Return the dimensions of this mesh that a name means: one dimension, or the dimensions of a flattened mesh."""
         if name not in (self.mesh_dim_names or ()) and name in self._root._flat and self == self._root:
             of = self._root._flat[name]._of
             if of is not None:
@@ -311,13 +324,15 @@ class DeviceMesh:
         return made
 
     def _flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
-        """Return a mesh of one dimension of the same ranks; the whole mesh knows it by its name from then on.
+        """Return a mesh of the same ranks with one dimension; its name becomes a name of a dimension of the whole mesh.
 
-        Called by all ranks of the world, each on its own slice where this is one.
+        All ranks of the world call this method, each on the whole mesh or on its own slice.
 
         Raises:
             RuntimeError: the dimensions of the mesh have no names.
-            ValueError: the name is that of a dimension, or of another mesh that was flattened.
+            ValueError: the name is the name of a dimension, or of another flattened mesh.
+
+        Source: torch.distributed.device_mesh.DeviceMesh._flatten.
         """
         if self.mesh_dim_names is None:
             raise RuntimeError("Cannot flatten a DeviceMesh without mesh_dim_names!")
@@ -344,18 +359,20 @@ class DeviceMesh:
         mesh_dim_names: tuple[str, ...],
         backend_override: Any = None,
     ) -> DeviceMesh:
-        """Return a mesh of the same ranks in which several dimensions, with groups of their own, stand for one.
+        """Return a mesh of the same ranks in which several new dimensions, with new groups, replace one dimension.
 
-        Called by all ranks of the world, each on its own slice where this is one.
+        All ranks of the world call this method, each on the whole mesh or on its own slice.
 
         Args:
-            dim: the dimension, by its number or name.
-            mesh_sizes, mesh_dim_names: ranks along each of the dimensions that stand for it, and their names.
+            dim: number or name of the dimension to replace.
+            mesh_sizes, mesh_dim_names: number of ranks along each new dimension, and its name.
             backend_override: as for :func:`init_device_mesh`, of the new dimensions.
 
         Raises:
-            ValueError: no such dimension, or the sizes do not make up its length.
-            RuntimeError: not as many names as sizes, the dimensions of the mesh have no names, or two would have the same.
+            ValueError: no such dimension, or the product of the sizes is not its length.
+            RuntimeError: another number of names than of sizes, a mesh without names, or two dimensions of the same name.
+
+        Source: torch.distributed.device_mesh.DeviceMesh._unflatten.
         """
         if self.mesh_dim_names is None:
             raise RuntimeError("Cannot unflatten a DeviceMesh without mesh_dim_names!")
@@ -407,18 +424,18 @@ class DeviceMesh:
 
 
 def _ranks(mesh: Any) -> Ranks:
-    """Return a mesh as an array; a tensor's numbers, as NumPy would warn of how torch hands out its memory."""
+    """Return a mesh as an array. The numbers of a tensor are copied: NumPy warns if it converts a tensor itself."""
     return np.array(mesh.tolist() if hasattr(mesh, "tolist") else mesh, dtype=np.int64)
 
 
 def _with_groups(
     device_type: str, ranks: Any, shape: tuple[int, ...], names: tuple[str, ...] | None, known: list[str | None]
 ) -> DeviceMesh:
-    """Return a mesh that was pickled in this program."""
+    """Return a mesh from its pickled fields, with the groups of this process."""
     there = state().groups
     lost = [each for each in known if each is not None and each not in there]
     if lost:
-        raise ValueError(f"the groups {lost} of a mesh that was pickled are not in this process: make the mesh anew")
+        raise ValueError(f"the groups {lost} of a pickled mesh are not in this process: make the mesh again")
     made = DeviceMesh.__new__(DeviceMesh)
     groups = [NON_MEMBER if each is None else there[each] for each in known]
     made._set(device_type, np.array(ranks, np.int64).reshape(shape), names, groups)
@@ -426,12 +443,12 @@ def _with_groups(
 
 
 def _is_world(lists: list[list[int]]) -> bool:
-    """Whether the only group of these ranks is the default one."""
+    """Return whether the lists are one list of all ranks of the world, in order."""
     return lists == [list(range(get_world_size()))]
 
 
 def _line(ranks: Ranks, dim: int, names: tuple[str, ...] | None) -> Any:
-    """Make the groups of all lines along a dimension, and return this rank's."""
+    """Make the groups of all lines along a dimension; return the group of this rank."""
     lines = np.moveaxis(ranks, dim, -1).reshape(-1, ranks.shape[dim])
     if _is_world(lines.tolist()):
         return group.WORLD
@@ -439,7 +456,7 @@ def _line(ranks: Ranks, dim: int, names: tuple[str, ...] | None) -> Any:
 
 
 def _everybodys(ranks: Ranks, name: str) -> Any:
-    """Make the groups that the ranks of the world name, each its own, and return this rank's."""
+    """Make the groups of the ranks that each rank of the world passes; return the group of this rank."""
     from mpicoll.api.objects import all_gather_object
 
     told: list[Any] = [None] * get_world_size()
@@ -451,7 +468,7 @@ def _everybodys(ranks: Ranks, name: str) -> Any:
 
 
 def _described(mine: ProcessGroup | None, name: str) -> Any:
-    """Describe a group as torch does; errors go on to show its ranks, which tell the lines of a dimension apart."""
+    """Set the description of a group as torch does. Errors show the ranks of the group, as lines of a dimension share it."""
     if mine is None:
         return NON_MEMBER
     mine.group_desc = f"mesh_{name}"

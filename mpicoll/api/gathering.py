@@ -26,17 +26,19 @@ def all_gather(
     name: str | None = None,
     stream: Any = None,
 ) -> Work | None:
-    """Gather the ``tensor`` of every member into ``tensor_list`` on all of them.
+    """Gather the ``tensor`` of every member into ``tensor_list`` on all members.
 
-    Called by all members with the same dtype. The blocks may differ in size: ``tensor_list[r]`` must then have as many
-    elements as rank r's ``tensor``, on all members alike.
+    All members call this function with the same dtype. The blocks may differ in size: on all members
+    ``tensor_list[r]`` has as many elements as ``tensor`` of rank r.
 
     Args:
         tensor_list: one output array for each member, by rank in the group.
         tensor: this rank's input.
         group, async_op, timeout, name, stream: as in :func:`broadcast`.
 
-    Raises: as :func:`broadcast`.
+    Raises:
+        TypeError, ValueError: no list of one array for each member; dtypes or numbers of elements that do not fit.
+        Others as :func:`broadcast`.
 
     Source: torch.distributed.all_gather; MPI-4.1 section 6.7.
     """
@@ -56,17 +58,19 @@ def all_gather_single(
     name: str | None = None,
     stream: Any = None,
 ) -> Work | None:
-    """Gather the ``input_tensor`` of every member into one array on all of them.
+    """Gather the ``input_tensor`` of every member into one array on all members.
 
-    Called by all members with the same dtype and number of elements.
+    All members call this function with the same dtype and number of elements.
 
     Args:
-        output_tensor: size x as many elements as the input, in the order of ranks: the concatenation along the first
-            dimension, or the stack; only the number of elements matters.
+        output_tensor: output for the inputs in the order of ranks: their concatenation along the first dimension, or their
+            stack. The number of elements is the number of members times that of the input; the shape does not matter.
         input_tensor: this rank's input.
         group, async_op, timeout, name, stream: as in :func:`broadcast`.
 
-    Raises: as :func:`broadcast`.
+    Raises:
+        ValueError: dtypes or numbers of elements that do not fit.
+        Others as :func:`broadcast`.
 
     Source: torch.distributed.all_gather_single (formerly all_gather_into_tensor); MPI-4.1 section 6.7.
     """
@@ -83,7 +87,7 @@ def all_gather_into_tensor(
     name: str | None = None,
     stream: Any = None,
 ) -> Work | None:
-    """Gather into one array: the older name of :func:`all_gather_single`, with the same arguments and errors.
+    """Gather into one array, by the older name of :func:`all_gather_single`, with the same arguments and errors.
 
     Source: torch.distributed.all_gather_into_tensor.
     """
@@ -124,15 +128,19 @@ def gather(
 ) -> Work | None:
     """Gather the ``tensor`` of every member into ``gather_list`` on the rank ``dst``.
 
-    Called by all members with the same destination, dtype and number of elements.
+    All members call this function with the same destination, dtype and number of elements.
 
     Args:
         tensor: this rank's input.
-        gather_list: on the destination one output array for each member, of the input's size; elsewhere None or [].
+        gather_list: on the destination one output array for each member, of the input's size; on other members None
+            or [].
         dst: global rank of the destination (default 0); or ``group_dst``, its rank in the group.
         group, async_op, timeout, name, stream: as in :func:`broadcast`.
 
-    Raises: as :func:`broadcast`.
+    Raises:
+        TypeError, ValueError: no list of one array for each member on the destination, or a list on another member; dtypes or
+            numbers of elements that do not fit.
+        Others as :func:`broadcast`.
 
     Source: torch.distributed.gather; MPI-4.1 section 6.5.
     """

@@ -1,7 +1,7 @@
-"""The methods that torch's ProcessGroup has besides: each call by its older name, with ranks of the group, returning a Work.
+"""Methods of ``ProcessGroup``: the public calls by torch's older names, with ranks of the group; each returns a Work.
 
-``ProcessGroup`` looks here for what it has not itself. As in torch a call takes a tensor, or a list of one where torch's backends
-take a list for each device of a process.
+``ProcessGroup`` looks here for attributes that it does not have. As in torch a call accepts a tensor, or a list of one
+tensor: the backends of torch accept one tensor for each device of a process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Limit = timedelta | None
 
 
 def _one(given: Any, name: str) -> Any:
-    """Return the one tensor, or list, of a list of one; what is no list as it is."""
+    """Return the only element of a list, or an object that is no list unchanged."""
     if not isinstance(given, list):
         return given
     if len(given) != 1:
@@ -34,7 +34,7 @@ def _one(given: Any, name: str) -> Any:
 
 
 def _inner(given: Any, name: str) -> Any:
-    """Return the list of tensors of a list of one list; a list of tensors as it is."""
+    """Return the only element of a list of lists, or another object unchanged."""
     return _one(given, name) if isinstance(given, list) and given and isinstance(given[0], list) else given
 
 

@@ -1,4 +1,4 @@
-"""Groups as torch.distributed makes them."""
+"""Make groups, with torch.distributed's names and arguments."""
 
 from __future__ import annotations
 
@@ -35,28 +35,29 @@ def new_group(
 ) -> Any:
     """Make a group of some ranks of the world.
 
-    Called by all ranks of the world in the same order, members or not; with ``use_local_synchronization`` by the members
-    alone.
+    All ranks of the world call this function in the same order, members or not; with ``use_local_synchronization`` only the
+    members call the function.
 
     Args:
         ranks: global ranks of the members; None: all.
-        timeout: limit of every wait on the group; default that of the world.
-        backend: None or "mpi"; others as in :func:`init_process_group`.
-        pg_options, device_id: taken and ignored.
-        use_local_synchronization: only the members call, also where the world was given up: those that are left can go on so.
-        group_desc: a name for messages.
-        sort_ranks: number the members by their global ranks; False: in the order given.
+        timeout: time limit of each call on the group; default the limit of the world.
+        backend: None or "mpi"; other names as in :func:`init_process_group`.
+        pg_options, device_id: accepted and ignored.
+        use_local_synchronization: only the members call. The call is possible also if the world is broken, so that the remaining
+            ranks can go on.
+        group_desc: name of the group in messages.
+        sort_ranks: number the members in the order of their global ranks; False: in the order of ``ranks``.
 
     Returns:
-        The ProcessGroup; ``GroupMember.NON_GROUP_MEMBER`` (-100) on ranks that are not members, and None on those with
-        ``use_local_synchronization`` (as torch).
+        The ProcessGroup; ``GroupMember.NON_GROUP_MEMBER`` (-100) on ranks that are not members, or None there with
+        ``use_local_synchronization`` (as in torch).
 
     Raises:
-        TypeError, ValueError: wrong arguments (ranks repeated, out of range), on all ranks alike; with
-            ``use_local_synchronization`` wrong ``ranks`` raise on this rank alone, as they do not say who else is meant.
-        CollectiveMismatchError: the ranks asked for different groups; at check level ``roll`` also where their calls on a
-            destroyed group of the same ranks had differed.
-        CollectiveTimeoutError: a rank that has to call it did not, within the limit of the world.
+        TypeError, ValueError: wrong arguments, such as ranks repeated or out of range; other ranks raise
+            CollectiveMismatchError. With ``use_local_synchronization`` wrong ``ranks`` raise on this rank only.
+        CollectiveMismatchError: the ranks asked for different groups; at check level ``roll`` also: their calls on a
+            destroyed group of the same ranks differed.
+        CollectiveTimeoutError: a rank did not call this function within the limit of the world.
         PeerFailedError, PeerExitedError, DeadlockError, GroupBrokenError: as :func:`mpicoll.broadcast`, on the world.
         DistBackendError: MPI has no communicator left.
 
@@ -86,22 +87,25 @@ def new_subgroups(
     pg_options: Any = None,
     group_desc: str | None = None,
 ) -> tuple[Any, list[Any]]:
-    """Divide a group into groups of equal size, of ranks that stand side by side in it.
+    """Divide a group into groups of equal size, each of consecutive ranks.
 
-    Called by all ranks of the world, as :func:`new_group` is.
+    All ranks of the world call this function in the same order, as :func:`new_group`.
 
     Args:
-        group_size: ranks in each; it must divide the size of the group. None: the number of GPUs that this rank sees.
-        group: the group that is divided; default the world. All ranks of the world pass the group that they are in, which may be
-            another one on other ranks: then the groups of all are made. On a rank outside a group nothing can be known of it.
-        timeout, backend, pg_options, group_desc: of each of the groups, as for :func:`new_group`.
+        group_size: number of ranks in each new group, a divisor of the size of ``group``. None: the number of GPUs that this
+            rank sees.
+        group: the group to divide; default the world. Each rank of the world passes a group that this rank is in. If ranks
+            pass different groups, all these groups are divided.
+        timeout, backend, pg_options, group_desc: of each new group, as for :func:`new_group`.
 
     Returns:
-        The group that this rank is in, and all of those that the group is divided into, in order
-        (``GroupMember.NON_GROUP_MEMBER`` for those it is not in).
+        The new group that this rank is in, and the list of all new groups of ``group``, in order
+        (``GroupMember.NON_GROUP_MEMBER`` for each group that this rank is not in).
 
     Raises:
-        ValueError: the size is not positive, too large, or does not divide that of the group; there is no GPU to count.
+        TypeError: ``group_size`` is not an integer.
+        ValueError: ``group_size`` is not positive, too large, or no divisor of the size of the group, or is None without a GPU;
+            this rank is not in ``group``. Other ranks raise CollectiveMismatchError.
         Others as :func:`new_group`.
 
     Source: torch.distributed.new_subgroups.
@@ -113,7 +117,7 @@ def new_subgroups(
     try:
         found = resolve(group)
         if found is None:
-            raise ValueError("Invalid process group specified: this rank is not in it")
+            raise ValueError("Invalid process group specified: this rank is not in the group")
         size = _gpus() if group_size is None else group_size
         lists = _divided(found, size)
     except Exception as error:
@@ -161,18 +165,18 @@ def new_subgroups_by_enumeration(
 ) -> tuple[Any, list[Any]]:
     """Make several groups that have no rank in common.
 
-    Called by all ranks of the world, as :func:`new_group` is.
+    All ranks of the world call this function with the same lists in the same order, as :func:`new_group`.
 
     Args:
         ranks_per_subgroup_list: the global ranks of each group.
-        timeout, backend, pg_options, group_desc: of each of the groups, as for :func:`new_group`.
+        timeout, backend, pg_options, group_desc: of each group, as for :func:`new_group`.
 
     Returns:
-        The group that this rank is in, or None, and all of them in order (``GroupMember.NON_GROUP_MEMBER`` for those it is not
-        in).
+        The group that this rank is in, or None; and the list of all groups, in order (``GroupMember.NON_GROUP_MEMBER`` for each
+        group that this rank is not in).
 
     Raises:
-        ValueError: the list is empty, or a rank is in two groups; then none is made (torch makes those before).
+        ValueError: the list is empty, or a rank is in two groups; no group is made (torch makes the groups before the error).
         Others as :func:`new_group`.
 
     Source: torch.distributed.new_subgroups_by_enumeration.
@@ -191,7 +195,7 @@ def new_subgroups_by_enumeration(
 
 
 def _apart(lists: list[list[int]], word: str) -> None:
-    """Raise ValueError when a rank stands in two of the lists."""
+    """Raise ValueError if a rank is in two of the lists."""
     seen: dict[int, list[int]] = {}
     for ranks in lists:
         for rank in ranks:
@@ -209,7 +213,7 @@ def _subgroups(
     pg_options: Any,
     group_desc: str | None,
 ) -> tuple[Any, list[Any]]:
-    """Agree on all groups at once, so that what is wrong with one of them raises on all ranks before any is made."""
+    """Agree on all groups in one round, so that an error in one group raises on all ranks before a group is made."""
     known = state()
     if problem is None:
         try:
@@ -232,24 +236,26 @@ def split_group(
     group_desc: str | None = None,
     backend: str | None = None,
 ) -> ProcessGroup | None:
-    """Make groups of the ranks of a group, each rank being in one of them at most.
+    """Make groups of the ranks of a group; each rank is in one new group at most.
 
-    Called by all members of the parent.
+    All members of the parent call this function with the same ``split_ranks``.
 
     Args:
-        parent_pg: the group; default the world.
-        split_ranks: the ranks of each new group, as numbered in the parent.
-        timeout, group_desc, backend: as for :func:`new_group`.
-        pg_options: taken and ignored.
+        parent_pg: the group to split; default the world. A rank that is not in the group gets None, and a warning.
+        split_ranks: the ranks of each new group, as ranks in the parent.
+        timeout: time limit of each call on a new group; default the limit of the parent.
+        group_desc, backend: as for :func:`new_group`.
+        pg_options: accepted and ignored.
 
     Returns:
-        The group that this rank is in; None where it is in none of them, and on ranks that are not in the parent.
+        The new group that this rank is in; None if this rank is in no new group.
 
     Raises:
-        ValueError: nothing to split, a rank that the parent has not, or one that is in two groups.
+        ValueError: no ranks, a rank that is not in the parent, or a rank in two groups; other members raise
+            CollectiveMismatchError.
         Others as :func:`new_group`, on the parent.
 
-    Source: torch.distributed.split_group (there on a GPU alone); MPI_Comm_split (MPI-4.1 section 7.4.2).
+    Source: torch.distributed.split_group (in torch on a GPU only); MPI_Comm_split (MPI-4.1 section 7.4.2).
     """
     parent = member_or_warn(parent_pg, "split_group")
     if parent is None:
@@ -281,12 +287,14 @@ def split_group(
 def node_group() -> ProcessGroup:
     """Return the group of the ranks of this node, in the order of their global ranks.
 
-    Called by all ranks of the node; no other node is waited for. The group is made once: later calls return it without
-    communication, until it is destroyed. The blocks of ``zero_first(scope="node")`` are of the same group.
+    All ranks of the node call this function; other nodes are not waited for. The group is made once: later calls return the
+    same group without communication, until the group is destroyed. Blocks of ``zero_first(scope="node")`` use the same group.
 
     Raises:
-        CollectiveTimeoutError: a rank of the node did not call it within the limit of the world.
+        CollectiveTimeoutError: a rank of the node did not call this function within the limit of the world.
         Others as :func:`new_group`.
+
+    Source: MPI_Comm_split_type with MPI_COMM_TYPE_SHARED (MPI-4.1 section 7.4.2).
     """
     known = state()
     execution.enter(known.world, "node_group")
@@ -294,13 +302,13 @@ def node_group() -> ProcessGroup:
 
 
 def leaders_group() -> Any:
-    """Return the group of the first rank of each node, in the order of the nodes, which are numbered by their lowest rank.
+    """Return the group of the lowest rank of each node, in the order of these ranks.
 
-    Called by these ranks; on the others it returns ``GroupMember.NON_GROUP_MEMBER`` at once. The group is made once: later
-    calls return it without communication, until it is destroyed.
+    The lowest rank of each node calls this function; other ranks may call, and get ``GroupMember.NON_GROUP_MEMBER`` at once.
+    The group is made once: later calls return the same group without communication, until the group is destroyed.
 
     Raises:
-        CollectiveTimeoutError: the first rank of a node did not call it within the limit of the world.
+        CollectiveTimeoutError: the lowest rank of a node did not call this function within the limit of the world.
         Others as :func:`new_group`.
     """
     known = state()

@@ -1,4 +1,4 @@
-"""Start and end the default process group, and the questions about a job, as torch.distributed has them."""
+"""Start and end the default process group, and query the ranks and groups of a job, with torch.distributed's names."""
 
 from __future__ import annotations
 
@@ -39,22 +39,26 @@ __all__ = [
 
 
 def is_initialized() -> bool:
-    """Whether the default process group has been initialised (torch.distributed.is_initialized)."""
+    """Return whether the default process group has been initialised (torch.distributed.is_initialized)."""
     return current() is not None
 
 
 def rank_not_in_group(group: Any) -> bool:
-    """Whether this rank is no member of a group (torch.distributed._rank_not_in_group)."""
+    """Return whether this rank is no member of a group (torch.distributed._rank_not_in_group)."""
     return group is not None and resolve(group) is None
 
 
 def default_group() -> ProcessGroup:
-    """Return the default group; ValueError where there is none (torch.distributed.distributed_c10d._get_default_group)."""
+    """Return the default group (torch.distributed.distributed_c10d._get_default_group).
+
+    Raises:
+        ValueError: there is no default group.
+    """
     return state().world
 
 
 def get_rank(group: Any = None) -> int:
-    """Return this process's rank in ``group`` (default: the world), or -1 when it is not a member.
+    """Return this process's rank in ``group`` (default: the world), or -1 if this process is not a member.
 
     Raises:
         ValueError: there is no default group.
@@ -66,7 +70,10 @@ def get_rank(group: Any = None) -> int:
 
 
 def get_world_size(group: Any = None) -> int:
-    """Return the number of ranks in ``group`` (default: the world), or -1 when this rank is not a member.
+    """Return the number of ranks in ``group`` (default: the world), or -1 if this rank is not a member.
+
+    Raises:
+        ValueError: there is no default group.
 
     Source: torch.distributed.get_world_size.
     """
@@ -91,7 +98,8 @@ def get_process_group_ranks(group: Any) -> list[int]:
     """Return the global ranks of ``group`` (None: the world), by rank in the group.
 
     Raises:
-        KeyError: this rank is not a member (as torch).
+        KeyError: this rank is not a member (as in torch).
+        ValueError: there is no default group.
 
     Source: torch.distributed.get_process_group_ranks.
     """
@@ -112,7 +120,8 @@ def get_group_rank(group: Any, global_rank: int) -> int:
     """Return the rank in ``group`` of a global rank (on the world: the rank itself).
 
     Raises:
-        ValueError: the rank is not in the group.
+        TypeError: the rank is not an integer.
+        ValueError: the rank is not in the group, this rank is not a member, or there is no default group.
 
     Source: torch.distributed.get_group_rank.
     """
@@ -126,7 +135,7 @@ def get_global_rank(group: Any, group_rank: int) -> int:
     """Return the global rank of a rank in ``group`` (on the world: the rank itself).
 
     Raises:
-        ValueError: the group has no such rank.
+        ValueError: the group has no such rank, this rank is not a member, or there is no default group.
 
     Source: torch.distributed.get_global_rank.
     """
@@ -139,7 +148,7 @@ def get_global_rank(group: Any, group_rank: int) -> int:
 
 
 class _WorldMeta(type):
-    """Makes ``group.WORLD`` a live view of the default group."""
+    """Metaclass by which ``group.WORLD`` is always the current default group."""
 
     @property
     def WORLD(cls) -> ProcessGroup | None:
@@ -149,11 +158,11 @@ class _WorldMeta(type):
 
     @WORLD.setter
     def WORLD(cls, to: ProcessGroup | None) -> None:
-        """Raise, where it is not the default group already: on it all ranks agree on what concerns the job as a whole."""
+        """Raise AttributeError unless ``to`` is the default group, on which all ranks agree about the job as a whole."""
         if to is not cls.WORLD:
             raise AttributeError(
-                "group.WORLD is set by init_process_group alone, as all ranks of the job meet in it: pass group= to calls, or "
-                "give init_process_group a communicator of the ranks as comm="
+                "group.WORLD can only be set by init_process_group, as it holds all ranks of the job: pass group= to calls, or "
+                "pass init_process_group a communicator of other ranks as comm="
             )
 
 
@@ -168,14 +177,14 @@ class GroupMember(metaclass=_WorldMeta):
 
 
 def _find_method(name: str) -> Callable[..., Any] | None:
-    """Return a method of groups that is made of the public calls; None if there is none of that name."""
-    from mpicoll.api.group_methods import METHODS  # at the first use: few programs use them
+    """Return the method of groups of a name that makes a public call; None if there is none."""
+    from mpicoll.api.group_methods import METHODS  # at the first use, as few programs use these methods
 
     return METHODS.get(name)
 
 
 def _load_calls() -> None:
-    """Import the calls that most programs make: here, at one time on all ranks, as each takes milliseconds."""
+    """Import the modules of the most frequent calls: at one time on all ranks, as each import takes milliseconds."""
     from mpicoll.api import collectives, gathering, messages, objects, scattering  # noqa: F401
 
 

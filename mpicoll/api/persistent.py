@@ -1,6 +1,6 @@
-"""Calls that a loop makes again and again: a handle that is started, and waited for.
+"""Persistent calls: a handle that a loop starts and waits for many times.
 
-A small array of members on one node is sent with the round of its call; all else is an asynchronous call like any other.
+A small array of members on one node is sent with the round of the call; other arrays move as in any asynchronous call.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ _OP = "all_reduce"
 
 
 def all_reduce_init(tensor: AnyArray, op: RedOpType | ReduceOp = ReduceOp.SUM, group: Any = None) -> Plan | None:
-    """Make a :class:`Plan`: an ``all_reduce`` of ``tensor`` that is started, and waited for, as often as the program likes.
+    """Make a :class:`Plan`: an ``all_reduce`` of ``tensor`` that can be started many times.
 
-    Called by all members with the same op, dtype and number of elements; it waits for them, and moves nothing::
+    All members call this function with the same op, dtype and number of elements. The call waits for all members, and moves no
+    data::
 
         plan = dist.all_reduce_init(x)
         for step in range(1000):
@@ -38,15 +39,15 @@ def all_reduce_init(tensor: AnyArray, op: RedOpType | ReduceOp = ReduceOp.SUM, g
             plan.wait()  # x holds the sum
 
     Args:
-        tensor: input and output of every start, any array that :func:`mpicoll.all_reduce` takes. The plan stays with the memory
-            that it has now, and keeps it alive.
+        tensor: input and output of every start: any array that :func:`mpicoll.all_reduce` accepts. The plan always uses the
+            present memory of the array, and keeps this memory alive.
         op: as in :func:`mpicoll.all_reduce`.
-        group: the group; default the world. A rank that is not in it gets None, and a warning.
+        group: the group; default the world. A rank that is not in the group gets None, and a warning.
 
     Raises:
         TypeError, ValueError, RuntimeError: wrong arguments, as for :func:`mpicoll.all_reduce`. The other members raise
             CollectiveMismatchError, at every check level.
-        CollectiveMismatchError: the members made different calls, or the arguments of one are wrong; the group is still good.
+        CollectiveMismatchError: the members made different calls, or the arguments of a member are wrong; the group can be used.
         CollectiveTimeoutError, PeerFailedError, PeerExitedError, DeadlockError, GroupBrokenError, DistBackendError: as
             :func:`mpicoll.broadcast`.
 
@@ -74,13 +75,13 @@ def all_reduce_init(tensor: AnyArray, op: RedOpType | ReduceOp = ReduceOp.SUM, g
 
 
 class Plan:
-    """An ``all_reduce`` of one array, made once by :func:`all_reduce_init`, and started as often as the program likes.
+    """An ``all_reduce`` of one array, made once by :func:`all_reduce_init`, that can be started many times.
 
-    Every ``start`` counts as a call of ``all_reduce`` with ``async_op=True``: it is compared with what the other members
-    call, who may start a plan of theirs or call ``all_reduce``. Between ``start`` and ``wait`` the program may compute and
-    make other calls, in an order that is the same on all members of a group; the array must not be read or written.
-    A plan that was started and never waited for is an error when its group is destroyed or the program ends. Nothing is to be
-    freed. One thread uses it at a time.
+    Every ``start`` is a call of ``all_reduce`` with ``async_op=True``, compared with the calls of other members. These may start
+    plans or call ``all_reduce``. Between ``start`` and ``wait`` the program may compute, and make other calls in the same order
+    on all members of a group. The array must not be read or written in between.
+    A plan that was started and never waited for is an error when its group is destroyed or the program ends. A plan needs no
+    free. Only one thread at a time may use a plan.
 
     Source: MPI-4.1 section 6.13.
     """
@@ -97,15 +98,15 @@ class Plan:
         self._started = False
 
     def start(self) -> None:
-        """Begin an ``all_reduce`` of what the array holds now.
+        """Start an ``all_reduce`` of the present contents of the array, without waiting.
 
-        Called by all members, or ``all_reduce`` with the same op, dtype and number of elements in its stead. It never waits.
+        All members start a plan, or call ``all_reduce`` with the same op, dtype and number of elements.
 
         Raises:
-            RuntimeError: it was started and not waited for; nothing was begun.
-            BufferInUseError: an operation under way uses the same memory (of this the other members raise
-                CollectiveMismatchError). At check level ``full`` alone.
-            GroupBrokenError, ValueError: the group was given up, or destroyed.
+            RuntimeError: the plan was started and not waited for; no call was started.
+            BufferInUseError: a pending operation uses the same memory (the other members raise CollectiveMismatchError). Only at
+                check level ``full``.
+            GroupBrokenError, ValueError: the group is broken, or destroyed.
 
         Source: MPI-4.1 section 3.9 (MPI_Start).
         """
@@ -123,15 +124,15 @@ class Plan:
         self._started = True
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Return when the call that was started is complete on this rank: the array holds the result.
+        """Wait until the started call is complete on this rank, and the array holds the result.
 
         Args:
-            timeout: the limit of this wait; default that of the group.
+            timeout: time limit of this wait; default the limit of the group.
 
         Raises:
-            RuntimeError: it was not started.
+            RuntimeError: the plan was not started.
             TypeError: ``timeout`` is not a timedelta.
-            Others as :meth:`mpicoll.Work.wait`. It can be started again after a mismatch.
+            Others as :meth:`mpicoll.Work.wait`. After a mismatch the plan can be started again.
 
         Source: MPI-4.1 section 3.7.3 (MPI_Wait).
         """
@@ -148,9 +149,9 @@ class Plan:
                 self._started = False
 
     def is_completed(self) -> bool:
-        """Whether nothing is under way: the call that was started is done, well or not. Makes progress and never waits.
+        """Return whether no call of the plan is pending; make progress, and never wait.
 
-        A plan that was started needs its ``wait`` all the same before it is started again.
+        A started call that is complete or failed is not pending. Nevertheless ``wait`` must be called before the next ``start``.
 
         Raises:
             PeerFailedError, PeerExitedError, GroupBrokenError, CollectiveTimeoutError: as :meth:`mpicoll.Work.is_completed`.

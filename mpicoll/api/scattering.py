@@ -1,4 +1,4 @@
-"""Collectives that give each rank blocks of its own, with torch.distributed's names and arguments."""
+"""Collectives that send a different block to each rank, with torch.distributed's names and arguments."""
 
 from __future__ import annotations
 
@@ -29,17 +29,21 @@ def scatter(
     name: str | None = None,
     stream: Any = None,
 ) -> Work | None:
-    """Send one array of ``scatter_list`` on the rank ``src`` to each member, which receives it in ``tensor``.
+    """Send one array of ``scatter_list`` on the rank ``src`` to ``tensor`` of each member.
 
-    Called by all members with the same source, dtype and number of elements.
+    All members call this function with the same source, dtype and number of elements.
 
     Args:
-        tensor: where this rank's array is received.
-        scatter_list: on the source one input array for each member, of the output's size; elsewhere None or [].
+        tensor: array for the result of this rank.
+        scatter_list: on the source one input array for each member, of the output's size; on other members None or
+            [].
         src: global rank of the source (default 0); or ``group_src``, its rank in the group.
         group, async_op, timeout, name, stream: as in :func:`broadcast`.
 
-    Raises: as :func:`broadcast`.
+    Raises:
+        TypeError, ValueError: no list of one array for each member on the source, or a list on another member; dtypes or
+            numbers of elements that do not fit.
+        Others as :func:`broadcast`.
 
     Source: torch.distributed.scatter; MPI-4.1 section 6.6.
     """
@@ -63,13 +67,14 @@ def reduce_scatter(
     name: str | None = None,
     stream: Any = None,
 ) -> Work | None:
-    """Reduce the lists of all members element by element; member r holds the result of ``input_list[r]`` in ``output``.
+    """Reduce the lists of all members; ``output`` of member r holds the result of ``input_list[r]``.
 
-    Called by all members with the same op, dtype and sizes of the list's arrays, which may differ from each other.
+    All members call this function with the same op, dtype and sizes of the arrays. The arrays of the list may
+    differ in size.
 
     Args:
-        output: as many elements as ``input_list`` holds at this rank's place.
-        input_list: one input array for each member.
+        output: output array, with as many elements as ``input_list[r]``; r is this rank in the group.
+        input_list: one input array for each member, by rank in the group.
         op: as in :func:`all_reduce`.
         group, async_op, timeout, name, stream: as in :func:`broadcast`.
 
@@ -96,13 +101,14 @@ def reduce_scatter_single(
     name: str | None = None,
     stream: Any = None,
 ) -> Work | None:
-    """Reduce ``input`` over all members; member r holds the r-th of its equal parts in ``output``.
+    """Reduce ``input`` over all members; ``output`` of member r holds the r-th of the equal parts.
 
-    Called by all members with the same op, dtype and number of elements.
+    All members call this function with the same op, dtype and number of elements.
 
     Args:
-        output: one part.
-        input: size x as many elements: the concatenation along the first dimension, or the stack.
+        output: output array of one part.
+        input: input array: the parts in the order of ranks, concatenated along the first dimension or stacked. The number of
+            elements is the number of members times that of the output; the shape does not matter.
         op: as in :func:`all_reduce`.
         group, async_op, timeout, name, stream: as in :func:`broadcast`.
 
@@ -124,7 +130,7 @@ def reduce_scatter_tensor(
     name: str | None = None,
     stream: Any = None,
 ) -> Work | None:
-    """Reduce and scatter one array: the older name of :func:`reduce_scatter_single`, with the same arguments and errors.
+    """Reduce and scatter one array, by the older name of :func:`reduce_scatter_single`, with the same arguments and errors.
 
     Source: torch.distributed.reduce_scatter_tensor.
     """
@@ -166,19 +172,22 @@ def all_to_all_single(
     name: str | None = None,
     stream: Any = None,
 ) -> Work | None:
-    """Send each member one part of ``input`` and receive one part of ``output`` from each.
+    """Send one part of ``input`` to each member, and receive one part of ``output`` from each member.
 
-    Called by all members with the same dtype. What rank i sends to rank j must be what j expects from i.
+    All members call this function with the same dtype. The part that rank i sends to rank j has as many rows as
+    rank j expects from rank i.
 
     Args:
-        output: where the parts are received, one behind the other along dimension 0.
-        input: the parts to send, likewise.
+        output: output array: the parts one behind the other along dimension 0.
+        input: input array: the parts to send one behind the other along dimension 0.
         output_split_sizes: rows of ``output`` from each member; None or []: equal parts.
         input_split_sizes: rows of ``input`` to each member; None or []: equal parts.
         group, async_op, timeout, name, stream: as in :func:`broadcast`.
 
     Raises:
-        RuntimeError: dimension 0 does not divide equally, or the split sizes do not add up to it (torch's texts).
+        TypeError, RuntimeError: no list of integers; dimension 0 does not divide equally, or the split sizes do not add up to
+            the rows (texts of torch).
+        ValueError, CollectiveMismatchError: a rank sends another number of elements than the receiver expects.
         Others as :func:`broadcast`.
 
     Source: torch.distributed.all_to_all_single; MPI-4.1 section 6.8.
@@ -204,14 +213,17 @@ def all_to_all(
 ) -> Work | None:
     """Send ``input_tensor_list[j]`` to member j, and receive ``output_tensor_list[i]`` from member i.
 
-    Called by all members with the same dtype. The sizes may differ from pair to pair.
+    All members call this function with the same dtype. The sizes may differ from pair to pair.
 
     Args:
-        output_tensor_list: one output array for each member.
-        input_tensor_list: one input array for each member.
+        output_tensor_list: one output array for each member, by rank in the group.
+        input_tensor_list: one input array for each member, by rank in the group.
         group, async_op, timeout, name, stream: as in :func:`broadcast`.
 
-    Raises: as :func:`broadcast`.
+    Raises:
+        TypeError, ValueError: no lists of one array for each member, or dtypes that differ.
+        ValueError, CollectiveMismatchError: a rank sends another number of elements than the receiver expects.
+        Others as :func:`broadcast`.
 
     Source: torch.distributed.all_to_all; MPI-4.1 section 6.8.
     """

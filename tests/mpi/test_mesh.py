@@ -192,14 +192,14 @@ def test_wrong_meshes() -> None:
     ):
         with collective_raises(RuntimeError, match=words):
             dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
-    with collective_raises(RuntimeError, match="without its number"):
+    with collective_raises(RuntimeError, match="without a number"):
         dist.init_device_mesh("cuda:0", (1,))
     for override in ({"pp": "gloo"}, {1: "gloo"}, {0: "gloo", "dp": "gloo"}):
         with collective_raises(RuntimeError, match="backend_override has"):
             dist.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",), backend_override=override)
     with collective_raises(ValueError, match="2 entries for 1 dimensions"):
         dist.DeviceMesh("cpu", [0], backend_override=(None, None))
-    with collective_raises(RuntimeError, match="one place of the mesh alone"):
+    with collective_raises(RuntimeError, match="one place of the mesh only"):
         dist.DeviceMesh("cpu", [0, 0])
     with collective_raises(RuntimeError, match="dimensions and 2 names"):
         dist.DeviceMesh("cpu", [0], mesh_dim_names=("a", "b"))
@@ -252,5 +252,5 @@ def test_copies_of_a_mesh() -> None:
     for each in mesh.get_all_groups()[:1]:
         if each is not dist.group.WORLD:
             dist.destroy_process_group(each)
-            with pytest.raises(ValueError, match="not in this process: make the mesh anew"):
+            with pytest.raises(ValueError, match="not in this process: make the mesh again"):
                 pickle.loads(kept)
