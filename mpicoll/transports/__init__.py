@@ -1,1 +1,1 @@
-"""How bytes move between ranks."""
+"""Move bytes between ranks."""

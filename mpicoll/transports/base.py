@@ -1,7 +1,7 @@
-"""What an engine is given to move, in flat buffers, and how a movement is cut into pieces.
+"""Describe movements, the input of a transport, and cut a movement into pieces.
 
-An engine sees contiguous one-dimensional arrays of one dtype, counts in elements, the root as a rank of the group, and
-the kind of memory. What the user passed, and who agreed to it, is not its business.
+A transport (here ``Engine``) gets contiguous one-dimensional arrays of one dtype, counts in elements, the root as a rank of the
+group, and the kind of memory. It knows neither the arguments of the program nor the agreement of the members.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mpicoll.runtime.waiting import Pollable
 Array = npt.NDArray[Any]
 
 SMALL_BYTES = 16 * 1024
-"""Up to this block size data moves by polled requests through buffers of the library (to be tuned, see docs)."""
+"""Bytes of the largest block that moves by polled requests through buffers of the library."""
 
 
 EAGER_BYTES = 2048
@@ -44,7 +44,7 @@ class Kind(enum.Enum):
 
 
 WHOLE = frozenset({Kind.BROADCAST, Kind.ALL_REDUCE, Kind.REDUCE})
-"""Kinds whose block is the whole array of a rank, the same number of elements on all: cut anywhere, each part moves alike."""
+"""Kinds whose block is the whole array of a rank, with the same number of elements on all ranks: any part can move by itself."""
 
 
 @dataclass(slots=True)
@@ -52,18 +52,17 @@ class Movement:
     """One rank's part in one collective.
 
     Attributes:
-        kind: which collective.
-        send: what this rank contributes; None where it contributes nothing, or where it is ``recv`` (in place).
-        recv: where its result goes; None where it gets none.
-        sendcounts, recvcounts: elements for, or from, each rank; None when all blocks are equal.
-        senddispls, recvdispls: where each block starts; None when the blocks stand one behind the other.
-        root: rank in the group; -1 where there is none.
-        op: name of the MPI operation; "" where nothing is reduced.
-        vector: blocks may differ in size, on some rank at least; all members must say the same (MPI does not match
-            Gather with Gatherv).
-        memory: where the buffers live.
-        more: further movements of the same call, made after this one; each member knows from its own arguments how large
-            their blocks are, and so do the others.
+        kind: kind of the collective.
+        send: elements that this rank contributes; None if there are none, or if they are in ``recv`` (in place).
+        recv: memory for the result of this rank; None if this rank gets no result.
+        sendcounts, recvcounts: number of elements to, or from, each rank; None if all blocks are equal.
+        senddispls, recvdispls: start of each block; None if the blocks stand one behind the other.
+        root: rank in the group; -1 if there is none.
+        op: name of the MPI operation; "" if the call does not reduce.
+        vector: blocks of some rank may differ in size; the same on all members (MPI does not match Gather with Gatherv).
+        memory: kind of the memory of the buffers.
+        more: further movements of the same call, made afterwards; each member knows the sizes of their blocks from its own
+            arguments.
     """
 
     kind: Kind
@@ -81,11 +80,11 @@ class Movement:
 
     @property
     def parts(self) -> tuple[Movement, ...]:
-        """This movement alone, and each of those that follow it."""
+        """The movements of the call, each without ``more``."""
         return (replace(self, more=()), *self.more) if self.more else (self,)
 
     def into(self, recv: Array) -> Movement:
-        """Return the same with other memory for the result (as ``replace``, in a tenth of its time)."""
+        """Return this movement with other memory for the result (``dataclasses.replace`` takes ten times as long)."""
         return Movement(
             self.kind,
             self.send,
@@ -108,35 +107,39 @@ class Movement:
 
 
 class Engine(Protocol):
-    """A way to move bytes between the members of one group."""
+    """A transport: a way to move bytes between the members of one group."""
 
     def blocking(self, move: Movement) -> None:
-        """Move, and return when this rank's part is complete; all members are known to make the same call."""
+        """Move the data; return when the part of this rank is complete. All members are known to make the same call."""
 
     def nonblocking(self, move: Movement) -> Pollable:
-        """Post the movement and return at once."""
+        """Post the movement, and return its request at once."""
 
     def plan(self, move: Movement, persistent: bool = True) -> Plan:
-        """Return a reusable form of a small movement; not ``persistent``: one that fits nonblocking calls of others."""
+        """Return a reusable form of a small movement.
+
+        Args:
+            persistent: False: other members may make the movement by a nonblocking call.
+        """
 
 
 class Plan(Protocol):
-    """A small movement that is made again and again, through buffers that its engine owns."""
+    """A small movement that is started many times, through buffers of the transport."""
 
     def start(self, move: Movement) -> Pollable:
-        """Copy this rank's part in and post it."""
+        """Copy the data of this rank into the buffers, and post the movement."""
 
     def finish(self, move: Movement) -> None:
-        """Copy the result out."""
+        """Copy the result into the array of the program."""
 
     def start_in_place(self, flat: Any) -> Pollable:
-        """Copy a buffer that is input and output in, and post it."""
+        """Copy ``flat``, which is input and output, into the buffers, and post the movement."""
 
     def finish_in_place(self, flat: Any) -> None:
-        """Copy the result out into that buffer."""
+        """Copy the result into ``flat``."""
 
     def free(self) -> None:
-        """Give back what it holds; nothing may be under way."""
+        """Free the requests of MPI, of which none may be pending."""
 
 
 def block_elements(move: Movement, size: int) -> int:
@@ -183,11 +186,11 @@ def pieces(move: Movement, size: int, largest: int, limit: int, pack: Pack = np.
     """Cut a movement so that no rank passes more than about ``limit`` bytes through one native call.
 
     Args:
-        move: what to cut.
-        size: of the group.
-        largest: bytes of the largest block that any member moves (agreed, so that all cut alike).
-        limit: bytes a native call.
-        pack: makes what is passed of parts that have to stand one behind the other.
+        move: movement to cut.
+        size: size of the group.
+        largest: bytes of the largest block of any member (agreed, so that all members cut in the same way).
+        limit: most bytes of a native call.
+        pack: joins arrays that must stand one behind the other.
     """
     if move.more:
         for part in move.parts:
@@ -269,7 +272,7 @@ def _reduce_scatter_piece(move: Movement, size: int, start: int, stop: int, pack
         packed: Any = picked(move.send, parts)
     else:
         packed = pack([move.send[part] for part in parts])
-    # Equal blocks stay such: Open MPI has a form of that call for GPUs, and none of the one with counts.
+    # Equal blocks stay equal: Open MPI has Reduce_scatter_block for GPUs, but not Reduce_scatter.
     if not move.vector:
         return replace(move, send=packed, recv=move.recv[start:stop])
     return replace(move, send=packed, recv=move.recv[start:stop], sendcounts=counts)

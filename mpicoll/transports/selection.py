@@ -89,14 +89,14 @@ class Facts:
         size: of the group.
         block_bytes: of the largest block of any member.
         reduces: the movement reduces.
-        shared: shared memory moves the call, if it moves alone and in host memory.
+        shared: shared memory moves the call, if the call has one movement, in host memory.
         carries_data: data can be sent with a round.
         several: the call has several movements.
         uneven: the blocks may differ in size.
         follows: the movement follows from the agreement.
         exceeds_count: a rank may pass more bytes in one call of MPI than a C int counts.
         nonblocking: a member is asynchronous.
-        device: memory of a GPU is passed as it is, or in pieces.
+        device: memory of a GPU is passed to MPI directly, or moves in pieces.
     """
 
     kind: Kind
@@ -114,7 +114,7 @@ class Facts:
 
 
 def select(facts: Facts) -> Way:
-    """Return how a call moves: the one place that decides it. All members have the same facts, so all find the same."""
+    """Return how a call moves: the only place that decides. All members have the same facts, so all get the same way."""
     if facts.kind is Kind.BARRIER:
         return Way.ROUND  # no member sees the end of the round before all have posted it
     apart = facts.several or facts.device
@@ -123,7 +123,7 @@ def select(facts: Facts) -> Way:
     brings = facts.block_bytes * (facts.size if facts.kind is Kind.REDUCE_SCATTER else 1)
     in_order = facts.reduces and facts.kind in DEFAULT
     if in_order and facts.carries_data and brings <= EAGER_BYTES and not (apart or facts.uneven):
-        return Way.IN_RANK_ORDER  # as calls whose data comes with the round: the result has the same bits
+        return Way.IN_RANK_ORDER  # as a call whose data comes with the round, so that the result has the same bits
     if facts.nonblocking and not facts.exceeds_count:
         return Way.NONBLOCKING
     if facts.block_bytes <= SMALL_BYTES and not (facts.exceeds_count or facts.device):
@@ -145,7 +145,7 @@ def find_profile(text: str, library: str, ranks: int) -> Mapping[Kind, Ranges] |
         nearest = min(known, key=lambda each: abs(math.log(each["ranks"] / ranks)))
         return {Kind(kind): [_range(*each) for each in ranges] for kind, ranges in nearest["node"].items()}
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"it is no file of profiles as mpicoll tune writes them: {error!r}") from None
+        raise ValueError(f"no file of profiles of mpicoll tune: {error!r}") from None
 
 
 def _range(first: Any, last: Any) -> tuple[int, int]:
@@ -217,7 +217,7 @@ def share_extension(comm: MPI.Intracomm, is_there: bool, is_off: bool, engine: s
     if comm.Get_rank() == 0 and uses < size and (asked or (off < size and alone < size)):
         why = ", though MPICOLL_ENGINE=node asks for shared memory" if asked else ""
         say(
-            f"mpicoll: {size - uses} of {size} ranks lack the C extension, so none of them uses it: "
-            f"all goes through MPI{why} (mpicoll doctor says more)\n"
+            f"mpicoll: {size - uses} of {size} ranks lack the C extension, so no rank uses the extension: "
+            f"all data goes through MPI{why} (run mpicoll doctor for the reason)\n"
         )
     return bool(uses == size)

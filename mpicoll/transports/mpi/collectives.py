@@ -123,12 +123,12 @@ class EagerMpiSchedule:
         return self._request
 
     def start_in_place(self, flat: Any) -> Pollable:
-        """Copy a buffer that is input and output in, and post it."""
+        """Copy ``flat``, which is input and output, into the buffers, and post the movement."""
         self._recv[:] = flat  # type: ignore[index]
         return self._post()
 
     def finish_in_place(self, flat: Any) -> None:
-        """Copy the result out into that buffer."""
+        """Copy the result into ``flat``."""
         if self._writes:
             flat[:] = self._recv
 

@@ -101,7 +101,7 @@ class SharedMemoryTransport:
         """Make the shared memory, at the first call that uses it. All members call this method, and are known to."""
         if self._segment is None and self.usable:
             room = self._budget.room()
-            self._budget.spend(room)  # now: another group may be prepared at the same time
+            self._budget.spend(room)  # before the wait, as another group may be prepared at the same time
             made, room_made = yield from _make_segment(self._comm, room)
             if isinstance(made, str):
                 self.usable, self.why = False, made
@@ -372,7 +372,7 @@ def _make_segment(comm: MPI.Intracomm, room: int) -> Generator[Pollable, None, t
     """
     size = comm.Get_size()
     head = -(-size * _LINE // _PAGE) * _PAGE
-    why = "" if room else "the groups of this process use what MPICOLL_SHM_MB gives"
+    why = "" if room else "the groups of this process use all shared memory that MPICOLL_SHM_MB allows"
     made = yield from map_together(comm, head, _BUFFERS * room, why)
     if isinstance(made, str):
         return made, 0
