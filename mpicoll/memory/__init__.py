@@ -1,1 +1,1 @@
-"""What the program passes, as flat memory: layouts, dtypes, devices, pickled objects."""
+"""Adapt arrays and objects of the program to flat memory: layouts, dtypes, devices, pickled objects."""

@@ -154,9 +154,9 @@ def _instead(value: Any) -> str:
     if isinstance(value, np.ma.MaskedArray):
         return "its mask would be lost. Fill it, x.filled(0), or move x.data and numpy.ma.getmaskarray(x)"
     if value is None:
-        return "a gradient is None before backward(), and where its parameter was not used"
+        return "a gradient is None before backward(), and if its parameter was not used"
     if isinstance(value, dict) or callable(getattr(value, "parameters", None)):
         return "pass the arrays in it, one by one"
     if hasattr(value, "__next__"):
-        return "pass its arrays one by one, or a list of them where one is taken"
+        return "pass the arrays one by one, or in a list if the call accepts a list"
     return "pass an array, such as numpy.asarray(x), and keep it if it holds a result"

@@ -145,7 +145,7 @@ def _gaps(dtype: np.dtype[Any]) -> bool:
 
 def _refusal(dtype: np.dtype[Any]) -> str:
     if dtype.hasobject:
-        return f"dtype {dtype} is not supported: its elements are objects of Python; see all_gather_object and its kin"
+        return f"dtype {dtype} is not supported: its elements are Python objects; use a call such as all_gather_object"
     if not dtype.itemsize:
         return f"dtype {dtype} is not supported: its elements have no bytes"
     return f"dtype {dtype} is not supported; convert with .astype(numpy.float32), or pass .view(numpy.uint8)"
@@ -275,7 +275,9 @@ def _factor(function: str, factor: Any, dtype: np.dtype[Any]) -> Any:
         if not limits.min <= int(value) <= limits.max:
             raise ValueError(f"{function}: the factor {value} of ReduceOp.PREMUL_SUM does not fit {dtype}")
     elif not np.can_cast(value.dtype, dtype, casting="same_kind"):
-        raise ValueError(f"{function}: a factor of dtype {value.dtype} would be cut to {dtype} in ReduceOp.PREMUL_SUM")
+        raise ValueError(
+            f"{function}: the factor of ReduceOp.PREMUL_SUM has dtype {value.dtype}, which {dtype} cannot represent"
+        )
     with np.errstate(all="ignore"):
         return value.astype(dtype)[()]
 

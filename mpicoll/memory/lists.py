@@ -82,8 +82,8 @@ def list_memories(
 
     Args:
         operation: name of the operation that may get memory of a GPU; "" for none.
-        arguments: arguments of the call; if two overlap, the one that is only read is copied.
-        size: picks of the bytes of all arrays those that must be more than ``DIRECT_BYTES``: ``max`` or ``min``.
+        arguments: arguments of the call; if two arguments overlap, the input is copied.
+        size: ``max`` or ``min``: the largest, or the smallest, array must have more than ``DIRECT_BYTES`` bytes.
 
     Raises: as :func:`adapt` and :func:`adapt_list`.
     """

@@ -170,11 +170,11 @@ class IncomingObject:
         """
         lengths = self.head[HEADER.size : self.start].view(np.int64).tolist()
         if min(lengths, default=0) < 0 or sum(lengths) != self.header.tail:
-            raise WireError(f"its {self.header.buffers} buffers do not add up to {self.header.tail} bytes")
+            raise WireError(f"the {self.header.buffers} buffers do not add up to {self.header.tail} bytes")
         try:
             self.parts = [np.empty(length, np.uint8) for length in lengths]
         except MemoryError as error:
-            raise WireError(f"there is no memory for its buffers of {self.header.tail} bytes") from error
+            raise WireError(f"there is no memory for the buffers of {self.header.tail} bytes") from error
 
     def load(self, whose: str) -> Any:
         """Unpickle the object, after all of it has been received.
@@ -190,7 +190,7 @@ class IncomingObject:
         except Exception as error:
             if hasattr(error, "add_note"):  # Python 3.11
                 error.add_note(
-                    f"{whose} cannot be unpickled here. The list is as it was, and the group can still be used."
+                    f"{whose} cannot be unpickled on this rank. The list is unchanged, and the group can still be used."
                 )
             raise
 
@@ -227,18 +227,18 @@ def read_header(block: Bytes, kind: bytes, sequence: int, most: int, most_head: 
         WireError: the header is cut short, belongs to another call, or has impossible sizes.
     """
     if block.size < HEADER.size:
-        raise WireError(f"it is cut short after {block.size} bytes")
+        raise WireError(f"the header is cut short after {block.size} bytes")
     magic, what, number, buffers, stream, tail, checksum = HEADER.unpack_from(block.data)
     if magic != _MAGIC or checksum != zlib.crc32(block.data[:_CHECKED]):
-        raise WireError("it does not begin as objects do")
+        raise WireError("the bytes do not begin with the header of an object")
     if what != kind:
-        raise WireError(f"it is of kind {what!r}, not {kind!r}")
+        raise WireError(f"the header is of kind {what!r}, not {kind!r}")
     if number != sequence:
-        raise WireError(f"it belongs to number {number}, not {sequence}")
+        raise WireError(f"the header belongs to number {number}, not {sequence}")
     header = Header(buffers, stream, tail)
     if min(buffers, stream, tail) < 0 or header.head_bytes > most_head or header.nbytes > most:
         raise WireError(
-            f"its {buffers} buffers of {tail} bytes and its stream of {stream} do not fit into the {most} bytes "
+            f"{buffers} buffers of {tail} bytes and a stream of {stream} bytes do not fit into the {most} bytes "
             f"({most_head} before the buffers) that were agreed"
         )
     return header

@@ -46,7 +46,7 @@ _TORCH_NAMES = {
 } | {f"torch.{name}": dtype for name, dtype in BARE.items()}
 
 _torch_dtypes: dict[Any, np.dtype[Any]] = {}
-"""Dtypes seen so far, by the dtype objects of torch: in each call the name alone would take longest."""
+"""Dtypes seen so far, by the dtype objects of torch, as the name of a dtype takes long to make."""
 
 # Device types of DLPack (DLDeviceType) that the host can read: host memory, and host memory pinned by CUDA or ROCm.
 _HOST = (1, 3, 11)
@@ -57,7 +57,7 @@ _NO_ARRAYS = (type(None), bool, int, float, complex, str, list, tuple, dict, set
 # Exceptions that protocols of a foreign object may raise; other exceptions reach the program unchanged.
 _FOREIGN = (TypeError, ValueError, BufferError, RuntimeError, NotImplementedError, AttributeError)
 
-_INSTEAD = "pass numpy.array(x), and make the result an array of its kind again"
+_INSTEAD = "pass numpy.array(x), and convert the result to the first type afterwards"
 
 
 def bare_name(dtype: np.dtype[Any]) -> str | None:
@@ -124,7 +124,7 @@ def _torch_array(torch: Any, tensor: Any, name: str, writable: bool) -> Array:
     shape = tuple(tensor.shape)
     address = tensor.data_ptr()
     if not address and 0 not in shape:
-        raise RuntimeError("is it being traced?")
+        raise RuntimeError("its address is 0, as of a tensor in traced code")
     if writable:
         check_torch_result(torch, tensor, name)
     if 0 in shape:
@@ -211,7 +211,7 @@ def _foreign_array(value: Any, name: str, writable: bool) -> Array | None:
     if hasattr(value, "__array__"):
         if writable:
             raise TypeError(
-                f"parameter `{name}`: a {type_name(value)} gives its elements perhaps as a copy (__array__ alone), and this call "
+                f"parameter `{name}`: a {type_name(value)} may give a copy of its elements (__array__ only), and this call "
                 f"writes its result into it: {_INSTEAD}"
             )
         try:
@@ -220,7 +220,7 @@ def _foreign_array(value: Any, name: str, writable: bool) -> Array | None:
             problem = error
     if problem is not None:
         raise TypeError(
-            f"parameter `{name}`: the elements of a {type_name(value)} cannot be had: {problem or type(problem).__name__}"
+            f"parameter `{name}`: the elements of a {type_name(value)} are not accessible: {problem or type(problem).__name__}"
         ) from problem
     return None
 
@@ -241,7 +241,7 @@ def _check_device(value: Any, name: str) -> None:
 
 
 def _on_device(device: str, instead: str) -> str:
-    return f"of arrays on devices those of CUDA can be moved, and this one is on {device}: pass {instead}"
+    return f"only arrays on the host and on CUDA devices can be moved, and this array is on {device}: pass {instead}"
 
 
 def _by_buffer(value: Any) -> Array | None:

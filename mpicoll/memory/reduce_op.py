@@ -20,7 +20,7 @@ class RedOpType(enum.IntEnum):
     BXOR = 7
     PREMUL_SUM = 8
 
-    __hash__ = int.__hash__  # faster than the enum's, which is in Python: calls are looked up by their op
+    __hash__ = int.__hash__  # faster than the hash of Enum, which is in Python: calls are looked up by their op
 
     def __call__(self, factor: Any) -> ReduceOp:
         """Return PREMUL_SUM with its factor: ``ReduceOp.PREMUL_SUM(0.5)``."""
@@ -32,7 +32,7 @@ class RedOpType(enum.IntEnum):
         return f"ReduceOp.{self.name}"
 
 
-_Kind = RedOpType  # inside ReduceOp its name means the class attribute
+_Kind = RedOpType  # inside ReduceOp the name RedOpType means the class attribute
 
 
 class _AnyOp(type):
@@ -47,7 +47,10 @@ class ReduceOp(metaclass=_AnyOp):
     They are instances of this class, as in torch.
     ``PREMUL_SUM(factor)`` multiplies each rank's input by ``factor`` (a number, or an array of one element) and sums.
 
-    Source: torch.distributed.ReduceOp; MPI-4.1 section 6.9 for the operations below it.
+    Raises:
+        TypeError: ``op`` is not a ReduceOp, or a factor for another op than PREMUL_SUM.
+
+    Source: torch.distributed.ReduceOp; MPI-4.1 section 6.9.
     """
 
     RedOpType = RedOpType
@@ -90,12 +93,12 @@ class ReduceOp(metaclass=_AnyOp):
 
 
 def premul_sum(factor: Any) -> ReduceOp:
-    """Return PREMUL_SUM with its factor, by the private name that programs for torch's NCCL use."""
+    """Return PREMUL_SUM with its factor (the private function of torch that programs for NCCL use)."""
     return RedOpType.PREMUL_SUM(factor)
 
 
 class _Deprecated:
-    """The members of :class:`ReduceOp` under its name in the first versions of torch; each use gives a FutureWarning.
+    """The members of :class:`ReduceOp`, by the name of the class in the first versions of torch; each use gives a FutureWarning.
 
     Source: torch.distributed.reduce_op.
     """

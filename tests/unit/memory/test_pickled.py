@@ -89,7 +89,7 @@ def test_every_corrupt_byte_is_noticed() -> None:
                 read_header(odd, b"A", 7, LARGE, LARGE)
     random = np.random.default_rng(5).integers(0, 256, HEADER.size).astype(np.uint8)
     for odd in (np.zeros(HEADER.size, np.uint8), random):
-        with pytest.raises(WireError, match="does not begin as objects do"):
+        with pytest.raises(WireError, match="do not begin with the header of an object"):
             read_header(odd, b"A", 7, LARGE, LARGE)
 
 

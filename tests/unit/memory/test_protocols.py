@@ -145,7 +145,7 @@ def test_what_may_be_a_copy_is_an_input_only() -> None:
     got = as_numpy(Converted(np.arange(3)), "x", writable=False)
     assert got is not None
     assert got.tolist() == [0, 1, 2]
-    with pytest.raises(TypeError, match=r"parameter `x`: a .*Converted gives its elements perhaps as a copy"):
+    with pytest.raises(TypeError, match=r"parameter `x`: a .*Converted may give a copy of its elements"):
         as_numpy(Converted(np.arange(3)), "x", writable=True)
 
 
@@ -160,7 +160,7 @@ def test_arrays_on_devices_are_refused() -> None:
             raise BufferError("on several devices")
 
     for value in (Exported(np.ones(2), device=2), Exported(np.ones(2), device=10), Cuda(np.ones(2))):
-        with pytest.raises(TypeError, match="parameter `x`: of arrays on devices those of CUDA can be moved"):
+        with pytest.raises(TypeError, match="parameter `x`: only arrays on the host and on CUDA devices can be moved"):
             as_numpy(value, "x", writable=False)
     for value in (Exported(np.ones(2), device=3), Several(np.ones(2))):
         assert as_numpy(value, "x", writable=False) is not None, value
@@ -210,7 +210,7 @@ def test_what_a_protocol_raises_is_told() -> None:
         (Wrong(), ""),
     ]
     for value, words in cases:
-        with pytest.raises(TypeError, match=f"parameter `x`: the elements of a .* cannot be had: .*{words}"):
+        with pytest.raises(TypeError, match=f"parameter `x`: the elements of a .* are not accessible: .*{words}"):
             as_numpy(value, "x", writable=False)
 
 
