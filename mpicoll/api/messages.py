@@ -35,7 +35,7 @@ def send(
     """Send ``tensor`` to one rank; return when ``tensor`` may be written again.
 
     Only this rank calls this function; the destination calls :func:`recv` or :func:`irecv` with the same dtype, number of
-    elements and tag. The send of up to 16 KiB may return before the message is received, a larger one does not.
+    elements and tag. A send of up to 16 KiB may return before the message is received; a larger send does not.
 
     Args:
         tensor: array to send, of any layout; its elements move in C order.
@@ -134,7 +134,7 @@ def isend(
 
     Only this rank calls this function; the destination calls :func:`recv` or :func:`irecv` with the same dtype, number of
     elements and tag. ``tensor`` must not be written before ``wait`` of the Work has returned; ``wait`` finds writes to up to
-    64 KiB (BufferInUseError). Arguments as in :func:`send`.
+    64 KiB (BufferInUseError). Arguments as in :func:`send`. A rank that is not in the group gets None, and a warning.
 
     Raises: as :func:`send`: errors of this rank here, errors that depend on other ranks in ``wait`` of the Work.
 
@@ -161,7 +161,7 @@ def irecv(
     Only this rank calls this function; the source calls :func:`send` or :func:`isend` with the same dtype, number of elements
     and tag. ``tensor`` must not be read or written before ``wait`` of the Work has returned; ``wait`` finds writes to up to
     64 KiB (BufferInUseError), but no reads. Afterwards ``source_rank()`` of the Work is the sender's rank in the group.
-    Arguments as in :func:`recv`.
+    Arguments as in :func:`recv`. A rank that is not in the group gets None, and a warning.
 
     Raises: as :func:`recv`: errors of this rank here, errors that depend on other ranks in ``wait`` of the Work.
 
@@ -200,6 +200,10 @@ class P2POp:
         peer: global rank of the destination or source; or ``group_peer``, its rank in the group.
         group: the group; default the world.
         tag: 0 to MPI_TAG_UB - 32.
+
+    Raises:
+        TypeError: ``tensor`` cannot be moved, or the peer is not an integer.
+        ValueError: ``op`` is another function, the peer is not in the group, or ``irecv`` cannot write into ``tensor``.
 
     Source: torch.distributed.P2POp.
     """

@@ -49,7 +49,7 @@ def send_object_list(
     """Send the objects of a list to one rank; return when the objects may be changed again.
 
     Only this rank calls this function; the destination calls :func:`recv_object_list` with a list of the same length. Objects
-    may have any type and size. A list of up to about 4,000 bytes may be sent before it is received, a larger one is not.
+    may have any type and size. A list of up to about 4,000 bytes may be sent before it is received; a larger list is not.
     Arrays of 16 KiB and more are sent without a copy.
 
     Args:
@@ -111,7 +111,7 @@ def recv_object_list(
     execution.enter(found, "recv_object_list")
     operation, arrived = _start_recv(found, len(object_list), peer)
     operation.complete(found.timeout)
-    object_list[:] = arrived[0].load(f"recv_object_list: what rank {operation.group.ranks[operation.returned]} sent")
+    object_list[:] = arrived[0].load(f"recv_object_list: the list of rank {operation.group.ranks[operation.returned]}")
     return int(found.ranks[operation.returned])
 
 
@@ -174,10 +174,10 @@ def _receiving(group: ProcessGroup, call: Call, receive: ObjectReceive, arrived:
         yield from _rest(group, receive, pickled.pieces(incoming.parts))
     except WireError as error:
         group.count_received(receive.sender, _TAG)
-        group.give_up(f"what came for {call.name} is no list of objects")
+        group.give_up(f"the bytes received for {call.name} are no list of objects")
         raise DistError(
-            f"{call.describe()} on group {group.display}, rank {group.ranks[group.rank()]}, at {call.site}: what came from "
-            f"rank {group.ranks[receive.sender]} is no list of objects, since {error}"
+            f"{call.describe()} on group {group.display}, rank {group.ranks[group.rank()]}, at {call.site}: the bytes "
+            f"received from rank {group.ranks[receive.sender]} are no list of objects, since {error}"
         ) from error
     receive.receiver.taken(receive)
     group.count_received(receive.sender, _TAG)

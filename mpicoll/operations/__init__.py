@@ -1,1 +1,1 @@
-"""Calls as they are made: prepared, started, completed."""
+"""Prepare, start and complete calls."""

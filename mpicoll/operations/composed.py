@@ -1,4 +1,4 @@
-"""Calls that are not one movement: those that only agree, and those that move their data in several steps."""
+"""Make calls that are not one movement: calls that only agree, and calls that move their data in several steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def drive(group: ProcessGroup, call: Call, steps: Steps, limit: float) -> Any:
 
 
 def agree(group: ProcessGroup, call: Call, limit: float | None = None) -> Agreed:
-    """Make the round of a call that moves no data, and return what all members now know.
+    """Make the round of a call that moves no data; return the facts that all members then know.
 
     Args:
         limit: seconds; None: the limit of the group.
@@ -43,11 +43,11 @@ def agree(group: ProcessGroup, call: Call, limit: float | None = None) -> Agreed
 def run(group: ProcessGroup, call: Call, steps: Callable[[Agreed], Steps]) -> None:
     """Make one collective call that moves its data in several steps, and wait for it.
 
-    The caller has asked :func:`~mpicoll.operations.execution.enter` whether the group can be used.
+    The caller has called :func:`~mpicoll.operations.execution.enter`, which checks whether the group can be used.
 
     Args:
-        steps: given what all members know, yields what has to complete next. It may raise CollectiveMismatchError or
-            ``call.error`` before it moves anything, if all members do.
+        steps: generator function of the agreement, which yields the next request to complete. Before data moves, the generator
+            may raise CollectiveMismatchError or ``call.error``, if it does so on all members.
     """
     _make(group, call, steps, group.timeout)
 
@@ -56,7 +56,7 @@ def _make(group: ProcessGroup, call: Call, steps: Callable[[Agreed], Steps] | No
     if group.entered_block is not None:
         raise group.entered_block.refuse(call.describe(), call.site)
     if steps is not None and call.error is not None and group.level != "full":
-        raise call.error  # the other members do not compare, so nobody asks what is wrong here
+        raise call.error  # the other members do not compare, so they do not learn of the error
     with signals.guard, group.lock:
         try:
             group.calls += 1
@@ -64,7 +64,7 @@ def _make(group: ProcessGroup, call: Call, steps: Callable[[Agreed], Steps] | No
             group.last = call.op, call.site.code, call.site.instruction
             call.asynchronous = steps is not None and collectives_are_pending()
             execution.set_print(group, call, compares=True)
-            if steps is None and group.level == "off":  # what makes a group or the world is always compared
+            if steps is None and group.level == "off":  # calls that make a group or the world are always compared
                 call.print = fingerprint(call.op, call.key)
             request = Request(group, call, [], limit, waited=True)
             with nullcontext() if steps is None else signals.shield:
@@ -88,14 +88,14 @@ def _meet_and_move(group: ProcessGroup, steps: Callable[[Agreed], Steps] | None,
 def move_once(
     group: ProcessGroup, call: Call, agreed: Agreed, move: Movement, moved: int
 ) -> Generator[Pollable, None, int]:
-    """Move a flat buffer within the steps of :func:`run`: by blocking calls unless somebody is asynchronous.
+    """Move a flat buffer within the steps of :func:`run`: by blocking calls unless a member is asynchronous.
 
     Args:
-        move: of a kind whose blocks all members know to be equal.
-        moved: what this returned for the movement before it in the call, or 0.
+        move: movement of a kind whose blocks all members know to be equal.
+        moved: value returned for the previous movement of the call, or 0.
 
     Returns:
-        Bytes moved since the last wait that can be left.
+        Bytes moved since the last wait that this rank could leave.
     """
     engine, data = group.pair.native, group.pair.data
     size, nbytes = group.size(), block_bytes(move, group.size())

@@ -1,4 +1,4 @@
-"""One call from agreement to result: waited for on the spot, or as a Work."""
+"""Make one call, from agreement to result: wait for the call, or return its Work."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from mpicoll.transports.control import AS_IT_IS, BEHIND, IN_PIECES, Agreed
 from mpicoll.transports.selection import Facts, Way, select
 
 NATIVE_BYTES = 32 * 1024 * 1024
-"""Bytes that one blocking native call moves at most, so that it ends within about half a second."""
+"""Most bytes of one blocking call of MPI, so that the call ends within about half a second."""
 
 
 def call_limit(group: ProcessGroup, timeout: Any) -> float:
-    """Return the limit in seconds of a call: its own ``timeout=``, or the group's.
+    """Return the time limit of a call in seconds: ``timeout``, or the limit of the group.
 
     Raises:
-        TypeError: not a timedelta (as torch).
+        TypeError: not a timedelta (as in torch).
     """
     if timeout is None:
         return group.timeout
@@ -51,7 +51,7 @@ def call_limit(group: ProcessGroup, timeout: Any) -> float:
 
 
 def check_name(name: Any) -> None:
-    """Raise TypeError unless ``name=`` is a string or None."""
+    """Raise TypeError unless ``name`` is a string or None."""
     if name is not None and not isinstance(name, str):
         raise TypeError(f"name must be a string or None, not {type(name).__name__}")
 
@@ -67,14 +67,14 @@ def move_agreed(
     limit: float,
     agreed: Agreed,
 ) -> Steps:
-    """Move and finish one collective that all members are known to make.
+    """Move the data of one collective that all members are known to make, and finish the result.
 
     Args:
-        move: what to move, or what returns that when the agreement is known; None if the arguments of this rank are wrong.
-        ready: returns whether a GPU has reached the call; awaited before ``before``.
-        before: run just before data moves.
-        after: run when the part of this rank has moved.
-        agreed: what all members know.
+        move: the movement, or a function of the agreement that returns the movement; None if arguments of this rank are wrong.
+        ready: returns whether the GPU has reached the call; ``before`` waits for that.
+        before: called just before data moves.
+        after: called when the part of this rank has moved.
+        agreed: the facts that all members know.
     """
     assert move is not None
     size, data = group.size(), group.pair.data
@@ -85,7 +85,7 @@ def move_agreed(
     if agreed.behind and call.device_ready is None:
         call.device_ready = device_movements.is_ready
     if agreed.stalled:
-        # Somebody may have withdrawn after posting: such a rank never joins a second round.
+        # A member may have withdrawn after posting: such a member never posts this second request.
         yield data.Ibarrier()
     if call.device_reduction is not None:
         if agreed.device_reduction and (yield from device_movements.on_device(call, data, agreed)):
@@ -137,13 +137,13 @@ def move_agreed(
     elif way is Way.BLOCKING:
         most = min(NATIVE_BYTES, large_counts.COUNT_LIMIT)
         for place, piece in enumerate(pieces(move, size, agreed.block_bytes, most)):
-            if agreed.nonblocking:  # one behind the other, and the data of later calls behind the last
+            if agreed.nonblocking:  # in order, and the data of later calls after the last piece
                 waiting.transfer_hint(most)
                 yield engine.nonblocking(piece)
                 continue
             if place or agreed.behind:
-                # Every further native call is preceded by a wait that can be left, and so is the first if a member may still
-                # wait for its GPU.
+                # A rank can leave this wait, but not a blocking call. So the wait stands before each further call, and before
+                # the first if a member may still wait for its GPU.
                 yield data.Ibarrier()
             with BlockingCall(group, call, limit):
                 engine.blocking(piece)
@@ -151,7 +151,7 @@ def move_agreed(
 
 
 def _facts(group: ProcessGroup, move: Movement, agreed: Agreed, fixed: bool) -> Facts:
-    """Return what all members know of a call, to select how it moves."""
+    """Return the facts of a call that all members know, by which they select how the call moves."""
     size = group.size()
     return Facts(
         move.kind,
@@ -170,12 +170,12 @@ def _facts(group: ProcessGroup, move: Movement, agreed: Agreed, fixed: bool) -> 
 
 
 def _hint(move: Movement, agreed: Agreed, size: int) -> int:
-    """Return about how many bytes a movement moves."""
+    """Return the approximate number of bytes of a movement."""
     return agreed.block_bytes * (1 if move.root < 0 and move.op else size)
 
 
 def _reduce_in_order(group: ProcessGroup, number: int, move: Movement) -> Steps:
-    """Reduce little data in the order of the ranks, as calls do whose data comes with the round: the result is the same."""
+    """Reduce little data in the order of the ranks: the result is that of a call whose data comes with the round."""
     rank, size, engine = group.rank(), group.size(), group.pair.native
     given = move.recv if move.send is None else move.send
     assert given is not None
@@ -194,12 +194,12 @@ def _finish(call: Call, after: Callable[[], None] | None) -> None:
         try:
             after()
         except Exception as error:
-            call.error = error  # all has moved: this concerns this rank alone, and the group is still good
+            call.error = error  # all data has moved: the error concerns only this rank, and the group can be used
             raise
 
 
 def _check_splits(group: ProcessGroup, call: Call, move: Movement) -> Steps:
-    """Exchange how much each member sends to each, so that a split that nobody expects raises instead of corrupting."""
+    """Exchange the numbers of elements of all blocks; raise on all members if a rank sends more or less than expected."""
     assert move.send is not None
     assert move.recv is not None
     size, data = group.size(), group.pair.data
@@ -215,7 +215,7 @@ def _check_splits(group: ProcessGroup, call: Call, move: Movement) -> Steps:
         peer = int(wrong[0])
         call.error = ValueError(
             f"{call.op}: rank {group.ranks[peer]} sends {told[peer]} elements to rank {group.ranks[group.rank()]}, "
-            f"which expects {expects[peer]}: output split sizes here do not fit the input split sizes there"
+            f"which expects {expects[peer]}: the output split sizes of the receiver must fit the input split sizes of the sender"
         )
     bad = np.array([wrong.size], np.int64)
     yield data.Iallreduce(MPI.IN_PLACE, bad, MPI.MAX)
@@ -235,15 +235,15 @@ def run(
     before: Callable[[], None] | None = None,
     after: Callable[[], None] | None = None,
 ) -> Work | None:
-    """Make one collective call: return its Work with ``async_op``, else wait for it and return None.
+    """Make one collective call: return its Work with ``async_op``, otherwise wait for the call and return None.
 
-    The caller has asked :func:`enter` whether the group can be used.
+    The caller has called :func:`enter`, which checks whether the group can be used.
     """
     limit = group.timeout if limit is None else limit
     if group.entered_block is not None:
         raise group.entered_block.refuse(call.describe(), call.site)
     if call.error is not None and group.level != "full":
-        raise call.error  # the other members do not compare, so nobody asks what is wrong here
+        raise call.error  # the other members do not compare, so they do not learn of the error
     with signals.guard, group.lock:
         try:
             group.calls = call.seq = group.calls + 1
@@ -259,24 +259,24 @@ def run(
 
 
 def leave_begun(group: ProcessGroup, call: Call, limit: float, error: BaseException) -> None:
-    """Give the group up when a call that this rank has begun ends by an error that is no outcome of it.
+    """Give the group up if an error ends a call that this rank has begun, and is no outcome of the call.
 
-    A signal handler of the program's may raise between any two lines: with the call counted and nothing posted, or with its
-    place in the order taken and nobody there to pass it on. The other members make the call, so there is no way back.
+    A signal handler of the program may raise between any two lines: when the call is counted and not posted, or when the call has
+    its number in the order and no request that passes the order on. Other members make the call, so this rank cannot undo it.
     """
     if group.broken is None and error is not call.error and not isinstance(error, CollectiveMismatchError):
         Request(group, call, [], limit).policy().withdraw(error)
 
 
 UNCOMPARED = frozenset(Kind) - {Kind.BARRIER, Kind.ALL_TO_ALL}
-"""What may move without a comparison: where every member knows from its own arguments how large the blocks are."""
+"""Kinds that may move without a comparison: each member knows the sizes of all blocks from its own arguments."""
 
 
 def _passes(group: ProcessGroup, call: Call, move: Movement | Callable[[Agreed], Movement] | None) -> bool:
-    """Whether a call makes no round; the same on all members that make the same calls."""
+    """Return whether a call makes no round; the same on all members that make the same calls."""
     return (
         group.level != "full"
-        and not group.pair.agreement.channel.carries_data  # where they are, a round costs as little as none
+        and not group.pair.agreement.channel.carries_data  # a round through shared memory takes almost no time
         and isinstance(move, Movement)
         and move.kind in UNCOMPARED
         and not (call.uneven or move.vector or move.more)
@@ -287,7 +287,7 @@ def _passes(group: ProcessGroup, call: Call, move: Movement | Callable[[Agreed],
 
 
 def set_print(group: ProcessGroup, call: Call, compares: bool) -> None:
-    """Set what the round of a call compares, and note a call that makes none."""
+    """Set the fingerprint that the round of a call compares; record a call that makes no round."""
     shared = group.pair.agreement.channel.carries_data
     print_ = fingerprint(call.op, call.key) if group.level != "off" else 0
     if group.level != "roll" or shared:
@@ -301,13 +301,13 @@ def set_print(group: ProcessGroup, call: Call, compares: bool) -> None:
 
 
 def plain_print(group: ProcessGroup, op: str, print_: int) -> int:
-    """Return what a round compares that compares nothing of the calls before it.
+    """Return the fingerprint that a round compares if the round does not cover earlier calls.
 
-    Members on one node, where a round costs nothing, compare each call at level ``roll``, too, and at ``off`` which function
-    it is: without that, two that wait for each other in different ones could go on with half of each.
+    Members on one node compare each call also at level ``roll``, as a round takes almost no time there. At ``off`` they compare
+    the function: otherwise two members in different functions could each complete, with half of the data of each.
 
     Args:
-        print_: the fingerprint of the call.
+        print_: fingerprint of the call.
     """
     if group.level == "full":
         return print_
@@ -331,7 +331,7 @@ def move_uncompared(
     after: Callable[[], None] | None,
     _: None,
 ) -> Steps:
-    """Move a small call that made no round; by the nonblocking call of MPI, as some members may be asynchronous."""
+    """Move the data of a small call without a round, by the nonblocking call of MPI: some members may be asynchronous."""
     if ready is not None and not ready():
         yield waiting.Condition(ready)
     if before is not None:
@@ -364,7 +364,7 @@ def issue(
     before: Callable[[], None] | None = None,
     after: Callable[[], None] | None = None,
 ) -> Work | None:
-    """Make a call that has its number and its place in the order: see :func:`run`."""
+    """Make a call that has its number in the order of the group. Arguments as in :func:`run`."""
     call.asynchronous = async_op or collectives_are_pending()
     call.device_ready = device_movements.device_test(call, move, ready)
     if call.device_ready is not None and not call.device:
@@ -395,22 +395,23 @@ def issue(
 
 
 def sending(request: Pollable) -> Steps:
-    """Yield what has been sent; the steps of an operation."""
+    """Yield the request of a send: the steps of an operation."""
     yield request
 
 
 def enter(group: ProcessGroup, operation: str, *, apart: bool = False) -> None:
-    """Raise when this process or thread may not communicate, or the group cannot be used.
+    """Raise an error if this process or thread may not communicate, or if the group cannot be used.
 
     Args:
-        apart: the operation asks nothing of the group's other members: that it was given up is no obstacle.
+        apart: the operation needs no other member of the group, so the group may be broken.
     """
     known = registry.state()
     if os.getpid() != known.pid:
         raise in_child(operation)
     if not known.thread_multiple and threading.get_ident() != known.thread:
         raise RuntimeError(
-            f"{operation}: this MPI gives no MPI_THREAD_MULTIPLE, so only the thread that initialised may communicate"
+            f"{operation}: this MPI gives no MPI_THREAD_MULTIPLE, so only the thread that called init_process_group may "
+            "communicate: make the call there"
         )
     if MPI.Is_finalized():
         raise RuntimeError(f"{operation}: MPI has been finalised")

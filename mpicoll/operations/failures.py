@@ -1,4 +1,4 @@
-"""The ends of calls: errors of MPI, exceptions of signal handlers, outcomes of futures; calls inside MPI for the watchdog."""
+"""End calls: errors of MPI, exceptions of signal handlers, outcomes of futures; and show the watchdog calls inside MPI."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def in_child(operation: str) -> RuntimeError:
 
 
 def tells_why(group: ProcessGroup) -> bool:
-    """Return whether the board knows why a group is broken, so that a wait raises that."""
+    """Return whether the board knows why a group is broken, so that a wait raises the reason."""
     known = current()
     if known is None:
         return False
@@ -56,12 +56,14 @@ def broken(group: ProcessGroup, call: Call) -> GroupBrokenError:
 
 
 def wrap(error: MpiError, group: ProcessGroup, call: Call) -> DistBackendError:
-    """Give the group up, and return an error of MPI as an error of the library: operation, group, rank, text of MPI."""
+    """Give the group up; return an error of MPI as an error of the library, with operation, group, rank and text of MPI."""
     group.give_up(f"MPI reported an error in {call.op}")
     hint = (
         ""
         if group.level == "full"
-        else (f". At check level {group.level!r} different calls may end so: run with MPICOLL_CHECK=full to see which")
+        else (
+            f". At check level {group.level!r} different calls may cause this: run with MPICOLL_CHECK=full to see them"
+        )
     )
     return DistBackendError(
         f"{call.describe()} on group {group.display}, rank {group.ranks[group.rank()]}, at {call.site}: {mpi_text(error)}{hint}"
@@ -81,7 +83,7 @@ def guarded(test: Callable[[], bool], group: ProcessGroup, call: Call) -> Callab
 
 
 class BlockingCall:
-    """Have the watchdog look at a blocking MPI call inside the block."""
+    """Let the watchdog check a blocking MPI call inside the block."""
 
     __slots__ = ("_call", "group", "limit", "since")
 
@@ -96,7 +98,11 @@ class BlockingCall:
         return f"{self._call.describe()} on group {self.group.display} at {self._call.site}"
 
     def hopeless(self, inside: float) -> str:
-        """Return why the call can never end, or "", given the seconds that it has taken."""
+        """Return why the call can never end, or "".
+
+        Args:
+            inside: seconds since the call began.
+        """
         return hopeless(self.group, inside)
 
     def __enter__(self) -> None:
@@ -108,7 +114,7 @@ class BlockingCall:
 
 
 class begun:
-    """Give the group up if an exception comes while a message is posted (a context manager).
+    """Give the group up if an exception is raised inside the block, which posts a message.
 
     A signal handler of the program may raise between any two lines: with the message posted and not counted, or counted and
     no request that would wait for the message.
@@ -137,7 +143,7 @@ class begun:
 
 
 def over(policy: CallWait, polled: float) -> BaseException | None:
-    """Return an error if what a program polls can never complete, or has been polled past its limit."""
+    """Return an error if a request that the program polls can never complete, or was polled for longer than its limit."""
     known = current()
     if known is None:
         return None

@@ -1,4 +1,4 @@
-"""Create the communicators of a group, agreed upon before anything could block."""
+"""Create the communicators of a group, after all ranks have agreed on the group, so that no rank blocks in MPI."""
 
 from __future__ import annotations
 
@@ -43,10 +43,18 @@ def create_group(
     use_local_synchronization: bool,
     group_desc: str | None,
 ) -> Any:
+    """Make a group of ``members``; return the group, or the value of a rank that is no member.
+
+    Args:
+        members: global ranks; () if they are wrong.
+        problem: error of this rank's arguments, which takes part in the agreement.
+        site: call site of the program.
+        timeout, use_local_synchronization, group_desc: as in ``new_group``.
+    """
     me = known.world.rank()
     if use_local_synchronization:
         if problem is not None and me not in members:
-            raise problem  # nobody can know who else was meant
+            raise problem  # the other members are not known
         if me not in members:
             return None
         name, pair = _make_locally(known, members, site, problem)
@@ -66,7 +74,7 @@ def create_group(
         tag = known.created % _TAGS
         made = flags.detail == NOTHING or flags.detail < 0
         if not made and me in members:
-            known.pool.take(members, flags.detail)  # before others are given back
+            known.pool.take(members, flags.detail)  # before other pairs are freed
         if known.pool.full():
             _shrink(known, tag, call)
         if me not in members:
@@ -118,6 +126,7 @@ def group_of_node(known: JobWithGroups, op: str, site: CallSite, watch: Watch | 
 def create_by_members(
     known: JobWithGroups, members: tuple[int, ...], display: str, op: str, site: CallSite, watch: Watch | None = None
 ) -> ProcessGroup:
+    """Make a group that only its members make, and return the group. Arguments as in :func:`group_of_node`."""
     world = known.world
     with signals.shield:
         name, pair = _make_locally(known, members, site, None, op, watch)
@@ -127,6 +136,7 @@ def create_by_members(
 
 
 def check_members(ranks: Any, size: int, sort_ranks: bool) -> tuple[int, ...]:
+    """Return the members of a group; raise TypeError or ValueError if ``ranks`` are no ranks of a world of ``size``."""
     if ranks is None:
         return tuple(range(size))
     if isinstance(ranks, (str, bytes)) or not hasattr(ranks, "__iter__"):
@@ -149,6 +159,7 @@ def check_members(ranks: Any, size: int, sort_ranks: bool) -> tuple[int, ...]:
 
 
 def check_arguments(timeout: Any, backend: Any, group_desc: Any) -> None:
+    """Raise TypeError or ValueError if an argument of ``new_group`` is wrong."""
     if group_desc is not None and not isinstance(group_desc, str):
         raise TypeError(f"group_desc must be a string, not {type(group_desc).__name__}")
     if timeout is not None and not isinstance(timeout, timedelta):
@@ -231,7 +242,7 @@ def _make_locally(
         rank, (text, where) = min(wrong.items())
         error = CollectiveMismatchError(
             f"new_group({name_ranks(members)}, use_local_synchronization) at {site}: arguments are wrong on rank {rank} "
-            f"(at {where}), which raised {text}. Nothing was made"
+            f"(at {where}), which raised {text}. No group was made"
         )
         calls = [Entry(((r, r),), call.op, site=its, problem=said) for r, (said, its) in sorted(wrong.items())]
         raise with_calls(error, known.world.display, sorted(wrong), [entry_of(call, known.world.rank()), *calls])
@@ -351,7 +362,11 @@ class _JoinWait(CallWait):
     def given_up(self) -> GroupBrokenError | None:
         """Return an error if a member has withdrawn from the meeting."""
         gone = state().board.withdrawn.get(self.meeting)
-        return None if gone is None else GroupBrokenError(f"{self.describe()}: rank {gone[0]} gave it up: {gone[1]}")
+        return (
+            None
+            if gone is None
+            else GroupBrokenError(f"{self.describe()}: rank {gone[0]} withdrew from the call: {gone[1]}")
+        )
 
     def came(self) -> set[int]:
         """Return the members that have sent their words to this rank, also if they have withdrawn since."""

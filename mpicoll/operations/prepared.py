@@ -1,8 +1,8 @@
-"""Prepared operations: calls that a group keeps for their signature, so that a call made again costs little.
+"""Prepared operations: calls that a group caches by their signature, so that the next such call takes less time.
 
-A prepared operation knows what does not depend on one start: the words of its rounds, its kind and sizes, and the schedules that
-move it. It is an affair of this rank only: other members learn from the words of the round whether the data of this rank is
-there. A start gives a :class:`mpicoll.operations.request.Request`.
+A prepared operation holds what all starts share: the words of the rounds, kind and sizes, and the schedules. Other members do not
+know whether this rank has prepared the call: the words of the round tell whether the data of this rank comes with the round. Each
+start makes a :class:`mpicoll.operations.request.Request`.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from mpicoll.transports.selection import Facts, Way, select
 from mpicoll.transports.shm.transport import poll_ns
 
 MOST = 256
-"""Prepared operations that a group keeps."""
+"""Most prepared operations that a group caches."""
 
 LARGEST = execution.NATIVE_BYTES
-"""Bytes that all members move in a prepared operation at most: what one blocking call of MPI moves."""
+"""Most bytes that all members move in a prepared operation, so that one blocking call of MPI moves them."""
 
 _FEW = 3
 
@@ -60,21 +60,21 @@ _ndarray = np.ndarray
 
 
 class PreparedOperation:
-    """A call of one rank, prepared for a group. What a rank passes is an array, a list of arrays, or None.
+    """A call of one rank, prepared for a group. Its input and its output are an array, a list of arrays, or None.
 
     Attributes:
         op, key, alias, detail: of the call.
         kind, mpi_op, root: of the movement.
         nbytes: of the largest block that this rank moves to or from one peer.
         average: divide the result by the number of members.
-        words: of a round whose data does not come with it; ``eager_words`` of one whose data does.
-        shared: the call as the extension makes it; None if it goes through MPI.
-        segment: the memory of a call whose data has no room beside a record; None for the others.
-        width: bytes of the pieces of a call that the extension makes in several; 0 for the others.
-        places: of the rounds of the group, if the extension starts the call; None for the others.
-        poll_ns: how long a member polls for another one before it waits as every call does.
-        lists: this rank passes a list, or gets one.
-        in_place: the call is a small call over MPI, compared in full, whose array is input and output.
+        words, eager_words: of a round without data, and of a round with the data of this rank.
+        shared: the operation of the extension; None if the call goes through MPI.
+        segment: the memory of a call whose data has no room beside a record; otherwise None.
+        width: bytes of a piece, if the extension makes the call in several pieces; otherwise 0.
+        places: of the rounds of the group, if the extension starts the call; otherwise None.
+        poll_ns: nanoseconds for which a member polls for another member before an ordinary wait.
+        lists: the input or the output is a list.
+        in_place: a small call over MPI, compared at level ``full``, whose array is input and output.
     """
 
     __slots__ = (
@@ -153,9 +153,9 @@ class PreparedOperation:
                 return self
         else:
             self.places = agreement.channel.places  # type: ignore[attr-defined]
-        # Of a piece: the extension holds the interpreter lock while it polls.
+        # For the bytes of a piece: the extension holds the interpreter lock while it polls.
         self.poll_ns = poll_ns(self.width or brings, waiting.oversubscribed)
-        # A member whose data does not come with the round posts 0 for eager bytes: then all move the general way.
+        # If the data of a member does not come with the round, its word for eager bytes is 0: then all move the general way.
         self.eager_words = make_words(print_, self.nbytes, detail=self.detail, eager=self.nbytes + 1)
         rows = isinstance(self._recv, tuple) and kind in (Kind.ALL_GATHER, Kind.GATHER, Kind.ALL_TO_ALL)
         result = "list" if isinstance(recv, list) else "rows" if rows else "reduced" if self.mpi_op else "copied"
@@ -188,9 +188,9 @@ class PreparedOperation:
         return self
 
     def fits(self, send: Any, recv: Any) -> bool:
-        """Return whether arrays are as prepared for, and can be moved as they are.
+        """Return whether arrays fit the prepared operation, and can be moved without a copy.
 
-        Arrays that are in no list are known to have the shape. Dtypes are compared by number: int64 has two, which are equal.
+        An array that is in no list is known to have the shape. Dtypes are compared by number: int64 has two equal dtypes.
         """
         if self.lists:
             return self._fit(send, self._send, False) and self._fit(recv, self._recv, True)
@@ -225,7 +225,7 @@ class PreparedOperation:
         return RequestClaim(recv, writes=True, reads=send if isinstance(send, list) else (send,))
 
     def movement(self, send: Any, recv: Any) -> tuple[Movement, Callable[[], None] | None]:
-        """Return what is moved the long way, and what is done after it."""
+        """Return the movement of the general way, and the function that copies its result to ``recv``, or None."""
         kind = self.kind
         if kind is Kind.BARRIER:
             return Movement(kind), None
@@ -267,10 +267,10 @@ class PreparedOperation:
         return call
 
     def steps(self, request: Request) -> Steps:
-        """Return what moves the data the general way: members differ in how they make the call, or one is late."""
+        """Return the steps of the general way: members make the call in different ways, or a member is late."""
         group, recv = request.group, request.recv
         copied = bool(request.before) and request.spread is None
-        if copied:  # the program may write its array meanwhile, which is found afterwards
+        if copied:  # the program may write its array until the end, which is found then
             own: Any = [each.copy() for each in recv] if isinstance(recv, list) else recv.copy()
             request.send, request.recv = own if request.send is recv else request.send, own
         move = movement(request)
@@ -293,7 +293,7 @@ class PreparedOperation:
         )
 
     def poll(self, made: Any) -> None:
-        """Poll a round for a moment."""
+        """Poll a round for ``poll_ns``."""
         if self.shared is not None:
             made.poll(self.poll_ns)
 
@@ -312,7 +312,7 @@ class PreparedOperation:
         arrays: Any = None,
         spread: Callable[[], None] | None = None,
     ) -> Request:
-        """Start the call, and return its request. The lock of the group is held, and its use has been checked.
+        """Start the call, and return its request. The caller has the lock of the group, and has checked the group.
 
         Args:
             before, arrays, spread: fields of the request; ``arrays`` are ``recv`` without ``spread``.
@@ -392,7 +392,7 @@ class PreparedOperation:
         )
 
     def _schedule(self, group: ProcessGroup) -> Any:
-        """Return what moves a call that is waited for if all members make it so; None: the general way."""
+        """Return the schedule of a call that is waited for, if all members wait for it; None: the general way."""
         way = self._way
         if way is Way.ROUND:
             return MEETING
@@ -405,7 +405,7 @@ class PreparedOperation:
 
 
 _PARTED = (Kind.SCATTER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL)
-"""Where a member brings a block for each of the others."""
+"""Kinds in which a member has a block for each other member."""
 
 
 def _shapes(given: Any) -> Any:
@@ -413,7 +413,7 @@ def _shapes(given: Any) -> Any:
 
 
 def _is(array: Any, dtype: np.dtype[Any]) -> bool:
-    """Return whether an array has a dtype, in the byte order of the machine; compared by number, as int64 has two."""
+    """Return whether an array has a dtype in native byte order, compared by number, as int64 has two equal dtypes."""
     found = array.dtype
     return found is dtype or (found.num == dtype.num and found.isnative)
 
@@ -426,7 +426,7 @@ def _readable(given: Any) -> bool:
 
 
 def are_disjoint(arrays: list[Any]) -> bool:
-    """Whether it is certain that no two arrays of a list have bytes in common."""
+    """Return whether certainly no two arrays of a list have bytes in common."""
     if any(type(each) is not _ndarray for each in arrays):
         return False
     if all(each.base is None for each in arrays):  # each has memory of its own

@@ -341,7 +341,7 @@ class Request(RequestFields):
         retain_for_ever(self._current, self.outputs, self.held, self.steps, self.send, self.recv, self.arrays, moved)
 
     def expected(self) -> Any:
-        """Return what must be in the array of the call when the program has waited; None: nobody compares."""
+        """Return what must be in the array of the call when the program has waited; None: the array is not compared."""
         return self.after or None
 
     def unclaimed(self) -> None:

@@ -1,6 +1,6 @@
 """Schedules of prepared operations: how the data of a call moves if all members make the call as this member does.
 
-A schedule is chosen from what the members know alike, so all of them choose the same.
+A schedule follows from facts that all members know, so all members choose the same.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 
 
 class Schedule(Protocol):
-    """What moves the data of a prepared operation if the round says that all is as this member says."""
+    """Moves the data of a prepared operation if, by the round, all members make the call as this member does."""
 
     at_once: bool
-    """If ``serves`` returns True, the data has moved, and the result is there."""
+    """Whether ``serves`` moves the data: if it returns True, the result is there."""
 
     def put(self, request: Any, number: int) -> None:
         """Write the data that comes with the round of that number."""
 
     def serves(self, request: Any, made: Round) -> bool | None:
-        """Return whether the data may move in this way; None: the round is not complete. All members find the same."""
+        """Return whether the data may move in this way, the same on all members; None: the round is not complete."""
 
     def start(self, request: Any) -> Pollable | None:
-        """Move the data, or start to; None: it has moved, or ``request.steps`` move it."""
+        """Move the data, and return None; or return the request, or set ``request.steps``, that moves the data."""
 
     def finish(self, request: Any) -> None:
-        """Put the result where the program wants it."""
+        """Put the result into the arrays of the program."""
 
 
 class Prepared(Protocol):
@@ -50,14 +50,14 @@ class Prepared(Protocol):
         """Return the description of one start."""
 
     def steps(self, request: Any) -> Steps:
-        """Return what moves the data the general way."""
+        """Return the steps that move the data the general way."""
 
     def poll(self, made: Round) -> None:
-        """Poll a round for a moment."""
+        """Poll a round for a limited time."""
 
 
 def movement(request: Any) -> Movement:
-    """Return what the start of a prepared operation moves."""
+    """Return the movement of a start of a prepared operation."""
     move: Movement
     move, request.unpack = request.prepared.movement(request.send, request.recv)
     request.move = move
@@ -81,7 +81,7 @@ def check(request: Any) -> None:
 
 
 def land(request: Any) -> None:
-    """Copy the result to the arrays of the program, and note what these hold. An error concerns this rank only."""
+    """Copy the result to the arrays of the program, and record their contents. An error concerns this rank only."""
     try:
         if request.spread is not None:
             request.spread()
@@ -93,7 +93,7 @@ def land(request: Any) -> None:
 
 
 class _Meeting:
-    """A barrier: its round was one."""
+    """A barrier: the round is the barrier."""
 
     at_once = False
 
@@ -113,7 +113,7 @@ class _Meeting:
 
 
 class _Eager(_Meeting):
-    """The data comes with the round: the extension writes it, and reads that of the other members."""
+    """The data comes with the round: the extension writes the data of this rank, and reads the data of other members."""
 
     def put(self, request: Any, number: int) -> None:
         """Write the data of this rank beside the record of its round."""
@@ -121,11 +121,11 @@ class _Eager(_Meeting):
         prepared.shared.write(number, request.send)
 
     def serves(self, request: Any, made: Any) -> bool | None:
-        """Return whether all members make the call; the words say that the data of all is there."""
+        """Return whether all members make the call; then the data of all members is there."""
         state = request.prepared.shared.state(request.number, made.number, 0)
         if state:
             return bool(state == 1)
-        made.Test()  # which lets MPI progress, now and then
+        made.Test()  # lets MPI progress at some of the calls
         return None
 
     def start(self, request: Any) -> Any:
@@ -142,7 +142,7 @@ class _Eager(_Meeting):
         else:
             try:
                 prepared.shared.read(made.number if segment is None else segment.step, request.recv)
-            except ValueError as error:  # an array was changed meanwhile; all other members have the data
+            except ValueError as error:  # the program changed an array; all other members have the data
                 request.call.error = error
                 raise
         land(request)
@@ -167,7 +167,7 @@ class _AtOnce(_Eager):
             raise written(request.call.op, request.call.site, request.group.display)
         if found == 4:
             call = request.call
-            text = f"{call.op} at {call.site}: its arrays were changed while it waited for the other members"
+            text = f"{call.op} at {call.site}: the program changed an array of the call before the call was complete"
             call.error = DistError(text)  # of this rank only: all other members have the data
             raise call.error
         made.poke()
@@ -205,7 +205,7 @@ class _ThroughPlan(_InSharedMemory):
         return request.group.plans, request.prepared.plan_key
 
     def finish(self, request: Any) -> None:
-        """Copy the result out of the memory of the plan, and finish it."""
+        """Copy the result from the memory of the plan, and finish the result."""
         request.plan.finish(request.move)
         finish(request)
 
@@ -236,7 +236,7 @@ UNCOMPARED = _Uncompared()
 
 
 def plan_key(key: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the key of a call without the name that the program gives it: programs put numbers of steps into names."""
+    """Return the key of a call without the name that the program gives the call, as names may hold numbers of steps."""
     named = bool(key) and isinstance(key[-1], tuple) and key[-1][0] == "name"
     return key[:-1] if named else key
 
@@ -256,5 +256,5 @@ def open_memory(group: Any, node: Any) -> Steps:
         _told.append(node.why)
         say(
             f"mpicoll: rank {group.ranks[group.rank()]}: no shared memory for group {group.display}: {node.why}; "
-            "its data moves through MPI\n"
+            "data of this group moves through MPI\n"
         )

@@ -61,7 +61,7 @@ _ALLOWED = [sum(1 << new for old, new in TRANSITIONS if old == state) for state 
 
 
 class HasState(Protocol):
-    """What has a state."""
+    """An object with a state."""
 
     state: State
 
@@ -69,7 +69,7 @@ class HasState(Protocol):
 Observer = Callable[[HasState, State, State], None]
 
 observers: list[Observer] = []
-"""What :func:`observe` has added."""
+"""The functions that :func:`observe` has added."""
 
 
 def to(request: HasState, new: State) -> None:
@@ -91,7 +91,7 @@ def through(request: HasState, *states: State) -> None:
 
 
 def observe(observer: Observer) -> Callable[[], None]:
-    """Call ``observer(request, old, new)`` after each transition of each request; return what ends that."""
+    """Call ``observer(request, old, new)`` after each transition of each request; return a function that removes it."""
     observers.append(observer)
     return lambda: observers.remove(observer)
 
@@ -110,19 +110,21 @@ class PythonRequestFields:
         peer, tag: of a message: the global rank at the other end (-1: any), and the tag; ``peer`` is None for a collective.
         words: of the round; None for a call without a round.
         prepared: the prepared operation; None for other calls.
-        schedule, steps: move the data of a prepared operation if all is as this member says; in all other cases.
+        schedule: moves the data of a prepared operation if all members make the call as this member does.
+        steps: move the data in all other cases.
         claim: of memory that the call uses until it is waited for.
-        returned: what the steps returned; of a receive the rank in the group that the message came from, -1 before.
+        returned: value that the steps returned; of a receive the source's rank in the group, -1 before.
         future: of the result, if the program has asked for one; ``landing`` is called just before the request is over.
-        polled, next_look: when a program that polls asked first, and when the next answer looks for what is wrong
-            (time.monotonic).
-        send, recv: of a prepared operation: the arrays that this rank sends from, and where its result goes.
-        arrays, spread: the arrays of the program that hold the result in the end, and what copies ``recv`` to them; None if
-            these are ``recv``.
-        before, after: what these arrays held at the start, and when the result was written; empty if nobody compares.
-        code, instruction, name, seq: the place in the program; the name that the program gives the call; its number on the group.
+        polled, next_look: times (time.monotonic) of the first poll of the program, and of the next check whether the request
+            can complete.
+        send, recv: of a prepared operation: the arrays with the data of this rank, and the arrays for its result.
+        arrays, spread: the arrays of the program for the result, and the function that copies ``recv`` to these arrays; None if
+            ``arrays`` are ``recv``.
+        before, after: contents of these arrays at the start, and after the result was written; empty if they are not compared.
+        code, instruction, name, seq: the call site; the name that the program gives the call; its number on the group.
         made: the calls since the last comparison, at level ``roll``.
-        move, unpack, plan: what moves, once it does; what puts the result into the arrays of the program.
+        move, plan, unpack: the movement and its plan, after the data has begun to move; the function that copies the result to
+            the arrays of the program.
     """
 
     __slots__ = (

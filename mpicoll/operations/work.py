@@ -18,11 +18,11 @@ from mpicoll.operations.request import Request
 from mpicoll.runtime import signals, waiting
 
 _LOOK_EVERY = 0.005
-"""Seconds: a request that a program polls is checked so often for whether it can ever complete."""
+"""Seconds between two checks whether a request that the program polls can ever complete."""
 
 
 class _WorkFuture(Future[Any]):
-    """A Future whose waits make progress: there is no thread behind it that would."""
+    """A Future whose waits make progress, as no thread does."""
 
     def __init__(self, wait: Callable[[], None], poll: Callable[[], object]) -> None:
         super().__init__()
@@ -30,16 +30,16 @@ class _WorkFuture(Future[Any]):
         self._poll = poll
 
     def done(self) -> bool:
-        """Whether the operation is over, well or not; makes progress and never waits.
+        """Return whether the operation is complete or failed; make progress, and never wait.
 
-        One that can never complete, or has been asked for past its limit, is ended: its result raises why.
+        An operation that can never complete, or was polled for longer than its limit, is ended: ``result`` raises the reason.
         """
         if not self._is_over():
             self._poll()
         return self._is_over()
 
     def running(self) -> bool:
-        """Whether the operation is not over; makes progress as :meth:`done`."""
+        """Return whether the operation is neither complete nor failed; make progress as :meth:`done`."""
         return not self.done()
 
     def _is_over(self) -> bool:
@@ -49,8 +49,10 @@ class _WorkFuture(Future[Any]):
         """Wait for the operation and return its list of output arrays.
 
         Args:
-            timeout: seconds, after which concurrent.futures.TimeoutError is raised and the call stays under way; None: the
-                limit of the group.
+            timeout: seconds, after which concurrent.futures.TimeoutError is raised and the call stays pending; None: the
+                limit of the call.
+
+        Raises: the error of the operation, as :meth:`Work.wait`.
         """
         self._drive(timeout)
         return super().result(0)
@@ -61,21 +63,21 @@ class _WorkFuture(Future[Any]):
         return super().exception(0)
 
     def wait(self) -> Any:
-        """Wait for the operation and return its list of output arrays: :meth:`result` by torch's name."""
+        """Wait for the operation and return its list of output arrays, as :meth:`result`."""
         return self.result()
 
     def value(self) -> Any:
-        """Return the list of output arrays of an operation that is done.
+        """Return the list of output arrays of a complete operation.
 
         Raises:
-            RuntimeError: it is not done yet (as torch).
+            RuntimeError: the operation is not done yet (as in torch).
         """
         if not self.done():
             raise RuntimeError("the operation is not done yet: call wait() before value()")
         return super().result(0)
 
     def then(self, callback: Callable[[Any], Any]) -> _WorkFuture:
-        """Return a Future of what ``callback(self)`` returns, which is called when the operation is done."""
+        """Return a Future of the value of ``callback(self)``, which is called when the operation is done."""
         later = _WorkFuture(self._finish, self.done)
         later.set_running_or_notify_cancel()
 
@@ -95,7 +97,7 @@ class _WorkFuture(Future[Any]):
 
     def _drive(self, timeout: float | None) -> None:
         if timeout is not None:
-            # As with every Future a limit that passes changes nothing: the call stays under way.
+            # As for every Future, the call stays pending after the limit.
             end = time.monotonic() + timeout
             while not self._is_over() and time.monotonic() < end:
                 with signals.guard:
@@ -108,7 +110,7 @@ class _WorkFuture(Future[Any]):
             except Exception:
                 if not self._is_over():
                     raise
-            while not self._is_over():  # another thread is about to say so, or in the callback whose value this is
+            while not self._is_over():  # another thread is about to set the result, or runs the callback of ``then``
                 with signals.guard:
                     waiting.progress()
                     waiting.serve()
@@ -118,18 +120,17 @@ class _WorkFuture(Future[Any]):
 class Work:
     """The handle of a call made with ``async_op=True``, of ``isend`` and of ``irecv``.
 
-    The library refers to the buffers of the call until the call is done. They must not be read or written before ``wait`` has
-    returned.
-    Each Work has to be waited for: one that is dropped without gives a ResourceWarning, and one that nobody ever waits
-    for is an error when its group is destroyed or the program ends.
+    The library refers to the buffers of the call until the call is done. The program must not read or write the buffers before
+    ``wait`` has returned.
+    The program must wait for each Work. A Work dropped without ``wait`` gives a ResourceWarning. A Work that was never waited for
+    is an error when its group is destroyed or the program ends.
 
-    It goes on whenever the library waits for anything, or is asked ``is_completed``; with ``MPICOLL_PROGRESS=thread`` also
-    while the program computes (docs/performance.md, "Overlap").
+    The call progresses in every wait of the library and in ``is_completed``; with ``MPICOLL_PROGRESS=thread`` also while the
+    program computes (docs/performance.md, "Overlap").
 
-    Memory that an operation under way writes must not be given to another one, nor memory that it reads to one that writes
-    it: that raises BufferInUseError at once. With ``MPICOLL_CHECK=full`` a write of the program to such memory is noticed by
-    ``wait``, in buffers of up to 64 KiB. It is an error even where the data had been copied away, as that of small messages
-    is: with larger ones the program would be wrong.
+    Memory that a pending operation writes must not be passed to another operation, nor memory that it reads to an operation that
+    writes: with ``MPICOLL_CHECK=full`` that raises BufferInUseError at once, and ``wait`` finds writes of the program to buffers
+    of up to 64 KiB. Such a write is an error also if the library has already copied the data, as for small messages.
 
     Source: torch.distributed.Work.
     """
@@ -145,7 +146,7 @@ class Work:
             waiting.progress_thread.begun(request)
 
     def with_claim(self, claim: Claim | None) -> Work:
-        """Keep the operation's memory from others until it has been waited for."""
+        """Keep a claim on the memory of the operation until the program has waited."""
         if claim is not None:
             request = self._request
             claim.over, claim.advance = lambda: request.done, request.Test
@@ -161,21 +162,22 @@ class Work:
                     self._request.error = claim.verdict()
                 claims.remove(claim)
             except BaseException:
-                self._claim = claim  # out of a signal handler
+                self._claim = claim  # an exception of a signal handler
                 raise
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Return True when the call is complete on this rank.
+        """Wait until the call is complete on this rank, and return True.
 
         Args:
-            timeout: the limit of this wait; ``timedelta(0)`` means the limit of the group (as torch).
+            timeout: time limit of this wait; ``timedelta(0)`` means the limit of the call (in torch of the group).
 
         Raises:
             TypeError: ``timeout`` is not a timedelta.
-            CollectiveTimeoutError: the limit passed; the group is broken.
-            BufferInUseError: a buffer of the call was written before it was complete.
+            CollectiveTimeoutError: the call was not complete within the limit; the group is broken.
+            BufferInUseError: the program wrote a buffer of the call before the call was complete.
             PeerFailedError, PeerExitedError, DeadlockError, GroupBrokenError: as :func:`mpicoll.broadcast`.
-            DistError: what the call ended with: a mismatch, an error of MPI.
+            CollectiveMismatchError, DistBackendError: the members made different calls; MPI reported an error.
+            DistError: an exception of a signal handler interrupted the call.
         """
         if not isinstance(timeout, timedelta):
             raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout!r}")
@@ -193,12 +195,12 @@ class Work:
         return True
 
     def is_completed(self) -> bool:
-        """Whether the call is done, well or not; makes progress and never waits.
+        """Return whether the call is complete or failed; make progress, and never wait.
 
         Raises:
-            PeerFailedError, PeerExitedError, GroupBrokenError: it can never complete, as a member that it needs has failed,
-                has ended or gave the group up: a program that polls would do so for good.
-            CollectiveTimeoutError: the limit of the call has passed since this was first asked.
+            PeerFailedError, PeerExitedError, GroupBrokenError: the call can never complete, as a necessary member has failed, has
+                ended, or withdrew from a call of the group: a program that polls would never stop.
+            CollectiveTimeoutError: the limit of the call has passed since the first ``is_completed``.
         """
         done, lost = _poll(self._request)
         if done or lost:
@@ -209,14 +211,14 @@ class Work:
         return done or lost
 
     def is_success(self) -> bool:
-        """Whether the call is done and ended well."""
+        """Return whether the call is complete without an error."""
         try:
             return self.is_completed() and self._request.error is None
         except DistError:
             return False
 
     def exception(self) -> BaseException | None:
-        """Return what the call ended with, or None while it is under way or when it ended well."""
+        """Return the error of the call; None if the call is pending, or complete without an error."""
         try:
             return self._request.error if self.is_completed() else None
         except DistError as error:
@@ -226,7 +228,8 @@ class Work:
         """Return the output arrays of a completed call.
 
         Raises:
-            RuntimeError: the call is not done yet (as torch); wait for it first.
+            RuntimeError: the call is not done yet (as in torch).
+            Others as :meth:`wait`, for a call that failed.
         """
         if not self.is_completed():
             raise RuntimeError(f"{self._request.call.op} is not completed: call wait() before result()")
@@ -237,17 +240,17 @@ class Work:
     def get_future(self) -> Future[Any]:
         """Return a ``concurrent.futures.Future`` of the list of output arrays.
 
-        Its ``result()`` and ``exception()`` wait, they and ``done()`` make progress, and its callbacks run on the thread that
-        happens to make it. What only sleeps until the future is done (``concurrent.futures.wait``, ``as_completed``, asyncio's
-        ``wrap_future``) makes none: it needs ``MPICOLL_PROGRESS=thread``. Note that torch gives a ``torch.futures.Future``, whose
-        ``wait()``, ``value()`` and ``then(callback)`` it has, too; ``torch.futures.collect_all`` takes none but its own.
+        ``result()`` and ``exception()`` of the Future wait and make progress; ``done()`` makes progress. Callbacks run on the
+        thread that completes the call. Functions that only sleep until the Future is done make no progress, and need
+        ``MPICOLL_PROGRESS=thread`` (``concurrent.futures.wait``, ``as_completed``, ``wrap_future`` of asyncio). As a
+        ``torch.futures.Future`` it has ``wait()``, ``value()`` and ``then(callback)``; ``torch.futures.collect_all`` refuses it.
         """
         if self._claim is not None:
             self._claim.unawaited = True
         request = self._request
         self._observe()
         future: Future[Any] | None = request.future
-        if request.done and future is not None:  # in a callback of its own, too
+        if request.done and future is not None:  # also in a callback of the future
             return future
         with request.still():
             if request.done:
@@ -265,27 +268,27 @@ class Work:
         return future
 
     def done(self) -> bool:
-        """Whether the call is done; with ``value`` and ``then`` it is the Future that torch's coalesced calls return."""
+        """Return whether the call is done. (Coalesced calls of torch return a Future, with ``done``, ``value`` and ``then``.)"""
         return self.is_completed()
 
     def value(self) -> Any:
-        """Return the list of output arrays of a call that is done (as ``get_future().value()``)."""
+        """Return the list of output arrays of a complete call, as ``get_future().value()``."""
         return self.get_future().value()  # type: ignore[attr-defined]
 
     def then(self, callback: Callable[[Any], Any]) -> Future[Any]:
-        """Return a Future of what ``callback`` returns, given the Future of this call (as ``get_future().then(callback)``)."""
+        """Return a Future of the value of ``callback``, called with the Future of this call: ``get_future().then(callback)``."""
         later: Future[Any] = self.get_future().then(callback)  # type: ignore[attr-defined]
         return later
 
     def source_rank(self) -> int:
-        """Return the rank *in the group* that a completed ``irecv`` received from (as torch)."""
+        """Return the rank *in the group* of the sender, of a completed ``irecv`` (as in torch)."""
         source: int = self._request.returned
         return source
 
     _source_rank = source_rank
 
     def synchronize(self) -> None:
-        """Wait for the call (for host memory the same as ``wait``)."""
+        """Wait for the call, as :meth:`wait`."""
         self.wait()
 
     def _observe(self) -> None:
@@ -307,7 +310,7 @@ class Work:
 
 
 def _poll(request: Request) -> tuple[bool, bool]:
-    """Progress all requests; return whether this one is over, and whether it has just been ended because it never can be."""
+    """Progress all requests; return whether ``request`` is over, and whether it was ended now, as it can never complete."""
     with signals.guard:
         if not request.done:
             waiting.progress()
@@ -333,7 +336,7 @@ def _is_lost(request: Request) -> bool:
 
 
 def warn_of_dropped(call: Call, work: Work) -> None:
-    """Warn of a handle that nobody has waited for, as it goes."""
+    """Warn that a Work is deleted without ``wait``."""
     warnings.warn(
         f"{call.op} issued at {call.site} was dropped without wait()", ResourceWarning, stacklevel=3, source=work
     )

@@ -208,7 +208,9 @@ def test_what_is_no_object_of_the_call(odd: str, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(implementation._AllGather, "kind", b"?")
     if me == 1 and odd == "number":
         group.calls += 1
-    with collective_raises(dist.DistError, match=r"no object of this call, since it (is of kind|belongs to number)"):
+    with collective_raises(
+        dist.DistError, match=r"no object of this call, since the header (is of kind|belongs to number)"
+    ):
         dist.all_gather_object([None] * size, np.ones(MANY), group)
     with pytest.raises(dist.GroupBrokenError):
         dist.all_gather_object([None] * size, 1, group)
@@ -321,7 +323,7 @@ def test_a_message_out_of_step() -> None:
     if me == 0:
         came = ["old"]
         with pytest.raises(
-            dist.DistError, match=r"from rank 1 is no list of objects, since it belongs to number 6, not 1"
+            dist.DistError, match=r"from rank 1 are no list of objects, since the header belongs to number 6, not 1"
         ):
             dist.recv_object_list(came, 1, group)
         assert came == ["old"]

@@ -309,7 +309,7 @@ def made_again(
         given.out_of(bucket, flat)
         plan.give_back(flats)
 
-    with signals.guard:  # to the end: a Ctrl-C that is noted in a call that is complete must not keep its results back
+    with signals.guard:  # to the end: a Ctrl-C noted in a complete call must not prevent the copy of its results
         given.into(bucket, flat)
         made = dispatch.again(g, key, flat.whole, flat.whole, 3, timeout, name, async_op, given.arrays, spread)
         if made is True:
@@ -454,7 +454,7 @@ def _gathered_lists(g: ProcessGroup, outputs: Any, given: Any) -> tuple[list[Mem
     for place, (mine, memory) in enumerate(zip(inputs, rows[g.rank()], strict=True)):
         if mine.shape != memory.shape:
             raise ValueError(
-                f"all_gather_coalesced: input_tensor_list[{place}] has shape {mine.shape}, but its place "
+                f"all_gather_coalesced: input_tensor_list[{place}] has shape {mine.shape}, but its output "
                 f"output_tensor_lists[{g.rank()}][{place}] has {memory.shape}"
             )
     return inputs, rows

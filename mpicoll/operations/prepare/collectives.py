@@ -84,7 +84,7 @@ def _reduced(
     op: RedOpType | ReduceOp,
     root: int | None = None,
 ) -> Prepared:
-    """Prepare a reduction, in place where its result goes: on the root, or on all members if there is no root."""
+    """Prepare a reduction, in place on each rank that gets the result: the root, or all members if there is no root."""
     memory = wide(memory)
     reduction = resolve_reduction(call, op, memory.dtype, memory.named)
     flat, mpi_op = memory.flat, reduction.mpi_op
@@ -110,7 +110,7 @@ def _reduced(
 
 
 def barrier(g: ProcessGroup, device_ids: list[int] | None, async_op: bool) -> Prepared:
-    """Prepare a barrier, whose agreement carries the signals that ranks got if the call is waited for."""
+    """Prepare a barrier. If the call is waited for, its agreement carries the signals that ranks have received."""
     if device_ids is not None and not isinstance(device_ids, list):
         raise TypeError("Invalid function argument: device_ids type should be List[int]")
     if "barrier" not in g.prepared:
@@ -119,14 +119,14 @@ def barrier(g: ProcessGroup, device_ids: list[int] | None, async_op: bool) -> Pr
 
 
 def _device_reductions() -> Any:
-    """Return the module of reductions on a GPU, which programs without one do not load."""
+    """Return the module of reductions on a GPU, which programs without a GPU do not load."""
     from mpicoll.transports.device import ipc
 
     return ipc
 
 
 def _device_array_of(g: ProcessGroup, tensor: Any, op: Any) -> MovableArray | None:
-    """Return an array that may be reduced on a GPU, if the members of the group may share one; else None."""
+    """Return an array that may be reduced on a GPU, if the members of the group may share a GPU; otherwise None."""
     if (
         not (g.pair.on_node and device_array.on_device(tensor))
         or type(op) is not RedOpType
@@ -137,10 +137,10 @@ def _device_array_of(g: ProcessGroup, tensor: Any, op: Any) -> MovableArray | No
 
 
 def _on_device(g: ProcessGroup, held: MovableArray, tensor: Any, op: Any, by_host: Callable[[], Prepared]) -> Prepared:
-    """Return what the checks of an ``all_reduce`` came to that may be made on the GPU that all members share.
+    """Prepare an ``all_reduce`` that may be made on the GPU that all members share.
 
     Args:
-        by_host: returns the same by way of the host, for which memory is taken.
+        by_host: prepares the same call through the host, with memory of the host.
     """
     dtype = WIDE if held.named in HALVES else held.array.dtype
     reduction = resolve_reduction("all_reduce", op, dtype, held.named)

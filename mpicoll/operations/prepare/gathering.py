@@ -34,7 +34,7 @@ def all_gather(
     counts = tuple(output.flat.size for output in outputs)
     if counts[g.rank()] != memory.flat.size:
         raise ValueError(
-            f"all_gather: tensor has {memory.flat.size} elements, but its place tensor_list[{g.rank()}] has "
+            f"all_gather: tensor has {memory.flat.size} elements, but the output for this rank, tensor_list[{g.rank()}], has "
             f"{counts[g.rank()]}"
         )
     uneven = len(set(counts)) > 1

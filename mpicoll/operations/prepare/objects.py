@@ -160,7 +160,8 @@ class _Transfer:
                 raise self.failed
             odd = self.group.ranks[agreed.most - _FAILED]
             raise CollectiveMismatchError(
-                f"{self.call.op} on group {self.group.display}: what {name_ranks([odd])} passed could not be pickled there"
+                f"{self.call.op} on group {self.group.display}, at {self.call.site}: an object of {name_ranks([odd])} could not "
+                "be pickled, and that rank raised the error of pickle"
             )
         first = _first_bytes(agreed.most)
         self.whole = agreed.block_bytes <= first
@@ -172,16 +173,20 @@ class _Transfer:
             raise self.refused(error) from error
 
     def move(self, agreed: Agreed, first: int) -> Steps:
-        """Move the objects; ``first``: bytes of each head in the first transfer."""
+        """Move the objects.
+
+        Args:
+            first: bytes of each head in the first transfer.
+        """
         raise NotImplementedError
 
     def refused(self, error: WireError) -> DistError:
         """Return the error for bytes that are no object of this call: the members make different calls."""
         group, call = self.group, self.call
-        hint = "" if group.level == "full" else ": run with MPICOLL_CHECK=full to see which ranks made other calls"
+        hint = "" if group.level == "full" else ": run with MPICOLL_CHECK=full to see which ranks made different calls"
         return DistError(
-            f"{call.describe()} on group {group.display}, rank {group.ranks[group.rank()]}, at {call.site}: what came is no "
-            f"object of this call, since {error}{hint}"
+            f"{call.describe()} on group {group.display}, rank {group.ranks[group.rank()]}, at {call.site}: the received bytes "
+            f"are no object of this call, since {error}{hint}"
         )
 
     def prefix(self, packed: Packed) -> Any:

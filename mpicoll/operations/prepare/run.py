@@ -1,4 +1,4 @@
-"""Prepare collectives: check arguments, adapt arrays, make the call, and cache it for the next time."""
+"""Prepare collectives: check arguments, adapt arrays, make the call, and cache the call for the next time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 MOST_BLOCKS = 16
-"""Members up to which blocks of an array on a GPU move in pieces: a quarter of a MiB of each is copied by itself."""
+"""Most members with which blocks of an array on a GPU move in pieces: 256 KiB of each block are one copy."""
 
 
 class Cached(NamedTuple):
@@ -48,8 +48,8 @@ class Cached(NamedTuple):
 
     Attributes:
         key: the signature; None if the call is not to be cached.
-        send, recv: what this rank passes, and where its result goes.
-        outputs: the output, or the list of outputs, as the program gave them.
+        send, recv: the input of this rank, and the memory for its result.
+        outputs: the output, or the list of outputs, that the program passed.
     """
 
     key: Any
@@ -63,15 +63,16 @@ NOT_CACHED = Cached(None, None, None, None)
 
 @dataclass(slots=True)
 class Prepared:
-    """What the checks of one rank's arguments came to: the key of the call, what to move, what to do around it.
+    """The result of the checks of one rank's arguments: the key of the call, the movement, and functions before and after.
 
     Attributes:
-        move: the movement; with a ``device_reduction`` it only says what the call is about.
-        inputs: the memories that the transfer reads: they are packed when it starts.
-        awaits: the memories whose GPUs have to have come to the call before ``before`` is run.
-        stopping: what the agreement of a barrier carries signals for.
-        cached, memories, average: how the call is cached, the memories of all its arrays, and whether this rank divides the
-            result by the number of members.
+        move: the movement; with a ``device_reduction`` it only describes the call.
+        inputs: memories that the transfer reads; they are packed when the transfer starts.
+        awaits: memories whose GPUs must have reached the call before ``before`` is called.
+        stopping: answers the signals that the agreement of a barrier carries.
+        cached: how the call is cached.
+        memories: memories of all arrays of the call.
+        average: this rank divides the result by the number of members.
     """
 
     key: tuple[Any, ...]
@@ -112,7 +113,7 @@ def run_cached(
     """
     key, send, recv, outputs = cached
     if key is not None:
-        # Lists of the call's own: a finalizer that empties the program's list in the midst of the call must not change the call.
+        # Copies of the lists: a finalizer that empties a list of the program during the call must not change the call.
         send = [*send] if type(send) is list else send
         recv = [*recv] if type(recv) is list else recv
         made = dispatch.again(group, key, send, recv, depth, timeout, name, async_op, outputs)
@@ -133,13 +134,13 @@ def run_prepared(
     stream: Any = None,
     alias: str = "",
 ) -> Work | None:
-    """Check the arguments; what is wrong with them takes part in the agreement, so that all members raise.
+    """Check the arguments, and make the call. An error of the arguments takes part in the agreement, so that all members raise.
 
     Args:
         op: name of the call.
-        group, async_op, timeout, name, stream: as the program gave them; a rank that is not in the group gets a warning only.
-        prepare: checks the other arguments of the program, and returns what they come to.
-        arguments: these arguments.
+        group, async_op, timeout, name, stream: as the program passed them; a rank outside the group only gets a warning.
+        prepare: function that checks the other arguments of the program.
+        arguments: the other arguments.
         alias: the name that the program used, if it is another one.
     """
     found = member_or_warn(group, alias or op)
@@ -156,7 +157,7 @@ def run_prepared(
         again = _cache(found, op, alias, ready)
     except Exception as error:
         _refuse(found, op, site, alias, error)
-    if async_op and again is not None:  # the first call goes the way of the next ones
+    if async_op and again is not None:  # the first call moves as the next calls
         _, send, recv, outputs = ready.cached
         work = dispatch.begin(found, again, send, recv, site.code, site.instruction, limit, name, outputs)
         if work is not None:
@@ -206,18 +207,18 @@ def _refuse(group: ProcessGroup, op: str, site: CallSite, alias: str, error: Exc
 
 
 def is_unscaled(op: Any) -> bool:
-    """Return whether the elements are reduced as they are, without a factor before or a division after."""
+    """Return whether the elements are reduced without a factor before, and without a division after."""
     return type(op) is RedOpType and op not in (RedOpType.AVG, RedOpType.PREMUL_SUM)
 
 
 def _of_gpu(move: Movement) -> int:
-    """Return how memory of a GPU is moved that is not copied as a whole; 0: there is none."""
+    """Return how memory of a GPU moves that is not copied as a whole; 0 if there is none."""
     direct = [array.passed_directly for array in (move.send, move.recv) if isinstance(array, DeviceAddresses)]
     return (AS_IT_IS if all(direct) else IN_PIECES) if direct else 0
 
 
 def result_finisher(memory: Memory, reduction: Reduction, size: int) -> Callable[[], None] | None:
-    """Return a function that divides a result for AVG; None if there is nothing to do, or each piece is finished by itself."""
+    """Return a function that divides a result for AVG; None if there is none, or each piece is finished separately."""
     if not reduction.average:
         return None
     flat = memory.flat
@@ -238,21 +239,21 @@ def blocks_in_pieces(size: int) -> int | None:
 
 
 def packing(ready: Prepared) -> Callable[[], None] | None:
-    """Return what is done just before data moves."""
+    """Return the function to call just before data moves, or None."""
     return all_steps_of(*(memory.pack for memory in ready.inputs), ready.before) if ready.inputs else ready.before
 
 
 def all_ready(memories: tuple[Memory, ...], noted: list[Callable[[], bool]]) -> Callable[[], bool] | None:
-    """Return what says whether the GPUs have come to a call; None where all it uses is on the host."""
+    """Return a function that returns whether the GPUs have reached a call; None if all arrays are on the host."""
     asks = noted + [memory.ready for memory in memories if memory.ready is not None and not memory.direct]
     return (lambda: all(ask() for ask in asks)) if asks else None
 
 
 def _claim(group: ProcessGroup, op: str, site: CallSite, ready: Prepared, async_op: bool) -> Claim | None:
-    """Compare the memory of a call with that of the operations under way, and return the claim of it.
+    """Compare the memory of a call with the memory of pending operations; return the claim of an asynchronous call.
 
     Raises:
-        BufferInUseError: one of them uses it; raised on all members.
+        BufferInUseError: a pending operation uses the memory; the caller raises on all members.
     """
     if not group.compares or not (async_op or claims.active):
         return None
@@ -283,7 +284,7 @@ def _claim(group: ProcessGroup, op: str, site: CallSite, ready: Prepared, async_
 
 
 def _watch_results(claim: Claim, ready: Prepared, arrays: list[Array]) -> None:
-    """Have an asynchronous call move through memory of the library, so that a write of the program to its results shows."""
+    """Let an asynchronous call move through memory of the library, to find writes of the program to its results."""
     move, result, found_before, found_after = ready.move, ready.move.recv, ready.before, ready.after
     assert result is not None
     own = np.empty_like(result) if any(np.may_share_memory(result, array) for array in arrays) else result
@@ -312,7 +313,7 @@ def _watch_results(claim: Claim, ready: Prepared, arrays: list[Array]) -> None:
 
 
 def result_unpacker(memories: list[Memory], packed: Array | None = None) -> Callable[[], None] | None:
-    """Return what writes results back: blocks of ``packed`` into each memory, then each memory into its array."""
+    """Return a function that copies results: blocks of ``packed`` into each memory, then each memory into its array."""
     hooks = [memory.unpack for memory in memories if memory.unpack is not None]
     if packed is None and not hooks:
         return None
@@ -334,10 +335,12 @@ def _plain(memory: Memory) -> bool:
 
 
 def one_result_buffer(argument: ListMemory, others: Sequence[Memory]) -> tuple[Array, Callable[[], None] | None]:
-    """Return one buffer for a list of results, and what is done when they are in it; their own where it is one.
+    """Return one buffer for a list of results, and the function to call when the buffer is filled, or None.
+
+    The buffer is the memory of the results themselves if that is one piece.
 
     Args:
-        others: what the call reads, which must not be in that buffer; empty for a call that is not waited for.
+        others: memories that the call reads, which must not overlap the buffer; empty for a call that is not waited for.
     """
     if argument.whole is not None:
         return argument.whole, argument.spread
@@ -350,36 +353,36 @@ def one_result_buffer(argument: ListMemory, others: Sequence[Memory]) -> tuple[A
 
 
 def one_source_buffer(argument: ListMemory, others: Sequence[Memory]) -> Array:
-    """Return the elements of a list in one buffer; their own where it is one.
+    """Return the elements of a list in one buffer: the memory of the arrays themselves if that is one piece.
 
     Args:
-        others: what the call writes, which must not be in that buffer; empty for a call that is not waited for.
+        others: memories that the call writes, which must not overlap the buffer; empty for a call that is not waited for.
     """
     if argument.whole is not None:
-        return argument.whole  # it is filled when the call begins
+        return argument.whole  # filled when the call begins
     whole = _own_buffer(argument.memories, others)
     return np.concatenate([memory.filled() for memory in argument.memories]) if whole is None else whole
 
 
 def _own_buffer(memories: list[Memory], others: Sequence[Memory]) -> Array | None:
-    """Return the memory of a list in one piece, if the arrays stand so and share no memory with ``others``."""
+    """Return the memory of a list if it is one piece that shares no memory with ``others``; otherwise None."""
     whole = joined([memory.flat for memory in memories]) if others and all(map(_plain, memories)) else None
     shares = whole is not None and any(np.may_share_memory(whole, other.flat) for other in others)
     return None if shares else whole
 
 
 def source_apart_from(result: Memory, source: ListMemory) -> Array:
-    """Return the elements that a call reads where they are not in the memory that it writes: MPI forbids that these overlap."""
+    """Return the input of a call, copied if it overlaps the result: MPI forbids that its buffers overlap."""
     if source.whole is not None:
         return source.whole
     memory = source.memories[0]
     if isinstance(memory.flat, DeviceAddresses):
-        return memory.flat  # both go in pieces, which those that overlap do not
+        return memory.flat  # both move in pieces, so they do not overlap
     return memory.filled().copy() if np.may_share_memory(result.flat, memory.flat) else memory.flat
 
 
 def input_scaler(reduction: Reduction, memory: Memory) -> Callable[[], None] | None:
-    """Return what puts this rank's multiplied contribution in place, for PREMUL_SUM: once all are known to make the call."""
+    """Return a function that writes this rank's scaled input for PREMUL_SUM, called when all members make the call; or None."""
     if reduction.factor is None:
         return None
     scaled = reduction.before(memory.filled())
@@ -391,7 +394,7 @@ def input_scaler(reduction: Reduction, memory: Memory) -> Callable[[], None] | N
 
 
 def _cache(g: ProcessGroup, op: str, alias: str, ready: Prepared) -> PreparedOperation | None:
-    """Cache and return a call of plain arrays, whose own memory moves as it is, so that the call costs less when made again.
+    """Cache and return a call of arrays whose own memory moves, so that the next such call takes less time; or return None.
 
     Only kinds that shared memory moves are cached: the extension would reduce any other kind as an ``all_reduce``.
     """
@@ -440,7 +443,7 @@ def refuse_values(values: Any, name: str, role: str) -> None:
 
 
 def need_values(values: Any, name: str, role: str, *, writable: bool) -> list[Any]:
-    """Return the values of the rank that is ``role``; raise ValueError if there are none, TypeError if they are no list."""
+    """Return the values of the rank that is ``role``; raise ValueError if there are none, or TypeError if they are no list."""
     if values is not None and not isinstance(values, list):
         adapt_list(values, name, writable=writable)
     if not values:

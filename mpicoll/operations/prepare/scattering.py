@@ -1,4 +1,4 @@
-"""Prepare collectives that give each rank blocks of its own."""
+"""Prepare collectives that send a different block to each rank."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def _exchange(
     received: list[int],
     memories: tuple[Memory, ...],
 ) -> Prepared:
-    """Prepare an exchange of parts, but for what it writes and reads; the call is cached if all parts are equal."""
+    """Prepare an exchange of parts, except its outputs and inputs; the call is cached if all parts are equal."""
     uneven = len({*sent, *received}) > 1
     return Prepared(
         (memories[0].name,),
@@ -230,7 +230,7 @@ def _exchange(
 
 
 def _splits(memory: Memory, splits: Any, size: int, name: str) -> list[int]:
-    """Return elements for each rank from rows for each rank."""
+    """Return the number of elements for each rank, from the number of rows for each rank."""
     rows = memory.shape[0] if memory.shape else 1
     row = memory.flat.size // rows if rows else int(np.prod(memory.shape[1:]))
     if isinstance(splits, (tuple, np.ndarray)):
