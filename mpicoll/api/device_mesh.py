@@ -106,8 +106,7 @@ class DeviceMesh:
 
     Raises:
         RuntimeError: a rank at two places, more places than ranks, or another number of names than of dimensions.
-        ValueError: another number of entries of ``backend_override`` than of dimensions.
-        Others as :func:`new_group`.
+        ValueError: ``backend_override`` has another length. Others as :func:`new_group`.
 
     Source: torch.distributed.DeviceMesh.
     """
@@ -331,8 +330,6 @@ class DeviceMesh:
         Raises:
             RuntimeError: the dimensions of the mesh have no names.
             ValueError: the name is the name of a dimension, or of another flattened mesh.
-
-        Source: torch.distributed.device_mesh.DeviceMesh._flatten.
         """
         if self.mesh_dim_names is None:
             raise RuntimeError("Cannot flatten a DeviceMesh without mesh_dim_names!")
@@ -371,8 +368,6 @@ class DeviceMesh:
         Raises:
             ValueError: no such dimension, or the product of the sizes is not its length.
             RuntimeError: another number of names than of sizes, a mesh without names, or two dimensions of the same name.
-
-        Source: torch.distributed.device_mesh.DeviceMesh._unflatten.
         """
         if self.mesh_dim_names is None:
             raise RuntimeError("Cannot unflatten a DeviceMesh without mesh_dim_names!")

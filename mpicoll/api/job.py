@@ -49,11 +49,7 @@ def rank_not_in_group(group: Any) -> bool:
 
 
 def default_group() -> ProcessGroup:
-    """Return the default group (torch.distributed.distributed_c10d._get_default_group).
-
-    Raises:
-        ValueError: there is no default group.
-    """
+    """Return the default group, or raise ValueError (torch.distributed.distributed_c10d._get_default_group)."""
     return state().world
 
 

@@ -98,11 +98,7 @@ class BlockingCall:
         return f"{self._call.describe()} on group {self.group.display} at {self._call.site}"
 
     def hopeless(self, inside: float) -> str:
-        """Return why the call can never end, or "".
-
-        Args:
-            inside: seconds since the call began.
-        """
+        """Return why the call can never end, or ""; ``inside``: seconds since the call began."""
         return hopeless(self.group, inside)
 
     def __enter__(self) -> None:

@@ -45,11 +45,7 @@ def create_group(
 ) -> Any:
     """Make a group of ``members``; return the group, or the value of a rank that is no member.
 
-    Args:
-        members: global ranks; () if they are wrong.
-        problem: error of this rank's arguments, which takes part in the agreement.
-        site: call site of the program.
-        timeout, use_local_synchronization, group_desc: as in ``new_group``.
+    An error ``problem`` of this rank's arguments takes part in the agreement; ``members`` may be () then.
     """
     me = known.world.rank()
     if use_local_synchronization:

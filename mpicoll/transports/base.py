@@ -116,11 +116,7 @@ class Engine(Protocol):
         """Post the movement, and return its request at once."""
 
     def plan(self, move: Movement, persistent: bool = True) -> Plan:
-        """Return a reusable form of a small movement.
-
-        Args:
-            persistent: False: other members may make the movement by a nonblocking call.
-        """
+        """Return a reusable form of a small movement; not ``persistent``: other members may make a nonblocking call."""
 
 
 class Plan(Protocol):

@@ -217,7 +217,7 @@ def share_extension(comm: MPI.Intracomm, is_there: bool, is_off: bool, engine: s
     if comm.Get_rank() == 0 and uses < size and (asked or (off < size and alone < size)):
         why = ", though MPICOLL_ENGINE=node asks for shared memory" if asked else ""
         say(
-            f"mpicoll: {size - uses} of {size} ranks lack the C extension, so no rank uses the extension: "
-            f"all data goes through MPI{why} (run mpicoll doctor for the reason)\n"
+            f"mpicoll: {size - uses} of {size} ranks lack the C extension, so all data of all "
+            f"ranks goes through MPI{why} (run mpicoll doctor for the reason)\n"
         )
     return bool(uses == size)

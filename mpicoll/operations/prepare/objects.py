@@ -173,11 +173,7 @@ class _Transfer:
             raise self.refused(error) from error
 
     def move(self, agreed: Agreed, first: int) -> Steps:
-        """Move the objects.
-
-        Args:
-            first: bytes of each head in the first transfer.
-        """
+        """Move the objects; ``first`` is the number of bytes of each head in the first transfer."""
         raise NotImplementedError
 
     def refused(self, error: WireError) -> DistError:
