@@ -9,7 +9,6 @@ from mpicoll.api.objects import all_gather_object
 from mpicoll.diagnosis.call import Call
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import NON_MEMBER, member_or_warn, resolve, state
-from mpicoll.memory.device import runtime as device_runtime
 from mpicoll.operations import composed, execution
 from mpicoll.operations.group_creation import (
     check_arguments,
@@ -135,8 +134,10 @@ def new_subgroups(
 
 
 def _gpus() -> int:
+    from mpicoll.lifecycle.devices import count  # join() looks whether it was imported
+
     try:
-        return device_runtime.runtime().count()
+        return count()
     except ImportError as error:
         raise ValueError(
             f"Default group size only takes effect when CUDA is available: pass group_size ({error})"

@@ -160,7 +160,7 @@ def words_of(call: Call) -> Words:
         uneven=call.uneven,
         detail=call.detail,
         device=call.device,
-        device_reduction=call.device_reduction is not None,
+        preferred=call.preferred is not None,
         signal=call.signal,
         nonblocking=call.asynchronous,
     )

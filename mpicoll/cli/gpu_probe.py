@@ -100,7 +100,7 @@ else:
     x = device_runtime._runtime.array_of(numpy.ones(1 << 20))
 dist.init_process_group()
 dist.all_reduce(x)
-window = dist.group.WORLD.device_window
+window = dist.group.WORLD.opened.get("device_ipc")
 found = "not tried: MPICOLL_CUDA_IPC=off" if window is None else "yes" if window.usable else f"no: {window.why}"
 if dist.get_rank() == 0:
     print("probe:", found, flush=True)

@@ -39,7 +39,7 @@ class Call:
         alias: another name of the public function, under which this rank called it.
         explaining: the calls of the members differ, and the members exchange them.
         compared: the call is compared at level ``roll`` even if it is small.
-        device_reduction: the ``transports.device.ipc.DeviceReduction`` of this rank on the GPU that all ranks share, or None.
+        preferred: the schedule of this rank (``transports.base.Preferred``) that is used if all members have one, or None.
         wait_policy: makes its wait policy, if it is not :class:`mpicoll.diagnosis.wait_policy.CallWait`.
         device_ready: returns whether this rank's GPU has reached the call; None if no rank is known to have an array on a GPU.
     """
@@ -61,7 +61,7 @@ class Call:
     apart: bool = False
     passes: bool = False
     alias: str = ""
-    device_reduction: Any = None
+    preferred: Any = None
     explaining: bool = False
     compared: bool = False
     wait_policy: Any = None

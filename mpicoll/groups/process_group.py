@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from mpicoll.runtime.settings import Level
     from mpicoll.transports.base import Movement, Plan
     from mpicoll.transports.control import Agreed
-    from mpicoll.transports.device.ipc import DeviceWindow
 
 
 T = TypeVar("T")
@@ -128,7 +127,7 @@ class ProcessGroup(Membership):
         pair.receiver.torn = lambda error: self.give_up(
             f"{type(error).__name__} was raised while messages were received"
         )
-        self.device_window: DeviceWindow | None = None  # memory of a GPU that the members share
+        self.opened: dict[str, Any] = {}  # transports that the members have opened for this group only, by name
         self.bound_device_id: Any = None  # an attribute of torch's groups, which scripts read
 
     if not TYPE_CHECKING:  # so that mypy finds misspelt attributes

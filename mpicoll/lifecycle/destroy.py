@@ -94,8 +94,8 @@ def _destroy(group: ProcessGroup, endpoint: Counters | None) -> None:
     group.pair.last = group.group_name
     group.pair.sent, group.pair.received = group.by_peer(group.sent), group.by_peer(group.received)
     group.free_plans()
-    if group.device_window is not None:
-        group.device_window.close(awaited=group.broken is None)
+    for transport in group.opened.values():
+        transport.close(awaited=group.broken is None)
     if group.level == "roll" and not group.pair.spoiled:
         op = "destroy_process_group"
         group.pair.closing = group.pair.agreement.close(op, call_site(), group.calls + 1, group.display, group.ranks)
@@ -110,9 +110,6 @@ def _destroy_world(known: registry.JobWithGroups) -> None:
 
     if waiting.progress_thread is not None:
         waiting.progress_thread.stop()
-    ipc = sys.modules.get("mpicoll.transports.device.ipc")  # imported if arrays on a GPU were reduced
-    if ipc is not None:
-        ipc.free_closed(ipc.CLOSING)
     termination.stop()
     waiting.remove_service(known.board.poll)
     registry.set_state(None)

@@ -22,6 +22,11 @@ def chosen() -> Chosen:
     return _chosen
 
 
+def count() -> int:
+    """Return the number of GPUs that this rank sees; raise ImportError if CuPy is not installed, or finds none."""
+    return device_runtime.runtime().count()
+
+
 def select_device(device: Any = None) -> int:
     """Select this rank's GPU: the current device of CuPy, and of torch if torch is imported.
 

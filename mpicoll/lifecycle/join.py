@@ -46,7 +46,7 @@ from mpicoll.runtime.output import say
 from mpicoll.runtime.progress import ProgressThread
 from mpicoll.runtime.settings import LEVELS, Level, Settings, warn_caller
 from mpicoll.runtime.torch_compile import exclude_from_compile
-from mpicoll.transports.device.capability import loaded_mpi
+from mpicoll.transports.device.capability import allows
 from mpicoll.transports.selection import share_extension, share_profile
 from mpicoll.transports.topology import Topology, discover
 
@@ -109,7 +109,7 @@ def join(
     endpoint.job = endpoint.job or how == "job"
     device_pool.bound(settings.pinned_mb << 20)
     # MPI is asked with the first array of a GPU.
-    device_array.permit(lambda operation, nonblocking: loaded_mpi(settings.cuda).allows(operation, nonblocking))
+    device_array.permit(partial(allows, settings.cuda))
     _initialisations += 1
     state = registry.JobWithGroups(
         world=process_group.ProcessGroup(

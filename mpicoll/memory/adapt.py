@@ -24,7 +24,8 @@ def adapt(
     direct: str = "",
     nonblocking: bool = False,
     least: int = device_array.DIRECT_BYTES,
-    pieces: int | None = None,
+    pieces: int = 0,
+    checked: device_array.MovableArray | None = None,
 ) -> Memory:
     """Return the memory of ``value``.
 
@@ -35,7 +36,8 @@ def adapt(
         direct: name of the operation of MPI that may get memory of a GPU directly; "" for none.
         nonblocking: whether the operation has the nonblocking form.
         least: arrays of more bytes are passed to MPI directly.
-        pieces: arrays on a GPU of more bytes move in pieces; None: no array does.
+        pieces: contiguous arrays on a GPU move in pieces if this many of them have more than ``PIECES_FROM`` bytes; 0: none does.
+        checked: the array on a GPU, if it was checked before.
 
     Raises:
         TypeError: not an array, or the dtype cannot be moved.
@@ -48,7 +50,8 @@ def adapt(
                 own = device_array.direct(value, name, writable=writable, least=least)
                 if own is not None:
                     return own
-            return device_array.stage(value, name, writable=writable, pieces=pieces)
+            checked = checked or device_array.movable_array(value, name, writable=writable)
+            return checked.stage(writable=writable, pieces=pieces)
         value = as_numpy(value, name, writable=writable)
     if value is None or isinstance(value, np.ma.MaskedArray):
         raise TypeError(

@@ -26,14 +26,14 @@ class ListArgument:
         name: name of the parameter, for messages.
         writable: the call writes into the arrays.
         length: required length of the list; 0 for an array.
-        pieces: an array of more bytes moves in pieces if all arrays of the call do; None: no array does.
+        pieces: as in :func:`adapt`, for an array; it moves in pieces if all arrays of the call do.
     """
 
     value: AnyArray
     name: str
     writable: bool = False
     length: int = 0
-    pieces: int | None = None
+    pieces: int = 0
 
     def adapted(self, direct: str) -> list[Memory]:
         """Adapt the arrays, of any size, for an operation of MPI that may get memory of a GPU."""
@@ -43,8 +43,8 @@ class ListArgument:
             )
         return [adapt(self.value, self.name, writable=self.writable, direct=direct, least=-1)]
 
-    def staged(self, pieces: int | None) -> ListMemory:
-        """Adapt an array that is not passed to MPI directly; more than ``pieces`` bytes move in pieces."""
+    def staged(self, pieces: int) -> ListMemory:
+        """Adapt an array that is not passed to MPI directly; ``pieces`` as in :func:`adapt`."""
         return ListMemory([adapt(self.value, self.name, writable=self.writable, pieces=pieces)])
 
 
@@ -91,16 +91,15 @@ def list_memories(
         found = [ListMemory(each.adapted(operation)) for each in arguments]
         if _fit(found, size) and _in_one_piece(found, arguments):
             return found
-    if all(each.pieces is not None for each in arguments):
+    if all(each.pieces for each in arguments):
         found = []
         for each in arguments:
-            most = each.pieces if not found or found[-1].memories[0].direct else None
-            found.append(each.staged(most))
+            found.append(each.staged(each.pieces if not found or found[-1].memories[0].direct else 0))
         in_pieces = [argument.memories[0].direct for argument in found]
         one, *others = (argument.flat for argument in found)
         if not any(in_pieces) or (all(in_pieces) and not any(np.may_share_memory(one, other) for other in others)):
             return found
-        return [each.staged(None) for each in arguments]
+        return [each.staged(0) for each in arguments]
     return [ListMemory(each.adapted("")) for each in arguments]
 
 

@@ -5,9 +5,10 @@ If the array itself cannot be moved, ``flat`` is packed memory of the library: `
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +19,6 @@ Array = npt.NDArray[Any]
 AnyArray = Any
 """An array that public functions accept: of NumPy, or of a kind that :func:`as_numpy` knows. No type describes all of them."""
 
-MemoryKind = Literal["host"]
-
 
 @dataclass(slots=True)
 class Memory:
@@ -28,7 +27,6 @@ class Memory:
     Attributes:
         flat: elements in C order, one-dimensional and contiguous.
         shape: shape of the program's array.
-        kind: kind of the memory of ``flat``.
         pack: fills ``flat`` from the array; None if ``flat`` is the memory of the array.
         unpack: copies ``flat`` to the array; None if ``flat`` is the memory of the array.
         named: name of the array's dtype if ``flat`` has another dtype, otherwise "".
@@ -40,7 +38,6 @@ class Memory:
 
     flat: Array
     shape: tuple[int, ...]
-    kind: MemoryKind = "host"
     pack: Callable[[], None] | None = None
     unpack: Callable[[], None] | None = None
     named: str = ""
@@ -69,3 +66,31 @@ class Memory:
         if self.pack is not None:
             self.pack()
         return self.flat
+
+
+stream_order = threading.local()
+"""The `StreamOrder` of the arrays that this thread adapts: its stream and its tests, or None."""
+
+
+class StreamOrder:
+    """Context in which the arrays of one call are adapted, so that all follow the stream of the call.
+
+    Args:
+        stream: the stream that the program passed; None: the current stream of the package of each array.
+
+    Attributes:
+        ready_tests: for each array passed to MPI directly, a function that returns whether its GPU has reached the call.
+    """
+
+    __slots__ = ("_stream", "ready_tests")
+
+    def __init__(self, stream: Any = None) -> None:
+        self.ready_tests: list[Callable[[], bool]] = []
+        self._stream = stream
+
+    def __enter__(self) -> StreamOrder:
+        stream_order.ready_tests, stream_order.stream = self.ready_tests, self._stream
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        stream_order.ready_tests = stream_order.stream = None

@@ -19,8 +19,6 @@ from mpicoll.diagnosis.call import Call, fingerprint
 from mpicoll.errors import CollectiveMismatchError
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
-from mpicoll.memory.device import array as device_array
-from mpicoll.operations import device_movements
 from mpicoll.operations.failures import BlockingCall, in_child
 from mpicoll.operations.request import Request, collectives_are_pending
 from mpicoll.operations.schedules import open_memory, plan_key
@@ -30,8 +28,8 @@ from mpicoll.runtime.native import reduce_rows
 from mpicoll.runtime.waiting import Pollable, Steps
 from mpicoll.transports import large_counts
 from mpicoll.transports.base import SMALL_BYTES, Kind, Movement, block_bytes, pieces
-from mpicoll.transports.control import AS_IT_IS, BEHIND, IN_PIECES, Agreed
-from mpicoll.transports.selection import Facts, Way, select
+from mpicoll.transports.control import BEHIND, IN_PIECES, Agreed
+from mpicoll.transports.selection import NEVER, Facts, Way, select, stage
 
 NATIVE_BYTES = 32 * 1024 * 1024
 """Most bytes of one blocking call of MPI, so that the call ends within about half a second."""
@@ -77,22 +75,24 @@ def move_agreed(
         agreed: the facts that all members know.
     """
     assert move is not None
-    size, data = group.size(), group.pair.data
-    engine = group.pair.native
+    data = group.pair.data
     fixed = isinstance(move, Movement)
     if not isinstance(move, Movement):
         move = move(agreed)
     if agreed.behind and call.device_ready is None:
-        call.device_ready = device_movements.is_ready
+        call.device_ready = move.is_ready  # other members may wait for their GPUs
     if agreed.stalled:
         # A member may have withdrawn after posting: such a member never posts this second request.
         yield data.Ibarrier()
-    if call.device_reduction is not None:
-        if agreed.device_reduction and (yield from device_movements.on_device(call, data, agreed)):
-            return
-        by_host, ready, before, after = call.device_reduction.by_host()
-        assert isinstance(by_host, Movement)
-        move = by_host
+    if call.preferred is not None:
+        if agreed.preferred:
+            if agreed.block_bytes != call.block_bytes:  # at check level "off" nobody compares them
+                raise ValueError(f"{call.describe()}: another rank passes an array of another size")
+            waiting.transfer_hint(agreed.block_bytes)
+            if (yield from call.preferred.steps(data)):
+                return
+        move, ready, before, after = call.preferred.fallback()
+        assert isinstance(move, Movement)
     if agreed.uneven and move.kind is Kind.ALL_TO_ALL:
         yield from _check_splits(group, call, move)
         move = replace(move, vector=True)
@@ -100,31 +100,46 @@ def move_agreed(
         yield waiting.Condition(ready)
     if before is not None:
         before()
-    if agreed.device:
-        if agreed.device == IN_PIECES and not move.more:
-            moved = yield from device_movements.in_pieces(group, call, move, agreed, limit, NATIVE_BYTES)
-            if moved:
-                _finish(call, after)
-                return
-        if call.device > BEHIND and not (call.device == AS_IT_IS and device_movements.is_permitted(move, agreed)):
-            for array in device_movements.on_gpu(move):
-                yield waiting.Condition(partial(device_array.is_ready, array))
-            move, after = device_movements.by_host(move, after)
-    node, way = group.pair.node, select(_facts(group, move, agreed, fixed))
+    node, facts = group.pair.node, _facts(group, move, agreed, fixed)
+    way = select(facts)
     if way is Way.SHARED_MEMORY and node is not None and not node.ready:
         yield from open_memory(group, node)
-        way = select(_facts(group, move, agreed, fixed))
+        facts = _facts(group, move, agreed, fixed)
+        way = select(facts)
+    staged = None
+    if facts.device:
+        staged = stage(facts, move, group.rank(), min(NATIVE_BYTES, large_counts.COUNT_LIMIT))
+    if staged is None:
+        yield from _move(group, call, number, limit, agreed, way, agreed.block_bytes, move)
+    else:
+        yield from staged.steps(partial(_move, group, call, number, limit, agreed, way, staged.block_bytes))
+        _finish(call, staged.finish)
+    _finish(call, after)
+
+
+def _move(
+    group: ProcessGroup,
+    call: Call,
+    number: int,
+    limit: float,
+    agreed: Agreed,
+    way: Way,
+    nbytes: int,
+    move: Movement,
+) -> Steps:
+    """Move host memory, or memory of a GPU that MPI gets as it is, whose largest block has ``nbytes``."""
+    size, engine = group.size(), group.pair.native
     if way is Way.SHARED_MEMORY:
-        assert node is not None
-        waiting.transfer_hint(_hint(move, agreed, size))
-        yield from node.steps(move, agreed.block_bytes)
+        assert group.pair.node is not None
+        waiting.transfer_hint(_hint(move, nbytes, size))
+        yield from group.pair.node.steps(move, nbytes)
     elif way is Way.IN_RANK_ORDER:
         yield from _reduce_in_order(group, number, move)
     elif way is Way.NONBLOCKING:
         requests = [engine.nonblocking(part) for part in move.parts]
         if agreed.nonblocking:
             group.pair.agreement.order.pass_on(number)
-            waiting.transfer_hint(_hint(move, agreed, size) * len(requests))
+            waiting.transfer_hint(_hint(move, nbytes, size) * len(requests))
         yield from requests
     elif way is Way.PERSISTENT:
         key = (call.op, plan_key(call.key), agreed.detail)
@@ -136,7 +151,7 @@ def move_agreed(
         plan.finish(move)
     elif way is Way.BLOCKING:
         most = min(NATIVE_BYTES, large_counts.COUNT_LIMIT)
-        for place, piece in enumerate(pieces(move, size, agreed.block_bytes, most)):
+        for place, piece in enumerate(pieces(move, size, nbytes, most)):
             if agreed.nonblocking:  # in order, and the data of later calls after the last piece
                 waiting.transfer_hint(most)
                 yield engine.nonblocking(piece)
@@ -144,34 +159,36 @@ def move_agreed(
             if place or agreed.behind:
                 # A rank can leave this wait, but not a blocking call. So the wait stands before each further call, and before
                 # the first if a member may still wait for its GPU.
-                yield data.Ibarrier()
+                yield group.pair.data.Ibarrier()
             with BlockingCall(group, call, limit):
                 engine.blocking(piece)
-    _finish(call, after)
 
 
 def _facts(group: ProcessGroup, move: Movement, agreed: Agreed, fixed: bool) -> Facts:
     """Return the facts of a call that all members know, by which they select how the call moves."""
     size = group.size()
+    # What is reduced in pieces goes through shared memory as the largest arrays do: there pieces of any size give the same bits.
+    nbytes = NEVER if agreed.device == IN_PIECES and move.op else agreed.block_bytes
     return Facts(
         move.kind,
         size,
         agreed.block_bytes,
         reduces=bool(move.op),
-        shared=group.pair.through(move.kind, agreed.block_bytes) is not None,
+        shared=group.pair.through(move.kind, nbytes) is not None,
         carries_data=group.pair.agreement.channel.carries_data,
         several=bool(move.more),
         uneven=move.vector,
         follows=not fixed,
         exceeds_count=large_counts.exceeds_count(move, size, agreed.block_bytes),
         nonblocking=agreed.nonblocking,
-        device=bool(agreed.device),
+        device=agreed.device,
+        ordered=agreed.device > 0 and move.order_matters,
     )
 
 
-def _hint(move: Movement, agreed: Agreed, size: int) -> int:
-    """Return the approximate number of bytes of a movement."""
-    return agreed.block_bytes * (1 if move.root < 0 and move.op else size)
+def _hint(move: Movement, nbytes: int, size: int) -> int:
+    """Return the approximate number of bytes of a movement, whose largest block has ``nbytes``."""
+    return nbytes * (1 if move.root < 0 and move.op else size)
 
 
 def _reduce_in_order(group: ProcessGroup, number: int, move: Movement) -> Steps:
@@ -366,7 +383,11 @@ def issue(
 ) -> Work | None:
     """Make a call that has its number in the order of the group. Arguments as in :func:`run`."""
     call.asynchronous = async_op or collectives_are_pending()
-    call.device_ready = device_movements.device_test(call, move, ready)
+    call.device_ready = ready
+    if call.preferred is not None:
+        call.device_ready = call.preferred.is_ready
+    elif call.device and isinstance(move, Movement):
+        call.device_ready = move.is_ready
     if call.device_ready is not None and not call.device:
         call.device = BEHIND
     transfer: Callable[[Any], Steps]

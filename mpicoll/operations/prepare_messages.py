@@ -18,9 +18,8 @@ from mpicoll.groups.communicators import MpiError
 from mpicoll.groups.process_group import MessageCache, ProcessGroup
 from mpicoll.groups.registry import peer_rank
 from mpicoll.memory.adapt import adapt
-from mpicoll.memory.device import array as device_array
 from mpicoll.memory.dtypes import dtype_name, is_native
-from mpicoll.memory.memory import AnyArray, Memory
+from mpicoll.memory.memory import AnyArray, Memory, StreamOrder
 from mpicoll.operations import execution
 from mpicoll.operations.failures import begun
 from mpicoll.operations.operation import Operation, describe_message, receive_operation
@@ -123,7 +122,7 @@ def _prepare(
         direct: as in ``adapt``.
         writes: the message is received.
     """
-    with device_array.StreamOrder(stream):
+    with StreamOrder(stream):
         memory = adapt(tensor, "tensor", writable=writes, direct=direct, nonblocking=True)
     _check_tag(tag)
     execution.enter(group, name)

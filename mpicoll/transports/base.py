@@ -7,17 +7,20 @@ group, and the kind of memory. It knows neither the arguments of the program nor
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from mpicoll.memory.device.addresses import DeviceAddresses
 from mpicoll.memory.device.array import picked
-from mpicoll.memory.memory import MemoryKind
 from mpicoll.runtime.waiting import Pollable
+from mpicoll.transports.control import AS_IT_IS, IN_PIECES, NO_DEVICE
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 Array = npt.NDArray[Any]
 
@@ -60,7 +63,6 @@ class Movement:
         root: rank in the group; -1 if there is none.
         op: name of the MPI operation; "" if the call does not reduce.
         vector: blocks of some rank may differ in size; the same on all members (MPI does not match Gather with Gatherv).
-        memory: kind of the memory of the buffers.
         more: further movements of the same call, made afterwards; each member knows the sizes of their blocks from its own
             arguments.
     """
@@ -75,8 +77,28 @@ class Movement:
     root: int = -1
     op: str = ""
     vector: bool = False
-    memory: MemoryKind = "host"
     more: tuple[Movement, ...] = ()
+
+    @property
+    def on_gpu(self) -> list[DeviceAddresses]:
+        """The buffers that are memory of a GPU, which is not copied as a whole."""
+        return [array for array in (self.send, self.recv) if isinstance(array, DeviceAddresses)]
+
+    @property
+    def device(self) -> int:
+        """How memory of a GPU moves that is not copied as a whole: `AS_IT_IS` or `IN_PIECES`; `NO_DEVICE`: there is none."""
+        direct = [array.passed_directly for array in (self.send, self.recv) if isinstance(array, DeviceAddresses)]
+        return (AS_IT_IS if all(direct) else IN_PIECES) if direct else NO_DEVICE
+
+    def is_ready(self) -> bool:
+        """Return whether the GPU of this rank has reached the call."""
+        return all(array.is_ready() for array in self.on_gpu)
+
+    @property
+    def order_matters(self) -> bool:
+        """Whether the bits of the result depend on the order of its terms, as in floating point."""
+        buffer = self.recv if self.recv is not None else self.send
+        return bool(self.op) and buffer is not None and buffer.dtype.kind not in "biu"
 
     @property
     def parts(self) -> tuple[Movement, ...]:
@@ -96,7 +118,6 @@ class Movement:
             self.root,
             self.op,
             self.vector,
-            self.memory,
             self.more,
         )
 
@@ -117,6 +138,27 @@ class Engine(Protocol):
 
     def plan(self, move: Movement, persistent: bool = True) -> Plan:
         """Return a reusable form of a small movement; not ``persistent``: other members may make a nonblocking call."""
+
+
+class Preferred(Protocol):
+    """A schedule by which a call moves if all members have one for it.
+
+    Attributes:
+        device: how memory of a GPU moves otherwise.
+        nbytes: bytes that move otherwise.
+        fallback: prepares the call otherwise: returns the movement, the test whether it can begin, and the functions to call
+            before and after it.
+    """
+
+    device: int
+    nbytes: int
+    fallback: Callable[[], Any]
+
+    def is_ready(self) -> bool:
+        """Return whether the GPU of this rank has reached the call."""
+
+    def steps(self, comm: MPI.Intracomm) -> Generator[Pollable, None, bool]:
+        """Move, after all members have agreed; return whether that was possible, the same on all members."""
 
 
 class Plan(Protocol):

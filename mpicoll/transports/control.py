@@ -23,7 +23,7 @@ COMPARED, SAID = 11, 12
 
 Words = tuple[int, ...]
 """The words of one member: fingerprint and its negative, error, uneven, largest block, detail and its negative, device request,
-negative of device reduction possible, eager bytes + 1, signal; nonblocking."""
+negative of preferred, eager bytes + 1, signal; nonblocking."""
 
 
 def make_words(
@@ -34,7 +34,7 @@ def make_words(
     uneven: bool = False,
     detail: int = NOTHING,
     device: int = NO_DEVICE,
-    device_reduction: bool = False,
+    preferred: bool = False,
     eager: int = 0,
     signal: int = 0,
     nonblocking: bool = False,
@@ -48,7 +48,7 @@ def make_words(
         uneven: the blocks of this member differ in size: ``detail`` is not compared.
         detail: a number that must be equal if all members give one.
         device: one of `NO_DEVICE`, `BEHIND`, `IN_PIECES`, `AS_IT_IS`.
-        device_reduction: this member can reduce on the GPU that all share.
+        preferred: this member has a schedule that it prefers (``transports.base.Preferred``).
         eager: bytes of data that come with the round, plus 1; 0: none.
         signal: requests of the signals that have reached this member (``training.stop_requests``).
         nonblocking: this member starts the call asynchronously, or has an asynchronous call pending on any group.
@@ -63,7 +63,7 @@ def make_words(
         detail,
         against,
         device,
-        -int(device_reduction),
+        -int(preferred),
         eager,
         signal,
         int(nonblocking),
@@ -85,7 +85,7 @@ class Agreed:
         most: the largest detail.
         device: how memory of a GPU moves: `AS_IT_IS`, `IN_PIECES`, or `NO_DEVICE`.
         behind: a member may still wait for its GPU.
-        device_reduction: all members can reduce on the GPU that they share.
+        preferred: all members have a schedule that they prefer.
         signal: the largest signal word.
         waited: seconds that this member had posted before the last one did.
     """
@@ -100,7 +100,7 @@ class Agreed:
     most: int
     device: int
     behind: bool
-    device_reduction: bool
+    preferred: bool
     signal: int
     waited: float
 
@@ -113,7 +113,7 @@ def decode(maxima: list[int], spread: float, waited: float) -> Agreed:
         spread: seconds between the first and the last post.
         waited: seconds between this member's post and the last one.
     """
-    high, low, error, uneven, block_bytes, most, least, device, no_reduction, _, signal, nonblocking = maxima
+    high, low, error, uneven, block_bytes, most, least, device, not_preferred, _, signal, nonblocking = maxima
     equal = most != NOTHING and most == -least
     return Agreed(
         same=high == -low and (bool(uneven) or most == NOTHING or equal),
@@ -126,7 +126,7 @@ def decode(maxima: list[int], spread: float, waited: float) -> Agreed:
         most=most,
         device=NO_DEVICE if device == BEHIND else device,
         behind=bool(device),
-        device_reduction=no_reduction < 0,
+        preferred=not_preferred < 0,
         signal=signal,
         waited=waited,
     )

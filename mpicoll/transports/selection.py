@@ -16,12 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpicoll.memory.device.array import movable_array, on_device, permits
 from mpicoll.runtime.mpi_library import library_name
 from mpicoll.runtime.output import say
-from mpicoll.transports.base import EAGER_BYTES, SMALL_BYTES, Kind
+from mpicoll.transports.base import EAGER_BYTES, SMALL_BYTES, Kind, Movement
+from mpicoll.transports.control import AS_IT_IS, IN_PIECES, NO_DEVICE
+from mpicoll.transports.device import staged
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from mpicoll.runtime.settings import Settings
 
 
 NEVER = 1 << 62
@@ -96,7 +101,8 @@ class Facts:
         follows: the movement follows from the agreement.
         exceeds_count: a rank may pass more bytes in one call of MPI than a C int counts.
         nonblocking: a member is asynchronous.
-        device: memory of a GPU is passed to MPI directly, or moves in pieces.
+        device: how memory of a GPU moves that is not copied as a whole (:mod:`mpicoll.transports.control`).
+        ordered: memory of a GPU moves, and the bits of the result depend on the order of its terms.
     """
 
     kind: Kind
@@ -110,13 +116,25 @@ class Facts:
     follows: bool = False
     exceeds_count: bool = False
     nonblocking: bool = False
-    device: bool = False
+    device: int = NO_DEVICE
+    ordered: bool = False
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether all members move pieces through the host, so that copies from and to GPUs overlap.
+
+        If MPI reduces and the order of the ranks matters, the pieces are those of an array of the host, which may be the whole.
+        """
+        whole = self.ordered and self.nonblocking and not (self.shared or self.exceeds_count)
+        return self.device == IN_PIECES and not (self.several or whole)
 
 
 def select(facts: Facts) -> Way:
     """Return how a call moves: the only place that decides. All members have the same facts, so all get the same way."""
     if facts.kind is Kind.BARRIER:
         return Way.ROUND  # no member sees the end of the round before all have posted it
+    if facts.device and facts.in_pieces:
+        return Way.SHARED_MEMORY if facts.shared else Way.BLOCKING
     apart = facts.several or facts.device
     if facts.shared and not apart:
         return Way.SHARED_MEMORY
@@ -130,6 +148,29 @@ def select(facts: Facts) -> Way:
         once = facts.uneven or facts.several or facts.follows
         return Way.NONBLOCKING if once else Way.PERSISTENT
     return Way.BLOCKING
+
+
+def stage(facts: Facts, move: Movement, rank: int, largest: int) -> staged.Staged | None:
+    """Return the schedule by which memory of a GPU moves through the host; None if the transport gets memory as it is.
+
+    Args:
+        facts, move, rank: of the call, and of this rank in the group.
+        largest: most bytes of a native call.
+    """
+    if facts.in_pieces:
+        most = largest if facts.ordered and not facts.shared else min(largest, staged.PIECE_BYTES)
+        return staged.StagedInPieces(move, rank, facts.size, facts.block_bytes, most)
+    permitted = move.device == AS_IT_IS and (not facts.nonblocking or permits(move.kind.value, True))
+    return None if permitted or move.device == NO_DEVICE else staged.Staged(move, facts.block_bytes)
+
+
+def prefer(group: Any, value: Any, settings: Settings) -> Any:
+    """Return the schedule that a reduction of an array may prefer (see :class:`mpicoll.transports.base.Preferred`), or None."""
+    if not group.pair.on_node or settings.cuda_ipc == "off" or not on_device(value):
+        return None
+    from mpicoll.transports.device.ipc import DeviceReduction  # which programs without a GPU do not load
+
+    return DeviceReduction(group.opened, movable_array(value, "tensor", writable=True))
 
 
 def find_profile(text: str, library: str, ranks: int) -> Mapping[Kind, Ranges] | None:

@@ -44,14 +44,14 @@ def group() -> Iterator[Any]:
 def proven(group: Any) -> None:
     """Make the group's window; where this machine gives none, skip on all ranks, and say why."""
     dist.all_reduce(cupy().ones(MIB), group=group)
-    if not group.device_window.usable:
-        pytest.skip(f"no memory of the GPU in common: {group.device_window.why}")
+    if not group.opened["device_ipc"].usable:
+        pytest.skip(f"no memory of the GPU in common: {group.opened['device_ipc'].why}")
 
 
 def test_it_is_used(group: Any) -> None:
     """Ranks on one GPU of this machine have memory in common: what the others of these tests need."""
     dist.all_reduce(cupy().ones(MIB), group=group)
-    assert group.device_window.usable, group.device_window.why
+    assert group.opened["device_ipc"].usable, group.opened["device_ipc"].why
 
 
 @pytest.mark.parametrize("dtype", "?bBhHiIlLqQefdFD")

@@ -25,7 +25,7 @@ dist.init_process_group(timeout=timedelta(seconds=20))
 r, n = dist.get_rank(), dist.get_world_size()
 x = np.ones(1 << 20)
 dist.all_reduce(gpu.array_of(x))
-link = dist.group.WORLD.device_window
+link = dist.group.WORLD.opened["device_ipc"]
 assert link.usable, link.why
 """
 
@@ -96,7 +96,7 @@ for thread in threads:
 for thread in threads:
     thread.join()
 assert right == [True] * 60, right
-assert all(group.device_window.usable for group in groups)
+assert all(group.opened["device_ipc"].usable for group in groups)
 dist.destroy_process_group()
 """
 
@@ -176,7 +176,7 @@ dist.destroy_process_group()
 dist.destroy_process_group()
 dist.init_process_group()
 dist.all_reduce(gpu.array_of(x))
-assert dist.group.WORLD.device_window.usable
+assert dist.group.WORLD.opened["device_ipc"].usable
 dist.destroy_process_group()
 """,
 }

@@ -67,7 +67,7 @@ def leave(group: Any) -> None:
 
 def ready(group: Any) -> bool:
     """Whether the group's window has been proven."""
-    return group.device_window is not None and group.device_window.usable is True
+    return "device_ipc" in group.opened and group.opened["device_ipc"].usable is True
 
 
 @several
@@ -193,7 +193,7 @@ def test_small_arrays_and_other_calls(gpu: Gpu, group: Any) -> None:
     gpu.finish()
     assert (x == group.size()).all()
     assert (y == 2 * group.size()).all()
-    assert group.device_window is None
+    assert "device_ipc" not in group.opened
 
 
 @several
@@ -210,7 +210,7 @@ def test_off(gpu: Gpu, group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     dist.all_reduce(gpu.array_of(x), group=group)
     gpu.finish()
     assert (x == group.size()).all()
-    assert group.device_window is None
+    assert "device_ipc" not in group.opened
 
 
 @several
@@ -251,9 +251,9 @@ def test_what_cannot_be_proven(refused: str, where: str, gpu: Gpu, group: Any) -
         dist.all_reduce(gpu.array_of(x), group=group)
         gpu.finish()
         assert (x == (turn + 1.0) * group.size()).all()
-        assert group.device_window.usable == works
+        assert group.opened["device_ipc"].usable == works
         if not works:
-            assert group.device_window.why
+            assert group.opened["device_ipc"].why
             assert not gpu.taken
             dist.barrier()
             assert not Window.named
@@ -265,7 +265,7 @@ def test_asynchronous_calls(gpu: Gpu, group: Any) -> None:
     size = group.size()
     arrays = [np.full(LEAST + turn, turn + 1.0) for turn in range(6)]
     works = [dist.all_reduce(gpu.array_of(x), group=group, async_op=True) for x in arrays[:2]]
-    assert group.device_window is None
+    assert "device_ipc" not in group.opened
     dist.all_reduce(gpu.array_of(arrays[2]), group=group)
     assert ready(group)
     before = gpu.taken
@@ -308,8 +308,8 @@ def test_windows_are_bounded(gpu: Gpu, group: Any, monkeypatch: pytest.MonkeyPat
     dist.all_reduce(gpu.array_of(x), group=group)
     gpu.finish()
     assert (x == group.size()).all()
-    assert not group.device_window.usable
-    assert "as many windows" in group.device_window.why
+    assert not group.opened["device_ipc"].usable
+    assert "as many windows" in group.opened["device_ipc"].why
 
 
 def test_buffers() -> None:
@@ -377,7 +377,7 @@ def test_wrong_calls(gpu: Gpu, group: Any) -> None:
 
 @several
 def test_rounds_through_mpi(gpu: Gpu, rounds_of_mpi: None) -> None:
-    """Where the calls are agreed on through MPI: used when all device_reduction it, and not when one does not."""
+    """Where the calls are agreed on through MPI: used if all members can, and not if one cannot."""
     group = dist.new_group()
     for host in (False, True, False):
         x, before = np.ones(LEAST), gpu.taken

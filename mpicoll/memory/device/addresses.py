@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicoll.memory.device.runtime import Array, DeviceArray
+from mpicoll.memory.device.runtime import Array, DeviceArray, over, runtime
 
 
 class DeviceAddresses(np.ndarray[Any, np.dtype[Any]]):
@@ -29,6 +29,10 @@ class DeviceAddresses(np.ndarray[Any, np.dtype[Any]]):
     passed_directly: bool
     finish: Callable[[Array], None] | None = None
     narrower: tuple[np.dtype[Any], Callable[[Array, Array], None], Callable[[Array, Array], None]] | None = None
+
+    def is_ready(self) -> bool:
+        """Return whether the GPU has reached the call that the array was passed to."""
+        return over(runtime(), self.began)
 
     def widened(
         self,

@@ -13,7 +13,6 @@ array on a GPU. No call waits for the whole device. Five rules hold; the line th
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +25,7 @@ from mpicoll.memory.device.addresses import DeviceAddresses, addresses_of
 from mpicoll.memory.device.pool import _Block, pool
 from mpicoll.memory.device.runtime import Array, DeviceArray, Runtime, over, runtime
 from mpicoll.memory.dtypes import Element, element_of, is_native
-from mpicoll.memory.memory import Memory
+from mpicoll.memory.memory import Memory, stream_order
 
 _GPU = (2, 13)
 """Memory of CUDA, and managed memory (DLDeviceType of DLPack)."""
@@ -110,7 +109,6 @@ def _nothing(operation: str, nonblocking: bool) -> bool:
 
 
 _permitted: Callable[[str, bool], bool] = _nothing
-_order = threading.local()
 
 
 def permit(permitted: Callable[[str, bool], bool]) -> None:
@@ -124,40 +122,16 @@ def permits(operation: str, nonblocking: bool) -> bool:
     return _permitted(operation, nonblocking)
 
 
-class StreamOrder:
-    """Context in which the arrays of one call are adapted, so that all follow the stream of the call.
-
-    Args:
-        stream: the stream that the program passed; None: the current stream of the package of each array.
-
-    Attributes:
-        ready_tests: for each array passed to MPI directly, a function that returns whether its GPU has reached the call.
-    """
-
-    __slots__ = ("_stream", "ready_tests")
-
-    def __init__(self, stream: Any = None) -> None:
-        self.ready_tests: list[Callable[[], bool]] = []
-        self._stream = stream
-
-    def __enter__(self) -> StreamOrder:
-        _order.ready_tests, _order.stream = self.ready_tests, self._stream
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _order.ready_tests = _order.stream = None
-
-
 def _array(gpu: Runtime, value: Any, name: str, writable: bool) -> DeviceArray:
     array = gpu.array(value, name, writable=writable)
-    stream = getattr(_order, "stream", None)
+    stream = getattr(stream_order, "stream", None)
     if stream is not None:
         array.stream = gpu.stream(stream, array.device)
     return array
 
 
 def _add_ready_test(test: Callable[[], bool]) -> None:
-    ready_tests = getattr(_order, "ready_tests", None)
+    ready_tests = getattr(stream_order, "ready_tests", None)
     if ready_tests is not None:
         ready_tests.append(test)
 
@@ -166,7 +140,7 @@ def direct(value: Any, name: str, *, writable: bool, least: int = DIRECT_BYTES) 
     """Return the memory of an array on a GPU that is passed to MPI directly; None if it has to move through the host.
 
     Args:
-        value, name, writable: as in :func:`stage`.
+        value, name, writable: as in :func:`movable_array`.
         least: arrays of more bytes may be passed directly.
     """
     gpu = runtime()
@@ -175,14 +149,13 @@ def direct(value: Any, name: str, *, writable: bool, least: int = DIRECT_BYTES) 
     if not (place.flags.c_contiguous and is_native(array.dtype) and least < place.nbytes <= MOST_DIRECT):
         return None
     if writable and array.readonly:
-        return None  # `stage` raises
+        return None  # `movable_array` raises
     if place.nbytes and not gpu.plain(array):
         return None  # libraries below MPI treat such memory as memory of the host: openucx/ucx#7194
     flat = _addresses(gpu, array)
-    ready = partial(is_ready, flat)
-    _add_ready_test(ready)
+    _add_ready_test(flat.is_ready)
     wait = partial(gpu.await_, flat.began)
-    return Memory(flat, array.shape, pack=wait, origin=flat, place=_words(array), ready=ready, direct=True)
+    return Memory(flat, array.shape, pack=wait, origin=flat, place=_words(array), ready=flat.is_ready, direct=True)
 
 
 PIECES_FROM = 8 << 20
@@ -205,11 +178,6 @@ def _addresses(gpu: Runtime, array: DeviceArray) -> DeviceAddresses:
 
 def _nothing_yet() -> None:
     """Copy nothing: elements are copied when the pieces move."""
-
-
-def is_ready(flat: DeviceAddresses) -> bool:
-    """Return whether the GPU has reached the call that an array was passed to."""
-    return over(runtime(), flat.began)
 
 
 def across(flats: list[Array]) -> Array | None:
@@ -341,18 +309,18 @@ class MovableArray:
         """The name of the dtype if the elements move as another dtype, otherwise ""."""
         return "" if is_native(self.array.dtype) else self.each.name
 
-    def in_pieces(self, pieces: int | None) -> bool:
-        """Return whether the array moves in pieces if contiguous arrays of more than ``pieces`` bytes do; None: none does."""
-        return pieces is not None and self.origin.nbytes > pieces and self.origin.flags.c_contiguous
+    def in_pieces(self, pieces: int) -> bool:
+        """Return whether the array moves in pieces; ``pieces`` as in :func:`mpicoll.memory.adapt.adapt`."""
+        return pieces > 0 and self.origin.nbytes > PIECES_FROM // pieces and self.origin.flags.c_contiguous
 
-    def stage(self, *, writable: bool, pieces: int | None = None) -> Memory:
+    def stage(self, *, writable: bool, pieces: int = 0) -> Memory:
         """Return host memory for the array, or its addresses if it moves in pieces (see :meth:`in_pieces`)."""
         gpu, array, began = runtime(), self.array, self.began
         dtype = array.dtype if is_native(array.dtype) else self.each.wire
         if self.in_pieces(pieces):
             flat = _flat(gpu, array, self.origin, dtype, passed_directly=False)
             found = Memory(flat, array.shape, pack=_nothing_yet, origin=flat, direct=True)
-            found.ready = partial(is_ready, flat)
+            found.ready = flat.is_ready
         else:
             memory, block = pool().take(self.origin.size * array.dtype.itemsize, array.device)
             host: Array = memory.view(array.dtype)
@@ -362,16 +330,6 @@ class MovableArray:
             found.ready = partial(over, gpu, began)
         found.named, found.place = self.named, _words(array)
         return found
-
-
-def stage(value: Any, name: str, *, writable: bool, pieces: int | None = None) -> Memory:
-    """Check an array on a GPU as :func:`movable_array` does, and return host memory for it.
-
-    Args:
-        value, name, writable: as in :func:`movable_array`.
-        pieces: contiguous arrays of more bytes get no host memory, and move in pieces; None: no array does.
-    """
-    return movable_array(value, name, writable=writable).stage(writable=writable, pieces=pieces)
 
 
 def movable_array(value: Any, name: str, *, writable: bool) -> MovableArray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -139,9 +140,15 @@ def bound(nbytes: int) -> None:
     _limit = nbytes
 
 
+closers: list[Callable[[], None]] = []
+"""Functions that free other memory of this process on devices, when the pool is closed."""
+
+
 def close() -> None:
     """Free the pinned memory; the next call makes a new pool."""
     global _pool
+    for closer in closers:
+        closer()
     found, _pool = _pool, None
     if found is not None:
         found.close()

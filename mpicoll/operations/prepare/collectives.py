@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,9 +9,6 @@ import numpy as np
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import peer_rank, state
 from mpicoll.memory.adapt import adapt
-from mpicoll.memory.device import array as device_array
-from mpicoll.memory.device.array import MovableArray
-from mpicoll.memory.device.runtime import Fold
 from mpicoll.memory.dtypes import HALVES, dtype_name, resolve_reduction
 from mpicoll.memory.half import WIDE, wide
 from mpicoll.memory.memory import AnyArray, Memory
@@ -25,22 +21,23 @@ from mpicoll.operations.prepare.run import (
     Prepared,
     all_ready,
     all_steps_of,
-    bytes_in_pieces,
     input_scaler,
     is_unscaled,
     packing,
+    pieces_reduced,
     result_finisher,
     result_unpacker,
 )
 from mpicoll.operations.prepared import PreparedOperation
 from mpicoll.transports.base import Kind, Movement
+from mpicoll.transports.selection import prefer
 
 
 def broadcast(g: ProcessGroup, cached: Cached, tensor: AnyArray, src: int | None, group_src: int | None) -> Prepared:
     """Prepare a broadcast."""
     root = peer_rank(g, src, group_src, "src")
     at_root = g.rank() == root
-    memory = adapt(tensor, "tensor", writable=not at_root, direct="broadcast", pieces=device_array.PIECES_FROM)
+    memory = adapt(tensor, "tensor", writable=not at_root, direct="broadcast", pieces=1)
     agreed = (("root", g.ranks[root]), memory.name, ("elements", memory.flat.size))
     after = None if at_root else result_unpacker([memory])
     cached = cached._replace(recv=None) if at_root else cached._replace(send=None)
@@ -49,20 +46,34 @@ def broadcast(g: ProcessGroup, cached: Cached, tensor: AnyArray, src: int | None
 
 
 def all_reduce(g: ProcessGroup, cached: Cached, tensor: AnyArray, op: RedOpType | ReduceOp, async_op: bool) -> Prepared:
-    """Prepare an ``all_reduce``: on the GPU that all members share, in pieces, or as a whole."""
+    """Prepare an ``all_reduce``: by the schedule that this rank prefers, in pieces, or as a whole."""
+    pieces, checked = pieces_reduced(op), None
+    if pieces and type(tensor) is not np.ndarray:
+        preferred = prefer(g, tensor, state().settings)
+        if preferred is not None:
+            if preferred.is_possible(not async_op):
+                return _preferring(preferred, g, cached, tensor, op, pieces)
+            checked = preferred.checked
     direct = "all_reduce" if is_unscaled(op) else ""
-    held = None if type(tensor) is np.ndarray else _device_array_of(g, tensor, op)
+    memory = adapt(tensor, "tensor", writable=True, direct=direct, pieces=pieces, checked=checked)
+    return _reduced(g, cached, "all_reduce", tensor, memory, op)
 
-    def by_host(held: MovableArray) -> Prepared:
-        memory = held.stage(writable=True, pieces=bytes_in_pieces(op))
-        return _reduced(g, cached, "all_reduce", tensor, memory, op)
 
-    if held is not None and _device_reductions().DeviceReduction.possible(g, held, not async_op):
-        return _on_device(g, held, tensor, op, lambda: by_host(held))
-    if held is None or (direct and device_array.permits(direct, False)):
-        memory = adapt(tensor, "tensor", writable=True, direct=direct, pieces=bytes_in_pieces(op))
-        return _reduced(g, cached, "all_reduce", tensor, memory, op)
-    return by_host(held)
+def _preferring(preferred: Any, g: ProcessGroup, cached: Cached, tensor: AnyArray, op: Any, pieces: int) -> Prepared:
+    """Prepare an ``all_reduce`` that moves by the preferred schedule, or through the host if a member has none."""
+    checked = preferred.checked
+
+    def fallback() -> Any:
+        memory = adapt(tensor, "tensor", writable=True, pieces=pieces, checked=checked)
+        found = _reduced(g, cached, "all_reduce", tensor, memory, op)
+        return found.move, all_ready(found.inputs, []), packing(found), found.after
+
+    dtype = WIDE if checked.named in HALVES else checked.array.dtype
+    reduction = resolve_reduction("all_reduce", op, dtype, checked.named)
+    preferred.prepare(reduction.mpi_op, g.size() if reduction.average else 0, dtype.itemsize, pieces, fallback)
+    key = (str(reduction.op), checked.named or dtype_name(dtype), ("elements", checked.origin.size))
+    move = Movement(Kind.ALL_REDUCE, recv=checked.origin, op=reduction.mpi_op)
+    return Prepared(key, move, [tensor], preferred=preferred)
 
 
 def reduce(
@@ -71,7 +82,7 @@ def reduce(
     """Prepare a ``reduce``."""
     root = peer_rank(g, dst, group_dst, "dst")
     direct, writable = "reduce" if is_unscaled(op) else "", g.rank() == root
-    memory = adapt(tensor, "tensor", writable=writable, direct=direct, pieces=bytes_in_pieces(op))
+    memory = adapt(tensor, "tensor", writable=writable, direct=direct, pieces=pieces_reduced(op))
     return _reduced(g, cached if writable else cached._replace(recv=None), "reduce", tensor, memory, op, root)
 
 
@@ -85,7 +96,7 @@ def _reduced(
     root: int | None = None,
 ) -> Prepared:
     """Prepare a reduction, in place on each rank that gets the result: the root, or all members if there is no root."""
-    memory = wide(memory)
+    memory = wide(memory) if memory.named else memory
     reduction = resolve_reduction(call, op, memory.dtype, memory.named)
     flat, mpi_op = memory.flat, reduction.mpi_op
     of_root = () if root is None else (("root", g.ranks[root]),)
@@ -116,47 +127,3 @@ def barrier(g: ProcessGroup, device_ids: list[int] | None, async_op: bool) -> Pr
     if "barrier" not in g.prepared:
         dispatch.cache(g, "barrier", PreparedOperation("barrier", (), Kind.BARRIER), NO_DTYPE, None, None)
     return Prepared((), Movement(Kind.BARRIER), [], stopping=None if async_op else g.stopping)
-
-
-def _device_reductions() -> Any:
-    """Return the module of reductions on a GPU, which programs without a GPU do not load."""
-    from mpicoll.transports.device import ipc
-
-    return ipc
-
-
-def _device_array_of(g: ProcessGroup, tensor: Any, op: Any) -> MovableArray | None:
-    """Return an array that may be reduced on a GPU, if the members of the group may share a GPU; otherwise None."""
-    if (
-        not (g.pair.on_node and device_array.on_device(tensor))
-        or type(op) is not RedOpType
-        or op is RedOpType.PREMUL_SUM
-    ):
-        return None
-    return None if state().settings.cuda_ipc == "off" else device_array.movable_array(tensor, "tensor", writable=True)
-
-
-def _on_device(g: ProcessGroup, held: MovableArray, tensor: Any, op: Any, by_host: Callable[[], Prepared]) -> Prepared:
-    """Prepare an ``all_reduce`` that may be made on the GPU that all members share.
-
-    Args:
-        by_host: prepares the same call through the host, with memory of the host.
-    """
-    dtype = WIDE if held.named in HALVES else held.array.dtype
-    reduction = resolve_reduction("all_reduce", op, dtype, held.named)
-    agreed = (str(reduction.op), held.named or dtype_name(dtype), ("elements", held.origin.size))
-    fold = Fold(reduction.mpi_op, held.each.wire, held.named, g.size() if reduction.average else 0)
-
-    def otherwise() -> Any:
-        found = by_host()
-        return found.move, all_ready(found.inputs, []), packing(found), found.after
-
-    on_device = _device_reductions().DeviceReduction(
-        g, held, fold, held.origin.size * dtype.itemsize, otherwise, held.in_pieces(bytes_in_pieces(op))
-    )
-    return Prepared(
-        agreed,
-        Movement(Kind.ALL_REDUCE, recv=held.origin, op=reduction.mpi_op),
-        [tensor],
-        device_reduction=on_device,
-    )

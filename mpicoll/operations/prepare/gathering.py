@@ -11,10 +11,10 @@ from mpicoll.operations.prepare.run import (
     NOT_CACHED,
     Cached,
     Prepared,
-    blocks_in_pieces,
     check_same_size,
     need_values,
     one_result_buffer,
+    pieces_of_blocks,
     refuse_values,
     result_unpacker,
     source_apart_from,
@@ -57,11 +57,11 @@ def all_gather_single(
     g: ProcessGroup, cached: Cached, output_tensor: AnyArray, input_tensor: AnyArray, function: str
 ) -> Prepared:
     """Prepare a gather of equal blocks into one array; ``function`` is the name that the program used."""
-    most = blocks_in_pieces(g.size())
+    pieces = pieces_of_blocks(g.size())
     source, result = list_memories(
         "all_gather",
-        ListArgument(input_tensor, "input_tensor", pieces=None if most is None else most // g.size()),
-        ListArgument(output_tensor, "output_tensor", True, pieces=most),
+        ListArgument(input_tensor, "input_tensor", pieces=pieces * g.size()),
+        ListArgument(output_tensor, "output_tensor", True, pieces=pieces),
         size=min,
     )
     (memory,), (output,) = source.memories, result.memories

@@ -16,25 +16,21 @@ from mpicoll.errors import wrong_argument
 from mpicoll.groups.process_group import ProcessGroup, Stopping
 from mpicoll.groups.registry import member_or_warn
 from mpicoll.memory.adapt import adapt_list, same_dtype, viewed
-from mpicoll.memory.device import array as device_array
-from mpicoll.memory.device.addresses import DeviceAddresses
 from mpicoll.memory.dtypes import Reduction
 from mpicoll.memory.layouts import joined
 from mpicoll.memory.lists import ListMemory
-from mpicoll.memory.memory import Array, Memory
+from mpicoll.memory.memory import Array, Memory, StreamOrder
 from mpicoll.memory.reduce_op import RedOpType
 from mpicoll.operations import dispatch, execution
 from mpicoll.operations.prepared import PreparedOperation
 from mpicoll.operations.work import Work
 from mpicoll.runtime.call_site import CallSite, call_site
-from mpicoll.transports.base import Kind, Movement
-from mpicoll.transports.control import AS_IT_IS, IN_PIECES, NOTHING
+from mpicoll.transports.base import Kind, Movement, Preferred
+from mpicoll.transports.control import NOTHING
 from mpicoll.transports.selection import DEFAULT
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVarTuple, Unpack
-
-    from mpicoll.transports.device.ipc import DeviceReduction
 
     Arguments = TypeVarTuple("Arguments")
 
@@ -66,7 +62,7 @@ class Prepared:
     """The result of the checks of one rank's arguments: the key of the call, the movement, and functions before and after.
 
     Attributes:
-        move: the movement; with a ``device_reduction`` it only describes the call.
+        move: the movement; with a ``preferred`` schedule it only describes the call.
         inputs: memories that the transfer reads; they are packed when the transfer starts.
         awaits: memories whose GPUs must have reached the call before ``before`` is called.
         stopping: answers the signals that the agreement of a barrier carries.
@@ -86,7 +82,7 @@ class Prepared:
     uneven: bool = False
     detail: int = NOTHING
     stopping: Stopping | None = None
-    device_reduction: DeviceReduction | None = None
+    preferred: Preferred | None = None
     cached: Cached = NOT_CACHED
     memories: tuple[Memory, ...] = ()
     average: bool = False
@@ -152,7 +148,7 @@ def run_prepared(
         limit = execution.call_limit(found, timeout)
         execution.check_name(name)
         async_op = bool(async_op)
-        with device_array.StreamOrder(stream) as order:
+        with StreamOrder(stream) as order:
             ready = prepare(found, *arguments)
         again = _cache(found, op, alias, ready)
     except Exception as error:
@@ -171,17 +167,14 @@ def run_prepared(
     carried: Any = None
     if ready.stopping is not None:
         call.signal, carried = ready.stopping.brings(), ready.stopping.carried
-    if ready.device_reduction is not None:
-        call.device_reduction, call.device = (
-            ready.device_reduction,
-            IN_PIECES if ready.device_reduction.in_pieces else 0,
-        )
-        call.block_bytes, move = ready.device_reduction.nbytes, ready.move
+    if ready.preferred is not None:
+        call.preferred, call.device, call.block_bytes = ready.preferred, ready.preferred.device, ready.preferred.nbytes
+        move = ready.move
 
         def carried(_: Any) -> Movement:
             return move
     else:
-        call.device = _of_gpu(ready.move)
+        call.device = ready.move.device
 
     made = execution.run(
         found,
@@ -211,31 +204,25 @@ def is_unscaled(op: Any) -> bool:
     return type(op) is RedOpType and op not in (RedOpType.AVG, RedOpType.PREMUL_SUM)
 
 
-def _of_gpu(move: Movement) -> int:
-    """Return how memory of a GPU moves that is not copied as a whole; 0 if there is none."""
-    direct = [array.passed_directly for array in (move.send, move.recv) if isinstance(array, DeviceAddresses)]
-    return (AS_IT_IS if all(direct) else IN_PIECES) if direct else 0
-
-
 def result_finisher(memory: Memory, reduction: Reduction, size: int) -> Callable[[], None] | None:
     """Return a function that divides a result for AVG; None if there is none, or each piece is finished separately."""
     if not reduction.average:
         return None
-    flat = memory.flat
-    if isinstance(flat, DeviceAddresses):
+    flat: Any = memory.flat
+    if memory.direct:
         flat.finish = lambda piece: reduction.after(piece, size)
         return None
     return lambda: reduction.after(flat, size)
 
 
-def bytes_in_pieces(op: Any) -> int | None:
-    """Return the bytes above which an array on a GPU is reduced in pieces; None if its elements are changed first."""
-    return device_array.PIECES_FROM if type(op) is RedOpType and op is not RedOpType.PREMUL_SUM else None
+def pieces_reduced(op: Any) -> bool:
+    """Return ``pieces=`` of :func:`adapt` for an array that is reduced: False if its elements are changed first."""
+    return type(op) is RedOpType and op is not RedOpType.PREMUL_SUM
 
 
-def blocks_in_pieces(size: int) -> int | None:
-    """Return the bytes above which blocks on a GPU move in pieces; None if the pieces of a block would be too small."""
-    return device_array.PIECES_FROM if size <= MOST_BLOCKS else None
+def pieces_of_blocks(size: int) -> bool:
+    """Return ``pieces=`` of :func:`adapt` for an array of blocks: False if the pieces of a block would be too small."""
+    return size <= MOST_BLOCKS
 
 
 def packing(ready: Prepared) -> Callable[[], None] | None:
@@ -274,11 +261,7 @@ def _claim(group: ProcessGroup, op: str, site: CallSite, ready: Prepared, async_
         claim.clear()
         return None
     claim.snapshot_reads()
-    if (
-        writes
-        and sum(array.nbytes for array in writes) <= SNAPSHOT_BYTES
-        and not isinstance(move.recv, DeviceAddresses)
-    ):
+    if writes and sum(array.nbytes for array in writes) <= SNAPSHOT_BYTES and not move.on_gpu:
         _watch_results(claim, ready, writes)
     return claim
 
@@ -376,7 +359,7 @@ def source_apart_from(result: Memory, source: ListMemory) -> Array:
     if source.whole is not None:
         return source.whole
     memory = source.memories[0]
-    if isinstance(memory.flat, DeviceAddresses):
+    if memory.direct:
         return memory.flat  # both move in pieces, so they do not overlap
     return memory.filled().copy() if np.may_share_memory(result.flat, memory.flat) else memory.flat
 

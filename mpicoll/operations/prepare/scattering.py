@@ -19,13 +19,13 @@ from mpicoll.operations.prepare.run import (
     Cached,
     Prepared,
     all_steps_of,
-    blocks_in_pieces,
-    bytes_in_pieces,
     check_same_size,
     is_unscaled,
     need_values,
     one_result_buffer,
     one_source_buffer,
+    pieces_of_blocks,
+    pieces_reduced,
     refuse_values,
     result_finisher,
     result_unpacker,
@@ -103,11 +103,11 @@ def reduce_scatter_single(
     g: ProcessGroup, cached: Cached, output: AnyArray, input: AnyArray, op: RedOpType | ReduceOp, function: str
 ) -> Prepared:
     """Prepare a reduction of equal blocks in one array; ``function`` is the name that the program used."""
-    most = None if bytes_in_pieces(op) is None else blocks_in_pieces(g.size())
+    pieces = pieces_reduced(op) * pieces_of_blocks(g.size())
     result, source = list_memories(
         "reduce_scatter" if is_unscaled(op) else "",
-        ListArgument(output, "output", True, pieces=None if most is None else most // g.size()),
-        ListArgument(input, "input", pieces=most),
+        ListArgument(output, "output", True, pieces=pieces * g.size()),
+        ListArgument(input, "input", pieces=pieces),
         size=min,
     )
     memory, sending = wide(result.memories[0]), wide(source.memories[0])
@@ -169,9 +169,9 @@ def all_to_all_single(
     input_split_sizes: list[int] | None,
 ) -> Prepared:
     """Prepare an exchange of parts of one array."""
-    most = blocks_in_pieces(g.size())
+    pieces = pieces_of_blocks(g.size())
     source, result = list_memories(
-        "all_to_all", ListArgument(input, "input", pieces=most), ListArgument(output, "output", True, pieces=most)
+        "all_to_all", ListArgument(input, "input", pieces=pieces), ListArgument(output, "output", True, pieces=pieces)
     )
     (given,), (out,) = source.memories, result.memories
     same_dtype(out, given)

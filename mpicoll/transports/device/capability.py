@@ -177,6 +177,12 @@ def loaded_mpi(choice: Cuda) -> Capability:
     return decide(choice, kinds, asked, os.environ, version, probed)
 
 
+@cache
+def allows(choice: Cuda, operation: str, nonblocking: bool) -> bool:
+    """Return whether memory of a GPU may be passed to an operation of the MPI of this process."""
+    return loaded_mpi(choice).allows(operation, nonblocking)
+
+
 _MPICH_CUDA = 0  # MPIX_GPU_SUPPORT_CUDA
 
 

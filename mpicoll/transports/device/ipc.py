@@ -42,17 +42,22 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Generator
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
+from mpicoll.memory.device import pool as device_pool
 from mpicoll.memory.device import runtime as device_runtime
 from mpicoll.memory.device.array import MovableArray
 from mpicoll.memory.device.runtime import FOLDED_HALVES, SCRATCH, EventComplete, Fold, Runtime
 from mpicoll.runtime.waiting import Pollable, Steps
 from mpicoll.transports.base import Array
+from mpicoll.transports.control import IN_PIECES, NO_DEVICE
 from mpicoll.transports.shm.mapping import map_together
+
+NAME = "device_ipc"
+"""The name of the transport among those that a group has opened."""
 
 LEAST_BYTES = 1 << 20
 """Bytes of the smallest array that is reduced on the device."""
@@ -336,6 +341,9 @@ def free_closed(seconds: float = 0.0) -> None:
     _within(free, seconds)
 
 
+device_pool.closers.append(lambda: free_closed(CLOSING))
+
+
 def _within(test: Callable[[], bool], seconds: float) -> bool:
     limit = time.monotonic() + seconds
     while not test():
@@ -354,65 +362,56 @@ def _in_child() -> None:
 os.register_at_fork(after_in_child=_in_child)
 
 
-class HasDeviceWindow(Protocol):
-    """A group that may have a device window."""
-
-    device_window: DeviceWindow | None
-
-
 class DeviceReduction:
-    """A reduction that this rank can make on the GPU that all members share.
+    """A reduction that this rank can make on the GPU that all members share (a :class:`mpicoll.transports.base.Preferred`).
 
     Args:
-        group: the group, which holds the window.
-        held: the array.
-        fold: the reduction.
-        nbytes: bytes that move if the call goes through the host.
-        by_host: prepares the call through the host, if another member cannot reduce on the GPU: returns the movement, the
-            test whether it can begin, and the functions to call before and after it.
-        in_pieces: whether the movement through the host is in pieces.
+        opened: the transports that the group has opened, by name.
+        checked: the array.
     """
 
-    __slots__ = ("_fold", "_group", "_held", "by_host", "in_pieces", "nbytes")
+    __slots__ = ("_fold", "_opened", "checked", "device", "fallback", "nbytes")
 
-    def __init__(
-        self,
-        group: HasDeviceWindow,
-        held: MovableArray,
-        fold: Fold,
-        nbytes: int,
-        by_host: Callable[[], Any],
-        in_pieces: bool,
-    ) -> None:
-        self._group, self._held, self._fold, self.nbytes, self.by_host = group, held, fold, nbytes, by_host
-        self.in_pieces = in_pieces
+    def __init__(self, opened: dict[str, Any], checked: MovableArray) -> None:
+        self._opened, self.checked = opened, checked
 
-    def is_ready(self) -> bool:
-        """Return whether the GPU has reached the call."""
-        return device_runtime.over(device_runtime.runtime(), self._held.began)
-
-    @staticmethod
-    def possible(group: HasDeviceWindow, held: MovableArray, waited: bool) -> bool:
-        """Return whether this rank can reduce an array on the GPU.
+    def is_possible(self, waited: bool) -> bool:
+        """Return whether this rank can reduce the array on the GPU.
 
         Args:
-            group: the group, which holds the window.
-            held: the array.
             waited: the call is waited for. An asynchronous call needs a usable window: only a call that is waited for makes one.
         """
+        held, window = self.checked, self._opened.get(NAME)
         fits = held.origin.nbytes >= LEAST_BYTES and (
             held.array.dtype.char in DTYPES if not held.named else held.named in FOLDED_HALVES
         )
-        window = group.device_window
         return fits and (waited if window is None else bool(window.usable) and window.device == held.array.device)
+
+    def prepare(self, op: str, divisor: int, itemsize: int, pieces: int, fallback: Callable[[], Any]) -> None:
+        """Set what the call reduces.
+
+        Args:
+            op, divisor: as of a :class:`Fold`.
+            itemsize: bytes of an element that moves through the host.
+            pieces: as in :func:`mpicoll.memory.adapt.adapt`.
+            fallback: as of a :class:`mpicoll.transports.base.Preferred`.
+        """
+        held = self.checked
+        self._fold = Fold(op, held.each.wire, held.named, divisor)
+        self.nbytes, self.fallback = held.origin.size * itemsize, fallback
+        self.device = IN_PIECES if held.in_pieces(pieces) else NO_DEVICE
+
+    def is_ready(self) -> bool:
+        """Return whether the GPU has reached the call."""
+        return device_runtime.over(device_runtime.runtime(), self.checked.began)
 
     def steps(self, comm: MPI.Intracomm) -> Generator[Pollable, None, bool]:
         """Reduce, after all members have agreed to; return whether the window was usable, the same on all members."""
-        window = self._group.device_window
+        window = self._opened.get(NAME)
         if window is None:
-            window = self._group.device_window = DeviceWindow(comm, self._held.array.device)
+            window = self._opened[NAME] = DeviceWindow(comm, self.checked.array.device)
             yield from window.prepare()
         if not window.usable:
             return False
-        yield from window.all_reduce(self._held, self._fold)
+        yield from window.all_reduce(self.checked, self._fold)
         return True

@@ -31,8 +31,9 @@ import numpy as np
 from mpicoll.memory.device import pool as device_pool
 from mpicoll.memory.device import runtime as device_runtime
 from mpicoll.memory.device.addresses import DeviceAddresses
-from mpicoll.runtime.waiting import Steps
-from mpicoll.transports.base import Array, Kind, Movement, pieces
+from mpicoll.memory.device.array import on_host
+from mpicoll.runtime.waiting import Condition, Steps
+from mpicoll.transports.base import Array, Kind, Movement, piece_elements, pieces
 
 PIECE_BYTES = 4 << 20
 """Bytes of a piece: a GPU copies a piece in 80 to 300 us, and the host needs about 40 us for each."""
@@ -187,12 +188,6 @@ class CopyPipeline:
             self._gpu.follow(self._array.device, stream, event)
 
 
-def rank_order_matters(move: Movement) -> bool:
-    """Return whether the bits of a result depend on the order of its terms, as in floating point."""
-    buffer = move.recv if move.recv is not None else move.send
-    return bool(move.op) and buffer is not None and buffer.dtype.kind not in "biu"
-
-
 class _StagedPiece:
     """One piece of a movement, with host memory in place of memory of a GPU."""
 
@@ -257,7 +252,7 @@ def move_pieces(
         size, largest, limit: as for :func:`mpicoll.transports.base.pieces`.
         moved: moves a piece in host memory.
     """
-    if not (isinstance(move.send, DeviceAddresses) or isinstance(move.recv, DeviceAddresses)):
+    if not move.on_gpu:
         for piece in pieces(move, size, largest, limit):
             yield from moved(piece)
         return
@@ -282,3 +277,51 @@ def _next(ahead: deque[_StagedPiece], moved: Callable[[Movement], Steps]) -> Ste
     for pipeline, piece in staged.held:
         pipeline.copy_back(piece)
     ahead.popleft()
+
+
+class Staged:
+    """A schedule of memory of a GPU that moves through the host, over the transport that host memory would take.
+
+    This one copies whole arrays, for an MPI that gets no memory of a GPU in the form that all members use.
+
+    Attributes:
+        block_bytes: of the largest block that moves at a time.
+    """
+
+    def __init__(self, move: Movement, block_bytes: int) -> None:
+        self._move, self.block_bytes = move, block_bytes
+        self._unpack: Callable[[], None] | None = None
+
+    def steps(self, inner: Callable[[Movement], Steps]) -> Steps:
+        """Copy to the host, and move there; ``inner`` moves host memory."""
+        move = self._move
+        send, recv = move.send, move.recv
+        for array in move.on_gpu:
+            yield Condition(array.is_ready)
+        if isinstance(send, DeviceAddresses):
+            send, pack, _ = on_host(send)
+            pack()
+        if isinstance(recv, DeviceAddresses):
+            recv, pack, self._unpack = on_host(recv)
+            if move.reads_recv:
+                pack()
+        yield from inner(replace(move, send=send, recv=recv))
+
+    def finish(self) -> None:
+        """Copy to the GPU what :meth:`steps` has not copied. An error concerns this rank only."""
+        if self._unpack is not None:
+            self._unpack()
+
+
+class StagedInPieces(Staged):
+    """The schedule of :func:`move_pieces`."""
+
+    def __init__(self, move: Movement, rank: int, size: int, largest: int, limit: int) -> None:
+        buffer = move.recv if move.recv is not None else move.send
+        assert buffer is not None
+        super().__init__(move, min(piece_elements(move, buffer.itemsize, size, limit) * buffer.itemsize, largest))
+        self._sizes = rank, size, largest, limit
+
+    def steps(self, inner: Callable[[Movement], Steps]) -> Steps:
+        """Move in pieces."""
+        return move_pieces(self._move, *self._sizes, inner)

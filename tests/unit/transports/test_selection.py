@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 
 from mpicoll.cli.tune import faster
+from mpicoll.memory.device import array as device_array
+from mpicoll.memory.device.addresses import DeviceAddresses
 from mpicoll.operations.execution import _facts
 from mpicoll.runtime.mpi_library import library_name
 from mpicoll.transports import selection
 from mpicoll.transports.base import EAGER_BYTES, SMALL_BYTES, Kind, Movement, block_bytes
-from mpicoll.transports.control import decode, make_words
+from mpicoll.transports.control import AS_IT_IS, IN_PIECES, NO_DEVICE, decode, make_words
+from mpicoll.transports.device.staged import Staged, StagedInPieces
 from mpicoll.transports.selection import (
     NEVER,
     Facts,
@@ -25,6 +28,7 @@ from mpicoll.transports.selection import (
     find_profile,
     path_of_profiles,
     select,
+    stage,
 )
 
 SIZES = [1024, 4096, 16384, 65536]
@@ -138,7 +142,7 @@ def test_all_members_select_the_same() -> None:
         kind, size = draw.choice(list(Kind)), draw.randint(2, 6)
         moves = movements(draw, kind, size)
         largest = max(block_bytes(move, size) for move in moves)
-        nonblocking, device = draw.random() < 0.3, draw.choice((0, 0, 0, 2))
+        nonblocking, device = draw.random() < 0.3, draw.choice((NO_DEVICE, NO_DEVICE, IN_PIECES, AS_IT_IS))
         words = make_words(1, largest, device=device, nonblocking=nonblocking)
         agreed = decode([*words], 0.0, 0.0)
         selection, carries = Selection(draw.choice(("auto", "mpi", "node"))), draw.random() < 0.5
@@ -175,12 +179,14 @@ def test_what_a_way_needs() -> None:
             draw.randint(1, 8),
             draw.choice((0, 8, EAGER_BYTES, EAGER_BYTES + 1, SMALL_BYTES, SMALL_BYTES + 1, 1 << 30)),
             *(draw.random() < 0.4 for _ in range(8)),
+            draw.choice((NO_DEVICE, IN_PIECES, AS_IT_IS)),
+            draw.random() < 0.4,
         )
         way = select(facts)
         assert (way is Way.ROUND) == (facts.kind is Kind.BARRIER)
         if way is Way.SHARED_MEMORY:
             assert facts.shared
-            assert not any((facts.several, facts.device))
+            assert facts.in_pieces or not any((facts.several, facts.device))
         if way is Way.IN_RANK_ORDER:
             assert facts.reduces
             assert facts.block_bytes <= EAGER_BYTES
@@ -190,4 +196,29 @@ def test_what_a_way_needs() -> None:
         if way is Way.NONBLOCKING:
             assert not facts.exceeds_count
         if way is Way.BLOCKING:
-            assert not facts.nonblocking or facts.exceeds_count
+            assert not facts.nonblocking or facts.exceeds_count or facts.in_pieces
+
+
+def test_what_is_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of a GPU goes through the host unless MPI gets it, in pieces if all members can, and pieces keep their order."""
+    monkeypatch.setattr(device_array, "_permitted", lambda operation, nonblocking: not nonblocking)
+    host = np.zeros(8)
+    on_gpu = host.view(DeviceAddresses)
+
+    def staged(device: int, flat: Any, **facts: Any) -> Any:
+        move = Movement(Kind.ALL_REDUCE, recv=flat, op="SUM")
+        return stage(Facts(Kind.ALL_REDUCE, 2, 64, reduces=True, device=device, **facts), move, 0, 16)
+
+    on_gpu.passed_directly = False
+    for nonblocking in (False, True):
+        assert staged(AS_IT_IS, host, nonblocking=nonblocking) is None
+        assert type(staged(AS_IT_IS, on_gpu, nonblocking=nonblocking)) is Staged
+        for flat in (host, on_gpu):
+            assert type(staged(IN_PIECES, flat, nonblocking=nonblocking)) is StagedInPieces
+            assert type(staged(IN_PIECES, flat, nonblocking=nonblocking, shared=True, ordered=True)) is StagedInPieces
+    assert staged(IN_PIECES, on_gpu, ordered=True).block_bytes == 16
+    assert staged(IN_PIECES, host, ordered=True, nonblocking=True) is None
+    assert type(staged(IN_PIECES, on_gpu, ordered=True, nonblocking=True)) is Staged
+    on_gpu.passed_directly = True
+    assert staged(AS_IT_IS, on_gpu) is None
+    assert type(staged(AS_IT_IS, on_gpu, nonblocking=True)) is Staged
