@@ -17,10 +17,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import numpy.typing as npt
 
-from mpicoll.checks.memory_ranges import SNAPSHOT_BYTES, Range, Ranges, Snapshot
+from mpicoll.checks.memory_ranges import EVERYWHERE, SNAPSHOT_BYTES, Range, Ranges, Snapshot, bounds, span
 from mpicoll.diagnosis.report.entries import Entry
 from mpicoll.diagnosis.report.report import with_calls
 from mpicoll.errors import BufferInUseError
@@ -74,9 +73,23 @@ class Claim:
         over: returns whether the operation is complete; set when the operation is issued.
         advance: progresses the operation, and returns whether it is complete; set like ``over``.
         unawaited: the program cannot wait for the operation, or uses a future.
+        start, end: addresses, set when the claim is added: all its memory stands between them. The extension reads them, too.
     """
 
-    __slots__ = ("_results", "_snapshot", "advance", "gone", "group", "op", "over", "ranges", "site", "unawaited")
+    __slots__ = (
+        "_results",
+        "_snapshot",
+        "advance",
+        "end",
+        "gone",
+        "group",
+        "op",
+        "over",
+        "ranges",
+        "site",
+        "start",
+        "unawaited",
+    )
 
     def __init__(
         self,
@@ -87,6 +100,8 @@ class Claim:
         gone: Callable[[], bool] = lambda: False,
         group: str = "",
     ) -> None:
+        self.start: int
+        self.end: int
         self.group = group
         self.op = op
         self.site = site
@@ -98,6 +113,10 @@ class Claim:
         self.ranges += _only_read(reads, self, self.ranges)
         self._snapshot: Snapshot | None = None
         self._results: Snapshot | None = None
+
+    def bounds(self) -> tuple[int, int]:
+        """Return addresses between which all the memory stands."""
+        return bounds(self.ranges)
 
     def snapshot_reads(self) -> None:
         """Record the contents of arrays that the operation only reads."""
@@ -191,6 +210,12 @@ class RequestClaim(Claim):
             self._found = [Range(array, self, self._writes) for array in arrays if array.size]
         return self._found
 
+    def bounds(self) -> tuple[int, int]:
+        """Return addresses between which all the memory stands; of a list of arrays most often those of all memory."""
+        if self._found is None and self.array is not None:
+            return EVERYWHERE if isinstance(self.array, list) else span(self.array)
+        return bounds(self.ranges)
+
     @property
     def op(self) -> str:  # type: ignore[override]
         return "" if self.request is None else str(self.request.call.op)
@@ -241,15 +266,6 @@ class RequestClaim(Claim):
         return written(self.op, self.site, self.group) if changed else None
 
 
-def _are_apart(one: Claim, other: Claim) -> bool:
-    """Return whether two claims are of one array each, and each array owns its memory: such arrays share no byte."""
-    if type(one) is not RequestClaim or type(other) is not RequestClaim or one.reads or other.reads:
-        return False
-    mine, its = one.array, other.array
-    arrays = type(mine) is np.ndarray and type(its) is np.ndarray
-    return arrays and mine is not its and bool(mine.flags.owndata and its.flags.owndata)
-
-
 UNAWAITED_FOR = 0.05
 """Seconds for which :meth:`Registry.check` progresses a conflicting operation that the program cannot wait for."""
 
@@ -258,18 +274,19 @@ class Registry:
     """The claims of pending operations on this rank.
 
     Attributes:
-        active: all claims.
+        active: all claims, in a dictionary, which the extension reads.
         reusable: claims of operations that start repeatedly; they are few, and are compared one by one.
+        dropped: claims of operations without a handle, removed when the operation is over.
     """
 
     def __init__(self) -> None:
         self.rank = 0  # for messages
-        self.active: set[Claim] = set()
+        self.active: dict[Claim, None] = {}
         self.reusable: set[Claim] = set()
         self._lock = threading.Lock()
         self._read = Ranges()
         self._written = Ranges()
-        self._dropped: deque[Claim] = deque()
+        self.dropped: deque[Claim] = deque()
 
     def check(self, new: Claim) -> None:
         """Raise if a new claim conflicts with an active claim.
@@ -292,8 +309,10 @@ class Registry:
 
     def conflicts(self, new: Claim) -> bool:
         """Return whether a pending operation conflicts with a new claim, without progressing that operation."""
-        if not self._dropped and len(self.active) <= _FEW and all(_are_apart(new, each) for each in tuple(self.active)):
-            return False
+        if not self.dropped and len(self.active) <= _FEW:
+            start, end = new.bounds()
+            if all(end <= each.start or each.end <= start for each in tuple(self.active)):
+                return False
         return self._shared(new) is not None
 
     def _shared(self, new: Claim) -> tuple[Range, Range] | None:
@@ -317,7 +336,8 @@ class Registry:
         """Add a claim, until :meth:`remove`."""
         with self._lock:
             try:
-                self.active.add(new)
+                new.start, new.end = new.bounds()
+                self.active[new] = None
                 self._add_ranges(new)
             except BaseException:
                 self._rebuild()
@@ -325,12 +345,13 @@ class Registry:
 
     def claim(self, claim: Claim) -> None:
         """Add a reusable claim, until :meth:`release`; both calls cost little, and the claim retains its memory."""
+        claim.start, claim.end = claim.bounds()
         self.reusable.add(claim)
-        self.active.add(claim)
+        self.active[claim] = None
 
     def release(self, claim: Claim) -> None:
         """Remove a reusable claim, if it is active."""
-        self.active.discard(claim)
+        self.active.pop(claim, None)
         self.reusable.discard(claim)
 
     def _add_ranges(self, new: Claim) -> None:
@@ -340,7 +361,7 @@ class Registry:
     def _rebuild(self) -> None:
         """Rebuild the ranges after an exception, which a signal handler may raise between any two lines."""
         self._read, self._written = Ranges(), Ranges()
-        for claim in self.active - self.reusable:
+        for claim in self.active.keys() - self.reusable:
             self._add_ranges(claim)
 
     def remove(self, old: Claim) -> None:
@@ -355,11 +376,11 @@ class Registry:
     def drop(self, old: Claim) -> None:
         """Remove the claim of an operation without a handle, when the operation is over; for the garbage collector."""
         old.unawaited = True
-        self._dropped.append(old)  # without the lock, which this thread may hold
+        self.dropped.append(old)  # without the lock, which this thread may hold
 
     def _sweep(self) -> None:
-        for _ in range(len(self._dropped)):
-            old = self._dropped.popleft()
+        for _ in range(len(self.dropped)):
+            old = self.dropped.popleft()
             if old.over() or old.gone():
                 if old in self.reusable:
                     self.release(old)
@@ -367,12 +388,12 @@ class Registry:
                 else:
                     self._remove(old)
             else:
-                self._dropped.append(old)
+                self.dropped.append(old)
 
     def _remove(self, old: Claim) -> None:
         if old in self.active:
             try:
-                self.active.remove(old)
+                del self.active[old]
                 for each in old.ranges:
                     (self._written if each.writes else self._read).remove(each)
             except BaseException:

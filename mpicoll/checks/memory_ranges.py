@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -14,6 +15,9 @@ from mpicoll.memory.device.addresses import DeviceAddresses
 
 SNAPSHOT_BYTES = 64 * 1024
 """Bytes of the largest buffer that is checked for writes of the program."""
+
+EVERYWHERE = 0, sys.maxsize
+"""The bounds of memory that nobody has looked for."""
 
 _MOST_WORK = 10_000
 _address = MPI.Get_address
@@ -64,6 +68,11 @@ class Range:
             return bool(np.shares_memory(self.array, other.array, max_work=_MOST_WORK))  # type: ignore[arg-type]
         except _too_hard:
             return False
+
+
+def bounds(ranges: list[Range]) -> tuple[int, int]:
+    """Return the address of the first byte of some ranges and the address behind the last byte; 0 and 0 without ranges."""
+    return min((each.start for each in ranges), default=0), max((each.end for each in ranges), default=0)
 
 
 class Snapshot:

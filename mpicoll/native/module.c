@@ -22,7 +22,7 @@ Known known;
 static PyObject *configure(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *finish, *withdraw, *await, *pending, *claims, *threads;
-    if (!PyArg_ParseTuple(args, "OOOO!O!O!", &finish, &withdraw, &await, &PyList_Type, &pending, &PySet_Type, &claims, &PySet_Type,
+    if (!PyArg_ParseTuple(args, "OOOO!O!O!", &finish, &withdraw, &await, &PyList_Type, &pending, &PyDict_Type, &claims, &PySet_Type,
                           &threads))
         return NULL;
     Known next = known;
@@ -39,13 +39,13 @@ static PyObject *configure(PyObject *Py_UNUSED(module), PyObject *args)
 /* Know what the start and the end of an asynchronous call use; without an argument forget that, as in a forked child. */
 static PyObject *configure_requests(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *request = NULL, *lock, *claim, *reusable, *observers, *posted, *complete, *at_once;
+    PyObject *request = NULL, *lock, *claim, *reusable, *dropped, *observers, *posted, *complete, *at_once;
     if (PyTuple_GET_SIZE(args) == 0) {
         known.request = NULL; /* the references stay */
         Py_RETURN_NONE;
     }
-    if (!PyArg_ParseTuple(args, "O!OO!O!O!OOO", &PyType_Type, &request, &lock, &PyType_Type, &claim, &PySet_Type, &reusable, &PyList_Type,
-                          &observers, &posted, &complete, &at_once))
+    if (!PyArg_ParseTuple(args, "O!OO!O!OO!OOO", &PyType_Type, &request, &lock, &PyType_Type, &claim, &PySet_Type, &reusable,
+                          &dropped, &PyList_Type, &observers, &posted, &complete, &at_once))
         return NULL;
     if (!PyType_IsSubtype((PyTypeObject *)request, &RequestType)) {
         PyErr_SetString(PyExc_TypeError, "the requests have other fields");
@@ -54,6 +54,7 @@ static PyObject *configure_requests(PyObject *Py_UNUSED(module), PyObject *args)
     known.lock = Py_NewRef(lock);
     known.claim = Py_NewRef(claim);
     known.reusable = Py_NewRef(reusable);
+    known.dropped = Py_NewRef(dropped);
     known.observers = Py_NewRef(observers);
     known.posted = Py_NewRef(posted);
     known.complete = Py_NewRef(complete);
@@ -140,7 +141,7 @@ static PyMethodDef methods[] = {
     {"check_arrays", check_arrays, METH_VARARGS,
      "Check how NumPy lays out arrays: check_arrays(array, address of its data). TypeError: not as expected."},
     {"configure_requests", configure_requests, METH_VARARGS,
-     "Know what the start and the end of an asynchronous call use: configure_requests(Request, RLock, RequestClaim, reusable claims,\n"
+     "Know what the start and the end of an asynchronous call use: configure_requests(Request, RLock, RequestClaim, reusable and dropped claims,\n"
      "observers, POSTED, COMPLETE, AT_ONCE). Without an argument such calls are made in Python from now on."},
     {"configure", configure, METH_VARARGS, "Tell the module what it needs of the library."},
     {"matches", (PyCFunction)(void (*)(void))matches, METH_FASTCALL,
@@ -179,6 +180,8 @@ PyMODINIT_FUNC PyInit__native(void)
     known.compares = PyUnicode_InternFromString("compares");
     known.of_claim = PyUnicode_InternFromString("request");
     known.found = PyUnicode_InternFromString("_found");
+    known.start = PyUnicode_InternFromString("start");
+    known.end = PyUnicode_InternFromString("end");
     known.writes = Py_BuildValue("(s)", "writes");
     known.nothing = PyTuple_New(0);
     if (PyErr_Occurred())

@@ -445,7 +445,15 @@ _guard.inside.update(each.__code__ for each in (_finish, _await, _give_up, run, 
 if extension is not None:
     extension.configure(_finish, _give_up, _await, _pending, _active, _threads)
     extension.configure_requests(
-        Request, type(threading.RLock()), RequestClaim, claims.reusable, observers, POSTED, COMPLETE, AT_ONCE
+        Request,
+        type(threading.RLock()),
+        RequestClaim,
+        claims.reusable,
+        claims.dropped,
+        observers,
+        POSTED,
+        COMPLETE,
+        AT_ONCE,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = "e42f9ccf"
+VERSION = "60332135"
 """The CRC-32 of the sources in ``native/``. An extension that was built from other sources is not used."""
 
 

@@ -246,7 +246,7 @@ class Stop(Exception):
     pass
 
 own = MPI.COMM_WORLD.Dup()
-x, large = np.ones(1), np.ones(1000)
+x, y, large = np.ones(1), np.ones(1), np.ones(1000)
 
 def made_again():
     return dist.all_reduce(x)
@@ -256,6 +256,7 @@ CALLS = {
     "again": made_again,
     "async": lambda: dist.all_reduce(large, async_op=True).wait(),
     "later": lambda: dist.all_reduce(x, async_op=True).wait(),
+    "several": lambda: [work.wait() for work in [dist.all_reduce(each, async_op=True) for each in (x, y)]],
     "group": lambda: dist.new_group([0, 1]),
 }
 PLACES = {
@@ -264,6 +265,7 @@ PLACES = {
     "issued": (execution, "collectives_are_pending"),
     "numbered": (Request, "__init__"),
     "begun": (Work, "__init__"),  # the extension has posted the call
+    "begun over another": (Work, "__init__"),
     "posted": (Request, "Test"),
     "looks": (Request, "Test"),
     "finished": (RingRound, "Test"),  # in Python, since the other comes late
@@ -275,8 +277,12 @@ def strike(place):
     # As a handler that raises just when this function has done what it does.
     home, name = PLACES[place]
     found = getattr(home, name)
+    before = ["another"] if place == "begun over another" else []
 
     def struck(*args, **options):
+        if before:
+            before.pop()
+            return found(*args, **options)
         setattr(home, name, found)
         found(*args, **options)
         raise Stop
@@ -285,7 +291,7 @@ def strike(place):
         setattr(home, name, struck)
 
 AGAIN = [("again", "finished")]
-LATER = [("later", "begun"), ("later", "looks")]
+LATER = [("later", "begun"), ("later", "looks"), ("several", "begun over another")]
 through_ring = os.environ["THROUGH"] != "MPI"
 if not through_ring:
     LATER = [("later", "numbered"), ("later", "posted")]
@@ -313,15 +319,18 @@ for call, place in [("first", "counted"), ("first", "issued"), *AGAIN,
     struck, other = own.allgather(said)
     assert struck == ["Stop", "GroupBrokenError", True], (call, place, struck, other)
     # Of what has been posted the other may see the end.
-    ended = place in ("posted", "planned", "looks", "finished") or (call == "later" and through_ring)
+    ended = place in ("posted", "planned", "looks", "finished") or (call in ("later", "several") and through_ring)
     assert other[0] == "GroupBrokenError" or ended, (call, place, struck, other)
     assert other[1:] == ["GroupBrokenError", True], (call, place, struck, other)
     for group in list(registry.state().groups.values()):
         group.unwaited.clear()
+    claims._sweep()
     if call == "later":  # nothing of it is left
-        claims._sweep()
         assert not claims.active, (place, claims.active)
         assert not waiting.pending, (place, waiting.pending)
+    elif call == "several" and own.rank == 0:  # nor of the second
+        assert all(each.array is x for each in claims.active), (place, claims.active)
+        assert all(each.recv is x for each in waiting.pending), (place, waiting.pending)
     dist.destroy_process_group()
 print("through", flush=True)
 """

@@ -394,6 +394,64 @@ def test_the_extension_completes_a_call_once() -> None:
         assert (y == value * size).all()
 
 
+def test_the_extension_starts_calls_while_others_are_under_way() -> None:
+    """It starts them on memory that nobody claims, whoever has claimed other memory, and completes them in their order."""
+    size = dist.get_world_size()
+    whole, empty, scalar = np.ones(32), np.ones(0), np.ones(())
+    large, lists = np.ones(EAGER_BYTES), [np.ones(3) for _ in range(size)]
+    for turn in range(3):
+        whole[:] = scalar[...] = large[:] = 1
+        dist.barrier()
+        works = [begun(x) for x in (whole[:4], whole[8:12], empty, whole[4:8], whole[12:13], whole[13:14], scalar)]
+        if is_eager(works[0]._request):
+            for work in works:
+                while not work._request.finish():
+                    pass
+        for work in works:
+            assert work.wait()
+        assert (whole[:14] == size).all()
+        assert (whole[14:] == 1).all()
+        assert scalar == size
+        others = [
+            dist.all_reduce(large, async_op=True),
+            dist.all_gather(lists, np.full(3, float(turn)), async_op=True),
+            dist.broadcast(whole[20:], 0, async_op=True),
+        ]
+        for i in range(20):  # the last are started over the claims of 20 others
+            whole[i] = i
+            others.append(dist.all_reduce(whole[i : i + 1], async_op=True))
+        for other in others:
+            assert other is not None
+            other.wait()
+        assert whole[:20].tolist() == [size * i for i in range(20)]
+        assert (large == size).all()
+        assert all((each == turn).all() for each in lists)
+
+
+def test_memory_apart_and_memory_in_use() -> None:
+    """A call on a slice raises if and only if the slice has bytes in common with that of a call under way."""
+    whole = np.ones(40, np.int8)
+    chance = random.Random(7)
+    under_way: dict[tuple[int, int], Any] = {}
+    raised = 0
+    for _ in range(100):
+        start = chance.randrange(36)
+        end = start + chance.randrange(1, 5)
+        part = whole[start:end]
+        if any(start < its_end and its_start < end for its_start, its_end in under_way):
+            raised += 1
+            with collective_raises(dist.BufferInUseError, match="writes memory that all_reduce"):
+                dist.all_reduce(part, dist.ReduceOp.MAX, async_op=True)
+        else:
+            under_way[start, end] = begun(part, dist.ReduceOp.MAX)
+        while under_way and (len(under_way) > 6 or chance.random() < 0.3):
+            under_way.pop(chance.choice(list(under_way))).wait()
+    for work in under_way.values():
+        work.wait()
+    assert raised > 10
+    assert (whole == 1).all()
+
+
 def test_the_extension_leaves_a_call_that_differs() -> None:
     """What the members do not make alike, and what the program has written meanwhile, is told by the wait."""
     rank = dist.get_rank()
@@ -456,7 +514,7 @@ def test_memory_after_it_was_found_complete() -> None:
         del x, work
     gc.collect()
     assert sum(each() is not None for each in seen) == 0
-    assert not claims._dropped
+    assert not claims.dropped
 
 
 def test_memory_of_a_future() -> None:

@@ -127,11 +127,11 @@ struct SharedOperation {
 
 typedef struct {
     PyObject *finish, *withdraw, *await; /* of operations/dispatch.py: continue a posted call, give a call up, wait in the midst of one */
-    PyObject *pending, *claims, *reusable, *threads, *observers;
+    PyObject *pending, *claims, *reusable, *dropped, *threads, *observers;
     PyObject *request, *lock, *claim;          /* types */
     PyObject *posted, *complete, *at_once;     /* states, and the schedule of a call whose data comes with its round */
     PyTypeObject *array;
-    PyObject *last, *broken, *busy, *number, *compares, *of_claim, *found, *f_lasti; /* names */
+    PyObject *last, *broken, *busy, *number, *compares, *of_claim, *found, *start, *end, *f_lasti; /* names */
     PyObject *writes, *nothing;                /* a name in a tuple, and an empty one */
 } Known;
 
@@ -155,6 +155,12 @@ static inline char *memory(PyObject *array)
 
 /* Parse the words of a round; return 0 and set an exception if they are none. */
 int ring_parse_words(PyObject *given, int64_t words[RING_SAID]);
+
+/* Return whether memory is certainly apart from that of all claims; 0: Python has to compare. -1 and an exception: out of memory. */
+int claims_are_apart(const char *start, Py_ssize_t bytes);
+/* Add or remove a claim of such memory; return -1 and an exception without memory. */
+int claims_add(PyObject *claim, const char *start, Py_ssize_t bytes);
+int claims_remove(PyObject *claim);
 
 PyObject *request_new(PyTypeObject *type, PyObject *args, PyObject *kwargs);
 PyObject *request_finish(Request *self, PyObject *nothing);

@@ -156,6 +156,18 @@ static int is_busy(PyObject *place)
     return found;
 }
 
+/* The memory that the call claims, without which it is NULL. */
+static const char *claimed(const SharedOperation *self, PyObject *recv)
+{
+    return self->recv.arrays ? memory(recv) : NULL;
+}
+
+/* Return whether the memory is certainly apart from that of all pending calls; -1 and an exception without memory. */
+static int is_apart(const SharedOperation *self, PyObject *recv)
+{
+    return self->recv.arrays ? claims_are_apart(memory(recv), self->recv.count * self->itemsize) : 1;
+}
+
 /* Post the call with the group's lock held. Return 1, 0 if that is impossible, or -1 and an exception. Nothing is allocated here that the
    garbage collector counts, so no code of the program runs. */
 static int begin(SharedOperation *self, PyObject *const *args, Request *request, PyObject *site, PyObject **old)
@@ -163,15 +175,18 @@ static int begin(SharedOperation *self, PyObject *const *args, Request *request,
     const CallOrder *order = self->order;
     PyObject *claim = request->objects[REQUEST_claim];
     const int64_t number = order->round + 1;
-    if (order->closed || order->posted != order->issued || (claim != NULL && PySet_GET_SIZE(known.claims) != 0) ||
-        !shared_fits(self, &self->send, args[SEND], READABLE) || !shared_fits(self, &self->recv, args[RECV], WRITABLE))
+    if (order->closed || order->posted != order->issued || !shared_fits(self, &self->send, args[SEND], READABLE) ||
+        !shared_fits(self, &self->recv, args[RECV], WRITABLE))
         return 0;
+    const int apart = claim == NULL ? 1 : is_apart(self, args[RECV]);
+    if (apart != 1)
+        return apart;
     const int full = is_busy(PyList_GET_ITEM(args[PLACES], (number - RING_AHEAD) & (RING_PLACES - 1)));
     if (full)
         return full < 0 ? -1 : 0;
-    const int compares = claim != NULL && self->recv.arrays != 0;
-    if (!give(request, REQUEST_before, PyBytes_FromStringAndSize(compares ? memory(args[RECV]) : NULL,
-                                                                 compares ? self->recv.count * self->itemsize : 0)))
+    const char *start = claim == NULL ? NULL : claimed(self, args[RECV]);
+    const Py_ssize_t bytes = start == NULL ? 0 : self->recv.count * self->itemsize;
+    if (!give(request, REQUEST_before, PyBytes_FromStringAndSize(start, bytes)))
         return -1;
     PyObject *place = PyList_GET_ITEM(args[PLACES], number & (RING_PLACES - 1)), *at = PyLong_FromLongLong(number);
     *old = PyObject_GetAttr(args[GROUP], known.last);
@@ -180,13 +195,13 @@ static int begin(SharedOperation *self, PyObject *const *args, Request *request,
     Py_XDECREF(at);
     if (failed || PyList_Append(known.pending, (PyObject *)request) < 0)
         return -1;
-    failed = claim != NULL && (PySet_Add(known.reusable, claim) < 0 || PySet_Add(known.claims, claim) < 0);
+    failed = claim != NULL && claims_add(claim, start, bytes) < 0;
     if (failed || PyObject_SetAttr(place, known.busy, Py_True) < 0) {
         PyObject *type, *value, *traceback;
         PyErr_Fetch(&type, &value, &traceback);
         const Py_ssize_t last = PyList_GET_SIZE(known.pending);
         failed = PyList_SetSlice(known.pending, last - 1, last, NULL) < 0;
-        failed |= claim != NULL && (PySet_Discard(known.claims, claim) < 0 || PySet_Discard(known.reusable, claim) < 0);
+        failed |= claim != NULL && claims_remove(claim) < 0;
         PyErr_Clear();
         PyErr_Restore(type, value, traceback);
         return -1;
@@ -213,10 +228,10 @@ PyObject *shared_begin(SharedOperation *self, PyObject *const *args, Py_ssize_t 
     PyObject *compares = PyObject_GetAttr(args[GROUP], known.compares);
     if (compares == NULL)
         return NULL;
-    const int claims = compares == Py_True;
+    const int claims = compares == Py_True, apart = claims ? is_apart(self, args[RECV]) : 1;
     Py_DECREF(compares);
-    if (claims && PySet_GET_SIZE(known.claims) != 0)
-        Py_RETURN_NONE;
+    if (apart != 1)
+        return apart < 0 ? NULL : Py_NewRef(Py_None);
     PyObject *site = PyTuple_Pack(3, self->op, args[CODE], args[INSTRUCTION]), *old = NULL;
     Request *request = site == NULL ? NULL : new_request(self, args, claims);
     PyObject *done = request == NULL ? NULL : PyObject_CallNoArgs(self->acquire);
@@ -279,7 +294,7 @@ PyObject *request_finish(Request *self, PyObject *Py_UNUSED(nothing))
             break;
         }
     if (claim != NULL) {
-        failed |= PySet_Discard(known.claims, claim) < 0 || PySet_Discard(known.reusable, claim) < 0;
+        failed |= claims_remove(claim) < 0;
         failed |= PyObject_SetAttr(claim, known.of_claim, Py_None) < 0 || PyObject_SetAttr(claim, known.found, known.nothing) < 0;
         set(self, REQUEST_claim, NULL);
     }

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from mpicoll.checks import memory_ranges
-from mpicoll.checks.memory_in_use import Claim, Registry
-from mpicoll.checks.memory_ranges import SNAPSHOT_BYTES, Snapshot, span
+from mpicoll.checks.memory_in_use import Claim, Registry, RequestClaim
+from mpicoll.checks.memory_ranges import EVERYWHERE, SNAPSHOT_BYTES, Snapshot, span
 from mpicoll.errors import BufferInUseError
 from mpicoll.runtime.call_site import call_site
 
@@ -147,6 +147,7 @@ def test_random_ranges_as_a_byte_map_has_them() -> None:
         writes = chosen.random() < 0.4
         wrong = bool(writing[where].any() or (writes and reading[where].any()))
         claim = _claim("op", **{"writes" if writes else "reads": (memory[where],)})
+        assert registry.conflicts(claim) == wrong
         if wrong:
             refused += 1
             with pytest.raises(BufferInUseError):
@@ -157,6 +158,24 @@ def test_random_ranges_as_a_byte_map_has_them() -> None:
         under_way.append((claim, where, writes))
         (writing if writes else reading)[where] += 1
     assert 200 < refused < 3500
+
+
+def test_all_memory_of_a_claim_stands_between_its_bounds() -> None:
+    """Those of strided arrays and of several arrays have room between; those of a list are not looked for."""
+    x = np.zeros((4, 4))
+    start = x.ctypes.data
+    assert RequestClaim(x[1], writes=True).bounds() == (start + 32, start + 64)
+    assert RequestClaim(x[1:, 1][::-1], writes=True).bounds() == (start + 40, start + 112)
+    assert RequestClaim(x[3], writes=True, reads=(x[0],)).bounds() == (start, start + 128)
+    assert RequestClaim(None, writes=True, reads=(x[0], x[2])).bounds() == (start, start + 96)
+    assert RequestClaim([x[0], x[1]], writes=True).bounds() == EVERYWHERE
+    registry = Registry()
+    for claim in (RequestClaim(None, writes=True), RequestClaim(x[2:2], writes=True), RequestClaim(x[0], writes=True)):
+        assert not registry.conflicts(claim)
+        registry.claim(claim)
+        assert claim.end - claim.start == (32 if claim.array is not None and claim.array.size else 0)
+    assert registry.conflicts(RequestClaim([x[3], x[0]], writes=True))
+    assert not registry.conflicts(RequestClaim([x[3], x[1]], writes=True))
 
 
 def test_ten_thousand_at_once() -> None:
