@@ -63,6 +63,22 @@ static PyObject *configure_requests(PyObject *Py_UNUSED(module), PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* Know what the start and the end of a message use. */
+static PyObject *configure_messages(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *send, *receive, *moving;
+    if (!PyArg_ParseTuple(args, "O!O!O", &PyType_Type, &send, &PyType_Type, &receive, &moving))
+        return NULL;
+    if (!PyType_IsSubtype((PyTypeObject *)send, &RequestType) || !PyType_IsSubtype((PyTypeObject *)receive, &RequestType)) {
+        PyErr_SetString(PyExc_TypeError, "the requests have other fields");
+        return NULL;
+    }
+    known.send = Py_NewRef(send);
+    known.receive = Py_NewRef(receive);
+    known.moving = Py_NewRef(moving);
+    Py_RETURN_NONE;
+}
+
 /* Compare an array of float64 of the shape (2, 3) with its description in Python, and note the type of arrays. */
 static PyObject *check_arrays(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -143,6 +159,8 @@ static PyMethodDef methods[] = {
     {"configure_requests", configure_requests, METH_VARARGS,
      "Know what the start and the end of an asynchronous call use: configure_requests(Request, RLock, RequestClaim, reusable and dropped claims,\n"
      "observers, POSTED, COMPLETE, AT_ONCE). Without an argument such calls are made in Python from now on."},
+    {"configure_messages", configure_messages, METH_VARARGS,
+     "Know what the start and the end of a message use: configure_messages(type of a send, type of a receive, MOVING)."},
     {"configure", configure, METH_VARARGS, "Tell the module what it needs of the library."},
     {"matches", (PyCFunction)(void (*)(void))matches, METH_FASTCALL,
      "Return whether an array has a dtype and a shape, in one piece of memory: matches(array, dtype, shape, writable)."},
@@ -165,7 +183,7 @@ PyMODINIT_FUNC PyInit__native(void)
         const char *name;
         PyTypeObject *type;
     } types[] = {
-        {"CallOrder", &OrderType}, {"Ring", &RingType}, {"Segment", &SegmentType}, {"SharedTransfer", &TransferType}, {"SharedOperation", &SharedOperationType}, {"RequestFields", &RequestType}};
+        {"CallOrder", &OrderType}, {"Ring", &RingType}, {"Segment", &SegmentType}, {"SharedTransfer", &TransferType}, {"SharedOperation", &SharedOperationType}, {"RequestFields", &RequestType}, {"MessageFields", &MessageType}};
     const struct {
         const char *name;
         long value;
@@ -177,6 +195,7 @@ PyMODINIT_FUNC PyInit__native(void)
     known.broken = PyUnicode_InternFromString("broken");
     known.busy = PyUnicode_InternFromString("busy");
     known.number = PyUnicode_InternFromString("number");
+    known.timeout = PyUnicode_InternFromString("timeout");
     known.compares = PyUnicode_InternFromString("compares");
     known.of_claim = PyUnicode_InternFromString("request");
     known.found = PyUnicode_InternFromString("_found");

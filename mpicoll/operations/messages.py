@@ -29,8 +29,7 @@ from mpicoll.operations.states import MOVING
 from mpicoll.operations.work import Work
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import CallSite
-from mpicoll.runtime.mpi_library import retain_for_ever
-from mpicoll.transports.mpi.matching import Receive
+from mpicoll.runtime.native import found as extension
 from mpicoll.transports.mpi.messages import Busy, PersistentMessage, PersistentReceive, PersistentSend, matches
 
 # Objects that each call uses, as globals of this module.
@@ -86,7 +85,7 @@ def send_prepared(tensor: Any, dst: Any, group: Any, tag: Any) -> bool:
                         finish(known, again, tensor, again.test)
             else:
                 _send_apart(known, again, tensor)
-            again.give_back(None)
+            again.give_back()
             return True
     except BaseException as error:
         if taken or not isinstance(error, Busy):
@@ -208,7 +207,7 @@ def _receive_apart(group: ProcessGroup, again: PersistentReceive, tensor: Array,
 
 def _poll(group: ProcessGroup, again: PersistentMessage, tensor: Array, test: Callable[[], bool]) -> None:
     """Poll a request for as long as its elements may take, and then wait for it."""
-    for _ in again.polls:
+    for _ in range(again.polls):
         if test():
             break
     else:
@@ -218,18 +217,53 @@ def _poll(group: ProcessGroup, again: PersistentMessage, tensor: Array, test: Ca
 def start_prepared(tensor: Any, rank: Any, group: Any, tag: Any, receives: bool) -> Work | None:
     """Start a message by a persistent request; return None, and do nothing, if there is none that can be used now.
 
+    The extension starts a message whose elements are in its envelope, if no claim of memory may be in conflict with the message.
+
     Args:
         receives: the message is received.
     """
     known: Any = _default.world if group is None else group
     try:
-        again = _find(known.receives if receives else known.sends, tensor, rank, tag, receives)
+        cache = known.receives if receives else known.sends
         frame = _frame(2)
     except (AttributeError, ValueError):  # no group, or not a member; called from C
         return None
-    if again is None:
-        return None
+    again = cache.last
+    if again is None or again.rank is not rank or again.tag is not tag:
+        again = _find(cache, tensor, rank, tag, receives)
+        if again is None:
+            return None
+    wrong: BaseException | None = None
+    try:
+        request = again.begin(known, tensor, frame.f_code, frame.f_lasti)
+        if request is not None:
+            return Work(request, request.claim)
+    except BaseException as error:
+        wrong = error
+        _lose(known, again, tensor, error)
+        raise
+    finally:
+        if _guard.noted is not None:
+            _guard.answer(wrong)
+    if not _matches(tensor, again.dtype, again.shape, receives):
+        again = _find(cache, tensor, rank, tag, receives)
+        if again is None:
+            return None
     return (_start_receive if receives else _start_send)(known, again, tensor, frame)
+
+
+_guard.inside.add(start_prepared.__code__)
+
+
+def _lose(group: ProcessGroup, again: PersistentMessage, tensor: Array, error: BaseException) -> None:
+    """Give up a message that the extension has started, or could not start, and that has no Work."""
+    request = again.current
+    if request is None or request.arrays is not tensor:
+        return  # a signal handler has raised before the start
+    if request.claim is not None:
+        claims.drop(request.claim)
+    waiting.drop(request)
+    give_up(group, again, tensor, error)
 
 
 def _start_send(group: ProcessGroup, again: PersistentSend, tensor: Array, frame: FrameType) -> Work | None:
@@ -245,20 +279,19 @@ def _start_send(group: ProcessGroup, again: PersistentSend, tensor: Array, frame
                 return None
             try:
                 made = _PreparedSend(group, again, tensor, frame)
-                made.is_sent = False
                 claim = None
                 if again.compares:
                     claim = _claim(made, False)
                     if claim is None:
-                        again.give_back(None)
+                        again.give_back()
                         return None  # the general way raises the error
                 if again.elements is not None:
                     again.elements[...] = tensor
                     again.start()
                 else:
                     if claim is not None and tensor.nbytes <= SNAPSHOT_BYTES:
-                        claim.results = tensor.tobytes()
-                    made.payload = again.start_apart(tensor, group.posting)
+                        made.after = tensor.tobytes()
+                    made._current = again.start_apart(tensor, group.posting)
                     waiting.transfer_hint(tensor.nbytes)
                 again.count += 1
                 _threads.add(_get_ident())
@@ -288,7 +321,6 @@ def _start_receive(group: ProcessGroup, again: PersistentReceive, tensor: Array,
             if not locked or receiver.waiting or receiver.queues or key in posted or again.rank is None:
                 return None
             made = _PreparedReceive(group, again, tensor, frame)
-            made.before, made.dirty, made.general = None, False, None
             claim = None
             if again.compares:
                 claim = _claim(made, True)
@@ -316,7 +348,7 @@ def _start_receive(group: ProcessGroup, again: PersistentReceive, tensor: Array,
 
 def _claim(made: _PreparedMessage, writes: bool) -> RequestClaim | None:
     """Claim the memory of a message; return None if a pending operation may use that memory in conflict with the message."""
-    claim = made.claim = RequestClaim(made.array, writes=writes)
+    claim = made.claim = RequestClaim(made.arrays, writes=writes)
     claim.request = made
     if claims.conflicts(claim):
         claim.clear()
@@ -334,13 +366,11 @@ def _work(operation: _PreparedMessage, claim: RequestClaim | None) -> Work:
 class _PreparedMessage(Request):
     """A request with a persistent message, which its group owns.
 
-    Attributes:
-        again: the persistent message.
-        array: the array of the program.
-        payload: request of the elements that move apart from their envelope, once it is started.
+    Fields of the request: ``held`` is the persistent message, ``arrays`` the array of the program, and ``_current`` the request of
+    the elements that move apart from their envelope, once it is started.
     """
 
-    __slots__ = ("again", "array", "payload")
+    __slots__ = ()
     name = ""
 
     def __init__(self, group: ProcessGroup, again: PersistentMessage, tensor: Array, frame: FrameType) -> None:
@@ -353,117 +383,94 @@ class _PreparedMessage(Request):
         self.state = MOVING
         self.returned = -1
         self._lock = _new_lock()
-        self.again: Any = again
-        self.array = tensor
-        self.payload: Any = None
+        self.arrays = tensor
         self.code = frame.f_code
         self.instruction = frame.f_lasti
 
     @property
     def call(self) -> Call:
         """The description of the call, made when it is needed."""
-        return Call(self.name, self.again.described, CallSite(self.code, self.instruction))
-
-    def expected(self) -> bytes | None:
-        """Return the bytes that must be in the array when the program has waited; None: they are not compared."""
-        return None
-
-    def _keep(self) -> None:
-        super()._keep()
-        retain_for_ever(self.again, self.payload, self.array)
+        return Call(self.name, self.held.described, CallSite(self.code, self.instruction))
 
 
 class _PreparedSend(_PreparedMessage):
-    """A send.
+    """A send; ``after`` is what must be in the array when the program has waited, empty if nobody compares."""
 
-    Attributes:
-        is_sent: MPI has completed the send, so that its request can be used again.
-    """
-
-    __slots__ = ("is_sent",)
+    __slots__ = ()
     name = "isend"
-    is_sent: bool
-
-    def expected(self) -> bytes | None:
-        """Return the elements of a small message."""
-        return None if self.again.elements is None else self.again.elements.tobytes()
-
-    def unclaimed(self) -> None:
-        """Forget the claim; the persistent request may be used again."""
-        super().unclaimed()
-        if self.is_sent:
-            self.again.give_back(None)
 
     def _advance(self) -> None:
-        again = self.again
-        if not again.test() or (self.payload is not None and not self.payload.Test()):
+        again = self.held
+        if not again.test() or (self._current is not None and not self._current.Test()):
             return
-        self.is_sent = True
-        if self.claim is None:
-            again.give_back(None)
+        if self.claim is not None and again.elements is not None:
+            self.after = again.elements.tobytes()
+        again.current = None
+        again.give_back()
         self._complete()
 
 
 class _PreparedReceive(_PreparedMessage):
-    """A receive: MPI writes the message into memory of the library, and a test copies it into the array of the program.
+    """A receive: MPI writes the message into memory of the library, and a test copies the elements into the array.
 
-    Attributes:
-        before: contents of the array at the start, to find writes of the program; None if they are not looked for.
-        dirty: the array was written before the message was received.
-        general: the general receive of a message that was not as expected.
+    ``before`` is what the array held at the start, to find writes of the program; None if they are not looked for, and once the
+    message has come and there were none. ``move`` is the general receive of a message that was not as expected.
     """
 
-    __slots__ = ("dirty", "general")
+    __slots__ = ()
     name = "irecv"
-    before: bytes | None
-    dirty: bool
-    general: Receive | None
 
     def _advance(self) -> None:
-        if self._run_steps() if self.general is not None else self._receive():
+        if self._run_steps() if self.move is not None else self._receive():
             self._complete()
 
     def _receive(self) -> bool:
         """Progress the receive; return whether it is complete."""
-        again = self.again
-        if self.payload is None:
+        again, array = self.held, self.arrays
+        if self._current is None:
             if not again.test():
                 return False
-            self.dirty = self.before is not None and self.array.tobytes() != self.before
+            again.current = None
+            if self.before is not None and array.tobytes() == self.before:
+                self.before = None
             if again.words[0] != again.expected:
                 self._go_the_general_way()
                 return self._run_steps()
             if again.elements is None:
-                self.payload = again.start_payload(self.array, again.payload_of(self.array))
-                waiting.transfer_hint(self.array.nbytes)
-            elif self.array.shape == again.shape:
-                self.array[...] = again.elements
+                self._current = again.start_payload(array, again.payload_of(array))
+                waiting.transfer_hint(array.nbytes)
+            elif array.shape == again.shape:
+                array[...] = again.elements
             else:  # the program has changed the shape meanwhile
-                self.array.reshape(-1)[...] = again.elements.reshape(-1)
-        if self.payload is not None and not self.payload.Test():
+                array.reshape(-1)[...] = again.elements.reshape(-1)
+        if self._current is not None and not self._current.Test():
             return False
         again.count += 1
         posted = self.group.pair.receiver.posted
         if again.key in posted:
             posted.remove(again.key)
         self.returned = again.peer
-        if self.dirty:
+        if self.before is not None:
             raise written(self.name, self.call.site, self.group.display)
         if self.claim is not None:
             self.claim.snapshot_results()
         return True
 
     def _go_the_general_way(self) -> None:
-        memory, receive = adopt(self.group, self.again, self.array)
-        receive.dirty = self.dirty
+        memory, receive = adopt(self.group, self.held, self.arrays)
+        receive.dirty = self.before is not None
         if self.claim is not None:
             receive.watch(self.claim)
         self.steps = receive_steps(self.group, self.call, memory, receive)
-        self.general = receive
+        self.move = receive
         receive.receiver.watch()
 
     def _take_back(self) -> None:
-        if self.general is not None:
-            self.general.receiver.withdraw(self.general)
+        if self.move is not None:
+            self.move.receiver.withdraw(self.move)
         elif not self.done:
-            take_back(self.group, self.again)
+            take_back(self.group, self.held)
+
+
+if extension is not None:
+    extension.configure_messages(_PreparedSend, _PreparedReceive, MOVING)

@@ -78,7 +78,7 @@ def test_ring(level: str) -> None:
             world: Any = dist.group.WORLD
             for each in (*world.sends.values(), *world.receives.values()):
                 each.take()
-                each.give_back(None)
+                each.give_back()
             assert not world.pair.receiver.posted
     finally:
         dist.destroy_process_group()

@@ -130,8 +130,9 @@ typedef struct {
     PyObject *pending, *claims, *reusable, *dropped, *threads, *observers;
     PyObject *request, *lock, *claim;          /* types */
     PyObject *posted, *complete, *at_once;     /* states, and the schedule of a call whose data comes with its round */
+    PyObject *send, *receive, *moving;         /* the types of the requests of messages, and their state */
     PyTypeObject *array;
-    PyObject *last, *broken, *busy, *number, *compares, *of_claim, *found, *start, *end, *f_lasti; /* names */
+    PyObject *last, *broken, *busy, *number, *compares, *of_claim, *found, *start, *end, *f_lasti, *timeout; /* names */
     PyObject *writes, *nothing;                /* a name in a tuple, and an empty one */
 } Known;
 
@@ -139,7 +140,7 @@ extern Known known;
 
 /* ---- what several files use ---- */
 
-extern PyTypeObject OrderType, RingType, SegmentType, TransferType, RequestType, SharedOperationType;
+extern PyTypeObject MessageType, OrderType, RingType, SegmentType, TransferType, RequestType, SharedOperationType;
 
 static inline int is_made(const void *base, const char *what)
 {
@@ -165,6 +166,43 @@ int claims_remove(PyObject *claim);
 PyObject *request_new(PyTypeObject *type, PyObject *args, PyObject *kwargs);
 PyObject *request_finish(Request *self, PyObject *nothing);
 
+static inline int is_none(PyObject *given)
+{
+    return given == NULL || given == Py_None;
+}
+
+/* Set a field of a request. */
+static inline void request_set(Request *request, int field, PyObject *value)
+{
+    PyObject *old = request->objects[field];
+    request->objects[field] = Py_XNewRef(value);
+    Py_XDECREF(old);
+}
+
+/* Set a field to a new reference, which is taken over; return 0 if there is none, as an exception is set. */
+static inline int request_give(Request *request, int field, PyObject *value)
+{
+    request_set(request, field, value);
+    Py_XDECREF(value);
+    return value != NULL;
+}
+
+/* Set the claim of a request: the memory that the call uses until the program has waited for it. Return 0 and an exception without. */
+int request_claim(Request *request, PyObject *array, int writes);
+/* Release a request that is not started: its claim refers to it. */
+void request_discard(Request *request);
+/* Add the claim of a request, if it has one, to those of the process; return -1 and an exception without memory. */
+int request_add_claim(Request *request, const char *start, Py_ssize_t bytes);
+/* Remove the claim of a request, and the request from the pending ones; return -1 and an exception if that fails. */
+int request_release(Request *request);
+/* Remove an item from a list, if it is there; return -1 and an exception if that fails. */
+int drop_item(PyObject *list, PyObject *item);
+
+/* Complete the request of a message that the extension has started. Return 1; 0 with nothing changed if the message is not complete,
+   not as expected, or if the program has written the array; or -1 and an exception. */
+int message_finish(Request *request);
+int is_message(PyObject *held);
+
 /* Make `given` from None, the shape of an array, or a list of shapes; return -1 and an exception if it is none of them. */
 int shared_given_init(Given *given, PyObject *shapes);
 void shared_given_free(Given *given);
@@ -176,8 +214,8 @@ int shared_fits(const SharedOperation *self, const Given *wanted, PyObject *give
 void shared_write_data(const SharedOperation *self, int64_t at, PyObject *send, Py_ssize_t from);
 /* Read the piece of the result that begins at `from`. */
 void shared_read_result(const SharedOperation *self, int64_t at, PyObject *recv, Py_ssize_t from);
-/* Note that this thread makes calls; return -1 and an exception without memory. */
-int shared_note_thread(SharedOperation *self);
+/* Note that this thread makes calls, if it has not made the last one; return -1 and an exception without memory. */
+int note_thread(unsigned long *last);
 
 /* The arguments of run(): the last three only if the program gives the call a limit or a name. */
 enum { GROUP, PREPARED, SEND, RECV, FRAME, PLAIN, LIMIT = PLAIN, NAME, WORDS, EXTENDED };

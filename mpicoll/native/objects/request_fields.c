@@ -33,6 +33,60 @@ PyObject *request_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *P
     return (PyObject *)self;
 }
 
+int note_thread(unsigned long *last)
+{
+    const unsigned long thread = PyThread_get_thread_ident();
+    if (*last == thread)
+        return 0;
+    PyObject *ident = PyLong_FromUnsignedLong(thread);
+    const int failed = ident == NULL || PySet_Add(known.threads, ident) < 0;
+    Py_XDECREF(ident);
+    if (!failed)
+        *last = thread;
+    return -failed;
+}
+
+int request_claim(Request *request, PyObject *array, int writes)
+{
+    PyObject *const claimed[] = {array, writes ? Py_True : Py_False};
+    PyObject *claim = PyObject_Vectorcall(known.claim, claimed, 1, known.writes);
+    if (claim != NULL && PyObject_SetAttr(claim, known.of_claim, (PyObject *)request) < 0)
+        Py_CLEAR(claim);
+    return request_give(request, REQUEST_claim, claim);
+}
+
+void request_discard(Request *request)
+{
+    request_set(request, REQUEST_claim, NULL);
+    Py_DECREF(request);
+}
+
+int request_add_claim(Request *request, const char *start, Py_ssize_t bytes)
+{
+    PyObject *claim = request->objects[REQUEST_claim];
+    return is_none(claim) ? 0 : claims_add(claim, start, bytes);
+}
+
+int drop_item(PyObject *list, PyObject *item)
+{
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++)
+        if (PyList_GET_ITEM(list, i) == item)
+            return PyList_SetSlice(list, i, i + 1, NULL);
+    return 0;
+}
+
+int request_release(Request *request)
+{
+    PyObject *claim = request->objects[REQUEST_claim];
+    int failed = drop_item(known.pending, (PyObject *)request) < 0;
+    if (!is_none(claim)) {
+        failed |= claims_remove(claim) < 0;
+        failed |= PyObject_SetAttr(claim, known.of_claim, Py_None) < 0 || PyObject_SetAttr(claim, known.found, known.nothing) < 0;
+        request_set(request, REQUEST_claim, NULL);
+    }
+    return -failed;
+}
+
 #define FIELD(name) {#name, T_OBJECT, offsetof(Request, objects) + REQUEST_##name * sizeof(PyObject *), 0, NULL},
 static PyMemberDef request_members[] = {
     REQUEST_FIELDS(FIELD)

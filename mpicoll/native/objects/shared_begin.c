@@ -74,33 +74,8 @@ PyObject *shared_complete(SharedOperation *self, PyObject *const *args, Py_ssize
     return PyLong_FromLong(complete(self, call, number, args[2], args[3], -1));
 }
 
-static void set(Request *request, int field, PyObject *value)
-{
-    PyObject *old = request->objects[field];
-    request->objects[field] = Py_XNewRef(value);
-    Py_XDECREF(old);
-}
-
 /* The arguments of begin(), the first of which are those of run(). */
 enum { CODE = FRAME, INSTRUCTION, BEGIN_LIMIT, OUTPUTS, PLACES, BEGIN };
-
-/* Set a field to a new reference, which is taken over; return 0 if there is none, as an exception is set. */
-static int give(Request *request, int field, PyObject *value)
-{
-    set(request, field, value);
-    Py_XDECREF(value);
-    return value != NULL;
-}
-
-/* Set the claim of a request: the memory that the call uses until the program has waited for it. */
-static int give_claim(Request *request, PyObject *recv)
-{
-    PyObject *const claimed[] = {recv, Py_True};
-    PyObject *claim = PyObject_Vectorcall(known.claim, claimed, 1, known.writes);
-    if (claim != NULL && PyObject_SetAttr(claim, known.of_claim, (PyObject *)request) < 0)
-        Py_CLEAR(claim);
-    return give(request, REQUEST_claim, claim);
-}
 
 /* The outputs as the program gave them, in a list. */
 static PyObject *listed(PyObject *outputs)
@@ -113,13 +88,6 @@ static PyObject *listed(PyObject *outputs)
     return list;
 }
 
-/* Release a request that is not started: its claim refers to it. */
-static void discard(Request *request)
-{
-    set(request, REQUEST_claim, NULL);
-    Py_DECREF(request);
-}
-
 /* Return a request of the call, with all that is known before its round is posted; it may be that the call is not started. */
 static Request *new_request(SharedOperation *self, PyObject *const *args, int claims)
 {
@@ -129,20 +97,20 @@ static Request *new_request(SharedOperation *self, PyObject *const *args, int cl
     request->limit = PyFloat_AsDouble(args[BEGIN_LIMIT]);
     if (!PyErr_Occurred())
         request->instruction = PyLong_AsLongLong(args[INSTRUCTION]);
-    set(request, REQUEST_group, args[GROUP]);
-    set(request, REQUEST_prepared, args[PREPARED]);
-    set(request, REQUEST_schedule, known.at_once);
-    set(request, REQUEST_words, self->given_words);
-    set(request, REQUEST_state, known.posted);
-    set(request, REQUEST_send, args[SEND]);
-    set(request, REQUEST_recv, args[RECV]);
-    set(request, REQUEST_arrays, args[RECV]);
-    set(request, REQUEST_code, args[CODE]);
+    request_set(request, REQUEST_group, args[GROUP]);
+    request_set(request, REQUEST_prepared, args[PREPARED]);
+    request_set(request, REQUEST_schedule, known.at_once);
+    request_set(request, REQUEST_words, self->given_words);
+    request_set(request, REQUEST_state, known.posted);
+    request_set(request, REQUEST_send, args[SEND]);
+    request_set(request, REQUEST_recv, args[RECV]);
+    request_set(request, REQUEST_arrays, args[RECV]);
+    request_set(request, REQUEST_code, args[CODE]);
     /* A signal handler of the program may raise in what is called here. */
-    if (PyErr_Occurred() || !give(request, REQUEST__lock, PyObject_CallNoArgs(known.lock)) ||
-        !give(request, REQUEST_outputs, listed(args[OUTPUTS])) || !give(request, REQUEST_returned, PyLong_FromLong(-1)) ||
-        (claims && !give_claim(request, self->recv.arrays ? args[RECV] : Py_None))) {
-        discard(request);
+    if (PyErr_Occurred() || !request_give(request, REQUEST__lock, PyObject_CallNoArgs(known.lock)) ||
+        !request_give(request, REQUEST_outputs, listed(args[OUTPUTS])) || !request_give(request, REQUEST_returned, PyLong_FromLong(-1)) ||
+        (claims && !request_claim(request, self->recv.arrays ? args[RECV] : Py_None, 1))) {
+        request_discard(request);
         return NULL;
     }
     return request;
@@ -186,17 +154,16 @@ static int begin(SharedOperation *self, PyObject *const *args, Request *request,
         return full < 0 ? -1 : 0;
     const char *start = claim == NULL ? NULL : claimed(self, args[RECV]);
     const Py_ssize_t bytes = start == NULL ? 0 : self->recv.count * self->itemsize;
-    if (!give(request, REQUEST_before, PyBytes_FromStringAndSize(start, bytes)))
+    if (!request_give(request, REQUEST_before, PyBytes_FromStringAndSize(start, bytes)))
         return -1;
     PyObject *place = PyList_GET_ITEM(args[PLACES], number & (RING_PLACES - 1)), *at = PyLong_FromLongLong(number);
     *old = PyObject_GetAttr(args[GROUP], known.last);
-    int failed = at == NULL || *old == NULL || PyObject_SetAttr(place, known.number, at) < 0 || shared_note_thread(self) < 0 ||
+    int failed = at == NULL || *old == NULL || PyObject_SetAttr(place, known.number, at) < 0 || note_thread(&self->thread) < 0 ||
                  PyObject_SetAttr(args[GROUP], known.last, site) < 0;
     Py_XDECREF(at);
     if (failed || PyList_Append(known.pending, (PyObject *)request) < 0)
         return -1;
-    failed = claim != NULL && claims_add(claim, start, bytes) < 0;
-    if (failed || PyObject_SetAttr(place, known.busy, Py_True) < 0) {
+    if (request_add_claim(request, start, bytes) < 0 || PyObject_SetAttr(place, known.busy, Py_True) < 0) {
         PyObject *type, *value, *traceback;
         PyErr_Fetch(&type, &value, &traceback);
         const Py_ssize_t last = PyList_GET_SIZE(known.pending);
@@ -210,7 +177,7 @@ static int begin(SharedOperation *self, PyObject *const *args, Request *request,
     request->posted_round = post(self, args[SEND]);
     request->seq = order->calls;
     request->shared = (SharedOperation *)Py_NewRef((PyObject *)self);
-    set(request, REQUEST_round, place);
+    request_set(request, REQUEST_round, place);
     return 1;
 }
 
@@ -237,7 +204,7 @@ PyObject *shared_begin(SharedOperation *self, PyObject *const *args, Py_ssize_t 
     PyObject *done = request == NULL ? NULL : PyObject_CallNoArgs(self->acquire);
     if (done == NULL) {
         if (request != NULL)
-            discard(request);
+            request_discard(request);
         Py_XDECREF(site);
         return NULL;
     }
@@ -257,47 +224,41 @@ PyObject *shared_begin(SharedOperation *self, PyObject *const *args, Py_ssize_t 
     const int failed = made < 0 || done == NULL;
     Py_XDECREF(done);
     if (failed || made == 0) {
-        discard(request);
+        request_discard(request);
         return failed ? NULL : Py_NewRef(Py_None);
     }
     return (PyObject *)request;
 }
 
-static int is_none(PyObject *given)
-{
-    return given == NULL || given == Py_None;
-}
-
 PyObject *request_finish(Request *self, PyObject *Py_UNUSED(nothing))
 {
     SharedOperation *shared = self->shared;
-    PyObject *const *objects = self->objects, *claim = objects[REQUEST_claim], *recv = objects[REQUEST_recv];
-    if (shared == NULL || known.request == NULL || self->advancing || objects[REQUEST_state] != known.posted ||
-        !is_none(objects[REQUEST_landing]) || !is_none(objects[REQUEST_future]) || !is_none(objects[REQUEST_error]) ||
+    PyObject *const *objects = self->objects, *recv = objects[REQUEST_recv];
+    const int message = shared == NULL && is_message(objects[REQUEST_held]);
+    if ((shared == NULL && !message) || known.request == NULL || self->advancing ||
+        objects[REQUEST_state] != (message ? known.moving : known.posted) || !is_none(objects[REQUEST_landing]) || !is_none(objects[REQUEST_future]) || !is_none(objects[REQUEST_error]) ||
         PyList_GET_SIZE(known.observers) != 0)
         Py_RETURN_FALSE;
     PyObject *broken = PyObject_GetAttr(objects[REQUEST_group], known.broken);
     if (broken == NULL)
         return NULL;
     Py_DECREF(broken);
-    if (shared_note_thread(shared) < 0)
+    if (message) {
+        const int done = broken == Py_None ? message_finish(self) : 0;
+        if (done <= 0)
+            return done < 0 ? NULL : Py_NewRef(Py_False);
+        request_set(self, REQUEST_state, known.complete);
+        return request_release(self) < 0 ? NULL : Py_NewRef(Py_True);
+    }
+    if (note_thread(&shared->thread) < 0)
         return NULL;
     if (broken != Py_None || shared->order->closed ||
         complete(shared, self->number, self->posted_round, recv, objects[REQUEST_before], shared->budget) != 1)
         Py_RETURN_FALSE;
-    set(self, REQUEST_state, known.complete);
+    request_set(self, REQUEST_state, known.complete);
     int failed = PyObject_SetAttr(objects[REQUEST_round], known.busy, Py_False) < 0;
-    set(self, REQUEST_round, NULL);
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(known.pending); i++)
-        if (PyList_GET_ITEM(known.pending, i) == (PyObject *)self) {
-            failed |= PyList_SetSlice(known.pending, i, i + 1, NULL) < 0;
-            break;
-        }
-    if (claim != NULL) {
-        failed |= claims_remove(claim) < 0;
-        failed |= PyObject_SetAttr(claim, known.of_claim, Py_None) < 0 || PyObject_SetAttr(claim, known.found, known.nothing) < 0;
-        set(self, REQUEST_claim, NULL);
-    }
+    request_set(self, REQUEST_round, NULL);
+    failed |= request_release(self) < 0;
     self->shared = NULL;
     Py_DECREF(shared);
     if (failed)

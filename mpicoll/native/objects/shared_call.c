@@ -152,20 +152,6 @@ PyObject *shared_run_rest(SharedOperation *self, PyObject *const *args, Py_ssize
     Py_RETURN_NONE;
 }
 
-/* Note that this thread makes calls; return -1 and an exception without memory. */
-int shared_note_thread(SharedOperation *self)
-{
-    const unsigned long thread = PyThread_get_thread_ident();
-    if (self->thread == thread)
-        return 0;
-    PyObject *ident = PyLong_FromUnsignedLong(thread);
-    const int failed = ident == NULL || PySet_Add(known.threads, ident) < 0;
-    Py_XDECREF(ident);
-    if (!failed)
-        self->thread = thread;
-    return -failed;
-}
-
 /* Make the call with the group's lock held. Return True or False, or NULL. From shared_fits() to shared_read_result() no object is
    allocated that the garbage collector counts, and none is released that may have a destructor. */
 static PyObject *make(PyObject *const *args, Py_ssize_t count, SharedOperation *self, const int64_t words[RING_SAID], PyObject *site,
@@ -182,7 +168,7 @@ static PyObject *make(PyObject *const *args, Py_ssize_t count, SharedOperation *
         Py_RETURN_FALSE;
     if (segment != NULL && !segment_all_at(segment, segment->step, now_ns(), self->budget)) /* a member may still read */
         Py_RETURN_FALSE;
-    if (shared_note_thread(self) < 0)
+    if (note_thread(&self->thread) < 0)
         return NULL;
     *old = PyObject_GetAttr(group, known.last); /* perhaps the last reference to a function of the program */
     if (*old == NULL || PyObject_SetAttr(group, known.last, site) < 0)

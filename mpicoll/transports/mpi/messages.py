@@ -26,6 +26,7 @@ from mpicoll.runtime.native import found as extension
 from mpicoll.transports import large_counts
 from mpicoll.transports.mpi.collectives import AllRequests
 from mpicoll.transports.mpi.envelope import EAGER_BYTES, ROOM, SMALL_BYTES, WORDS, KnownSites, first_word
+from mpicoll.transports.mpi.matching import Receiver
 
 ANY_SOURCE = MPI.ANY_SOURCE
 
@@ -36,30 +37,65 @@ _MOST_POLLS = 4096
 _address = MPI.Get_address
 
 Busy = IndexError
-"""The error of ``take``, which is the ``pop`` of a list: no other thread can run inside it."""
+"""The error of ``take``."""
 
 
-class PersistentMessage:
-    """A persistent send or receive of one peer, tag, shape and dtype.
+class PythonMessageFields:
+    """The fields of a persistent message, each None or 0 until it is set, on a rank without the extension.
 
     Attributes:
         elements: the few elements of a message in ``buffer``; None if the elements move apart.
         payloads: persistent requests of elements that move apart, by the address of the array; they refer to no memory.
-        polls: numbers of polls for the elements before a wait like any other.
+        words: the words of the envelope in ``buffer``.
+        polls: number of polls for the elements before a wait like any other.
         rank, tag, shape, dtype: the arguments of the program. ``rank`` is None once the group has dropped the message.
         peer: the rank in the group.
         count: number of starts, in addition to the numbers of the group.
-        take, give_back: acquire and release the right to use the message, which one call has at a time; ``take`` raises Busy.
         code, instruction: the call site in the program.
         described: the parts of the description of its call.
         compares: the group compares messages.
+        request, start, test: the persistent request of MPI, and its methods.
+        key: of a receive: (source, tag).
+        expected: of a receive: first word of a message that fits and has no text of a call site.
+        acquire, release, posted, waiting, queues: of a receive: of the receiver of its group, and of the lock of this receiver.
+        inside: bytes of the elements in the envelope; -1 if the elements move apart.
+        current: the request that the extension has started and not completed.
     """
 
     __slots__ = (
-        *("_datatype", "_make", "_post", "buffer", "code", "compares", "count", "described", "dtype", "elements"),
-        *("give_back", "instruction", "payloads", "peer", "polls", "rank", "request", "shape", "start", "tag"),
-        *("take", "test", "words"),
+        *("_datatype", "_free", "_make", "_post", "acquire", "buffer", "code", "compares", "count", "current", "described"),
+        *("dtype", "elements", "expected", "inside", "instruction", "key", "payloads", "peer", "polls", "posted", "queues"),
+        *("rank", "release", "request", "shape", "start", "tag", "test", "waiting", "words"),
     )
+
+    def __new__(cls, *_args: Any, **_more: Any) -> Any:
+        made = super().__new__(cls)
+        for name in PythonMessageFields.__slots__:
+            setattr(made, name, None)
+        made._free = [None]
+        return made
+
+    def take(self) -> None:
+        """Acquire the right to use the message, which one call has at a time; raise Busy if another call has it."""
+        self._free.pop()  # no other thread can run inside
+
+    def give_back(self) -> None:
+        """Release the right to use the message."""
+        self._free.append(None)
+
+    def begin(self, *_given: Any) -> None:
+        """Return None: only the extension starts a message in one step."""
+
+
+MessageFields: Any = PythonMessageFields
+if extension is not None:
+    MessageFields = extension.MessageFields
+
+
+class PersistentMessage(MessageFields):  # type: ignore[misc]
+    """A persistent send or receive of one peer, tag, shape and dtype."""
+
+    __slots__ = ()
     sending: bool
 
     def __init__(
@@ -77,28 +113,22 @@ class PersistentMessage:
         size = _size(shape, dtype)
         self.buffer = buffer
         self.words = buffer[: WORDS.size].data.cast("q")
-        self.elements: Any = None
+        self.inside = size if size <= SMALL_BYTES else -1
         if size <= SMALL_BYTES:
             self.elements = buffer[WORDS.size : WORDS.size + size].view(dtype).reshape(shape)
-        self._datatype: MPI.Datatype | None = None  # also None if the elements are more than a count of MPI
+        # None, too, if the elements are more than a count of MPI.
         if size > SMALL_BYTES and math.prod(shape) <= large_counts.COUNT_LIMIT:
             self._datatype = MPI.Datatype.fromcode(dtype.char)
         self.payloads: dict[int, MPI.Prequest] = {}
         self._make, self._post = make, post
-        self.polls = range(2 if waiting.oversubscribed else min(size >> 9, _MOST_POLLS))
-        self.count = 0
-        self.code: CodeType | None = None
-        self.instruction = -1
-        self.described: tuple[Any, ...] = ()
-        self.compares = False
+        most = waiting.SPIN_POLLS if size <= SMALL_BYTES else min(size >> 9, _MOST_POLLS)
+        self.polls = 2 if waiting.oversubscribed else most
+        self.count, self.instruction = 0, -1
         self.rank: int | None = rank
-        self.peer = peer
-        self.tag = tag
+        self.peer, self.tag = peer, tag
         self.shape, self.dtype = shape, dtype
         self.request = request
         self.start, self.test = request.Start, request.Test
-        free = [None]
-        self.take, self.give_back = free.pop, free.append
 
     def payload_of(self, tensor: Array) -> MPI.Prequest | None:
         """Return the persistent request of the elements of an array, not started; None if they have none.
@@ -191,19 +221,14 @@ class PersistentSend(PersistentMessage):
             return False
         self.words[1] = number
         self.code, self.instruction = frame.f_code, frame.f_lasti
-        self.give_back(None)
+        self.give_back()
         return True
 
 
 class PersistentReceive(PersistentMessage):
-    """A persistent receive.
+    """A persistent receive."""
 
-    Attributes:
-        expected: first word of a message that fits and has no text of a call site.
-        key: (source, tag).
-    """
-
-    __slots__ = ("expected", "key")
+    __slots__ = ()
     sending = False
 
     def __init__(
@@ -221,6 +246,11 @@ class PersistentReceive(PersistentMessage):
         super().__init__(request, control.Recv_init, control.Irecv, buffer, rank, peer, tag, shape, dtype)
         self.expected = first_word(dtype, math.prod(shape))
         self.key = (peer, tag)
+
+    def attach(self, receiver: Receiver) -> None:
+        """Refer to the receiver of the group, which must have nothing to do with the message when it is posted."""
+        self.acquire, self.release = receiver.lock.acquire, receiver.lock.release
+        self.posted, self.waiting, self.queues = receiver.posted, receiver.waiting, receiver.queues
 
 
 def _size(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
