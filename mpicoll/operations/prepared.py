@@ -339,14 +339,25 @@ class PreparedOperation:
                 request.start_prepared(self, number, self.eager_words, at_once, channel.take(posted))
                 return request
         order.calls = request.seq = order.calls + 1
-        words = self._words(group, request, eager)
+        in_segment = not waited and self._is_segment_free(order)
+        words = self._words(group, request, eager or in_segment)
         schedule: Any = None
         if words is None:
             schedule = UNCOMPARED if waited and self.plan_key[:2] in group.own_plans else None
-        else:
-            schedule = at_once if eager else self._schedule(group) if waited else None
+        elif eager or in_segment:
+            schedule = at_once if eager else EAGER
+        elif waited or (self._way is Way.SHARED_MEMORY and not before and spread is None):
+            schedule = self._schedule(group)
         request.start_prepared(self, order.issue(), words, schedule)
         return request
+
+    def _is_segment_free(self, order: Any) -> bool:
+        """Return whether this rank may write its data, of one step, into the segment: all members have read the step before."""
+        segment = self.segment
+        if segment is None or self.width or order.issued != order.moving:
+            return False
+        free: bool = segment.has_reached(segment.step)
+        return free
 
     def words_named(self, group: ProcessGroup, name: str) -> Words:
         """Return the words of an eager round of a call to which the program gives a name."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from mpicoll.checks.agreement import is_usual
 from mpicoll.checks.memory_in_use import written
 from mpicoll.checks.memory_ranges import seal
 from mpicoll.diagnosis.call import Call
@@ -93,16 +92,24 @@ def land(request: Any) -> None:
 
 
 class _Meeting:
-    """A barrier: the round is the barrier."""
+    """A barrier: the round is the barrier.
+
+    Attributes:
+        blocking_form: the data moves by blocking or persistent calls of MPI, which nonblocking calls of other members do not match.
+    """
 
     at_once = False
+    blocking_form = True
 
     def put(self, request: Any, number: int) -> None:
         """Write nothing."""
 
     def serves(self, request: Any, made: Any) -> bool | None:
-        """Return whether all members make the call, and none is late or asynchronous."""
-        return is_usual(made, request.words) if made.Test() else None
+        """Return whether all members make the call, and none is late, or asynchronous where this matters."""
+        if not made.Test():
+            return None
+        usual = made.unanimous(request.words) and not made.stalled
+        return usual and not (self.blocking_form and made.nonblocking)
 
     def start(self, request: Any) -> Any:
         """Move nothing."""
@@ -116,7 +123,7 @@ class _Eager(_Meeting):
     """The data comes with the round: the extension writes the data of this rank, and reads the data of other members."""
 
     def put(self, request: Any, number: int) -> None:
-        """Write the data of this rank beside the record of its round."""
+        """Write the data of this rank beside the record of its round, or into the segment."""
         prepared: Any = request.prepared
         prepared.shared.write(number, request.send)
 
@@ -175,7 +182,9 @@ class _AtOnce(_Eager):
 
 
 class _InSharedMemory(_Meeting):
-    """The data moves through a segment, in several steps."""
+    """The data moves through a segment, in several steps, in the same way whether members wait at once or later."""
+
+    blocking_form = False
 
     def start(self, request: Any) -> Any:
         """Give the request the steps."""
@@ -192,6 +201,8 @@ class _InSharedMemory(_Meeting):
 
 class _ThroughPlan(_InSharedMemory):
     """A small call through MPI: the request of a plan, which all members have made at the same call."""
+
+    blocking_form = True
 
     def start(self, request: Any) -> Any:
         """Start the request of the plan."""
@@ -220,6 +231,8 @@ class _Uncompared(_ThroughPlan):
 
 class _Blocking(_InSharedMemory):
     """A large call through MPI: one blocking call."""
+
+    blocking_form = True
 
     def start(self, request: Any) -> Any:
         """Move all data."""

@@ -201,11 +201,11 @@ static PyObject *shared_write(SharedOperation *self, PyObject *args)
     PyObject *send;
     if (!PyArg_ParseTuple(args, "LO", &number, &send))
         return NULL;
-    if (number < 0 || self->segment != NULL || !shared_fits(self, &self->send, send, READABLE)) {
+    if (number < 0 || self->width < self->block || !shared_fits(self, &self->send, send, READABLE)) {
         PyErr_SetString(PyExc_ValueError, "the arrays are not those that the call was prepared for");
         return NULL;
     }
-    shared_write_data(self, number, send, 0);
+    shared_write_data(self, self->segment == NULL ? number : self->segment->segment.step + 1, send, 0);
     Py_RETURN_NONE;
 }
 
@@ -224,7 +224,7 @@ static PyObject *shared_read(SharedOperation *self, PyObject *args)
 }
 
 static PyMethodDef shared_methods[] = {
-    {"write", (PyCFunction)shared_write, METH_VARARGS, "Write the data of a round that is not posted yet: write(number, send)."},
+    {"write", (PyCFunction)shared_write, METH_VARARGS, "Write the data of a round that is not posted yet, or of the next step of the segment: write(number, send)."},
     {"start", (PyCFunction)shared_start, METH_O,
      "Write the data, post the round, and count the call; return the number of the round, -1 if earlier calls have not posted."},
     {"complete", (PyCFunction)(void (*)(void))shared_complete, METH_FASTCALL,
