@@ -39,13 +39,13 @@ static PyObject *configure(PyObject *Py_UNUSED(module), PyObject *args)
 /* Know what the start and the end of an asynchronous call use; without an argument forget that, as in a forked child. */
 static PyObject *configure_requests(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *request = NULL, *lock, *claim, *reusable, *dropped, *observers, *posted, *complete, *at_once;
+    PyObject *request = NULL, *lock, *claim, *reusable, *dropped, *observers, *posted, *complete, *at_once, *eager;
     if (PyTuple_GET_SIZE(args) == 0) {
         known.request = NULL; /* the references stay */
         Py_RETURN_NONE;
     }
-    if (!PyArg_ParseTuple(args, "O!OO!O!OO!OOO", &PyType_Type, &request, &lock, &PyType_Type, &claim, &PySet_Type, &reusable,
-                          &dropped, &PyList_Type, &observers, &posted, &complete, &at_once))
+    if (!PyArg_ParseTuple(args, "O!OO!O!OO!OOOO", &PyType_Type, &request, &lock, &PyType_Type, &claim, &PySet_Type, &reusable,
+                          &dropped, &PyList_Type, &observers, &posted, &complete, &at_once, &eager))
         return NULL;
     if (!PyType_IsSubtype((PyTypeObject *)request, &RequestType)) {
         PyErr_SetString(PyExc_TypeError, "the requests have other fields");
@@ -59,6 +59,7 @@ static PyObject *configure_requests(PyObject *Py_UNUSED(module), PyObject *args)
     known.posted = Py_NewRef(posted);
     known.complete = Py_NewRef(complete);
     known.at_once = Py_NewRef(at_once);
+    known.eager = Py_NewRef(eager);
     known.request = Py_NewRef(request);
     Py_RETURN_NONE;
 }
@@ -158,7 +159,7 @@ static PyMethodDef methods[] = {
      "Check how NumPy lays out arrays: check_arrays(array, address of its data). TypeError: not as expected."},
     {"configure_requests", configure_requests, METH_VARARGS,
      "Know what the start and the end of an asynchronous call use: configure_requests(Request, RLock, RequestClaim, reusable and dropped claims,\n"
-     "observers, POSTED, COMPLETE, AT_ONCE). Without an argument such calls are made in Python from now on."},
+     "observers, POSTED, COMPLETE, AT_ONCE, EAGER). Without an argument such calls are made in Python from now on."},
     {"configure_messages", configure_messages, METH_VARARGS,
      "Know what the start and the end of a message use: configure_messages(type of a send, type of a receive, MOVING)."},
     {"configure", configure, METH_VARARGS, "Tell the module what it needs of the library."},
@@ -189,7 +190,7 @@ PyMODINIT_FUNC PyInit__native(void)
         long value;
     } constants[] = {
         {"AHEAD", RING_AHEAD},           {"PLACES", RING_PLACES}, {"EAGER_BYTES", RING_EAGER_BYTES}, {"RING_BYTES", RING_BYTES},
-        {"COMPARED", RING_COMPARED}, {"SAID", RING_SAID}, {"SEGMENT_LINE", SEGMENT_LINE}, {"BUFFERS", SEGMENT_BUFFERS}};
+        {"COMPARED", RING_COMPARED}, {"SAID", RING_SAID}, {"SEGMENT_LINE", SEGMENT_LINE}, {"BUFFERS", SEGMENT_BUFFERS}, {"SNAPSHOT_BYTES", SNAPSHOT_BYTES}};
     known.last = PyUnicode_InternFromString("last");
     known.f_lasti = PyUnicode_InternFromString("f_lasti");
     known.broken = PyUnicode_InternFromString("broken");

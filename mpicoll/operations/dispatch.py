@@ -454,6 +454,7 @@ if extension is not None:
         POSTED,
         COMPLETE,
         AT_ONCE,
+        EAGER,
     )
 
 

@@ -151,8 +151,7 @@ class PreparedOperation:
                 self.segment = self.segment or node.in_one_step(kind, brings)
             if self.segment is None:
                 return self
-        else:
-            self.places = agreement.channel.places  # type: ignore[attr-defined]
+        self.places = agreement.channel.places  # type: ignore[attr-defined]
         # For the bytes of a piece: the extension holds the interpreter lock while it polls.
         self.poll_ns = poll_ns(self.width or brings, waiting.oversubscribed)
         # If the data of a member does not come with the round, its word for eager bytes is 0: then all move the general way.

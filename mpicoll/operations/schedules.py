@@ -139,11 +139,11 @@ class _Eager(_Meeting):
         """Read the data of all members."""
         prepared: Any = request.prepared
         made: Any = request.round
-        if request.before:
-            check(request)
         segment = prepared.segment
         if segment is not None:
-            segment.advance()
+            segment.advance()  # also if an error of this rank follows: the other members go on
+        if request.before:
+            check(request)
         if prepared.width:
             prepared.shared.run_rest(request.group, prepared, request.send, request.recv, request)
         else:

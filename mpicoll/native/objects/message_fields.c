@@ -144,10 +144,11 @@ static int message_start(Message *self, PyObject *const *args, Request *request)
         return apart;
     if (receiving && self->compares && !request_give(request, REQUEST_before, PyBytes_FromStringAndSize(memory(array), self->inside)))
         return -1;
-    if (note_thread(&self->thread) < 0 || request_add_claim(request, memory(array), self->inside) < 0)
+    if (note_thread(&self->thread) < 0)
         return -1;
-    if (receiving && (PyList_Append(known.pending, (PyObject *)request) < 0 ||
-                      PyList_Append(objects[MESSAGE_posted], objects[MESSAGE_key]) < 0)) {
+    if (request_add_claim(request, memory(array), self->inside) < 0 ||
+        (receiving && (PyList_Append(known.pending, (PyObject *)request) < 0 ||
+                       PyList_Append(objects[MESSAGE_posted], objects[MESSAGE_key]) < 0))) {
         PyObject *type, *value, *traceback;
         PyErr_Fetch(&type, &value, &traceback);
         if (request_release(request) < 0)

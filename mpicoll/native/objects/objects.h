@@ -18,6 +18,8 @@
 
 enum { READABLE = 0x101, WRITABLE = 0x501 }; /* NumPy's flags: C-contiguous and aligned; and writeable */
 
+enum { SNAPSHOT_BYTES = 64 * 1024 }; /* the largest memory that is compared, to find writes of the program */
+
 /* The head of an ndarray, which NumPy's own macros read in every extension module. check_arrays() compares it with an array. */
 typedef struct {
     PyObject_HEAD
@@ -129,7 +131,8 @@ typedef struct {
     PyObject *finish, *withdraw, *await; /* of operations/dispatch.py: continue a posted call, give a call up, wait in the midst of one */
     PyObject *pending, *claims, *reusable, *dropped, *threads, *observers;
     PyObject *request, *lock, *claim;          /* types */
-    PyObject *posted, *complete, *at_once;     /* states, and the schedule of a call whose data comes with its round */
+    PyObject *posted, *complete;               /* states */
+    PyObject *at_once, *eager;                 /* schedules of a call whose data comes with its round: beside the record; in the segment */
     PyObject *send, *receive, *moving;         /* the types of the requests of messages, and their state */
     PyTypeObject *array;
     PyObject *last, *broken, *busy, *number, *compares, *of_claim, *found, *start, *end, *f_lasti, *timeout; /* names */

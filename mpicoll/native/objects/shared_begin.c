@@ -7,7 +7,7 @@ static int64_t post(SharedOperation *self, PyObject *send)
 {
     CallOrder *order = self->order;
     const int64_t number = order->round + 1;
-    shared_write_data(self, number, send, 0);
+    shared_write_data(self, self->segment == NULL ? number : self->segment->segment.step + 1, send, 0);
     ring_write(&self->ring->ring, number, self->words);
     ring_post(&self->ring->ring, number); /* from here on the others may go on */
     order->round = number;
@@ -48,12 +48,14 @@ static int complete(SharedOperation *self, int64_t call, int64_t number, PyObjec
         return 0;
     if (!ring_is_unanimous(ring, number))
         return 2;
-    if (self->segment != NULL || self->width < self->block || !shared_fits(self, &self->recv, recv, WRITABLE))
+    if (self->width < self->block || !shared_fits(self, &self->recv, recv, WRITABLE))
         return 4;
     if (PyBytes_Check(before) && self->recv.arrays < 0 && PyBytes_GET_SIZE(before) == self->recv.count * self->itemsize &&
         memcmp(PyBytes_AS_STRING(before), memory(recv), (size_t)PyBytes_GET_SIZE(before)) != 0)
         return 3;
-    shared_read_result(self, number, recv, 0);
+    if (self->segment != NULL)
+        segment_advance(&self->segment->segment);
+    shared_read_result(self, self->segment == NULL ? number : self->segment->segment.step, recv, 0);
     order->moving = call + 1;
     return 1;
 }
@@ -99,7 +101,7 @@ static Request *new_request(SharedOperation *self, PyObject *const *args, int cl
         request->instruction = PyLong_AsLongLong(args[INSTRUCTION]);
     request_set(request, REQUEST_group, args[GROUP]);
     request_set(request, REQUEST_prepared, args[PREPARED]);
-    request_set(request, REQUEST_schedule, known.at_once);
+    request_set(request, REQUEST_schedule, self->segment == NULL ? known.at_once : known.eager);
     request_set(request, REQUEST_words, self->given_words);
     request_set(request, REQUEST_state, known.posted);
     request_set(request, REQUEST_send, args[SEND]);
@@ -146,6 +148,9 @@ static int begin(SharedOperation *self, PyObject *const *args, Request *request,
     if (order->closed || order->posted != order->issued || !shared_fits(self, &self->send, args[SEND], READABLE) ||
         !shared_fits(self, &self->recv, args[RECV], WRITABLE))
         return 0;
+    const Segment *segment = self->segment == NULL ? NULL : &self->segment->segment;
+    if (segment != NULL && (order->moving != order->issued || !segment_all_at(segment, segment->step, 0, -1)))
+        return 0; /* earlier data is still to move, or a member may still read */
     const int apart = claim == NULL ? 1 : is_apart(self, args[RECV]);
     if (apart != 1)
         return apart;
@@ -154,7 +159,7 @@ static int begin(SharedOperation *self, PyObject *const *args, Request *request,
         return full < 0 ? -1 : 0;
     const char *start = claim == NULL ? NULL : claimed(self, args[RECV]);
     const Py_ssize_t bytes = start == NULL ? 0 : self->recv.count * self->itemsize;
-    if (!request_give(request, REQUEST_before, PyBytes_FromStringAndSize(start, bytes)))
+    if (!request_give(request, REQUEST_before, PyBytes_FromStringAndSize(start, bytes <= SNAPSHOT_BYTES ? bytes : 0)))
         return -1;
     PyObject *place = PyList_GET_ITEM(args[PLACES], number & (RING_PLACES - 1)), *at = PyLong_FromLongLong(number);
     *old = PyObject_GetAttr(args[GROUP], known.last);
@@ -188,7 +193,7 @@ PyObject *shared_begin(SharedOperation *self, PyObject *const *args, Py_ssize_t 
         PyErr_SetString(PyExc_TypeError, "begin(group, prepared, send, recv, code, instruction, limit, outputs, places)");
         return NULL;
     }
-    if (known.request == NULL || self->segment != NULL || self->send.arrays > 0 || self->recv.arrays > 0 ||
+    if (known.request == NULL || self->width < self->block || self->send.arrays > 0 || self->recv.arrays > 0 ||
         (self->send.arrays && (!self->recv.arrays || args[SEND] != args[RECV])) || PyList_GET_SIZE(known.observers) != 0 ||
         !shared_fits(self, &self->recv, args[RECV], WRITABLE))
         Py_RETURN_NONE;

@@ -63,8 +63,32 @@ class PythonMessageFields:
     """
 
     __slots__ = (
-        *("_datatype", "_free", "_make", "_post", "acquire", "buffer", "code", "compares", "count", "current", "described"),
-        *("dtype", "elements", "expected", "inside", "instruction", "key", "payloads", "peer", "polls", "posted", "queues"),
+        *(
+            "_datatype",
+            "_free",
+            "_make",
+            "_post",
+            "acquire",
+            "buffer",
+            "code",
+            "compares",
+            "count",
+            "current",
+            "described",
+        ),
+        *(
+            "dtype",
+            "elements",
+            "expected",
+            "inside",
+            "instruction",
+            "key",
+            "payloads",
+            "peer",
+            "polls",
+            "posted",
+            "queues",
+        ),
         *("rank", "release", "request", "shape", "start", "tag", "test", "waiting", "words"),
     )
 
