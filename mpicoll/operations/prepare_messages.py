@@ -193,7 +193,7 @@ def learn(group: ProcessGroup, peer: int, tensor: Any, rank: Any, tag: Any, *, r
         made = kind(group.pair.control, group.pair.data, rank, peer, tag, tensor.shape, tensor.dtype)
         made.described = describe_message(group, dtype_name(tensor.dtype), tensor.size, peer, tag, receives=receives)
         made.compares = group.compares
-        if receives:
+        if isinstance(made, PersistentReceive):
             made.attach(group.pair.receiver)
         group.persistent.append(made)
         cache[key] = made

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import CodeType, FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
@@ -92,6 +92,38 @@ class PythonMessageFields:
         *("rank", "release", "request", "shape", "start", "tag", "test", "waiting", "words"),
     )
 
+    _free: list[None]
+    _datatype: MPI.Datatype | None
+    _make: Any
+    _post: Any
+    buffer: Any
+    words: Any
+    elements: Any
+    payloads: dict[int, MPI.Prequest]
+    code: CodeType | None
+    described: tuple[Any, ...]
+    rank: int | None
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    key: tuple[int, int]
+    request: MPI.Prequest
+    start: Any
+    test: Any
+    acquire: Any
+    release: Any
+    posted: Any
+    waiting: Any
+    queues: Any
+    current: Any
+    compares: bool
+    count: int
+    expected: int
+    inside: int
+    instruction: int
+    peer: int
+    polls: int
+    tag: int
+
     def __new__(cls, *_args: Any, **_more: Any) -> Any:
         made = super().__new__(cls)
         for name in PythonMessageFields.__slots__:
@@ -111,12 +143,12 @@ class PythonMessageFields:
         """Return None: only the extension starts a message in one step."""
 
 
-MessageFields: Any = PythonMessageFields
-if extension is not None:
-    MessageFields = extension.MessageFields
+MessageFields = PythonMessageFields
+if extension is not None and not TYPE_CHECKING:
+    MessageFields = extension.MessageFields  # which starts a message in one step
 
 
-class PersistentMessage(MessageFields):  # type: ignore[misc]
+class PersistentMessage(MessageFields):
     """A persistent send or receive of one peer, tag, shape and dtype."""
 
     __slots__ = ()
@@ -143,12 +175,12 @@ class PersistentMessage(MessageFields):  # type: ignore[misc]
         # None, too, if the elements are more than a count of MPI.
         if size > SMALL_BYTES and math.prod(shape) <= large_counts.COUNT_LIMIT:
             self._datatype = MPI.Datatype.fromcode(dtype.char)
-        self.payloads: dict[int, MPI.Prequest] = {}
+        self.payloads = {}
         self._make, self._post = make, post
         most = waiting.SPIN_POLLS if size <= SMALL_BYTES else min(size >> 9, _MOST_POLLS)
         self.polls = 2 if waiting.oversubscribed else most
         self.count, self.instruction = 0, -1
-        self.rank: int | None = rank
+        self.rank = rank
         self.peer, self.tag = peer, tag
         self.shape, self.dtype = shape, dtype
         self.request = request
