@@ -366,8 +366,8 @@ def _work(operation: _PreparedMessage, claim: RequestClaim | None) -> Work:
 class _PreparedMessage(Request):
     """A request with a persistent message, which its group owns.
 
-    Fields of the request: ``held`` is the persistent message, and ``arrays`` the array of the program. ``_current`` is the request
-    of the elements that move apart from their envelope, once it is started.
+    ``held`` is the persistent message, and ``arrays`` the array of the program. ``_current`` is the request of the elements that
+    move apart from their envelope, once they move.
     """
 
     __slots__ = ()

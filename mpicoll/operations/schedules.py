@@ -95,7 +95,7 @@ class _Meeting:
     """A barrier: the round is the barrier.
 
     Attributes:
-        blocking_form: the data moves by blocking or persistent calls of MPI, which do not match nonblocking calls of other members.
+        blocking_form: the data moves by blocking or persistent calls of MPI, which do not match nonblocking calls.
     """
 
     at_once = False
