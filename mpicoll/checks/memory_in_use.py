@@ -211,7 +211,7 @@ class RequestClaim(Claim):
         return self._found
 
     def bounds(self) -> tuple[int, int]:
-        """Return addresses between which all the memory stands; of a list of arrays most often those of all memory."""
+        """Return addresses between which all memory of the claim stands; ``EVERYWHERE`` for a list whose ranges are not known."""
         if self._found is None and self.array is not None:
             return EVERYWHERE if isinstance(self.array, list) else span(self.array)
         return bounds(self.ranges)

@@ -17,7 +17,7 @@ SNAPSHOT_BYTES = 64 * 1024
 """Bytes of the largest buffer that is checked for writes of the program."""
 
 EVERYWHERE = 0, sys.maxsize
-"""The bounds of memory that nobody has looked for."""
+"""The bounds of memory whose addresses are not known."""
 
 _MOST_WORK = 10_000
 _address = MPI.Get_address

@@ -296,9 +296,12 @@ def begin(
         if waiting.progress_thread is not None or group.broken is not None or group.destroyed:
             return None
         places = prepared.places
-        if places is not None and name is None and spread is None:
+        if places is not None and spread is None:
             seconds, shared = group.timeout if limit is None else limit, prepared.shared  # type: Any, Any
-            request = shared.begin(group, prepared, send, recv, code, instruction, seconds, outputs, places)
+            words = None if name is None else prepared.words_named(group, name)
+            request = shared.begin(
+                group, prepared, send, recv, code, instruction, seconds, outputs, places, name, words
+            )
             if request is not None:
                 return Work(request, request.claim)
         if group.order.closed or not prepared.fits(send, recv):

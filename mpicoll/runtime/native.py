@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = "58c53360"
+VERSION = "4338c940"
 """The CRC-32 of the sources in ``native/``. An extension that was built from other sources is not used."""
 
 

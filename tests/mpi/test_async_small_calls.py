@@ -428,6 +428,32 @@ def test_the_extension_starts_calls_while_others_are_under_way() -> None:
         assert all((each == turn).all() for each in lists)
 
 
+def test_the_extension_starts_calls_with_names() -> None:
+    """Names that are equal make one call, also with others; calls whose names differ are told by the wait, with the names."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    x, y, z = (np.ones(2) for _ in range(3))
+    for turn in range(3):
+        for each in (x, y, z):
+            each[:] = 1
+        dist.barrier()
+        works = [begun(x, name=f"step {turn}"), begun(y), begun(z, name="last")]
+        if is_eager(works[0]._request):
+            for work in works:
+                while not work._request.finish():
+                    pass
+        for work in works:
+            assert work.wait()
+        assert (x == size).all()
+        assert (y == size).all()
+        assert (z == size).all()
+        work = begun(x, name=f"step {turn} of {min(me, 1)}")
+        with collective_raises(dist.CollectiveMismatchError, match=rf"step {turn} of [01]"):
+            work.wait()
+        work = begun(y, name="one") if me else begun(y)
+        with collective_raises(dist.CollectiveMismatchError, match="one"):
+            work.wait()
+
+
 def test_memory_apart_and_memory_in_use() -> None:
     """A call on a slice raises if and only if the slice has bytes in common with that of a call under way."""
     whole = np.ones(40, np.int8)

@@ -3,12 +3,12 @@
 #include "objects.h"
 
 /* Post a call in one piece, which all earlier calls allow, and count it. Return the number of its round. Nothing can fail. */
-static int64_t post(SharedOperation *self, PyObject *send)
+static int64_t post(SharedOperation *self, PyObject *send, const int64_t words[RING_SAID])
 {
     CallOrder *order = self->order;
     const int64_t number = order->round + 1;
     shared_write_data(self, self->segment == NULL ? number : self->segment->segment.step + 1, send, 0);
-    ring_write(&self->ring->ring, number, self->words);
+    ring_write(&self->ring->ring, number, words);
     ring_post(&self->ring->ring, number); /* from here on the others may go on */
     order->round = number;
     order->calls++;
@@ -25,7 +25,7 @@ PyObject *shared_start(SharedOperation *self, PyObject *send)
         PyErr_SetString(PyExc_ValueError, "the arrays are not those that the call was prepared for");
         return NULL;
     }
-    return PyLong_FromLongLong(post(self, send));
+    return PyLong_FromLongLong(post(self, send, self->words));
 }
 
 PyObject *shared_state(SharedOperation *self, PyObject *args)
@@ -76,8 +76,8 @@ PyObject *shared_complete(SharedOperation *self, PyObject *const *args, Py_ssize
     return PyLong_FromLong(complete(self, call, number, args[2], args[3], -1));
 }
 
-/* The arguments of begin(), the first of which are those of run(). */
-enum { CODE = FRAME, INSTRUCTION, BEGIN_LIMIT, OUTPUTS, PLACES, BEGIN };
+/* The arguments of begin(), the first of which are those of run(). The name and the words with it are None without a name. */
+enum { CODE = FRAME, INSTRUCTION, BEGIN_LIMIT, OUTPUTS, PLACES, BEGIN_NAME, BEGIN_WORDS, BEGIN };
 
 /* The outputs as the program gave them, in a list. */
 static PyObject *listed(PyObject *outputs)
@@ -102,7 +102,8 @@ static Request *new_request(SharedOperation *self, PyObject *const *args, int cl
     request_set(request, REQUEST_group, args[GROUP]);
     request_set(request, REQUEST_prepared, args[PREPARED]);
     request_set(request, REQUEST_schedule, self->segment == NULL ? known.at_once : known.eager);
-    request_set(request, REQUEST_words, self->given_words);
+    request_set(request, REQUEST_words, args[BEGIN_WORDS] == Py_None ? self->given_words : args[BEGIN_WORDS]);
+    request_set(request, REQUEST_name, args[BEGIN_NAME]);
     request_set(request, REQUEST_state, known.posted);
     request_set(request, REQUEST_send, args[SEND]);
     request_set(request, REQUEST_recv, args[RECV]);
@@ -140,7 +141,8 @@ static int is_apart(const SharedOperation *self, PyObject *recv)
 
 /* Post the call with the group's lock held. Return 1, 0 if that is impossible, or -1 and an exception. Nothing is allocated here that the
    garbage collector counts, so no code of the program runs. */
-static int begin(SharedOperation *self, PyObject *const *args, Request *request, PyObject *site, PyObject **old)
+static int begin(SharedOperation *self, PyObject *const *args, const int64_t words[RING_SAID], Request *request, PyObject *site,
+                 PyObject **old)
 {
     const CallOrder *order = self->order;
     PyObject *claim = request->objects[REQUEST_claim];
@@ -179,7 +181,7 @@ static int begin(SharedOperation *self, PyObject *const *args, Request *request,
         return -1;
     }
     request->number = order->issued;
-    request->posted_round = post(self, args[SEND]);
+    request->posted_round = post(self, args[SEND], words);
     request->seq = order->calls;
     request->shared = (SharedOperation *)Py_NewRef((PyObject *)self);
     request_set(request, REQUEST_round, place);
@@ -190,13 +192,16 @@ PyObject *shared_begin(SharedOperation *self, PyObject *const *args, Py_ssize_t 
 {
     if (count != BEGIN || !PyList_CheckExact(args[PLACES]) || PyList_GET_SIZE(args[PLACES]) != RING_PLACES ||
         known.array == NULL) {
-        PyErr_SetString(PyExc_TypeError, "begin(group, prepared, send, recv, code, instruction, limit, outputs, places)");
+        PyErr_SetString(PyExc_TypeError, "begin(group, prepared, send, recv, code, instruction, limit, outputs, places, name, words)");
         return NULL;
     }
     if (known.request == NULL || self->width < self->block || self->send.arrays > 0 || self->recv.arrays > 0 ||
         (self->send.arrays && (!self->recv.arrays || args[SEND] != args[RECV])) || PyList_GET_SIZE(known.observers) != 0 ||
         !shared_fits(self, &self->recv, args[RECV], WRITABLE))
         Py_RETURN_NONE;
+    int64_t given[RING_SAID], *words = self->words;
+    if (args[BEGIN_WORDS] != Py_None && !ring_parse_words(args[BEGIN_WORDS], words = given))
+        return NULL;
     PyObject *compares = PyObject_GetAttr(args[GROUP], known.compares);
     if (compares == NULL)
         return NULL;
@@ -214,7 +219,7 @@ PyObject *shared_begin(SharedOperation *self, PyObject *const *args, Py_ssize_t 
         return NULL;
     }
     Py_DECREF(done);
-    const int made = begin(self, args, request, site, &old);
+    const int made = begin(self, args, words, request, site, &old);
     PyObject *type = NULL, *value = NULL, *traceback = NULL;
     if (made < 0)
         PyErr_Fetch(&type, &value, &traceback);

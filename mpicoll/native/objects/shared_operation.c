@@ -232,8 +232,9 @@ static PyMethodDef shared_methods[] = {
      "not be read, 1 if it was, 2 if not all members made the call, 3 if the bytes of recv are not those of before, unless that is empty,\n"
      "4 if recv is not what the call was prepared for."},
     {"begin", (PyCFunction)(void (*)(void))shared_begin, METH_FASTCALL,
-     "Start the call in one piece, for a wait later: begin(group, prepared, send, recv, code, instruction, limit, outputs, places). Return the\n"
-     "request, pending and with its claim of memory; None, with nothing done, if that is impossible. The places are those of the rounds."},
+     "Start the call in one piece, for a wait later: begin(group, prepared, send, recv, code, instruction, limit, outputs, places, name,\n"
+     "words). Return the request, pending and with its claim of memory; None, with nothing done, if that is impossible. The places are\n"
+     "those of the rounds; the words have the name, and both are None without one."},
     {"run", (PyCFunction)(void (*)(void))shared_run, METH_FASTCALL,
      "Make the call: run(group, prepared, send, recv, frame[, limit, name, words]). Return False if nothing was done."},
     {"run_rest", (PyCFunction)(void (*)(void))shared_run_rest, METH_FASTCALL,
