@@ -165,7 +165,9 @@ static int message_start(Message *self, PyObject *const *args, Request *request)
         memcpy(elements(self), memory(array), (size_t)self->inside);
     }
     Py_XSETREF(objects[MESSAGE_current], Py_NewRef((PyObject *)request));
+    request->advancing = 1; /* MPI starts the message without the interpreter lock: no other thread may test it meanwhile */
     PyObject *done = PyObject_CallNoArgs(objects[MESSAGE_start]);
+    request->advancing = 0;
     Py_XDECREF(done);
     return done == NULL ? -1 : 1;
 }
