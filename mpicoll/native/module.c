@@ -197,7 +197,7 @@ PyMODINIT_FUNC PyInit__native(void)
     known.busy = PyUnicode_InternFromString("busy");
     known.number = PyUnicode_InternFromString("number");
     known.timeout = PyUnicode_InternFromString("timeout");
-    known.compares = PyUnicode_InternFromString("compares");
+    known.level = PyUnicode_InternFromString("level");
     known.of_claim = PyUnicode_InternFromString("request");
     known.found = PyUnicode_InternFromString("_found");
     known.start = PyUnicode_InternFromString("start");

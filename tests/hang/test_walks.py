@@ -51,6 +51,8 @@ HANDED_IN: dict[str, frozenset[str]] = {
     "_finish": frozenset({NATIVE}),
     "_give_up": frozenset({NATIVE}),
     "complete": frozenset({NATIVE}),
+    # The class of the claims that the extension makes.
+    "__init__": frozenset({NATIVE}),
     # The request of a claim of memory.
     "expected": frozenset({"memory_in_use.py"}),
     "unclaimed": frozenset({"memory_in_use.py"}),
@@ -78,21 +80,23 @@ TARGETS = {
     "mismatch": Row(8, 0),
     "device_array": Row(17, 0),
 }
-"""The numbers to reach."""
+"""The numbers to reach. A walk without one has numbers of today only."""
 
 TODAY = {
     "prepared": Row(3, 0),
     "late_member": Row(17, 0),
     "over_mpi": Row(25, 0),
     "first_time": Row(35, 0),
-    "asynchronous": Row(31, 0),
-    "messages": Row(15, 0),
+    "asynchronous": Row(7, 0),
+    "asynchronous_late": Row(28, 0),
+    "messages": Row(5, 0),
+    "messages_late": Row(15, 0),
     "mismatch": Row(27, 0),
     "device_array": Row(37, 0),
 }
 """The numbers that a walk may have now. They may only shrink, except that a file which has two jobs may be split."""
 
-REACHED = {"prepared"}
+REACHED = {"prepared", "asynchronous", "messages"}
 """The walks whose numbers of today may not be above their targets any more."""
 
 SETTINGS: dict[str, str | None] = {
@@ -186,7 +190,7 @@ def test_a_walk_is_no_longer_than_today(name: str, walks: dict[str, list[Recordi
 
 def test_targets_stay_reached() -> None:
     """A walk that has reached its target is named, and its numbers stay there."""
-    reached = {name for name, today in TODAY.items() if all(a <= b for a, b in zip(today, TARGETS[name], strict=True))}
+    reached = {name for name, to in TARGETS.items() if all(a <= b for a, b in zip(TODAY[name], to, strict=True))}
     assert reached == REACHED
 
 

@@ -115,8 +115,9 @@ def file_of(frame: FrameType) -> str:
 def is_native(function: Any) -> bool:
     """Return whether a built-in function or method belongs to the C extension."""
     owner = getattr(function, "__self__", None)
-    module = getattr(function, "__module__", None) or getattr(type(owner), "__module__", None)
-    return EXTENSION in (module, getattr(owner, "__name__", None))
+    module = getattr(function, "__module__", None)
+    types = type(owner).__mro__ if module is None else ()  # a method may be one that a class of the package inherits
+    return EXTENSION in (module, getattr(owner, "__name__", None), *(each.__module__ for each in types))
 
 
 def record(call: Callable[[int], object], *, late: bool = True) -> list[Recording]:
@@ -172,19 +173,39 @@ def first_time() -> list[Recording]:
 
 
 def asynchronous() -> list[Recording]:
-    """Start a call and wait for it."""
-    x = np.ones(COUNT)
+    """Start a call that moves in one step, and wait for it, while the other member does the same."""
+    return record(all_reduce_later(COUNT >> 4), late=False)
+
+
+def asynchronous_late() -> list[Recording]:
+    """Start a call that moves in pieces, and wait for it and for the other member."""
+    return record(all_reduce_later(COUNT))
+
+
+def all_reduce_later(count: int) -> Callable[[int], None]:
+    """Return a function that starts an ``all_reduce`` and waits for the Work."""
+    x = np.ones(count)
 
     def call(_: int) -> None:
         work = dist.all_reduce(x, async_op=True)
         assert work is not None
         work.wait()
 
-    return record(call)
+    return call
 
 
 def messages() -> list[Recording]:
-    """Send and receive a small message asynchronously."""
+    """Send and receive a small message asynchronously, while the other rank does the same."""
+    return record(exchange(), late=False)
+
+
+def messages_late() -> list[Recording]:
+    """Send and receive a small message asynchronously, and wait for the other rank."""
+    return record(exchange())
+
+
+def exchange() -> Callable[[int], None]:
+    """Return a function that exchanges two messages with the other rank."""
     x, y, other = np.ones(8), np.zeros(8), 1 - dist.get_rank()
 
     def call(_: int) -> None:
@@ -194,7 +215,7 @@ def messages() -> list[Recording]:
         received.wait()
         sent.wait()
 
-    return record(call)
+    return call
 
 
 def mismatch() -> list[Recording]:
@@ -228,7 +249,11 @@ def device_array() -> list[Recording]:
 
 
 WALKS = {
-    each.__name__: each for each in (prepared, late_member, first_time, asynchronous, messages, mismatch, device_array)
+    each.__name__: each
+    for each in (
+        *(prepared, late_member, first_time, asynchronous, asynchronous_late),
+        *(messages, messages_late, mismatch, device_array),
+    )
 }
 
 

@@ -135,7 +135,7 @@ typedef struct {
     PyObject *at_once, *eager;                 /* schedules of a call whose data comes with its round: beside the record; in the segment */
     PyObject *send, *receive, *moving;         /* the types of the requests of messages, and their state */
     PyTypeObject *array;
-    PyObject *last, *broken, *busy, *number, *compares, *of_claim, *found, *start, *end, *f_lasti, *timeout; /* names */
+    PyObject *last, *broken, *busy, *number, *level, *of_claim, *found, *start, *end, *f_lasti, *timeout; /* names */
     PyObject *writes, *nothing;                /* a name in a tuple, and an empty one */
 } Known;
 

@@ -202,11 +202,11 @@ PyObject *shared_begin(SharedOperation *self, PyObject *const *args, Py_ssize_t 
     int64_t given[RING_SAID], *words = self->words;
     if (args[BEGIN_WORDS] != Py_None && !ring_parse_words(args[BEGIN_WORDS], words = given))
         return NULL;
-    PyObject *compares = PyObject_GetAttr(args[GROUP], known.compares);
-    if (compares == NULL)
+    PyObject *level = PyObject_GetAttr(args[GROUP], known.level);
+    if (level == NULL)
         return NULL;
-    const int claims = compares == Py_True, apart = claims ? is_apart(self, args[RECV]) : 1;
-    Py_DECREF(compares);
+    const int claims = PyUnicode_CompareWithASCIIString(level, "full") == 0, apart = claims ? is_apart(self, args[RECV]) : 1;
+    Py_DECREF(level);
     if (apart != 1)
         return apart < 0 ? NULL : Py_NewRef(Py_None);
     PyObject *site = PyTuple_Pack(3, self->op, args[CODE], args[INSTRUCTION]), *old = NULL;
