@@ -72,7 +72,12 @@ class Range:
 
 def bounds(ranges: list[Range]) -> tuple[int, int]:
     """Return the address of the first byte of some ranges and the address behind the last byte; 0 and 0 without ranges."""
-    return min((each.start for each in ranges), default=0), max((each.end for each in ranges), default=0)
+    if not ranges:
+        return 0, 0
+    start, end = ranges[0].start, ranges[0].end
+    for each in ranges[1:]:  # most often there is none, or one
+        start, end = min(start, each.start), max(end, each.end)
+    return start, end
 
 
 class Snapshot:

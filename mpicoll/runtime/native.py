@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = "69662562"
+VERSION = "d472658f"
 """The CRC-32 of the sources in ``native/``. An extension that was built from other sources is not used."""
 
 
