@@ -75,8 +75,9 @@ def bounds(ranges: list[Range]) -> tuple[int, int]:
     if not ranges:
         return 0, 0
     start, end = ranges[0].start, ranges[0].end
-    for each in ranges[1:]:  # most often there is none, or one
-        start, end = min(start, each.start), max(end, each.end)
+    for each in ranges[1:]:
+        start = each.start if each.start < start else start
+        end = each.end if each.end > end else end
     return start, end
 
 

@@ -124,9 +124,9 @@ class Membership:
         with self._counting:
             counts = dict(counted)
             for each in self.persistent:
-                if each.sending != sending or not each.count:
-                    continue
-                count(counts, each.peer, each.tag, each.count)
+                messages = each.count + each.begun
+                if each.sending == sending and messages:
+                    count(counts, each.peer, each.tag, messages)
         return counts
 
     def count_sent(self, peer: int, tag: int) -> None:

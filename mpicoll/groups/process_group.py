@@ -221,7 +221,7 @@ class ProcessGroup(Membership):
         """Free a persistent send or receive that is not used any more, and add its count to the group's."""
         with self._counting:
             self.persistent.remove(again)
-            count(self._sent if again.sending else self._received, again.peer, again.tag, again.count)
+            count(self._sent if again.sending else self._received, again.peer, again.tag, again.count + again.begun)
         again.free()
 
     def free_plans(self) -> None:

@@ -29,7 +29,7 @@ from mpicoll.operations.prepared import LARGEST, MOST, PreparedOperation
 from mpicoll.operations.request import Request
 from mpicoll.operations.schedules import AT_ONCE, EAGER, MEETING, THROUGH_PLAN
 from mpicoll.operations.states import COMPLETE, POSTED, observers
-from mpicoll.operations.work import Work
+from mpicoll.operations.work import Work, answer
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import CallSite, caller
 from mpicoll.runtime.mpi_library import retain_frames
@@ -290,6 +290,7 @@ def begin(
 ) -> Work | None:
     """Start a prepared operation, for a wait later; None, and nothing done, if that is impossible now."""
     request: Request | None = None
+    work: Work | None = None
     wrong: BaseException | None = None
     began, issued = False, group.order.issued
     try:
@@ -303,7 +304,8 @@ def begin(
                 group, prepared, send, recv, code, instruction, seconds, outputs, places, name, words
             )
             if request is not None:
-                return Work(request, request.claim)
+                work = Work(request, request.claim)
+                return work
         if group.order.closed or not prepared.fits(send, recv):
             return None
         if prepared.shared is None or prepared.segment is not None:
@@ -355,7 +357,7 @@ def begin(
         raise
     finally:
         if _guard.noted is not None:
-            _guard.answer(wrong)
+            answer(work, wrong)
     return work
 
 

@@ -26,7 +26,7 @@ from mpicoll.memory.memory import Array
 from mpicoll.operations.operation import adopt, call_of, finish, give_up, receive_operation, receive_steps, take_back
 from mpicoll.operations.request import Request
 from mpicoll.operations.states import MOVING
-from mpicoll.operations.work import Work
+from mpicoll.operations.work import Work, answer
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import CallSite
 from mpicoll.runtime.native import found as extension
@@ -207,7 +207,7 @@ def _receive_apart(group: ProcessGroup, again: PersistentReceive, tensor: Array,
 
 def _poll(group: ProcessGroup, again: PersistentMessage, tensor: Array, test: Callable[[], bool]) -> None:
     """Poll a request for as long as its elements may take, and then wait for it."""
-    for _ in range(again.polls):
+    for _ in again.polls:
         if test():
             break
     else:
@@ -233,18 +233,9 @@ def start_prepared(tensor: Any, rank: Any, group: Any, tag: Any, receives: bool)
         again = _find(cache, tensor, rank, tag, receives)
         if again is None:
             return None
-    wrong: BaseException | None = None
-    try:
-        request = again.begin(known, tensor, frame.f_code, frame.f_lasti)
-        if request is not None:
-            return Work(request, request.claim)
-    except BaseException as error:
-        wrong = error
-        _lose(known, again, tensor, error)
-        raise
-    finally:
-        if _guard.noted is not None:
-            _guard.answer(wrong)
+    work = _begin(known, again, tensor, frame)
+    if work is not None:
+        return work
     if not _matches(tensor, again.dtype, again.shape, receives):
         again = _find(cache, tensor, rank, tag, receives)
         if again is None:
@@ -252,18 +243,31 @@ def start_prepared(tensor: Any, rank: Any, group: Any, tag: Any, receives: bool)
     return (_start_receive if receives else _start_send)(known, again, tensor, frame)
 
 
-_guard.inside.add(start_prepared.__code__)
+def _begin(group: ProcessGroup, again: PersistentMessage, tensor: Array, frame: FrameType) -> Work | None:
+    """Start a message by the extension; return None, and do nothing, if that is impossible now."""
+    work: Work | None = None
+    wrong: BaseException | None = None
+    before = again.current
+    try:
+        request = again.begin(group, tensor, frame.f_code, frame.f_lasti)
+        if request is not None:
+            work = Work(request, request.claim)
+    except BaseException as error:
+        wrong = error
+        request = again.current
+        if request is not before and request is not None:  # otherwise a signal handler has raised before the start
+            if request.claim is not None:
+                claims.drop(request.claim)
+            waiting.drop(request)
+            give_up(group, again, tensor, error)
+        raise
+    finally:
+        if _guard.noted is not None:
+            answer(work, wrong)
+    return work
 
 
-def _lose(group: ProcessGroup, again: PersistentMessage, tensor: Array, error: BaseException) -> None:
-    """Give up a message that the extension has started, or could not start, and that has no Work."""
-    request = again.current
-    if request is None or request.arrays is not tensor:
-        return  # a signal handler has raised before the start
-    if request.claim is not None:
-        claims.drop(request.claim)
-    waiting.drop(request)
-    give_up(group, again, tensor, error)
+_guard.inside.add(_begin.__code__)
 
 
 def _start_send(group: ProcessGroup, again: PersistentSend, tensor: Array, frame: FrameType) -> Work | None:
@@ -406,8 +410,8 @@ class _PreparedSend(_PreparedMessage):
         if self.claim is not None and again.elements is not None:
             self.after = again.elements.tobytes()
         again.current = None
-        again.give_back()
         self._complete()
+        again.give_back()  # last: until the request is over, only this request may test the message
 
 
 class _PreparedReceive(_PreparedMessage):

@@ -71,7 +71,8 @@ class PreparedOperation:
         shared: the operation of the extension; None if the call goes through MPI.
         segment: the memory of a call whose data has no room beside a record; otherwise None.
         width: bytes of a piece, if the extension makes the call in several pieces; otherwise 0.
-        places: of the rounds of the group, if the extension starts the call; otherwise None.
+        places: of the rounds of the group, if the extension starts the call, which then reads no other memory than it writes;
+            otherwise None.
         poll_ns: nanoseconds for which a member polls for another member before an ordinary wait.
         lists: the input or the output is a list.
         in_place: a small call over MPI, compared at level ``full``, whose array is input and output.
@@ -151,7 +152,8 @@ class PreparedOperation:
                 self.segment = self.segment or node.in_one_step(kind, brings)
             if self.segment is None:
                 return self
-        self.places = agreement.channel.places  # type: ignore[attr-defined]
+        if send is None or send is recv:
+            self.places = agreement.channel.places  # type: ignore[attr-defined]
         # For the bytes of a piece: the extension holds the interpreter lock while it polls.
         self.poll_ns = poll_ns(self.width or brings, waiting.oversubscribed)
         # If the data of a member does not come with the round, its word for eager bytes is 0: then all move the general way.
@@ -338,7 +340,8 @@ class PreparedOperation:
                 request.start_prepared(self, number, self.eager_words, at_once, channel.take(posted))
                 return request
         order.calls = request.seq = order.calls + 1
-        in_segment = not waited and self._is_segment_free(order)
+        number = order.issue()
+        in_segment = not waited and self._is_segment_free(number)
         words = self._words(group, request, eager or in_segment)
         schedule: Any = None
         if words is None:
@@ -347,13 +350,16 @@ class PreparedOperation:
             schedule = at_once if eager else EAGER
         elif waited or (self._way is Way.SHARED_MEMORY and not before and spread is None):
             schedule = self._schedule(group)
-        request.start_prepared(self, order.issue(), words, schedule)
+        request.start_prepared(self, number, words, schedule)
         return request
 
-    def _is_segment_free(self, order: Any) -> bool:
-        """Return whether this rank may write its data, of one step, into the segment: all members have read the step before."""
+    def _is_segment_free(self, number: int) -> bool:
+        """Return whether the call of a number may write its data, of one step, into the segment when it posts its round.
+
+        The data of all earlier calls has moved, and all members have read the step before.
+        """
         segment = self.segment
-        if segment is None or self.width or order.issued != order.moving:
+        if segment is None or self.width or self.agreement.order.moving != number:
             return False
         free: bool = segment.has_reached(segment.step)
         return free

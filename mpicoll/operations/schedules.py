@@ -15,6 +15,7 @@ from mpicoll.diagnosis.call import Call
 from mpicoll.errors import DistError
 from mpicoll.memory.arithmetic import without_warnings
 from mpicoll.operations.failures import BlockingCall
+from mpicoll.runtime import waiting
 from mpicoll.runtime.output import say
 from mpicoll.runtime.waiting import Pollable, Steps
 from mpicoll.transports.base import Movement
@@ -77,6 +78,13 @@ def check(request: Any) -> None:
     before = request.before
     if request.arrays.tobytes() != before if isinstance(before, bytes) else before.is_changed():
         raise written(request.call.op, request.call.site, request.group.display)
+
+
+def _changed(request: Any) -> DistError:
+    """Return the error of a call whose arrays have other dtypes or shapes now. It concerns this rank only."""
+    call = request.call
+    call.error = DistError(f"{call.op} at {call.site}: its arrays were changed while it waited for the other members")
+    return call.error  # type: ignore[no-any-return]
 
 
 def land(request: Any) -> None:
@@ -149,9 +157,8 @@ class _Eager(_Meeting):
         else:
             try:
                 prepared.shared.read(made.number if segment is None else segment.step, request.recv)
-            except ValueError as error:  # the program changed an array; all other members have the data
-                request.call.error = error
-                raise
+            except ValueError:
+                raise _changed(request) from None
         land(request)
         return None
 
@@ -173,10 +180,7 @@ class _AtOnce(_Eager):
         if found == 3:
             raise written(request.call.op, request.call.site, request.group.display)
         if found == 4:
-            call = request.call
-            text = f"{call.op} at {call.site}: the program changed an array of the call before the call was complete"
-            call.error = DistError(text)  # of this rank only: all other members have the data
-            raise call.error
+            raise _changed(request)
         made.poke()
         return None
 
@@ -191,6 +195,8 @@ class _InSharedMemory(_Meeting):
         prepared: Any = request.prepared
         node = request.group.pair.through(prepared.kind, prepared.nbytes)
         assert node is not None
+        if not request.waited:
+            waiting.transfer_hint(prepared.nbytes)
         request.steps = node.steps(movement(request), prepared.nbytes)
         return None
 

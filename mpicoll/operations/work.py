@@ -309,6 +309,21 @@ class Work:
             warn_of_dropped(self._request.call, self)
 
 
+def answer(work: Work | None, wrong: BaseException | None) -> None:
+    """Answer a signal that was noted in a start. If that raises, the program gets no Work, and the call completes without it.
+
+    Args:
+        work: the Work of the start, if there is one.
+        wrong: the exception of the start, or None.
+    """
+    try:
+        signals.guard.answer(wrong)
+    except BaseException:
+        if work is not None:
+            work.get_future()
+        raise
+
+
 def _poll(request: Request) -> tuple[bool, bool]:
     """Progress all requests; return whether ``request`` is over, and whether it was ended now, as it can never complete."""
     with signals.guard:

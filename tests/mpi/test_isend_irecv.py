@@ -499,7 +499,7 @@ def test_struck_at_every_line(which: str) -> None:
                 # What was sent and struck is never received, which would rightly be an error when these tests end.
                 group.give_up("a call on it was struck")
                 for each in group.persistent:
-                    each.count = 0
+                    each.count = each.begun = 0
                 group._sent.clear()
                 group._received.clear()
             dist.destroy_process_group(group)

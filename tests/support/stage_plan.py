@@ -70,7 +70,11 @@ ON_CUPY = {
 # The tests of shared memory with the address and undefined-behaviour sanitizers: on ranks, and in one process.
 SANITIZED = ROOT / ".venv-mpich" / "sanitized"
 SANITIZED_SIZE = 2
-SANITIZED_FILES = ("tests/mpi/test_shared_memory.py", "tests/mpi/test_async_small_calls.py", "tests/mpi/test_isend_irecv.py")
+SANITIZED_FILES = (
+    "tests/mpi/test_shared_memory.py",
+    "tests/mpi/test_async_small_calls.py",
+    "tests/mpi/test_isend_irecv.py",
+)
 # Debian's MPI: tests on some ranks, and a few tests of whole jobs.
 DEBIAN_SIZE = 3
 DEBIAN_HANG = ("tests/hang/test_waiting.py", "tests/hang/test_signals.py", "tests/hang/test_reports.py")

@@ -168,6 +168,9 @@ int claims_remove(PyObject *claim);
 
 PyObject *request_new(PyTypeObject *type, PyObject *args, PyObject *kwargs);
 PyObject *request_finish(Request *self, PyObject *nothing);
+/* Return whether finish() may complete a request of a state: nothing else is to be done at its end, and its group is not broken. -1 and
+   an exception if that cannot be found out. */
+int request_may_finish(const Request *self, PyObject *state);
 
 static inline int is_none(PyObject *given)
 {

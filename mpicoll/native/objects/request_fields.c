@@ -75,6 +75,17 @@ int drop_item(PyObject *list, PyObject *item)
     return 0;
 }
 
+int request_may_finish(const Request *self, PyObject *state)
+{
+    PyObject *const *objects = self->objects;
+    if (known.request == NULL || self->advancing || objects[REQUEST_state] != state || !is_none(objects[REQUEST_landing]) ||
+        !is_none(objects[REQUEST_future]) || !is_none(objects[REQUEST_error]) || PyList_GET_SIZE(known.observers) != 0)
+        return 0;
+    PyObject *broken = PyObject_GetAttr(objects[REQUEST_group], known.broken);
+    Py_XDECREF(broken);
+    return broken == NULL ? -1 : broken == Py_None;
+}
+
 int request_release(Request *request)
 {
     PyObject *claim = request->objects[REQUEST_claim];

@@ -243,35 +243,29 @@ PyObject *shared_begin(SharedOperation *self, PyObject *const *args, Py_ssize_t 
 PyObject *request_finish(Request *self, PyObject *Py_UNUSED(nothing))
 {
     SharedOperation *shared = self->shared;
-    PyObject *const *objects = self->objects, *recv = objects[REQUEST_recv];
+    PyObject *const *objects = self->objects;
     const int message = shared == NULL && is_message(objects[REQUEST_held]);
-    if ((shared == NULL && !message) || known.request == NULL || self->advancing ||
-        objects[REQUEST_state] != (message ? known.moving : known.posted) || !is_none(objects[REQUEST_landing]) || !is_none(objects[REQUEST_future]) || !is_none(objects[REQUEST_error]) ||
-        PyList_GET_SIZE(known.observers) != 0)
-        Py_RETURN_FALSE;
-    PyObject *broken = PyObject_GetAttr(objects[REQUEST_group], known.broken);
-    if (broken == NULL)
-        return NULL;
-    Py_DECREF(broken);
-    if (message) {
-        const int done = broken == Py_None ? message_finish(self) : 0;
-        if (done <= 0)
-            return done < 0 ? NULL : Py_NewRef(Py_False);
-        request_set(self, REQUEST_state, known.complete);
-        return request_release(self) < 0 ? NULL : Py_NewRef(Py_True);
+    const int may = shared == NULL && !message ? 0 : request_may_finish(self, message ? known.moving : known.posted);
+    if (may != 1)
+        return may < 0 ? NULL : Py_NewRef(Py_False);
+    int done, failed = 0;
+    if (message)
+        done = message_finish(self);
+    else {
+        if (note_thread(&shared->thread) < 0)
+            return NULL;
+        done = !shared->order->closed && complete(shared, self->number, self->posted_round, objects[REQUEST_recv],
+                                                  objects[REQUEST_before], shared->budget) == 1;
     }
-    if (note_thread(&shared->thread) < 0)
-        return NULL;
-    if (broken != Py_None || shared->order->closed ||
-        complete(shared, self->number, self->posted_round, recv, objects[REQUEST_before], shared->budget) != 1)
-        Py_RETURN_FALSE;
+    if (done <= 0)
+        return done < 0 ? NULL : Py_NewRef(Py_False);
     request_set(self, REQUEST_state, known.complete);
-    int failed = PyObject_SetAttr(objects[REQUEST_round], known.busy, Py_False) < 0;
-    request_set(self, REQUEST_round, NULL);
+    if (!message) {
+        failed = PyObject_SetAttr(objects[REQUEST_round], known.busy, Py_False) < 0;
+        request_set(self, REQUEST_round, NULL);
+        self->shared = NULL;
+        Py_DECREF(shared);
+    }
     failed |= request_release(self) < 0;
-    self->shared = NULL;
-    Py_DECREF(shared);
-    if (failed)
-        return NULL;
-    Py_RETURN_TRUE;
+    return failed ? NULL : Py_NewRef(Py_True);
 }

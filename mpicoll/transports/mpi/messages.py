@@ -47,10 +47,10 @@ class PythonMessageFields:
         elements: the few elements of a message in ``buffer``; None if the elements move apart.
         payloads: persistent requests of elements that move apart, by the address of the array; they refer to no memory.
         words: the words of the envelope in ``buffer``.
-        polls: number of polls for the elements before a wait like any other.
+        polls, spins: numbers of polls before a wait like any other: for elements that move apart, and of the extension.
         rank, tag, shape, dtype: the arguments of the program. ``rank`` is None once the group has dropped the message.
         peer: the rank in the group.
-        count: number of starts, in addition to the numbers of the group.
+        count, begun: numbers of starts, the second by the extension, in addition to the numbers of the group.
         code, instruction: the call site in the program.
         described: the parts of the description of its call.
         compares: the group compares messages.
@@ -63,33 +63,22 @@ class PythonMessageFields:
     """
 
     __slots__ = (
+        *("_datatype", "_free", "_make", "_post", "acquire", "begun", "buffer", "code", "compares", "count", "current"),
+        *("described", "dtype", "elements", "expected", "inside", "instruction", "key", "payloads", "peer", "polls"),
         *(
-            "_datatype",
-            "_free",
-            "_make",
-            "_post",
-            "acquire",
-            "buffer",
-            "code",
-            "compares",
-            "count",
-            "current",
-            "described",
-        ),
-        *(
-            "dtype",
-            "elements",
-            "expected",
-            "inside",
-            "instruction",
-            "key",
-            "payloads",
-            "peer",
-            "polls",
             "posted",
             "queues",
+            "rank",
+            "release",
+            "request",
+            "shape",
+            "spins",
+            "start",
+            "tag",
+            "test",
+            "waiting",
+            "words",
         ),
-        *("rank", "release", "request", "shape", "start", "tag", "test", "waiting", "words"),
     )
 
     _free: list[None]
@@ -121,7 +110,9 @@ class PythonMessageFields:
     inside: int
     instruction: int
     peer: int
-    polls: int
+    polls: range
+    spins: int
+    begun: int
     tag: int
 
     def __new__(cls, *_args: Any, **_more: Any) -> Any:
@@ -139,8 +130,9 @@ class PythonMessageFields:
         """Release the right to use the message."""
         self._free.append(None)
 
-    def begin(self, *_given: Any) -> None:
+    def begin(self, *_given: Any) -> Any:
         """Return None: only the extension starts a message in one step."""
+        return None
 
 
 MessageFields = PythonMessageFields
@@ -177,9 +169,9 @@ class PersistentMessage(MessageFields):
             self._datatype = MPI.Datatype.fromcode(dtype.char)
         self.payloads = {}
         self._make, self._post = make, post
-        most = waiting.SPIN_POLLS if size <= SMALL_BYTES else min(size >> 9, _MOST_POLLS)
-        self.polls = 2 if waiting.oversubscribed else most
-        self.count, self.instruction = 0, -1
+        self.polls = range(2 if waiting.oversubscribed else min(size >> 9, _MOST_POLLS))
+        self.spins = 2 if waiting.oversubscribed else waiting.SPIN_POLLS
+        self.begun, self.count, self.instruction = 0, 0, -1
         self.rank = rank
         self.peer, self.tag = peer, tag
         self.shape, self.dtype = shape, dtype
