@@ -62,7 +62,7 @@ KINDS = (
     ("all_reduce timeout=", ONE, "dist.all_reduce(x, timeout=limit)", "8 B"),
     ("all_reduce int32 MAX", "x = array({n}, 'i4')", "dist.all_reduce(x, dist.ReduceOp.MAX)", "64 KiB"),
     ("all_reduce float16", "x = array({n}, 'f2')", "dist.all_reduce(x)", "64 KiB"),
-    ("all_reduce async", ONE, "dist.all_reduce(x, async_op=True).wait()", "8 B, 1 MiB"),
+    ("all_reduce async", ONE, "dist.all_reduce(x, async_op=True).wait()", "8 B, 16 KiB, 1 MiB"),
     ("all_reduce_init", ONE + "\nplan = dist.all_reduce_init(x)", "plan.start(); plan.wait()", "8 B, 1 MiB"),
     ("coalesced two", TWO, "dist.all_reduce_coalesced([x, y])", "8 B"),
     ("coalesced async two", TWO, "dist.all_reduce_coalesced([x, y], async_op=True).wait()", "8 B"),

@@ -125,8 +125,9 @@ class Membership:
             counts = dict(counted)
             for each in self.persistent:
                 messages = each.count + each.begun
-                if each.sending == sending and messages:
-                    count(counts, each.peer, each.tag, messages)
+                if each.sending != sending or not messages:
+                    continue
+                count(counts, each.peer, each.tag, messages)
         return counts
 
     def count_sent(self, peer: int, tag: int) -> None:
