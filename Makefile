@@ -1,7 +1,7 @@
 # Needs Python 3.10 or newer with venv, and make; MPI itself comes from PyPI into the environments made here.
 #
 #   make demo       train a classifier on four MPI ranks               (.venv)
-#   make test       lint, and the tests on Open MPI and on MPICH       (.venv-dev, .venv-openmpi, .venv-mpich)
+#   make test       lint, and the short tests: on several ranks with Open MPI and MPICH  (.venv-dev, .venv-openmpi, .venv-mpich)
 #   make test-all   the slow tests that `make test` leaves out         (also .venv-torch; .venv-debian for the MPI of the machine;
 #                                                                       .venv-cupy, CuPy on a stand-in for CUDA, where there is g++;
 #                                                                       .venv-python3.N for the other Pythons of the machine)
