@@ -167,7 +167,10 @@ except dist.DeadlockError as error:
 
 
 def test_deadlock_of_collectives(two: Hosts) -> None:
-    """A rank of each host waits in the group of its host for one that waits in a message from the other host."""
+    """A rank of each host waits in the group of its host for one that waits in a message from the other host.
+
+    The cycle has all four ranks, so none finds its deadlock before the last one has come.
+    """
     job = run_job(
         HEAD
         + """
@@ -179,7 +182,7 @@ try:
     if local == 0:
         dist.all_reduce(x, group=group)
     else:
-        dist.recv(x, (r + 2) % n)
+        dist.recv(x, (r + 1) % n)
 except dist.DeadlockError as error:
     print(began, time.time(), error, flush=True)
 """,
