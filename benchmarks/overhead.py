@@ -12,12 +12,12 @@ import timeit
 from collections.abc import Callable
 
 import numpy as np
-from quiet import middle, rounds
+from quiet import few, middle, rounds
 
 import mpicoll as dist
 
 ROUNDS = 15
-REPEATS = 5_000
+REPEATS = few(5_000)
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def main() -> None:
 
     def time_of(call: Callable[[], object]) -> float:
         comm.Barrier()
-        many = REPEATS // 10 if call is asynchronous else REPEATS
+        many = max(1, REPEATS // 10) if call is asynchronous else REPEATS
         return timeit.timeit(call, number=many) / many * 1e6
 
     def whole() -> None:

@@ -2,7 +2,8 @@
 
 A round is repeated until enough of them were undisturbed, or the time is up. How much others took is known from the kernel: the
 processor time of the whole machine, what a hypervisor took away among it, less that of the ranks themselves. One node only.
-``BENCHMARK_SECONDS`` says how long to wait for undisturbed rounds (120 s for each measurement).
+``BENCHMARK_SECONDS`` says how long to wait for undisturbed rounds (120 s for each measurement). With 0 a measurement has at most
+3 rounds of few calls: a test of a script needs figures, whatever they are. On a busy machine a call may take a millisecond.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-__all__ = ["middle", "rounds"]
+__all__ = ["few", "middle", "rounds"]
 
 T = TypeVar("T")
 
@@ -23,7 +24,13 @@ UNDISTURBED = 0.02
 """Share of the machine's processor time that others may take in a round that counts as undisturbed."""
 SECONDS = float(os.environ.get("BENCHMARK_SECONDS", "120"))
 """Time after which disturbed rounds are taken, too."""
+FEW = 3
 TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def few(calls: int) -> int:
+    """Return how many calls a round makes: so many, or a hundredth in a test."""
+    return calls if SECONDS else max(1, calls // 100)
 
 
 def middle(values: Sequence[float], digits: int = 2) -> str:
@@ -48,6 +55,7 @@ def rounds(
         children: processes of the measurement beside the ranks.
         shares: takes the largest share of the machine that others took in a round that is kept.
     """
+    wanted = wanted if SECONDS else min(wanted, FEW)
     once()
     found: list[tuple[float, int, T]] = []
     end = time.monotonic() + SECONDS

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from quiet import middle, rounds
+from quiet import few, middle, rounds
 
 import mpicoll as dist
 from mpicoll.checks.agreement import is_usual
@@ -22,7 +22,7 @@ from mpicoll.groups import registry
 from mpicoll.transports.control import SAID, make_words
 
 ROUNDS = 15
-REPEATS = 20_000
+REPEATS = few(20_000)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from quiet import middle, rounds
+from quiet import few, middle, rounds
 
 import mpicoll as dist
 
@@ -36,7 +36,7 @@ def main() -> None:
         for _ in range(5):
             call()
         count = comm.bcast(max(5, int(seconds / max(1e-7, (time.perf_counter() - start) / 5))), 0)
-        count = min(count, 20_000)
+        count = min(count, few(20_000))
         comm.Barrier()
         start = time.perf_counter()
         for _ in range(count):
