@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from quiet import middle, rounds
+from quiet import few, middle, rounds
 
 import mpicoll as dist
 
@@ -43,7 +43,7 @@ def measure(wanted: int) -> Times:
     this: dict[tuple[str, str], float] = {}
 
     def note(what: str, how: str, call: Callable[[], object], size: int) -> None:
-        repeats = max(30, min(2000, 100_000_000 // (size * 50 + 50_000)))
+        repeats = max(30, few(min(2000, 100_000_000 // (size * 50 + 50_000))))
         for _ in range(20):
             call()
         comm.Barrier()
