@@ -576,7 +576,7 @@ dist.init_process_group(comm="world" if comm.rank == 1 else comm)
     assert job.returncode == 1, job
     assert 2.5 < job.seconds < 15, job
     assert "TypeError: comm must be an mpi4py intracommunicator, not str" in job.err[1], job
-    assert "it ends the job in 1.5 s" in job.err[1], job
+    assert "This rank ends the job in 1.5 s" in job.err[1], job
 
 
 def test_a_rank_outside_of_the_communicator() -> None:

@@ -2,7 +2,7 @@
 
 ranks: 3
 raises: DeadlockError on all
-says: recv | anybody
+says: recv | any rank
 """
 
 import numpy as np
