@@ -22,8 +22,8 @@ FAST_SIZES = {"openmpi": (1, 3), "mpich": (3,)}
 SLOW_SIZES = (3,)
 BOTH_SIZES = (2,)
 TWO_NODES = {"openmpi": 0, "mpich": 4}
-# The number of ranks that share no memory in `make test-all`, on the first MPI. On MPICH the ranks of two nodes share none, too.
-THROUGH_MPI = 5
+# The number of ranks that share no memory in `make test-all`. Open MPI's share none without the extension.
+THROUGH_MPI = {"openmpi": 0, "mpich": 5}
 # The number of ranks without the C extension in the slow part, on the first MPI.
 WITHOUT_EXTENSION = 4
 # Tests on stand-ins for a GPU need a third of the time of a run: all run on the first MPI, the short ones on the second.
@@ -166,7 +166,7 @@ def _on_ranks(chosen: Selection, mpi: str) -> list[Stage]:
             wanted = not slow or size in long_sizes
         else:
             marks = () if size in long_sizes else SHORT_OR_BOTH if size in both_sizes else SHORT
-            wanted = slow and size not in (THROUGH_MPI, TWO_NODES[mpi])
+            wanted = slow and size not in (THROUGH_MPI["mpich"], TWO_NODES[mpi])
         with_standins = (size == STANDINS_SIZE or (is_first and size in long_sizes)) if slow else is_first
         name = f"{mpi} mpi n={size}"
         env: tuple[tuple[str, str], ...] = ()
@@ -175,10 +175,10 @@ def _on_ranks(chosen: Selection, mpi: str) -> list[Stage]:
         if wanted:
             command = chosen.pytest(marks, *ON_RANKS, *(() if with_standins else STANDINS))
             stages.append(Stage(name, command, venv, size, env))
-    if slow and is_first and THROUGH_MPI in sizes:
+    if slow and THROUGH_MPI[mpi] in sizes:
         # Without the memory that ranks of one node share, as on several nodes.
-        env = (("MPICOLL_ENGINE", "mpi"),)
-        stages.append(Stage(f"{mpi} mpi n={THROUGH_MPI} through MPI", short, venv, THROUGH_MPI, env))
+        size, env = THROUGH_MPI[mpi], (("MPICOLL_ENGINE", "mpi"),)
+        stages.append(Stage(f"{mpi} mpi n={size} through MPI", short, venv, size, env))
     if slow and TWO_NODES[mpi] in sizes:
         # MPICH then takes the ranks for ranks of two nodes.
         size, env = TWO_NODES[mpi], (("MPIR_CVAR_NUM_CLIQUES", "2"),)
