@@ -14,8 +14,8 @@ from jobs import ROOT
 
 __all__ = ["CLUSTER", "SIZES", "STAGES", "WORKERS", "Selection", "Stage", "missing_environments", "plan"]
 
-SIZES = (1, 2, 3, 4, 5)
-TENSOR_SIZES = (2, 3)
+SIZES = (1, 2, 3, 4)
+TENSOR_SIZES = (3,)
 # The numbers of ranks in `make test`; `make test-all` runs the other numbers.
 FAST_SIZES = {"openmpi": (1, 3), "mpich": (3,)}
 # The numbers of ranks with all long tests, and the numbers with the long tests marked `both_mpis` only.
@@ -23,10 +23,10 @@ SLOW_SIZES = (3,)
 BOTH_SIZES = (2,)
 TWO_NODES = {"openmpi": 0, "mpich": 4}
 # The number of ranks that share no memory in `make test-all`. Open MPI's share none without the extension.
-THROUGH_MPI = {"openmpi": 0, "mpich": 5}
+THROUGH_MPI = {"openmpi": 0, "mpich": 3}
 # The number of ranks without the C extension in the slow part, on the first MPI.
 WITHOUT_EXTENSION = 4
-# Tests on stand-ins for a GPU need a third of the time of a run: all run on the first MPI, the short ones on the second.
+# Tests on stand-ins for a GPU need a third of the time of a run: they run on the first MPI, and with CuPy on the second.
 STANDINS_SIZE = 2
 STANDINS = tuple(
     f"--ignore=tests/mpi/{name}.py"
@@ -38,6 +38,7 @@ ONCE = ("unit", "launch", "hang", "examples")
 PYTEST = ("-m", "pytest", "-q", "--color=no")
 SHORT = ("-m", "not slow")
 SHORT_OR_BOTH = ("-m", "not slow or both_mpis")
+LONG_ON_BOTH = ("-m", "slow and both_mpis")
 ON_RANKS = ("--with-mpi", "tests/mpi")
 # These files load all cores: one starts dozens of ranks, one compares times. No other stage runs beside them.
 EXCLUSIVE = ("tests/hang/test_scale.py", "tests/hang/test_release.py")
@@ -79,8 +80,8 @@ SANITIZED_FILES = (
 FEW_HANG = ("tests/hang/test_waiting.py", "tests/hang/test_signals.py", "tests/hang/test_reports.py")
 # Debian's MPI: tests on some ranks, and a few tests of whole jobs.
 DEBIAN_SIZE = 3
-# The other Pythons of this machine, on MPICH: unit tests. The oldest and the newest also run tests on some ranks, and the newest
-# a few tests of whole jobs.
+# The oldest and the newest of the other Pythons of this machine, on MPICH: unit tests. The newest also runs tests on some ranks
+# and a few tests of whole jobs.
 PYTHON_SIZE = 2
 
 
@@ -162,12 +163,12 @@ def _on_ranks(chosen: Selection, mpi: str) -> list[Stage]:
     stages = []
     for size in sizes:
         if size in fast_sizes:
-            marks = chosen.marks  # each part runs its own tests
+            marks = chosen.marks if is_first or not slow else LONG_ON_BOTH  # each part runs its own tests
             wanted = not slow or size in long_sizes
         else:
             marks = () if size in long_sizes else SHORT_OR_BOTH if size in both_sizes else SHORT
-            wanted = slow and size not in (THROUGH_MPI["mpich"], TWO_NODES[mpi])
-        with_standins = (size == STANDINS_SIZE or (is_first and size in long_sizes)) if slow else is_first
+            wanted = slow and size != TWO_NODES[mpi]
+        with_standins = is_first and (not slow or size == STANDINS_SIZE or size in long_sizes)
         name = f"{mpi} mpi n={size}"
         env: tuple[tuple[str, str], ...] = ()
         if slow and is_first and size == WITHOUT_EXTENSION:
@@ -253,12 +254,11 @@ def _pythons(chosen: Selection) -> list[Stage]:
     stages = []
     on_ranks = chosen.pytest(SHORT, *ON_RANKS, *STANDINS)
     others = [each for each in pythons.OTHERS if _has_python(each)] if chosen.wants_slow("python") else []
-    for version in others:
+    for version in dict.fromkeys(others[:1] + others[-1:]):
         venv, name = f".venv-python{version}", f"python {version}"
-        if version in (others[0], others[-1]):
-            stages.append(Stage(f"{name} mpi n={PYTHON_SIZE}", on_ranks, venv, PYTHON_SIZE, mpi="mpich"))
         stages.append(Stage(f"{name} unit", chosen.pytest(SHORT, "tests/unit"), venv, mpi="mpich"))
     if others:
+        stages.append(Stage(f"{name} mpi n={PYTHON_SIZE}", on_ranks, venv, PYTHON_SIZE, mpi="mpich"))
         # Some ways to end a process are told only by Python 3.12 and newer.
         hang = chosen.pytest(SHORT, *FEW_HANG, "tests/hang/test_teardown.py")
         stages.append(Stage(f"{name} hang", hang, venv, mpi="mpich"))
