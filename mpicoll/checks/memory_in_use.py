@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import numpy.typing as npt
 
-from mpicoll.checks.memory_ranges import EVERYWHERE, SNAPSHOT_BYTES, Range, Ranges, Snapshot, bounds, span
+from mpicoll.checks.memory_ranges import EVERYWHERE, SNAPSHOT_BYTES, Range, Ranges, Snapshot, bounds, contents, span
 from mpicoll.diagnosis.report.entries import Entry
 from mpicoll.diagnosis.report.report import with_calls
 from mpicoll.errors import BufferInUseError
@@ -245,7 +245,7 @@ class RequestClaim(Claim):
     def snapshot_results(self) -> None:
         """Record the contents of the array of the request, which is complete now."""
         if self.array.nbytes <= SNAPSHOT_BYTES:
-            self.results = self.array.tobytes()
+            self.results = contents(self.array)
 
     def clear(self) -> None:
         """Drop the references to the memory and the request."""
@@ -262,7 +262,7 @@ class RequestClaim(Claim):
         held = request.expected() if self.results is None else self.results
         changed = self._snapshot is not None and self._snapshot.is_changed()
         if not changed and held is not None:
-            changed = self.array.tobytes() != held if isinstance(held, bytes) else held.is_changed()
+            changed = contents(self.array) != held if isinstance(held, bytes) else held.is_changed()
         return written(self.op, self.site, self.group) if changed else None
 
 

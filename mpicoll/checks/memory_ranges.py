@@ -107,12 +107,17 @@ def _bytes(array: Array) -> bytes:
 
 def seal(arrays: Any) -> bytes | Snapshot:
     """Return the contents of an array or a list of arrays, to find writes; empty for large arrays and for None."""
-    if arrays is None:
+    listed = arrays if isinstance(arrays, list) else [] if arrays is None else [arrays]
+    if sum(each.nbytes for each in listed) > SNAPSHOT_BYTES:
         return b""
-    if isinstance(arrays, list) or arrays.dtype.names is not None:  # bytes between fields are not compared
-        listed = arrays if isinstance(arrays, list) else [arrays]
-        return Snapshot(listed) if sum(each.nbytes for each in listed) <= SNAPSHOT_BYTES else b""
-    return bytes(arrays.tobytes()) if arrays.nbytes <= SNAPSHOT_BYTES else b""
+    if any(each.dtype.names is not None for each in listed):  # bytes between fields are not compared
+        return Snapshot(listed)
+    return contents(arrays) if listed else b""
+
+
+def contents(arrays: Any) -> bytes:
+    """Return the bytes of an array, or of the arrays of a list one behind the other."""
+    return b"".join(each.tobytes() for each in arrays) if isinstance(arrays, list) else bytes(arrays.tobytes())
 
 
 class Ranges:

@@ -6,6 +6,7 @@ give their memory without a copy. An array that has only ``__array__`` can only 
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -77,8 +78,6 @@ def as_numpy(value: Any, name: str, *, writable: bool) -> Array | None:
         TypeError: the memory of the array is not accessible, for example on a device, or of a sparse array.
         ValueError: the call writes into the array, which is read-only.
     """
-    if isinstance(value, _NO_ARRAYS):
-        return None
     torch = sys.modules.get("torch")
     tensor = getattr(torch, "Tensor", None)
     if isinstance(tensor, type) and isinstance(value, tensor):
@@ -87,7 +86,7 @@ def as_numpy(value: Any, name: str, *, writable: bool) -> Array | None:
         except RuntimeError as error:  # torch raises it for a tensor that vmap or grad has wrapped
             raise TypeError(f"parameter `{name}`: this tensor has no memory of its own: {error}") from error
     else:
-        found = _foreign_array(value, name, writable)
+        found = None if isinstance(value, _NO_ARRAYS) else _foreign_array(value, name, writable)
         if found is None:
             return None
         array = found
@@ -129,16 +128,14 @@ def _torch_array(torch: Any, tensor: Any, name: str, writable: bool) -> Array:
         check_torch_result(torch, tensor, name)
     if 0 in shape:
         return np.empty(shape, dtype)
-    raw = dtype if dtype.names is None else dtype[0]
-    interface = {
-        "version": 3,
-        "data": (address, False),
-        "shape": shape,
-        "strides": tuple(stride * raw.itemsize for stride in tensor.stride()),
-        "typestr": raw.str,
-    }
+    strides, nbytes = None, tensor.nbytes
+    if not tensor.is_contiguous():
+        strides = tuple(stride * dtype.itemsize for stride in tensor.stride())
+        nbytes = dtype.itemsize + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    memory = (ctypes.c_char * nbytes).from_address(address)
     # With a reference to the storage, not the tensor: ``x.data = y`` and ``x.set_(y)`` give the tensor another storage.
-    array: Array = np.asarray(_Holder(interface, tensor.untyped_storage())).view(dtype)
+    memory.storage = tensor.untyped_storage()
+    array: Array = np.ndarray(shape, dtype, memory, strides=strides)
     return array
 
 
@@ -165,16 +162,17 @@ def torch_dtype(torch: Any, tensor: Any, name: str, device: str) -> np.dtype[Any
 
 def _torch_refusal(torch: Any, tensor: Any, dtype: np.dtype[Any] | None, wanted: str) -> str | None:
     """Return why the memory of a tensor is not accessible, or None if it is."""
-    if torch.nn.parameter.is_lazy(tensor):
+    plain = type(tensor) is torch.Tensor
+    if not plain and torch.nn.parameter.is_lazy(tensor):
         return "this parameter of a lazy module has no shape yet: call the module once before"
     if tensor.is_nested:
         return "nested tensors are not supported: pass the tensors in it, one by one"
-    if getattr(type(tensor), "__torch_dispatch__", None) is not getattr(torch.Tensor, "__torch_dispatch__", None):
+    dispatch = None if plain else getattr(torch.Tensor, "__torch_dispatch__", None)
+    if not plain and getattr(type(tensor), "__torch_dispatch__", None) is not dispatch:
         return f"a {type_name(tensor)} has no memory of its own: pass the plain tensor in it, such as x.to_local() of a DTensor"
-    device = tensor.device.type
-    if device == "meta":
-        return "a tensor on the meta device has no elements"
-    if device != wanted:
+    if not (tensor.is_cpu if wanted == "cpu" else tensor.is_cuda):
+        if tensor.device.type == "meta":
+            return "a tensor on the meta device has no elements"
         return _on_device(str(tensor.device), "x.cpu()")
     if tensor.layout is not torch.strided:
         return f"a tensor of layout {tensor.layout} is not supported: pass x.to_dense()"
@@ -187,13 +185,13 @@ def _torch_refusal(torch: Any, tensor: Any, dtype: np.dtype[Any] | None, wanted:
 
 def check_torch_result(torch: Any, tensor: Any, name: str) -> None:
     """Raise ValueError if a tensor must not be written, as it is a conjugate or negative view."""
-    for lazy, method in ((tensor.is_conj(), "resolve_conj"), (tensor.is_neg(), "resolve_neg")):
-        if lazy:
-            what = "conjugate" if method == "resolve_conj" else "negative"
-            raise ValueError(
-                f"parameter `{name}` is a tensor whose memory holds the {what} of its values, and this call writes its "
-                f"result into it: pass x.{method}(), and keep that"
-            )
+    what = "conjugate" if tensor.is_conj() else "negative" if tensor.is_neg() else ""
+    if what:
+        method = {"conjugate": "resolve_conj", "negative": "resolve_neg"}[what]
+        raise ValueError(
+            f"parameter `{name}` is a tensor whose memory holds the {what} of its values, and this call writes its "
+            f"result into it: pass x.{method}(), and keep that"
+        )
 
 
 def _foreign_array(value: Any, name: str, writable: bool) -> Array | None:

@@ -108,17 +108,7 @@ static PyObject *matches(PyObject *Py_UNUSED(module), PyObject *const *args, Py_
         PyErr_SetString(PyExc_TypeError, "matches(array, dtype, shape, writable)");
         return NULL;
     }
-    const Array *array = (Array *)args[0];
-    const int flags = args[3] == Py_True ? WRITABLE : READABLE;
-    if (!Py_IS_TYPE(args[0], known.array) || (array->flags & flags) != flags || array->descr != args[1] ||
-        array->nd != PyTuple_GET_SIZE(args[2]))
-        Py_RETURN_FALSE;
-    for (int i = 0; i < array->nd; i++)
-        if (PyLong_AsSsize_t(PyTuple_GET_ITEM(args[2], i)) != array->dimensions[i]) {
-            PyErr_Clear();
-            Py_RETURN_FALSE;
-        }
-    Py_RETURN_TRUE;
+    return PyBool_FromLong(array_matches(args[0], args[1], args[2], args[3] == Py_True ? WRITABLE : READABLE));
 }
 
 static PyObject *reduce_rows(PyObject *Py_UNUSED(module), PyObject *args)
@@ -197,7 +187,8 @@ PyMODINIT_FUNC PyInit__native(void)
     known.busy = PyUnicode_InternFromString("busy");
     known.number = PyUnicode_InternFromString("number");
     known.timeout = PyUnicode_InternFromString("timeout");
-    known.level = PyUnicode_InternFromString("level");
+    known.reads = PyUnicode_InternFromString("reads");
+    known.verdict = PyUnicode_InternFromString("verdict");
     known.of_claim = PyUnicode_InternFromString("request");
     known.found = PyUnicode_InternFromString("_found");
     known.start = PyUnicode_InternFromString("start");

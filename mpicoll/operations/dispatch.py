@@ -96,6 +96,7 @@ def again(
     async_op: Any = False,
     outputs: Any = (),
     spread: Callable[[], None] | None = None,
+    arrays: Any = None,
 ) -> Work | bool:
     """Make a prepared call: wait and return True, or return its Work; return False, with nothing done, if that is impossible.
 
@@ -106,7 +107,7 @@ def again(
         depth: frames between this function and the program.
         timeout, name, async_op: as the program gave them.
         outputs: the output, or the list of outputs, as the program gave them, for ``Work.result``.
-        spread: copies the result of an asynchronous call to ``outputs``; None: the result goes to ``recv`` only.
+        spread: copies the result of an asynchronous call to ``arrays``; None: the result goes to ``recv`` only.
     """
     known: Any = _default.world if group is None else group
     try:
@@ -124,7 +125,7 @@ def again(
         if async_op is not True or CallSite.inside(frame.f_code):  # in the second case the general way finds the place
             return False
         code, instruction = frame.f_code, frame.f_lasti
-        return begin(known, found, send, recv, code, instruction, limit, name, outputs, spread) or False
+        return begin(known, found, send, recv, code, instruction, limit, name, outputs, spread, arrays) or False
     if found.shared is not None:
         more = () if plain else (limit, name, None if name is None else found.words_named(known, name))
         if found.shared.run(known, found, send, recv, frame, *more):
@@ -148,7 +149,7 @@ def run(
     """Start a prepared operation and wait for it; False, and nothing done, if its memory may be in use."""
     if group.order.closed or is_finalized():
         return False
-    if _active and group.compares and _conflicts(prepared.claim(send, recv)):
+    if _active and group.compares and _conflicts(_claim(prepared, send, recv)):
         return False  # the general way raises on all members
     code, instruction = frame.f_code, frame.f_lasti
     with _guard, group.lock:
@@ -287,10 +288,12 @@ def begin(
     name: str | None,
     outputs: Any,
     spread: Callable[[], None] | None = None,
+    arrays: Any = None,
 ) -> Work | None:
     """Start a prepared operation, for a wait later; None, and nothing done, if that is impossible now."""
     request: Request | None = None
     work: Work | None = None
+    claim: RequestClaim | None = None
     wrong: BaseException | None = None
     began, issued = False, group.order.issued
     try:
@@ -300,8 +303,10 @@ def begin(
         if places is not None and spread is None:
             seconds, shared = group.timeout if limit is None else limit, prepared.shared  # type: Any, Any
             words = None if name is None else prepared.words_named(group, name)
+            if group.level == "full":
+                claim = _claim(prepared, send, recv, arrays)
             request = shared.begin(
-                group, prepared, send, recv, code, instruction, seconds, outputs, places, name, words
+                group, prepared, send, recv, code, instruction, seconds, outputs, places, name, words, claim
             )
             if request is not None:
                 work = Work(request, request.claim)
@@ -313,15 +318,11 @@ def begin(
                 return None
             execution.enter(group, prepared.op)
         with group.lock:
-            claim: RequestClaim | None = None
             before: Any = b""
             if group.compares:
-                claim = prepared.claim(send, recv) if spread is None else RequestClaim(outputs, writes=True)
+                claim = claim or _claim(prepared, send, recv, arrays)
                 if _active and claims.conflicts(claim):
-                    claim.clear()
                     return None  # the general way raises on all members
-                if claim.reads:
-                    claim.snapshot_reads()
                 before = seal(claim.array)
             _threads.add(_ident())
             began = True
@@ -335,7 +336,7 @@ def begin(
                 limit=limit,
                 name=name,
                 before=before,
-                arrays=outputs,
+                arrays=arrays,
                 spread=spread,
             )
             request.outputs = list(outputs) if type(outputs) is list else [outputs]
@@ -356,9 +357,21 @@ def begin(
             claims.drop(request.claim)
         raise
     finally:
+        if work is None and claim is not None and wrong is None:
+            claim.clear()  # the claim and its ranges refer to each other, and hold the arrays
         if _guard.noted is not None:
             answer(work, wrong)
     return work
+
+
+def _claim(prepared: PreparedOperation, send: Any, recv: Any, arrays: Any = None) -> RequestClaim:
+    """Return the claim of the memory that a start uses; ``arrays`` are what it writes in the end, if that is not ``recv``."""
+    writes = recv if prepared.recv_shapes is not None else None
+    if arrays is not None or prepared.send_shapes is None or send is None or send is writes:
+        return RequestClaim(writes if arrays is None else arrays, writes=True)
+    claim = RequestClaim(writes, writes=True, reads=send if isinstance(send, list) else (send,))
+    claim.snapshot_reads()
+    return claim
 
 
 def _orphan(group: ProcessGroup, recv: Any, issued: int) -> Request | None:

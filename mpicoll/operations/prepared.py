@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from mpicoll.checks.levels import EVERY
-from mpicoll.checks.memory_in_use import RequestClaim
 from mpicoll.checks.memory_ranges import Snapshot
 from mpicoll.diagnosis.call import Call, fingerprint
 from mpicoll.groups import registry
@@ -71,17 +70,15 @@ class PreparedOperation:
         shared: the operation of the extension; None if the call goes through MPI.
         segment: the memory of a call whose data has no room beside a record; otherwise None.
         width: bytes of a piece, if the extension makes the call in several pieces; otherwise 0.
-        places: of the rounds of the group, if the extension starts the call, which then reads no other memory than it writes;
-            otherwise None.
+        places: of the rounds of the group, if the extension starts the call; otherwise None.
         poll_ns: nanoseconds for which a member polls for another member before an ordinary wait.
+        send_shapes, recv_shapes: the shape, or the list of shapes, of what this rank passes and receives; None for nothing.
         lists: the input or the output is a list.
         in_place: a small call over MPI, compared at level ``full``, whose array is input and output.
     """
 
     __slots__ = (
         "_named",
-        "_recv",
-        "_send",
         "_way",
         "agreement",
         "alias",
@@ -100,8 +97,10 @@ class PreparedOperation:
         "places",
         "plan_key",
         "poll_ns",
+        "recv_shapes",
         "root",
         "segment",
+        "send_shapes",
         "shared",
         "width",
         "words",
@@ -127,7 +126,7 @@ class PreparedOperation:
         """Prepare the call for a group, and for arrays of the dtype and the shapes of ``send`` and ``recv``."""
         kind, size, agreement = self.kind, group.size(), group.pair.agreement
         self.agreement, self.dtype = agreement, dtype
-        self._send, self._recv = _shapes(send), _shapes(recv)
+        self.send_shapes, self.recv_shapes = _shapes(send), _shapes(recv)
         self.lists = isinstance(send, list) or isinstance(recv, list)
         self.fingerprint = fingerprint(self.op, self.key)
         self.plan_key = (self.op, self.key, self.detail)
@@ -148,18 +147,19 @@ class PreparedOperation:
         if brings > EAGER_BYTES:
             node = group.pair.through(kind, self.nbytes)
             if node is not None:
-                self.segment, self.width = node.in_pieces(kind, brings, dtype)
+                if not self.lists:
+                    self.segment, self.width = node.in_pieces(kind, brings, dtype)
                 self.segment = self.segment or node.in_one_step(kind, brings)
             if self.segment is None:
                 return self
-        if send is None or send is recv:
+        if send is recv or not self.lists:
             self.places = agreement.channel.places  # type: ignore[attr-defined]
         # For the bytes of a piece: the extension holds the interpreter lock while it polls.
         self.poll_ns = poll_ns(self.width or brings, waiting.oversubscribed)
         # If the data of a member does not come with the round, its word for eager bytes is 0: then all move the general way.
         self.eager_words = make_words(print_, self.nbytes, detail=self.detail, eager=self.nbytes + 1)
-        rows = isinstance(self._recv, tuple) and kind in (Kind.ALL_GATHER, Kind.GATHER, Kind.ALL_TO_ALL)
-        result = "list" if isinstance(recv, list) else "rows" if rows else "reduced" if self.mpi_op else "copied"
+        rows = isinstance(self.recv_shapes, tuple) and kind in (Kind.ALL_GATHER, Kind.GATHER, Kind.ALL_TO_ALL)
+        result = "reduced" if self.mpi_op else "list" if isinstance(recv, list) else "rows" if rows else "copied"
         self.shared = extension.SharedOperation(
             op=self.op,
             lock=group.lock,
@@ -169,17 +169,17 @@ class PreparedOperation:
             words=self.eager_words,
             dtype=dtype,
             itemsize=max(dtype.itemsize, 1),
-            sends=math.prod(self._send) * dtype.itemsize
-            if isinstance(self._send, tuple)
+            sends=math.prod(self.send_shapes) * dtype.itemsize
+            if isinstance(self.send_shapes, tuple)
             else brings
-            if self._send
+            if self.send_shapes
             else 0,
             offset=group.rank() * self.nbytes if kind in _PARTED else 0,
             block=self.nbytes,
             width=self.width or max(self.nbytes, 1),
             root=self.root,
-            send=self._send,
-            recv=self._recv,
+            send=self.send_shapes,
+            recv=self.recv_shapes,
             result="" if recv is None else result,
             reduction=name_of(self.mpi_op, dtype),
             average=self.average,
@@ -194,8 +194,8 @@ class PreparedOperation:
         An array that is in no list is known to have the shape. Dtypes are compared by number: int64 has two equal dtypes.
         """
         if self.lists:
-            return self._fit(send, self._send, False) and self._fit(recv, self._recv, True)
-        if self._recv is None:
+            return self._fit(send, self.send_shapes, False) and self._fit(recv, self.recv_shapes, True)
+        if self.recv_shapes is None:
             if recv is not None and type(recv) is not _ndarray:  # a list of results on a rank that gets none
                 return False
             return send is None or (_readable(send) and _is(send, self.dtype))
@@ -217,20 +217,16 @@ class PreparedOperation:
                 return False
         return True
 
-    def claim(self, send: Any, recv: Any) -> RequestClaim:
-        """Return the claim of the memory that a start uses."""
-        if self._recv is None:
-            recv = None
-        if self._send is None or send is recv or send is None:
-            return RequestClaim(recv, writes=True)
-        return RequestClaim(recv, writes=True, reads=send if isinstance(send, list) else (send,))
-
     def movement(self, send: Any, recv: Any) -> tuple[Movement, Callable[[], None] | None]:
         """Return the movement of the general way, and the function that copies its result to ``recv``, or None."""
         kind = self.kind
         if kind is Kind.BARRIER:
             return Movement(kind), None
-        send, recv = None if self._send is None else send, None if self._recv is None else recv
+        send, recv = None if self.send_shapes is None else send, None if self.recv_shapes is None else recv
+        if kind is Kind.ALL_REDUCE and isinstance(recv, list):
+            whole = joined(recv)
+            flat = np.concatenate([each.reshape(-1) for each in recv]) if whole is None else whole
+            return Movement(kind, recv=flat, op=self.mpi_op), partial(_unpack, flat, recv) if whole is None else None
         if kind in (Kind.ALL_REDUCE, Kind.BROADCAST) or (kind is Kind.REDUCE and recv is not None):
             flat = (send if recv is None else recv).reshape(-1)
             return Movement(kind, recv=flat, op=self.mpi_op, root=self.root), None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from mpicoll.checks.memory_in_use import written
-from mpicoll.checks.memory_ranges import seal
+from mpicoll.checks.memory_ranges import contents, seal
 from mpicoll.diagnosis.call import Call
 from mpicoll.errors import DistError
 from mpicoll.memory.arithmetic import without_warnings
@@ -76,7 +76,7 @@ def finish(request: Any) -> None:
 def check(request: Any) -> None:
     """Raise BufferInUseError if the program has written its arrays since the start."""
     before = request.before
-    if request.arrays.tobytes() != before if isinstance(before, bytes) else before.is_changed():
+    if contents(request.arrays) != before if isinstance(before, bytes) else before.is_changed():
         raise written(request.call.op, request.call.site, request.group.display)
 
 

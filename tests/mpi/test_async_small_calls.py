@@ -100,6 +100,66 @@ def test_averages_and_bools() -> None:
         assert y.tolist() == [True, False, True]
 
 
+def calls_of_two_memories(size: int, me: int) -> dict[str, Any]:
+    """Return calls that read other memory than they write, or only read; each with the arrays that it reads."""
+    one, row, many = np.full(3, me + 1.0), np.zeros(3), np.arange(3.0 * size)
+    calls: dict[str, Any] = {
+        "broadcast": (lambda **how: dist.broadcast(one, 0, **how), one if me == 0 else None),
+        "all_gather_single": (lambda **how: dist.all_gather_single(np.zeros(3 * size), one, **how), one),
+        "reduce_scatter_single": (lambda **how: dist.reduce_scatter_single(row, many, **how), many),
+        "all_to_all_single": (lambda **how: dist.all_to_all_single(np.zeros(3 * size), many, **how), many),
+        "reduce": (lambda **how: dist.reduce(one, 0, **how), None if me == 0 else one),
+    }
+    return calls
+
+
+def test_calls_that_read_other_memory_than_they_write() -> None:
+    """The extension starts them, too, and a write of the program to what they read is found by the wait."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    for name, (call, reads) in calls_of_two_memories(size, me).items():
+        for _ in range(3):
+            call()
+        for writes in (False, True, False):
+            work = call(async_op=True)
+            assert is_eager(work._request) == group().pair.agreement.channel.carries_data, name
+            if writes and reads is not None:
+                reads[-1] += 1
+                with pytest.raises(dist.BufferInUseError, match="written before its wait"):
+                    work.wait()
+            else:
+                work.wait()
+            dist.barrier()
+
+
+def test_a_list_that_is_reduced_where_it_stands() -> None:
+    """A list of few small arrays moves as one array does, also while calls on other memory are pending."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    total = size * (size + 1) / 2
+    lists = [[np.full(3, me + 1.0), np.full((2, 2), 1.0), np.full((), me + 1.0)] for _ in range(3)]
+    for arrays in lists * 2:
+        for array in arrays:
+            array[...] = me + 1
+        dist.all_reduce_coalesced(arrays)
+        assert all((array == total).all() for array in arrays)
+    for arrays in lists:
+        for array in arrays:
+            array[...] = me + 1
+    other, whole = np.ones(1), group().pair.agreement.channel.carries_data
+    works = [dist.all_reduce_coalesced(arrays, async_op=True, name="a list") for arrays in lists]
+    assert all(work is not None and is_eager(work._request) == whole for work in works)
+    begun(other).wait()
+    with collective_raises(dist.BufferInUseError, match=r"all_reduce at .* writes memory that all_reduce_coalesced"):
+        dist.all_reduce(lists[1][0])
+    for work, arrays in zip(works[::-1], lists[::-1], strict=True):
+        assert work is not None
+        assert work.wait()
+        assert all((array == total).all() for array in arrays)
+        assert all(one is array for one, array in zip(work.result(), arrays, strict=True))
+    shared = np.ones(4)
+    with collective_raises(ValueError, match="overlap|share|common"):
+        dist.all_reduce_coalesced([shared[:3], shared[1:].reshape(3)])
+
+
 def test_what_is_not_eager() -> None:
     """Arrays that are no plain ones of NumPy's, or large, and what is wrong, move after the round."""
     size = dist.get_world_size()

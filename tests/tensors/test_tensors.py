@@ -432,7 +432,7 @@ def test_fused_calls() -> None:
             [random(torch.float32, n, 10 * r + n).to(dtype).reshape(-1, 1) for n in (3, 9000)] for r in range(size)
         ]
         sums = [torch.stack([row[k] for row in inputs]) for k in range(2)]
-        for async_op in (False, True):
+        for async_op in (False, True, False, True):  # the first call is prepared, and the next calls use that
             mine = [x.clone() for x in inputs[rank]]
             work = dist.all_reduce_coalesced(mine, ReduceOp.MAX, async_op=async_op)
             if work is not None:

@@ -67,18 +67,9 @@ static PyObject *message_give_back(Message *self, PyObject *Py_UNUSED(nothing))
     Py_RETURN_NONE;
 }
 
-/* Whether an array has the dtype and the shape of the message, in one piece of memory. */
 static int message_fits(const Message *self, PyObject *given, int flags)
 {
-    const Array *array = (Array *)given;
-    PyObject *shape = self->objects[MESSAGE_shape];
-    if (!Py_IS_TYPE(given, known.array) || (array->flags & flags) != flags || array->descr != self->objects[MESSAGE_dtype] ||
-        array->nd != PyTuple_GET_SIZE(shape))
-        return 0;
-    for (int i = 0; i < array->nd; i++)
-        if (PyLong_AsSsize_t(PyTuple_GET_ITEM(shape, i)) != array->dimensions[i])
-            return 0;
-    return 1;
+    return array_matches(given, self->objects[MESSAGE_dtype], self->objects[MESSAGE_shape], flags);
 }
 
 /* ---- the start ---- */
@@ -131,7 +122,7 @@ static Request *message_request(Message *self, PyObject *const *args, int64_t in
         if (!request_give(request, REQUEST_outputs, outputs) || PyErr_Occurred() ||
             !request_give(request, REQUEST_returned, PyLong_FromLong(-1)) ||
             !request_give(request, REQUEST__lock, PyObject_CallNoArgs(known.lock)) ||
-            (self->compares && !request_claim(request, array, receiving))) {
+            (self->compares && !request_claim(request, claim_of(array, receiving)))) {
             request_discard(request);
             request = NULL;
         }

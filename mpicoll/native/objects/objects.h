@@ -95,7 +95,7 @@ enum Result { NOTHING, REDUCED, COPIED, ROWS, LIST };
 /* The arrays that a member passes, or that its result goes to. */
 typedef struct {
     Py_ssize_t arrays; /* 0: none; -1: one, in no list */
-    Py_ssize_t count;  /* elements of the one array */
+    Py_ssize_t count;  /* elements of all arrays */
     Py_ssize_t *counts; /* elements of each in a list */
     int *nd;
     Py_ssize_t **dimensions; /* of each in a list: one piece of memory */
@@ -135,7 +135,7 @@ typedef struct {
     PyObject *at_once, *eager;                 /* schedules of a call whose data comes with its round: beside the record; in the segment */
     PyObject *send, *receive, *moving;         /* the types of the requests of messages, and their state */
     PyTypeObject *array;
-    PyObject *last, *broken, *busy, *number, *level, *of_claim, *found, *start, *end, *f_lasti, *timeout; /* names */
+    PyObject *last, *broken, *busy, *number, *of_claim, *reads, *verdict, *found, *start, *end, *f_lasti, *timeout; /* names */
     PyObject *writes, *nothing;                /* a name in a tuple, and an empty one */
 } Known;
 
@@ -194,7 +194,9 @@ static inline int request_give(Request *request, int field, PyObject *value)
 }
 
 /* Set the claim of a request: the memory that the call uses until the program has waited for it. Return 0 and an exception without. */
-int request_claim(Request *request, PyObject *array, int writes);
+int request_claim(Request *request, PyObject *claim);
+/* Make a claim of one array; return NULL and an exception without memory. */
+PyObject *claim_of(PyObject *array, int writes);
 /* Release a request that is not started: its claim refers to it. */
 void request_discard(Request *request);
 /* Add the claim of a request, if it has one, to those of the process; return -1 and an exception without memory. */
@@ -209,12 +211,21 @@ int drop_item(PyObject *list, PyObject *item);
 int message_finish(Request *request);
 int is_message(PyObject *held);
 
+/* Return whether an object is an array with these flags, this very dtype, and the shape in a tuple of integers. */
+int array_matches(PyObject *given, PyObject *dtype, PyObject *shape, int flags);
 /* Make `given` from None, the shape of an array, or a list of shapes; return -1 and an exception if it is none of them. */
 int shared_given_init(Given *given, PyObject *shapes);
 void shared_given_free(Given *given);
 /* Return whether what a program passes is what the call was prepared for. No code of Python runs here. */
 int shared_fits(const SharedOperation *self, const Given *wanted, PyObject *given, int flags);
 #define SHARED_CHANGED "the arrays of a call were changed while it waited for the others"
+
+/* Where the memory of such arrays begins, and the bytes up to its end; NULL and 0 without arrays. */
+const char *shared_span(const SharedOperation *self, const Given *arrays, PyObject *given, Py_ssize_t *bytes);
+/* Return the contents of such arrays in bytes, none above SNAPSHOT_BYTES; NULL and an exception without memory. */
+PyObject *shared_contents(const SharedOperation *self, const Given *arrays, PyObject *given);
+/* Return whether such arrays have other contents than these; 0 if these are none. */
+int shared_is_changed(const SharedOperation *self, const Given *arrays, PyObject *given, PyObject *contents);
 
 /* Write the piece of the data that begins at `from`, for the round or the step `at`. */
 void shared_write_data(const SharedOperation *self, int64_t at, PyObject *send, Py_ssize_t from);

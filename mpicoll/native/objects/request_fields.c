@@ -46,10 +46,14 @@ int note_thread(unsigned long *last)
     return -failed;
 }
 
-int request_claim(Request *request, PyObject *array, int writes)
+PyObject *claim_of(PyObject *array, int writes)
 {
     PyObject *const claimed[] = {array, writes ? Py_True : Py_False};
-    PyObject *claim = PyObject_Vectorcall(known.claim, claimed, 1, known.writes);
+    return PyObject_Vectorcall(known.claim, claimed, 1, known.writes);
+}
+
+int request_claim(Request *request, PyObject *claim)
+{
     if (claim != NULL && PyObject_SetAttr(claim, known.of_claim, (PyObject *)request) < 0)
         Py_CLEAR(claim);
     return request_give(request, REQUEST_claim, claim);

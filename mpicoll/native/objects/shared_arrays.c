@@ -2,6 +2,20 @@
 
 #include "objects.h"
 
+int array_matches(PyObject *given, PyObject *dtype, PyObject *shape, int flags)
+{
+    const Array *array = (Array *)given;
+    if (!Py_IS_TYPE(given, known.array) || (array->flags & flags) != flags || array->descr != dtype ||
+        array->nd != PyTuple_GET_SIZE(shape))
+        return 0;
+    for (int i = 0; i < array->nd; i++)
+        if (PyLong_AsSsize_t(PyTuple_GET_ITEM(shape, i)) != array->dimensions[i]) {
+            PyErr_Clear();
+            return 0;
+        }
+    return 1;
+}
+
 void shared_given_free(Given *given)
 {
     PyMem_Free(given->counts);
@@ -64,6 +78,7 @@ int shared_given_init(Given *given, PyObject *shapes)
         given->counts[i] = elements_of(shape, next);
         if (given->counts[i] < 0)
             return -1;
+        given->count += given->counts[i];
         given->nd[i] = (int)PyTuple_GET_SIZE(shape);
         next += given->nd[i];
     }
@@ -129,4 +144,59 @@ int shared_fits(const SharedOperation *self, const Given *wanted, PyObject *give
             }
     }
     return 1;
+}
+
+/* The arrays that are given, as a C array of objects, and their number. */
+static PyObject **items(const Given *arrays, PyObject **given, Py_ssize_t *count)
+{
+    *count = arrays->arrays < 0 ? 1 : arrays->arrays;
+    return arrays->arrays < 0 ? given : ((PyListObject *)*given)->ob_item;
+}
+
+static Py_ssize_t bytes_of(const SharedOperation *self, const Given *arrays, Py_ssize_t i)
+{
+    return (arrays->arrays < 0 ? arrays->count : arrays->counts[i]) * self->itemsize;
+}
+
+const char *shared_span(const SharedOperation *self, const Given *arrays, PyObject *given, Py_ssize_t *bytes)
+{
+    Py_ssize_t count;
+    PyObject **each = items(arrays, &given, &count);
+    const char *start = NULL, *end = NULL;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        const char *first = memory(each[i]), *last = first + bytes_of(self, arrays, i);
+        start = start == NULL || first < start ? first : start;
+        end = end == NULL || last > end ? last : end;
+    }
+    *bytes = end - start;
+    return start;
+}
+
+PyObject *shared_contents(const SharedOperation *self, const Given *arrays, PyObject *given)
+{
+    Py_ssize_t count;
+    PyObject **each = items(arrays, &given, &count);
+    const Py_ssize_t whole = arrays->count * self->itemsize, bytes = count == 0 || whole > SNAPSHOT_BYTES ? 0 : whole;
+    PyObject *contents = PyBytes_FromStringAndSize(NULL, bytes);
+    char *to = contents == NULL || bytes == 0 ? NULL : PyBytes_AS_STRING(contents);
+    for (Py_ssize_t i = 0; to != NULL && i < count; i++) {
+        memcpy(to, memory(each[i]), (size_t)bytes_of(self, arrays, i));
+        to += bytes_of(self, arrays, i);
+    }
+    return contents;
+}
+
+int shared_is_changed(const SharedOperation *self, const Given *arrays, PyObject *given, PyObject *contents)
+{
+    Py_ssize_t count;
+    PyObject **each = items(arrays, &given, &count);
+    if (!PyBytes_Check(contents) || PyBytes_GET_SIZE(contents) != arrays->count * self->itemsize)
+        return 0;
+    const char *held = PyBytes_AS_STRING(contents);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (memcmp(held, memory(each[i]), (size_t)bytes_of(self, arrays, i)) != 0)
+            return 1;
+        held += bytes_of(self, arrays, i);
+    }
+    return 0;
 }

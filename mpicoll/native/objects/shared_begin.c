@@ -50,8 +50,7 @@ static int complete(SharedOperation *self, int64_t call, int64_t number, PyObjec
         return 2;
     if (self->width < self->block || !shared_fits(self, &self->recv, recv, WRITABLE))
         return 4;
-    if (PyBytes_Check(before) && self->recv.arrays < 0 && PyBytes_GET_SIZE(before) == self->recv.count * self->itemsize &&
-        memcmp(PyBytes_AS_STRING(before), memory(recv), (size_t)PyBytes_GET_SIZE(before)) != 0)
+    if (self->recv.arrays && shared_is_changed(self, &self->recv, recv, before))
         return 3;
     if (self->segment != NULL)
         segment_advance(&self->segment->segment);
@@ -77,7 +76,7 @@ PyObject *shared_complete(SharedOperation *self, PyObject *const *args, Py_ssize
 }
 
 /* The arguments of begin(), the first of which are those of run(). The name and the words with it are None without a name. */
-enum { CODE = FRAME, INSTRUCTION, BEGIN_LIMIT, OUTPUTS, PLACES, BEGIN_NAME, BEGIN_WORDS, BEGIN };
+enum { CODE = FRAME, INSTRUCTION, BEGIN_LIMIT, OUTPUTS, PLACES, BEGIN_NAME, BEGIN_WORDS, CLAIM, BEGIN };
 
 /* The outputs as the program gave them, in a list. */
 static PyObject *listed(PyObject *outputs)
@@ -91,7 +90,7 @@ static PyObject *listed(PyObject *outputs)
 }
 
 /* Return a request of the call, with all that is known before its round is posted; it may be that the call is not started. */
-static Request *new_request(SharedOperation *self, PyObject *const *args, int claims)
+static Request *new_request(SharedOperation *self, PyObject *const *args)
 {
     Request *request = (Request *)request_new((PyTypeObject *)known.request, NULL, NULL);
     if (request == NULL)
@@ -112,7 +111,7 @@ static Request *new_request(SharedOperation *self, PyObject *const *args, int cl
     /* A signal handler of the program may raise in what is called here. */
     if (PyErr_Occurred() || !request_give(request, REQUEST__lock, PyObject_CallNoArgs(known.lock)) ||
         !request_give(request, REQUEST_outputs, listed(args[OUTPUTS])) || !request_give(request, REQUEST_returned, PyLong_FromLong(-1)) ||
-        (claims && !request_claim(request, self->recv.arrays ? args[RECV] : Py_None, 1))) {
+        (args[CLAIM] != Py_None && !request_claim(request, Py_NewRef(args[CLAIM])))) {
         request_discard(request);
         return NULL;
     }
@@ -127,16 +126,29 @@ static int is_busy(PyObject *place)
     return found;
 }
 
-/* The memory that the call claims, without which it is NULL. */
-static const char *claimed(const SharedOperation *self, PyObject *recv)
+/* Return where all the memory of the call begins, and the bytes up to its end; NULL and 0 without memory. */
+static const char *span(const SharedOperation *self, PyObject *const *args, Py_ssize_t *bytes)
 {
-    return self->recv.arrays ? memory(recv) : NULL;
+    Py_ssize_t sent = 0, received = 0;
+    const char *from = self->send.arrays ? shared_span(self, &self->send, args[SEND], &sent) : NULL;
+    const char *to = self->recv.arrays ? shared_span(self, &self->recv, args[RECV], &received) : NULL;
+    const char *start = from == NULL || (to != NULL && to < from) ? to : from;
+    const char *end = from == NULL || (to != NULL && to + received > from + sent) ? to + received : from + sent;
+    *bytes = end - start;
+    return start;
 }
 
 /* Return whether the memory is certainly apart from that of all pending calls; -1 and an exception without memory. */
-static int is_apart(const SharedOperation *self, PyObject *recv)
+static int is_apart(const SharedOperation *self, PyObject *const *args)
 {
-    return self->recv.arrays ? claims_are_apart(memory(recv), self->recv.count * self->itemsize) : 1;
+    Py_ssize_t bytes;
+    const char *start = span(self, args, &bytes);
+    return start == NULL ? 1 : claims_are_apart(start, bytes);
+}
+
+static int fits(const SharedOperation *self, PyObject *const *args)
+{
+    return shared_fits(self, &self->send, args[SEND], READABLE) && shared_fits(self, &self->recv, args[RECV], WRITABLE);
 }
 
 /* Post the call with the group's lock held. Return 1, 0 if that is impossible, or -1 and an exception. Nothing is allocated here that the
@@ -147,21 +159,20 @@ static int begin(SharedOperation *self, PyObject *const *args, const int64_t wor
     const CallOrder *order = self->order;
     PyObject *claim = request->objects[REQUEST_claim];
     const int64_t number = order->round + 1;
-    if (order->closed || order->posted != order->issued || !shared_fits(self, &self->send, args[SEND], READABLE) ||
-        !shared_fits(self, &self->recv, args[RECV], WRITABLE))
+    if (order->closed || order->posted != order->issued || !fits(self, args))
         return 0;
     const Segment *segment = self->segment == NULL ? NULL : &self->segment->segment;
     if (segment != NULL && (order->moving != order->issued || !segment_all_at(segment, segment->step, 0, -1)))
         return 0; /* earlier data is still to move, or a member may still read */
-    const int apart = claim == NULL ? 1 : is_apart(self, args[RECV]);
+    const int apart = is_none(claim) ? 1 : is_apart(self, args);
     if (apart != 1)
         return apart;
     const int full = is_busy(PyList_GET_ITEM(args[PLACES], (number - RING_AHEAD) & (RING_PLACES - 1)));
     if (full)
         return full < 0 ? -1 : 0;
-    const char *start = claim == NULL ? NULL : claimed(self, args[RECV]);
-    const Py_ssize_t bytes = start == NULL ? 0 : self->recv.count * self->itemsize;
-    if (!request_give(request, REQUEST_before, PyBytes_FromStringAndSize(start, bytes <= SNAPSHOT_BYTES ? bytes : 0)))
+    const int seals = !is_none(claim) && self->recv.arrays != 0;
+    PyObject *before = seals ? shared_contents(self, &self->recv, args[RECV]) : PyBytes_FromStringAndSize(NULL, 0);
+    if (!request_give(request, REQUEST_before, before))
         return -1;
     PyObject *place = PyList_GET_ITEM(args[PLACES], number & (RING_PLACES - 1)), *at = PyLong_FromLongLong(number);
     *old = PyObject_GetAttr(args[GROUP], known.last);
@@ -170,12 +181,14 @@ static int begin(SharedOperation *self, PyObject *const *args, const int64_t wor
     Py_XDECREF(at);
     if (failed || PyList_Append(known.pending, (PyObject *)request) < 0)
         return -1;
+    Py_ssize_t bytes;
+    const char *start = span(self, args, &bytes);
     if (request_add_claim(request, start, bytes) < 0 || PyObject_SetAttr(place, known.busy, Py_True) < 0) {
         PyObject *type, *value, *traceback;
         PyErr_Fetch(&type, &value, &traceback);
         const Py_ssize_t last = PyList_GET_SIZE(known.pending);
         failed = PyList_SetSlice(known.pending, last - 1, last, NULL) < 0;
-        failed |= claim != NULL && claims_remove(claim) < 0;
+        failed |= !is_none(claim) && claims_remove(claim) < 0;
         PyErr_Clear();
         PyErr_Restore(type, value, traceback);
         return -1;
@@ -192,25 +205,19 @@ PyObject *shared_begin(SharedOperation *self, PyObject *const *args, Py_ssize_t 
 {
     if (count != BEGIN || !PyList_CheckExact(args[PLACES]) || PyList_GET_SIZE(args[PLACES]) != RING_PLACES ||
         known.array == NULL) {
-        PyErr_SetString(PyExc_TypeError, "begin(group, prepared, send, recv, code, instruction, limit, outputs, places, name, words)");
+        PyErr_SetString(PyExc_TypeError, "begin(group, prepared, send, recv, code, instruction, limit, outputs, places, name, words, claim)");
         return NULL;
     }
-    if (known.request == NULL || self->width < self->block || self->send.arrays > 0 || self->recv.arrays > 0 ||
-        (self->send.arrays && (!self->recv.arrays || args[SEND] != args[RECV])) || PyList_GET_SIZE(known.observers) != 0 ||
-        !shared_fits(self, &self->recv, args[RECV], WRITABLE))
+    if (known.request == NULL || self->width < self->block || PyList_GET_SIZE(known.observers) != 0 || !fits(self, args))
         Py_RETURN_NONE;
     int64_t given[RING_SAID], *words = self->words;
     if (args[BEGIN_WORDS] != Py_None && !ring_parse_words(args[BEGIN_WORDS], words = given))
         return NULL;
-    PyObject *level = PyObject_GetAttr(args[GROUP], known.level);
-    if (level == NULL)
-        return NULL;
-    const int claims = PyUnicode_CompareWithASCIIString(level, "full") == 0, apart = claims ? is_apart(self, args[RECV]) : 1;
-    Py_DECREF(level);
+    const int apart = args[CLAIM] == Py_None ? 1 : is_apart(self, args);
     if (apart != 1)
         return apart < 0 ? NULL : Py_NewRef(Py_None);
     PyObject *site = PyTuple_Pack(3, self->op, args[CODE], args[INSTRUCTION]), *old = NULL;
-    Request *request = site == NULL ? NULL : new_request(self, args, claims);
+    Request *request = site == NULL ? NULL : new_request(self, args);
     PyObject *done = request == NULL ? NULL : PyObject_CallNoArgs(self->acquire);
     if (done == NULL) {
         if (request != NULL)
@@ -240,8 +247,25 @@ PyObject *shared_begin(SharedOperation *self, PyObject *const *args, Py_ssize_t 
     return (PyObject *)request;
 }
 
+/* Return whether the program has written an array that a call only reads; -1 and an exception without memory. */
+static int is_written(PyObject *claim)
+{
+    PyObject *reads = is_none(claim) ? NULL : PyObject_GetAttr(claim, known.reads);
+    if (reads != Py_True) {
+        Py_XDECREF(reads);
+        return is_none(claim) || reads != NULL ? 0 : -1;
+    }
+    Py_DECREF(reads);
+    PyObject *verdict = PyObject_CallMethodNoArgs(claim, known.verdict);
+    Py_XDECREF(verdict);
+    return verdict == NULL ? -1 : verdict != Py_None;
+}
+
 PyObject *request_finish(Request *self, PyObject *Py_UNUSED(nothing))
 {
+    const int written = self->shared == NULL ? 0 : is_written(self->objects[REQUEST_claim]); /* runs code of Python */
+    if (written != 0)
+        return written < 0 ? NULL : Py_NewRef(Py_False);
     SharedOperation *shared = self->shared;
     PyObject *const *objects = self->objects;
     const int message = shared == NULL && is_message(objects[REQUEST_held]);

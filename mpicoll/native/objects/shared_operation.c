@@ -32,6 +32,12 @@ static void shared_dealloc(SharedOperation *self)
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
+/* Whether the arrays of a list are reduced, each in its place. The data of a member is all of them, one behind the other. */
+static int is_packed(const SharedOperation *self)
+{
+    return self->result == REDUCED && self->recv.arrays > 0;
+}
+
 /* Whether all that is written and read stays in the room of a member, and the arrays are those of the result. */
 static int is_consistent(const SharedOperation *self)
 {
@@ -51,7 +57,7 @@ static int is_consistent(const SharedOperation *self)
         return 0;
     if (send->arrays < 0 && send->count * self->itemsize != self->sends)
         return 0;
-    for (Py_ssize_t i = 0; i < send->arrays; i++)
+    for (Py_ssize_t i = 0; i < send->arrays && !is_packed(self); i++)
         if (send->counts[i] * self->itemsize > self->block || i * self->block > self->sends - send->counts[i] * self->itemsize)
             return 0;
     for (Py_ssize_t i = 0; i < recv->arrays; i++)
@@ -61,7 +67,9 @@ static int is_consistent(const SharedOperation *self)
     case NOTHING:
         return 1;
     case REDUCED:
-        return recv->arrays < 0 && self->reduction != NULL && recv->count * self->itemsize <= self->block && size > 0 &&
+        if (is_packed(self) && (send->arrays != recv->arrays || send->count * self->itemsize != self->sends || self->sends != self->block))
+            return 0;
+        return recv->arrays != 0 && self->reduction != NULL && recv->count * self->itemsize <= self->block && size > 0 &&
                self->itemsize == reduction_itemsize(self->reduction) && (!self->average || self->reduction->divide != NULL);
     case COPIED:
         return recv->arrays < 0 && self->root >= 0 && recv->count * self->itemsize <= self->block;
@@ -151,14 +159,30 @@ void shared_write_data(const SharedOperation *self, int64_t at, PyObject *send, 
     char *to = data_of(self, self->ring->ring.me, at);
     if (self->send.arrays < 0)
         copy_out(to, memory(send) + from, self->width < self->block ? piece(self, from) : self->sends);
-    for (Py_ssize_t i = 0; i < self->send.arrays; i++)
-        copy_out(to + i * self->block, memory(PyList_GET_ITEM(send, i)), self->send.counts[i] * self->itemsize);
+    for (Py_ssize_t i = 0; i < self->send.arrays; i++) {
+        const Py_ssize_t bytes = self->send.counts[i] * self->itemsize;
+        copy_out(to, memory(PyList_GET_ITEM(send, i)), bytes);
+        to += is_packed(self) ? bytes : self->block;
+    }
 }
 
 /* Return the terms of a member. Two of them may stand where the result goes: the third finds its place overwritten. */
-static const char *terms(const SharedOperation *self, int rank, int64_t at, const char *out)
+static const char *terms(const SharedOperation *self, int rank, int64_t at, Py_ssize_t offset, const char *out)
 {
-    return rank == self->ring->ring.me && self->in_place && rank < 2 ? out : data_of(self, rank, at) + self->offset;
+    return rank == self->ring->ring.me && self->in_place && rank < 2 ? out : data_of(self, rank, at) + offset;
+}
+
+/* Reduce the terms of the members that begin at an offset of their data, in the order of the ranks. */
+static void reduce(const SharedOperation *self, int64_t at, Py_ssize_t offset, char *out, Py_ssize_t bytes)
+{
+    const int size = self->ring->ring.size;
+    if (size == 1)
+        memcpy(out, data_of(self, 0, at) + offset, (size_t)bytes);
+    for (int rank = 1; rank < size; rank++)
+        self->reduction->reduce(out, rank == 1 ? terms(self, 0, at, offset, out) : out, terms(self, rank, at, offset, out),
+                                bytes / self->itemsize * self->reduction->parts);
+    if (self->average)
+        self->reduction->divide(out, bytes / self->itemsize, size);
 }
 
 /* Read the piece of the result that begins at `from`. */
@@ -166,17 +190,15 @@ void shared_read_result(const SharedOperation *self, int64_t at, PyObject *recv,
 {
     const int size = self->ring->ring.size;
     const Py_ssize_t bytes = self->width < self->block ? piece(self, from) : self->recv.count * self->itemsize;
-    char *out;
+    Py_ssize_t offset = self->offset;
     switch (self->result) {
-    case REDUCED: /* in the order of the ranks */
-        out = memory(recv) + from;
-        if (size == 1)
-            memcpy(out, data_of(self, 0, at) + self->offset, (size_t)bytes);
-        for (int rank = 1; rank < size; rank++)
-            self->reduction->reduce(out, rank == 1 ? terms(self, 0, at, out) : out, terms(self, rank, at, out),
-                                    bytes / self->itemsize * self->reduction->parts);
-        if (self->average)
-            self->reduction->divide(out, bytes / self->itemsize, size);
+    case REDUCED:
+        if (self->recv.arrays < 0)
+            reduce(self, at, offset, memory(recv) + from, bytes);
+        for (Py_ssize_t i = 0; i < self->recv.arrays; i++) {
+            reduce(self, at, offset, memory(PyList_GET_ITEM(recv, i)), self->recv.counts[i] * self->itemsize);
+            offset += self->recv.counts[i] * self->itemsize;
+        }
         break;
     case COPIED:
         memcpy(memory(recv) + from, data_of(self, self->root, at) + self->offset, (size_t)bytes);
@@ -233,8 +255,8 @@ static PyMethodDef shared_methods[] = {
      "4 if recv is not what the call was prepared for."},
     {"begin", (PyCFunction)(void (*)(void))shared_begin, METH_FASTCALL,
      "Start the call in one piece, for a wait later: begin(group, prepared, send, recv, code, instruction, limit, outputs, places, name,\n"
-     "words). Return the request, pending and with its claim of memory; None, with nothing done, if that is impossible. The places are\n"
-     "those of the rounds; the words have the name, and both are None without one."},
+     "words, claim). Return the request, pending and with its claim of memory; None, with nothing done, if that is impossible. The places\n"
+     "are those of the rounds; the words have the name, and both are None without one; the claim is None if calls are not compared."},
     {"run", (PyCFunction)(void (*)(void))shared_run, METH_FASTCALL,
      "Make the call: run(group, prepared, send, recv, frame[, limit, name, words]). Return False if nothing was done."},
     {"run_rest", (PyCFunction)(void (*)(void))shared_run_rest, METH_FASTCALL,

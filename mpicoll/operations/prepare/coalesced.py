@@ -26,6 +26,7 @@ from mpicoll.memory.adapt import adapt, adapt_list, apart, same_dtype, viewed
 from mpicoll.memory.dtypes import Reduction, dtype_name, is_native, resolve_reduction
 from mpicoll.memory.half import wide
 from mpicoll.memory.memory import AnyArray, Memory
+from mpicoll.memory.protocols import as_numpy
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
 from mpicoll.operations import dispatch
 from mpicoll.operations.prepare.run import Prepared, result_unpacker
@@ -40,6 +41,9 @@ BUCKET_BYTES = 25 * 1024 * 1024
 
 CACHED_BYTES = 256 * 1024 * 1024
 """Most bytes of all flat buffers that are cached for lists of the same shapes and dtypes."""
+
+FEW = 32
+"""Most arrays of a small call that are reduced where they stand, without a flat buffer."""
 
 _MOST_PLANS = 16
 _MOST_WORDS = 60
@@ -178,10 +182,11 @@ def _plan(dtypes: list[np.dtype[Any]], shapes: list[tuple[int, ...]], bytes_: in
 
 @dataclass(slots=True)
 class _List:
-    """The arrays of a call, and the memories of all arrays if one is not a plain NumPy array."""
+    """The arrays of a call, the memories of all arrays if one is not a plain array, and the arrays as the program gave them."""
 
     arrays: list[Any]
     memories: list[Memory] | None
+    outputs: list[Any]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -230,14 +235,25 @@ def _plain_list(arrays: Any) -> tuple[list[np.dtype[Any]], list[tuple[int, ...]]
     return dtypes, [array.shape for array in arrays]
 
 
+def _views(arrays: Any) -> Any:
+    """Return a list with NumPy arrays of the memory of host tensors in it; None if a tensor of torch has no such array."""
+    if type(arrays) is not list or not any(type(each).__module__ == "torch" for each in arrays):
+        return arrays
+    try:
+        return [as_numpy(each, "", writable=True) if type(each).__module__ == "torch" else each for each in arrays]
+    except Exception:  # raised where all members raise
+        return None
+
+
 def _adapted(arrays: Any, name: str, one_dtype: bool) -> tuple[_List, list[np.dtype[Any]], list[tuple[int, ...]]]:
     """Adapt the arrays of a list, which the call writes; return also their dtypes and shapes."""
     if type(arrays) is list:
         arrays = [*arrays]  # the program may change its list until the call is over
-    plain = _plain_list(arrays)
+    views = _views(arrays)
+    plain = _plain_list(views)
     if plain is not None and (len(set(plain[0])) == 1 or not one_dtype):
-        apart(arrays, name)
-        return _List(arrays, None), *plain
+        apart(views, name)
+        return _List(views, None, arrays), *plain
     if one_dtype or not isinstance(arrays, list):
         memories = adapt_list(arrays, name, writable=True)
     else:
@@ -245,7 +261,7 @@ def _adapted(arrays: Any, name: str, one_dtype: bool) -> tuple[_List, list[np.dt
         apart([memory.own for memory in memories], name)
     memories = [wide(memory) for memory in memories]
     return (
-        _List(list(arrays), memories),
+        _List(list(arrays), memories, list(arrays)),
         [memory.dtype for memory in memories],
         [memory.shape for memory in memories],
     )
@@ -264,18 +280,27 @@ def _complex_among_real(arrays: Any) -> bool:
 def _learn(
     g: ProcessGroup, function: str, given: _List, plan: Plan, reductions: list[Reduction], key: tuple[Any, ...]
 ) -> None:
-    """Prepare a call with one bucket, so that the next such call costs less."""
+    """Prepare a call with one bucket, so that the next such call costs less.
+
+    Few small arrays on one node are reduced where they stand. Other arrays go through the flat buffer.
+    """
     plain = len(plan.buckets) == 1 and not plan.buckets[0].alone and given.memories is None
     if not plain or reductions[0].factor is not None:
         return
-    (reduction,), flats = reductions, plan.take()
+    (reduction,), (bucket,), flats = reductions, plan.buckets, plan.take()
     assert flats[0] is not None
-    whole: Any = flats[0].whole
+    small = len(given.arrays) <= FEW and bucket.nbytes <= SNAPSHOT_BYTES and g.pair.agreement.channel.carries_data
+    moves: Any = given.arrays if small else flats[0].whole
     again = PreparedOperation(
-        function, key, Kind.ALL_REDUCE, whole.nbytes, mpi_op=reduction.mpi_op, average=reduction.average
+        function, key, Kind.ALL_REDUCE, bucket.nbytes, mpi_op=reduction.mpi_op, average=reduction.average
     )
-    dispatch.cache(g, (function, reduction.op, plan.words, plan.bytes), again, whole.dtype, whole, whole)
+    signature = _signature(function, reduction.op, plan.bytes, [bucket.dtype] * len(given.arrays), plan.shapes)
+    dispatch.cache(g, signature, again, bucket.dtype, moves, moves)
     plan.give_back(flats)
+
+
+def _signature(function: str, op: Any, bytes_: int, dtypes: Iterable[Any], shapes: Iterable[Any]) -> tuple[Any, ...]:
+    return function, op, bytes_, *dtypes, *shapes
 
 
 def made_again(
@@ -289,19 +314,22 @@ def made_again(
     name: str | None,
 ) -> Work | bool:
     """Make a prepared call: return True, or its Work; return False, and do nothing, if the call is not prepared."""
-    if claims.active and not async_op:
+    if type(op) is not RedOpType or type(bytes_) is not int or type(arrays) is not list:
         return False
-    g = resolve(group) if type(op) is RedOpType and type(bytes_) is int else None
-    if type(arrays) is list:
-        arrays = [*arrays]  # the program may change its list until the call is over
-    plain = None if g is None else _plain_list(arrays)
-    if g is None or plain is None or not are_disjoint(arrays):
+    outputs, arrays = [*arrays], _views([*arrays])  # the program may change its list until the call is over
+    plain, g = _plain_list(arrays), resolve(group)
+    if plain is None or g is None:
+        return False
+    key = _signature(function, op, bytes_, *plain)
+    found = g.prepared.get(key)
+    if found is None:
+        return False
+    if found.lists:
+        return dispatch.again(g, key, arrays, arrays, 3, timeout, name, async_op, outputs)
+    if (claims.active and not async_op) or not are_disjoint(arrays):
         return False
     plan = _plan(*plain, bytes_)
-    key = (function, op, plan.words, bytes_)
-    if key not in g.prepared:
-        return False
-    given, flats = _List(arrays, None), plan.take()
+    given, flats = _List(arrays, None, outputs), plan.take()
     bucket, flat = plan.buckets[0], flats[0]
     assert flat is not None
 
@@ -311,7 +339,7 @@ def made_again(
 
     with signals.guard:  # to the end: a Ctrl-C noted in a complete call must not prevent the copy of its results
         given.into(bucket, flat)
-        made = dispatch.again(g, key, flat.whole, flat.whole, 3, timeout, name, async_op, given.arrays, spread)
+        made = dispatch.again(g, key, flat.whole, flat.whole, 3, timeout, name, async_op, outputs, spread, arrays)
         if made is True:
             spread()
         elif not made:
@@ -349,7 +377,7 @@ def _reduced(g: ProcessGroup, given: _List, plan: Plan, reductions: list[Reducti
 
     move = replace(moves[0], more=tuple(moves[1:])) if moves else Movement(Kind.BARRIER)
     awaits = tuple(given.memories or ())
-    return Prepared(key, move, list(given.arrays), awaits=awaits, before=before, after=after)
+    return Prepared(key, move, list(given.outputs), awaits=awaits, before=before, after=after)
 
 
 def all_reduce_coalesced(g: ProcessGroup, tensors: list[AnyArray] | AnyArray, op: RedOpType | ReduceOp) -> Prepared:

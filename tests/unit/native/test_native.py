@@ -652,6 +652,32 @@ def test_prepared_reductions(extension: Any, dtype: str) -> None:
                         assert is_same(out, expected, op), (op, size, count, in_place, rank)
 
 
+@pytest.mark.parametrize("size", [1, *SIZES])
+def test_a_list_of_arrays_is_reduced_where_it_stands(extension: Any, size: int) -> None:
+    """The data of a member is its arrays, one behind the other; each array gets its part of the result."""
+    shapes = [(3,), (), (2, 2), (0,)]
+    about = {"sends": 64, "block": 64, "width": 64, "send": shapes, "recv": shapes, "in_place": True}
+    calls = [prepared(extension, ring, average=True, **about) for ring in rings(extension, size)]
+    terms = [[np.full(shape, rank + 10.0 * i) for i, shape in enumerate(shapes)] for rank in range(size)]
+    for number in (1, 2):
+        given = [[array.copy() for array in arrays] for arrays in terms]
+        for call, arrays in zip(calls, given, strict=True):
+            call.write(number, arrays)
+        for call, arrays in zip(calls, given, strict=True):
+            call.read(number, arrays)
+            for i, array in enumerate(arrays):
+                assert (array == (size - 1) / 2 + 10.0 * i).all(), (number, i)
+    same = np.zeros(3)
+    for wrong in (
+        same,
+        [same],
+        [same, np.zeros(()), np.zeros((2, 2)), np.zeros((0,), "f4")],
+        [same, same[1:2].reshape(()), np.zeros((2, 2)), np.zeros(0)],
+    ):
+        with pytest.raises(ValueError):
+            calls[0].read(2, wrong)
+
+
 def test_other_prepared_results(extension: Any) -> None:
     """A row of each member, a list of them, and what the root has; of one block for each member, too."""
     size, number = 3, 5
@@ -698,6 +724,9 @@ def test_other_prepared_results(extension: Any) -> None:
         {"result": "rows"},
         {"result": "list"},
         {"result": "reduced", "recv": None},
+        {"send": [(3,), (3,)], "recv": [(3,), (3,)]},
+        {"send": [(3,), (3,)], "recv": [(3,)], "sends": 48, "block": 48, "width": 48},
+        {"send": [(3,), (3,)], "recv": [(3,), (3,)], "sends": 48, "block": 56, "width": 56},
         {"reduction": "SUM f2"},
         {"reduction": "SUM f4"},
         {"reduction": ""},
