@@ -133,8 +133,8 @@ def isend(
     """Start to send ``tensor`` to one rank (this rank itself is allowed), and return a :class:`Work` to wait for.
 
     Only this rank calls this function; the destination calls :func:`recv` or :func:`irecv` with the same dtype, number of
-    elements and tag. ``tensor`` must not be written before ``wait`` of the Work has returned; ``wait`` finds writes to up to
-    64 KiB (BufferInUseError). Arguments as in :func:`send`. A rank that is not in the group gets None, and a warning.
+    elements and tag. ``tensor`` must not be written before ``wait`` of the Work has returned; ``wait`` finds most writes
+    (BufferInUseError). Arguments as in :func:`send`. A rank that is not in the group gets None, and a warning.
 
     Raises: as :func:`send`: errors of this rank here, errors that depend on other ranks in ``wait`` of the Work.
 
@@ -159,8 +159,8 @@ def irecv(
     """Start to receive into ``tensor``, and return a :class:`Work` to wait for.
 
     Only this rank calls this function; the source calls :func:`send` or :func:`isend` with the same dtype, number of elements
-    and tag. ``tensor`` must not be read or written before ``wait`` of the Work has returned; ``wait`` finds writes to up to
-    64 KiB (BufferInUseError), but no reads. Afterwards ``source_rank()`` of the Work is the sender's rank in the group.
+    and tag. ``tensor`` must not be read or written before ``wait`` of the Work has returned; ``wait`` finds most writes
+    (BufferInUseError), but no reads. Afterwards ``source_rank()`` of the Work is the sender's rank in the group.
     Arguments as in :func:`recv`. A rank that is not in the group gets None, and a warning.
 
     Raises: as :func:`recv`: errors of this rank here, errors that depend on other ranks in ``wait`` of the Work.

@@ -5,8 +5,8 @@ the program has to wait for claims its memory, and a new claim is compared with 
 
 Snapshots find writes of the program. Memory that an operation reads is compared from the issue of the operation until the
 program has waited for it. Memory that an operation writes is compared until the result arrives, and again afterwards. (A copy of
-64 KiB takes a tenth of the time of its checksum.) Snapshots do not find writes to buffers of more than ``SNAPSHOT_BYTES``,
-writes of equal bytes, and reads of memory that an operation writes.
+64 KiB takes a tenth of the time of its checksum.) Memory of more than ``SNAPSHOT_BYTES`` is sampled. While its result arrives in
+place, nothing is compared. Snapshots do not find writes of equal bytes, and reads of memory that an operation writes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import numpy.typing as npt
 
-from mpicoll.checks.memory_ranges import EVERYWHERE, SNAPSHOT_BYTES, Range, Ranges, Snapshot, bounds, contents, span
+from mpicoll.checks.memory_ranges import EVERYWHERE, Range, Ranges, Snapshot, bounds, contents, span
 from mpicoll.diagnosis.report.entries import Entry
 from mpicoll.diagnosis.report.report import with_calls
 from mpicoll.errors import BufferInUseError
@@ -244,8 +244,7 @@ class RequestClaim(Claim):
 
     def snapshot_results(self) -> None:
         """Record the contents of the array of the request, which is complete now."""
-        if self.array.nbytes <= SNAPSHOT_BYTES:
-            self.results = contents(self.array)
+        self.results = contents(self.array)
 
     def clear(self) -> None:
         """Drop the references to the memory and the request."""

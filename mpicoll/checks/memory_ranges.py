@@ -12,9 +12,13 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from mpicoll.memory.device.addresses import DeviceAddresses
+from mpicoll.runtime.native import found as extension
 
 SNAPSHOT_BYTES = 64 * 1024
-"""Bytes of the largest buffer that is checked for writes of the program."""
+"""Bytes of the largest buffer that is compared as a whole to find writes of the program; of a larger one a sample is compared."""
+
+_END_BYTES, _PLACE_BYTES, _EACH_BYTES = 128, 16, 16 * 1024
+_LEAST_PLACES, _MOST_PLACES = 4, 256
 
 EVERYWHERE = 0, sys.maxsize
 """The bounds of memory whose addresses are not known."""
@@ -82,42 +86,63 @@ def bounds(ranges: list[Range]) -> tuple[int, int]:
 
 
 class Snapshot:
-    """The contents of some arrays, to find out later whether the arrays were written."""
+    """The contents of some arrays, to find out later whether the arrays were written. Memory of a GPU is not looked at."""
 
     __slots__ = ("_held",)
 
     def __init__(self, arrays: Iterable[Array]) -> None:
-        self._held = [
-            (array, _bytes(array))
-            for array in arrays
-            if array.nbytes <= SNAPSHOT_BYTES and type(array) is not DeviceAddresses
-        ]
+        self._held = [(array, contents(array)) for array in arrays if type(array) is not DeviceAddresses]
 
     def is_changed(self) -> bool:
         """Return whether the contents of an array have changed."""
-        return any(_bytes(array) != held for array, held in self._held)
-
-
-def _bytes(array: Array) -> bytes:
-    if array.dtype.names is not None:
-        # Field by field: bytes between fields may belong to another array, and are arbitrary in a copy.
-        return b"".join(_bytes(array[name]) for name in array.dtype.names)
-    return array.tobytes()
+        return any(contents(array) != held for array, held in self._held)
 
 
 def seal(arrays: Any) -> bytes | Snapshot:
-    """Return the contents of an array or a list of arrays, to find writes; empty for large arrays and for None."""
+    """Return the contents of an array or a list of arrays, to find writes; empty for None."""
     listed = arrays if isinstance(arrays, list) else [] if arrays is None else [arrays]
-    if sum(each.nbytes for each in listed) > SNAPSHOT_BYTES:
-        return b""
-    if any(each.dtype.names is not None for each in listed):  # bytes between fields are not compared
+    if any(
+        each.dtype.names is not None for each in listed
+    ):  # the extension would compare the bytes between fields, too
         return Snapshot(listed)
     return contents(arrays) if listed else b""
 
 
+def is_sampled(arrays: Any) -> bool:
+    """Return whether the contents of an array, or of the arrays of a list, are a sample."""
+    listed = arrays if isinstance(arrays, list) else [] if arrays is None else [arrays]
+    return bool(sum(each.nbytes for each in listed) > SNAPSHOT_BYTES)
+
+
 def contents(arrays: Any) -> bytes:
-    """Return the bytes of an array, or of the arrays of a list one behind the other."""
-    return b"".join(each.tobytes() for each in arrays) if isinstance(arrays, list) else bytes(arrays.tobytes())
+    """Return the bytes of an array, or of the arrays of a list one behind the other.
+
+    Of more than ``SNAPSHOT_BYTES`` the result is a sample of each array: 128 bytes at both ends, and 16 bytes at each of 4 to
+    256 places in between, one for 16 KiB.
+    """
+    listed = arrays if isinstance(arrays, list) else [arrays]
+    if extension is not None and all(each.dtype.names is None for each in listed):
+        found: bytes | None = extension.contents(arrays)
+        if found is not None:
+            return found
+    sampled = is_sampled(listed)
+    return b"".join(_bytes(each, sampled) for each in listed)
+
+
+def _bytes(array: Array, sampled: bool) -> bytes:
+    if array.dtype.names is not None:
+        # Field by field: bytes between fields may belong to another array, and are arbitrary in a copy.
+        return b"".join(_bytes(array[name], sampled) for name in array.dtype.names)
+    places = min(max(array.nbytes // _EACH_BYTES, _LEAST_PLACES), _MOST_PLACES)
+    if not sampled or array.nbytes <= 2 * _END_BYTES + places * _PLACE_BYTES:
+        return array.tobytes()
+    if not array.flags.c_contiguous:
+        chosen = np.linspace(0, array.size - 1, places + 2 * _END_BYTES // _PLACE_BYTES).astype(np.intp)
+        return bytes(array[np.unravel_index(chosen, array.shape)].tobytes())
+    raw = array.reshape(-1).view(np.uint8)
+    step = array.nbytes // places // _PLACE_BYTES * _PLACE_BYTES
+    between = raw[: places * step].reshape(places, step)[:, :_PLACE_BYTES]
+    return bytes(raw[:_END_BYTES].tobytes() + raw[-_END_BYTES:].tobytes() + between.tobytes())
 
 
 class Ranges:

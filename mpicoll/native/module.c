@@ -155,6 +155,9 @@ static PyMethodDef methods[] = {
     {"configure", configure, METH_VARARGS, "Tell the module what it needs of the library."},
     {"matches", (PyCFunction)(void (*)(void))matches, METH_FASTCALL,
      "Return whether an array has a dtype and a shape, in one piece of memory: matches(array, dtype, shape, writable)."},
+    {"contents", contents, METH_O,
+     "Return the bytes of an array, or of each in a list, to find writes of the program; a sample of more than SNAPSHOT_BYTES.\n"
+     "None if an array is not in one piece of memory."},
     {"reduce_rows", reduce_rows, METH_VARARGS,
      "Reduce rows in their order: reduce_rows(rows, number of rows, out, \"SUM f8\")."},
     {NULL},

@@ -27,8 +27,8 @@ from mpicoll.operations import execution
 from mpicoll.operations.failures import guarded, wrap
 from mpicoll.operations.prepared import LARGEST, MOST, PreparedOperation
 from mpicoll.operations.request import Request
-from mpicoll.operations.schedules import AT_ONCE, EAGER, MEETING, THROUGH_PLAN
-from mpicoll.operations.states import COMPLETE, POSTED, observers
+from mpicoll.operations.schedules import AT_ONCE, EAGER, IN_SHARED_MEMORY, MEETING, THROUGH_PLAN, Sealed
+from mpicoll.operations.states import COMPLETE, MOVING, POSTED, observers
 from mpicoll.operations.work import Work, answer
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import CallSite, caller
@@ -345,6 +345,8 @@ def begin(
                 claim.request = request
             if request.round is not None or not request.Test():  # a round that has just been posted is not over
                 _pending.append(request)
+            if request.state is MOVING and before and request.schedule is IN_SHARED_MEMORY:
+                request._current = Sealed(request)
             work = Work(request, claim)
             if claim is not None:
                 claims.claim(claim)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mpicoll.checks.memory_in_use import RequestClaim, claims, written
-from mpicoll.checks.memory_ranges import SNAPSHOT_BYTES
+from mpicoll.checks.memory_ranges import contents
 from mpicoll.diagnosis.call import Call
 from mpicoll.errors import CollectiveMismatchError
 from mpicoll.groups import registry
@@ -293,8 +293,8 @@ def _start_send(group: ProcessGroup, again: PersistentSend, tensor: Array, frame
                     again.elements[...] = tensor
                     again.start()
                 else:
-                    if claim is not None and tensor.nbytes <= SNAPSHOT_BYTES:
-                        made.after = tensor.tobytes()
+                    if claim is not None:
+                        made.after = contents(tensor)
                     made._current = again.start_apart(tensor, group.posting)
                     waiting.transfer_hint(tensor.nbytes)
                 again.count += 1
@@ -330,8 +330,7 @@ def _start_receive(group: ProcessGroup, again: PersistentReceive, tensor: Array,
                 claim = _claim(made, True)
                 if claim is None:
                     return None
-                if tensor.nbytes <= SNAPSHOT_BYTES:
-                    made.before = tensor.tobytes()
+                made.before = contents(tensor)
             again.code, again.instruction = frame.f_code, frame.f_lasti
             operation = made
             posted.append(key)
@@ -435,7 +434,7 @@ class _PreparedReceive(_PreparedMessage):
             if not again.test():
                 return False
             again.current = None
-            if self.before is not None and array.tobytes() == self.before:
+            if self.before is not None and contents(array) == self.before:
                 self.before = None
             if again.words[0] != again.expected:
                 self._go_the_general_way()

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mpicoll.checks.levels import EVERY
-from mpicoll.checks.memory_ranges import Snapshot
+from mpicoll.checks.memory_ranges import Snapshot, is_sampled
 from mpicoll.diagnosis.call import Call, fingerprint
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
@@ -36,6 +36,7 @@ from mpicoll.operations.schedules import (
     finish,
     land,
     movement,
+    note_writes,
 )
 from mpicoll.runtime import waiting
 from mpicoll.runtime.call_site import CallSite
@@ -266,7 +267,9 @@ class PreparedOperation:
     def steps(self, request: Request) -> Steps:
         """Return the steps of the general way: members make the call in different ways, or a member is late."""
         group, recv = request.group, request.recv
-        copied = bool(request.before) and request.spread is None
+        copied = bool(request.before) and request.spread is None and not is_sampled(recv)
+        if request.spread is None and not copied:
+            note_writes(request)
         if copied:  # the program may write its array until the end, which is found then
             own: Any = [each.copy() for each in recv] if isinstance(recv, list) else recv.copy()
             request.send, request.recv = own if request.send is recv else request.send, own
@@ -274,7 +277,7 @@ class PreparedOperation:
 
         def after() -> None:
             finish(request)
-            if request.before:
+            if copied or (request.before and request.spread is not None):
                 check(request)
             if copied:
                 own, request.recv = request.recv, recv
@@ -344,7 +347,7 @@ class PreparedOperation:
             schedule = UNCOMPARED if waited and self.plan_key[:2] in group.own_plans else None
         elif eager or in_segment:
             schedule = at_once if eager else EAGER
-        elif waited or (self._way is Way.SHARED_MEMORY and not before and spread is None):
+        elif waited or (self._way is Way.SHARED_MEMORY and spread is None and (not before or is_sampled(recv))):
             schedule = self._schedule(group)
         request.start_prepared(self, number, words, schedule)
         return request

@@ -65,7 +65,9 @@ def movement(request: Any) -> Movement:
 
 
 def finish(request: Any) -> None:
-    """Divide the result of an average, and put the result into the arrays of the program."""
+    """Put the result, divided for an average, into the arrays of the program; raise what ``note_writes`` has found."""
+    if request.wrong is not None:
+        raise request.wrong
     move: Movement = request.move
     if request.prepared.average and move.recv is not None:
         without_warnings(np.divide, move.recv, request.group.size(), out=move.recv)
@@ -73,11 +75,21 @@ def finish(request: Any) -> None:
         request.unpack()
 
 
+def note_writes(request: Any) -> None:
+    """Note whether the program has written arrays that are about to move in place. The request raises that in the end."""
+    if request.wrong is None and request.before and _is_changed(request):
+        request.wrong = written(request.call.op, request.call.site, request.group.display)
+
+
 def check(request: Any) -> None:
     """Raise BufferInUseError if the program has written its arrays since the start."""
-    before = request.before
-    if contents(request.arrays) != before if isinstance(before, bytes) else before.is_changed():
+    if _is_changed(request):
         raise written(request.call.op, request.call.site, request.group.display)
+
+
+def _is_changed(request: Any) -> bool:
+    before = request.before
+    return contents(request.arrays) != before if isinstance(before, bytes) else bool(before.is_changed())
 
 
 def _changed(request: Any) -> DistError:
@@ -97,6 +109,20 @@ def land(request: Any) -> None:
     except Exception as error:
         request.call.error = error
         raise
+
+
+class Sealed:
+    """What a request waits for, until the next test: that compares the arrays, which the program may have written meanwhile."""
+
+    def __init__(self, request: Any) -> None:
+        self._request, self._waits_for = request, request._current
+        request.before = seal(request.arrays)
+
+    def Test(self) -> bool:
+        """Compare the arrays; progress what the request waits for, and return whether that is complete."""
+        note_writes(self._request)
+        self._request._current = self._waits_for
+        return bool(self._waits_for.Test())
 
 
 class _Meeting:
@@ -197,12 +223,15 @@ class _InSharedMemory(_Meeting):
         assert node is not None
         if not request.waited:
             waiting.transfer_hint(prepared.nbytes)
+            note_writes(request)
         request.steps = node.steps(movement(request), prepared.nbytes)
         return None
 
     def finish(self, request: Any) -> None:
         """Finish the result."""
         finish(request)
+        if request.before:
+            request.after = seal(request.arrays)
 
 
 class _ThroughPlan(_InSharedMemory):

@@ -121,6 +121,7 @@ class PythonRequestFields:
         arrays, spread: the arrays of the program for the result, and the function that copies ``recv`` to these arrays; None if
             ``arrays`` are ``recv``.
         before, after: contents of these arrays at the start, and after the result was written; empty if they are not compared.
+        wrong: the error of this rank that the request raises when its data has moved, which the others need; or None.
         code, instruction, name, seq: the call site; the name that the program gives the call; its number on the group.
         made: the calls since the last comparison, at level ``roll``.
         move, plan, unpack: the movement and its plan, after the data has begun to move; the function that copies the result to
@@ -170,6 +171,7 @@ class PythonRequestFields:
         "unpack",
         "waited",
         "words",
+        "wrong",
     )
     group: Any
     outputs: list[Any]
@@ -213,6 +215,7 @@ class PythonRequestFields:
     steps: Any
     unpack: Any
     words: Any
+    wrong: Any
 
     def __new__(cls, *_args: Any, **_more: Any) -> Any:
         made = super().__new__(cls)

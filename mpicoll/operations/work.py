@@ -129,8 +129,9 @@ class Work:
     program computes (docs/performance.md, "Overlap").
 
     Memory that a pending operation writes must not be passed to another operation, nor memory that it reads to an operation that
-    writes: with ``MPICOLL_CHECK=full`` that raises BufferInUseError at once, and ``wait`` finds writes of the program to buffers
-    of up to 64 KiB. Such a write is an error also if the library has already copied the data, as for small messages.
+    writes: with ``MPICOLL_CHECK=full`` that raises BufferInUseError at once, and ``wait`` finds writes of the program to the
+    buffers, and of buffers above 64 KiB to a sample. Such a write is an error also if the library has already copied the data, as
+    for small messages.
 
     Source: torch.distributed.Work.
     """

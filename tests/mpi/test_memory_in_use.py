@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from ranks import neighbours
 
 import mpicoll as dist
 from mpicoll.checks.memory_in_use import claims
+from mpicoll.operations.schedules import Sealed
+from mpicoll.operations.states import MOVING
 from mpicoll.pytest_plugin import collective_raises
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -232,3 +235,88 @@ def test_many_under_way() -> None:
     for work in works:
         work.wait()
     assert (x == y).all()
+
+
+READ = [
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_single",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+    "gather",
+    "isend",
+    "reduce_scatter",
+    "scatter",
+]
+IN_PLACE = ["all_reduce", "all_reduce_coalesced", "average_gradients"]
+
+
+def asynchronous_calls(size: int) -> dict[str, Any]:
+    """Return functions that start a call on new arrays; each returns the handles, and an array that is read or in place."""
+    me, n = dist.get_rank(), dist.get_world_size()
+
+    def full(count: int = size) -> Any:
+        return np.full(count, me + 1.0)
+
+    def blocks() -> list[Any]:
+        return [full() for _ in range(n)]
+
+    def started(call: Callable[..., Any], *given: Any, at: int = 0) -> Any:
+        """Start a call, and return the array, or the last array of the list, that is its argument ``at``."""
+        moves = given[at]
+        return [call(*given, async_op=True)], moves[-1] if isinstance(moves, list) else moves
+
+    def exchange() -> Any:
+        x = full()
+        return [dist.irecv(full(), (me - 1) % n), dist.isend(x, (me + 1) % n)], x
+
+    root = me == 0
+    return {
+        "all_reduce": lambda: started(dist.all_reduce, full()),
+        "broadcast": lambda: (
+            started(dist.broadcast, full(), 0) if root else ([dist.broadcast(full(), 0, async_op=True)], None)
+        ),
+        "all_gather": lambda: started(dist.all_gather, blocks(), full(), at=1),
+        "all_gather_single": lambda: started(dist.all_gather_single, full(n * size), full(), at=1),
+        "all_to_all": lambda: started(dist.all_to_all, blocks(), blocks(), at=1),
+        "all_to_all_single": lambda: started(dist.all_to_all_single, full(n * size), full(n * size), at=1),
+        "reduce_scatter": lambda: started(dist.reduce_scatter, full(), blocks(), at=1),
+        "scatter": lambda: (
+            started(dist.scatter, full(), blocks(), 0, at=1)
+            if root
+            else ([dist.scatter(full(), None, 0, async_op=True)], None)
+        ),
+        "gather": lambda: started(dist.gather, full(), blocks() if root else None, 0),
+        "all_reduce_coalesced": lambda: started(dist.all_reduce_coalesced, [full(), full(3)]),
+        "all_gather_coalesced": lambda: started(
+            dist.all_gather_coalesced, [blocks() for _ in range(n)], blocks(), at=1
+        ),
+        "average_gradients": lambda: started(dist.average_gradients, [full(3), full()]),
+        "isend": exchange,
+    }
+
+
+@pytest.mark.parametrize("size", [10, 20_000, 200_000])
+@pytest.mark.parametrize("name", READ + IN_PLACE)
+def test_an_array_of_any_size_or_in_a_list_is_written_before_the_wait(name: str, size: int) -> None:
+    """The wait raises, the first time and later, also for arrays above 64 KiB and for the arrays of a list.
+
+    Large arrays in place are not compared while their data moves, but for a write straight after the start on one node.
+    """
+    start = asynchronous_calls(size)[name]
+    for writes in (True, False, True, False):
+        dist.barrier()
+        works, array = start()
+        request = works[0]._request
+        unseen = name in IN_PLACE and request.state is MOVING and not isinstance(request._current, Sealed)
+        if writes and array is not None and not unseen:
+            array[...] = 77
+        errors = []
+        for work in works:
+            try:
+                work.wait()
+            except dist.BufferInUseError as error:
+                errors.append(error)
+        assert len(errors) == (writes and array is not None and not unseen), (name, size, writes)
+    dist.barrier()

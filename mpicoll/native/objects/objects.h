@@ -18,7 +18,7 @@
 
 enum { READABLE = 0x101, WRITABLE = 0x501 }; /* NumPy's flags: C-contiguous and aligned; and writeable */
 
-enum { SNAPSHOT_BYTES = 64 * 1024 }; /* the largest memory that is compared, to find writes of the program */
+enum { SNAPSHOT_BYTES = 64 * 1024 }; /* the largest memory that is compared as a whole, to find writes of the program */
 
 /* The head of an ndarray, which NumPy's own macros read in every extension module. check_arrays() compares it with an array. */
 typedef struct {
@@ -72,7 +72,7 @@ typedef struct {
 #define REQUEST_FIELDS(_) \
     _(group) _(_call) _(prepared) _(schedule) _(claim) _(words) _(outputs) _(peer) _(held) _(state) _(round) _(agreed) _(error) \
     _(returned) _(future) _(landing) _(_transfer) _(steps) _(_current) _(_lock) _(send) _(recv) _(arrays) _(spread) _(code) _(name) \
-    _(made) _(before) _(after) _(move) _(unpack) _(plan)
+    _(made) _(before) _(after) _(wrong) _(move) _(unpack) _(plan)
 
 #define FIELD(name) REQUEST_##name,
 enum { REQUEST_FIELDS(FIELD) REQUEST_OBJECTS };
@@ -220,12 +220,18 @@ void shared_given_free(Given *given);
 int shared_fits(const SharedOperation *self, const Given *wanted, PyObject *given, int flags);
 #define SHARED_CHANGED "the arrays of a call were changed while it waited for the others"
 
+/* The bytes that are held of memory to compare later: all, or a sample of both ends and places in between. */
+Py_ssize_t contents_size(Py_ssize_t bytes, int sampled);
+void contents_copy(char *to, const char *data, Py_ssize_t bytes, int sampled);
+int contents_differ(const char *held, const char *data, Py_ssize_t bytes, int sampled);
+PyObject *contents(PyObject *module, PyObject *arrays);
+
 /* Where the memory of such arrays begins, and the bytes up to its end; NULL and 0 without arrays. */
 const char *shared_span(const SharedOperation *self, const Given *arrays, PyObject *given, Py_ssize_t *bytes);
-/* Return the contents of such arrays in bytes, none above SNAPSHOT_BYTES; NULL and an exception without memory. */
+/* Return the contents of such arrays in bytes, sampled above SNAPSHOT_BYTES; NULL and an exception without memory. */
 PyObject *shared_contents(const SharedOperation *self, const Given *arrays, PyObject *given);
 /* Return whether such arrays have other contents than these; 0 if these are none. */
-int shared_is_changed(const SharedOperation *self, const Given *arrays, PyObject *given, PyObject *contents);
+int shared_is_changed(const SharedOperation *self, const Given *arrays, PyObject *given, PyObject *held);
 
 /* Write the piece of the data that begins at `from`, for the round or the step `at`. */
 void shared_write_data(const SharedOperation *self, int64_t at, PyObject *send, Py_ssize_t from);

@@ -172,31 +172,42 @@ const char *shared_span(const SharedOperation *self, const Given *arrays, PyObje
     return start;
 }
 
+/* Return the size of the contents of such arrays, and whether they are sampled. */
+static Py_ssize_t size_of(const SharedOperation *self, const Given *arrays, Py_ssize_t count, int *sampled)
+{
+    Py_ssize_t size = 0;
+    *sampled = arrays->count * self->itemsize > SNAPSHOT_BYTES;
+    for (Py_ssize_t i = 0; i < count; i++)
+        size += contents_size(bytes_of(self, arrays, i), *sampled);
+    return size;
+}
+
 PyObject *shared_contents(const SharedOperation *self, const Given *arrays, PyObject *given)
 {
     Py_ssize_t count;
+    int sampled;
     PyObject **each = items(arrays, &given, &count);
-    const Py_ssize_t whole = arrays->count * self->itemsize, bytes = count == 0 || whole > SNAPSHOT_BYTES ? 0 : whole;
-    PyObject *contents = PyBytes_FromStringAndSize(NULL, bytes);
-    char *to = contents == NULL || bytes == 0 ? NULL : PyBytes_AS_STRING(contents);
+    PyObject *found = PyBytes_FromStringAndSize(NULL, size_of(self, arrays, count, &sampled));
+    char *to = found == NULL ? NULL : PyBytes_AS_STRING(found);
     for (Py_ssize_t i = 0; to != NULL && i < count; i++) {
-        memcpy(to, memory(each[i]), (size_t)bytes_of(self, arrays, i));
-        to += bytes_of(self, arrays, i);
+        contents_copy(to, memory(each[i]), bytes_of(self, arrays, i), sampled);
+        to += contents_size(bytes_of(self, arrays, i), sampled);
     }
-    return contents;
+    return found;
 }
 
-int shared_is_changed(const SharedOperation *self, const Given *arrays, PyObject *given, PyObject *contents)
+int shared_is_changed(const SharedOperation *self, const Given *arrays, PyObject *given, PyObject *held)
 {
     Py_ssize_t count;
+    int sampled;
     PyObject **each = items(arrays, &given, &count);
-    if (!PyBytes_Check(contents) || PyBytes_GET_SIZE(contents) != arrays->count * self->itemsize)
+    if (!PyBytes_Check(held) || PyBytes_GET_SIZE(held) != size_of(self, arrays, count, &sampled))
         return 0;
-    const char *held = PyBytes_AS_STRING(contents);
+    const char *at = PyBytes_AS_STRING(held);
     for (Py_ssize_t i = 0; i < count; i++) {
-        if (memcmp(held, memory(each[i]), (size_t)bytes_of(self, arrays, i)) != 0)
+        if (contents_differ(at, memory(each[i]), bytes_of(self, arrays, i), sampled))
             return 1;
-        held += bytes_of(self, arrays, i);
+        at += contents_size(bytes_of(self, arrays, i), sampled);
     }
     return 0;
 }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import numpy as np
 
 from mpicoll.checks.memory_in_use import Claim, claims, written
-from mpicoll.checks.memory_ranges import SNAPSHOT_BYTES, Snapshot
+from mpicoll.checks.memory_ranges import Snapshot, is_sampled
 from mpicoll.diagnosis.call import Call
 from mpicoll.errors import wrong_argument
 from mpicoll.groups.process_group import ProcessGroup, Stopping
@@ -248,10 +248,11 @@ def _claim(group: ProcessGroup, op: str, site: CallSite, ready: Prepared, async_
     writes: list[Array] = []
     if move.recv is not None and not (move.kind is Kind.BROADCAST and move.root == group.rank()):
         writes = [array for array in map(viewed, ready.outputs) if array is not None]
+    read = {id(memory): memory for memory in (*ready.inputs, *ready.memories)}.values()
     claim = Claim(
         op,
         site,
-        reads=[memory.own for memory in ready.inputs if memory.pack is None or memory.origin is not None],
+        reads=[memory.own for memory in read if memory.pack is None or memory.origin is not None],
         writes=writes,
         gone=lambda: group.broken is not None or group.destroyed,
         group=group.display,
@@ -261,16 +262,23 @@ def _claim(group: ProcessGroup, op: str, site: CallSite, ready: Prepared, async_
         claim.clear()
         return None
     claim.snapshot_reads()
-    if writes and sum(array.nbytes for array in writes) <= SNAPSHOT_BYTES and not move.on_gpu:
+    if writes and not move.on_gpu:
         _watch_results(claim, ready, writes)
     return claim
 
 
 def _watch_results(claim: Claim, ready: Prepared, arrays: list[Array]) -> None:
-    """Let an asynchronous call move through memory of the library, to find writes of the program to its results."""
+    """Let an asynchronous call find writes of the program to its results.
+
+    Small results move through memory of the library, so that they are compared until they are there. Large results that move in
+    place are compared until the data moves.
+    """
     move, result, found_before, found_after = ready.move, ready.move.recv, ready.before, ready.after
     assert result is not None
-    own = np.empty_like(result) if any(np.may_share_memory(result, array) for array in arrays) else result
+    moved = [each.recv for each in (move, *move.more) if each.recv is not None]
+    in_place = any(np.may_share_memory(one, array) for one in moved for array in arrays)
+    compares, copies = not (in_place and is_sampled(arrays)), in_place and not is_sampled(arrays)
+    own = np.empty_like(result) if copies else result
     seal = Snapshot(arrays)
     dirty = False
 
@@ -281,10 +289,11 @@ def _watch_results(claim: Claim, ready: Prepared, arrays: list[Array]) -> None:
             found_before()
         if own is not result:
             own[...] = result
-        seal = Snapshot(arrays)
+        if compares:
+            seal = Snapshot(arrays)
 
     def after() -> None:
-        if dirty or seal.is_changed():
+        if dirty or (compares and seal.is_changed()):
             raise written(claim.op, claim.site, claim.group)
         if own is not result:
             result[...] = own

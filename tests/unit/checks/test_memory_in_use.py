@@ -11,7 +11,7 @@ import pytest
 
 from mpicoll.checks import memory_ranges
 from mpicoll.checks.memory_in_use import Claim, Registry, RequestClaim
-from mpicoll.checks.memory_ranges import EVERYWHERE, SNAPSHOT_BYTES, Snapshot, span
+from mpicoll.checks.memory_ranges import EVERYWHERE, SNAPSHOT_BYTES, Snapshot, contents, span
 from mpicoll.errors import BufferInUseError
 from mpicoll.runtime.call_site import call_site
 
@@ -205,17 +205,50 @@ def test_a_seal_shows_a_write(dtype: str) -> None:
                 assert seal.is_changed()
 
 
-def test_large_buffers_are_not_sealed() -> None:
-    """Above the limit nothing is read, so that sealing costs little."""
-    large = np.zeros(SNAPSHOT_BYTES + 1, np.uint8)
-    claim = _claim("isend", reads=(large, large[:10]))
-    claim.snapshot_reads()
-    large[-1] = 1
-    assert claim.verdict() is None
-    large[0] = 1
-    error = claim.verdict()
-    assert isinstance(error, BufferInUseError)
-    assert f"isend at {claim.site} was written before its wait() had returned" in str(error)
+def test_a_sample_of_large_buffers_is_sealed() -> None:
+    """Above the limit both ends and some places in between are read, so that sealing costs little."""
+    for nbytes in (SNAPSHOT_BYTES + 1, 1 << 20, (1 << 23) + 8):
+        large = np.zeros(nbytes, np.uint8)
+        assert len(contents(large)) <= 256 + 256 * 16
+        for place in (0, 127, nbytes // 2, nbytes - 128, nbytes - 1):
+            claim = _claim("isend", reads=(large,))
+            claim.snapshot_reads()
+            assert claim.verdict() is None
+            large[place : place + (nbytes // 4 + 16 if place == nbytes // 2 else 1)] += 1
+            error = claim.verdict()
+            assert isinstance(error, BufferInUseError), (nbytes, place)
+            assert f"isend at {claim.site} was written before its wait() had returned" in str(error)
+        claim = _claim("isend", reads=(large,))
+        claim.snapshot_reads()
+        large += 1
+        assert claim.verdict() is not None
+
+
+@pytest.mark.parametrize("nbytes", [0, 8, 300, 400, 64 * 1024, 64 * 1024 + 8, 200_008, (1 << 23) + 16])
+def test_contents_are_the_same_with_the_extension_and_without(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank may compare what the extension has read with what NumPy reads; lists, bytes and read-only arrays are read, too."""
+    if memory_ranges.extension is None:
+        pytest.skip("without the extension there is one way")
+    array = np.random.default_rng(1).integers(0, 255, nbytes, np.uint8)
+    array.flags.writeable = False
+    given = (array, [array, array[: nbytes // 3], array[:8]], array.view("S1"), array[:8].reshape(1, -1))
+    found = [contents(each) for each in given]
+    assert (found[0] == array.tobytes()) == (nbytes <= SNAPSHOT_BYTES)
+    monkeypatch.setattr(memory_ranges, "extension", None)
+    assert [contents(each) for each in given] == found
+
+
+@pytest.mark.parametrize("dtype", ["f8", "M8[s]", "S24", "i4,f8", ">f4"])
+def test_samples_of_other_arrays(dtype: str) -> None:
+    """Columns, dtypes without a buffer, and fields are sampled, and no copy of the whole is made."""
+    whole = np.zeros((1000, 1000), dtype)
+    for array in (whole, whole[:, ::2], whole[::3, 500:], whole.T):
+        seal = Snapshot([array])
+        assert not seal.is_changed()
+        assert len(contents(array)) < SNAPSHOT_BYTES
+        array[-1, -1] = np.ones(1, "i8").astype(dtype.split(",")[0])[0] if "," not in dtype else (1, 1.0)
+        assert seal.is_changed()
+        array[...] = np.zeros(1, dtype)[0]
 
 
 def test_an_exception_out_of_a_signal_handler_leaves_the_ranges_right(monkeypatch: pytest.MonkeyPatch) -> None:
