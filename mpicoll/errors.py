@@ -9,7 +9,7 @@
         ├── DistStoreError             a key-value store failed
         │   └── QueueEmptyError        a queue of a store has no value
         ├── BufferInUseError           memory of a pending operation was passed to another call, or written
-        ├── CollectiveMismatchError    ranks made different calls; nothing was moved, the group can still be used
+        ├── CollectiveMismatchError    ranks made different calls; nothing was moved
         ├── DeadlockError              ranks wait for each other, and no rank can release them
         ├── PeerFailedError            another rank failed (uncaught exception, signal)
         │   └── FirstFailedError       the rank that runs a block first failed in the block
@@ -155,8 +155,10 @@ class QueueEmptyError(DistStoreError):
 class CollectiveMismatchError(DistError):
     """The members of a group made different calls, or a member passed wrong arguments.
 
-    Raised on every member at the same call, before any data moved: the group can still be used. A receive raises this error on
-    its own rank only, if the message has another dtype or size; the message is not lost.
+    Raised on every member at the same call, before any data moved. The group can still be used, unless a member had asynchronous
+    calls of the group pending for which the program did not wait: then the group is broken on all members, as these calls could
+    be taken for others. The last line of the message says which. A receive raises this error on its own rank only, if the
+    message has another dtype or size; the message is not lost.
     """
 
     what_to_do = "compare the calls in the message and make the calls alike on all ranks; the line `next:` says how"

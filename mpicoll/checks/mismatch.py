@@ -12,8 +12,8 @@ import numpy as np
 
 from mpicoll.checks.levels import EVERY
 from mpicoll.diagnosis.call import Call, Made
-from mpicoll.diagnosis.report.entries import Table, entry_of, merge, runs_of, table_of
-from mpicoll.diagnosis.report.texts import mismatch
+from mpicoll.diagnosis.report.entries import Table, entry_of, merge, name_runs, runs_of, table_of
+from mpicoll.diagnosis.report.texts import PENDING_CALLS, mismatch
 from mpicoll.errors import CollectiveMismatchError
 from mpicoll.runtime.call_site import CallSite
 from mpicoll.runtime.waiting import Pollable
@@ -33,16 +33,22 @@ def explain(
         waited: seconds from this member's post of the round to the post of the last member.
     """
     call.explaining = True
+    if call.is_alone is not None and not call.is_alone():
+        yield _NextTest()  # an asynchronous call that has just started: the program may be about to wait for the call
     me = comm.Get_rank()
     compared, closing = call, "No default group was made." if call.op == "init_process_group" else ""
     if call.made or call.closes:
         compared, closing = yield from _first_difference(comm, call)
     mine = entry_of(compared, ranks[me], waited=waited)
-    table = yield from _merge_tables(comm, table_of([mine]))
+    alone = call.is_alone is None or call.is_alone()
+    table = yield from _merge_tables(comm, table_of([mine], () if alone else mine.ranks))
     wanted = table.missing()
     if wanted is not None:
         again = yield from _merge_tables(comm, table_of([mine] if mine.fingerprint() == wanted else []))
         table = table.with_rows(again)
+    if table.pending and not call.closes:
+        closing = PENDING_CALLS(ranks=name_runs(table.pending))
+        call.breaks = "asynchronous calls of it were pending when the calls of its ranks differed"
     if call.error is not None:
         if any(row.problem != mine.problem for row in table.rows) and hasattr(call.error, "add_note"):
             # In one line: this error says what is wrong, and other members print the whole report.
@@ -54,6 +60,17 @@ def explain(
     right = [row.ranks[0][0] for row in table.rows if not row.problem] or [run[0] for run in table.more]
     error.reporter = min(right, default=min(ranks))
     raise error
+
+
+class _NextTest:
+    """A Pollable that is complete when it is tested for the second time."""
+
+    _tested = False
+
+    def Test(self) -> bool:
+        """Return whether this is not the first test."""
+        was, self._tested = self._tested, True
+        return was
 
 
 def _first_difference(comm: Any, call: Call) -> Generator[Pollable, None, tuple[Call, str]]:
@@ -83,12 +100,12 @@ def _first_difference(comm: Any, call: Call) -> Generator[Pollable, None, tuple[
     if at < len(call.made) - (not call.closes):
         made = Made(*call.made[at])
         found = Call(made.op, made.key, CallSite(made.code, made.instruction), seq=made.seq)
-    call.apart = most != least
+    call.breaks = "its ranks made unequal numbers of calls" if most != least else ""
     closing = f"Calls are compared every {EVERY} calls: data moved since call {found.seq} may be wrong."
     if not call.closes:
         closing += (
             " The ranks made unequal numbers of calls: the group is broken now."
-            if call.apart
+            if call.breaks
             else " The group can still be used."
         )
     return found, closing

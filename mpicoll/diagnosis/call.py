@@ -34,7 +34,8 @@ class Call:
         print: the fingerprint that its round compares: of this call, of all calls since the last comparison, or 0.
         made: the calls since the last comparison, this call included.
         closes: this is no call, but the last comparison of a group: the group was destroyed, or the program has ended.
-        apart: the members have made unequal numbers of calls since the last comparison, so their orders no longer match.
+        breaks: why the members cannot use the group after the calls differed; "" if they can.
+        is_alone: returns whether the program waits for the call, and no other call of the group is pending on this rank.
         passes: the call makes no round.
         alias: another name of the public function, under which this rank called it.
         explaining: the calls of the members differ, and the members exchange them.
@@ -58,7 +59,7 @@ class Call:
     print: int = 0
     made: list[MadeFields] = field(default_factory=list)
     closes: bool = False
-    apart: bool = False
+    breaks: str = ""
     passes: bool = False
     alias: str = ""
     preferred: Any = None
@@ -66,6 +67,7 @@ class Call:
     compared: bool = False
     wait_policy: Any = None
     device_ready: Callable[[], bool] | None = None
+    is_alone: Callable[[], bool] | None = None
 
     @property
     def name(self) -> str:

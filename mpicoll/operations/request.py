@@ -73,6 +73,8 @@ class Request(RequestFields):
     ) -> None:
         self.group = group
         self._call = call
+        if call is not None:
+            call.is_alone = self._is_alone
         self.outputs = outputs
         self.limit, self.peer, self.tag = limit, peer, tag
         self.held, self.waited = held, waited
@@ -87,7 +89,12 @@ class Request(RequestFields):
         found: Call | None = self._call
         if found is None:
             found = self._call = self.prepared.describe(self)
+            found.is_alone = self._is_alone
         return found
+
+    def _is_alone(self) -> bool:
+        """Return whether the program waits for this request, and no other call of the group is pending on this rank."""
+        return (self.waited or self.awaited) and self.group.pair.agreement.order.issued == self.number + 1
 
     @property
     def done(self) -> bool:
@@ -288,8 +295,8 @@ class Request(RequestFields):
             self.landing()
         if self.state is not POSTED or self.group.broken is None:  # a round that is not over stays in its slot
             self._release_round()
-        if self._call is not None and self._call.apart:
-            self.group.give_up("its ranks made unequal numbers of calls")
+        if self._call is not None and self._call.breaks:
+            self.group.give_up(self._call.breaks)
         self._end(FAILED)
 
     def _end(self, state: State) -> None:
@@ -371,6 +378,7 @@ class Request(RequestFields):
                 if failures.forked:
                     raise failures.in_child(self.call.name)
                 signals.threads.add(threading.get_ident())
+                self.awaited = True
                 self.wait(limit)
             waiting.drop(self)
             if self.error is not None:

@@ -107,6 +107,7 @@ class PythonRequestFields:
         outputs, held: the arrays of the result, for ``Work.result``; what has the memory that MPI uses.
         limit: seconds until a wait raises CollectiveTimeoutError.
         waited: the caller waits at once: the request is never pending, and may make blocking calls of MPI.
+        awaited: the program has begun to wait for an asynchronous request, or to poll it, or has asked for its future.
         peer, tag: of a message: the global rank at the other end (-1: any), and the tag; ``peer`` is None for a collective.
         words: of the round; None for a call without a round.
         prepared: the prepared operation; None for other calls.
@@ -138,6 +139,7 @@ class PythonRequestFields:
         "after",
         "agreed",
         "arrays",
+        "awaited",
         "before",
         "claim",
         "code",
@@ -185,6 +187,7 @@ class PythonRequestFields:
     next_look: float
     peer: int | None
     waited: bool
+    awaited: bool
     error: BaseException | None
     _advancing: bool
     _call: Any
@@ -230,7 +233,7 @@ class PythonRequestFields:
 
 _NOT_NONE: dict[str, Any] = {
     **dict.fromkeys(("seq", "tag", "instruction", "limit", "polled", "next_look"), 0),
-    **dict.fromkeys(("waited", "_in_effect", "_advancing"), False),
+    **dict.fromkeys(("waited", "awaited", "_in_effect", "_advancing"), False),
     "number": -1,
 }
 _first_values = [(vars(PythonRequestFields)[name], _NOT_NONE.get(name)) for name in PythonRequestFields.__slots__]

@@ -249,6 +249,7 @@ class Work:
         if self._claim is not None:
             self._claim.unawaited = True
         request = self._request
+        request.awaited = True
         self._observe()
         future: Future[Any] | None = request.future
         if request.done and future is not None:  # also in a callback of the future
@@ -327,6 +328,7 @@ def answer(work: Work | None, wrong: BaseException | None) -> None:
 
 def _poll(request: Request) -> tuple[bool, bool]:
     """Progress all requests; return whether ``request`` is over, and whether it was ended now, as it can never complete."""
+    request.awaited = True
     with signals.guard:
         if not request.done:
             waiting.progress()

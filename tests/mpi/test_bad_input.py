@@ -572,20 +572,45 @@ def test_all_to_all_notices_sizes_that_nobody_expects() -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_many_mismatches_in_a_row_with_calls_under_way() -> None:
-    """Mismatches between good calls, all outstanding at once, leave the good ones good."""
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_mismatch_with_calls_under_way(reverse: bool) -> None:
+    """The calls before are good. The calls behind could be taken for one another, so the group is broken, and they raise."""
     size, rank = dist.get_world_size(), dist.get_rank()
+    group = dist.new_group()
     works = []
-    for turn in range(20):
-        odd = turn % 3 == 1
-        x = np.full(3 if not odd else 3 + rank, float(turn))
-        works.append((dist.all_reduce(x, async_op=True), x, odd))
-    for turn, (work, x, odd) in reversed(list(enumerate(works))):
-        if odd:
-            with collective_raises(dist.CollectiveMismatchError, match=r"\[>?3<?\]"):
+    for turn in range(6):
+        x = np.full(3 + rank if turn in (2, 4) else 3, float(turn))
+        works.append((turn, dist.all_reduce(x, group=group, async_op=True), x))
+    for turn, work, x in reversed(works) if reverse else works:
+        if turn < 2:
+            work.wait()
+            assert (x == size * turn).all(), turn
+        elif turn == 2:
+            with collective_raises(
+                dist.CollectiveMismatchError, match=rf"\[>?3<?\](.|\n)*broken now: ranks 0-{size - 1} had .* pending"
+            ):
                 work.wait()
         else:
-            work.wait()
+            with pytest.raises(dist.GroupBrokenError, match="asynchronous calls of it were pending when the calls"):
+                work.wait()
+            assert (x == turn).all(), turn
+    with pytest.raises(dist.GroupBrokenError, match="asynchronous calls of it were pending when the calls"):
+        dist.barrier(group)
+    still_works("calls under way")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_mismatches_in_a_row_without_other_calls() -> None:
+    """Each call whose mismatch is caught leaves the group good, also if the call is asynchronous."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for turn in range(20):
+        odd = turn % 3 == 1
+        x = np.full(3 + rank if odd else 3, float(turn))
+        if odd:
+            with collective_raises(dist.CollectiveMismatchError, match=r"\[>?3<?\](.|\n)*can still be used"):
+                wait_for(dist.all_reduce(x, async_op=turn % 2 == 0))
+        else:
+            wait_for(dist.all_reduce(x, async_op=turn % 2 == 0))
             assert (x == size * turn).all(), turn
     still_works("twenty calls")
 

@@ -269,6 +269,7 @@ class Table:
         others: the ``MOST_COUNTED`` smallest fingerprints of the other entries.
         votes: for each bit of a call's fingerprint, the number of ranks whose call has the bit set.
         ranks: the number of ranks.
+        pending: the ranks with asynchronous calls of the group pending for which the program does not wait.
     """
 
     rows: tuple[Entry, ...] = ()
@@ -276,6 +277,7 @@ class Table:
     others: tuple[int, ...] = ()
     votes: tuple[int, ...] = (0,) * _BITS
     ranks: int = 0
+    pending: Runs = ()
 
     def missing(self) -> int | None:
         """Return the fingerprint of the call that more than half of the ranks made, if its rows may be missing, else None."""
@@ -288,15 +290,18 @@ class Table:
         rows = {row.content(): row for row in (*self.rows, *found.rows)}
         collected = join(run for row in found.rows for run in row.ranks)
         others = set(self.others) - {_digest(content) for content in rows}
-        return Table(
-            tuple(rows.values()), _without(self.more, collected), tuple(sorted(others)), self.votes, self.ranks
+        return replace(
+            self,
+            rows=tuple(rows.values()),
+            more=_without(self.more, collected),
+            others=tuple(sorted(others)),
         )
 
     def pack(self) -> bytes:
         """Return the table as bytes, at most :func:`size_bound`; only :meth:`unpack` reads them."""
         numbers = array("q")
         lengths = []
-        for runs in (self.more, *(row.ranks for row in self.rows)):
+        for runs in (self.more, self.pending, *(row.ranks for row in self.rows)):
             lengths.append(len(runs))
             at = 0
             for first, last in runs:
@@ -321,9 +326,9 @@ class Table:
             found.append(tuple(runs))
         rows = [
             Entry(ranks=runs, waited=waited, **dict(zip(_CONTENT, values, strict=True)))
-            for runs, (values, waited) in zip(found[1:], identities, strict=True)
+            for runs, (values, waited) in zip(found[2:], identities, strict=True)
         ]
-        return Table(tuple(rows), found[0], others, votes, ranks)
+        return Table(tuple(rows), found[0], others, votes, ranks, found[1])
 
 
 def size_bound(ranks: int) -> int:
@@ -334,8 +339,8 @@ def size_bound(ranks: int) -> int:
     return 2048 + MOST_ROWS * _ROW_BYTES + 10 * MOST_COUNTED + 10 * _BITS + 17 * ranks
 
 
-def table_of(entries: Iterable[Entry]) -> Table:
-    """Return the table of entries."""
+def table_of(entries: Iterable[Entry], pending: Runs = ()) -> Table:
+    """Return the table of entries; ``pending`` as in :class:`Table`."""
     found = list(entries)
     votes = [0] * _BITS
     total = 0
@@ -349,13 +354,14 @@ def table_of(entries: Iterable[Entry]) -> Table:
         for bit in range(_BITS):
             if digest >> bit & 1:
                 votes[bit] += number
-    return _bounded(found, (), set(), votes, total)
+    return replace(_bounded(found, (), set(), votes, total), pending=pending)
 
 
 def merge(a: Table, b: Table) -> Table:
     """Return the table of the ranks of both tables; associative and commutative."""
     votes = [x + y for x, y in zip(a.votes, b.votes, strict=True)]
-    return _bounded((*a.rows, *b.rows), (*a.more, *b.more), {*a.others, *b.others}, votes, a.ranks + b.ranks)
+    whole = _bounded((*a.rows, *b.rows), (*a.more, *b.more), {*a.others, *b.others}, votes, a.ranks + b.ranks)
+    return replace(whole, pending=join((*a.pending, *b.pending)))
 
 
 def _bounded(entries: Sequence[Entry], more: Runs, others: set[int], votes: Sequence[int], ranks: int) -> Table:

@@ -111,6 +111,12 @@ STILL_USABLE = Message(
     "catch the error and make the calls alike, or end the job",
 )
 
+PENDING_CALLS = Message(
+    "The group is broken now: {ranks} had asynchronous calls of the group pending, for which the program did not wait.",
+    "The last line of such a report if the calls behind the different ones could be taken for one another.",
+    "wait for each asynchronous call before the next call whose mismatch is to be caught; else end the job",
+)
+
 BROKEN = BROKEN_NOW.text
 
 

@@ -113,6 +113,7 @@ static PyMemberDef request_members[] = {
     {"polled", T_DOUBLE, offsetof(Request, polled), 0, NULL},
     {"next_look", T_DOUBLE, offsetof(Request, next_look), 0, NULL},
     {"waited", T_BOOL, offsetof(Request, waited), 0, NULL},
+    {"awaited", T_BOOL, offsetof(Request, awaited), 0, NULL},
     {"_in_effect", T_BOOL, offsetof(Request, in_effect), 0, NULL},
     {"_advancing", T_BOOL, offsetof(Request, advancing), 0, NULL},
     {NULL},

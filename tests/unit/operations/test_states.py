@@ -190,7 +190,7 @@ def test_calls_of_a_broken_group_do_not_go_on(make: Callable[..., Request]) -> N
 def test_unequal_numbers_of_calls_break_the_group(make: Callable[..., Request]) -> None:
     """The members are out of step after such a mismatch."""
     world = World(same=False)
-    path_of(make(world, apart=True), world)
+    path_of(make(world, breaks="its ranks made unequal numbers of calls"), world)
     assert world.broken is not None
 
 

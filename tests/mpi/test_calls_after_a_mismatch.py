@@ -1,0 +1,134 @@
+"""Random programs in which one rank makes one call more, one less, or another one, and catches every error."""
+
+from __future__ import annotations
+
+import random
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpicoll as dist
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+LIMIT = timedelta(seconds=1)
+"""For the calls at the end that another rank does not make."""
+KINDS = ("sum", "max", "gather")
+
+
+class Program:
+    """The calls of one rank on a group. Each call moves its number since the last error that this rank was told of."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.number = 0
+        self.pending: list[tuple[Any, Any, int]] = []
+        self.errors: list[BaseException] = []
+
+    def make(self, kind: str, asynchronous: bool) -> None:
+        """Make a call; an error ends the numbering."""
+        self.number += 1
+        size, me, number = self.group.size(), self.group.rank(), self.number
+        mine, result = np.zeros(size), np.zeros(size)
+        mine[me] = number
+        try:
+            if kind == "gather":
+                work = dist.all_gather_single(result, mine[me : me + 1], self.group, asynchronous)
+            else:
+                result, op = mine, dist.ReduceOp.SUM if kind == "sum" else dist.ReduceOp.MAX
+                work = dist.all_reduce(mine, op, self.group, asynchronous)
+        except dist.DistError as error:
+            self.told(error)
+            return
+        if work is None:
+            check(result, number)
+        else:
+            self.pending.append((work, result, number))
+
+    def wait(self) -> None:
+        """Wait for the call that is pending longest."""
+        work, result, number = self.pending.pop(0)
+        try:
+            work.wait()
+        except dist.DistError as error:
+            self.told(error)
+        else:
+            check(result, number)
+
+    def told(self, error: dist.DistError) -> None:
+        self.errors.append(error)
+        self.number = 0
+
+
+def check(result: Any, number: int) -> None:
+    assert (result == number).all(), f"call {number} has a result of calls {result}"
+
+
+def steps_of(draw: random.Random) -> list[tuple[str, str]]:
+    """Return the steps of a program: blocking and asynchronous calls, and waits."""
+    pending, steps = 0, []
+    kinds = KINDS[: draw.choice([1, 1, 3])]
+    for _ in range(draw.randint(2, 7)):
+        how = draw.choice(["blocking", "asynchronous", "asynchronous"])
+        steps.append((draw.choice(kinds), how))
+        pending += how == "asynchronous"
+        while pending and draw.random() < 0.3:
+            steps.append(("", "wait"))
+            pending -= 1
+    return steps
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_no_result_is_of_calls_with_another_number(seed: int) -> None:
+    """A call that returns has moved the data of the calls with its number since the last error that this rank was told of."""
+    draw = random.Random(seed)
+    steps = steps_of(draw)
+    calls = [at for at, (_, how) in enumerate(steps) if how != "wait"]
+    odd, at, change = (
+        draw.randrange(dist.get_world_size()),
+        draw.choice(calls),
+        draw.choice(["added", "dropped", "swapped"]),
+    )
+    if dist.get_rank() == odd:
+        if change == "added":
+            steps.insert(at, (draw.choice(KINDS), draw.choice(["blocking", "asynchronous"])))
+        elif change == "dropped":
+            del steps[at]
+        else:
+            steps[at] = draw.choice(KINDS), draw.choice(["blocking", "asynchronous"])
+    group = dist.new_group(timeout=LIMIT)
+    program = Program(group)
+    for kind, how in steps:
+        if how != "wait":
+            program.make(kind, how == "asynchronous")
+        elif program.pending:
+            program.wait()
+    while program.pending:
+        program.wait()
+    usable = [error for error in program.errors if isinstance(error, dist.CollectiveMismatchError)]
+    for error in usable:
+        says = str(error)
+        assert ("can still be used" in says) != ("The group is broken now" in says), says
+
+
+def test_the_example_of_one_call_more() -> None:
+    """One rank makes one all_reduce more and catches its error; the others have three equal ones pending, and all raise."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group(timeout=LIMIT)
+    if me == 0:
+        with pytest.raises(dist.CollectiveMismatchError, match=r"The group is broken now: ranks? 1.* pending"):
+            dist.all_reduce(np.ones(7), group=group)
+    arrays = [np.full(3, 10.0 * (number + 1)) for number in range(3)]
+    if me == 0:
+        for x in arrays:
+            with pytest.raises(dist.GroupBrokenError, match="asynchronous calls of it were pending"):
+                dist.all_reduce(x, group=group)
+        return
+    works = [dist.all_reduce(x, group=group, async_op=True) for x in arrays]
+    for number, work in enumerate(works):
+        assert work is not None
+        with pytest.raises(dist.GroupBrokenError if number else dist.CollectiveMismatchError):
+            work.wait()
+    assert size > 1
