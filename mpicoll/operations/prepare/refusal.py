@@ -25,21 +25,21 @@ def is_group(given: Any) -> bool:
     return given is None or isinstance(given, ProcessGroup) or (isinstance(given, int) and given == NON_MEMBER)
 
 
-def member(given: Any, op: str, alias: str = "") -> ProcessGroup | None:
-    """Return the group of a collective, or warn and return None if this rank is not in the group.
+def refuse_group(given: Any, op: str, error: Exception, alias: str = "") -> NoReturn:
+    """Raise the error of a ``group=`` argument. If the argument is no group, all ranks of the world raise.
 
-    If the argument is no group, nobody knows the group that was meant: the call is refused on the world.
-
-    Args:
-        given: as the program passed it.
-        op: name of the call.
-        alias: the name that the program used, if it is another one.
+    Nobody knows the group that was meant then.
     """
+    known = registry.current()
+    if known is None or is_group(given):
+        raise error
+    execution.enter(known.world, op)
+    refuse(known.world, op, call_site(), error, alias)
+
+
+def member(given: Any, op: str) -> ProcessGroup | None:
+    """Return the group of a collective, or warn and return None if this rank is not in the group."""
     try:
-        return member_or_warn(given, alias or op)
+        return member_or_warn(given, op)
     except ValueError as error:
-        known = registry.current()
-        if known is None or is_group(given):
-            raise
-        execution.enter(known.world, op)
-        refuse(known.world, op, call_site(), error, alias)
+        refuse_group(given, op, error)

@@ -13,6 +13,7 @@ from mpicoll.checks.memory_in_use import Claim, claims, written
 from mpicoll.checks.memory_ranges import SNAPSHOT_BYTES, Snapshot
 from mpicoll.diagnosis.call import Call
 from mpicoll.groups.process_group import ProcessGroup, Stopping
+from mpicoll.groups.registry import member_or_warn
 from mpicoll.memory.adapt import adapt_list, same_dtype, viewed
 from mpicoll.memory.dtypes import Reduction
 from mpicoll.memory.layouts import joined
@@ -20,7 +21,7 @@ from mpicoll.memory.lists import ListMemory
 from mpicoll.memory.memory import Array, Memory, StreamOrder
 from mpicoll.memory.reduce_op import RedOpType
 from mpicoll.operations import dispatch, execution
-from mpicoll.operations.prepare.refusal import member, refuse
+from mpicoll.operations.prepare.refusal import refuse, refuse_group
 from mpicoll.operations.prepared import PreparedOperation
 from mpicoll.operations.work import Work
 from mpicoll.runtime.call_site import CallSite, call_site
@@ -139,7 +140,10 @@ def run_prepared(
         arguments: the other arguments.
         alias: the name that the program used, if it is another one.
     """
-    found = member(group, op, alias)
+    try:
+        found = member_or_warn(group, alias or op)
+    except ValueError as error:
+        refuse_group(group, op, error, alias)
     if found is None:
         return None
     site = call_site()
@@ -147,7 +151,7 @@ def run_prepared(
     try:
         limit = execution.call_limit(found, timeout)
         execution.check_name(name)
-        async_op = need_bool(async_op, "async_op")
+        async_op = async_op is True or (async_op is not False and need_bool(async_op, "async_op"))
         with StreamOrder(stream) as order:
             ready = prepare(found, *arguments)
         again = _cache(found, op, alias, ready)
