@@ -11,7 +11,7 @@ from mpicoll.groups import registry
 from mpicoll.lifecycle.init import is_mpi_available
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
 from mpicoll.runtime import settings
-from mpicoll.runtime.settings import Level
+from mpicoll.runtime.settings import Level, need_string
 
 
 class Backend(str):
@@ -56,9 +56,12 @@ def is_backend_available(backend: str) -> bool:
 
     ``init_process_group`` accepts the names of other backends, too, and moves all data over MPI.
 
+    Raises:
+        TypeError: ``backend`` is not a string.
+
     Source: torch.distributed.is_backend_available.
     """
-    names = {part.rsplit(":", 1)[-1].strip() for part in backend.lower().split(",")}
+    names = {part.rsplit(":", 1)[-1].strip() for part in need_string(backend, "backend").lower().split(",")}
     return names == {"mpi"} and is_mpi_available()
 
 

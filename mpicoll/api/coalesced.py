@@ -9,6 +9,7 @@ from mpicoll.memory.memory import AnyArray
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
 from mpicoll.operations.prepare import coalesced as prepare
 from mpicoll.operations.prepare.coalesced import BUCKET_BYTES, made_again
+from mpicoll.operations.prepare.refusal import is_group
 from mpicoll.operations.prepare.run import run_prepared
 from mpicoll.operations.work import Work
 
@@ -41,7 +42,10 @@ def all_reduce_coalesced(
 
     Source: torch.distributed.all_reduce_coalesced.
     """
-    made = made_again("all_reduce_coalesced", group, op, tensors, BUCKET_BYTES, async_op, timeout, name)
+    made: Work | bool = type(async_op) is bool and is_group(
+        group
+    )  # if not, the general way tells all members what is wrong
+    made = made and made_again("all_reduce_coalesced", group, op, tensors, BUCKET_BYTES, async_op, timeout, name)
     if made:
         return made if isinstance(made, Work) else None
     call, arguments = prepare.all_reduce_coalesced, (tensors, op)
@@ -87,7 +91,8 @@ def average_gradients(
 
     Source: buckets of torch's DistributedDataParallel; Li et al., VLDB 2020, section 3.2.
     """
-    made = made_again("average_gradients", group, RedOpType.AVG, arrays, bucket_bytes, async_op, timeout, name)
+    made: Work | bool = type(async_op) is bool and is_group(group)  # as in all_reduce_coalesced
+    made = made and made_again("average_gradients", group, RedOpType.AVG, arrays, bucket_bytes, async_op, timeout, name)
     if made:
         return made if isinstance(made, Work) else None
     arguments = arrays, bucket_bytes

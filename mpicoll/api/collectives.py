@@ -19,11 +19,12 @@ from mpicoll.errors import (
     PeerFailedError,
 )
 from mpicoll.groups.process_group import ProcessGroup
-from mpicoll.groups.registry import default, member_or_warn, state
+from mpicoll.groups.registry import default, state
 from mpicoll.memory.memory import AnyArray
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
 from mpicoll.operations import dispatch
 from mpicoll.operations.prepare import collectives as prepare
+from mpicoll.operations.prepare.refusal import member
 from mpicoll.operations.prepare.run import (
     NOT_CACHED,
     Cached,
@@ -117,7 +118,7 @@ def all_reduce(
     if array is not None and type(op) is RedOpType:
         known: Any = default.world if group is None else group
         key = (op, array.dtype, array.shape)
-        if not async_op and timeout is None and name is None:
+        if async_op is False and timeout is None and name is None:
             try:  # as dispatch.again, without a call of that function, which takes a sixth of the time
                 prepared = known.prepared[key]
             except (KeyError, AttributeError, TypeError):
@@ -188,10 +189,10 @@ def barrier(
         prepared: Any = None
         try:  # as dispatch.again, without a call of that function
             prepared = known.prepared["barrier"]
-        except (KeyError, AttributeError):
+        except (KeyError, AttributeError, TypeError):
             pass
-        if prepared is not None and (known.stopping is None or async_op):
-            plain = not async_op and timeout is None and name is None
+        if prepared is not None and (known.stopping is None or async_op is True):
+            plain = async_op is False and timeout is None and name is None
             if plain and prepared.shared is not None and prepared.shared.run(known, prepared, None, None, caller()):
                 return None
             made = dispatch.again(group, "barrier", None, None, 2, timeout, name, async_op, [])
@@ -226,7 +227,7 @@ def monitored_barrier(
 
     Source: torch.distributed.monitored_barrier (in torch for gloo only).
     """
-    found = member_or_warn(group, "monitored_barrier")
+    found = member(group, "monitored_barrier")
     if found is None:
         return
     if isinstance(timeout, float):

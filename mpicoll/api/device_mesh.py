@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from mpicoll.api.groups import new_subgroups_by_enumeration
 from mpicoll.api.job import (
@@ -19,8 +18,8 @@ from mpicoll.api.job import (
 )
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import NON_MEMBER, state
-
-Ranks = npt.NDArray[np.int64]
+from mpicoll.operations.prepare.mesh import Checked, Ranks, agree, check_override, check_size, names_of, shape_of
+from mpicoll.runtime.settings import need_string
 
 
 def init_device_mesh(
@@ -43,48 +42,39 @@ def init_device_mesh(
 
     Raises:
         RuntimeError: more places than ranks, a length that is not positive, names that are not unique, another number of names
-            than of dimensions, a device with a number, a key of ``backend_override`` that is no dimension.
+            than of dimensions, a device with a number, a key of ``backend_override`` that is no dimension. Other ranks raise
+            CollectiveMismatchError.
+        TypeError: a shape, names or a device of a wrong type; on other ranks as above.
+        CollectiveMismatchError: the ranks passed different shapes or names.
         Others as :func:`new_group`.
 
     Source: torch.distributed.init_device_mesh.
     """
     if not is_initialized():
         init_process_group()
-    if mesh_dim_names is not None and len(set(mesh_dim_names)) != len(mesh_dim_names):
-        raise RuntimeError(f"Each mesh_dim_name must be unique, got {mesh_dim_names}")
-    if mesh_dim_names is not None and len(mesh_dim_names) != len(mesh_shape):
-        raise RuntimeError(
-            f"mesh_shape and mesh_dim_names should have same length, got {len(mesh_shape)} and {len(mesh_dim_names)}"
-        )
-    _check_override(backend_override, len(mesh_shape), mesh_dim_names)
-    if not device_type.isalpha():
-        raise RuntimeError(
-            f"device_type must be a kind of device without a number, such as 'cuda', got {device_type!r}"
-        )
-    shape = tuple(int(length) for length in mesh_shape)
-    if any(length <= 0 for length in shape):
-        raise RuntimeError(f"the lengths of mesh_shape must be positive, got {shape}")
-    places = math.prod(shape)
-    _check_size(places)
-    return DeviceMesh(device_type, np.arange(places).reshape(shape), mesh_dim_names=mesh_dim_names)
 
+    def check() -> Checked:
+        shape, names = shape_of(mesh_shape), names_of(mesh_dim_names)
+        if names is not None and len(set(names)) != len(names):
+            raise RuntimeError(f"Each mesh_dim_name must be unique, got {names}")
+        if names is not None and len(names) != len(shape):
+            raise RuntimeError(
+                f"mesh_shape and mesh_dim_names should have same length, got {len(shape)} and {len(names)}"
+            )
+        check_override(backend_override, len(shape), names)
+        if not need_string(device_type, "device_type").isalpha():
+            raise RuntimeError(
+                f"device_type must be a kind of device without a number, such as 'cuda', got {device_type!r}"
+            )
+        if any(length <= 0 for length in shape):
+            raise RuntimeError(f"the lengths of mesh_shape must be positive, got {shape}")
+        places = math.prod(shape)
+        check_size(places)
+        return np.arange(places).reshape(shape), names
 
-def _check_override(override: Any, ndim: int, names: tuple[str, ...] | None) -> None:
-    for dim, name in enumerate(names or ()):
-        if override and dim in override and name in override:
-            raise RuntimeError(f"backend_override has the dimension {name!r} twice: by name, and by its number {dim}")
-    wrong = [key for key in override or () if key not in range(ndim) and key not in (names or ())]
-    if wrong:
-        raise RuntimeError(
-            f"backend_override has the keys {wrong}: the dimensions are 0 to {ndim - 1}, with the names {names or ()}"
-        )
-
-
-def _check_size(places: int) -> None:
-    if places > get_world_size():
-        raise RuntimeError(
-            f"Mesh should not be bigger than default world size {get_world_size()}, but found {places} ranks!"
-        )
+    made = DeviceMesh.__new__(DeviceMesh)
+    made._make(device_type, *agree("init_device_mesh", check))
+    return made
 
 
 class DeviceMesh:
@@ -105,8 +95,9 @@ class DeviceMesh:
     As in torch a mesh is a context manager; here ``with mesh:`` has no effect.
 
     Raises:
-        RuntimeError: a rank at two places, more places than ranks, or another number of names than of dimensions.
-        ValueError: ``backend_override`` has another length. Others as :func:`new_group`.
+        RuntimeError: a rank at two places, more places than ranks, or another number of names than of dimensions. Other ranks
+            raise CollectiveMismatchError, as with other wrong arguments.
+        ValueError: ``backend_override`` has another length. Others as :func:`init_device_mesh`.
 
     Source: torch.distributed.DeviceMesh.
     """
@@ -121,15 +112,23 @@ class DeviceMesh:
     ) -> None:
         if not is_initialized():
             init_process_group()
-        ranks = _ranks(mesh)
-        if ranks.size != np.unique(ranks).size:
-            raise RuntimeError(f"a rank can be at one place of the mesh only, got {ranks.tolist()}")
-        _check_size(ranks.size)
-        names = None if mesh_dim_names is None else tuple(mesh_dim_names)
-        if names is not None and len(names) != ranks.ndim:
-            raise RuntimeError(f"the mesh has {ranks.ndim} dimensions and {len(names)} names")
-        if backend_override is not None and len(backend_override) != ranks.ndim:
-            raise ValueError(f"backend_override has {len(backend_override)} entries for {ranks.ndim} dimensions")
+
+        def check() -> Checked:
+            need_string(device_type, "device_type")
+            ranks, names = _ranks(mesh), names_of(mesh_dim_names)
+            if ranks.size != np.unique(ranks).size:
+                raise RuntimeError(f"a rank can be at one place of the mesh only, got {ranks.tolist()}")
+            check_size(ranks.size)
+            if names is not None and len(names) != ranks.ndim:
+                raise RuntimeError(f"the mesh has {ranks.ndim} dimensions and {len(names)} names")
+            if backend_override is not None and len(backend_override) != ranks.ndim:
+                raise ValueError(f"backend_override has {len(backend_override)} entries for {ranks.ndim} dimensions")
+            return ranks, names
+
+        self._make(device_type, *agree("DeviceMesh", check))
+
+    def _make(self, device_type: str, ranks: Ranks, names: tuple[str, ...] | None) -> None:
+        """Make the groups of a mesh on which all ranks have agreed."""
         self._set(device_type, ranks, names, [_line(ranks, dim, names) for dim in range(ranks.ndim)])
 
     def __copy__(self) -> DeviceMesh:
@@ -379,7 +378,7 @@ class DeviceMesh:
         names = self.mesh_dim_names[:at] + inner + self.mesh_dim_names[at + 1 :]
         if len(set(names)) != len(names):
             raise RuntimeError(f"Each mesh_dim_name must be unique, got {names}")
-        _check_override(backend_override, len(sizes), inner)
+        check_override(backend_override, len(sizes), inner)
         inside = self.mesh.size > 0
         if inside and (math.prod(sizes) != self.shape[at] or min(sizes, default=0) < 1):
             raise ValueError(f"mesh_sizes={sizes} do not make up the {self.shape[at]} ranks along {dim!r}")

@@ -8,7 +8,7 @@ from typing import Any
 from mpicoll.api.objects import all_gather_object
 from mpicoll.diagnosis.call import Call
 from mpicoll.groups.process_group import ProcessGroup
-from mpicoll.groups.registry import NON_MEMBER, member_or_warn, resolve, state
+from mpicoll.groups.registry import NON_MEMBER, resolve, state
 from mpicoll.operations import composed, execution
 from mpicoll.operations.group_creation import (
     check_arguments,
@@ -17,6 +17,7 @@ from mpicoll.operations.group_creation import (
     create_group,
     group_of_node,
 )
+from mpicoll.operations.prepare.refusal import member
 from mpicoll.runtime import signals
 from mpicoll.runtime.call_site import call_site
 from mpicoll.runtime.settings import need_integer
@@ -258,7 +259,7 @@ def split_group(
 
     Source: torch.distributed.split_group (in torch on a GPU only); MPI_Comm_split (MPI-4.1 section 7.4.2).
     """
-    parent = member_or_warn(parent_pg, "split_group")
+    parent = member(parent_pg, "split_group")
     if parent is None:
         return None
     execution.enter(parent, "split_group")

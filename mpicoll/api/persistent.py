@@ -12,13 +12,13 @@ from mpicoll.api import collectives
 from mpicoll.diagnosis.call import Call
 from mpicoll.errors import ARGUMENT
 from mpicoll.groups.process_group import ProcessGroup
-from mpicoll.groups.registry import member_or_warn
 from mpicoll.memory.adapt import adapt
 from mpicoll.memory.dtypes import resolve_reduction
 from mpicoll.memory.half import wide
 from mpicoll.memory.memory import AnyArray
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
 from mpicoll.operations import composed, dispatch, execution
+from mpicoll.operations.prepare.refusal import member
 from mpicoll.operations.work import Work
 from mpicoll.runtime.call_site import CallSite, call_site, caller
 
@@ -53,7 +53,7 @@ def all_reduce_init(tensor: AnyArray, op: RedOpType | ReduceOp = ReduceOp.SUM, g
 
     Source: MPI-4.1 section 6.13 (MPI_Allreduce_init, MPI_Start, MPI_Wait).
     """
-    found = member_or_warn(group, "all_reduce_init")
+    found = member(group, "all_reduce_init")
     if found is None:
         return None
     site = call_site()

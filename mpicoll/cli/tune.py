@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mpicoll.cli.bench.command import join, progress, read_sizes, start_ranks
+from mpicoll.cli.outputs import Output
 from mpicoll.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -72,24 +75,50 @@ def faster(sizes: Sequence[int], ratios: Sequence[float]) -> Ranges:
 
 def main(options: argparse.Namespace) -> int:
     """Measure, and write the profile on rank 0; return the exit code."""
-    from mpicoll.cli.bench.command import progress, rank_of_job, read_sizes, start_ranks
-
-    sizes = read_sizes(options)
     if options.nprocs is not None:
-        return start_ranks(options.nprocs)
-    rank = rank_of_job("tune")
+        return start_ranks(options.nprocs, lambda: _open(options))
+    job = join("tune", lambda: _open(options))
     from mpicoll.cli.bench.measure import OPS, Config, measure
 
-    show, done = progress(rank)
     ways = (Config("MPI", "full", "mpi"), Config("shared memory", "full", "node"))
     ops = [op for op in OPS if op != "barrier"]
-    results = measure(ops, sizes, options.rounds, configs=ways, torch=False, progress=show)
-    done()
-    if results.nodes > 1:
-        raise LaunchError("tune measures one node: start the job on one node")
-    if rank == 0:
-        _write(results, sizes, options.output)
+    with job.prepared or nullcontext() as output:
+        show, done = progress(job.rank)
+        sizes = read_sizes(options)
+        try:
+            results = measure(ops, sizes, options.rounds, configs=ways, torch=False, progress=show)
+        finally:
+            done()
+        if output is not None:
+            _write(results, sizes, output)
     return 0
+
+
+def _open(options: argparse.Namespace) -> Output:
+    """Open the file of profiles, whose content stays.
+
+    Raises:
+        LaunchError: an argument is wrong, the file cannot be written or is no file of profiles, or the job has several nodes.
+    """
+    from mpicoll.groups.registry import default, state
+    from mpicoll.runtime.settings import read_settings
+    from mpicoll.transports.selection import add_profile, path_of_profiles
+
+    read_sizes(options)
+    if default.world is not None and len(state().topology.hosts) > 1:
+        raise LaunchError("tune measures one node: start the job on one node")
+    path = Path(options.output) if options.output else path_of_profiles(read_settings().profile)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(f"--output {path}: the folder cannot be made: {error.strerror}") from None
+    output = Output("--output", str(path))
+    try:
+        add_profile(path.read_text(), "", 0, {}, {})
+    except (OSError, ValueError, LookupError, TypeError):
+        with output:
+            raise LaunchError(f"--output {path}: the file is no file of profiles: move it away") from None
+    return output
 
 
 def _share(each: Any) -> float:
@@ -100,11 +129,10 @@ def _share(each: Any) -> float:
     )
 
 
-def _write(results: Any, sizes: Sequence[int], output: str | None) -> None:
+def _write(results: Any, sizes: Sequence[int], output: Output) -> None:
     from mpicoll.cli.bench.table import in_bytes
-    from mpicoll.runtime.settings import read_settings
     from mpicoll.transports.base import Kind
-    from mpicoll.transports.selection import NEVER, add_profile, path_of_profiles
+    from mpicoll.transports.selection import NEVER, add_profile
 
     ranges = {}
     for kind in Kind:
@@ -119,8 +147,6 @@ def _write(results: Any, sizes: Sequence[int], output: str | None) -> None:
         )
         at = ", ".join(f"{in_bytes(size)} {ratio:.2f}" for size, ratio in zip(sizes, ratios, strict=True))
         print(f"{kind.value}: shared memory for {words or 'nothing'}\n  its time divided by MPI's: {at}")
-    path = Path(output) if output else path_of_profiles(read_settings().profile)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    before = path.read_text() if path.exists() else ""
-    path.write_text(add_profile(before, results.about["MPI"], results.ranks, ranges, results.about))
-    print(f"written: {path}")
+    before = Path(output.path).read_text()
+    output.write(add_profile(before, results.about["MPI"], results.ranks, ranges, results.about).encode())
+    print(f"written: {output.path}")

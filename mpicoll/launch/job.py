@@ -60,10 +60,11 @@ class Options:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The job's exit code, and the rank that failed first if it is known."""
+    """The job's exit code, the rank that failed first if it is known, and whether a rank has ended the job by intent."""
 
     code: int
     rank: int | None = None
+    intended: bool = False
 
 
 def decide(records: Sequence[Record], mpiexec_code: int, family: Family, *, local: bool = True) -> Outcome:
@@ -74,6 +75,8 @@ def decide(records: Sequence[Record], mpiexec_code: int, family: Family, *, loca
     ended the job, for example because it lost the killed rank.
     """
     code = 128 - mpiexec_code if mpiexec_code < 0 else mpiexec_code
+    if stop := next((record for record in records if record.kind == "stop"), None):
+        return Outcome(stop.value, intended=True)
     first = next((record for record in records if record.kind in ("exit", "fail") and record.value != 0), None)
     if first is None or (not local and code != 0):
         return Outcome(code)
@@ -276,7 +279,7 @@ class Job:
         if self._given_up:
             code = 0  # the exit code of a launcher that this process ended by SIGTERM means nothing
         outcome = decide(records, code, self.launch.family, local=self.launch.local)
-        if outcome.rank is None:
+        if outcome.rank is None and not outcome.intended:
             printed.show()
         return outcome, bytes(printed.seen)
 

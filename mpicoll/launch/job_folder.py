@@ -38,7 +38,8 @@ class Record:
     """One line of ``records``.
 
     The kind is ``start`` or ``pid`` (value: the process id of the shell, of the rank), ``exit`` or ``fail`` (value: the exit
-    code), or ``blame``: a failure in consequence of another rank's failure.
+    code), ``blame``: a failure in consequence of another rank's failure, or ``stop``: the rank ends the job by intent, has
+    printed why, and no rank counts as failed.
     """
 
     kind: str

@@ -153,7 +153,7 @@ class LauncherOutput:
         self.recent += data
         if len(self.recent) > 2 * _RECENT:
             del self.recent[:-_RECENT]
-        if self._silent and any(record.kind == "exit" and record.value for record in read_records(self._directory)):
+        if self._silent and any(row.kind in ("exit", "stop") and row.value for row in read_records(self._directory)):
             self._delayed.append((sink, data))
         else:
             write_all(sink, data)

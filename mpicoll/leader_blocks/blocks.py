@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from mpicoll.diagnosis.call import Call
-from mpicoll.errors import ARGUMENT, CollectiveMismatchError
+from mpicoll.errors import CollectiveMismatchError
 from mpicoll.groups import registry
 from mpicoll.groups.registry import JobWithGroups
 from mpicoll.leader_blocks.entered_block import EnteredBlock, NestedBlock, Turn, find_outer
@@ -31,9 +31,10 @@ from mpicoll.leader_blocks.outcome import (
 from mpicoll.leader_blocks.visible_files import await_visible, path_list, record_files
 from mpicoll.leader_blocks.wait_policy import LeaderWatch
 from mpicoll.operations import execution
+from mpicoll.operations.prepare.refusal import is_group, refuse
 from mpicoll.runtime import signals
 from mpicoll.runtime.call_site import call_site
-from mpicoll.runtime.settings import need_integer, to_seconds
+from mpicoll.runtime.settings import need_bool, need_integer, to_seconds
 from mpicoll.transports.base import Kind, Movement
 
 _END, _FAILURE = "end of ", "failure in "
@@ -47,6 +48,7 @@ class Block:
         self.op = op
         self.site = call_site()
         self._scope = scope
+        self._problem: Exception | None = None  # of the arguments, for all ranks
         self._entered: list[EnteredBlock | NestedBlock | None] = []
 
     def describe(self) -> str:
@@ -56,6 +58,20 @@ class Block:
     def _call(self, where: str = "") -> Call:
         """Return the description of a call of this block; ``where`` distinguishes the block's calls."""
         return Call(where + self.op, (), self.site, compared=True)
+
+    def _members(self, known: JobWithGroups) -> Members:
+        """Return the ranks of the scope; for a scope that is none the world, which :meth:`_refuse` tells of the error."""
+        try:
+            return Members(known, self._scope)
+        except ValueError as error:
+            if is_group(self._scope):
+                raise
+            self._problem = error
+            return Members(known, "world")
+
+    def _refuse(self, members: Members, problem: Exception) -> NoReturn:
+        """Raise the error of wrong arguments; if calls are compared, all ranks raise."""
+        refuse(members.group(self.op, self.site), self.op, self.site, problem)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -105,12 +121,20 @@ class LeaderBlock(Block):
         *,
         op: str = "zero_first",
         local_rank: Any = None,
+        local: Any = None,
+        problem: Exception | None = None,
     ) -> None:
         super().__init__(op, scope)
-        if isinstance(publish, Iterator):
-            publish = list(publish)  # the block may be used again
+        self._problem = problem
+        try:
+            if isinstance(publish, Iterator):
+                publish = list(publish)  # the block may be used again
+            self._rejoin = need_bool(rejoin, "rejoin")
+            if local is not None:
+                self._scope = "node" if need_bool(local, "local") else "world"
+        except Exception as error:
+            self._problem, self._rejoin = error, True
         self._arguments = name, timeout, publish, visibility_timeout
-        self._rejoin = bool(rejoin)
         self._local_rank = local_rank
         self._name: str | None = name if isinstance(name, str) else None
         self._limit: float | None = None
@@ -147,14 +171,16 @@ class LeaderBlock(Block):
 
     def __enter__(self) -> Turn:
         known = registry.current()
+        if known is None and self._problem is not None:
+            raise self._problem
         if known is None or (hasattr(self._local_rank, "__index__") and int(self._local_rank) == -1):
             return self._alone(0)  # -1: the program is not distributed
-        members = Members(known, self._scope)
-        problem: Exception | None = None
+        members = self._members(known)
+        problem = self._problem
         try:
             self._read_arguments(known)
         except Exception as error:
-            problem = error
+            problem = problem or error
         if len(members.ranks) == 1:
             if problem is not None:
                 raise problem
@@ -180,13 +206,6 @@ class LeaderBlock(Block):
     def _alone(self, leader: int) -> Turn:
         self._entered.append(None)
         return Turn(leader, True, alone=True)
-
-    def _refuse(self, members: Members, problem: Exception) -> NoReturn:
-        """Raise the error of wrong arguments; if calls are compared, all ranks raise."""
-        setattr(problem, ARGUMENT, True)
-        call = Call(self.op, (), self.site, error=problem)
-        execution.run(members.group(self.op, self.site), call, None, outputs=[])
-        raise AssertionError("a call with wrong arguments always raises") from problem
 
     def _pass_through(self, outer: EnteredBlock) -> Turn:
         """Return the turn of a block inside another block of the same scope; both outcomes are broadcast together."""
@@ -308,13 +327,17 @@ class OrderedBlock(Block):
 
     def __enter__(self) -> None:
         known = registry.current()
-        members = None if known is None else Members(known, self._scope)
+        members = None if known is None else self._members(known)
+        if self._problem is not None and (members is None or len(members.ranks) == 1):
+            raise self._problem
         if members is None or len(members.ranks) == 1:
             self._entered.append(None)
             return
         members.check_usable(self.op)
         what = self.describe()
         find_outer(members, what, nests=False)
+        if self._problem is not None:
+            self._refuse(members, self._problem)
         with signals.guard:
             place = members.ranks.index(members.me)
             interruption: BaseException | None = None

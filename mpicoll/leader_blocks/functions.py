@@ -95,9 +95,13 @@ def run_first(fn: Callable[..., R], *args: Any, scope: Scope = "world", share: b
 
 
 def _run_first(fn: Callable[..., R], args: Any, kwargs: Any, scope: Scope, share: bool) -> R | None:
-    name = str(getattr(fn, "__qualname__", None) or type(fn).__qualname__)
+    name, problem = type(fn).__qualname__, None
+    try:
+        name = str(getattr(fn, "__qualname__", None) or name)
+    except Exception as error:  # of a proxy
+        problem = error
     value: R | None = None
-    with LeaderBlock(name, scope, rejoin=False, op="run_first") as turn:
+    with LeaderBlock(name, scope, rejoin=False, op="run_first", problem=problem) as turn:
         if turn.is_leader:
             value = fn(*args, **kwargs)
             if share:
@@ -196,4 +200,4 @@ def main_process_first(local: bool = True, desc: str | None = None) -> LeaderBlo
             is the leader, as in accelerate, whose local_main_process_first is :func:`local_zero_first`.
         desc: what the block does, for messages.
     """
-    return LeaderBlock(desc, "node" if local else "world", op="main_process_first")
+    return LeaderBlock(desc, op="main_process_first", local=False if local is None else local)

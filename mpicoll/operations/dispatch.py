@@ -121,8 +121,9 @@ def again(
         if (name is not None and type(name) is not str) or not isinstance(timeout, (timedelta, type(None))):
             return False
         limit = None if timeout is None else execution.call_limit(known, timeout)
-    if async_op:
-        if async_op is not True or CallSite.inside(frame.f_code):  # in the second case the general way finds the place
+    if async_op is not False:
+        # Its truth may raise, which the general way tells all members; in the second case the general way finds the place.
+        if async_op is not True or CallSite.inside(frame.f_code):
             return False
         code, instruction = frame.f_code, frame.f_lasti
         return begin(known, found, send, recv, code, instruction, limit, name, outputs, spread, arrays) or False

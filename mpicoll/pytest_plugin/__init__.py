@@ -27,8 +27,9 @@ Then
   on all of them; rank 0, the only rank that prints, shows the assertion of the rank that failed;
 - ranks that disagree (one skips, another passes) fail the test, and ranks that collected different tests end at once;
 - a test that exceeds its limit (``--mpi-timeout``, ini ``mpi_timeout``, the mark; 60 s; a third of the limit after a rank
-  has failed) ends the job with a nonzero exit code. The report has the test's name, the ranks that had finished the
-  test, the call of mpicoll that each rank waits in and for how long, and every rank's stack;
+  has failed) ends the job with a nonzero exit code. The failures so far are printed first, as pytest prints them at its end.
+  The report has the test's name, the ranks that had finished the test, the call of mpicoll that each rank waits in and for
+  how long, and every rank's stack. `mpicoll run` blames no rank for the end of the job;
 - ``collective_raises`` asserts that a block raises on every rank. ``pytest.raises`` would let a rank on which nothing is
   raised continue without the other ranks::
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.config import create_terminal_writer
 
 from mpicoll.pytest_plugin import raises
 from mpicoll.pytest_plugin.ranks import Ranks
@@ -40,7 +41,10 @@ class MultiRank:
         self.dog = Watchdog(self.ranks, self.err)
         self.ranks.where = lambda: self.dog.where
         raises.watchdog = self.dog
+        self.dog.failures = self._failures
+        self.config = config
         self.in_step = True
+        self.has_summary = False
         self.sink: io.StringIO | None = None
         self.default_limit = float(config.getoption("mpi_timeout") or config.getini("mpi_timeout"))
         # A process has one C timer; pytest's own faulthandler_timeout takes precedence.
@@ -155,6 +159,22 @@ class MultiRank:
         elif self.ranks.size > 1:
             report.sections.append(("on the ranks", headline))
 
+    def _failures(self) -> str:
+        """Return the failures so far, as pytest prints them; empty if there are none, or if pytest has printed them."""
+        reporter: Any = self.config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is None or self.has_summary or not {"failed", "error"} & {*reporter.stats}:
+            return ""
+        # pytest has no public way to write its summary elsewhere. The main thread hangs, so it does not write meanwhile.
+        text = io.StringIO()
+        before, reporter._tw = reporter._tw, create_terminal_writer(self.config, text)
+        try:
+            reporter.summary_errors()
+            reporter.summary_failures()
+            reporter.short_test_summary()
+        finally:
+            reporter._tw = before
+        return text.getvalue()
+
     def pytest_internalerror(self, excrepr: Any) -> None:
         if self.ranks.rank:
             os.write(self.err, (prefixed(self.ranks.rank, str(excrepr)) + "\n").encode())
@@ -162,6 +182,7 @@ class MultiRank:
     @pytest.hookimpl(hookwrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> Generator[None, Any, None]:
         result = yield
+        self.has_summary = True
         if not self.in_step:
             return
         if result.excinfo is not None:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mpicoll.launch.job_folder import append_record
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
@@ -127,7 +129,8 @@ class Ranks:
         return text.encode("utf-8", "replace")[-max(1024, MOST_TEXT // self.size) :]
 
     def abort(self) -> None:
-        """End the job from any thread."""
+        """End the job from any thread. `mpicoll run` then blames no rank."""
+        append_record("stop", self.rank, 1)
         if self.mpi.Query_thread() == self.mpi.THREAD_MULTIPLE and not self.mpi.Is_finalized():
             self.mpi.COMM_WORLD.Abort(1)
         os._exit(1)

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -42,6 +43,7 @@ class Watchdog(threading.Thread):
         self.where = ""
         self.waits = False
         self.words = ""
+        self.failures: Callable[[], str] = str
         self._what = ""
         self._limit = 0.0
         self._deadline: float | None = None
@@ -122,7 +124,11 @@ class Watchdog(threading.Thread):
         except OSError:
             time.sleep(ANSWERS + 2.0)  # Another rank prints, then ends the job.
             return
-        self._print(self._report({int(path.name[5:]): json.loads(path.read_text()) for path in sorted(found)}))
+        accounts = {int(path.name[5:]): json.loads(path.read_text()) for path in sorted(found)}
+        # At once, so that a rank that comes later finds no folder, and ends without a report of its own.
+        with contextlib.suppress(OSError):
+            self.folder = self.folder.rename(f"{self.folder}.done")
+        self._print(self._earlier() + self._report(accounts))
         shutil.rmtree(self.folder, ignore_errors=True)
         with contextlib.suppress(Exception):
             sys.stdout.flush()
@@ -158,7 +164,20 @@ class Watchdog(threading.Thread):
                     alike.setdefault((name, stack), []).append(rank)
         for (name, stack), on in sorted(alike.items(), key=lambda entry: min(entry[1])):
             lines += ["", f"{name_ranks(on)}, thread {name}, most recent call last:", prefixed(min(on), stack)]
+        rank = self.ranks.rank
+        lines += [
+            "",
+            f"rank {rank} ends the job now. It has not failed, whatever the launcher or another rank says of it.",
+        ]
         return "\n".join(lines) + "\n"
+
+    def _earlier(self) -> str:
+        """Return the failures of earlier tests, which pytest would have printed at the end."""
+        try:
+            text = self.failures()
+        except Exception as error:  # a plugin of others
+            text = f"the failures of earlier tests cannot be shown: {type(error).__name__}: {error}\n"
+        return f"\n\n{text}" if text else ""
 
     def _print(self, text: str) -> None:
         data = text.encode("utf-8", "replace")

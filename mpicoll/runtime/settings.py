@@ -59,6 +59,23 @@ def need_integer(value: Any, name: str) -> None:
         raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
 
 
+def need_bool(value: Any, name: str) -> bool:
+    """Return the truth of a value. If it has none, as an array has none, raise the error of the value, naming the parameter."""
+    try:
+        return bool(value)
+    except Exception as error:
+        if type(error) not in (TypeError, ValueError):
+            raise
+        raise type(error)(f"{name}: {error}") from error
+
+
+def need_string(value: Any, name: str) -> str:
+    """Return a string; raise TypeError, which names the parameter, for anything else."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, not {type(value).__name__}")
+    return value
+
+
 def _seconds(text: str) -> float:
     return to_seconds(float(text))
 

@@ -10,8 +10,10 @@ import numpy as np
 
 from mpicoll.api.collectives import broadcast
 from mpicoll.api.job import get_rank, get_world_size, is_initialized
-from mpicoll.groups.registry import member_or_warn
 from mpicoll.memory.memory import AnyArray
+from mpicoll.operations import execution
+from mpicoll.operations.prepare.refusal import member, refuse
+from mpicoll.runtime.call_site import call_site
 
 _MASK = (1 << 64) - 1
 
@@ -38,14 +40,23 @@ def broadcast_parameters(
 
     Source: horovod.torch.broadcast_parameters; the constructor of torch's DistributedDataParallel does the same.
     """
-    found = member_or_warn(group, "broadcast_parameters")
+    found = member(group, "broadcast_parameters")
     if found is None:
         return
     if src is None and group_src is None:
         group_src = 0
-    for name, array in _named(parameters):
-        writable = array.detach() if getattr(array, "requires_grad", False) else array
-        broadcast(writable, src, found, group_src=group_src, name=f"parameter {name}")
+    site = call_site()
+    execution.enter(found, "broadcast")
+    try:
+        writable = [(name, _writable(array)) for name, array in _named(parameters)]
+    except Exception as error:
+        refuse(found, "broadcast", site, error, "broadcast_parameters")
+    for name, array in writable:
+        broadcast(array, src, found, group_src=group_src, name=f"parameter {name}")
+
+
+def _writable(array: Any) -> Any:
+    return array.detach() if getattr(array, "requires_grad", False) else array
 
 
 def _named(parameters: Any) -> Iterator[tuple[str, Any]]:
@@ -53,6 +64,8 @@ def _named(parameters: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(parameters, Mapping):
         yield from _inside("", parameters)
         return
+    if not isinstance(parameters, Iterable) and not hasattr(parameters, "__getitem__"):
+        raise TypeError(f"parameters must be a mapping or an iterable of arrays, not {type(parameters).__name__}")
     for place, each in enumerate(parameters):
         pair = isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], str)
         name, value = each if pair else (str(place), each)

@@ -19,8 +19,8 @@ from mpicoll.diagnosis.call import Call
 from mpicoll.errors import ARGUMENT
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
-from mpicoll.groups.registry import member_or_warn
 from mpicoll.operations import composed
+from mpicoll.operations.prepare.refusal import member
 from mpicoll.runtime.call_site import call_site
 from mpicoll.runtime.signals import notes
 from mpicoll.training import time_limit
@@ -177,7 +177,7 @@ def on_signal(
 
     Source: sbatch(1), --signal.
     """
-    found = member_or_warn(group, "on_signal")
+    found = member(group, "on_signal")
     if found is None:
         return None
     if handler is None:
@@ -231,7 +231,7 @@ def should_stop(group: Any = None, *, before: float | None = None) -> bool:
     """
     found = registry.default.world if group is None else None
     if found is None:
-        found = member_or_warn(group, "should_stop")
+        found = member(group, "should_stop")
         if found is None:
             return False
     stopping: Any = found.stopping

@@ -157,6 +157,69 @@ def test_failure_while_others_wait_is_shown(suite: Suite) -> None:
     assert "ranks 0-1: did not finish the test" in result.stderr
 
 
+def test_a_hang_shows_the_failures_before_it(suite: Suite) -> None:
+    """Failures and errors of earlier tests are printed once, before the report of the hang, whichever rank prints."""
+    result = suite(
+        """
+        def test_fails_on_one():
+            print("words of", rank)
+            assert rank != 1, "the odd one"
+
+        def test_fails_on_all():
+            raise ValueError("everywhere")
+
+        @pytest.fixture
+        def bad_setup():
+            raise RuntimeError("no setup")
+
+        def test_setup_fails(bad_setup):
+            pass
+
+        def test_passes():
+            print("nothing to see")
+
+        @pytest.mark.mpi_timeout(2)
+        def test_waits():
+            if rank == 1:
+                comm.recv(source=0)  # never sent
+        """,
+        2,
+    )
+    assert not result.timed_out
+    assert result.returncode != 0
+    text = result.stderr
+    assert text.count("= FAILURES =") == text.count("= ERRORS =") == text.count("the job ends here") == 1
+    before, _, after = text.partition("test_waits was not over on all ranks")
+    for words in ("AssertionError: the odd one", "words of 1", "ValueError: everywhere", "RuntimeError: no setup"):
+        assert words in before, words
+        assert words not in after, words
+    assert "failed on rank 1; passed on rank 0" in before
+    assert "FAILED test_it.py::test_fails_on_all - ValueError: everywhere" in before
+    assert "ERROR test_it.py::test_setup_fails - RuntimeError: no setup" in before
+    assert "nothing to see" not in text
+
+
+@pytest.mark.slow
+def test_the_report_of_a_hang_is_the_last_word(suite: Suite) -> None:
+    """A rank that could not answer, and wakes when the job ends, prints no second report; the rank that ended the job says so."""
+    result = suite(
+        """
+        import ctypes
+
+        @pytest.mark.mpi_timeout(1)
+        def test_stuck():
+            if rank == 0:
+                ctypes.PyDLL(None).usleep(int(3.15e6))
+                time.sleep(60)
+        """,
+        2,
+    )
+    assert not result.timed_out
+    assert result.returncode != 0
+    assert result.stderr.count("the job ends here") == 1
+    assert re.search(r"rank [01] ends the job now\. It has not failed", result.stderr)
+
+
 @pytest.mark.slow
 def test_limit_reaches_a_rank_that_never_releases_the_interpreter(suite: Suite) -> None:
     """A rank stuck in native code that no other thread can get past does not keep the job alive."""

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch.launching import call
+from launch.launching import RUN, call
 
 BENCH = [sys.executable, "-m", "mpicoll", "bench"]
 
@@ -36,6 +36,9 @@ def test_short_bench(tmp_path: Path) -> None:
         (["-n", "1"], "two ranks at least"),
         ([], "two ranks at least"),
         (["-n", "2", "--sizes", "3"], "multiple of 8"),
+        (["-n", "2", "--ops", "foo"], "--ops: unknown foo; known are all_reduce,"),
+        (["-n", "2", "--json", "/no/such/folder/b.json"], "there is no folder /no/such/folder"),
+        (["--json", "/no/such/folder/b.json"], "there is no folder /no/such/folder"),
         (["--ops", "all_reduces"], "unknown all_reduces; known are all_reduce,"),
         (["--rounds", "0"], "at least 1"),
     ],
@@ -45,7 +48,20 @@ def test_wrong_arguments(words: list[str], said: str) -> None:
     result = call([*BENCH, *words])
     assert result.code == 2, result
     assert said in result.err, result
-    assert "Traceback" not in result.err, result
+    assert len(result.err.splitlines()) == 1, result
+    assert not result.out, result
+
+
+def test_all_ranks_with_a_wrong_argument() -> None:
+    """Ranks that a launcher started print the error once, on rank 0, and end without a measurement."""
+    for words in (["--ops", "foo"], ["--sizes", "foo"], ["--json", "/no/such/folder/b.json"]):
+        result = call([*RUN, "-n", "3", "--tag-output", *BENCH[1:], *words])
+        assert result.code == 2, result
+        said = [line for line in result.err.splitlines() if not line.startswith("mpicoll run: ")]
+        assert len(said) == 1, result
+        assert said[0].startswith(f"[0] mpicoll: {words[0]}"), result
+        assert "rank 0 failed first: exit code 2" in result.err, result
+        assert not result.out, result
 
 
 @pytest.mark.slow

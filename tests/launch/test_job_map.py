@@ -50,3 +50,17 @@ def test_picture_of_a_job(tmp_path: Path) -> None:
     assert result.code == 1, result
     assert "2 ranks on 1 node" in result.out
     assert "could not draw the map" in result.err
+
+
+def test_picture_without_matplotlib(tmp_path: Path) -> None:
+    """Without matplotlib, which is an extra, the table is printed, and one line tells what to install."""
+    (tmp_path / "matplotlib.py").write_text(
+        "raise ModuleNotFoundError('No module named matplotlib', name='matplotlib')\n"
+    )
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    result = call([*RUN, "-n", "3", *JOB, "--plot", str(tmp_path / "map.png")], env={"PYTHONPATH": path})
+    assert result.code == 1, result
+    assert "3 ranks on 1 node" in result.out, result
+    assert result.err.count("matplotlib") == 1, result
+    assert 'could not draw the map: --plot needs matplotlib: pip install "mpicoll[plot]"' in result.err, result
+    assert not (tmp_path / "map.png").exists()

@@ -145,6 +145,35 @@ def test_a_rank_that_dies_before_mpi_starts(tmp_path: Path) -> None:
     assert time.monotonic() - begun < 20
 
 
+def test_no_rank_is_blamed_for_the_limit_of_a_test(tmp_path: Path) -> None:
+    """The rank that ends a hanging job for the pytest plugin has not failed: neither launcher says so."""
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["mpicoll.pytest_plugin"]\n')
+    test = write(
+        tmp_path,
+        """
+        import time
+        import pytest
+        import mpicoll as dist
+
+        dist.init_process_group()
+
+        @pytest.mark.mpi
+        @pytest.mark.mpi_timeout(2)
+        def test_hangs():
+            if dist.get_rank() == 1:
+                time.sleep(60)
+            dist.barrier()
+        """,
+        "test_it.py",
+    )
+    pytest_of_ranks = ["-m", "pytest", "--with-mpi", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", test]
+    result = call([*RUN, "-n", "2", *pytest_of_ranks], env={"PYTEST_ADDOPTS": ""})
+    assert result.code == 1, result
+    assert "rank 1: in no call of mpicoll" in result.err, result
+    for blame in ("failed first", "MPI_ABORT", "exited"):
+        assert blame not in result.err, result
+
+
 STUBBORN = """
     import signal, sys, time
     if "stubborn" in sys.argv:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import statistics
 from typing import Any
 
@@ -19,15 +20,15 @@ RAW = "#20252b"
 TICKS = (0.25, 0.5, 1, 2, 4, 8, 16, 32)
 
 
-def draw(results: Results, path: str) -> None:
-    """Draw the results into a file; the file's ending selects the format."""
+def draw(results: Results, kind: str = "png") -> bytes:
+    """Return a picture of the results in a format of matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     ops = [op for op in dict.fromkeys(each.op for each in results.measured) if op != "barrier"]
     columns = min(4, len(ops))
     lines = -(-len(ops) // columns)
-    figure = Figure(figsize=(3.6 * columns + 0.6, 4.4 * lines + 1.1), layout="constrained")
+    figure = Figure(figsize=(max(3.6 * columns + 0.6, 7.8), 4.4 * lines + 1.3), layout="constrained")
     FigureCanvasAgg(figure)
     axes: Any = figure.subplots(2 * lines, columns, squeeze=False, gridspec_kw={"height_ratios": [3, 2] * lines})
     for number, op in enumerate(ops):
@@ -46,11 +47,13 @@ def draw(results: Results, path: str) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), frameon=False, fontsize=9)
     about = results.about
     figure.suptitle(
-        f"{results.ranks} ranks on {results.nodes} node{'s' * (results.nodes != 1)}, {about['MPI']}, {about['processor']}",
+        f"{results.ranks} ranks on {results.nodes} node{'s' * (results.nodes != 1)}, {about['MPI']}\n{about['processor']}",
         fontsize=11,
         fontweight="bold",
     )
-    figure.savefig(path, dpi=110)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=kind, dpi=110)
+    return drawn.getvalue()
 
 
 def _names(of: list[Measured]) -> list[str]:

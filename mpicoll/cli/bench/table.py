@@ -42,7 +42,10 @@ def parse_sizes(text: str) -> list[int]:
 def _size(word: str) -> int:
     word = word.strip().upper().removesuffix("B").removesuffix("I")
     scale = {"K": 10, "M": 20, "G": 30}.get(word[-1:], 0)
-    size = int(word[:-1] if scale else word) << scale
+    number = word[:-1] if scale else word
+    if not number.isdecimal():
+        raise ValueError(f"{word or 'nothing'} is not a size: 8, 64K, 1M")
+    size = int(number) << scale
     if size < 8 or size % 8:
         raise ValueError(f"{word}: a size is a multiple of 8 bytes")
     return size
@@ -85,13 +88,13 @@ def table(results: Results) -> Table:
         size = in_bytes(each.nbytes) if each.nbytes else ""
         shown.add_row(each.op if each.op != last else "", size, f"{raw:,.1f}", *cells, copied)
         last = each.op
-    shown.caption = "median over the rounds, ± half the distance of the quartiles; below 1 mpicoll is faster"
+    shown.caption = "median over the rounds, quartiles in brackets; below 1 mpicoll is faster"
     return shown
 
 
 def _cell(half: float, low: float, high: float) -> str:
     style = "green" if half < 0.95 else "red" if half > 1.25 else ""
-    text = f"{half:.2f} ±{(high - low) / 2:.2f}"
+    text = f"{half:.2f} ({low:.2f}-{high:.2f})"
     return f"[{style}]{text}[/]" if style else text
 
 

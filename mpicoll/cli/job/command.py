@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mpicoll.cli.job.model import JobMap, Place, link_rows, place_here, rows
+from mpicoll.cli.outputs import Output, picture_format
+from mpicoll.errors import LaunchError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,10 +22,6 @@ def show_map(plot: str | None = None) -> int:
     Args:
         plot: a file for the picture (PNG, PDF, SVG); rank 0 writes it.
     """
-    if plot is not None:
-        from mpicoll.cli.bench.command import need_matplotlib
-
-        need_matplotlib()
     import mpicoll as dist
 
     code = 0
@@ -47,8 +45,10 @@ def _draw(job: JobMap, path: str) -> int:
     from mpicoll.cli.job.picture import draw
 
     try:
-        draw(job, path)
-    except (OSError, ValueError) as error:  # no such folder; a format that matplotlib does not know
+        kind = picture_format("--plot", path)
+        with Output("--plot", path) as output:
+            output.write(draw(job, kind))
+    except LaunchError as error:
         print(f"mpicoll: could not draw the map: {error}", file=sys.stderr)
         return 1
     print(f"The picture is in {path}")

@@ -154,8 +154,8 @@ def rows(job: JobMap) -> list[Row]:
                 str(place.local_rank),
                 str(place.pid),
                 _cores(place),
-                _gpus(place.gpus),
-                _threads(place),
+                gpus_of(place.gpus),
+                threads_of(place),
             )
             for place in job.places
         ]
@@ -176,8 +176,8 @@ def _joint(nodes: Sequence[Sequence[Place]]) -> Row:
     each = f"{' or '.join(map(str, sizes))} each of {union}"
     cores = _cores(first[0]) if len(masks) == 1 else each
     seen = {place.gpus for place in first}
-    gpus = _gpus(first[0].gpus) if len(seen) == 1 else f"{len(seen)} different"
-    threads = {_threads(place) for place in first}
+    gpus = gpus_of(first[0].gpus) if len(seen) == 1 else f"{len(seen)} different"
+    threads = {threads_of(place) for place in first}
     return Row(
         few(compress_ranks(ranks).split(", ")),
         few([node[0].host for node in nodes]) + (f" ({len(nodes)} nodes)" if len(nodes) > 1 else ""),
@@ -199,14 +199,15 @@ def _cores(place: Place) -> str:
     return f"all ({text})" if len(place.cpus) == place.node_cpus else text
 
 
-def _gpus(gpus: tuple[str, ...] | None) -> str:
+def gpus_of(gpus: tuple[str, ...] | None) -> str:
+    """Return the GPUs that a rank may see, in one line."""
     return "" if gpus is None else ", ".join(gpus) or "none"
 
 
-def _threads(place: Place) -> str:
-    return (
-        ", ".join(f"{name.removesuffix('_NUM_THREADS')} {value}" for name, value in place.threads.items()) or "not set"
-    )
+def threads_of(place: Place) -> str:
+    """Return the limits of a rank's threads, in one line."""
+    limits = (f"{name.removesuffix('_NUM_THREADS')} {value}" for name, value in place.threads.items())
+    return ", ".join(limits) or "not set"
 
 
 def link_rows(job: JobMap) -> list[tuple[str, str, str, str]]:

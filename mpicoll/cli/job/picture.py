@@ -1,26 +1,37 @@
-"""The picture of a job: its nodes with the cores of each rank, and the links between them as heat maps."""
+"""The picture of a job: its nodes with the cores of each rank, the links as heat maps, and the reason for what is red."""
 
 from __future__ import annotations
 
+import io
+import textwrap
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpicoll.diagnosis.report.entries import compress_ranks
+from mpicoll.cli.job.model import JobMap, Place, few, gpus_of, in_microseconds, in_rate, threads_of
+from mpicoll.cli.job.warnings import Wrong, slow_links, warnings, wrong_on
+from mpicoll.diagnosis.report.entries import compress_ranks, name_ranks
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from mpicoll.cli.job.model import JobMap, Place
+    from mpicoll.cli.job.links import Link
 
 
 MOST_NODES = 8
 """The most nodes that are drawn; of larger jobs the first ones are drawn."""
 MOST_BARS = 8  # lines of a node, one for each set of hardware threads; a node with more sets is drawn as a grid
+MOST_WARNINGS = 8
 ACROSS = 16  # hardware threads in a line of that grid
 MOST_LABELS = 16  # names along a heat map, and figures in its cells
-GREY, LINE, CROWDED = "#e6e8eb", "#5b6470", "#d64541"
+LINE_HEIGHT = 0.4  # inches of a line of a node
+WIDTH = 11  # inches
+HEAT_HEIGHT = 4.6
+TEXT_HEIGHT = 0.175
+CHARACTERS = 150  # in a line of text
+GREY, LINE, RED = "#e6e8eb", "#5b6470", "#d62728"
+COLOURS = ("#59a89c", "#7b8fc4", "#dcb84c", "#8bbf56", "#b08fcf", "#5aa7d6")  # nothing that looks like red
 
 
 def matrix(job: JobMap, value: Callable[[Any], float]) -> NDArray[np.float64]:
@@ -33,51 +44,107 @@ def matrix(job: JobMap, value: Callable[[Any], float]) -> NDArray[np.float64]:
     return found
 
 
-def draw(job: JobMap, path: str) -> None:
-    """Draw the map into a file; the file's ending selects the format."""
+def draw(job: JobMap, kind: str = "png") -> bytes:
+    """Return a picture of the map in a format of matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from mpicoll.cli.job.model import in_microseconds, in_rate
-
     nodes = job.nodes()
     shown = nodes[:MOST_NODES]
-    columns = min(len(shown), 4)
+    columns = min(len(shown), 3)
     lines = -(-len(shown) // columns)
     tall = [max(_height(node) for node in shown[at : at + columns]) for at in range(0, len(shown), columns)]
     heat = bool(job.links) and len(nodes) > 1
-    above = 0.32 * sum(tall) + 0.3 * lines
-    figure = Figure(figsize=(11, 0.6 + above + (5.0 if heat else 0)), layout="constrained")
+    words = _words(job)
+    heights = [
+        LINE_HEIGHT * sum(tall) + 0.3 * lines,
+        *([HEAT_HEIGHT] if heat else []),
+        TEXT_HEIGHT * len(words) + 0.65,
+    ]
+    figure = Figure(figsize=(WIDTH, 0.5 + sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
     count = len(job.places)
     title = f"{count} rank{'s' * (count != 1)} on {len(nodes)} node{'s' * (len(nodes) != 1)}, {job.library}"
-    if job.links and not heat:
-        title += f": {in_microseconds(job.links[0].latency)}, {in_rate(job.links[0].bandwidth)}"
     figure.suptitle(title, fontsize=13, fontweight="bold")
-    parts: Any = figure.subfigures(2, 1, height_ratios=[above + 0.3, 5.0]) if heat else [figure, figure]
-    top, bottom = parts
-    axes = top.subplots(lines, columns, squeeze=False, gridspec_kw={"height_ratios": tall})
+    parts: Any = figure.subfigures(len(heights), 1, height_ratios=heights)
+    axes = parts[0].subplots(lines, columns, squeeze=False, gridspec_kw={"height_ratios": tall})
     for axis in axes.flat:
         axis.set_axis_off()
+    within = {link.nodes[0]: link for link in job.links if link.nodes[0] == link.nodes[1]}
     for number, node in enumerate(shown):
-        _node(axes.flat[number], node, tall[number // columns])
-    notes = [f"and {len(nodes) - len(shown)} nodes more"] if len(nodes) > len(shown) else []
-    if any(len(_groups(node)) > MOST_BARS for node in shown):
-        notes.append("the numbers of CPUs are the local ranks that run there")
-    top.supxlabel("; ".join(notes), fontsize=9, color=LINE)
+        _node(axes.flat[number], node, tall[number // columns], within.get(node[0].node))
     if heat:
-        left, right = bottom.subplots(1, 2)
-        _heat(figure, left, job, matrix(job, lambda link: link.latency * 1e6), "latency, µs: dark is slow", "YlOrRd")
-        _heat(
-            figure,
-            right,
-            job,
-            matrix(job, lambda link: link.bandwidth / 1e9),
-            "bandwidth, GB/s: dark is fast",
-            "YlGnBu",
+        left, right = parts[1].subplots(1, 2)
+        latency = matrix(job, lambda link: link.latency * 1e6)
+        bandwidth = matrix(job, lambda link: link.bandwidth / 1e9)
+        _heat(figure, left, job, latency, "latency in µs (dark is slow)", "viridis_r")
+        _heat(figure, right, job, bandwidth, "bandwidth in GB/s (dark is fast)", "YlGnBu")
+    _legend(parts[-1], words)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=kind, dpi=130)
+    return drawn.getvalue()
+
+
+def _words(job: JobMap) -> list[str]:
+    """Return the lines below the picture: what it leaves out, and the warnings, which say why something is red."""
+    nodes = job.nodes()
+    notes = [f"{len(nodes) - MOST_NODES} more nodes are not drawn"] if len(nodes) > MOST_NODES else []
+    if any(len(_groups(node)) > MOST_BARS for node in nodes[:MOST_NODES]):
+        notes.append("on nodes with many ranks a box has the local rank that may run there, or the number of ranks")
+    if job.links and len(nodes) > 1:
+        notes.append(
+            "heat maps: mpicoll's send and recv between nodes, on the diagonal within a node; grey: not measured"
         )
-        bottom.supxlabel("on the diagonal within a node; grey: not measured", fontsize=9, color=LINE)
-    figure.savefig(path, dpi=130)
+    found = warnings(job)
+    lines = [f"{'; '.join(notes)}."] if notes else []
+    lines.append("Red, and why:" if found else "Nothing is red: no warnings.")
+    lines += [f"- {warning}" for warning in found[:MOST_WARNINGS]]
+    if len(found) > MOST_WARNINGS:
+        lines.append(f"- {len(found) - MOST_WARNINGS} more, which mpicoll doctor --job prints")
+    return [
+        part
+        for line in lines
+        for part in textwrap.wrap(line, CHARACTERS, subsequent_indent="  ", break_long_words=True)
+    ]
+
+
+def _legend(part: Any, words: list[str]) -> None:
+    """Draw the legend, and the lines below it."""
+    from matplotlib.legend_handler import HandlerTuple
+    from matplotlib.patches import Patch
+
+    meanings = (
+        (COLOURS[:3], "hardware thread (number) that the ranks of the line may use"),
+        ((GREY,), "other hardware thread of the node"),
+        ((RED,), "problem: see below"),
+    )
+    patches = [tuple(Patch(facecolor=colour) for colour in colours) for colours, _ in meanings]
+    axis = part.subplots()
+    axis.set_axis_off()
+    axis.set_ylim(0, len(words) + 2)
+    axis.set_xlim(0, 1)
+    axis.legend(
+        patches,
+        [meaning for _, meaning in meanings],
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+        loc="upper left",
+        ncols=3,
+        frameon=False,
+        fontsize=8.5,
+        borderpad=0,
+        borderaxespad=0,
+    )
+    for number, line in enumerate(words):
+        is_heading = line == "Red, and why:"
+        axis.text(
+            0.0,
+            len(words) - number - 0.2,
+            line,
+            va="center",
+            fontsize=8.5,
+            color=RED if is_heading else "black",
+            fontweight="bold" if is_heading else "normal",
+        )
 
 
 # --- nodes ----------------------------------------------------------------------------------------------------------
@@ -92,12 +159,12 @@ def _groups(node: list[Place]) -> list[list[Place]]:
 
 
 def _height(node: list[Place]) -> float:
-    """Return the height of a node in lines, the line of its name included."""
+    """Return the height of a node in lines: its name, its ranks and its link."""
     groups = len(_groups(node))
-    return 1.4 + (groups if groups <= MOST_BARS else -(-node[0].node_cpus // ACROSS))
+    return 1.8 + (groups if groups <= MOST_BARS else -(-node[0].node_cpus // ACROSS))
 
 
-def _node(axis: Any, node: list[Place], height: float) -> None:
+def _node(axis: Any, node: list[Place], height: float, link: Link | None) -> None:
     """Draw one node: a bar of hardware threads for each group of ranks, or one grid if there are many groups."""
     from matplotlib.patches import FancyBboxPatch
 
@@ -106,30 +173,52 @@ def _node(axis: Any, node: list[Place], height: float) -> None:
     frame = FancyBboxPatch((0, -height), 1, height, boxstyle="round,pad=0,rounding_size=0.02", mutation_aspect=height)
     frame.set(facecolor="white", edgecolor=LINE, linewidth=1.2)
     axis.add_patch(frame)
-    about = f"{len(node)} rank{'s' * (len(node) != 1)}, {node[0].node_cpus} CPUs"
-    axis.text(0.03, -0.55, node[0].host, va="center", ha="left", fontsize=11, fontweight="bold")
-    axis.text(0.97, -0.55, about, va="center", ha="right", fontsize=8.5, color=LINE)
+    about = f"{len(node)} rank{'s' * (len(node) != 1)}, {node[0].node_cpus} hardware threads"
+    axis.text(0.03, -0.5, node[0].host, va="center", ha="left", fontsize=11, fontweight="bold")
+    wrong = wrong_on(node)
     groups = _groups(node)
+    colour = LINE
+    if len(groups) > MOST_BARS:
+        about = f"{few(name_ranks([place.rank for place in node]).split(', '))}, {node[0].node_cpus} hardware threads"
+        if wrong.gpus or wrong.threads:
+            about += ", GPUs shared" * bool(wrong.gpus) + ", too many threads" * bool(wrong.threads)
+            colour = RED
+    axis.text(0.97, -0.5, about, va="center", ha="right", fontsize=8, color=colour)
     if len(groups) <= MOST_BARS:
         for number, group in enumerate(groups):
-            _bar(axis, group, -1.1 - number)
+            _bar(axis, group, -1.0 - number, wrong)
     else:
-        _grid(axis, node)
+        _grid(axis, node, wrong)
+    if link is not None:
+        one, other = link.ranks
+        text = f"link between ranks {one} and {other}: {in_microseconds(link.latency)}, {in_rate(link.bandwidth)}"
+        axis.text(0.03, -height + 0.4, text, va="center", ha="left", fontsize=8, color=LINE)
 
 
-def _bar(axis: Any, group: list[Place], top: float) -> None:
+def _bar(axis: Any, group: list[Place], top: float, wrong: Wrong) -> None:
     """Draw the hardware threads of a node in one line, the threads of a group of ranks in colour; red if they are too few."""
-    ranks = [place.rank for place in group]
-    text = f"rank{'s' * (len(ranks) != 1)} {compress_ranks(ranks)}"
-    seen = {place.gpus for place in group}
-    gpus = seen.pop() if len(seen) == 1 else None
-    text += f", GPU {', '.join(gpus)}" if gpus else ""
-    axis.text(0.03, top - 0.45, text if len(text) < 26 else f"{len(ranks)} ranks", va="center", ha="left", fontsize=8.5)
-    wide, used = group[0].node_cpus, set(group[0].cpus)
-    colour = CROWDED if len(group) > len(group[0].cores) else _colour(group[0].local_rank)
-    for first, count, inside in _runs(wide, used):
-        width = 0.57 / wide
-        _cell(axis, 0.4 + first * width, top - 0.8, count * width, 0.7, colour if inside else GREY)
+    ranks = {place.rank for place in group}
+    first = group[0]
+    gpus = {gpus_of(place.gpus) for place in group}
+    threads = {threads_of(place) for place in group}
+    named = few(compress_ranks(ranks).split(", "))
+    texts = [(f"rank{'s' * (len(ranks) != 1)} {named}", 8.5, bool(ranks & wrong.cores))]
+    if gpus != {""}:
+        texts.append((f"GPU {gpus.pop()}" if len(gpus) == 1 else "different GPUs", 7, bool(ranks & wrong.gpus)))
+    text = f"threads: {threads.pop()}" if len(threads) == 1 else "threads: differ"
+    texts.append((text, 7, bool(ranks & wrong.threads)))
+    for number, (text, size, is_red) in enumerate(texts):
+        y = top - (number + 0.5) / len(texts)
+        axis.text(0.03, y, text, va="center", ha="left", fontsize=size, color=RED if is_red else "black")
+    wide, used = first.node_cpus, set(first.cpus)
+    colour = RED if ranks & wrong.cores else _colour(first.local_rank)
+    width = 0.57 / wide
+    for start, count, inside in _runs(wide, used):
+        _cell(axis, 0.4 + start * width, top - 0.85, count * width, 0.7, colour if inside else GREY)
+        text = str(start) if count == 1 else f"{start}-{start + count - 1}"
+        if wide <= ACROSS or count * width > 0.02 * len(text):
+            x = 0.4 + (start + count / 2) * width
+            axis.text(x, top - 0.5, text, va="center", ha="center", fontsize=6.5, color="black" if inside else LINE)
 
 
 def _runs(wide: int, used: set[int]) -> list[tuple[int, int, bool]]:
@@ -144,7 +233,7 @@ def _runs(wide: int, used: set[int]) -> list[tuple[int, int, bool]]:
     return found
 
 
-def _grid(axis: Any, node: list[Place]) -> None:
+def _grid(axis: Any, node: list[Place], wrong: Wrong) -> None:
     """Draw the hardware threads of a node in lines, each with the local rank that may run there, or the number of ranks."""
     there: dict[int, list[Place]] = {}
     for place in node:
@@ -153,23 +242,23 @@ def _grid(axis: Any, node: list[Place]) -> None:
     for cpu in range(node[0].node_cpus):
         places = there.get(cpu, [])
         x, y = 0.03 + (cpu % ACROSS) * 0.94 / ACROSS, -2.0 - cpu // ACROSS
-        colour = GREY if not places else _colour(places[0].local_rank) if len(places) == 1 else CROWDED
+        colour = GREY if not places else _colour(places[0].local_rank)
+        if any(place.rank in wrong.cores for place in places):
+            colour = RED
         _cell(axis, x, y, 0.94 / ACROSS, 0.85, colour)
         if places:
             text = str(places[0].local_rank) if len(places) == 1 else f"{len(places)}x"
             axis.text(x + 0.47 / ACROSS, y + 0.42, text, va="center", ha="center", fontsize=6.5)
 
 
-def _cell(axis: Any, x: float, y: float, width: float, height: float, colour: Any) -> None:
+def _cell(axis: Any, x: float, y: float, width: float, height: float, colour: str) -> None:
     from matplotlib.patches import Rectangle
 
     axis.add_patch(Rectangle((x, y), max(width * 0.88, width - 0.005), height, facecolor=colour, linewidth=0))
 
 
-def _colour(local_rank: int) -> Any:
-    from matplotlib import colormaps
-
-    return colormaps["Set2"](local_rank % 8)
+def _colour(local_rank: int) -> str:
+    return COLOURS[local_rank % len(COLOURS)]
 
 
 # --- links ----------------------------------------------------------------------------------------------------------
@@ -179,8 +268,12 @@ def _heat(figure: Any, axis: Any, job: JobMap, values: NDArray[np.float64], titl
     """Draw a matrix of nodes as a heat map."""
     from matplotlib import colormaps
     from matplotlib.colors import LogNorm, Normalize
+    from matplotlib.patches import Rectangle
 
     hosts = job.hosts
+    if len(hosts) <= MOST_NODES:
+        ranks = [name_ranks([place.rank for place in node]) for node in job.nodes()]
+        hosts = [f"{host}\n{few(where.split(', '))}" for host, where in zip(hosts, ranks, strict=True)]
     known = values[~np.isnan(values)]
     low, high = float(known.min()), float(known.max())
     # Figures within a node and between nodes differ by a factor of ten or more.
@@ -190,7 +283,8 @@ def _heat(figure: Any, axis: Any, job: JobMap, values: NDArray[np.float64], titl
     axis.set_title(title, fontsize=11)
     if len(hosts) <= MOST_LABELS:
         ticks = range(len(hosts))
-        axis.set_xticks(ticks, hosts, rotation=45 if max(map(len, hosts)) > 4 else 0, fontsize=8.5)
+        longest = max(len(line) for host in hosts for line in host.splitlines())
+        axis.set_xticks(ticks, hosts, rotation=45 if longest * len(hosts) > 45 else 0, fontsize=8.5)
         axis.set_yticks(ticks, hosts, fontsize=8.5)
         for (row, column), value in np.ndenumerate(values):
             if np.isnan(value):
@@ -210,6 +304,11 @@ def _heat(figure: Any, axis: Any, job: JobMap, values: NDArray[np.float64], titl
     else:
         axis.set_xlabel("node", fontsize=9)
         axis.set_ylabel("node", fontsize=9)
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.yaxis.get_major_locator().set_params(integer=True)
+    for link in slow_links(job):
+        for x, y in (link.nodes, link.nodes[::-1]):
+            axis.add_patch(Rectangle((x - 0.47, y - 0.47), 0.94, 0.94, fill=False, edgecolor=RED, linewidth=2))
     axis.tick_params(length=0)
     for side in axis.spines.values():
         side.set_visible(False)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
 
+from mpicoll.cli.job.links import Link
 from mpicoll.cli.job.model import JobMap, Place, few, in_microseconds, in_rate, link_ends
 from mpicoll.diagnosis.report.entries import compress_ranks, name_ranks
 
@@ -24,6 +26,25 @@ def warnings(job: JobMap) -> list[str]:
 
 
 _Problem = tuple[str, str, list[int]]
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """The ranks of a node that have a problem: too few cores, a shared GPU, too many threads."""
+
+    cores: frozenset[int]
+    gpus: frozenset[int]
+    threads: frozenset[int]
+
+
+def wrong_on(node: Sequence[Place]) -> Wrong:
+    """Return the ranks of a node that :func:`warnings` names."""
+    return Wrong(
+        *(
+            frozenset(rank for _, _, ranks in problems for rank in ranks)
+            for problems in (_crowds(node), _shared_gpus(node), _too_many_threads(node))
+        )
+    )
 
 
 def _crowds(node: Sequence[Place]) -> list[_Problem]:
@@ -93,15 +114,25 @@ def _number(text: str) -> int | None:
     return int(head) if head.isdigit() else None
 
 
-def _slow(job: JobMap) -> list[str]:
-    """Return warnings about links between nodes that are much slower than most; the cause is unknown."""
+def _between(job: JobMap) -> tuple[list[Link], float, float]:
+    """Return the links between nodes, their median bandwidth and their median latency."""
     links = [link for link in job.links if link.nodes[0] != link.nodes[1]]
     if len(links) < 3:
-        return []
-    usual = median(link.bandwidth for link in links), median(link.latency for link in links)
-    slow = [link for link in links if link.bandwidth < usual[0] / 2 or link.latency > 3 * usual[1]]
+        return [], 0.0, 0.0
+    return links, median(link.bandwidth for link in links), median(link.latency for link in links)
+
+
+def slow_links(job: JobMap) -> list[Link]:
+    """Return the links between nodes that are much slower than most."""
+    links, bandwidth, latency = _between(job)
+    return [link for link in links if link.bandwidth < bandwidth / 2 or link.latency > 3 * latency]
+
+
+def _slow(job: JobMap) -> list[str]:
+    """Return warnings about slow links; the cause is unknown."""
+    _, *usual = _between(job)
     return [
         f"{link_ends(job, link)}: {in_rate(link.bandwidth)} and {in_microseconds(link.latency)}; the median between "
         f"nodes is {in_rate(usual[0])} and {in_microseconds(usual[1])}. Measure again, and ask your site about that link"
-        for link in slow[:8]
+        for link in slow_links(job)[:8]
     ]

@@ -18,10 +18,11 @@ from mpicoll.diagnosis.call import Call
 from mpicoll.diagnosis.report.entries import name_ranks
 from mpicoll.errors import ARGUMENT, CollectiveMismatchError, DistError, wrong_argument
 from mpicoll.groups.process_group import ProcessGroup
-from mpicoll.groups.registry import member_or_warn, peer_rank
+from mpicoll.groups.registry import peer_rank
 from mpicoll.memory import pickled
 from mpicoll.memory.pickled import IncomingObject, Packed, WireError, need_list
 from mpicoll.operations import composed, execution
+from mpicoll.operations.prepare.refusal import member
 from mpicoll.runtime import waiting
 from mpicoll.runtime.call_site import call_site
 from mpicoll.runtime.waiting import Pollable, Steps
@@ -372,7 +373,7 @@ def _run(
 
     The caller unpickles, when no other rank waits for this rank any more.
     """
-    group = member_or_warn(given, op)
+    group = member(given, op)
     if group is None:
         return None
     site = call_site()

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from mpicoll.checks.memory_in_use import Claim, claims, written
 from mpicoll.checks.memory_ranges import Snapshot, is_sampled
 from mpicoll.diagnosis.call import Call
-from mpicoll.errors import wrong_argument
 from mpicoll.groups.process_group import ProcessGroup, Stopping
 from mpicoll.groups.registry import member_or_warn
 from mpicoll.memory.adapt import adapt_list, same_dtype, viewed
@@ -22,9 +21,11 @@ from mpicoll.memory.lists import ListMemory
 from mpicoll.memory.memory import Array, Memory, StreamOrder
 from mpicoll.memory.reduce_op import RedOpType
 from mpicoll.operations import dispatch, execution
+from mpicoll.operations.prepare.refusal import refuse, refuse_group
 from mpicoll.operations.prepared import PreparedOperation
 from mpicoll.operations.work import Work
 from mpicoll.runtime.call_site import CallSite, call_site
+from mpicoll.runtime.settings import need_bool
 from mpicoll.transports.base import Kind, Movement, Preferred
 from mpicoll.transports.control import NOTHING
 from mpicoll.transports.selection import DEFAULT
@@ -139,7 +140,10 @@ def run_prepared(
         arguments: the other arguments.
         alias: the name that the program used, if it is another one.
     """
-    found = member_or_warn(group, alias or op)
+    try:
+        found = member_or_warn(group, alias or op)
+    except ValueError as error:
+        refuse_group(group, op, error, alias)
     if found is None:
         return None
     site = call_site()
@@ -147,12 +151,12 @@ def run_prepared(
     try:
         limit = execution.call_limit(found, timeout)
         execution.check_name(name)
-        async_op = bool(async_op)
+        async_op = async_op is True or (async_op is not False and need_bool(async_op, "async_op"))
         with StreamOrder(stream) as order:
             ready = prepare(found, *arguments)
         again = _cache(found, op, alias, ready)
     except Exception as error:
-        _refuse(found, op, site, alias, error)
+        refuse(found, op, site, error, alias)
     if async_op and again is not None:  # the first call moves as the next calls
         _, send, recv, outputs = ready.cached
         work = dispatch.begin(found, again, send, recv, site.code, site.instruction, limit, name, outputs)
@@ -161,7 +165,7 @@ def run_prepared(
     try:
         claim = _claim(found, op, site, ready, async_op)
     except Exception as error:
-        _refuse(found, op, site, alias, error)
+        refuse(found, op, site, error, alias)
     key = ready.key if name is None else (*ready.key, ("name", name))
     call = Call(op, key, site, uneven=ready.uneven, detail=ready.detail, alias=alias)
     carried: Any = None
@@ -190,13 +194,6 @@ def run_prepared(
     if ready.stopping is not None:
         ready.stopping.deliver()
     return None if made is None else made.with_claim(claim)
-
-
-def _refuse(group: ProcessGroup, op: str, site: CallSite, alias: str, error: Exception) -> NoReturn:
-    """Make a call with wrong arguments, which raises on all members."""
-    call = Call(op, (), site, error=wrong_argument(error), alias=alias)
-    execution.run(group, call, None, outputs=[], limit=group.timeout)
-    raise AssertionError("a call with wrong arguments always raises") from error
 
 
 def is_unscaled(op: Any) -> bool:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import html
 import math
 import os
+import re
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 
 from mpicoll.cli.job.links import MOST_PAIRS, Link, pairs_between, pairs_within
 from mpicoll.cli.job.model import JobMap, Place, few, in_microseconds, in_rate, link_rows, place_here, rows
-from mpicoll.cli.job.picture import draw, matrix
+from mpicoll.cli.job.picture import RED, draw, matrix
 from mpicoll.cli.job.warnings import warnings
 
 OMP1: Mapping[str, str] = {"OMP_NUM_THREADS": "1"}
@@ -211,7 +213,7 @@ def test_matrix() -> None:
 
 
 @pytest.mark.slow
-def test_pictures(tmp_path: Path) -> None:
+def test_pictures() -> None:
     """Jobs of one rank, of a few nodes and of many, with links and without, crowded or not, can be drawn."""
     pytest.importorskip("matplotlib")
     node_of = [rank // 16 for rank in range(320)]
@@ -224,5 +226,51 @@ def test_pictures(tmp_path: Path) -> None:
         "crowded": JobMap(tuple(place(i, 0, i, (i // 2, 5)) for i in range(40))),
     }
     for name, known in maps.items():
-        draw(known, str(tmp_path / f"{name}.png"))
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert draw(known).startswith(b"\x89PNG"), name
+
+
+def texts(known: JobMap) -> list[tuple[str, bool]]:
+    """Return the words of a picture, and whether they are red."""
+    matplotlib = pytest.importorskip("matplotlib")
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        svg = draw(known, "svg").decode()
+    found = re.findall(r"<text style=\"([^\"]*)\"[^>]*>([^<]*)</text>", svg)
+    return [(html.unescape(words), RED in style) for style, words in found]
+
+
+def test_the_picture_tells_who_is_where() -> None:
+    """Ranks, their GPUs and threads, and the link with its units stand in the node; a legend tells what the colours mean."""
+    link = Link((0, 1), (0, 0), 7.14e-5, 4.44e9)
+    places = (place(0, 0, 0, (0, 1), gpus=("0",)), place(1, 0, 1, (2, 3), gpus=("1",)))
+    said = texts(JobMap(places, (link,), "MPICH 5"))
+    words = [text for text, _ in said]
+    for text in ("2 ranks on 1 node, MPICH 5", "n0", "rank 0", "rank 1", "GPU 0", "GPU 1", "threads: OMP 1"):
+        assert text in words, words
+    assert "link between ranks 0 and 1: 71.4 us, 4.44 GB/s" in words
+    assert "hardware thread (number) that the ranks of the line may use" in words
+    assert "other hardware thread of the node" in words
+    assert "Nothing is red: no warnings." in words
+    assert not any(red for _, red in said)
+
+
+def test_the_picture_tells_what_is_red_and_why() -> None:
+    """What a warning names is red, and the warning with its remedy stands below."""
+    crowded = (*(place(i, 0, i, (0,), threads=OMP1) for i in range(2)), place(2, 0, 2, (1,)))
+    said = dict(texts(JobMap(crowded)))
+    assert (said["ranks 0-1"], said["rank 2"]) == (True, False)
+    assert said["Red, and why:"]
+    assert "problem: see below" in said
+    assert any("2 ranks have 1 core: all are bound to core 0 (ranks 0-1)" in text for text in said)
+    said = dict(texts(JobMap(tuple(place(i, 0, i, (i,), gpus=("0",)) for i in range(2)))))
+    assert (said["rank 0"], said["GPU 0"], said["threads: OMP 1"]) == (False, True, False)
+    said = dict(texts(JobMap(tuple(place(i, 0, i, (0, 1), threads={}) for i in range(2)))))
+    assert (said["ranks 0-1"], said["threads: not set"]) == (False, True)
+
+
+def test_the_picture_names_the_ranks_of_nodes_with_one_name() -> None:
+    """The heat maps have units, and tell two nodes of one name apart."""
+    places = tuple(dataclasses.replace(place(i, i % 2, i // 2, (i // 2,)), host="vm") for i in range(4))
+    words = [text for text, _ in texts(JobMap(places, (Link((0, 1), (0, 1), 2e-6, 1e9),), "MPICH"))]
+    assert words.count("ranks 0, 2") >= 2  # at both axes of a map
+    assert words.count("ranks 1, 3") >= 2
+    assert {"latency in µs (dark is slow)", "bandwidth in GB/s (dark is fast)"} <= set(words)

@@ -317,6 +317,8 @@ EXIT, FAIL, START = "exit", "fail", "start"
         ([(EXIT, 1, 137), (FAIL, 0, 1), (EXIT, 0, 137)], 7, "mpich", (7, None)),  # rank 1 called MPI_Abort(7)
         ([(FAIL, 2, 5), (EXIT, 0, 1), (EXIT, 2, 5)], 1, "openmpi", (5, 2)),  # failed first, ended second
         ([(EXIT, 3, 4)], 0, "openmpi", (4, 3)),
+        ([("stop", 2, 1), (EXIT, 2, 1), (EXIT, 0, 143)], 1, "openmpi", (1, None)),  # rank 2 ended the job by intent
+        ([(EXIT, 0, 137), ("stop", 2, 1)], 1, "mpich", (1, None)),
     ],
 )
 def test_decide(records: list[tuple[str, int, int]], code: int, family: str, expected: tuple[int, int | None]) -> None:
