@@ -56,14 +56,14 @@ def main() -> int:
 
 def table() -> None:
     """Print how large the merged table of a mismatch is."""
-    from mpicoll.diagnosis.report.entries import Entry, table_of
+    from mpicoll.diagnosis.report.entries import RankState, table_of
 
     for size in (4, 64, 1_000, 100_000):
         odd = size // 2
         runs = ((0, odd - 1), (odd + 1, size - 1))
         key = (("op", "SUM"), ("dtype", "float32"), ("elements", "1024"))
-        usual = Entry(runs, "all_reduce", key, 41, "/home/ann/project/train.py:88")
-        other = Entry(((odd, odd),), "barrier", (), 41, "/home/ann/project/train.py:91")
+        usual = RankState(runs, "all_reduce", key, 41, "/home/ann/project/train.py:88")
+        other = RankState(((odd, odd),), "barrier", (), 41, "/home/ann/project/train.py:91")
         print(f"{size} ranks, one of them odd: a table of {len(table_of([usual, other]).pack())} bytes")
 
 

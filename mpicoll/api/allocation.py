@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicoll.diagnosis.call import Call
+from mpicoll.diagnosis.call import CallDescription
 from mpicoll.errors import ARGUMENT
 from mpicoll.groups.registry import member_or_warn
 from mpicoll.memory.dtypes import element
@@ -60,7 +60,7 @@ def empty(shape: Any, dtype: Any = float, *, group: Any = None, shared: bool = T
         setattr(wrong, ARGUMENT, True)
         error = wrong
     nbytes = math.prod(size) * kind.itemsize
-    call = Call("empty", (size, str(kind)) if error is None else (), call_site(), error=error)
+    call = CallDescription("empty", (size, str(kind)) if error is None else (), call_site(), error=error)
     node = found.pair.node
     memory: list[Any] = []
 

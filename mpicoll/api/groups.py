@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 from mpicoll.api.objects import all_gather_object
-from mpicoll.diagnosis.call import Call
+from mpicoll.diagnosis.call import CallDescription
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import NON_MEMBER, resolve, state
 from mpicoll.operations import composed, execution
@@ -224,7 +224,7 @@ def _subgroups(
         except Exception as error:
             problem = error
     key = () if problem else (("groups", len(lists)), ("ranks", tuple(map(tuple, lists))))
-    composed.agree(known.world, Call(op, key, call_site(), error=problem))
+    composed.agree(known.world, CallDescription(op, key, call_site(), error=problem))
     made = [new_group(ranks, timeout, backend, pg_options, group_desc=group_desc) for ranks in lists]
     mine = [group for group in made if group is not NON_MEMBER]
     return mine[0] if mine else None, made
@@ -274,7 +274,7 @@ def split_group(
     except Exception as error:
         problem = error
     key = () if problem else (("ranks", tuple(map(tuple, lists))),)
-    composed.agree(parent, Call("split_group", key, call_site(), error=problem))
+    composed.agree(parent, CallDescription("split_group", key, call_site(), error=problem))
     for ranks in lists:
         if parent.rank() in ranks:
             members = [parent.ranks[rank] for rank in ranks]

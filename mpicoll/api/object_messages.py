@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpicoll.checks.memory_in_use import check_read
-from mpicoll.diagnosis.call import Call
+from mpicoll.diagnosis.call import CallDescription
 from mpicoll.errors import DistError
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import need_member, peer_rank
@@ -115,10 +115,10 @@ def recv_object_list(
     return int(found.ranks[operation.returned])
 
 
-def _call(op: str, group: ProcessGroup, length: int, peer: int) -> Call:
+def _call(op: str, group: ProcessGroup, length: int, peer: int) -> CallDescription:
     other = f"rank {group.ranks[peer]}" if peer >= 0 else "any rank"
     key = (("to " if op == "send" else "from ") + other, ("tag", _TAG), ("objects", length))
-    return Call(op, key, call_site(), alias=f"{op}_object_list")
+    return CallDescription(op, key, call_site(), alias=f"{op}_object_list")
 
 
 def _start_send(group: ProcessGroup, packed: Packed, length: int, peer: int) -> Operation:
@@ -160,7 +160,9 @@ def _start_recv(group: ProcessGroup, length: int, peer: int) -> tuple[Operation,
             return receiving(group, call, receive, steps, [], group.timeout), arrived
 
 
-def _receiving(group: ProcessGroup, call: Call, receive: ObjectReceive, arrived: list[IncomingObject]) -> Steps:
+def _receiving(
+    group: ProcessGroup, call: CallDescription, receive: ObjectReceive, arrived: list[IncomingObject]
+) -> Steps:
     try:
         yield receive
         if receive.refused is not None:

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from mpicoll.api import collectives
-from mpicoll.diagnosis.call import Call
+from mpicoll.diagnosis.call import CallDescription
 from mpicoll.errors import ARGUMENT
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.memory.adapt import adapt
@@ -70,7 +70,7 @@ def all_reduce_init(tensor: AnyArray, op: RedOpType | ReduceOp = ReduceOp.SUM, g
     except Exception as wrong:
         setattr(wrong, ARGUMENT, True)
         error = wrong
-    composed.agree(found, Call("all_reduce_init", key, site, error=error), found.timeout)
+    composed.agree(found, CallDescription("all_reduce_init", key, site, error=error), found.timeout)
     return plan
 
 
@@ -163,5 +163,5 @@ class Plan:
         if self._started:
             over = self._work is not None and self._work._request.done
             state = f"{'complete' if over else 'under way'}, started at {self._site}"
-        name = Call(_OP, self._key, self._site).describe() if self._key else _OP
+        name = CallDescription(_OP, self._key, self._site).describe() if self._key else _OP
         return f"<Plan {name} on group {self.group.display}: {state}>"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mpicoll.checks.levels import Rolling
 from mpicoll.checks.mismatch import explain
 from mpicoll.checks.order import make_order
-from mpicoll.diagnosis.call import Call
+from mpicoll.diagnosis.call import CallDescription
 from mpicoll.errors import CollectiveMismatchError
 from mpicoll.runtime.call_site import CallSite
 from mpicoll.runtime.waiting import Pollable
@@ -104,7 +104,7 @@ class Agreement:
         if self.channel.carries_data or not self.is_idle():
             return None
         fingerprint, made = self.rolling.cut()
-        call = Call(op, (), site, seq=seq, print=fingerprint, made=made, closes=True)
+        call = CallDescription(op, (), site, seq=seq, print=fingerprint, made=made, closes=True)
         self.order.pass_on(self.order.issue())
         return Closing(self.post(make_words(fingerprint)), display, explain(self.comm, call, display, ranks))
 
@@ -151,7 +151,7 @@ class Closing:
         return self._request is None
 
 
-def words_of(call: Call) -> Words:
+def words_of(call: CallDescription) -> Words:
     """Return the words of a call whose data is not sent with its round."""
     return make_words(
         call.print,

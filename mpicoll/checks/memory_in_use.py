@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from mpicoll.checks.memory_ranges import EVERYWHERE, Range, Ranges, Snapshot, bounds, contents, span
-from mpicoll.diagnosis.report.entries import Entry
+from mpicoll.diagnosis.report.entries import RankState
 from mpicoll.diagnosis.report.report import with_calls
 from mpicoll.errors import BufferInUseError
 from mpicoll.runtime import signals, waiting
@@ -47,7 +47,7 @@ def written(op: str, site: CallSite, group: str = "") -> BufferInUseError:
         f"rank {claims.rank}: the tensor of {op} at {site} was written before its wait() had returned: the moved data may be "
         "wrong. Write the tensor after wait(), or pass a copy"
     )
-    call = Entry(
+    call = RankState(
         ((claims.rank, claims.rank),),
         op,
         site=str(site),
@@ -413,10 +413,10 @@ def _text(mine: Range, other: Range) -> str:
     )
 
 
-def _entry(memory: Range) -> Entry:
+def _entry(memory: Range) -> RankState:
     claim = memory.claim
     uses = (("memory", "writes" if memory.writes else "reads"),)
-    return Entry(((claims.rank, claims.rank),), claim.op, uses, site=str(claim.site), group=claim.group)
+    return RankState(((claims.rank, claims.rank),), claim.op, uses, site=str(claim.site), group=claim.group)
 
 
 claims = Registry()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpicoll.checks.levels import EVERY
-from mpicoll.diagnosis.call import Call, Made
+from mpicoll.diagnosis.call import CallDescription, Made
 from mpicoll.diagnosis.report.entries import Table, entry_of, merge, name_runs, runs_of, table_of
 from mpicoll.diagnosis.report.texts import PENDING_CALLS, mismatch
 from mpicoll.errors import CollectiveMismatchError
@@ -21,7 +21,7 @@ from mpicoll.transports.mpi.exchange import merge_all
 
 
 def explain(
-    comm: Any, call: Call, group_name: str, ranks: tuple[int, ...], waited: float = 0.0
+    comm: Any, call: CallDescription, group_name: str, ranks: tuple[int, ...], waited: float = 0.0
 ) -> Generator[Pollable, None, None]:
     """Exchange the calls of all members, and raise: ``call.error`` if this rank has one, otherwise CollectiveMismatchError.
 
@@ -73,7 +73,7 @@ class _NextTest:
         return was
 
 
-def _first_difference(comm: Any, call: Call) -> Generator[Pollable, None, tuple[Call, str]]:
+def _first_difference(comm: Any, call: CallDescription) -> Generator[Pollable, None, tuple[CallDescription, str]]:
     """Find the first difference of the members' calls since the last comparison.
 
     The exchange is no collective of MPI: if a member has made one call more than another member, their next calls do not match.
@@ -99,7 +99,7 @@ def _first_difference(comm: Any, call: Call) -> Generator[Pollable, None, tuple[
     found = call
     if at < len(call.made) - (not call.closes):
         made = Made(*call.made[at])
-        found = Call(made.op, made.key, CallSite(made.code, made.instruction), seq=made.seq)
+        found = CallDescription(made.op, made.key, CallSite(made.code, made.instruction), seq=made.seq)
     call.breaks = "its ranks made unequal numbers of calls" if most != least else ""
     closing = f"Calls are compared every {EVERY} calls: data moved since call {found.seq} may be wrong."
     if not call.closes:

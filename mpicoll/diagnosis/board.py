@@ -20,7 +20,7 @@ from mpi4py import MPI
 from mpicoll.diagnosis.deadlock import State
 from mpicoll.diagnosis.node_board import NodeBoard
 from mpicoll.diagnosis.place import Place
-from mpicoll.diagnosis.report.entries import Entry, Runs
+from mpicoll.diagnosis.report.entries import RankState, Runs
 from mpicoll.diagnosis.report.report import Report
 from mpicoll.runtime.mpi_library import retain_frames
 
@@ -91,7 +91,7 @@ class Where:
 
     rank: int
     calls: int
-    waits: Entry
+    waits: RankState
 
 
 _Sends = list[tuple[MPI.Request, Any]]
@@ -126,7 +126,7 @@ class Board:
     """
 
     comm: MPI.Intracomm
-    where: Callable[[str], tuple[int, Entry]]
+    where: Callable[[str], tuple[int, RankState]]
     failed: dict[int, Failure] = field(default_factory=dict)
     exited: dict[int, Exit] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)

@@ -13,7 +13,7 @@ from mpicoll.transports.control import NO_DEVICE, NOTHING
 
 
 @dataclass(slots=True)
-class Call:
+class CallDescription:
     """One call of one rank on one group.
 
     Attributes:

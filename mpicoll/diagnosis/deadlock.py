@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from mpicoll.diagnosis.report.entries import Entry, name_runs, runs_of
+from mpicoll.diagnosis.report.entries import RankState, name_runs, runs_of
 from mpicoll.diagnosis.report.report import Report
 from mpicoll.diagnosis.report.texts import deadlock
 
@@ -41,7 +41,7 @@ class Wait:
 
     group: str
     members: tuple[int, ...]
-    entry: Entry
+    entry: RankState
     peer: int | None = None
     seq: int = 0
     sending: bool = False
@@ -167,7 +167,7 @@ def report(states: Mapping[int, State], members: set[int], now: float = 0.0) -> 
     named: dict[str, set[str]] = {}
     for wait in waits:
         named.setdefault(wait.entry.group, set()).add(wait.group)
-    entries: list[Entry] = []
+    entries: list[RankState] = []
     needed: dict[int, list[int]] = {}
     unasked = False
     for rank in sorted(members):
@@ -181,7 +181,7 @@ def report(states: Mapping[int, State], members: set[int], now: float = 0.0) -> 
             entries.append(replace(wait.entry, ranks=((rank, rank),), group=group, needs=words, waited=waited))
             needed.setdefault(rank, []).extend(ranks)
     gone = {rank for ranks in needed.values() for rank in ranks if states[rank].gone}
-    entries += [Entry(((rank, rank),), state="exited") for rank in gone]
+    entries += [RankState(((rank, rank),), state="exited") for rank in gone]
     return deadlock(entries, needed, unasked=unasked)
 
 

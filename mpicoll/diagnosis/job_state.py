@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mpicoll.diagnosis.deadlock import Wait
 from mpicoll.diagnosis.membership import Membership
 from mpicoll.diagnosis.place import Place
-from mpicoll.diagnosis.report.entries import Entry, entry_of
+from mpicoll.diagnosis.report.entries import RankState, entry_of
 from mpicoll.runtime import watchdog
 from mpicoll.runtime.call_site import program_site
 
@@ -222,7 +222,7 @@ def waits_lately() -> bool:
     return any(wait.began > since for wait in _waits())
 
 
-def waits_now(group_name: str) -> tuple[int, Entry]:
+def waits_now(group_name: str) -> tuple[int, RankState]:
     """Return this rank's answer to a question of another rank (see ``diagnosis.board.Where``)."""
     known = current()
     found = known.groups.get(group_name) if known is not None else None
@@ -232,13 +232,13 @@ def waits_now(group_name: str) -> tuple[int, Entry]:
         break
     else:
         op, site, display = _last_call(known, found) if known is not None else ("", "", "")
-        entry = Entry(((rank, rank),), op, site=site, group=display, state="late", problem=BETWEEN)
+        entry = RankState(((rank, rank),), op, site=site, group=display, state="late", problem=BETWEEN)
     if found is not None:
         return found.calls, entry
     return known.meetings.get(group_name, 0) if known is not None else 0, entry
 
 
-def calls_now(rank: int) -> list[Entry]:
+def calls_now(rank: int) -> list[RankState]:
     """Return what each thread of this process waits in, or else its last call; for a report of all ranks.
 
     Any thread may call this function, wherever other threads hang: it only reads, takes no lock, and never calls MPI.
@@ -249,13 +249,15 @@ def calls_now(rank: int) -> list[Entry]:
     known = current()
     ranks = ((rank, rank),)
     if known is None:
-        return [Entry(ranks, state="late", problem="has no default group")]
+        return [RankState(ranks, state="late", problem="has no default group")]
     now = time.time()
     entries = [
         entry_of(wait.call, rank, wait.group.display, state="waits", waited=now - wait.began) for wait in _waits()
     ]
     entries += [
-        Entry(ranks, state="late", problem=f"{time.monotonic() - call.since:.1f} s inside MPI for {call.describe()}")
+        RankState(
+            ranks, state="late", problem=f"{time.monotonic() - call.since:.1f} s inside MPI for {call.describe()}"
+        )
         for call in tuple(watchdog.active.values())
     ]
     if entries:
@@ -263,7 +265,7 @@ def calls_now(rank: int) -> list[Entry]:
     op, site, display = _last_call(known)
     waited_for = sum(len(group.unwaited) for group in tuple(known.groups.values()))
     more = f" ({waited_for} pending that the program has not waited for)" if waited_for else ""
-    return [Entry(ranks, op, site=site, group=display, state="late", problem=f"in no call of mpicoll{more}")]
+    return [RankState(ranks, op, site=site, group=display, state="late", problem=f"in no call of mpicoll{more}")]
 
 
 def last_seen(rank: int) -> str:

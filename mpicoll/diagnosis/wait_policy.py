@@ -15,12 +15,12 @@ from typing import Any
 
 from mpicoll.diagnosis import job_state
 from mpicoll.diagnosis.board import Board, Exit, Failure
-from mpicoll.diagnosis.call import Call, fingerprint
+from mpicoll.diagnosis.call import CallDescription, fingerprint
 from mpicoll.diagnosis.deadlock import Wait
 from mpicoll.diagnosis.deadlock_search import catch_up, search
 from mpicoll.diagnosis.job_state import note_waits, place_of, seen_ago
 from mpicoll.diagnosis.membership import Membership
-from mpicoll.diagnosis.report.entries import Entry, Runs, Table, entry_of, holds, join, runs_of, table_of
+from mpicoll.diagnosis.report.entries import RankState, Runs, Table, entry_of, holds, join, runs_of, table_of
 from mpicoll.diagnosis.report.report import MESSAGE_WIDTH, Report, show
 from mpicoll.diagnosis.report.text_layout import short_paths
 from mpicoll.diagnosis.report.texts import BROKEN, peer_exited, peer_failed, time_limit
@@ -67,7 +67,9 @@ class CallWait:
     AFTERWARDS = BROKEN
     """The sentence of the error on the state of the group after the wait has failed."""
 
-    def __init__(self, group: Membership, call: Call, limit: float, peer: int | None = None, tag: int = 0) -> None:
+    def __init__(
+        self, group: Membership, call: CallDescription, limit: float, peer: int | None = None, tag: int = 0
+    ) -> None:
         self.group = group
         self.call = call
         self.limit = limit
@@ -154,21 +156,21 @@ class CallWait:
         report = self._report(peer_exited, [self._end(exit_) for exit_ in exits], waited)
         return report.as_error(PeerExitedError, job_state.job().world.rank())
 
-    def _end(self, exit_: Exit) -> Entry:
+    def _end(self, exit_: Exit) -> RankState:
         """Return what a rank that has ended did, with its last call on the group."""
         name = self.meets()[0]
         what = exit_.describe(name if self.peer is None and name == self.group.group_name else None)
         op, _, site = exit_.last.get(self.group.group_name, "").rpartition(" at ")
         ranks = ((exit_.rank, exit_.rank),)
-        return Entry(ranks, op, site=site, state="exited", problem=what.partition(", the last ")[0])
+        return RankState(ranks, op, site=site, state="exited", problem=what.partition(", the last ")[0])
 
     def _report(
-        self, kind: Callable[[Entry, str, Runs, Table, str], Report], causes: list[Entry], waited: float
+        self, kind: Callable[[RankState, str, Runs, Table, str], Report], causes: list[RankState], waited: float
     ) -> Report:
         """Return the report of a call that cannot complete because of ``causes``."""
         mine = entry_of(self.call, job_state.job().world.rank())
         gone = join(run for entry in causes for run in entry.ranks)
-        waits = [Entry(mine.ranks, state="waits", waited=(waited, waited)), *self._beside(mine, gone)]
+        waits = [RankState(mine.ranks, state="waits", waited=(waited, waited)), *self._beside(mine, gone)]
         members = runs_of(self.meets()[1])
         return kind(mine, self.group.display, members, table_of([*causes, *waits]), self.AFTERWARDS)
 
@@ -186,7 +188,7 @@ class CallWait:
             self.noted = True
             note_waits()
 
-    def _beside(self, mine: Entry, gone: Runs) -> list[Entry]:
+    def _beside(self, mine: RankState, gone: Runs) -> list[RankState]:
         """Return the ranks of this node, without ``gone``, that wait in this collective, or left this one for the same reason."""
         slots, (name, ranks, seq) = job_state.job().board.slots, self.meets()
         if slots is None or self.peer is not None:
@@ -198,7 +200,7 @@ class CallWait:
             for group, number, began, site in pickle.loads(data) if data else ():
                 if (group, number) == (name, seq):
                     call = (
-                        Entry((), state="waits")
+                        RankState((), state="waits")
                         if mine.site.endswith(site)
                         else replace(mine, site=site, state="waits")
                     )
@@ -294,14 +296,14 @@ class CallWait:
                 late.append(replace(where.waits, ranks=ranks))
             elif (place := place_of(board, rank)).site:
                 seen = seen_ago(place.ago, place.site)
-                silent.append(Entry(ranks, place.op, site=place.last, state="silent", problem=seen))
+                silent.append(RankState(ranks, place.op, site=place.last, state="silent", problem=seen))
             else:
-                silent.append(Entry(ranks, state="silent"))
+                silent.append(RankState(ranks, state="silent"))
         entries = [
-            *_largest(late, Entry((), state="late")),
-            *_largest(silent, Entry((), state="silent")),
-            *_largest(left, Entry((), state="exited")),
-            Entry(runs_of(arrived), state="waits", waited=(waited, waited)),
+            *_largest(late, RankState((), state="late")),
+            *_largest(silent, RankState((), state="silent")),
+            *_largest(left, RankState((), state="exited")),
+            RankState(runs_of(arrived), state="waits", waited=(waited, waited)),
         ]
         mine = entry_of(self.call, board.rank)
         report = time_limit(
@@ -318,9 +320,9 @@ class CallWait:
         return arrived[1:], report
 
 
-def _largest(entries: list[Entry], rest: Entry) -> list[Entry]:
+def _largest(entries: list[RankState], rest: RankState) -> list[RankState]:
     """Return the answers of most ranks, at most ``MOST_PLACES`` different ones, and the ranks with other answers as ``rest``."""
-    rows: dict[tuple[Any, ...], list[Entry]] = {}
+    rows: dict[tuple[Any, ...], list[RankState]] = {}
     for entry in entries:
         rows.setdefault(entry.content(), []).append(entry)
     alike = sorted(rows.values(), key=len, reverse=True)
@@ -329,7 +331,7 @@ def _largest(entries: list[Entry], rest: Entry) -> list[Entry]:
     return [*listed, replace(rest, ranks=join(others))] if others else listed
 
 
-def _needs(call: Call, me: int, level: str) -> tuple[int, ...] | None:
+def _needs(call: CallDescription, me: int, level: str) -> tuple[int, ...] | None:
     """Return the ranks that a call without a round needs; None: all members. A root that sends to all members needs none."""
     if level == "full" or not call.passes:
         return None
@@ -342,13 +344,13 @@ def _needs(call: Call, me: int, level: str) -> tuple[int, ...] | None:
     return () if me == root else (root,)
 
 
-def failed_entry(failure: Failure) -> Entry:
+def failed_entry(failure: Failure) -> RankState:
     """Return the entry of a failed rank for a report."""
     ranks = ((failure.rank, failure.rank),)
     if not failure.op:
-        return Entry(ranks, state="failed", problem=failure.what, site=failure.site)
+        return RankState(ranks, state="failed", problem=failure.what, site=failure.site)
     where = f" (at {short_paths([failure.site])[failure.site]})" if failure.site else ""
-    return Entry(ranks, failure.op, site=failure.last, state="failed", problem=failure.what + where)
+    return RankState(ranks, failure.op, site=failure.last, state="failed", problem=failure.what + where)
 
 
 def local_wait(test: Callable[[], bool], policy: CallWait) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from mpicoll.diagnosis.call import Call
+from mpicoll.diagnosis.call import CallDescription
 from mpicoll.errors import CollectiveMismatchError
 from mpicoll.groups import registry
 from mpicoll.groups.registry import JobWithGroups
@@ -55,9 +55,9 @@ class Block:
         """Return the name of the block for messages."""
         return f"{self.op} at {self.site}"
 
-    def _call(self, where: str = "") -> Call:
+    def _call(self, where: str = "") -> CallDescription:
         """Return the description of a call of this block; ``where`` distinguishes the block's calls."""
-        return Call(where + self.op, (), self.site, compared=True)
+        return CallDescription(where + self.op, (), self.site, compared=True)
 
     def _members(self, known: JobWithGroups) -> Members:
         """Return the ranks of the scope; for a scope that is none the world, which :meth:`_refuse` tells of the error."""
@@ -145,7 +145,7 @@ class LeaderBlock(Block):
         """Return the name of the block for messages."""
         return super().describe() if self._name is None else f"{self.op}({self._name!r}) at {self.site}"
 
-    def _call(self, where: str = "") -> Call:
+    def _call(self, where: str = "") -> CallDescription:
         call = super()._call(where)
         if self._name is not None:
             call.key = (("name", self._name),)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mpicoll.diagnosis.call import Call
+from mpicoll.diagnosis.call import CallDescription
 from mpicoll.errors import FirstFailedError, PeerFailedError, in_one_line
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.leader_blocks.members import Members
@@ -94,7 +94,7 @@ def failure_of(error: BaseException) -> BlockFailure:
 
 def broadcast_outcome(
     group: ProcessGroup,
-    call: Callable[[str], Call],
+    call: Callable[[str], CallDescription],
     root: int,
     outcome: SharedOutcome | BaseException | None = None,
     watch: LeaderWatch | None = None,

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 
-from mpicoll.diagnosis.call import Call
+from mpicoll.diagnosis.call import CallDescription
 from mpicoll.diagnosis.job_state import last_seen
 from mpicoll.diagnosis.wait_policy import CallWait
 from mpicoll.groups import registry
@@ -63,7 +63,7 @@ class LeaderWait(CallWait):
 
     __slots__ = ("watch",)
 
-    def __init__(self, watch: LeaderWatch, group: ProcessGroup, call: Call, limit: float) -> None:
+    def __init__(self, watch: LeaderWatch, group: ProcessGroup, call: CallDescription, limit: float) -> None:
         super().__init__(group, call, limit)
         self.watch = watch
 

@@ -15,11 +15,11 @@ from mpi4py import MPI
 
 from mpicoll.checks.memory_in_use import claims
 from mpicoll.diagnosis.board import Board
-from mpicoll.diagnosis.call import Call
+from mpicoll.diagnosis.call import CallDescription
 from mpicoll.diagnosis.deadlock_search import describe_state
 from mpicoll.diagnosis.job_state import await_death, waits_lately, waits_now, write_place
 from mpicoll.diagnosis.node_board import NodeBoard, make_node_board
-from mpicoll.diagnosis.report.entries import Entry
+from mpicoll.diagnosis.report.entries import RankState
 from mpicoll.diagnosis.report.report import with_calls
 from mpicoll.diagnosis.wait_policy import failed_entry
 from mpicoll.errors import (
@@ -130,7 +130,7 @@ def join(
     watchdog.start(deadly=how == "job")
     try:
         # Ranks that have made default groups on other communicators count differently: the largest count names the group.
-        call = Call(
+        call = CallDescription(
             "init_process_group",
             (size, ("on_failure", how), ("check", level), ("MPICOLL_ENGINE", settings.engine)),
             site,
@@ -375,17 +375,19 @@ class _InitWait:
             failed = PeerFailedError(f"{failure}, while {self._text(waited)}")
             return self._with_calls(failed, waited, [failure.rank], [failed_entry(failure)])
         for rank in self.board.exited:
-            gone = Entry(
+            gone = RankState(
                 ((rank, rank),), state="exited", problem="ended the program without calling init_process_group"
             )
             exited = PeerExitedError(f"rank {rank} {gone.problem}: {self._text(waited)}")
             return self._with_calls(exited, waited, [rank], [gone])
         return None
 
-    def _with_calls(self, error: DistError, waited: float, ranks: Iterable[int], others: Iterable[Entry]) -> DistError:
+    def _with_calls(
+        self, error: DistError, waited: float, ranks: Iterable[int], others: Iterable[RankState]
+    ) -> DistError:
         """Return an error with its facts as data: this rank's call, and what other ranks did."""
         mine = ((self.rank, self.rank),)
-        waits = Entry(mine, "init_process_group", site=self.site, state="waits", waited=(waited, waited))
+        waits = RankState(mine, "init_process_group", site=self.site, state="waits", waited=(waited, waited))
         return with_calls(error, "WORLD", ranks, [*others, waits])
 
     def stalled(self, waited: float) -> None:

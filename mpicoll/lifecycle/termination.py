@@ -30,7 +30,7 @@ from pathlib import Path
 
 from mpicoll.diagnosis import job_state
 from mpicoll.diagnosis.node_board import NodeBoard
-from mpicoll.diagnosis.report.entries import Entry, name_runs, runs_of, table_of
+from mpicoll.diagnosis.report.entries import RankState, name_runs, runs_of, table_of
 from mpicoll.diagnosis.report.report import MESSAGE_WIDTH
 from mpicoll.diagnosis.report.text_layout import short_paths
 from mpicoll.diagnosis.report.texts import node_ends
@@ -220,17 +220,17 @@ def _report(what: str) -> None:
     _print(rows, [rank for rank in slots.ranks if slots.ended(rank)] or [me], what)
 
 
-def _written(slots: NodeBoard, rank: int) -> Entry | None:
+def _written(slots: NodeBoard, rank: int) -> RankState | None:
     """Return what a rank of this node has written for this report, or None."""
     data = slots.read(rank, "termination")
     when, entry = pickle.loads(data) if data else (0.0, None)
-    fresh: Entry | None = (
+    fresh: RankState | None = (
         entry if time.monotonic() - when < MOST_STAY + GATHER else None
     )  # all ranks of a node read one clock
     return fresh
 
 
-def _entry_of(slots: NodeBoard, rank: int) -> Entry:
+def _entry_of(slots: NodeBoard, rank: int) -> RankState:
     """Return where a rank of this node is: as it has just written, or where it was last seen."""
     written = _written(slots, rank)
     if written is not None:
@@ -240,10 +240,10 @@ def _entry_of(slots: NodeBoard, rank: int) -> Entry:
     seen = (
         f"at {site}" if place.ago < 1.0 else f"last seen {place.ago:.0f} s ago at {site} (stopped, or in native code)"
     )
-    return Entry(((rank, rank),), place.op, site=place.last, state="late", problem=seen)
+    return RankState(((rank, rank),), place.op, site=place.last, state="late", problem=seen)
 
 
-def _where(known: registry.JobWithGroups, rank: int) -> Entry:
+def _where(known: registry.JobWithGroups, rank: int) -> RankState:
     """Return where this rank is: the call that it waits in, or its place in the program and its last call."""
     entry = job_state.calls_now(rank)[0]
     if entry.state == "waits":
@@ -256,7 +256,7 @@ def _where(known: registry.JobWithGroups, rank: int) -> Entry:
     return replace(entry, problem=f"{inside}, {place}" if inside else place)
 
 
-def _print(rows: list[Entry], ended: list[int], what: str) -> None:
+def _print(rows: list[RankState], ended: list[int], what: str) -> None:
     """Print the report, and save it to a file if the ranks end."""
     members = runs_of(rank for row in rows for run in row.ranks for rank in run)
     sentence = (

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from mpicoll.diagnosis.call import Call, fingerprint
+from mpicoll.diagnosis.call import CallDescription, fingerprint
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.operations import execution
 from mpicoll.operations.failures import BlockingCall
@@ -20,14 +20,14 @@ from mpicoll.transports.base import Movement, block_bytes, pieces
 from mpicoll.transports.control import Agreed
 
 
-def drive(group: ProcessGroup, call: Call, steps: Steps, limit: float) -> Any:
+def drive(group: ProcessGroup, call: CallDescription, steps: Steps, limit: float) -> Any:
     """Wait for steps that belong to no call in the order of a group; return what they return."""
     request = Operation(group, call, steps, [], limit, waited=True)
     request.complete()
     return request.returned
 
 
-def agree(group: ProcessGroup, call: Call, limit: float | None = None) -> Agreed:
+def agree(group: ProcessGroup, call: CallDescription, limit: float | None = None) -> Agreed:
     """Make the round of a call that moves no data; return the facts that all members then know.
 
     Args:
@@ -40,7 +40,7 @@ def agree(group: ProcessGroup, call: Call, limit: float | None = None) -> Agreed
     return _make(group, call, None, group.timeout if limit is None else limit)
 
 
-def run(group: ProcessGroup, call: Call, steps: Callable[[Agreed], Steps]) -> None:
+def run(group: ProcessGroup, call: CallDescription, steps: Callable[[Agreed], Steps]) -> None:
     """Make one collective call that moves its data in several steps, and wait for it.
 
     The caller has called :func:`~mpicoll.operations.execution.enter`, which checks whether the group can be used.
@@ -52,7 +52,7 @@ def run(group: ProcessGroup, call: Call, steps: Callable[[Agreed], Steps]) -> No
     _make(group, call, steps, group.timeout)
 
 
-def _make(group: ProcessGroup, call: Call, steps: Callable[[Agreed], Steps] | None, limit: float) -> Agreed:
+def _make(group: ProcessGroup, call: CallDescription, steps: Callable[[Agreed], Steps] | None, limit: float) -> Agreed:
     if group.entered_block is not None:
         raise group.entered_block.refuse(call.describe(), call.site)
     if steps is not None and call.error is not None and group.level != "full":
@@ -86,7 +86,7 @@ def _meet_and_move(group: ProcessGroup, steps: Callable[[Agreed], Steps] | None,
 
 
 def move_once(
-    group: ProcessGroup, call: Call, agreed: Agreed, move: Movement, moved: int
+    group: ProcessGroup, call: CallDescription, agreed: Agreed, move: Movement, moved: int
 ) -> Generator[Pollable, None, int]:
     """Move a flat buffer within the steps of :func:`run`: by blocking calls unless a member is asynchronous.
 

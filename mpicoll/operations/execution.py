@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from mpicoll.checks.levels import EVERY
 from mpicoll.checks.mismatch import explain
-from mpicoll.diagnosis.call import Call, fingerprint
+from mpicoll.diagnosis.call import CallDescription, fingerprint
 from mpicoll.errors import CollectiveMismatchError
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
@@ -56,7 +56,7 @@ def check_name(name: Any) -> None:
 
 def move_agreed(
     group: ProcessGroup,
-    call: Call,
+    call: CallDescription,
     move: Movement | Callable[[Agreed], Movement] | None,
     number: int,
     ready: Callable[[], bool] | None,
@@ -119,7 +119,7 @@ def move_agreed(
 
 def _move(
     group: ProcessGroup,
-    call: Call,
+    call: CallDescription,
     number: int,
     limit: float,
     agreed: Agreed,
@@ -206,7 +206,7 @@ def _reduce_in_order(group: ProcessGroup, number: int, move: Movement) -> Steps:
         reduce_rows(move.op, got, size, move.recv)
 
 
-def _finish(call: Call, after: Callable[[], None] | None) -> None:
+def _finish(call: CallDescription, after: Callable[[], None] | None) -> None:
     if after is not None:
         try:
             after()
@@ -215,7 +215,7 @@ def _finish(call: Call, after: Callable[[], None] | None) -> None:
             raise
 
 
-def _check_splits(group: ProcessGroup, call: Call, move: Movement) -> Steps:
+def _check_splits(group: ProcessGroup, call: CallDescription, move: Movement) -> Steps:
     """Exchange the numbers of elements of all blocks; raise on all members if a rank sends more or less than expected."""
     assert move.send is not None
     assert move.recv is not None
@@ -242,7 +242,7 @@ def _check_splits(group: ProcessGroup, call: Call, move: Movement) -> Steps:
 
 def run(
     group: ProcessGroup,
-    call: Call,
+    call: CallDescription,
     move: Movement | Callable[[Agreed], Movement] | None,
     *,
     outputs: list[Any],
@@ -275,7 +275,7 @@ def run(
             raise
 
 
-def leave_begun(group: ProcessGroup, call: Call, limit: float, error: BaseException) -> None:
+def leave_begun(group: ProcessGroup, call: CallDescription, limit: float, error: BaseException) -> None:
     """Give the group up if an error ends a call that this rank has begun, and is no outcome of the call.
 
     A signal handler of the program may raise between any two lines: when the call is counted and not posted, or when the call has
@@ -289,7 +289,7 @@ UNCOMPARED = frozenset(Kind) - {Kind.BARRIER, Kind.ALL_TO_ALL}
 """Kinds that may move without a comparison: each member knows the sizes of all blocks from its own arguments."""
 
 
-def _passes(group: ProcessGroup, call: Call, move: Movement | Callable[[Agreed], Movement] | None) -> bool:
+def _passes(group: ProcessGroup, call: CallDescription, move: Movement | Callable[[Agreed], Movement] | None) -> bool:
     """Return whether a call makes no round; the same on all members that make the same calls."""
     return (
         group.level != "full"
@@ -303,7 +303,7 @@ def _passes(group: ProcessGroup, call: Call, move: Movement | Callable[[Agreed],
     )
 
 
-def set_print(group: ProcessGroup, call: Call, compares: bool) -> None:
+def set_print(group: ProcessGroup, call: CallDescription, compares: bool) -> None:
     """Set the fingerprint that the round of a call compares; record a call that makes no round."""
     shared = group.pair.agreement.channel.carries_data
     print_ = fingerprint(call.op, call.key) if group.level != "off" else 0
@@ -340,7 +340,7 @@ def _print_of_function(op: str) -> int:
 
 def move_uncompared(
     group: ProcessGroup,
-    call: Call,
+    call: CallDescription,
     move: Movement,
     number: int,
     ready: Callable[[], bool] | None,
@@ -371,7 +371,7 @@ def move_uncompared(
 
 def issue(
     group: ProcessGroup,
-    call: Call,
+    call: CallDescription,
     move: Movement | Callable[[Agreed], Movement] | None,
     number: int,
     outputs: list[Any],

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from mpicoll.diagnosis.call import Call
+from mpicoll.diagnosis.call import CallDescription
 from mpicoll.diagnosis.job_state import current, hopeless, job
 from mpicoll.diagnosis.wait_policy import CallWait
 from mpicoll.errors import DistBackendError, GroupBrokenError
@@ -50,12 +50,12 @@ def tells_why(group: ProcessGroup) -> bool:
     return bool(board.failed or board.exited or group.group_name in board.withdrawn)
 
 
-def broken(group: ProcessGroup, call: Call) -> GroupBrokenError:
+def broken(group: ProcessGroup, call: CallDescription) -> GroupBrokenError:
     """Return the error of a pending call of a group that was broken by another call."""
     return GroupBrokenError(f"{call.describe()} on group {group.display} at {call.site}: {group.broken}")
 
 
-def wrap(error: MpiError, group: ProcessGroup, call: Call) -> DistBackendError:
+def wrap(error: MpiError, group: ProcessGroup, call: CallDescription) -> DistBackendError:
     """Give the group up; return an error of MPI as an error of the library, with operation, group, rank and text of MPI."""
     group.give_up(f"MPI reported an error in {call.op}")
     hint = (
@@ -70,7 +70,7 @@ def wrap(error: MpiError, group: ProcessGroup, call: Call) -> DistBackendError:
     )
 
 
-def guarded(test: Callable[[], bool], group: ProcessGroup, call: Call) -> Callable[[], bool]:
+def guarded(test: Callable[[], bool], group: ProcessGroup, call: CallDescription) -> Callable[[], bool]:
     """Return ``test`` with errors of MPI as errors of the library."""
 
     def wrapped() -> bool:
@@ -87,7 +87,7 @@ class BlockingCall:
 
     __slots__ = ("_call", "group", "limit", "since")
 
-    def __init__(self, group: ProcessGroup, call: Call, limit: float) -> None:
+    def __init__(self, group: ProcessGroup, call: CallDescription, limit: float) -> None:
         self.group = group
         self.limit = limit
         self.since = 0.0
@@ -121,7 +121,9 @@ class begun:
 
     __slots__ = ("_call", "_group", "_held", "_limit", "_peer", "_tag")
 
-    def __init__(self, group: ProcessGroup, call: Call, limit: float, held: Any, *, peer: int, tag: int) -> None:
+    def __init__(
+        self, group: ProcessGroup, call: CallDescription, limit: float, held: Any, *, peer: int, tag: int
+    ) -> None:
         self._group, self._call, self._limit, self._held, self._peer, self._tag = group, call, limit, held, peer, tag
 
     def __enter__(self) -> None:

@@ -8,10 +8,10 @@ from datetime import timedelta
 from hashlib import blake2b
 from typing import Any, Protocol
 
-from mpicoll.diagnosis.call import Call
+from mpicoll.diagnosis.call import CallDescription
 from mpicoll.diagnosis.deadlock import Wait
 from mpicoll.diagnosis.deadlock_search import search
-from mpicoll.diagnosis.report.entries import Entry, compress_ranks, entry_of, name_ranks
+from mpicoll.diagnosis.report.entries import RankState, compress_ranks, entry_of, name_ranks
 from mpicoll.diagnosis.report.report import with_calls
 from mpicoll.diagnosis.wait_policy import CallWait, local_wait
 from mpicoll.errors import (
@@ -56,7 +56,7 @@ def create_group(
         name, pair = _make_locally(known, members, site, problem)
     else:
         candidate = known.pool.candidate(members) if me in members else NOTHING
-        call = Call(
+        call = CallDescription(
             "new_group",
             () if problem else (("ranks", members),),
             site,
@@ -165,7 +165,7 @@ def check_arguments(timeout: Any, backend: Any, group_desc: Any) -> None:
     check_backend(backend, lambda: state().world.rank() == 0)
 
 
-def _shrink(known: JobWithGroups, tag: int, call: Call) -> None:
+def _shrink(known: JobWithGroups, tag: int, call: CallDescription) -> None:
     """Free communicators of destroyed groups. All ranks of the world are known to call this function."""
     with signals.guard:
         with BlockingCall(known.world, call, known.world.timeout):
@@ -176,7 +176,9 @@ def _shrink(known: JobWithGroups, tag: int, call: Call) -> None:
             known.endpoint.settle(*settled)
 
 
-def _make(known: JobWithGroups, members: tuple[int, ...], index: int, tag: int, call: Call) -> CommunicatorPair:
+def _make(
+    known: JobWithGroups, members: tuple[int, ...], index: int, tag: int, call: CallDescription
+) -> CommunicatorPair:
     """Return the pair that all members agreed is idle, or make a new one. All members are known to call this function."""
     if index != NOTHING and index >= 0:
         pair = known.pool.take(members, index)
@@ -223,7 +225,7 @@ def _make_locally(
     leader = members[0]
     candidate = known.pool.candidate(members)
     how = ("use_local_synchronization",) if op == "new_group" else ()
-    call = Call(op, (("ranks", members), *how), site)
+    call = CallDescription(op, (("ranks", members), *how), site)
     words = (candidate, "" if problem is None else f"{type(problem).__name__}: {problem}", str(site))
     limit = known.world.timeout
     with signals.guard:
@@ -240,7 +242,7 @@ def _make_locally(
             f"new_group({name_ranks(members)}, use_local_synchronization) at {site}: arguments are wrong on rank {rank} "
             f"(at {where}), which raised {text}. No group was made"
         )
-        calls = [Entry(((r, r),), call.op, site=its, problem=said) for r, (said, its) in sorted(wrong.items())]
+        calls = [RankState(((r, r),), call.op, site=its, problem=said) for r, (said, its) in sorted(wrong.items())]
         raise with_calls(error, known.world.display, sorted(wrong), [entry_of(call, known.world.rank()), *calls])
     found = {index for index, _, _ in told.values()}
     most = max(found)
@@ -296,7 +298,7 @@ class _JoinWait(CallWait):
     def __init__(
         self,
         world: ProcessGroup,
-        call: Call,
+        call: CallDescription,
         limit: float,
         members: tuple[int, ...],
         name: str,

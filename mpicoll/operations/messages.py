@@ -18,7 +18,7 @@ import numpy as np
 
 from mpicoll.checks.memory_in_use import RequestClaim, claims, written
 from mpicoll.checks.memory_ranges import contents
-from mpicoll.diagnosis.call import Call
+from mpicoll.diagnosis.call import CallDescription
 from mpicoll.errors import CollectiveMismatchError
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import MessageCache, ProcessGroup
@@ -391,9 +391,9 @@ class _PreparedMessage(Request):
         self.instruction = frame.f_lasti
 
     @property
-    def call(self) -> Call:
+    def call(self) -> CallDescription:
         """The description of the call, made when it is needed."""
-        return Call(self.name, self.held.described, CallSite(self.code, self.instruction))
+        return CallDescription(self.name, self.held.described, CallSite(self.code, self.instruction))
 
 
 class _PreparedSend(_PreparedMessage):

@@ -7,8 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpicoll.checks.memory_in_use import written
-from mpicoll.diagnosis.call import Call
-from mpicoll.diagnosis.report.entries import Entry, entry_of
+from mpicoll.diagnosis.call import CallDescription
+from mpicoll.diagnosis.report.entries import RankState, entry_of
 from mpicoll.diagnosis.report.report import with_calls
 from mpicoll.diagnosis.wait_policy import CallWait, local_wait
 from mpicoll.errors import CollectiveMismatchError
@@ -43,7 +43,7 @@ class Operation(Request):
     def __init__(
         self,
         group: ProcessGroup,
-        call: Call,
+        call: CallDescription,
         steps: Steps,
         outputs: list[Any],
         limit: float,
@@ -96,10 +96,10 @@ def finish(group: ProcessGroup, again: PersistentMessage, tensor: Array, test: C
     local_wait(guarded(test, group, call), CallWait(group, call, group.timeout, group.ranks[again.peer], again.tag))
 
 
-def call_of(again: PersistentMessage) -> Call:
+def call_of(again: PersistentMessage) -> CallDescription:
     """Return the description of a blocking message."""
     op, code, instruction = again.place
-    return Call(op, again.described, CallSite(code, instruction))
+    return CallDescription(op, again.described, CallSite(code, instruction))
 
 
 def give_up(group: ProcessGroup, again: PersistentMessage, tensor: Array, error: BaseException) -> None:
@@ -130,14 +130,14 @@ def adopt(group: ProcessGroup, again: PersistentReceive, tensor: Array) -> tuple
 
 
 def receive_operation(
-    group: ProcessGroup, call: Call, memory: Memory, receive: Receive, tensor: Any, limit: float
+    group: ProcessGroup, call: CallDescription, memory: Memory, receive: Receive, tensor: Any, limit: float
 ) -> Operation:
     """Return the operation of a general receive that is started."""
     return receiving(group, call, receive, receive_steps(group, call, memory, receive), [tensor], limit)
 
 
 def receiving(
-    group: ProcessGroup, call: Call, receive: Receive, steps: Steps, outputs: list[Any], limit: float
+    group: ProcessGroup, call: CallDescription, receive: Receive, steps: Steps, outputs: list[Any], limit: float
 ) -> Operation:
     """Return the operation of a receive that is started, and let all waits look for its message.
 
@@ -152,7 +152,7 @@ def receiving(
     return operation
 
 
-def receive_steps(group: ProcessGroup, call: Call, memory: Memory, receive: Receive) -> Steps:
+def receive_steps(group: ProcessGroup, call: CallDescription, memory: Memory, receive: Receive) -> Steps:
     """Wait for the message of a receive; the steps of an operation, which return the rank of the sender in the group."""
     yield receive
     source = receive.sender
@@ -165,7 +165,12 @@ def receive_steps(group: ProcessGroup, call: Call, memory: Memory, receive: Rece
 
 
 def misfit(
-    group: ProcessGroup, call: Call, receive: Receive, sent: Envelope, wanted: str, memory: Memory | None = None
+    group: ProcessGroup,
+    call: CallDescription,
+    receive: Receive,
+    sent: Envelope,
+    wanted: str,
+    memory: Memory | None = None,
 ) -> CollectiveMismatchError:
     """Return the error of a receive whose message does not fit.
 
@@ -190,5 +195,5 @@ def misfit(
         count = sent.nbytes // memory.flat.itemsize if alike else sent.count
         what = (("dtype", sent.name or (memory.name if alike else "another")), ("elements", str(count)))
     key = (("peer", f"to rank {me}"), ("tag", str(receive.tag)), *what)
-    theirs = Entry(((sender, sender),), op or "send", key, site=site, peer=me)
+    theirs = RankState(((sender, sender),), op or "send", key, site=site, peer=me)
     return with_calls(error, group.display, [sender, me], [theirs, entry_of(call, me, peer=sender)])

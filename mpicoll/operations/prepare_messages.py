@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpicoll.checks.memory_in_use import Claim, claims
-from mpicoll.diagnosis.call import Call
+from mpicoll.diagnosis.call import CallDescription
 from mpicoll.groups import registry
 from mpicoll.groups.communicators import MpiError
 from mpicoll.groups.process_group import MessageCache, ProcessGroup
@@ -115,7 +115,7 @@ def _prepare(
     direct: str,
     *,
     writes: bool = False,
-) -> tuple[Memory, Call, Claim | None]:
+) -> tuple[Memory, CallDescription, Claim | None]:
     """Check the arguments of a message; return its memory, its description, and its claim.
 
     Args:
@@ -127,11 +127,11 @@ def _prepare(
     _check_tag(tag)
     execution.enter(group, name)
     parts = describe_message(group, memory.name, memory.flat.size, peer, tag, receives=writes)
-    call = Call(name, parts, call_site())
+    call = CallDescription(name, parts, call_site())
     return memory, call, _claim(group, call, memory, writes)
 
 
-def _claim(group: ProcessGroup, call: Call, memory: Memory, writes: bool) -> Claim | None:
+def _claim(group: ProcessGroup, call: CallDescription, memory: Memory, writes: bool) -> Claim | None:
     """Compare the memory of a message with active claims; return its claim, or None for a blocking message.
 
     Raises:

@@ -18,7 +18,7 @@ import numpy as np
 
 from mpicoll.checks.levels import EVERY
 from mpicoll.checks.memory_ranges import Snapshot, is_sampled
-from mpicoll.diagnosis.call import Call, fingerprint
+from mpicoll.diagnosis.call import CallDescription, fingerprint
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.memory.layouts import joined
@@ -254,10 +254,12 @@ class PreparedOperation:
         )
         return move, after
 
-    def describe(self, request: Request) -> Call:
+    def describe(self, request: Request) -> CallDescription:
         """Return the description of one start."""
         key = self.key if request.name is None else (*self.key, ("name", request.name))
-        call = Call(self.op, key, CallSite(request.code, request.instruction), seq=request.seq, block_bytes=self.nbytes)
+        call = CallDescription(
+            self.op, key, CallSite(request.code, request.instruction), seq=request.seq, block_bytes=self.nbytes
+        )
         call.detail, call.alias, call.made = self.detail, self.alias, request.made or []
         call.passes, call.asynchronous = request.words is None, not request.waited
         if request.words is not None:

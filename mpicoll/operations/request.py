@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpicoll.checks.agreement import words_of
 from mpicoll.checks.mismatch import explain
-from mpicoll.diagnosis.call import Call
+from mpicoll.diagnosis.call import CallDescription
 from mpicoll.diagnosis.wait_policy import CallWait, local_wait
 from mpicoll.errors import BufferInUseError, CollectiveMismatchError, DistError
 from mpicoll.groups.communicators import MpiError
@@ -62,7 +62,7 @@ class Request(RequestFields):
     def __init__(
         self,
         group: ProcessGroup,
-        call: Call | None,
+        call: CallDescription | None,
         outputs: list[Any],
         limit: float,
         *,
@@ -84,9 +84,9 @@ class Request(RequestFields):
         self._lock = threading.RLock()
 
     @property
-    def call(self) -> Call:
+    def call(self) -> CallDescription:
         """The description of the call; that of a prepared operation is made when it is needed."""
-        found: Call | None = self._call
+        found: CallDescription | None = self._call
         if found is None:
             found = self._call = self.prepared.describe(self)
             found.is_alone = self._is_alone

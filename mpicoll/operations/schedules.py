@@ -11,7 +11,7 @@ import numpy as np
 
 from mpicoll.checks.memory_in_use import written
 from mpicoll.checks.memory_ranges import contents, seal
-from mpicoll.diagnosis.call import Call
+from mpicoll.diagnosis.call import CallDescription
 from mpicoll.errors import DistError
 from mpicoll.memory.arithmetic import without_warnings
 from mpicoll.operations.failures import BlockingCall
@@ -46,7 +46,7 @@ class Schedule(Protocol):
 class Prepared(Protocol):
     """A prepared operation (:mod:`mpicoll.operations.prepared`)."""
 
-    def describe(self, request: Any) -> Call:
+    def describe(self, request: Any) -> CallDescription:
         """Return the description of one start."""
 
     def steps(self, request: Any) -> Steps:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from mpicoll.checks.memory_in_use import Claim, claims
-from mpicoll.diagnosis.call import Call
+from mpicoll.diagnosis.call import CallDescription
 from mpicoll.errors import DistError
 from mpicoll.operations.failures import over, settle
 from mpicoll.operations.request import Request
@@ -353,7 +353,7 @@ def _is_lost(request: Request) -> bool:
     return True
 
 
-def warn_of_dropped(call: Call, work: Work) -> None:
+def warn_of_dropped(call: CallDescription, work: Work) -> None:
     """Warn that a Work is deleted without ``wait``."""
     warnings.warn(
         f"{call.op} issued at {call.site} was dropped without wait()", ResourceWarning, stacklevel=3, source=work

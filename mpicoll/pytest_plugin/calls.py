@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpicoll.diagnosis.report.entries import Entry, Table, merge, runs_of, table_of
+from mpicoll.diagnosis.report.entries import RankState, Table, merge, runs_of, table_of
 from mpicoll.diagnosis.report.texts import calls_now
 
 
@@ -51,16 +51,16 @@ def _lines(accounts: Mapping[int, Mapping[str, Any]], silent: Sequence[int]) -> 
         if "table" in account:
             table = merge(table, Table.unpack(base64.b85decode(account["table"])))
         elif "trouble" in account:
-            entries.append(Entry(ranks, state="silent", problem=f"its calls cannot be read: {account['trouble']}"))
+            entries.append(RankState(ranks, state="silent", problem=f"its calls cannot be read: {account['trouble']}"))
         else:
-            entries.append(Entry(ranks, state="late", problem="has no default group"))
+            entries.append(RankState(ranks, state="late", problem="has no default group"))
     same = all(account.get("same", True) for account in accounts.values())
     for rank in silent:
         # Ranks of this node record where they are, also ranks that do not answer now.
         job_state = sys.modules.get("mpicoll.diagnosis.job_state") if same else None
         seen = job_state.last_seen(rank) if job_state is not None else ""
         entries.append(
-            Entry(((rank, rank),), state="silent", problem="does not answer" + (f": {seen}" if seen else ""))
+            RankState(((rank, rank),), state="silent", problem="does not answer" + (f": {seen}" if seen else ""))
         )
     note = "" if same else "Ranks inside the calls are ranks of the communicator that the default group was made on."
     members = runs_of([*accounts, *silent])

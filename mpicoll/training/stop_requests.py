@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
 
-from mpicoll.diagnosis.call import Call
+from mpicoll.diagnosis.call import CallDescription
 from mpicoll.errors import ARGUMENT
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
@@ -184,7 +184,7 @@ def on_signal(
         if found.stopping is not None:
             found.stopping.remove()
         return None
-    call, registered = Call("on_signal", (), call_site()), None
+    call, registered = CallDescription("on_signal", (), call_site()), None
     try:
         _main_thread("on_signal")
         if not callable(handler):
@@ -238,7 +238,7 @@ def should_stop(group: Any = None, *, before: float | None = None) -> bool:
     if stopping is not None and stopping.passes and found.broken is None and found.entered_block is None:
         stopping.passes -= 1
         return bool(stopping.stopped)
-    call, made = Call("should_stop", (), call_site()), None
+    call, made = CallDescription("should_stop", (), call_site()), None
     try:
         if stopping is None:
             _main_thread("should_stop")
@@ -256,7 +256,7 @@ def should_stop(group: Any = None, *, before: float | None = None) -> bool:
     return bool(stopping.stopped)
 
 
-def _agree(group: ProcessGroup, call: Call, made: OnSignal | None) -> Agreed:
+def _agree(group: ProcessGroup, call: CallDescription, made: OnSignal | None) -> Agreed:
     """Make the agreement of a call; if it fails, remove the handler that the call has made."""
     if call.error is not None:
         setattr(call.error, ARGUMENT, True)

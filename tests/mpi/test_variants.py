@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mpicoll as dist
-from mpicoll.diagnosis.call import Call
+from mpicoll.diagnosis.call import CallDescription
 from mpicoll.memory import adapt, lists
 from mpicoll.memory.memory import Memory
 from mpicoll.operations import execution
@@ -225,7 +225,9 @@ def test_members_use_an_engine_that_serves_all_of_them() -> None:
             for everybody, able in ((True, True), (False, me > 0)):
                 used.clear()
                 flat = np.full(elements, me + 1.0)
-                call = Call("all_reduce", ("engine test", elements), call_site(), device=0 if able else AS_IT_IS)
+                call = CallDescription(
+                    "all_reduce", ("engine test", elements), call_site(), device=0 if able else AS_IT_IS
+                )
                 execution.run(group, call, Movement(Kind.ALL_REDUCE, recv=flat, op="SUM"), outputs=[flat])
                 expected = "node" if everybody else "native"
                 assert set(used) == {expected}, (elements, able, used)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from mpicoll.diagnosis.report.entries import Entry, Plural, Runs, count, join, name_runs
+from mpicoll.diagnosis.report.entries import Plural, RankState, Runs, count, join, name_runs
 from mpicoll.errors import Message
 
 _WIDTH = 40
@@ -156,7 +156,9 @@ _BY_PART = {
 }
 
 
-def after_mismatch(expected: Entry | None, rows: Sequence[Entry], differs: Sequence[frozenset[str]], odd: Runs) -> str:
+def after_mismatch(
+    expected: RankState | None, rows: Sequence[RankState], differs: Sequence[frozenset[str]], odd: Runs
+) -> str:
     """Return what to do about different calls.
 
     Args:
@@ -184,7 +186,7 @@ def after_mismatch(expected: Entry | None, rows: Sequence[Entry], differs: Seque
     return first + _BY_PART.get(name, SAME_PART)(part=name or "options", ranks=ranks)
 
 
-def after_deadlock(waits: Sequence[Entry], gone: Runs, unasked: bool = False) -> str:
+def after_deadlock(waits: Sequence[RankState], gone: Runs, unasked: bool = False) -> str:
     """Return what to do about ranks that wait for each other, or for ranks that have ended.
 
     Args:
@@ -206,7 +208,7 @@ def after_deadlock(waits: Sequence[Entry], gone: Runs, unasked: bool = False) ->
     return (RECEIVE_FIRST if all(sends) else NAME_EACH_OTHER if any(sends) else ALL_RECEIVE).text
 
 
-def after_time_limit(rows: Iterable[Entry], late: Runs, unasked: int = 0, behind: bool | None = None) -> str:
+def after_time_limit(rows: Iterable[RankState], late: Runs, unasked: int = 0, behind: bool | None = None) -> str:
     """Return what to do about ranks that are late.
 
     Args:

@@ -1,6 +1,6 @@
 """States of ranks, and the table of them that is merged up a tree of ranks; its size is bounded for any number of ranks.
 
-Pure: no MPI, no effects. An :class:`Entry` is the state of one rank, or of many ranks in the same state; a :class:`Table` holds
+Pure: no MPI, no effects. A :class:`RankState` is the state of one rank, or of many ranks in one state; a :class:`Table` holds
 the distinct entries. Merging tables is associative and commutative, so a tree of any shape gives the same table. The table has
 at most ``MOST_ROWS`` entries. The choice depends on the entries only, never on the order of merging, so each chosen entry has all
 its ranks. Of the other entries the table has the ranks, and up to ``MOST_COUNTED`` fingerprints, which give their number.
@@ -21,7 +21,7 @@ from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, Literal
 
-from mpicoll.diagnosis.call import Call
+from mpicoll.diagnosis.call import CallDescription
 from mpicoll.diagnosis.report.text_layout import clip, columns
 from mpicoll.transports.control import NOTHING
 
@@ -112,12 +112,12 @@ def name_ranks(ranks: Collection[int]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RankState:
     """The state of one rank, or of many ranks in the same state. Long texts are cut.
 
     Attributes:
         ranks: the ranks in this state.
-        op, key, seq: the call (see ``diagnosis.call.Call``), its key as named texts; empty if no call is known.
+        op, key, seq: the call (see ``diagnosis.call.CallDescription``), its key as named texts; empty if no call is known.
         site: file:line of the call, or of the failure.
         group: the name of the group in messages.
         asynchronous: whether the call was issued with ``async_op=True``.
@@ -189,7 +189,7 @@ _FOR_GOOD = (
 )
 """CUDA's names of errors after which CUDA no longer works in the process."""
 
-_CONTENT = tuple(field.name for field in fields(Entry) if field.name not in ("ranks", "waited"))
+_CONTENT = tuple(field.name for field in fields(RankState) if field.name not in ("ranks", "waited"))
 
 
 def _short(text: str) -> str:
@@ -200,7 +200,7 @@ def _short(text: str) -> str:
 
 
 def entry_of(
-    call: Call,
+    call: CallDescription,
     rank: int,
     group: str = "",
     *,
@@ -208,13 +208,13 @@ def entry_of(
     needs: str = "",
     peer: int | None = None,
     waited: float | None = None,
-) -> Entry:
+) -> RankState:
     """Return the entry of a rank that makes a call or waits in it."""
     error = call.error
     parts = [_part(part) for part in call.key]
     if call.detail != NOTHING and not call.uneven and "elements" not in dict(parts):
         parts.append(("elements", str(call.detail)))
-    return Entry(
+    return RankState(
         ((rank, rank),),
         op=call.name,
         key=tuple(parts),
@@ -272,7 +272,7 @@ class Table:
         pending: the ranks with asynchronous calls of the group pending for which the program does not wait.
     """
 
-    rows: tuple[Entry, ...] = ()
+    rows: tuple[RankState, ...] = ()
     more: Runs = ()
     others: tuple[int, ...] = ()
     votes: tuple[int, ...] = (0,) * _BITS
@@ -325,7 +325,7 @@ class Table:
                 runs.append((first, at))
             found.append(tuple(runs))
         rows = [
-            Entry(ranks=runs, waited=waited, **dict(zip(_CONTENT, values, strict=True)))
+            RankState(ranks=runs, waited=waited, **dict(zip(_CONTENT, values, strict=True)))
             for runs, (values, waited) in zip(found[2:], identities, strict=True)
         ]
         return Table(tuple(rows), found[0], others, votes, ranks, found[1])
@@ -339,7 +339,7 @@ def size_bound(ranks: int) -> int:
     return 2048 + MOST_ROWS * _ROW_BYTES + 10 * MOST_COUNTED + 10 * _BITS + 17 * ranks
 
 
-def table_of(entries: Iterable[Entry], pending: Runs = ()) -> Table:
+def table_of(entries: Iterable[RankState], pending: Runs = ()) -> Table:
     """Return the table of entries; ``pending`` as in :class:`Table`."""
     found = list(entries)
     votes = [0] * _BITS
@@ -364,8 +364,8 @@ def merge(a: Table, b: Table) -> Table:
     return replace(whole, pending=join((*a.pending, *b.pending)))
 
 
-def _bounded(entries: Sequence[Entry], more: Runs, others: set[int], votes: Sequence[int], ranks: int) -> Table:
-    alike: dict[tuple[Any, ...], list[Entry]] = {}
+def _bounded(entries: Sequence[RankState], more: Runs, others: set[int], votes: Sequence[int], ranks: int) -> Table:
+    alike: dict[tuple[Any, ...], list[RankState]] = {}
     for entry in entries:
         alike.setdefault(entry.content(), []).append(entry)
     order = sorted(
@@ -377,7 +377,7 @@ def _bounded(entries: Sequence[Entry], more: Runs, others: set[int], votes: Sequ
     return Table(tuple(_one(same) for _, _, same in order[:MOST_ROWS]), left, smallest, tuple(votes), ranks)
 
 
-def _one(same: Sequence[Entry]) -> Entry:
+def _one(same: Sequence[RankState]) -> RankState:
     if len(same) == 1:
         return same[0]
     times = [time for entry in same if entry.waited is not None for time in entry.waited]

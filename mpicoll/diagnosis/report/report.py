@@ -15,8 +15,8 @@ from typing import Any, Literal, TextIO, TypeVar
 
 from mpicoll.diagnosis.report.entries import (
     MOST_COUNTED,
-    Entry,
     Plural,
+    RankState,
     Runs,
     Table,
     count,
@@ -69,7 +69,7 @@ class Report:
     closing: str = ""
     cycle: tuple[int, ...] = ()
     around: int = 0
-    waiting: Entry | None = None
+    waiting: RankState | None = None
 
     def one_line(self, width: int = 400) -> str:
         """Return the headline in one line."""
@@ -134,7 +134,7 @@ class Report:
             shown = _rows(self, rows, expected, places, me, width, lines_a_row)
             if sum(map(len, shown)) + bool(self.table.more) <= room:
                 break
-        hidden: list[Entry] = []
+        hidden: list[RankState] = []
         while shown and sum(map(len, shown)) + bool(hidden or self.table.more) > room:
             shown.pop()
             hidden.insert(0, rows[len(shown)])
@@ -142,7 +142,7 @@ class Report:
         return "\n".join(clip_line(line, width) for line in lines[:most])
 
 
-def _as_data(rows: Iterable[Entry], group: str) -> list[dict[str, Any]]:
+def _as_data(rows: Iterable[RankState], group: str) -> list[dict[str, Any]]:
     return [
         {
             "ranks": listed(row.ranks),
@@ -162,7 +162,7 @@ def _as_data(rows: Iterable[Entry], group: str) -> list[dict[str, Any]]:
     ]
 
 
-def with_calls(error: E, group: str, ranks: Iterable[int], entries: Iterable[Entry]) -> E:
+def with_calls(error: E, group: str, ranks: Iterable[int], entries: Iterable[RankState]) -> E:
     """Return an error whose message is no report, with its facts set as data (see ``DistError``)."""
     error.group, error.ranks, error.calls = group, list(ranks), _as_data(entries, group)
     return error
@@ -170,8 +170,8 @@ def with_calls(error: E, group: str, ranks: Iterable[int], entries: Iterable[Ent
 
 def _rows(
     report: Report,
-    rows: Sequence[Entry],
-    expected: Entry | None,
+    rows: Sequence[RankState],
+    expected: RankState | None,
     places: Mapping[str, str],
     me: int | None,
     width: int,
@@ -223,7 +223,7 @@ WAITED = Message(
 )
 
 
-def row_text(report: Report, row: Entry, expected: Entry | None, places: Mapping[str, str]) -> str:
+def row_text(report: Report, row: RankState, expected: RankState | None, places: Mapping[str, str]) -> str:
     """Return the text of one row, without its ranks."""
     n = Plural(count(row.ranks))
     call = ""
@@ -265,7 +265,7 @@ def row_text(report: Report, row: Entry, expected: Entry | None, places: Mapping
     return text + _waited(row)
 
 
-def _waited(row: Entry) -> str:
+def _waited(row: RankState) -> str:
     if row.waited is None or row.waited[1] < 0.1:
         return ""
     least, most = (f"{seconds:.2g}" if seconds < 10 else f"{seconds:.0f}" for seconds in row.waited)
@@ -275,7 +275,7 @@ def _waited(row: Entry) -> str:
 _FIRST = ("dtype", "elements", "op", "root", "peer", "tag")
 
 
-def call_text(entry: Entry, marked: frozenset[str] = frozenset()) -> str:
+def call_text(entry: RankState, marked: frozenset[str] = frozenset()) -> str:
     """Return a call as text: ``reduce #41 float32[1024] SUM root 0``; marked parts read ``>SUM<``."""
 
     def mark(name: str, text: str) -> str:
@@ -297,7 +297,7 @@ def call_text(entry: Entry, marked: frozenset[str] = frozenset()) -> str:
     return " ".join(words)
 
 
-def differing(entry: Entry, other: Entry) -> frozenset[str]:
+def differing(entry: RankState, other: RankState) -> frozenset[str]:
     """Return the names of the parts in which two calls differ; ``function`` if they are different functions."""
     if entry.op != other.op:
         return frozenset({"function"})
@@ -307,9 +307,9 @@ def differing(entry: Entry, other: Entry) -> frozenset[str]:
     return frozenset(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
 
 
-def _classes(table: Table) -> list[tuple[int, int, Entry]]:
+def _classes(table: Table) -> list[tuple[int, int, RankState]]:
     """Return the distinct calls of a table, at any place: number of ranks, minus the lowest rank, one entry of each."""
-    alike: dict[tuple[Any, ...], list[Entry]] = {}
+    alike: dict[tuple[Any, ...], list[RankState]] = {}
     for row in table.rows:
         if row.op and not row.problem and row.state in ("called", "waits"):
             alike.setdefault(row.call(), []).append(row)
@@ -320,7 +320,7 @@ def _classes(table: Table) -> list[tuple[int, int, Entry]]:
     return sorted(found, key=lambda item: item[:2], reverse=True)
 
 
-def reference_call(report: Report) -> Entry | None:
+def reference_call(report: Report) -> RankState | None:
     """Return the call that other calls are compared with: the call of most ranks, or of the lowest rank if no call has most."""
     classes = _classes(report.table)
     if not classes:
@@ -338,7 +338,7 @@ def made_by_most(table: Table) -> int:
     return classes[0][0]
 
 
-def _expected_line(report: Report, expected: Entry, width: int) -> str:
+def _expected_line(report: Report, expected: RankState, width: int) -> str:
     most = made_by_most(report.table)
     call = call_text(replace(expected, problem=""))
     if most > 1 or any(row.problem for row in report.table.rows):
@@ -346,13 +346,13 @@ def _expected_line(report: Report, expected: Entry, width: int) -> str:
     return f"  compared with what {name_runs(expected.ranks[:1], 24)} called: {clip(call, width - 50)}"
 
 
-def _ordered(report: Report) -> list[Entry]:
+def _ordered(report: Report) -> list[RankState]:
     """Return the rows in the order of the text: the expected call, rows with a problem, then by lowest rank."""
     expected = reference_call(report) if report.kind == "mismatch" else None
     usual = None if expected is None else expected.call()
     late = {"late", "silent", "exited", "failed", "killed", "withdrawn"}
 
-    def place(row: Entry) -> tuple[bool, bool, bool, Runs]:
+    def place(row: RankState) -> tuple[bool, bool, bool, Runs]:
         return (
             report.kind != "mismatch" and row.state not in late,
             usual is not None and row.call() != usual,
@@ -363,7 +363,7 @@ def _ordered(report: Report) -> list[Entry]:
     return sorted(report.table.rows, key=place)
 
 
-def _more_line(table: Table, hidden: Sequence[Entry], width: int) -> list[str]:
+def _more_line(table: Table, hidden: Sequence[RankState], width: int) -> list[str]:
     if not hidden and not table.more:
         return []
     kinds = len(table.others) + len(hidden)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from mpicoll.diagnosis.report import advice
-from mpicoll.diagnosis.report.entries import Entry, Runs, Table, count, join, name_runs, table_of
+from mpicoll.diagnosis.report.entries import RankState, Runs, Table, count, join, name_runs, table_of
 from mpicoll.diagnosis.report.report import Report, call_text, differing, made_by_most, reference_call
 from mpicoll.diagnosis.report.text_layout import clip, short_paths
 from mpicoll.errors import Message
@@ -152,7 +152,7 @@ def mismatch(group: str, members: Runs, seq: int, table: Table, closing: str = "
     return replace(report, odd=odd, next_step=advice.after_mismatch(expected, rows, differs, odd))
 
 
-def deadlock(entries: Iterable[Entry], needs: Mapping[int, Sequence[int]], unasked: bool = False) -> Report:
+def deadlock(entries: Iterable[RankState], needs: Mapping[int, Sequence[int]], unasked: bool = False) -> Report:
     """Return the report of ranks that wait for each other.
 
     Args:
@@ -181,9 +181,9 @@ def deadlock(entries: Iterable[Entry], needs: Mapping[int, Sequence[int]], unask
     )
 
 
-def _folded(entries: Sequence[Entry]) -> list[Entry]:
+def _folded(entries: Sequence[RankState]) -> list[RankState]:
     """Return the entries; many entries that differ in their peer only, at the same distance, read ``from rank r+1``."""
-    classes: dict[tuple[Any, ...], list[tuple[Entry, Entry]]] = {}
+    classes: dict[tuple[Any, ...], list[tuple[RankState, RankState]]] = {}
     whole = []
     for entry in entries:
         if entry.peer is None or entry.peer < 0 or count(entry.ranks) != 1:
@@ -226,13 +226,13 @@ def _cycle(needs: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
     return ()
 
 
-def _called(waiting: Entry, group: str, table: Table) -> str:
+def _called(waiting: RankState, group: str, table: Table) -> str:
     place = short_paths([waiting.site, *(row.site for row in table.rows)]).get(waiting.site, "")
     return f"{call_text(waiting)} on group {group}{f' at {place}' if place else ''}"
 
 
 def time_limit(
-    waiting: Entry,
+    waiting: RankState,
     group: str,
     members: Runs,
     table: Table,
@@ -302,7 +302,7 @@ def node_ends(table: Table, members: Runs, what: str) -> Report:
     return Report("calls", "WORLD", members, 0, NODE_ENDS(what=what), table)
 
 
-def peer_exited(waiting: Entry, group: str, members: Runs, table: Table, closing: str = BROKEN) -> Report:
+def peer_exited(waiting: RankState, group: str, members: Runs, table: Table, closing: str = BROKEN) -> Report:
     """Return the report of a call that some ranks, state ``exited``, ended without making.
 
     The problem of their entries is the end of a sentence: "ended the program after 2 calls".
@@ -325,7 +325,7 @@ def peer_exited(waiting: Entry, group: str, members: Runs, table: Table, closing
     )
 
 
-def peer_failed(waiting: Entry, group: str, members: Runs, table: Table, closing: str = BROKEN) -> Report:
+def peer_failed(waiting: RankState, group: str, members: Runs, table: Table, closing: str = BROKEN) -> Report:
     """Return the report of ranks, state ``failed`` or ``killed``, that failed while other ranks waited for them."""
     rows = [row for row in table.rows if row.state in ("failed", "killed")]
     gone = join(run for row in rows for run in row.ranks)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpicoll.diagnosis.call import Call
+from mpicoll.diagnosis.call import CallDescription
 from mpicoll.errors import wrong_argument
 from mpicoll.groups.registry import state
 from mpicoll.operations import composed, execution
@@ -39,7 +39,7 @@ def agree(op: str, check: Callable[[], Checked]) -> Checked:
             key = (*key, ("ranks", tuple(flat)))
     except Exception as error:
         problem = wrong_argument(error)
-    composed.agree(world, Call(op, key, site, error=problem))
+    composed.agree(world, CallDescription(op, key, site, error=problem))
     return made
 
 

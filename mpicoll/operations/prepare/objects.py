@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpicoll.checks.memory_in_use import check_read
-from mpicoll.diagnosis.call import Call
+from mpicoll.diagnosis.call import CallDescription
 from mpicoll.diagnosis.report.entries import name_ranks
 from mpicoll.errors import ARGUMENT, CollectiveMismatchError, DistError, wrong_argument
 from mpicoll.groups.process_group import ProcessGroup
@@ -144,7 +144,7 @@ class _Transfer:
     """
 
     group: ProcessGroup
-    call: Call
+    call: CallDescription
     root: int
     packed: list[Packed]
     failed: Exception | None = None
@@ -399,11 +399,11 @@ def _run(
             check_read(op, site, [part for each in packed for part in each.parts], group.gone, group.display)
     except Exception as error:
         setattr(error, ARGUMENT, True)
-        composed.run(group, Call(op, (), site, error=error), _no_steps)
+        composed.run(group, CallDescription(op, (), site, error=error), _no_steps)
         raise AssertionError("a call with wrong arguments always raises") from error
     key = key if name is None else (*key, ("name", name))
     largest = max((each.head_bytes for each in packed), default=NOTHING)
-    call = Call(
+    call = CallDescription(
         op,
         key,
         site,

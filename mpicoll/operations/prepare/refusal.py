@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from mpicoll.diagnosis.call import Call
+from mpicoll.diagnosis.call import CallDescription
 from mpicoll.errors import wrong_argument
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
@@ -15,7 +15,7 @@ from mpicoll.runtime.call_site import CallSite, call_site
 
 def refuse(group: ProcessGroup, op: str, site: CallSite, error: Exception, alias: str = "") -> NoReturn:
     """Make a call with wrong arguments: this rank raises the error, the other members raise CollectiveMismatchError."""
-    call = Call(op, (), site, error=wrong_argument(error), alias=alias)
+    call = CallDescription(op, (), site, error=wrong_argument(error), alias=alias)
     execution.run(group, call, None, outputs=[], limit=group.timeout)
     raise AssertionError("a call with wrong arguments always raises") from error
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpicoll.checks.memory_in_use import Claim, claims, written
 from mpicoll.checks.memory_ranges import Snapshot, is_sampled
-from mpicoll.diagnosis.call import Call
+from mpicoll.diagnosis.call import CallDescription
 from mpicoll.groups.process_group import ProcessGroup, Stopping
 from mpicoll.groups.registry import member_or_warn
 from mpicoll.memory.adapt import adapt_list, same_dtype, viewed
@@ -167,7 +167,7 @@ def run_prepared(
     except Exception as error:
         refuse(found, op, site, error, alias)
     key = ready.key if name is None else (*ready.key, ("name", name))
-    call = Call(op, key, site, uneven=ready.uneven, detail=ready.detail, alias=alias)
+    call = CallDescription(op, key, site, uneven=ready.uneven, detail=ready.detail, alias=alias)
     carried: Any = None
     if ready.stopping is not None:
         call.signal, carried = ready.stopping.brings(), ready.stopping.carried

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
-from mpicoll.diagnosis.call import Call, fingerprint
+from mpicoll.diagnosis.call import CallDescription, fingerprint
 from mpicoll.diagnosis.report.entries import compress_ranks, name_ranks
 from mpicoll.runtime.call_site import CallSite, call_site
 
@@ -82,9 +82,9 @@ def test_ranks_are_compressed() -> None:
 def test_calls_are_described_as_one_writes_them() -> None:
     """A call is written with its op, root, dtype and number of elements; long lists are cut."""
     site = place()
-    assert Call("barrier", (), site).describe() == "barrier()"
+    assert CallDescription("barrier", (), site).describe() == "barrier()"
     key = ("ReduceOp.SUM", ("root", 3), "float32", ("elements", 1000))
-    assert Call("reduce", key, site).describe() == "reduce(ReduceOp.SUM, root 3, float32, 1000 elements)"
-    blocks = Call("all_gather", (("blocks", tuple(range(20))),), site).describe()
+    assert CallDescription("reduce", key, site).describe() == "reduce(ReduceOp.SUM, root 3, float32, 1000 elements)"
+    blocks = CallDescription("all_gather", (("blocks", tuple(range(20))),), site).describe()
     assert blocks == "all_gather(blocks [0, 1, 2, 3, 4, 5, 6, 7, …])"
-    assert Call("gather", (), site, error=ValueError("x")).describe() == "gather(…)"
+    assert CallDescription("gather", (), site, error=ValueError("x")).describe() == "gather(…)"

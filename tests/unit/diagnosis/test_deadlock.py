@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mpicoll.diagnosis.deadlock import State, Wait, blocked_set, report
-from mpicoll.diagnosis.report.entries import Entry
+from mpicoll.diagnosis.report.entries import RankState
 
 
-def _entry(op: str, group: str, peer: str = "", seq: int = 0) -> Entry:
-    return Entry((), op, (("peer", peer),) if peer else (), seq, "job.py:1", group, state="waits")
+def _entry(op: str, group: str, peer: str = "", seq: int = 0) -> RankState:
+    return RankState((), op, (("peer", peer),) if peer else (), seq, "job.py:1", group, state="waits")
 
 
 def _recv(source: int, tag: int = 0, members: tuple[int, ...] = (0, 1, 2)) -> Wait:

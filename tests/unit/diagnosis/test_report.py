@@ -19,12 +19,12 @@ from typing import Any
 
 import pytest
 
-from mpicoll.diagnosis.call import Call
+from mpicoll.diagnosis.call import CallDescription
 from mpicoll.diagnosis.report import report as reports
 from mpicoll.diagnosis.report.entries import (
     MOST_COUNTED,
     MOST_ROWS,
-    Entry,
+    RankState,
     Table,
     count,
     entry_of,
@@ -46,10 +46,10 @@ SIZES = (4, 64, 1_000, 100_000)
 TRAIN = "/home/ada/project/train.py"
 
 
-def usual(ranks: Iterable[int], **other: Any) -> Entry:
+def usual(ranks: Iterable[int], **other: Any) -> RankState:
     key = (("op", "SUM"), ("dtype", "float32"), ("elements", "1024"))
     known: dict[str, Any] = {"op": "all_reduce", "key": key, "seq": 41, "site": f"{TRAIN}:88"}
-    return Entry(runs_of(ranks), **{**known, **other})
+    return RankState(runs_of(ranks), **{**known, **other})
 
 
 def key(op: str = "SUM", dtype: str = "float32", elements: int = 1024, **other: str) -> tuple[tuple[str, str], ...]:
@@ -97,7 +97,7 @@ def all_different(n: int) -> Report:
 
 def receives(n: int) -> Report:
     waits = [
-        Entry(
+        RankState(
             runs_of([rank]),
             op="recv",
             key=(("peer", f"from rank {(rank + 1) % n}"), ("tag", "0"), ("dtype", "float64"), ("elements", "4")),
@@ -132,15 +132,15 @@ def two_groups(n: int) -> Report:
 def late(n: int) -> Report:
     table = table_of(
         [
-            Entry(runs_of(without(n, 1, n - 1)), state="waits", waited=(1799.2, 1800.0)),
-            Entry(
+            RankState(runs_of(without(n, 1, n - 1)), state="waits", waited=(1799.2, 1800.0)),
+            RankState(
                 runs_of([1]),
                 op="recv",
                 key=(("peer", "from rank 2"), ("tag", "7"), ("dtype", "float32"), ("elements", "1")),
                 site="/home/ada/project/data/train.py:17",
                 state="late",
             ),
-            Entry(runs_of([n - 1]), state="silent"),
+            RankState(runs_of([n - 1]), state="silent"),
         ]
     )
     return time_limit(usual([0]), "WORLD", runs_of(range(n)), table, 1800.0)
@@ -149,7 +149,7 @@ def late(n: int) -> Report:
 def left(n: int) -> Report:
     table = table_of(
         [
-            Entry(runs_of(without(n, 1)), state="waits", waited=(0.1, 0.4)),
+            RankState(runs_of(without(n, 1)), state="waits", waited=(0.1, 0.4)),
             usual(
                 [1],
                 op="barrier",
@@ -168,8 +168,8 @@ def failed(n: int) -> Report:
     problem = "ValueError: loss is nan in step 17"
     table = table_of(
         [
-            Entry(runs_of(without(n, 3)), state="waits", waited=(0.1, 0.4)),
-            Entry(runs_of([3]), state="failed", problem=problem, site=f"{TRAIN}:102"),
+            RankState(runs_of(without(n, 3)), state="waits", waited=(0.1, 0.4)),
+            RankState(runs_of([3]), state="failed", problem=problem, site=f"{TRAIN}:102"),
         ]
     )
     return peer_failed(usual([0]), "WORLD", runs_of(range(n)), table)
@@ -181,7 +181,7 @@ def at_a_moment(n: int) -> Report:
         [
             usual(without(n, 1, 2, 3), state="waits", group="WORLD", waited=(2.1, 3.4)),
             usual([3], state="waits", group="rows", asynchronous=True, waited=(3.2, 3.2)),
-            Entry(
+            RankState(
                 runs_of([1]),
                 op="barrier",
                 site=f"{TRAIN}:61",
@@ -189,7 +189,7 @@ def at_a_moment(n: int) -> Report:
                 state="late",
                 problem="in no call of mpicoll (2 pending that the program has not waited for)",
             ),
-            Entry(runs_of([2]), state="silent", problem="does not answer"),
+            RankState(runs_of([2]), state="silent", problem="does not answer"),
         ]
     )
     return calls_now(table, runs_of(range(n)))
@@ -255,12 +255,12 @@ def text(dice: random.Random) -> str:
     return dice.choice(WORDS) + dice.choice(("", " ", str(dice.randrange(10**6)))) + dice.choice(WORDS)
 
 
-def any_entry(dice: random.Random, ranks: Iterable[int], kinds: int) -> Entry:
+def any_entry(dice: random.Random, ranks: Iterable[int], kinds: int) -> RankState:
     """Return an entry that is one of some ``kinds``, equal ones being likely where there are few."""
     which = random.Random(dice.randrange(kinds))
     state = which.choice(("called", "waits", "late", "exited", "failed", "killed", "withdrawn", "silent"))
     waited = None if which.random() < 0.3 else tuple(sorted((dice.random() * 5, dice.random() * 5)))
-    return Entry(
+    return RankState(
         runs_of(ranks),
         op=which.choice(WORDS),
         key=tuple(
@@ -279,7 +279,7 @@ def any_entry(dice: random.Random, ranks: Iterable[int], kinds: int) -> Entry:
     )
 
 
-def any_entries(dice: random.Random) -> list[Entry]:
+def any_entries(dice: random.Random) -> list[RankState]:
     """Return entries of distinct ranks, of few or many kinds."""
     n, kinds = dice.choice((2, 5, 40, 700)), dice.choice((3, 30, 3000))
     ranks = list(range(n))
@@ -379,7 +379,7 @@ def test_a_packed_table_is_small() -> None:
     for rank in range(n):
         ranks[dice.randrange(MOST_ROWS) if rank % 8 else dice.randrange(len(rows))].append(rank)
     worst = [
-        Entry(**{**{name: getattr(row, name) for name in Entry.__slots__}, "ranks": runs_of(of)})
+        RankState(**{**{name: getattr(row, name) for name in RankState.__slots__}, "ranks": runs_of(of)})
         for row, of in zip(rows, ranks, strict=True)
     ]
     chaos = table_of(worst)
@@ -394,31 +394,36 @@ def test_a_packed_table_is_small() -> None:
 def test_parts_that_are_cut_stay_different() -> None:
     """Long texts of a key are cut so that different ones are still different, and the same again when cut again."""
     long = [tuple(range(5000)), tuple(range(1, 5001)), (5,) * 5000, (*(5,) * 4999, 4), "n" * 999, "n" * 998 + "m"]
-    entries = [entry_of(Call("all_gather", (("blocks", value),), call_site()), 0) for value in long]
+    entries = [entry_of(CallDescription("all_gather", (("blocks", value),), call_site()), 0) for value in long]
     assert len({entry.key for entry in entries}) == len(long)
     assert "[0-4999]" in call_text(entries[0])
     assert "5000 values" in call_text(entries[2])
     for entry in entries:
         assert all(columns(part) <= 80 for _, part in entry.key)
-        again = Entry(**{name: getattr(entry, name) for name in Entry.__slots__})
+        again = RankState(**{name: getattr(entry, name) for name in RankState.__slots__})
         assert again == entry
 
 
 def test_an_entry_of_a_call() -> None:
     """The parts of a call's key have names, and what is wrong with its arguments is its problem."""
     site = call_site()
-    call = Call("reduce", ("ReduceOp.SUM", ("root", 3), "float32", ("elements", 1000)), site, seq=7, asynchronous=True)
+    call = CallDescription(
+        "reduce", ("ReduceOp.SUM", ("root", 3), "float32", ("elements", 1000)), site, seq=7, asynchronous=True
+    )
     entry = entry_of(call, 5, waited=2.0)
     assert entry.ranks == ((5, 5),)
     assert call_text(entry) == "reduce #7 float32[1000] SUM root 3"
     assert entry.site == str(site)
     assert entry.asynchronous
-    assert call_text(entry_of(Call("all_to_all_single", ("bool",), site, detail=4), 0)) == "all_to_all_single bool[4]"
-    received = Call("recv", ("from rank 1", ("tag", 2), "complex128", ("elements", 4)), site)
+    assert (
+        call_text(entry_of(CallDescription("all_to_all_single", ("bool",), site, detail=4), 0))
+        == "all_to_all_single bool[4]"
+    )
+    received = CallDescription("recv", ("from rank 1", ("tag", 2), "complex128", ("elements", 4)), site)
     assert call_text(entry_of(received, 0)) == "recv complex128[4] from rank 1 tag 2"
-    named = Call("barrier", (("name", "epoch"),), site, seq=1)
+    named = CallDescription("barrier", (("name", "epoch"),), site, seq=1)
     assert call_text(entry_of(named, 0)) == "barrier #1 name epoch"
-    wrong = entry_of(Call("gather", (), site, error=ValueError("x")), 0)
+    wrong = entry_of(CallDescription("gather", (), site, error=ValueError("x")), 0)
     assert (call_text(wrong), wrong.problem) == ("gather (…)", "ValueError: x")
 
 

@@ -11,11 +11,11 @@ import pytest
 from mpicoll.diagnosis import board as boards
 from mpicoll.diagnosis import wait_policy
 from mpicoll.diagnosis.board import Board, Failure
-from mpicoll.diagnosis.call import Call
+from mpicoll.diagnosis.call import CallDescription
 from mpicoll.diagnosis.deadlock_search import search
 from mpicoll.diagnosis.job_state import await_death, reported_dead, waits_now
 from mpicoll.diagnosis.place import Place
-from mpicoll.diagnosis.report.entries import Entry
+from mpicoll.diagnosis.report.entries import RankState
 from mpicoll.diagnosis.report.texts import deadlock
 from mpicoll.diagnosis.wait_policy import CallWait
 from mpicoll.errors import DeadlockError, GroupBrokenError, PeerExitedError, PeerFailedError
@@ -28,14 +28,14 @@ RANKS, ME = 1_000, 500
 class SyntheticBoard(Board):
     """A board whose other ranks answer at once, as ``where`` says: (calls made, what it waits in), or None for silence."""
 
-    answers: dict[int, tuple[int, Entry] | None]
+    answers: dict[int, tuple[int, RankState] | None]
     asked: list[int]
 
     def post(self, kind: str, payload: Any, ranks: Iterable[int]) -> None:
         if kind == "ask":
             self.asked = list(ranks)
             for rank in self.asked:
-                answer = self.answers.get(rank, (41, Entry(((rank, rank),), state="late")))
+                answer = self.answers.get(rank, (41, RankState(((rank, rank),), state="late")))
                 if answer is not None:
                     self._read("where", rank, (payload, *answer))
 
@@ -47,7 +47,7 @@ class SyntheticBoard(Board):
 def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[SyntheticBoard]:
     monkeypatch.setattr(boards, "ANSWER_WITHIN", 0.01)
     comm: Any = SimpleNamespace(Get_rank=lambda: ME, Get_size=lambda: RANKS)
-    made = SyntheticBoard(comm, lambda name: (0, Entry(((ME, ME),))))
+    made = SyntheticBoard(comm, lambda name: (0, RankState(((ME, ME),))))
     made.answers = {}
     state: Any = SimpleNamespace(
         world=SimpleNamespace(rank=lambda: ME, size=lambda: RANKS),
@@ -76,12 +76,12 @@ def test_a_death_is_told_whoever_notices_it_first(board: SyntheticBoard) -> None
 
 def wait(seq: int = 41, peer: int | None = None) -> CallWait:
     group: Any = SimpleNamespace(group_name="1", display="WORLD", ranks=tuple(range(RANKS)))
-    return CallWait(group, Call("barrier", (), call_site(), seq=seq), 3.0, peer)
+    return CallWait(group, CallDescription("barrier", (), call_site(), seq=seq), 3.0, peer)
 
 
 def test_ranks_that_were_not_asked_are_not_called_silent(board: SyntheticBoard) -> None:
     """Of 1,000 ranks the nearest 256 are asked; those that were not are neither late nor at fault, and their number is told."""
-    board.answers = {490: None, 510: None, 511: (40, Entry(((511, 511),), state="late"))}
+    board.answers = {490: None, 510: None, 511: (40, RankState(((511, 511),), state="late"))}
     error: Any = wait().timed_out(3.0)
     assert len(board.asked) == 256
     assert {490, 510, 511} < set(board.asked)
@@ -163,7 +163,7 @@ def test_the_last_call_of_those_that_are_late(board: SyntheticBoard) -> None:
 def test_ranks_that_are_late_in_many_ways(board: SyntheticBoard) -> None:
     """However many places the late ranks are in, those who wait keep their row and are not late."""
     late = range(400, 600, 3)
-    board.answers = {rank: (40, Entry((), "recv", site=f"/train.py:{rank}", state="late")) for rank in late}
+    board.answers = {rank: (40, RankState((), "recv", site=f"/train.py:{rank}", state="late")) for rank in late}
     error: Any = wait().timed_out(3.0)
     assert error.ranks == list(late)
     assert [call["ranks"] for call in error.calls if call["state"] == "waits"] == [sorted({*board.asked, ME} - {*late})]
@@ -172,7 +172,7 @@ def test_ranks_that_are_late_in_many_ways(board: SyntheticBoard) -> None:
 
 def test_a_certificate_is_waited_for(board: SyntheticBoard, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that hears that another gave its group up for a certificate with both waits for its own copy, if not for long."""
-    told = deadlock([Entry(((rank, rank),), "recv", state="waits") for rank in (ME, 501)], {ME: [501], 501: [ME]})
+    told = deadlock([RankState(((rank, rank),), "recv", state="waits") for rank in (ME, 501)], {ME: [501], 501: [ME]})
     withdrawn = ("1", "it is a deadlock", told.members)
     board._read("withdrawn", 501, withdrawn)
     waiting = wait()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mpicoll.checks.order import CallOrder
-from mpicoll.diagnosis.call import Call
+from mpicoll.diagnosis.call import CallDescription
 from mpicoll.errors import CollectiveMismatchError, DistError, GroupBrokenError
 from mpicoll.operations import request as module
 from mpicoll.operations import states
@@ -117,7 +117,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Request]:
     def request(world: World, *, waited: bool = False, **fields: Any) -> Request:
         monkeypatch.setattr(Request, "policy", lambda *_: world)
         monkeypatch.setattr(module, "explain", explain)
-        call = Call("all_reduce", (), NOWHERE)
+        call = CallDescription("all_reduce", (), NOWHERE)
         for name, value in fields.items():
             setattr(call, name, value)
         return Request(world, call, [], 1.0, waited=waited)  # type: ignore[arg-type]
@@ -297,7 +297,7 @@ def test_an_operation_of_steps() -> None:
         return 3
 
     world = World()
-    operation = Operation(world, Call("recv", (), NOWHERE), steps(), [], 1.0, peer=3)  # type: ignore[arg-type]
+    operation = Operation(world, CallDescription("recv", (), NOWHERE), steps(), [], 1.0, peer=3)  # type: ignore[arg-type]
     assert (operation.state, operation.returned, operation.done) == (COMPLETE, 3, True)
 
 
