@@ -1,4 +1,4 @@
-"""Print the other Pythons of this machine that mpicoll supports, one a line: version and path.
+"""Print the oldest and the newest of the other Pythons of this machine that mpicoll supports, one a line: version and path.
 
 They are searched on the path, and in the folders beside the running Python, as tools that install several Pythons lay them out.
 Standard library only; a Python without venv is left out.
@@ -39,7 +39,6 @@ def found(version: str) -> str | None:
 
 
 if __name__ == "__main__":
-    for each in OTHERS:
-        path = found(each)
-        if path is not None:
-            print(each, path)
+    there = [(each, path) for each in OTHERS if (path := found(each)) is not None]
+    for each, path in dict.fromkeys(there[:1] + there[-1:]):
+        print(each, path)
