@@ -309,19 +309,39 @@ def test_another_call_of_one_rank(count: int) -> None:
         assert (x == size * (size - 1) / 2).all()
 
 
-def test_a_mismatch_that_another_wait_finds() -> None:
-    """A round that another call's wait has seen end in a mismatch is raised by the plan's wait."""
+@pytest.mark.parametrize("same_group", [False, True])
+def test_a_mismatch_that_another_wait_finds(same_group: bool) -> None:
+    """A round that another call's wait has seen end in a mismatch is raised by the plan's wait, and the group is broken."""
     me = dist.get_rank()
     x = np.ones(2)
-    plan, product = made(x), made(x, dist.ReduceOp.PRODUCT)
+    group = dist.new_group()
+    plan, product = made(x, group=group), made(x, dist.ReduceOp.PRODUCT, group=group)
     started = product if me == 1 else plan
     started.start()
+    if same_group:
+        with pytest.raises(dist.GroupBrokenError, match="asynchronous calls of it were pending"):
+            dist.barrier(group)
+    else:
+        dist.barrier()
+    with collective_raises(dist.CollectiveMismatchError, match="all_reduce") as found:
+        started.wait()
+    if same_group or "The group is broken now" in str(found.value):
+        with pytest.raises(dist.GroupBrokenError, match="asynchronous calls of it were pending"):
+            started.start()
+    else:  # the barrier was over before the exchange had begun
+        dist.barrier(group)
+
+
+def test_mismatches_of_a_plan() -> None:
+    """The plan's own wait raises each of them, and the group can still be used."""
+    x = np.ones(2)
+    plan, product = made(x), made(x, dist.ReduceOp.PRODUCT)
+    started = product if dist.get_rank() == 1 else plan
+    for _ in range(2):
+        started.start()
+        with collective_raises(dist.CollectiveMismatchError, match=r"all_reduce(.|\n)*can still be used"):
+            started.wait()
     dist.barrier()
-    with collective_raises(dist.CollectiveMismatchError, match="all_reduce"):
-        started.wait()
-    started.start()
-    with collective_raises(dist.CollectiveMismatchError, match="all_reduce"):
-        started.wait()
 
 
 @pytest.mark.parametrize("count", [2, 5000])
