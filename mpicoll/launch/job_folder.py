@@ -38,7 +38,8 @@ class Record:
     """One line of ``records``.
 
     The kind is ``start`` or ``pid`` (value: the process id of the shell, of the rank), ``exit`` or ``fail`` (value: the exit
-    code), or ``blame``: a failure in consequence of another rank's failure.
+    code), ``blame``: a failure in consequence of another rank's failure, or ``early``: a rank that ended, without a recorded
+    failure, before the calls of another rank that then fails; that rank writes the record before its own.
     """
 
     kind: str
