@@ -56,7 +56,8 @@ def rank_command(target: str, args: Sequence[str], *, module: bool, python: str)
         if not os.path.exists(target):
             hint = ""
             if os.path.basename(target).startswith("python"):
-                hint = ": leave it out, `mpicoll run` starts this Python itself (mpicoll run -n 4 script.py)"
+                rest = shlex.join(args) or "script.py"
+                hint = f": leave it out, `mpicoll run` starts this Python itself (mpicoll run -n 4 {rest})"
             raise LaunchError(f"there is no file {target}{hint}")
         return [python, target, *args]
     top = target.split(".")[0]

@@ -38,6 +38,7 @@ from mpicoll.launch.streams import LauncherOutput, Streams, is_stdin_usable
 
 GRACE = 1.0  # seconds between asking the launcher to end the job and killing the rest of the job
 FAR_GRACE = 10.0  # the same if ranks are on other hosts, which only the launcher can reach
+MOMENT = 0.5  # seconds for which output of a job that was stopped waits for a reader
 TIMED_OUT = 124  # as timeout(1)
 OUTPUT_LOST = 74  # EX_IOERR of sysexits.h: every rank ended well, but output could not be written
 LISTENER = b"listener thread failed to start"  # Open MPI 5.0, in about 2 of 90 starts on a busy machine
@@ -72,7 +73,7 @@ def plan_job(options: Options, command: Sequence[str], run_dir: Path, environ: M
         raise LaunchError(conflict)
     library = find_library(environ=environ)
     try:
-        mpiexec = None if options.launcher == "srun" else find_mpiexec(library, options.mpiexec)
+        mpiexec = None if options.launcher == "srun" else find_mpiexec(library, options.mpiexec, command)
     except LaunchError:
         # A Cray has no mpiexec, and other sites may have srun only.
         if options.launcher != "auto" or options.mpiexec is not None or allocated_tasks(environ) is None:
@@ -153,6 +154,7 @@ class Job:
         self._failed = 0.0  # when a rank's failure was first seen
         self._next_look = 0.0
         self._begun = 0.0
+        self._over = 0.0  # when the job had ended
         self._given_up = False
         self._launcher: subprocess.Popen[bytes] | None = None
         try:
@@ -326,9 +328,9 @@ class Job:
         return sources
 
     def _drain(self, outcome: Outcome) -> Outcome:
-        """Wait until the output is written, after `stop` for GRACE seconds; return the outcome if all was."""
+        """Wait until the output is written, after `stop` for a MOMENT; return the outcome if all was."""
         sources = self._sources()
-        self._stop_time = None if self._stop_code is None else time.monotonic()
+        self._over = time.monotonic()
         while True:
             self._tell_failures("output is lost", "output is lost")
             if not self._sinks.waiting or self._stops_waiting():
@@ -352,9 +354,9 @@ class Job:
             self._print(f"cannot write to {sink.name}: {error.strerror}; {broken_pipe if pipe else other}")
 
     def _stops_waiting(self) -> bool:
-        if self._stop_code is None or self._stop_time is None:
+        if self._stop_code is None:
             return False
-        return self._hurry or time.monotonic() - self._stop_time > GRACE
+        return self._hurry or time.monotonic() - max(self._stop_time or 0.0, self._over) > MOMENT
 
     def _check_time(self) -> None:
         limit = self.options.timeout

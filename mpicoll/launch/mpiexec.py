@@ -120,11 +120,14 @@ def identify(path: str, problems: list[str] | None = None) -> Mpiexec | None:
     return None
 
 
-def find_mpiexec(library: MpiLibrary, path: str | None = None) -> Mpiexec:
+def find_mpiexec(
+    library: MpiLibrary, path: str | None = None, command: Sequence[str] = ("python", "script.py")
+) -> Mpiexec:
     """Return the mpiexec that belongs to ``library``.
 
     Args:
         path: the mpiexec that the user chose, or None.
+        command: each rank's command, for the message.
 
     Raises:
         LaunchError: no mpiexec was found, or the chosen mpiexec belongs to another MPI.
@@ -161,7 +164,7 @@ def find_mpiexec(library: MpiLibrary, path: str | None = None) -> Mpiexec:
     if near is not None and near.version.split(".")[0] == library.version.split(".")[0]:
         return near
     hint = (
-        "On a Cray srun starts jobs: srun -n N python script.py"
+        f"On a Cray srun starts jobs: srun -n N {shlex.join(command)}"
         if "Cray" in library.name
         else "Name one with --mpiexec"
     )
