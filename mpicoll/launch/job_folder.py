@@ -38,8 +38,9 @@ class Record:
     """One line of ``records``.
 
     The kind is ``start`` or ``pid`` (value: the process id of the shell, of the rank), ``exit`` or ``fail`` (value: the exit
-    code), ``blame``: a failure in consequence of another rank's failure, or ``early``: a rank that ended, without a recorded
-    failure, before the calls of another rank that then fails; that rank writes the record before its own.
+    code), or ``blame``: a failure in consequence of another rank's failure. A rank that fails writes before its own record
+    ``early`` if another rank has reached its end without an error before the calls that this rank makes, and ``lost`` if the
+    process of another rank has ended before its own: the rank is the other.
     """
 
     kind: str

@@ -45,14 +45,18 @@ def decide(records: Sequence[Record], mpiexec_code: int, family: Family, *, loca
     first = next((record for record in records if record.kind in _FAILED and record.value != 0), None)
     if not local and code != 0:
         return Outcome(code)
-    early = next((record for record in records if record.kind == "early"), None)
-    if early is not None and (first is None or records.index(early) < records.index(first)):
-        after = records[records.index(early) + 1 :]
+    without = next((record for record in records if record.kind in ("early", "lost")), None)
+    if without is not None and (first is None or records.index(without) < records.index(first)):
+        # On a busy machine the shell of a killed rank may record its end last.
+        own = next((record for record in records if record.kind == "exit" and record.rank == without.rank), None)
+        after = records[records.index(without) + 1 :]
         failed = next(
-            (record for record in after if record.kind in ("fail", "blame") and record.rank != early.rank), None
+            (record for record in after if record.kind in ("fail", "blame") and record.rank != without.rank), None
         )
-        if failed is not None:
-            return Outcome(failed.value, failed.rank, early.rank)
+        if without.kind == "lost" and own is not None and own.value:
+            first = own
+        elif failed is not None:
+            return Outcome(failed.value, failed.rank, without.rank)
     if first is None:
         return Outcome(code)
     killed = first.kind == "exit" and first.value in (129, 130, 131, 137, 143)

@@ -331,7 +331,8 @@ EXIT, FAIL, START = "exit", "fail", "start"
         ([(EXIT, 1, 137), (FAIL, 0, 1), (EXIT, 0, 137)], 7, "mpich", (7, None)),  # rank 1 called MPI_Abort(7)
         ([(FAIL, 2, 5), (EXIT, 0, 1), (EXIT, 2, 5)], 1, "openmpi", (5, 2)),  # failed first, ended second
         ([(EXIT, 3, 4)], 0, "openmpi", (4, 3)),
-        ([(EXIT, 1, 137), ("early", 1, 0), ("blame", 0, 1), (EXIT, 0, 143)], 137, "openmpi", (137, 1)),
+        ([(EXIT, 1, 137), ("lost", 1, 0), ("blame", 0, 1), (EXIT, 0, 143)], 137, "openmpi", (137, 1)),
+        ([("lost", 1, 0), ("blame", 0, 1), (EXIT, 0, 1), (EXIT, 1, 137)], 1, "mpich", (137, 1)),  # its shell was late
         ([("early", 1, 0), (FAIL, 1, 3), (EXIT, 1, 3)], 3, "openmpi", (3, 1)),
     ],
 )
@@ -342,10 +343,13 @@ def test_decide(records: list[tuple[str, int, int]], code: int, family: str, exp
     assert (outcome.code, outcome.rank) == expected
 
 
-@pytest.mark.parametrize("end", [(EXIT, 1, 0), (START, 1, 5)])
-def test_a_rank_that_ended_early(end: tuple[str, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "ends"),
+    [("lost", [(EXIT, 1, 0)]), ("early", [(EXIT, 2, 143), (EXIT, 1, 143)]), ("lost", [(EXIT, 2, 143)])],
+)
+def test_a_rank_that_ended_early(kind: str, ends: list[tuple[str, int, int]]) -> None:
     """Ranks that failed because another ended with exit code 0 name this rank, although the launcher has killed others since."""
-    rows = [end, ("early", 1, 0), ("blame", 0, 1), ("early", 1, 0), ("fail", 3, 1), (EXIT, 2, 143), (EXIT, 1, 143)]
+    rows = [(kind, 1, 0), ("blame", 0, 1), (kind, 1, 0), ("fail", 3, 1), *ends]
     outcome = decide([Record(*row) for row in rows], 1, "openmpi")
     assert (outcome.code, outcome.rank, outcome.early) == (1, 0, 1)
     assert outcome.text == "rank 1 ended first, and rank 0 failed because of it: exit code 1"
