@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -28,10 +29,14 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    options = parser().parse_args(arguments)
+    top = parser()
+    options, unknown = top.parse_known_args(arguments)
     try:
+        if unknown:
+            getattr(options, "unknown", lambda _: top.error(f"unrecognized arguments: {shlex.join(unknown)}"))(unknown)
         code: int = options.main(options)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # None: it was closed at the start
+            sys.stdout.flush()
         return code
     except LaunchError as error:
         print(f"mpicoll: {error}", file=sys.stderr)

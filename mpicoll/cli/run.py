@@ -18,7 +18,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="start a script on several ranks",
         description="Start a Python script on N ranks, with the mpiexec that belongs to the MPI that mpi4py loads. "
         "Inside a Slurm allocation the job uses all nodes, and without -n as many ranks as there are tasks.",
-        epilog="The exit code is that of the rank that failed first; 128+n after signal n, 124 after --timeout.",
+        epilog="The exit code is that of the rank that failed first; 128+n after signal n, 124 after --timeout, 141 if the "
+        "reader of the output has ended, 74 if output could not be written and all ranks ended well.",
         usage="mpicoll run -n N [options] script.py [args ...]\n       mpicoll run -n N [options] -m module [args ...]",
     )
     parser.add_argument("-n", "-np", "--nprocs", type=int, default=None, metavar="N", help="number of ranks")
@@ -42,7 +43,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--hostfile", metavar="FILE", help="a file with the hosts to run on, in mpiexec's syntax")
     parser.add_argument("script", metavar="script.py", help=argparse.SUPPRESS)
     parser.add_argument("args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    parser.set_defaults(main=main)
+    parser.set_defaults(main=main, unknown=refuse_options)
 
 
 def rank_command(target: str, args: Sequence[str], *, module: bool, python: str) -> list[str]:
@@ -55,7 +56,8 @@ def rank_command(target: str, args: Sequence[str], *, module: bool, python: str)
         if not os.path.exists(target):
             hint = ""
             if os.path.basename(target).startswith("python"):
-                hint = ": leave it out, `mpicoll run` starts this Python itself (mpicoll run -n 4 script.py)"
+                rest = shlex.join(args) or "script.py"
+                hint = f": leave it out, `mpicoll run` starts this Python itself (mpicoll run -n 4 {rest})"
             raise LaunchError(f"there is no file {target}{hint}")
         return [python, target, *args]
     top = target.split(".")[0]
@@ -68,6 +70,18 @@ def rank_command(target: str, args: Sequence[str], *, module: bool, python: str)
     finally:
         sys.path.pop(0)
     return [python, "-m", target, *args]
+
+
+def refuse_options(unknown: Sequence[str]) -> None:
+    """Say where options go that are not of `mpicoll run`.
+
+    Raises:
+        LaunchError: always.
+    """
+    raise LaunchError(
+        f"mpicoll run has no option {unknown[0]}. Options of mpiexec go into one string: "
+        f"--mpiexec-args={shlex.quote(unknown[0] + ' ...')}; options of the script stand after the script"
+    )
 
 
 def main(options: argparse.Namespace) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import selectors
 import shutil
 import signal
 import subprocess
@@ -13,15 +12,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from mpicoll.errors import LaunchError
-from mpicoll.launch.environment import Family, allocated_tasks
-from mpicoll.launch.job_folder import RUN_DIR, Record, read_records, read_report, write_ours
+from mpicoll.launch.environment import allocated_tasks
+from mpicoll.launch.job_folder import RUN_DIR, read_records, read_report, write_ours
 from mpicoll.launch.mpi_library import MpiLibrary, conflicting_wheels, find_library
 from mpicoll.launch.mpiexec import (
     Launch,
@@ -33,15 +31,18 @@ from mpicoll.launch.mpiexec import (
     srun_command,
     this_machine,
 )
+from mpicoll.launch.outcome import Outcome, decide
+from mpicoll.launch.sinks import Sinks, Sources
 from mpicoll.launch.slurm import find_plugins, how
-from mpicoll.launch.streams import LauncherOutput, Streams, is_stdin_usable, write_all
+from mpicoll.launch.streams import LauncherOutput, Streams, is_stdin_usable
 
 GRACE = 1.0  # seconds between asking the launcher to end the job and killing the rest of the job
 FAR_GRACE = 10.0  # the same if ranks are on other hosts, which only the launcher can reach
+MOMENT = 0.5  # seconds for which output of a job that was stopped waits for a reader
 TIMED_OUT = 124  # as timeout(1)
+OUTPUT_LOST = 74  # EX_IOERR of sysexits.h: every rank ended well, but output could not be written
 LISTENER = b"listener thread failed to start"  # Open MPI 5.0, in about 2 of 90 starts on a busy machine
 SLOTS = b"not enough slots"  # Open MPI calls the tasks of an allocation and the places of a hostfile slots
-_SIGNALS = {129, 130, 131, 134, 137, 143, 9, 15}
 
 
 @dataclass(frozen=True)
@@ -58,49 +59,21 @@ class Options:
     launcher: Literal["auto", "mpiexec", "srun"] = "auto"
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The job's exit code, the rank that failed first if it is known, and whether a rank has ended the job by intent."""
-
-    code: int
-    rank: int | None = None
-    intended: bool = False
-
-
-def decide(records: Sequence[Record], mpiexec_code: int, family: Family, *, local: bool = True) -> Outcome:
-    """Return the exit code of the rank that failed first; pure.
-
-    The first recorded failure counts, with one exception: after ``MPI_Abort(7)`` the launcher kills every rank, the caller
-    included, and only the launcher knows the 7. The exception does not apply if a rank that failed later, with its own code,
-    ended the job, for example because it lost the killed rank.
-    """
-    code = 128 - mpiexec_code if mpiexec_code < 0 else mpiexec_code
-    if stop := next((record for record in records if record.kind == "stop"), None):
-        return Outcome(stop.value, intended=True)
-    first = next((record for record in records if record.kind in ("exit", "fail") and record.value != 0), None)
-    if first is None or (not local and code != 0):
-        return Outcome(code)
-    killed = first.kind == "exit" and first.value in (129, 130, 131, 137, 143)
-    # MPICH's mpiexec combines the codes of all ranks by OR; codes of signals only combine to one of _SIGNALS again.
-    signals = _SIGNALS if family == "mpich" else {first.value}
-    later = {record.value for record in records if record.kind in ("fail", "blame")}
-    if killed and code != 0 and code not in signals | later:
-        return Outcome(code)
-    return Outcome(first.value, first.rank)
-
-
 def plan_job(options: Options, command: Sequence[str], run_dir: Path, environ: Mapping[str, str]) -> Launch:
     """Find the MPI library and its launcher on this machine, and plan the job.
 
     Raises:
         LaunchError: there is no MPI, no mpiexec belongs to it, or two MPIs have overwritten each other.
     """
+    if options.hostfile is not None and not os.access(options.hostfile, os.R_OK):
+        why = "cannot be read" if os.path.exists(options.hostfile) else "does not exist"
+        raise LaunchError(f"--hostfile {options.hostfile}: the file {why}")
     conflict = conflicting_wheels()
     if conflict is not None:
         raise LaunchError(conflict)
     library = find_library(environ=environ)
     try:
-        mpiexec = None if options.launcher == "srun" else find_mpiexec(library, options.mpiexec)
+        mpiexec = None if options.launcher == "srun" else find_mpiexec(library, options.mpiexec, command)
     except LaunchError:
         # A Cray has no mpiexec, and other sites may have srun only.
         if options.launcher != "auto" or options.mpiexec is not None or allocated_tasks(environ) is None:
@@ -164,13 +137,15 @@ class Job:
         lifeline: int | None = None,
         sinks: tuple[int, int] = (1, 2),
         name: str = "mpicoll run",
+        blame: bool = False,
     ) -> None:
         self.options = options
+        self._sinks = Sinks(sinks)  # for the job's stdout and stderr
         self.directory = directory or Path(tempfile.mkdtemp(prefix="mpicoll-run-"))  # mode 0700
         self._own_directory = directory is None
         self._lifeline = lifeline  # a pipe: the job ends when the pipe ends
-        self._sinks = sinks  # descriptors for the job's stdout and stderr
         self._name = name
+        self._blame = blame  # whether to print the rank that failed first
         self._stdin = stdin and is_stdin_usable()
         self._stop_code: int | None = None
         self._stop_time: float | None = None
@@ -178,6 +153,8 @@ class Job:
         self._asked = False  # the launcher has been asked to end
         self._failed = 0.0  # when a rank's failure was first seen
         self._next_look = 0.0
+        self._begun = 0.0
+        self._over = 0.0  # when the job had ended
         self._given_up = False
         self._launcher: subprocess.Popen[bytes] | None = None
         try:
@@ -202,6 +179,7 @@ class Job:
 
     def clean(self) -> None:
         """Remove the private directory if this job made it."""
+        self._sinks.close()
         if self._own_directory:
             shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -223,20 +201,39 @@ class Job:
             self.clean()
 
     def run(self) -> Outcome:
-        """Run the job to its end; kill the processes that a failed job leaves running."""
+        """Run the job to its end; kill the processes that a failed job leaves running; wait until the output is written."""
         try:
             outcome, printed = self._attempt()
             if outcome.code and LISTENER in printed and not read_records(self.directory) and self._stop_code is None:
                 self._print("Open MPI's listener thread failed to start before any rank ran; trying once more")
                 outcome, printed = self._attempt()
-            if outcome.code and SLOTS in printed and self._stop_code is None:
-                self._print(
-                    f"Open MPI has fewer slots than the {self.options.nprocs} ranks of this job; ask for as many tasks "
-                    f"(sbatch -n {self.options.nprocs}), or allow more ranks than slots: --mpiexec-args=--oversubscribe"
-                )
-            return outcome
         finally:
             self._sweep()
+        if self._stop_code is None:
+            outcome = self._judge(outcome, printed)
+        return self._drain(outcome)
+
+    def _judge(self, outcome: Outcome, printed: bytes) -> Outcome:
+        """Say why the job has failed, if this is known; a launcher that has started nothing has failed."""
+        nprocs, launcher, local = self.options.nprocs, self.launch.argv[0], self.launch.local
+        if outcome.code and SLOTS in printed:
+            self._print(
+                f"Open MPI has fewer slots than the {nprocs} ranks of this job; ask for as many tasks "
+                f"(sbatch -n {nprocs}), or allow more ranks than slots: --mpiexec-args=--oversubscribe"
+            )
+        elif outcome.rank is not None:
+            if self._blame:
+                self._print(outcome.text)
+        elif not local and outcome.code and not printed:
+            self._print(f"{launcher} ended with exit code {outcome.code} and printed nothing")
+        elif local and (outcome.code or not printed) and not read_records(self.directory):
+            nothing = "" if printed else " and printed nothing"
+            self._print(
+                f"{launcher} ended with exit code {outcome.code}{nothing}: no rank has reported its start. `mpicoll doctor` "
+                "names the mpiexec to use"
+            )
+            return Outcome(outcome.code or 1)
+        return outcome
 
     def _attempt(self) -> tuple[Outcome, bytes]:
         for old in self.directory.iterdir():
@@ -271,8 +268,7 @@ class Job:
         code = process.wait()
         report = read_report(self.directory)
         if streams is None and report not in printed.recent:  # Open MPI 5.0's mpirun forwards nothing after SIGTERM
-            with suppress(OSError):
-                write_all(self._sinks[1], report)
+            self._sinks.err.put(report)
         if self._stop_code is not None:
             return Outcome(self._stop_code), bytes(printed.seen)
         records = read_records(self.directory)
@@ -286,55 +282,86 @@ class Job:
     def _pump(self, process: subprocess.Popen[bytes], streams: Streams | None) -> LauncherOutput:
         assert process.stdout is not None and process.stderr is not None  # noqa: PT018
         printed = LauncherOutput(self.directory, silent=streams is not None)
-        sinks = dict(zip((process.stdout.fileno(), process.stderr.fileno()), self._sinks, strict=True))
-        with selectors.DefaultSelector() as selector:
-            for descriptor in sinks:
-                selector.register(descriptor, selectors.EVENT_READ)
+        own = {process.stdout.fileno(): self._sinks.out, process.stderr.fileno(): self._sinks.err}
+
+        def read(descriptor: int) -> bool:
+            data = os.read(descriptor, 1 << 16)
+            printed.feed(own[descriptor], data)
+            if not data:
+                del own[descriptor]
+            return bool(data)
+
+        sources = self._sources()
+        for descriptor, sink in own.items():
+            sources.add(descriptor, sink, read)
+        if streams is not None:
+            streams.register(sources)
+        self._begun = time.monotonic()
+        while process.poll() is None or own:
+            ended = process.returncode is not None
+            busy = sources.poll(0.0 if ended and not sources.paused else 0.05)
             if streams is not None:
-                streams.register(selector)
-            if self._lifeline is not None:
-                selector.register(self._lifeline, selectors.EVENT_READ, self)
-            begun = time.monotonic()
-            while True:
-                if process.poll() is not None and not sinks:
-                    break
-                ended = process.returncode is not None
-                events = selector.select(0.0 if ended else 0.05)
-                try:
-                    for key, _ in events:
-                        alive = True
-                        if key.data is streams and streams is not None:
-                            alive = streams.read(key.fd)
-                        elif key.data is self:
-                            self.stop(128 + signal.SIGTERM)
-                            alive = False
-                        elif data := os.read(key.fd, 1 << 16):
-                            printed.feed(sinks[key.fd], data)
-                        else:
-                            del sinks[key.fd]
-                            alive = False
-                        if alive:
-                            continue
-                        selector.unregister(key.fd)
-                    if streams is not None:
-                        streams.show_unfinished()
-                except BrokenPipeError:
-                    self.stop(128 + signal.SIGPIPE)  # the reader of the output has ended (mpicoll run ... | head)
-                if ended and not events:
-                    break  # a process outside the job still has the launcher's pipes open
-                if self.options.timeout is not None and time.monotonic() - begun > self.options.timeout:
-                    self._time_out()
+                streams.show_unfinished()
+            self._tell_failures("ending the job", "output is lost, the job goes on")
+            self._check_time()
+            if not ended:
                 self._give_up_after_failure()
                 self._escalate(process)
+            elif not busy and (not sources.paused or self._stops_waiting()):
+                break  # a process outside the job still has the launcher's pipes open, or nobody reads the output
+        sources.close()
         if streams is not None:
             streams.close()
         process.stdout.close()
         process.stderr.close()
         return printed
 
-    def _time_out(self) -> None:
+    def _sources(self) -> Sources:
+        sources = Sources(self._sinks)
+        if self._lifeline is not None:
+
+            def end(_: int) -> bool:
+                self.stop(128 + signal.SIGTERM)
+                return False
+
+            sources.add(self._lifeline, None, end)
+        return sources
+
+    def _drain(self, outcome: Outcome) -> Outcome:
+        """Wait until the output is written, after `stop` for a MOMENT; return the outcome if all was."""
+        sources = self._sources()
+        self._over = time.monotonic()
+        while True:
+            self._tell_failures("output is lost", "output is lost")
+            if not self._sinks.waiting or self._stops_waiting():
+                break
+            sources.poll(0.05)
+            self._check_time()
+        sources.close()
+        if self._stop_code is not None:
+            return Outcome(self._stop_code)
+        if outcome.code == 0 and (errors := self._sinks.errors):
+            pipe = any(isinstance(error, BrokenPipeError) for error in errors)
+            return Outcome(128 + signal.SIGPIPE if pipe else OUTPUT_LOST)
+        return outcome
+
+    def _tell_failures(self, broken_pipe: str, other: str) -> None:
+        """Print a line for a sink that has failed. If a reader has ended (mpicoll run ... | head), end a job that runs."""
+        for sink, error in self._sinks.failures():
+            pipe = isinstance(error, BrokenPipeError)
+            if pipe and self._stop_code is None and broken_pipe != other:
+                self.stop(128 + signal.SIGPIPE)
+            self._print(f"cannot write to {sink.name}: {error.strerror}; {broken_pipe if pipe else other}")
+
+    def _stops_waiting(self) -> bool:
         if self._stop_code is None:
-            self._print(f"the job has run for {self.options.timeout:g} seconds (--timeout); ending it")
+            return False
+        return self._hurry or time.monotonic() - max(self._stop_time or 0.0, self._over) > MOMENT
+
+    def _check_time(self) -> None:
+        limit = self.options.timeout
+        if self._stop_code is None and limit is not None and time.monotonic() - self._begun > limit:
+            self._print(f"the job has run for {limit:g} seconds (--timeout); ending it")
             self.stop(TIMED_OUT)
 
     def _give_up_after_failure(self) -> None:
@@ -374,8 +401,7 @@ class Job:
             time.sleep(0.005)
 
     def _print(self, text: str) -> None:
-        with suppress(OSError):
-            write_all(self._sinks[1], f"{self._name}: {text}\n".encode())
+        self._sinks.tell(f"{self._name}: {text}\n")
 
 
 def run_job(options: Options, command: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
@@ -387,10 +413,7 @@ def run_job(options: Options, command: Sequence[str], environ: Mapping[str, str]
     Raises:
         LaunchError: the job cannot be started; the message says what to do.
     """
-    outcome = Job(options, command, environ, stdin=True).run_with_signals()
-    if outcome.rank is not None:
-        write_all(2, f"mpicoll run: rank {outcome.rank} failed first: {describe(outcome.code)}\n".encode())
-    return outcome.code
+    return Job(options, command, environ, stdin=True, blame=True).run_with_signals().code
 
 
 def planned_line(options: Options, command: Sequence[str], environ: Mapping[str, str] | None = None) -> str:
@@ -407,16 +430,6 @@ def run_job_for_spawn(options: Options, command: Sequence[str], directory: Path)
     if not is_local(os.environ, None, None, ()):
         options = replace(options, host=f"localhost:{options.nprocs}")
     return Job(options, command, directory=directory, lifeline=0, name="spawn").run_with_signals()
-
-
-def describe(code: int) -> str:
-    """Return an exit code in words."""
-    if 128 < code < 128 + signal.NSIG:
-        try:
-            return f"killed by {signal.Signals(code - 128).name} (exit code {code})"
-        except ValueError:
-            pass
-    return f"exit code {code}"
 
 
 def end_with_parent(number: int) -> None:

@@ -97,22 +97,37 @@ def parse_version(text: str) -> tuple[Family, str]:
     return "unknown", ""
 
 
-def identify(path: str) -> Mpiexec | None:
-    """Run ``path --version`` and return the launcher; ``None`` if the program is no usable launcher."""
+def identify(path: str, problems: list[str] | None = None) -> Mpiexec | None:
+    """Run ``path --version`` and return the launcher; ``None`` if the program is no usable launcher.
+
+    Args:
+        problems: gets a sentence if the command fails.
+    """
+    why = ""
     try:
         env = without_launcher(os.environ)
         done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, env=env)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    family, version = parse_version(done.stdout + done.stderr)
-    return None if family == "unknown" else Mpiexec(path, family, version)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        done, why = None, str(error)
+    family, version = parse_version(done.stdout + done.stderr) if done is not None else ("unknown", "")
+    if family != "unknown":
+        return Mpiexec(path, family, version)
+    if done is not None and done.returncode:
+        lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip(" -")]
+        why = re.sub(r"^\[\S+\] ", "", lines[0]) if lines else f"exit code {done.returncode}"
+    if why and problems is not None:
+        problems.append(f"`{path} --version` failed: {why}")
+    return None
 
 
-def find_mpiexec(library: MpiLibrary, path: str | None = None) -> Mpiexec:
+def find_mpiexec(
+    library: MpiLibrary, path: str | None = None, command: Sequence[str] = ("python", "script.py")
+) -> Mpiexec:
     """Return the mpiexec that belongs to ``library``.
 
     Args:
         path: the mpiexec that the user chose, or None.
+        command: each rank's command, for the message.
 
     Raises:
         LaunchError: no mpiexec was found, or the chosen mpiexec belongs to another MPI.
@@ -132,6 +147,7 @@ def find_mpiexec(library: MpiLibrary, path: str | None = None) -> Mpiexec:
         return found or Mpiexec(full, library.family, "")
     near: Mpiexec | None = None
     asked: set[str] = set()
+    problems: list[str] = []
     for candidate in candidates(library, sys.prefix, os.environ.get("PATH", os.defpath)):
         if not (os.path.isfile(candidate) and os.access(candidate, os.X_OK)):
             continue
@@ -139,7 +155,7 @@ def find_mpiexec(library: MpiLibrary, path: str | None = None) -> Mpiexec:
         if real in asked:
             continue
         asked.add(real)
-        found = identify(candidate)
+        found = identify(candidate, problems)
         if found is None or found.family != library.family:
             continue
         if found.version == library.version or library.name not in ("Open MPI", "MPICH"):
@@ -148,14 +164,16 @@ def find_mpiexec(library: MpiLibrary, path: str | None = None) -> Mpiexec:
     if near is not None and near.version.split(".")[0] == library.version.split(".")[0]:
         return near
     hint = (
-        "On a Cray srun starts jobs: srun -n N python script.py"
+        f"On a Cray srun starts jobs: srun -n N {shlex.join(command)}"
         if "Cray" in library.name
         else "Name one with --mpiexec"
     )
     other = f"; {near.path} is of version {near.version}" if near else ""
-    raise LaunchError(
-        f"found no mpiexec for {library.name} {library.version} ({library.path or 'linked into mpi4py'}){other}. {hint}"
-    )
+    what = f"{library.name} {library.version} ({library.path or 'linked into mpi4py'})"
+    if problems:
+        home = "" if "HOME" in os.environ else " (HOME is not set)"
+        raise LaunchError(f"found no mpiexec for {what}: {problems[0]}{home}")
+    raise LaunchError(f"found no mpiexec for {what}{other}. {hint}")
 
 
 # --- where the ranks will run ---------------------------------------------------------------------------------------

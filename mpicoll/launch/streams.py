@@ -1,11 +1,9 @@
-"""The ranks' output as whole lines: pipes or terminals in the run directory, copied to this process's stdout and stderr."""
+"""The ranks' output as whole lines: pipes or terminals in the run directory, passed to the sinks of this process."""
 
 from __future__ import annotations
 
 import fcntl
 import os
-import re
-import selectors
 import stat
 import termios
 import time
@@ -13,10 +11,15 @@ import tty
 from pathlib import Path
 
 from mpicoll.launch.job_folder import read_records
+from mpicoll.launch.sinks import Sink, Sinks, Sources
 
 IDLE = 0.05  # seconds after which an unfinished line (a prompt, a progress bar) is written
+LONGEST = 1 << 20  # bytes of an unfinished line that are held; a longer line is written in pieces
+_READ = 1 << 16  # bytes of one read
+_MOST_READS = (
+    16  # of one pipe at the end of the job: the capacity of a pipe, while a process outside the job goes on writing
+)
 _RECENT = 1 << 18  # bytes at the end of the output, in which a termination report is searched
-_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r(?=[^\n]))")
 
 
 class Lines:
@@ -24,28 +27,32 @@ class Lines:
 
     def __init__(self, tag: bytes = b"") -> None:
         self.tag = tag
-        self.rest = b""
+        self.rest = bytearray()
 
     def feed(self, data: bytes) -> bytes:
-        """Return the lines that ``data`` completes; a carriage return ends a line too (progress bars)."""
+        """Return the lines that ``data`` completes; a carriage return ends a line too (progress bars).
+
+        Each byte is searched once. A line above LONGEST is returned in pieces: as they are, or tagged as lines of their own.
+        """
+        begin = len(self.rest) - self.rest.endswith(b"\r")  # a carriage return at the end may be half of "\r\n"
         self.rest += data
-        lines = _LINE.findall(self.rest)
-        self.rest = self.rest[sum(map(len, lines)) :]
-        return b"".join(self.tag + line for line in lines)
+        end = max(self.rest.rfind(b"\n", begin), self.rest.rfind(b"\r", begin, -1)) + 1
+        whole = self._take(end)
+        return whole + self._take(len(self.rest)) if len(self.rest) > LONGEST else whole
 
     def flush(self, *, end: bool = False) -> bytes:
         """Return the unfinished line. A tagged line is returned only at the end of the stream, with a line end added."""
         if not self.rest or (self.tag and not end and not self.rest.endswith(b"\r")):
             return b""
-        rest, self.rest = self.rest, b""
-        newline = b"\n" if self.tag and not rest.endswith((b"\n", b"\r")) else b""
-        return self.tag + rest + newline
+        return self._take(len(self.rest))
 
-
-def write_all(descriptor: int, data: bytes) -> None:
-    """Write all of ``data`` to ``descriptor``."""
-    while data:
-        data = data[os.write(descriptor, data) :]
+    def _take(self, end: int) -> bytes:
+        taken = bytes(self.rest[:end])
+        del self.rest[:end]
+        if not self.tag or not taken:
+            return taken
+        newline = b"\n" if not taken.endswith((b"\n", b"\r")) else b""
+        return b"".join(self.tag + line for line in taken.splitlines(keepends=True)) + newline
 
 
 def terminal_like(sink: int) -> tuple[int, int]:
@@ -64,38 +71,41 @@ class Streams:
     of other ranks is unreadable.
     """
 
-    def __init__(self, directory: Path, nprocs: int, *, tag: bool, sinks: tuple[int, int] = (1, 2)) -> None:
-        self._lines: dict[int, tuple[Lines, int]] = {}
+    def __init__(self, directory: Path, nprocs: int, *, tag: bool, sinks: Sinks) -> None:
+        self._lines: dict[int, tuple[Lines, Sink]] = {}
         self._fed: dict[int, float] = {}
         self._inner_ends: list[int] = []
         for rank in range(nprocs):
-            for name, sink in zip(("out", "err"), sinks, strict=True):
+            for name, sink, descriptor in (
+                ("out", sinks.out, sinks.descriptors[0]),
+                ("err", sinks.err, sinks.descriptors[1]),
+            ):
                 path = directory / f"{name}.{rank}"
-                if os.isatty(sink) and not tag:
-                    descriptor, inner = terminal_like(sink)
+                if os.isatty(descriptor) and not tag:
+                    outer, inner = terminal_like(descriptor)
                     self._inner_ends.append(inner)  # as long as this end is open, reading the other end never fails
                     path.symlink_to(os.ttyname(inner))
                 else:
                     os.mkfifo(path, 0o600)
-                    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-                self._lines[descriptor] = (Lines(b"[%d] " % rank if tag else b""), sink)
+                    outer = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                self._lines[outer] = (Lines(b"[%d] " % rank if tag else b""), sink)
 
-    def register(self, selector: selectors.BaseSelector) -> None:
-        """Register every pipe with ``selector``, with this object as data."""
-        for descriptor in self._lines:
-            selector.register(descriptor, selectors.EVENT_READ, self)
+    def register(self, sources: Sources) -> None:
+        """Add every pipe to ``sources``."""
+        for descriptor, (_, sink) in self._lines.items():
+            sources.add(descriptor, sink, self.read)
 
     def read(self, descriptor: int) -> bool:
         """Copy the available output; return False if the pipe has ended."""
         lines, sink = self._lines[descriptor]
         try:
-            data = os.read(descriptor, 1 << 16)
+            data = os.read(descriptor, _READ)
         except BlockingIOError:
             return True
         if not data:
             self._end(descriptor)
             return False
-        write_all(sink, lines.feed(data))
+        sink.put(lines.feed(data))
         if lines.rest:
             self._fed[descriptor] = time.monotonic()
         else:
@@ -103,37 +113,36 @@ class Streams:
         return True
 
     def show_unfinished(self) -> None:
-        """Write lines that have been unfinished for ``IDLE`` seconds."""
+        """Write lines that have been unfinished for ``IDLE`` seconds, unless the pipe is not read for want of room."""
         limit = time.monotonic() - IDLE
         for descriptor in [descriptor for descriptor, when in self._fed.items() if when < limit]:
             lines, sink = self._lines[descriptor]
-            write_all(sink, lines.flush())
-            del self._fed[descriptor]
+            if not sink.full:
+                sink.put(lines.flush())
+                del self._fed[descriptor]
 
     def close(self) -> None:
         """Copy the rest of the output and close the pipes."""
         for descriptor in list(self._lines):
-            try:
-                while True:
-                    data = os.read(descriptor, 1 << 16)
-                    if not data:
-                        break
-                    lines, sink = self._lines[descriptor]
-                    write_all(sink, lines.feed(data))
-            except OSError:
-                pass  # the pipe is empty, or the reader of this process's output has ended
-            self._end(descriptor)
+            for _ in range(_MOST_READS):
+                if not self._read_rest(descriptor):
+                    break
+            if descriptor in self._lines:
+                self._end(descriptor)
         for inner in self._inner_ends:
             os.close(inner)
+
+    def _read_rest(self, descriptor: int) -> bool:
+        try:
+            return self.read(descriptor)
+        except OSError:  # a terminal
+            return False
 
     def _end(self, descriptor: int) -> None:
         lines, sink = self._lines.pop(descriptor)
         self._fed.pop(descriptor, None)
         os.close(descriptor)
-        try:
-            write_all(sink, lines.flush(end=True))
-        except OSError:
-            pass
+        sink.put(lines.flush(end=True))
 
 
 class LauncherOutput:
@@ -142,29 +151,29 @@ class LauncherOutput:
     def __init__(self, directory: Path, *, silent: bool) -> None:
         self._directory = directory
         self._silent = silent
-        self._delayed: list[tuple[int, bytes]] = []
+        self._delayed: list[tuple[Sink, bytes]] = []
+        self._room = LONGEST
         self.seen = bytearray()
         self.recent = bytearray()
 
-    def feed(self, sink: int, data: bytes) -> None:
-        """Write data to a descriptor, or delay it."""
+    def feed(self, sink: Sink, data: bytes) -> None:
+        """Write data to a sink, or delay it; of delayed data only the first LONGEST bytes stay."""
         if len(self.seen) < 1 << 16:
             self.seen += data
         self.recent += data
         if len(self.recent) > 2 * _RECENT:
             del self.recent[:-_RECENT]
         if self._silent and any(row.kind in ("exit", "stop") and row.value for row in read_records(self._directory)):
-            self._delayed.append((sink, data))
+            if self._room:
+                self._delayed.append((sink, data[: self._room]))
+                self._room -= len(self._delayed[-1][1])
         else:
-            write_all(sink, data)
+            sink.put(data)
 
     def show(self) -> None:
         """Write the delayed output."""
         for sink, data in self._delayed:
-            try:
-                write_all(sink, data)
-            except OSError:
-                pass
+            sink.put(data)
 
 
 def is_stdin_usable() -> bool:

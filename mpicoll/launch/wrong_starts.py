@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from mpicoll.errors import LaunchError, Message
@@ -56,9 +57,17 @@ INHERITED = Message(
     "this process inherited the launch environment of rank {rank} (process {owner}), which started it as a child: MPI_Init "
     "here {effect}, because that rank has already joined the job. Do not initialise MPI in child processes of a "
     "rank (multiprocessing workers and data loaders included). To run a separate job from inside a rank, start it with "
-    "`mpicoll run -n N script.py`, which cleans the environment, or with the site's mpiexec",
+    "`mpicoll run -n N {script}`, which cleans the environment, or with the site's mpiexec",
     "A child process of a rank calls `init_process_group`, or initialises MPI through this package.",
     "initialise MPI in the ranks only; start other jobs with `mpicoll run`",
+)
+CHILD = Message(
+    "this process is {name}, which multiprocessing started in process {parent}, and it cannot be a rank: {why}. Let mpicoll "
+    "start the ranks: call `dist.spawn(run, args, nprocs)` in place of `mp.spawn` or `Process(target=run)`, and start the "
+    "script as `{python} {script}`. Or start no processes in the script, and start it as `mpicoll run -n {size} {script}`",
+    "A script starts processes by multiprocessing (`mp.spawn`, `Process`, a pool), as torch's tutorials do, and these call "
+    "`init_process_group`.",
+    "call `dist.spawn(run, args, nprocs)` in place of `mp.spawn`, and start the script with `python`",
 )
 SRUN_PMIX = Message(
     "mpiexec started this process through srun, whose default here is --mpi=pmix, and {library} would abort in MPI_Init: it "
@@ -140,8 +149,12 @@ def _python(script: str) -> str:
     return script.python if isinstance(script, Script) else "python"
 
 
-def script_of(arguments: Sequence[str]) -> Script:
+def script_of(arguments: Sequence[str], argv: Sequence[str] = ()) -> Script:
     """Return the arguments of ``python`` in a command line (``sys.orig_argv``), for a command that the user can copy.
+
+    Args:
+        argv: ``sys.argv``, whose script counts if ``arguments`` name another file or none: options of Python with values, a
+            child of multiprocessing, a rank of `spawn`.
 
     Example:
         >>> script_of(["/usr/bin/python3", "-u", "train.py", "--lr", "0.1"])
@@ -152,16 +165,69 @@ def script_of(arguments: Sequence[str]) -> Script:
     rest = list(arguments[1:])
     while rest and re.fullmatch(r"-[bBdEiIOPqsSuvx]+", rest[0]):
         rest.pop(0)
+    if argv and os.path.isfile(argv[0]) and rest[:1] not in (["-m"], [argv[0]]):
+        rest = list(argv)
+    count = 2 if rest[:1] == ["-m"] else 1
     text = shlex.join(rest)
-    # "script.py" stands for python -c, options with values, an interactive session and very long command lines.
-    usable = rest and (rest[0] == "-m" or not rest[0].startswith("-")) and len(text) <= 200 and "\n" not in text
-    script = Script(text if usable else "script.py")
+    if len(text) > 200 or "\n" in text:
+        text = f"{shlex.join(rest[:count])} ..."
+    # "script.py" stands for python -c and for an interactive session.
+    script = Script(text if rest and (count == 2 or not rest[0].startswith("-")) else "script.py")
     if arguments and arguments[0] and "\n" not in arguments[0]:
         word = arguments[0]
         name = os.path.basename(word)
         # srun replaces the name of a program by the whole path that it has found.
         script.python = name if name and shutil.which(name) == word else shlex.quote(word)
     return script
+
+
+# --- a child of multiprocessing -------------------------------------------------------------------------------------
+
+
+def multiprocessing_child() -> tuple[str, int] | None:
+    """Return the name of this process and the id of its parent if multiprocessing started it, by whatever method."""
+    process = sys.modules.get("multiprocessing.process")  # every child has it
+    parent = process.parent_process() if process is not None else None
+    return (process.current_process().name, parent.pid) if process is not None and parent is not None else None
+
+
+def check_child(
+    environ: Mapping[str, str],
+    child: tuple[str, int] | None,
+    asked_world_size: int = -1,
+    *,
+    joined: bool = False,
+    script: str = "script.py",
+) -> None:
+    """Refuse to make a rank of a child that multiprocessing started. Called before MPI is started.
+
+    Outside of a job a child may be a world of size 1.
+
+    Args:
+        environ: the environment of this process.
+        child: the result of `multiprocessing_child`.
+        asked_world_size: the program's ``world_size=``, or -1.
+        joined: whether this process is a copy (by fork) of a process that has joined the job.
+        script: the script that runs.
+
+    Raises:
+        LaunchError: the child would take the place of the rank whose environment it has, or be a world of size 1 by mistake.
+    """
+    if child is None:
+        return
+    launcher = read_launcher(environ)
+    size = asked_world_size if asked_world_size > 1 else launcher.size
+    if joined:
+        why = f"it is a copy of process {child[1]}, in which MPI runs"
+    elif launcher.kind not in ("none", "slurm", "torchrun"):
+        rank = "another rank" if launcher.rank is None else f"rank {launcher.rank}"
+        why = f"MPI_Init here would take the place of {rank}, and crash, hang or abort the job"
+    elif asked_world_size > 1 or ((launcher.size or 1) > 1 and asked_world_size != 1):
+        why = "MPI_Init here would make a world of size 1"
+    else:
+        return
+    name, parent = child
+    raise LaunchError(CHILD(name=name, parent=parent, why=why, script=script, python=_python(script), size=size or "N"))
 
 
 # --- before MPI is initialised --------------------------------------------------------------------------------------
@@ -198,7 +264,7 @@ def check_before_mpi(
     text = which_mpi or ""
     owner = inherited(environ, pid) if fd_target is None else inherited(environ, pid, fd_target=fd_target)
     if owner is not None:
-        raise LaunchError(_inherited(environ, owner, family))
+        raise LaunchError(_inherited(environ, owner, family, script))
     launcher = read_launcher(environ)
     # The configure line of an MPICH that was built for PMIx names PMIx; vendor builds (Cray) print no such line.
     plain_mpich = family == "mpich" and "configure" in text.lower() and "pmix" not in text.lower()
@@ -217,10 +283,10 @@ def check_before_mpi(
             _check_lonely(environ, asked_world_size, text, script, listing)
 
 
-def _inherited(environ: Mapping[str, str], owner: str, family: Family) -> str:
+def _inherited(environ: Mapping[str, str], owner: str, family: Family, script: str) -> str:
     launcher = read_launcher(environ)
     effect = {"openmpi": "would wait without end", "mpich": "would abort the job"}.get(family, "would hang or abort")
-    return INHERITED(rank=launcher.rank, owner=owner, effect=effect)
+    return INHERITED(rank=launcher.rank, owner=owner, effect=effect, script=script)
 
 
 def _two_interfaces(environ: Mapping[str, str], launcher: Launcher, text: str, script: str) -> str:

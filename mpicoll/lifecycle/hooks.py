@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
-from mpicoll.errors import ARGUMENT, DistError, GroupBrokenError, PeerFailedError, in_one_line
+from mpicoll.errors import ARGUMENT, DistError, GroupBrokenError, PeerExitedError, PeerFailedError, in_one_line
 from mpicoll.groups import registry
+from mpicoll.launch.job_folder import append_record
 from mpicoll.lifecycle import exit_code
 from mpicoll.lifecycle.endpoint import endpoint_of, endpoints
 from mpicoll.lifecycle.teardown import announce_failure, ending, leave, poll_until, prefix, prefixed
@@ -157,6 +158,8 @@ def _excepthook(kind: type[BaseException], value: BaseException, trace: Tracebac
         with prefixed(value):
             _found_hook(kind, value, trace)
     if not ending.because_of_others:
+        if isinstance(value, PeerExitedError) and value.ranks:
+            append_record("early", value.ranks[0], 0)
         announce_failure(_in_words(value), traceback_site(trace))
 
 

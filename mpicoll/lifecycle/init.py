@@ -13,7 +13,7 @@ from mpicoll.errors import ARGUMENT, DistError, LaunchError
 from mpicoll.groups import registry
 from mpicoll.launch.environment import local_rank_hint, mark_rank, read_launcher
 from mpicoll.launch.job_folder import scrub
-from mpicoll.launch.wrong_starts import ask_srun, check_before_mpi, script_of
+from mpicoll.launch.wrong_starts import ask_srun, check_before_mpi, check_child, multiprocessing_child, script_of
 from mpicoll.lifecycle.hard_deadline import within
 from mpicoll.runtime.backend_names import check_backend, warn_once
 from mpicoll.runtime.settings import LEVELS, Level, Settings, need_integer, read_settings
@@ -87,6 +87,7 @@ def init_process_group(
 
     Source: torch.distributed.init_process_group; MPI-4.1 section 11.2.
     """
+    _check_child(world_size)
     if registry.current() is not None:
         raise ValueError("trying to initialize the default process group twice!")
     problem: Exception | None = None
@@ -116,6 +117,16 @@ def init_process_group(
     join(comm, rank, world_size, on_failure, check, settings, limit, problem)
     for function in at_start:
         function()
+
+
+def _check_child(world_size: Any) -> None:
+    """Raise LaunchError in a child of multiprocessing, unless it is a new process that has started MPI itself."""
+    child = multiprocessing_child()
+    mpi = sys.modules.get("mpi4py.MPI")
+    if child is None or (mpi is not None and mpi.Is_initialized() and "--multiprocessing-fork" in sys.orig_argv):
+        return
+    asked, script = world_size if isinstance(world_size, int) else -1, script_of(sys.orig_argv, sys.argv)
+    check_child(os.environ, child, asked, joined=registry.current() is not None, script=script)
 
 
 def _is_first() -> bool:
@@ -191,7 +202,7 @@ def _start_mpi(limit: float, world_size: Any = None) -> None:
             os.environ,
             os.getpid(),
             MPI.Get_library_version(),
-            script=script_of(sys.orig_argv),
+            script=script_of(sys.orig_argv, sys.argv),
             listing=ask_srun,
             asked_world_size=world_size if isinstance(world_size, int) else -1,
         )

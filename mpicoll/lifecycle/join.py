@@ -193,7 +193,7 @@ def _communicator(comm: Any) -> tuple[MPI.Intracomm, TypeError | None]:
 
 def _check_launch(size: int, me: int, rank: Any, world_size: Any, *, guest: bool) -> None:
     """Raise if the job was started in a way that cannot work; warn if an allocation has tasks that the job does not use."""
-    library, script = MPI.Get_library_version(), script_of(sys.orig_argv)
+    library, script = MPI.Get_library_version(), script_of(sys.orig_argv, sys.argv)
     check_world(
         os.environ,
         size,

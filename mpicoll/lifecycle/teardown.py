@@ -247,6 +247,7 @@ def _leave_job(endpoint: JobEndpoint, reason: str, grace: float) -> None:
         else:
             poll_until(lambda: False, board, grace + NOBODY_HANDLES + 2, 0.01)
         ending.code, ending.unfinished = ending.code or 1, True
+        append_record("lost", next(iter(board.failed)), 0)
         append_record("blame", board.rank, ending.code)
 
 

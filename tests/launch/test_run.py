@@ -313,6 +313,11 @@ def test_time_limit_and_closed_output(tmp_path: Path) -> None:
         ([__file__], "the number of ranks is missing"),
         (["-n", "2", "--timeout", "0", __file__], "--timeout"),
         (["-n", "2", "--mpiexec", "/bin/false", "--mpiexec", "/nonexistent", __file__], "no such program"),
+        (
+            ["-n", "2", "--bind-to", "core", __file__],
+            "no option --bind-to. Options of mpiexec go into one string",
+        ),
+        (["-n", "2", "--hostfile", "/nonexistent", __file__], "--hostfile /nonexistent: the file does not exist"),
     ],
 )
 def test_mistakes_are_told_before_the_start(arguments: list[str], words: str) -> None:
@@ -321,6 +326,41 @@ def test_mistakes_are_told_before_the_start(arguments: list[str], words: str) ->
     assert result.code == 2
     assert words in result.err
     assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "words"),
+    [
+        ("/bin/false", 1, "/bin/false ended with exit code 1 and printed nothing: no rank has reported its start"),
+        ("/bin/true", 1, "/bin/true ended with exit code 0 and printed nothing: no rank has reported its start"),
+        ("/bin/ls", 2, "/bin/ls ended with exit code 2: no rank has reported its start"),
+    ],
+)
+def test_an_mpiexec_that_is_none(program: str, code: int, words: str) -> None:
+    """A program that ends without starting a rank is named, and the job has failed."""
+    result = call([*RUN, "-n", "2", "--mpiexec", program, __file__])
+    assert result.code == code
+    assert f"mpicoll run: {words}" in result.err
+
+
+@pytest.mark.parametrize("how", ["sys.exit(0)", "os._exit(0)"])
+def test_a_rank_that_ends_early(how: str, tmp_path: Path) -> None:
+    """The rank that ended first is named, not the ranks that failed without it, or that the launcher has killed."""
+    script = write(
+        tmp_path,
+        f"""
+        import os, sys
+        import mpicoll as dist
+        dist.init_process_group()
+        if dist.get_rank() == 1:
+            {how}
+        dist.barrier()
+        """,
+    )
+    result = call([*RUN, "-n", "3", script])
+    assert result.code == 1, result
+    assert "mpicoll run: rank 1 ended first, and rank " in result.err
+    assert "failed first" not in result.err
 
 
 def test_module_and_more_ranks_than_cores(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from launch.spawned import alone, work
 from polling import until
 
 from mpicoll.errors import LaunchError
-from mpicoll.launch.job import decide
 from mpicoll.launch.job_folder import read_records
+from mpicoll.launch.outcome import decide
 from mpicoll.launch.spawn import ProcessExitedException, ProcessRaisedException, outcome, spawn
 
 

@@ -36,6 +36,30 @@ BATCH = {name: value for name, value in STEP.items() if "STEP" not in name}
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
 
 
+CHILDREN = """
+    import multiprocessing, sys
+    import mpicoll as dist
+
+    def run(rank, size):
+        try:
+            dist.init_process_group(rank=rank, world_size=size)
+            sys.stdout.write("not refused\\n")
+        except dist.LaunchError as error:
+            sys.stdout.write(f"{error}\\n")
+        sys.stdout.flush()
+
+    if __name__ == "__main__":
+        context = multiprocessing.get_context(sys.argv[1])
+        if "join" in sys.argv:
+            dist.init_process_group()
+        children = [context.Process(target=run, args=(rank, 2)) for rank in range(2)]
+        for child in children:
+            child.start()
+        for child in children:
+            child.join()
+"""
+
+
 def family() -> str:
     return find_library().family
 
@@ -72,6 +96,23 @@ def test_contradicting_rank_and_size(tmp_path: Path) -> None:
     result = call([sys.executable, script, "{'rank': 0, 'world_size': 4}"])
     assert result.code == 9, result
     assert f"mpicoll run -n 4 {script} " in result.out
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+@pytest.mark.parametrize("parent", ["alone", "join"])
+def test_children_of_multiprocessing(parent: str, method: str, tmp_path: Path) -> None:
+    """A child that starts MPI is told of dist.spawn, without a launcher and under each, also if its parent never starts MPI."""
+    script = write(tmp_path, CHILDREN)
+    mpiexec = find_mpiexec(find_library())
+    options = ["--allow-run-as-root", "--oversubscribe"] if mpiexec.family == "openmpi" else []
+    python = [sys.executable, script, method, parent]
+    jobs = [python, [*RUN, "-n", "1", *python[1:]], [mpiexec.path, *options, "-n", "2", *python]]
+    for job, number in zip(jobs, (2, 2, 4), strict=True):
+        result = call(job)
+        assert result.code == 0, result
+        assert result.out.count("call `dist.spawn(run, args, nprocs)` in place of `mp.spawn`") == number, result
+        assert result.out.count(f"{script} {method} {parent}`. Or start no processes") == number, result
+        assert "not refused" not in result.out
 
 
 @pytest.fixture

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from scripts import load
 
 import mpicoll as dist
 from mpicoll import ReduceOp
+from mpicoll.launch.environment import without_launcher
 from mpicoll.nn import functional
 from mpicoll.pytest_plugin import collective_raises
 
@@ -39,6 +43,43 @@ def test_every_public_name_of_torch_is_in_the_table() -> None:
         assert row.status in ("same", "extended", "not applicable"), row
         assert (row.status == "not applicable") == (row.name not in dist.__all__), row
         assert row.note or row.status == "same", row
+
+
+TUTORIAL = """
+import os, sys
+import torch.multiprocessing as mp
+import mpicoll as dist
+
+def run(rank, size):
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "29500"
+    try:
+        dist.init_process_group("gloo", rank=rank, world_size=size)
+    except dist.LaunchError as error:
+        sys.stdout.write(f"{error}\\n")
+        sys.stdout.flush()
+
+if __name__ == "__main__":
+    mp.spawn(run, args=(2,), nprocs=2)
+"""
+
+
+@pytest.mark.mpi_timeout(120)
+def test_torch_multiprocessing_is_refused(tmp_path: Path) -> None:
+    """Children of torch.multiprocessing.spawn, as in torch's tutorials, are told of dist.spawn, with or without a launcher."""
+    script = tmp_path / f"tutorial{dist.get_rank()}.py"
+    script.write_text(TUTORIAL)
+    environ = dict(os.environ) if dist.get_rank() else without_launcher(os.environ)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, done
+    assert done.stdout.count("call `dist.spawn(run, args, nprocs)` in place of `mp.spawn`") == 2, done
+    assert done.stdout.count(f"mpicoll run -n 2 {script}`") == 2, done
 
 
 def test_parameters_are_those_of_the_installed_torch() -> None:

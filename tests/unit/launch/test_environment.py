@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from mpicoll.errors import LaunchError
@@ -14,7 +16,14 @@ from mpicoll.launch.environment import (
     read_launcher,
     without_launcher,
 )
-from mpicoll.launch.wrong_starts import check_before_mpi, check_runner, check_world, script_of, unused_allocation
+from mpicoll.launch.wrong_starts import (
+    check_before_mpi,
+    check_child,
+    check_runner,
+    check_world,
+    script_of,
+    unused_allocation,
+)
 
 OPENMPI_LIBRARY = "Open MPI v5.0.11, package: Open MPI user@host Distribution, ident: 5.0.11, Sep 16, 2026"
 MPICH_LIBRARY = "MPICH Version:      5.0.2\nMPICH Device:   ch4:ucx ofi\nMPICH configure: --with-pm=hydra:gforker"
@@ -412,12 +421,58 @@ def test_several_copies_of_mpicoll_run(environ: dict[str, str]) -> None:
         (["python", "-c", "import x"], "script.py"),
         (["python", "-W", "error", "x.py"], "script.py"),
         (["python"], "script.py"),
-        (["python", "x.py", "y" * 300], "script.py"),
+        (["python", "x.py", "y" * 300], "x.py ..."),
+        (["python", "-m", "pkg.mod", "a\nb"], "-m pkg.mod ..."),
     ],
 )
 def test_script_of(arguments: list[str], expected: str) -> None:
     """The line that would work starts what the user started, or a name that stands for it."""
     assert script_of(arguments) == expected
+
+
+def test_script_that_runs(tmp_path: Path) -> None:
+    """Where Python's own arguments do not name the script that runs, ``sys.argv`` does: children, ranks of spawn, options."""
+    script = tmp_path / "train.py"
+    script.touch()
+    child = ["-c", "from multiprocessing.spawn import spawn_main; ...", "--multiprocessing-fork"]
+    for arguments in (
+        child,
+        ["/x/spawn_child.py", "/tmp/folder"],
+        ["-W", "error", str(script), "1"],
+        ["-Xdev", str(script)],
+    ):
+        assert script_of(["python", *arguments], [str(script), "1"]) == f"{script} 1"
+    assert script_of(["python", "-m", "pkg.train", "1"], [str(script), "1"]) == "-m pkg.train 1"
+    assert script_of(["python", "x.py"], ["changed by the program"]) == "x.py"
+    assert script_of(["python", "-c", "import x"], ["-c"]) == "script.py"
+
+
+@pytest.mark.parametrize(
+    ("environ", "asked", "joined", "words"),
+    [
+        (HYDRA, -1, False, "would take the place of rank"),
+        (OPENMPI5, 1, False, "would take the place of rank 1"),
+        (SRUN_PMI2, -1, False, "would take the place of rank"),
+        (LOGIN, 2, False, "would make a world of size 1"),
+        (STEP, -1, False, "would make a world of size 1"),
+        (LOGIN, -1, True, "a copy of process 7, in which MPI runs"),
+        (LOGIN, -1, False, None),
+        (STEP, 1, False, None),
+    ],
+)
+def test_a_child_of_multiprocessing(environ: dict[str, str], asked: int, joined: bool, words: str | None) -> None:
+    """A child is told of dist.spawn, with the script, under each launcher; outside of jobs it may be a world of size 1."""
+    check_child(environ, None, asked, joined=joined)
+    if words is None:
+        check_child(environ, ("Process-3", 7), asked, joined=joined)
+        return
+    with pytest.raises(LaunchError) as caught:
+        check_child(environ, ("Process-3", 7), asked, joined=joined, script="train.py")
+    text = str(caught.value)
+    assert "this process is Process-3, which multiprocessing started in process 7" in text
+    assert words in text
+    assert "call `dist.spawn(run, args, nprocs)` in place of `mp.spawn`" in text
+    assert "`python train.py`" in text
 
 
 def test_ranks_started_by_hand() -> None:

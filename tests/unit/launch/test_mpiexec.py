@@ -15,7 +15,6 @@ from mpicoll.cli.run import rank_command
 from mpicoll.errors import LaunchError
 from mpicoll.launch import job_folder
 from mpicoll.launch import mpi_library as library_module
-from mpicoll.launch.job import decide, describe
 from mpicoll.launch.job_folder import Record, append_record, read_records, scrub, write_ours
 from mpicoll.launch.mpi_library import MpiLibrary, conflicting_wheels, parse_probe
 from mpicoll.launch.mpiexec import (
@@ -30,6 +29,7 @@ from mpicoll.launch.mpiexec import (
     settings_in_files,
     srun_command,
 )
+from mpicoll.launch.outcome import decide, describe
 from mpicoll.launch.streams import Lines
 
 OMPI5 = Mpiexec("/opt/ompi/bin/mpiexec", "openmpi", "5.0.11")
@@ -114,6 +114,20 @@ def test_the_first_on_path_is_not_taken(launchers: Callable[[str, str], Path], t
         find_mpiexec(library("/x/lib/libmpi.so.40"), str(wrong))
     with pytest.raises(LaunchError, match="no such program"):
         find_mpiexec(library("/x/lib/libmpi.so.40"), str(tmp_path / "nothing"))
+
+
+def test_a_version_that_fails(
+    launchers: Callable[[str, str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If ``mpiexec --version`` fails, as Open MPI's does without HOME, the message says this and why, and blames no other MPI."""
+    launchers("site/bin/mpiexec", "mpiexec (Open MPI) 4.1.4")
+    right = launchers("ompi/bin/mpiexec", "")
+    right.write_text("#!/bin/sh\necho >&2; echo '[vm:12] Error: Unable to get the user home directory' >&2; exit 1\n")
+    monkeypatch.delenv("HOME", raising=False)
+    with pytest.raises(LaunchError) as caught:
+        find_mpiexec(library(str(tmp_path / "ompi/lib/libmpi.so.40")))
+    why = "failed: Error: Unable to get the user home directory (HOME is not set)"
+    assert str(caught.value).endswith(f": `{right} --version` {why}")
 
 
 # --- which library ---
@@ -319,6 +333,9 @@ EXIT, FAIL, START = "exit", "fail", "start"
         ([(EXIT, 3, 4)], 0, "openmpi", (4, 3)),
         ([("stop", 2, 1), (EXIT, 2, 1), (EXIT, 0, 143)], 1, "openmpi", (1, None)),  # rank 2 ended the job by intent
         ([(EXIT, 0, 137), ("stop", 2, 1)], 1, "mpich", (1, None)),
+        ([(EXIT, 1, 137), ("lost", 1, 0), ("blame", 0, 1), (EXIT, 0, 143)], 137, "openmpi", (137, 1)),
+        ([("lost", 1, 0), ("blame", 0, 1), (EXIT, 0, 1), (EXIT, 1, 137)], 1, "mpich", (137, 1)),  # its shell was late
+        ([("early", 1, 0), (FAIL, 1, 3), (EXIT, 1, 3)], 3, "openmpi", (3, 1)),
     ],
 )
 def test_decide(records: list[tuple[str, int, int]], code: int, family: str, expected: tuple[int, int | None]) -> None:
@@ -326,6 +343,18 @@ def test_decide(records: list[tuple[str, int, int]], code: int, family: str, exp
     rows = [Record(START, 0, 99), *(Record(*row) for row in records)]
     outcome = decide(rows, code, family)  # type: ignore[arg-type]
     assert (outcome.code, outcome.rank) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "ends"),
+    [("lost", [(EXIT, 1, 0)]), ("early", [(EXIT, 2, 143), (EXIT, 1, 143)]), ("lost", [(EXIT, 2, 143)])],
+)
+def test_a_rank_that_ended_early(kind: str, ends: list[tuple[str, int, int]]) -> None:
+    """Ranks that failed because another ended with exit code 0 name this rank, although the launcher has killed others since."""
+    rows = [(kind, 1, 0), ("blame", 0, 1), (kind, 1, 0), ("fail", 3, 1), *ends]
+    outcome = decide([Record(*row) for row in rows], 1, "openmpi")
+    assert (outcome.code, outcome.rank, outcome.early) == (1, 0, 1)
+    assert outcome.text == "rank 1 ended first, and rank 0 failed because of it: exit code 1"
 
 
 def test_describe() -> None:

@@ -1,0 +1,82 @@
+"""Decide how a job ended: its exit code, and the rank that is named as the first that failed. Pure."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mpicoll.launch.environment import Family
+from mpicoll.launch.job_folder import Record
+
+_FAILED = ("exit", "fail")
+_SIGNALS = {129, 130, 131, 134, 137, 143, 9, 15}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The job's exit code, and the rank that failed first if it is known.
+
+    Attributes:
+        early: a rank that ended without an error before it, which made ``rank`` fail.
+        intended: a rank has ended the job by intent, and has printed why.
+    """
+
+    code: int
+    rank: int | None = None
+    early: int | None = None
+    intended: bool = False
+
+    @property
+    def text(self) -> str:
+        """The outcome in words."""
+        if self.early is None:
+            return f"rank {self.rank} failed first: {describe(self.code)}"
+        return f"rank {self.early} ended first, and rank {self.rank} failed because of it: {describe(self.code)}"
+
+
+def decide(records: Sequence[Record], mpiexec_code: int, family: Family, *, local: bool = True) -> Outcome:
+    """Return the exit code of the rank that failed first; pure.
+
+    The first recorded failure counts, with two exceptions. After ``MPI_Abort(7)`` the launcher kills every rank, the caller
+    included, and only the launcher knows the 7. This does not apply if a rank that failed later, with its own code, ended the
+    job, for example because it lost the killed rank. And if ranks fail because a rank has ended with exit code 0, they record
+    this rank first; the launcher kills the others.
+    """
+    code = 128 - mpiexec_code if mpiexec_code < 0 else mpiexec_code
+    if stop := next((record for record in records if record.kind == "stop"), None):
+        return Outcome(stop.value, intended=True)
+    first = next((record for record in records if record.kind in _FAILED and record.value != 0), None)
+    if not local and code != 0:
+        return Outcome(code)
+    without = next((record for record in records if record.kind in ("early", "lost")), None)
+    if without is not None and (first is None or records.index(without) < records.index(first)):
+        # On a busy machine the shell of a killed rank may record its end last.
+        own = next((record for record in records if record.kind == "exit" and record.rank == without.rank), None)
+        after = records[records.index(without) + 1 :]
+        failed = next(
+            (record for record in after if record.kind in ("fail", "blame") and record.rank != without.rank), None
+        )
+        if without.kind == "lost" and own is not None and own.value:
+            first = own
+        elif failed is not None:
+            return Outcome(failed.value, failed.rank, without.rank)
+    if first is None:
+        return Outcome(code)
+    killed = first.kind == "exit" and first.value in (129, 130, 131, 137, 143)
+    # MPICH's mpiexec combines the codes of all ranks by OR; codes of signals only combine to one of _SIGNALS again.
+    signals = _SIGNALS if family == "mpich" else {first.value}
+    later = {record.value for record in records if record.kind in ("fail", "blame")}
+    if killed and code != 0 and code not in signals | later:
+        return Outcome(code)
+    return Outcome(first.value, first.rank)
+
+
+def describe(code: int) -> str:
+    """Return an exit code in words."""
+    if 128 < code < 128 + signal.NSIG:
+        try:
+            return f"killed by {signal.Signals(code - 128).name} (exit code {code})"
+        except ValueError:
+            pass
+    return f"exit code {code}"

@@ -1,0 +1,130 @@
+"""The ranks' output between pipes and sinks: linear, bounded, and never waiting for readers. No MPI."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+from collections.abc import Iterator
+
+import pytest
+from polling import until
+
+from mpicoll.launch.sinks import FULL, Sinks, Sources, write_all
+from mpicoll.launch.streams import LONGEST, Lines
+
+
+@pytest.mark.parametrize("tag", [b"", b"[0] "])
+def test_a_long_line_comes_in_pieces(tag: bytes) -> None:
+    """A line of 64 MiB is passed on as it comes; never more than LONGEST bytes are kept."""
+    lines, data, count = Lines(tag), b"x" * (1 << 16), 0
+    for _ in range(1024):
+        out = lines.feed(data)
+        count += out.count(b"x")
+        assert len(lines.rest) <= LONGEST
+        assert not out or (out.startswith(tag) and out.endswith(b"\n") == bool(tag))
+    count += lines.flush(end=True).count(b"x")
+    assert count == 64 << 20
+
+
+def test_binary_output_is_intact() -> None:
+    """Without tags bytes are passed on as they are, wherever they are cut."""
+    numbers = random.Random(1)
+    data = (
+        numbers.randbytes(200_000) + b"\r" * 5 + b"\r\n" * 5 + b"\n\r" * 5 + b"a" * (LONGEST + 5) + numbers.randbytes(9)
+    )
+    for most in (1, 3, 1 << 16):
+        lines, out, at = Lines(), [], 0
+        part = data[-20_000:] if most < 100 else data
+        while at < len(part):
+            size = numbers.randint(1, most)
+            out.append(lines.feed(part[at : at + size]))
+            at += size
+        assert b"".join(out) + lines.flush(end=True) == part
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    """A pipe that is closed at the end."""
+    ends = os.pipe()
+    yield ends
+    for end in ends:
+        try:
+            os.close(end)
+        except OSError:
+            pass
+
+
+def test_nobody_reads(pipe: tuple[int, int]) -> None:
+    """Output that nobody reads waits in a thread of the sink; its sources are not read meanwhile, and nothing is lost."""
+    sinks = Sinks((pipe[1], 2))
+    sources = Sources(sinks)
+    source, feeder = os.pipe()
+    text = b"".join(b"%07d\n" % number for number in range(FULL // 2))  # 4 MiB
+    thread = threading.Thread(target=write_all, args=(feeder, text), daemon=True)
+    thread.start()
+
+    def read(descriptor: int) -> bool:
+        sinks.out.put(os.read(descriptor, 1 << 16))
+        return True
+
+    sources.add(source, sinks.out, read)
+    while not sources.paused:
+        sources.poll(0.01)
+    assert FULL <= sinks.waiting < FULL + (1 << 16)
+    assert not sources.poll(0)
+    got = bytearray()
+    while len(got) < len(text):
+        got += os.read(pipe[0], 1 << 16)
+        sources.poll(0)
+    assert got == text
+    assert until(lambda: not sinks.waiting)
+    thread.join()
+    sources.close()
+    sinks.close()
+    os.close(source)
+    os.close(feeder)
+
+
+def test_sinks_that_fail(pipe: tuple[int, int]) -> None:
+    """A full disk, a reader that has ended, a closed descriptor: each is told once, and what comes later does not wait."""
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.close(pipe[0])
+    for descriptor, number in ((full, errno.ENOSPC), (pipe[1], errno.EPIPE), (-1, errno.EBADF)):
+        sinks = Sinks((2, 2))
+        sinks.out._descriptor = descriptor
+        for _ in range(3):
+            sinks.out.put(b"lost\n")
+            assert until(lambda sinks=sinks: not sinks.waiting)
+        assert [(sink.name, error.errno) for sink, error in sinks.failures()] == [("stdout", number)]
+        assert sinks.failures() == []
+        assert [error.errno for error in sinks.errors] == [number]
+        sinks.close()
+    os.close(full)
+
+
+def test_a_nonblocking_sink(pipe: tuple[int, int]) -> None:
+    """A descriptor that another process has made nonblocking is waited for."""
+    os.set_blocking(pipe[1], False)
+    text = os.urandom(1 << 18)
+    thread = threading.Thread(target=write_all, args=(pipe[1], text), daemon=True)
+    thread.start()
+    got = bytearray()
+    while len(got) < len(text):
+        got += os.read(pipe[0], 1 << 16)
+    thread.join(10)
+    assert got == text
+
+
+def test_one_sink_for_one_file(pipe: tuple[int, int]) -> None:
+    """Where stdout and stderr are the same file, one thread writes both, in order."""
+    again = os.dup(pipe[1])
+    sinks = Sinks((pipe[1], again))
+    assert sinks.out is sinks.err
+    for number in range(100):
+        (sinks.out, sinks.err)[number % 2].put(b"%d " % number)
+    assert until(lambda: not sinks.waiting)
+    assert os.read(pipe[0], 1 << 16) == b"".join(b"%d " % number for number in range(100))
+    sinks.close()
+    os.close(again)
