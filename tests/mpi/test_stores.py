@@ -95,6 +95,7 @@ def test_a_wait_for_a_lock_progresses_requests() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     store = file_of_all_ranks()
     reads = os.open(store.path, os.O_RDONLY)
+    dist.barrier()  # every rank has made its store, which needs the lock
     if rank == 1:
         fcntl.flock(reads, fcntl.LOCK_EX)
     dist.barrier()
