@@ -150,6 +150,8 @@ _METHODS: dict[str, Any] = {
 
 
 def _need_sizes(key: bytes, value: bytes) -> None:
+    if len(key) <= LARGEST_KEY and len(value) <= LARGEST_VALUE:
+        return
     for what, size, most in (("key", len(key), LARGEST_KEY), ("value", len(value), LARGEST_VALUE)):
         if size > most:
             raise ValueError(f"the {what} would have {size} bytes; a {what} may have {most}")

@@ -208,6 +208,8 @@ class TCPStore(Store):
 
     def _acquire(self, op: str, end: float, timeout: float) -> None:
         """Acquire the store's lock until ``end``."""
+        if self._lock.acquire(blocking=False):
+            return
         while not self._lock.acquire(timeout=max(0.0, min(end - time.monotonic(), longest_rest(), 60.0))):
             if time.monotonic() >= end:
                 raise DistStoreError(

@@ -70,14 +70,15 @@ def limit_waits(connection: socket.socket, limit: float) -> None:
 
 def send(connection: socket.socket, parts: list[bytes], end: float = math.inf) -> None:
     """Send a frame; ``end`` as in :func:`receive`."""
-    data = memoryview(frame(parts))
+    data: bytes | memoryview = frame(parts)
     while True:
         try:
-            data = data[connection.send(data) :]
+            count = connection.send(data)
+            if count == len(data):
+                return
+            data = memoryview(data)[count:]
         except BlockingIOError:
             progress()
-        if not data:
-            return
         _need_time(end)
 
 
