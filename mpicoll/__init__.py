@@ -117,7 +117,7 @@ if TYPE_CHECKING:
     from mpicoll.memory.reduce_op import reduce_op as reduce_op
     from mpicoll.operations.work import Work as Work
     from mpicoll.stores.base import Store as Store
-    from mpicoll.stores.local import FileStore as FileStore
+    from mpicoll.stores.file import FileStore as FileStore
     from mpicoll.stores.local import HashStore as HashStore
     from mpicoll.stores.local import PrefixStore as PrefixStore
     from mpicoll.stores.tcp_client import TCPStore as TCPStore
@@ -166,7 +166,8 @@ _HOME = {
     "memory.reduce_op": "ReduceOp reduce_op",
     "operations.work": "Work",
     "stores.base": "Store",
-    "stores.local": "FileStore HashStore PrefixStore",
+    "stores.file": "FileStore",
+    "stores.local": "HashStore PrefixStore",
     "stores.tcp_client": "TCPStore",
     "training.data_parallel": "DistributedSampler broadcast_parameters",
     "training.stop_requests": "on_signal should_stop",

@@ -122,7 +122,10 @@ class Settings:
     """The value of each setting, from the variable of its name: ``exit_grace`` is MPICOLL_EXIT_GRACE. Times are in seconds."""
 
     timeout: float = _setting(
-        _seconds, 1800.0, "seconds > 0", "time limit of every wait of the default group, and of groups made from it"
+        _seconds,
+        1800.0,
+        "seconds > 0",
+        "time limit of every wait of the default group, of groups made from it, and of stores (these: 300 if it is not set)",
     )
     stall_warn: float = _setting(
         _seconds, 60.0, "seconds > 0", "a rank that has waited this long prints once which ranks are missing"

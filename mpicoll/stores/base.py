@@ -1,163 +1,26 @@
 """Stores: small values by name, shared by threads, processes or hosts, with waits for values that do not exist yet.
 
-Every store has a :class:`StoreTable` and a way to apply operations to it: in this process, by replaying a file, or in the
-process that serves the table to other processes (:mod:`mpicoll.stores.tcp_server`).
+Every store has a table (:mod:`mpicoll.stores.table`) and a way to apply operations to the table: in this process, by replaying a
+file, or in the process that serves the table to other processes (:mod:`mpicoll.stores.tcp_server`).
 """
 
 from __future__ import annotations
 
 import math
 import os
-import struct
 import threading
-from collections import deque
-from collections.abc import Container, Sequence
+import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from mpicoll.errors import DistStoreError, QueueEmptyError
+from mpicoll.errors import QueueEmptyError
 from mpicoll.groups import registry
 from mpicoll.runtime import waiting
+from mpicoll.runtime.settings import read_settings
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)
-
-
-LARGEST_VALUE = 60 << 20
-"""The most bytes of a value after ``append``: a TCPStore could not send a longer value in one frame."""
-CHANGES = frozenset({"set", "add", "compare_set", "delete_key", "append", "multi_set", "queue_push", "queue_pop"})
-"""The operations that may change a table."""
-
-
-class StoreTable:
-    """Values and queues by name. Operations take and return bytes, and never wait."""
-
-    def __init__(self) -> None:
-        self.values: dict[bytes, bytes] = {}
-        self.queues: dict[bytes, deque[bytes]] = {}
-
-    def do(self, op: str, args: Sequence[bytes]) -> list[bytes] | None:
-        """Apply one operation and return its result, or None if the operation is not possible before another operation.
-
-        Raises:
-            DistStoreError: there is no such operation, or the operation does not accept these arguments.
-        """
-        method = _METHODS.get(op)
-        if method is None:
-            raise DistStoreError(f"a store has no operation {op[:40]!r}")
-        try:
-            found: list[bytes] | None = method(self, *args)
-        except (TypeError, ValueError) as error:
-            raise DistStoreError(f"{op}: {error}") from None
-        return found
-
-    def _set(self, key: bytes, value: bytes) -> list[bytes]:
-        self.values[key] = value
-        return []
-
-    def _get(self, key: bytes) -> list[bytes] | None:
-        return [self.values[key]] if key in self.values else None
-
-    def _add(self, key: bytes, amount: bytes) -> list[bytes]:
-        self.values[key] = b"%d" % (int(self.values.get(key, b"0")) + int(amount))
-        return [self.values[key]]
-
-    def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> list[bytes]:
-        if key not in self.values:
-            if expected:
-                return [expected]
-            self.values[key] = desired
-        elif self.values[key] == expected:
-            self.values[key] = desired
-        return [self.values[key]]
-
-    def _delete_key(self, key: bytes) -> list[bytes]:
-        return [b"1" if self.values.pop(key, None) is not None else b"0"]
-
-    def _num_keys(self) -> list[bytes]:
-        return [b"%d" % len(self.values)]
-
-    def _list_keys(self) -> list[bytes]:
-        return sorted(self.values)
-
-    def _check(self, *keys: bytes) -> list[bytes]:
-        return [b"1" if all(key in self.values or self.queues.get(key) for key in keys) else b"0"]
-
-    def _wait(self, *keys: bytes) -> list[bytes] | None:
-        return [] if self._check(*keys) == [b"1"] else None
-
-    def _append(self, key: bytes, value: bytes) -> list[bytes]:
-        before = self.values.get(key, b"")
-        if len(before) + len(value) > LARGEST_VALUE:
-            raise ValueError(f"the value would have more than {LARGEST_VALUE} bytes, and is unchanged")
-        self.values[key] = before + value
-        return []
-
-    def _multi_get(self, *keys: bytes) -> list[bytes] | None:
-        return [self.values[key] for key in keys] if all(key in self.values for key in keys) else None
-
-    def _multi_set(self, *pairs: bytes) -> list[bytes]:
-        if len(pairs) % 2:
-            raise ValueError("the numbers of keys and values differ")
-        self.values.update(zip(pairs[::2], pairs[1::2], strict=True))
-        return []
-
-    def _queue_push(self, key: bytes, value: bytes) -> list[bytes]:
-        self.queues.setdefault(key, deque()).append(value)
-        return []
-
-    def _queue_pop(self, key: bytes, block: bytes) -> list[bytes] | None:
-        queue = self.queues.get(key)
-        if not queue:
-            return None if block == b"1" else []
-        value = queue.popleft()
-        if not queue:
-            del self.queues[key]
-        return [value]
-
-    def _queue_len(self, key: bytes) -> list[bytes]:
-        return [b"%d" % len(self.queues.get(key, ()))]
-
-
-_METHODS: dict[str, Any] = {
-    name[1:]: method for name, method in vars(StoreTable).items() if name.startswith("_") and not name.startswith("__")
-}
-
-
-def encode(parts: Sequence[bytes]) -> bytes:
-    """Return a list of bytes as bytes: the number of parts, then each part with its length before it (32 bits, big-endian)."""
-    out = [len(parts).to_bytes(4, "big")]
-    for part in parts:
-        out += [len(part).to_bytes(4, "big"), part]
-    return b"".join(out)
-
-
-def decode(data: bytes) -> list[bytes]:
-    """Return the list that :func:`encode` has encoded.
-
-    Raises:
-        ValueError: :func:`encode` has not made the bytes.
-    """
-    size = len(data)
-    if size < 4:
-        raise ValueError("not a list")
-    (count,), at = _LENGTH(data), 4
-    if count > size:
-        raise ValueError("not a list")
-    parts = []
-    for _ in range(count):
-        if at + 4 > size:
-            raise ValueError("cut short")
-        (length,) = _LENGTH(data, at)
-        at += 4 + length
-        if at > size:
-            raise ValueError("cut short")
-        parts.append(data[at - length : at])
-    if at != size:
-        raise ValueError("bytes follow the list")
-    return parts
-
-
-_LENGTH = struct.Struct(">I").unpack_from
+"""The limit of a store's waits, as in torch, without a limit from the program or MPICOLL_TIMEOUT."""
 
 
 def to_bytes(value: Any, what: str) -> bytes:
@@ -192,12 +55,23 @@ def _duration(timeout: Any) -> timedelta:
     return timeout
 
 
+def default_timeout() -> timedelta:
+    """Return the limit of a store that is made without one: MPICOLL_TIMEOUT if it is set, else ``DEFAULT_TIMEOUT``."""
+    chosen = {name: text for name, text in os.environ.items() if name == "MPICOLL_TIMEOUT"}
+    return timedelta(seconds=min(read_settings(chosen).timeout, FOR_EVER)) if chosen else DEFAULT_TIMEOUT
+
+
 def to_seconds(timeout: Any) -> float:
     """Return a limit in seconds; 0 means no limit."""
     seconds = _duration(timeout).total_seconds()
     if seconds < 0:
         raise ValueError(f"timeout must not be negative, got {timeout}")
     return min(seconds or FOR_EVER, FOR_EVER)
+
+
+def _until(end: float) -> timedelta:
+    """Return the time that is left until ``end`` (time.monotonic); never 0, which is no limit."""
+    return timedelta(seconds=min(max(end - time.monotonic(), 0.001), FOR_EVER))
 
 
 def name_of_key(key: bytes) -> str:
@@ -223,7 +97,7 @@ class Store:
     """Keys of the store's own, which :meth:`list_keys` leaves out."""
 
     def __init__(self) -> None:
-        self._timeout = DEFAULT_TIMEOUT
+        self._timeout = default_timeout()
 
     def _ask(self, op: str, args: Sequence[bytes], timeout: float) -> list[bytes]:
         """Apply an operation of :class:`StoreTable`, waiting at most ``timeout`` seconds.
@@ -256,7 +130,10 @@ class Store:
         return self._timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the limit of the waits; default 300 s. As in torch ``timedelta(0)`` means no limit, also for a single wait."""
+        """Set the limit of each call; default MPICOLL_TIMEOUT, or 300 s.
+
+        As in torch ``timedelta(0)`` means no limit, also for a single wait.
+        """
         to_seconds(timeout)
         self._timeout = _duration(timeout)
 
@@ -358,11 +235,19 @@ class Store:
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, got {world_size}")
         key = name_of_key(to_bytes(key, "a key or value"))
-        number = self.add(f"{key}/came", 1) - 1
+        limit = to_seconds(self.timeout if timeout is None else timeout)
+        end = time.monotonic() + limit
+        own = type(self)._ask is Store._ask  # a program's own store: its functions have no limit for one call
+        came = f"{key}/came"
+        number = (self.add(came, 1) if own else int(self._do("add", came, b"1", timeout=_until(end))[0])) - 1
         over = f"{key}/over {number // world_size}"
         if number % world_size == world_size - 1:
-            self.set(over, b"1")
-        self.wait([over], timeout)
+            if own:
+                self.set(over, b"1")
+            else:
+                self._do("set", over, b"1", timeout=_until(end))
+        is_late = end - time.monotonic() < 0.9 * limit
+        self.wait([over], _until(end) if is_late else timeout)
 
     def has_extended_api(self) -> bool:
         """Return whether the store has ``append``, ``multi_get`` and ``multi_set``; a program's own store: defines ``append``."""
@@ -393,10 +278,3 @@ def progress() -> None:
     if longest_rest() < math.inf:
         waiting.serve()
         waiting.progress()
-
-
-def timed_out(op: str, args: Sequence[bytes], timeout: float, existing: Container[bytes]) -> DistStoreError:
-    """Return the error of an operation that was not possible within its limit; the message names the missing keys."""
-    keys = args[:1] if op in ("queue_pop", "get") else [key for key in args if key not in existing] or args
-    words = ", ".join(repr(key.decode(errors="replace")) for key in keys[:5]) + (", …" if len(keys) > 5 else "")
-    return DistStoreError(f"wait timeout after {round(timeout * 1000)}ms, keys: {words} ({op})")

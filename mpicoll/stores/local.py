@@ -1,33 +1,19 @@
-"""Stores without a server: in this process, in a file, and a part of another store."""
+"""Stores without a server and without a file: in this process, and a part of another store."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 from mpicoll.errors import DistStoreError
-from mpicoll.stores.base import (
-    CHANGES,
-    Store,
-    StoreTable,
-    decode,
-    encode,
-    longest_rest,
-    name_of_key,
-    progress,
-    timed_out,
-    to_bytes,
-    to_seconds,
-)
+from mpicoll.stores.base import Store, longest_rest, name_of_key, progress, to_bytes, to_seconds
+from mpicoll.stores.table import CHANGES, StoreTable, timed_out
 
 
-class _LocalStore(Store):
+class LocalStore(Store):
     """A store that applies its operations in this process. It tries an operation until the operation is possible."""
 
     def __init__(self) -> None:
@@ -35,27 +21,42 @@ class _LocalStore(Store):
         self._table = StoreTable()
 
     def _try(self, op: str, args: Sequence[bytes]) -> list[bytes] | None:
-        """Apply an operation to the table, or return None if it is not possible yet."""
+        """Apply an operation to the table, or return None if it is not possible yet.
+
+        Raises:
+            BlockingIOError: the table cannot be used now.
+        """
         return self._table.do(op, args)
 
     def _rest(self, waited: float, left: float) -> None:
         """Wait, for ``left`` seconds at most, until an operation that was not possible may have become possible."""
         raise NotImplementedError
 
+    def _blocked(self, op: str, timeout: float) -> DistStoreError:
+        """Return the error of an operation at whose limit the table could not be used."""
+        raise NotImplementedError
+
     def _ask(self, op: str, args: Sequence[bytes], timeout: float) -> list[bytes]:
         start = time.monotonic()
         while True:
-            found = self._try(op, args)
-            if found is not None:
-                return found
+            is_blocked = False
+            try:
+                found = self._try(op, args)
+                if found is not None:
+                    return found
+            except BlockingIOError:
+                is_blocked = True
             waited = time.monotonic() - start
             if waited >= timeout:
-                raise timed_out(op, args, timeout, self._table.values)
-            self._rest(waited, min(timeout - waited, longest_rest()))
+                raise self._blocked(op, timeout) if is_blocked else timed_out(op, args, timeout, self._table.values)
+            tried = (
+                min(waited, 0.005) if is_blocked else waited
+            )  # a lock is held for a short time, and others wait for it, too
+            self._rest(tried, min(timeout - waited, longest_rest()))
             progress()
 
 
-class HashStore(_LocalStore):
+class HashStore(LocalStore):
     """A store of this process, for its threads.
 
     Source: torch.distributed.HashStore.
@@ -74,121 +75,6 @@ class HashStore(_LocalStore):
 
     def _rest(self, waited: float, left: float) -> None:
         self._changed.wait(left)
-
-
-_MAGIC = b"mpicoll store 1\n"
-_HEAD = len(_MAGIC) + 16
-_CLOSED = "\0closed"
-
-
-class FileStore(_LocalStore):
-    """A store in a file, for processes of one host (a network file system may not lock).
-
-    The file holds every operation since it was made, and each process applies them in order. The file is removed when the last
-    of ``world_size`` stores is closed or deleted. Otherwise the file stays, and a later run finds its values.
-
-    Args:
-        file_name: the path.
-        world_size: number of stores that use the file; -1: not known.
-
-    Raises:
-        DistStoreError: the file is no file of a FileStore, or cannot be read or written.
-
-    Source: torch.distributed.FileStore.
-    """
-
-    _hidden = (_CLOSED,)
-
-    def __init__(self, file_name: str, world_size: int = -1) -> None:
-        super().__init__()
-        self.path = os.fspath(file_name)
-        self.world_size = world_size
-        self._lock = threading.Lock()
-        self._pid = os.getpid()
-        self._open = True
-        self._reset()
-        self._do("num_keys")
-
-    def _reset(self) -> None:
-        self._table, self._read, self._head = StoreTable(), 0, b""
-
-    def _try(self, op: str, args: Sequence[bytes]) -> list[bytes] | None:
-        try:
-            with self._lock, self._locked_file() as file:
-                try:
-                    return self._apply(file, op, args)
-                except DistStoreError:
-                    raise
-                except BaseException:
-                    self._reset()  # the file is read again: only the operations in the file count
-                    raise
-        except OSError as error:
-            raise DistStoreError(f"FileStore {self.path}: {error.strerror or error}") from error
-
-    def _rest(self, waited: float, left: float) -> None:
-        time.sleep(min(max(waited, 0.001), 0.05, left))
-
-    @contextlib.contextmanager
-    def _locked_file(self) -> Iterator[int]:
-        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield file
-        finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # a child that was forked meanwhile has the file open, too
-            os.close(file)
-
-    def _apply(self, file: int, op: str, args: Sequence[bytes]) -> list[bytes] | None:
-        """Apply an operation to the values of the file; append the operation to the file if it may change the table."""
-        self._catch_up(file, os.fstat(file).st_size)
-        found = self._table.do(op, args)
-        if op in CHANGES and found is not None:
-            data = encode([op.encode(), *args])
-            data = len(data).to_bytes(8, "big") + data
-            os.ftruncate(file, self._read)
-            while data:
-                count = os.pwrite(file, data, self._read)
-                self._read += count
-                data = data[count:]
-        return found
-
-    def _catch_up(self, file: int, size: int) -> None:
-        head = os.pread(file, _HEAD, 0)
-        if not size:
-            head = _MAGIC + os.urandom(_HEAD - len(_MAGIC))  # random, to recognise a file that replaces another file
-            os.pwrite(file, head, 0)
-        elif len(head) < _HEAD or not head.startswith(_MAGIC):
-            raise DistStoreError(f"{self.path} is no file of a FileStore: choose another path, or remove the file")
-        if head != self._head or size < self._read:
-            self._reset()
-            self._head, self._read = head, _HEAD
-        while self._read < size:
-            length = int.from_bytes(os.pread(file, 8, self._read), "big")
-            if self._read + 8 + length > size:
-                return  # the writer died while it wrote: the next operation overwrites the rest
-            try:
-                op, *args = decode(os.pread(file, length, self._read + 8))
-            except ValueError as error:
-                raise DistStoreError(f"{self.path} is damaged: {error}") from error
-            self._table.do(op.decode(errors="replace"), args)
-            self._read += 8 + length
-
-    def num_keys(self) -> int:
-        """Return the number of keys, and one more for the file itself (as torch)."""
-        return len(self.list_keys()) + 1
-
-    def close(self) -> None:
-        """Close the store. The last of ``world_size`` stores removes the file."""
-        if not self._open or os.getpid() != self._pid:
-            return
-        self._open = False
-        if self.world_size > 0 and self.add(_CLOSED, 1) == self.world_size:
-            with contextlib.suppress(OSError):
-                os.unlink(self.path)
-
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):
-            self.close()
 
 
 class PrefixStore(Store):

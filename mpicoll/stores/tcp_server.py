@@ -1,21 +1,20 @@
 """The server of a TCPStore: one process has the table; clients ask over TCP after a proof that they know the secret.
 
-A frame is its length (32 bits, big-endian) and a list of bytes (``stores.base.encode``); nothing in it is executed. Server and
-client first prove to each other that they know a secret, by HMAC-SHA256 (RFC 2104) over new random numbers of both sides. Frames
-are not encrypted. Until the proof a frame may have ``MOST_GREETING`` bytes, afterwards ``LARGEST``.
+Connections without a proof (*strangers*) are few: beyond a part of the process's descriptors the oldest is closed. The limits of
+strangers and of waiting clients are in the order in which they pass: no event looks at all of them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import heapq
 import hmac
-import math
 import os
+import resource
 import secrets
 import selectors
 import socket
-import struct
 import threading
 import time
 import weakref
@@ -23,25 +22,25 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpicoll.errors import DistNetworkError, DistStoreError
-from mpicoll.stores.base import CHANGES, FOR_EVER, StoreTable, decode, encode, progress, timed_out
+from mpicoll.runtime.output import say
+from mpicoll.stores.base import FOR_EVER
+from mpicoll.stores.table import CHANGES, StoreTable, decode
+from mpicoll.stores.wire import FULL, GREETING_SECONDS, LARGEST, MOST_GREETING, REFUSED, frame, proof_of, tune
 
-LARGEST = 64 << 20
-"""Bytes of the largest frame."""
-
-MOST_GREETING = 512
 _MOST_CLIENTS = 65_536
 _MOST_STRANGERS = 256
 _AT_ONCE = 1 << 18
 """The most bytes that are read from a connection before other connections are served."""
 _FRAMES_AT_ONCE = 256
 _PAUSE = 3600.0
-REFUSED = b"refused"
-GREETING_SECONDS = 10.0  # within these seconds a connection must prove that it knows the secret
+_DEAF_SECONDS = 0.1
+_SAY_SECONDS = 60.0
 
 
-def proof_of(secret: bytes, role: bytes, ours: bytes, theirs: bytes) -> bytes:
-    """Return the proof that one side knows the secret, for the random numbers of both sides."""
-    return hmac.digest(secret, role + ours + theirs, "sha256")
+def most_strangers() -> int:
+    """Return how many connections may be without a proof: an eighth of the descriptors that this process may have, 4 to 256."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return _MOST_STRANGERS if limit == resource.RLIM_INFINITY else max(4, min(limit // 8, _MOST_STRANGERS))
 
 
 class _Client:
@@ -52,7 +51,7 @@ class _Client:
         since: when the client connected.
         received: bytes of frames that have not been handled.
         unsent: the rest of at most one answer; until the rest is sent no further question is handled.
-        asks: the question that waits: operation, arguments, limit in seconds, end of the limit.
+        asks: the question that waits: operation, arguments, end of its limit.
         waits_for: the keys whose change can end the wait.
     """
 
@@ -62,7 +61,7 @@ class _Client:
         self.since = time.monotonic()
         self.received = bytearray()
         self.unsent = memoryview(b"")
-        self.asks: tuple[str, list[bytes], float, float] | None = None
+        self.asks: tuple[str, list[bytes], float] | None = None
         self.waits_for: Sequence[bytes] = ()
 
 
@@ -89,11 +88,20 @@ class Server:
         self._wakes.setblocking(False)
         self._selector.register(self._wakes, selectors.EVENT_READ)
         self._clients: dict[_Client, None] = {}  # in the order of their connections
-        self._strangers: dict[_Client, None] = {}  # clients that have not proved that they know the secret
+        self._strangers: dict[
+            _Client, None
+        ] = {}  # clients that have not proved that they know the secret, the oldest first
         self._waiting: dict[_Client, None] = {}
+        self._ends: list[
+            tuple[float, int, _Client, object]
+        ] = []  # a heap of limits, number, client, question; some are over
+        self._questions = 0
         self._waiting_for: dict[bytes, dict[_Client, None]] = {}  # the waiting clients of each key
         self._buffer = bytearray(_AT_ONCE)
         self._unread: dict[_Client, None] = {}  # clients that may have sent frames that have not been handled
+        self._spare = _spare()
+        self._deaf_until = 0.0  # when connections are accepted again; 0: now
+        self._says_at = 0.0  # when a missing descriptor may be reported again
         self._over = False
         of_this_process.add(self)
         self._thread = threading.Thread(target=self._serve, name="mpicoll TCPStore", daemon=True)
@@ -123,7 +131,13 @@ class Server:
     def _close_own(self) -> None:
         for each in (self._listener, self._wakes, self._waker):
             each.close()
+        self._close_spare()
         self._selector.close()
+
+    def _close_spare(self) -> None:
+        spare, self._spare = self._spare, -1
+        if spare >= 0:
+            os.close(spare)
 
     def _serve(self) -> None:
         try:
@@ -159,34 +173,42 @@ class Server:
             self._drop(client)
 
     def _pause(self) -> float:
-        """Return the seconds until the next limit of a client."""
-        ends = [client.asks[3] for client in self._waiting if client.asks is not None]
-        ends += [client.since + GREETING_SECONDS for client in self._strangers]
-        return max(0.0, min(min(ends) - time.monotonic(), _PAUSE)) if ends else _PAUSE
+        """Return the seconds until the next limit passes."""
+        while self._ends and self._ends[0][2].asks is not self._ends[0][3]:
+            heapq.heappop(self._ends)
+        end = self._ends[0][0] if self._ends else FOR_EVER * 1e3
+        for oldest in self._strangers:
+            end = min(end, oldest.since + GREETING_SECONDS)
+            break
+        end = min(end, self._deaf_until or end)
+        return max(0.0, min(end - time.monotonic(), _PAUSE))
 
     def _sweep(self) -> None:
-        """Drop clients without a proof in time, and answer waits whose limit has passed."""
+        """Drop clients without a proof in time, answer waits whose limit has passed, and accept connections again."""
         now = time.monotonic()
-        for client in tuple(self._strangers):
-            if now > client.since + GREETING_SECONDS:
-                self._drop(client)
-        for client in tuple(self._waiting):
-            if client.asks is not None and now >= client.asks[3]:
-                late = timed_out(*client.asks[:3], self._table.values)
-                self._guarded(client, self._answer, [b"late", str(late).encode()])
+        while self._strangers and now > (oldest := next(iter(self._strangers))).since + GREETING_SECONDS:
+            self._drop(oldest)
+        while self._ends and self._ends[0][0] <= now:
+            _, _, client, question = heapq.heappop(self._ends)
+            if client.asks is question and client.asks is not None:
+                existing = [key for key in client.asks[1] if key in self._table.values]
+                self._guarded(client, self._answer, [b"late", *existing])
+        if self._deaf_until and now >= self._deaf_until:
+            self._deaf_until = 0.0
+            self._selector.register(self._listener, selectors.EVENT_READ)
 
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except BlockingIOError:
+        except (BlockingIOError, InterruptedError, ConnectionError):
             return
-        except OSError:
-            time.sleep(0.05)  # no descriptor is free
+        except OSError as error:
+            self._accept_without_descriptor(error)
             return
-        if len(self._strangers) >= _MOST_STRANGERS:
+        while len(self._strangers) >= most_strangers():
             self._drop(next(iter(self._strangers)))
         if len(self._clients) >= _MOST_CLIENTS:
-            connection.close()
+            _refuse(connection)
             return
         connection.setblocking(False)
         with contextlib.suppress(OSError):
@@ -195,6 +217,28 @@ class Server:
         self._clients[client] = self._strangers[client] = None
         self._guarded(client, self._greet)
 
+    def _accept_without_descriptor(self, error: OSError) -> None:
+        """Make room by the oldest stranger, or use the spare descriptor to tell a client that there is no room."""
+        if self._strangers:
+            self._drop(next(iter(self._strangers)))  # the listener is still ready: the next pass accepts
+            return
+        now = time.monotonic()
+        if now >= self._says_at:
+            self._says_at = now + _SAY_SECONDS
+            say(
+                f"mpicoll: the TCPStore on port {self.port} refuses connections: {error.strerror} (this process may have "
+                f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]}, {len(self._clients)} are clients of the store): close files, "
+                "or increase `ulimit -n`\n"
+            )
+        self._close_spare()
+        with contextlib.suppress(OSError):
+            _refuse(self._listener.accept()[0])
+            self._spare = _spare()
+        if self._spare < 0:  # another thread has used the spare descriptor
+            self._spare = _spare()
+            self._selector.unregister(self._listener)
+            self._deaf_until = now + _DEAF_SECONDS
+
     def _greet(self, client: _Client) -> None:
         self._selector.register(client.connection, selectors.EVENT_READ, client)
         self._send(client, [client.nonce])
@@ -202,6 +246,7 @@ class Server:
     def _drop(self, client: _Client) -> None:
         self._clients.pop(client, None)
         self._strangers.pop(client, None)
+        client.asks = None
         self._end_wait(client)
         with contextlib.suppress(KeyError, ValueError, OSError):
             self._selector.unregister(client.connection)
@@ -254,7 +299,7 @@ class Server:
         op, timeout = parts[0].decode(), float(parts[1])
         if not 0 <= timeout <= FOR_EVER:
             raise ValueError("no limit")
-        client.asks = op, parts[2:], timeout, time.monotonic() + timeout
+        client.asks = op, parts[2:], time.monotonic() + timeout
         try:
             self._try(client)
         finally:  # also if the client has disconnected before the answer: its change is made
@@ -266,7 +311,7 @@ class Server:
     def _try(self, client: _Client) -> None:
         if client.asks is None:
             return
-        op, args, _, _ = client.asks
+        op, args, _ = client.asks
         try:
             found = self._table.do(op, args)
         except DistStoreError as error:
@@ -283,8 +328,15 @@ class Server:
         """Register a client whose question is tried again when one of these keys has changed."""
         if client in self._waiting:
             return
+        question = client.asks
+        assert question is not None
         self._waiting[client] = None
         client.waits_for = keys
+        self._questions += 1
+        heapq.heappush(self._ends, (question[2], self._questions, client, question))
+        if len(self._ends) > 100 + 2 * len(self._waiting):
+            self._ends = [each for each in self._ends if each[2].asks is each[3]]
+            heapq.heapify(self._ends)
         for key in keys:
             self._waiting_for.setdefault(key, {})[client] = None
 
@@ -334,66 +386,21 @@ def _listen(port: int) -> socket.socket:
 
 servers: dict[tuple[int, bytes], Server] = {}
 of_this_process: weakref.WeakSet[Any] = weakref.WeakSet()
-_TIMEVAL = struct.Struct("ll")
 
 
-def frame(parts: list[bytes]) -> bytes:
-    """Return the frame of a list of bytes."""
-    data = encode(parts)
-    return len(data).to_bytes(4, "big") + data
-
-
-def tune(connection: socket.socket) -> None:
-    """Set options of a connection: send small frames at once, and notice lost hosts, which close no connection."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-
-
-def send(connection: socket.socket, parts: list[bytes]) -> None:
-    """Send a frame."""
+def _spare() -> int:
+    """Return a descriptor to be closed when no other is free, or -1."""
     try:
-        connection.sendall(frame(parts))
-    except BlockingIOError:
-        raise TimeoutError("timed out") from None
+        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return -1
 
 
-def limit_waits(connection: socket.socket, sends: float, receives: float) -> None:
-    """Set the kernel's limits of each wait, in seconds; a timeout of Python's socket would cost a poll(2) each time."""
-    connection.setblocking(True)
-    for option, limit in ((socket.SO_SNDTIMEO, sends), (socket.SO_RCVTIMEO, receives)):
-        whole, part = divmod(limit, 1) if limit < math.inf else (0, 0)  # 0: no limit
-        connection.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(whole), int(part * 1e6) or (limit < 1)))
-
-
-def receive(connection: socket.socket, most: int, end: float = 0.0) -> list[bytes]:
-    """Return the next frame. No bytes follow the frame, as each question has one answer.
-
-    Args:
-        end: time (time.monotonic) until which a wait that reaches the kernel's limit progresses this rank's requests and goes on.
-    """
-    data = bytearray()
-    while len(data) < 4:
-        data += _some(connection, 1 << 16, end)
-    length = 4 + int.from_bytes(data[:4], "big")
-    if length > 4 + most or len(data) > length:
-        raise ValueError("too long")
-    while len(data) < length:
-        data += _some(connection, min(length - len(data), 1 << 20), end)
-    return decode(bytes(memoryview(data)[4:]))
-
-
-def _some(connection: socket.socket, most: int, end: float) -> bytes:
-    while True:
-        try:
-            data = connection.recv(most)
-        except BlockingIOError:
-            if time.monotonic() >= end:
-                raise TimeoutError("timed out") from None
-            progress()
-            continue
-        if not data:
-            raise ConnectionError("closed")
-        return data
+def _refuse(connection: socket.socket) -> None:
+    """Tell a client that this process has no room for its connection, and close the connection."""
+    with connection, contextlib.suppress(OSError):
+        connection.setblocking(False)
+        connection.send(frame([FULL]))
 
 
 def _in_child() -> None:

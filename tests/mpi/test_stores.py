@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
 from datetime import timedelta
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import mpicoll as dist
+from mpicoll.stores import file
 
 pytestmark = pytest.mark.mpi
 
@@ -25,6 +27,15 @@ def of_all_ranks() -> dist.TCPStore:
     dist.broadcast_object_list(port, 0)
     if store is None:
         store = dist.TCPStore("localhost", port[0], size, timeout=timedelta(seconds=15))
+    return store
+
+
+def file_of_all_ranks() -> dist.FileStore:
+    """Return a store in a file that the last rank to close it removes."""
+    path = [f"{tempfile.gettempdir()}/mpicoll-store-{os.getpid()}"]
+    dist.broadcast_object_list(path, 0)
+    store = dist.FileStore(path[0], dist.get_world_size())
+    store.set_timeout(timedelta(seconds=15))
     return store
 
 
@@ -57,11 +68,8 @@ def test_a_wait_in_a_store_progresses_requests(kind: str) -> None:
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     store: dist.Store = of_all_ranks()
-    path = [f"{tempfile.gettempdir()}/mpicoll-store-{os.getpid()}"]
-    dist.broadcast_object_list(path, 0)
     if kind == "file":
-        served, store = store, dist.FileStore(path[0], size)
-        store.set_timeout(timedelta(seconds=15))
+        served, store = store, file_of_all_ranks()
     x = np.ones(1 << 20)
     if rank == 0:
         work = dist.all_reduce(x, async_op=True)
@@ -79,3 +87,51 @@ def test_a_wait_in_a_store_progresses_requests(kind: str) -> None:
     if kind == "file":
         served.close()
     dist.barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_wait_for_a_lock_progresses_requests() -> None:
+    """A rank that waits for a file's lock does its part of the call that the rank with the lock waits for."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = file_of_all_ranks()
+    reads = os.open(store.path, os.O_RDONLY)
+    dist.barrier()  # every rank has made its store, which needs the lock
+    if rank == 1:
+        fcntl.flock(reads, fcntl.LOCK_EX)
+    dist.barrier()
+    x = np.ones(1 << 20)
+    if rank == 0:
+        work = dist.all_reduce(x, async_op=True)
+        assert work is not None
+        store.set("a", "1")
+        work.wait()
+    else:
+        dist.all_reduce(x)
+        fcntl.flock(reads, fcntl.LOCK_UN)
+    os.close(reads)
+    assert (x == size).all()
+    assert store.get("a") == b"1"
+    dist.barrier()
+    store.close()
+    dist.barrier()
+
+
+def test_a_file_of_ranks_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank replaces the file again and again while the others use it; nothing is lost, and the last removes it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    monkeypatch.setattr(file, "COMPACT_BYTES", 1000)
+    store = file_of_all_ranks()
+    store._reset()
+    for number in range(100):
+        store.set(f"rank {rank}", str(number))
+        store.queue_push("q", str(rank))
+        store.add("all", 1)
+        assert int(store.queue_pop("q")) in range(size)
+    dist.barrier()
+    assert store.multi_get([f"rank {each}" for each in range(size)]) == [b"99"] * size
+    assert (store.get("all"), store.queue_len("q")) == (b"%d" % (100 * size), 0)
+    assert os.path.getsize(store.path) < 3000
+    dist.barrier()
+    store.close()
+    dist.barrier()
+    assert not os.path.exists(store.path)

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 import mpicoll as dist
-from mpicoll.stores import tcp_server
-from mpicoll.stores.base import StoreTable, decode, encode
+from mpicoll.stores import tcp_server, wire
+from mpicoll.stores.table import StoreTable, decode, encode
 
 SECRET = "a secret of this test"
 
@@ -268,10 +268,10 @@ def raw(port: int) -> socket.socket:
 def known(port: int) -> socket.socket:
     """Return a connection that has shown that it knows the secret."""
     connection = raw(port)
-    (theirs,) = tcp_server.receive(connection, 512)
+    (theirs,) = wire.receive(connection, 512)
     ours = bytes(32)
-    tcp_server.send(connection, [ours, tcp_server.proof_of(SECRET.encode(), b"client", ours, theirs)])
-    tcp_server.receive(connection, 512)
+    wire.send(connection, [ours, wire.proof_of(SECRET.encode(), b"client", ours, theirs)])
+    wire.receive(connection, 512)
     return connection
 
 
@@ -346,7 +346,7 @@ def test_random_frames(knows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         with known(server.port) if knows else raw(server.port) as connection:
             besides += knows
             if not knows:
-                tcp_server.receive(connection, 512)
+                wire.receive(connection, 512)
             for _ in range(20):  # until the server hangs up
                 frame = next(junk)
                 with contextlib.suppress(OSError, ValueError):
@@ -355,7 +355,7 @@ def test_random_frames(knows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
                         break
                     connection.sendall(frame)
                     connection.settimeout(0.3)
-                    tcp_server.receive(connection, tcp_server.LARGEST)
+                    wire.receive(connection, wire.LARGEST)
                     continue
                 break
         if rng.random() < 0.1:
@@ -389,7 +389,7 @@ def test_a_client_that_does_not_read() -> None:
     looker.start()
     with known(server.port) as silent:
         for _ in range(40):
-            tcp_server.send(silent, [b"get", b"3.0", b"big"])
+            wire.send(silent, [b"get", b"3.0", b"big"])
         for number in range(1, 21):
             assert other.add("n", 1) == number
             time.sleep(0.01)
@@ -402,7 +402,7 @@ def test_a_client_that_does_not_read() -> None:
             while len(body) < int.from_bytes(answer, "big"):
                 body += silent.recv(min(1 << 20, int.from_bytes(answer, "big") - len(body)))
             assert decode(bytes(body)) == [b"done", value]
-        tcp_server.send(silent, [b"get", b"3.0", b"big"])
+        wire.send(silent, [b"get", b"3.0", b"big"])
         silent.settimeout(0.5)
         question = encode([b"get", b"3.0", b"big"])
         with pytest.raises(TimeoutError):  # it has to wait, too
@@ -470,7 +470,7 @@ def test_a_client_that_dies_at_each_byte(reset: bool, op: list[bytes]) -> None:
     whole = struct.pack(">I", len(message)) + message
     with known(server.port) as connection:
         connection.sendall(whole)
-        tcp_server.receive(connection, 100)
+        wire.receive(connection, 100)
     assert other.get("key") == b"value"
     server.close()
 
@@ -486,7 +486,7 @@ def test_a_connection_that_is_lost() -> None:
         client.get("a")
     assert client.get("a") == b"1"
     with pytest.raises(dist.DistStoreError, match="more than"):
-        client.set("a", bytes(tcp_server.LARGEST))
+        client.set("a", bytes(wire.LARGEST))
     server.close()
 
 
@@ -495,9 +495,9 @@ def test_limits_that_are_none(timeout: bytes) -> None:
     """A frame with such a limit ends its connection, and not the server."""
     server = served()
     with known(server.port) as connection:
-        tcp_server.send(connection, [b"get", timeout, b"none"])
+        wire.send(connection, [b"get", timeout, b"none"])
         with pytest.raises(OSError):
-            tcp_server.receive(connection, 1000)
+            wire.receive(connection, 1000)
     server.set("a", "1")
     assert server.get("a") == b"1"
     server.close()
@@ -526,10 +526,10 @@ def test_what_stands_behind_a_wait() -> None:
     """Junk that a client sends while it waits ends that client when its turn comes, and nobody else."""
     server = served()
     with known(server.port) as junk, known(server.port) as good:
-        tcp_server.send(junk, [b"wait", b"9.0", b"k"])
+        wire.send(junk, [b"wait", b"9.0", b"k"])
         junk.sendall(b"\xff" * 8)
-        tcp_server.send(good, [b"wait", b"9.0", b"k"])
-        tcp_server.send(good, [b"get", b"9.0", b"k"])
+        wire.send(good, [b"wait", b"9.0", b"k"])
+        wire.send(good, [b"get", b"9.0", b"k"])
         time.sleep(0.1)
         server.set("k", "1")
         answers = [encode(answer) for answer in ([b"done"], [b"done", b"1"])]
@@ -545,23 +545,23 @@ def test_many_wait_for_keys_of_their_own() -> None:
     """Each goes on when its keys have come, and not with another's; one that has hung up meanwhile is in nobody's way."""
     server = served()
     with known(server.port) as gone, known(server.port) as both, known(server.port) as one, known(server.port) as queue:
-        tcp_server.send(gone, [b"wait", b"9.0", b"a", b"b"])
-        tcp_server.send(both, [b"multi_get", b"9.0", b"a", b"b", b"a"])
-        tcp_server.send(one, [b"get", b"9.0", b"b"])
-        tcp_server.send(queue, [b"queue_pop", b"9.0", b"q", b"1"])
+        wire.send(gone, [b"wait", b"9.0", b"a", b"b"])
+        wire.send(both, [b"multi_get", b"9.0", b"a", b"b", b"a"])
+        wire.send(one, [b"get", b"9.0", b"b"])
+        wire.send(queue, [b"queue_pop", b"9.0", b"q", b"1"])
         time.sleep(0.1)
         gone.close()
         server.multi_set(["a", "c"], ["1", "b"])
         for waits in (both, one, queue):
             waits.settimeout(0.1)
             with pytest.raises(TimeoutError):
-                tcp_server.receive(waits, 100)
+                wire.receive(waits, 100)
             waits.settimeout(5)
         server.append("b", "2")
-        assert tcp_server.receive(both, 100) == [b"done", b"1", b"2", b"1"]
-        assert tcp_server.receive(one, 100) == [b"done", b"2"]
+        assert wire.receive(both, 100) == [b"done", b"1", b"2", b"1"]
+        assert wire.receive(one, 100) == [b"done", b"2"]
         server.queue_push("q", "3")
-        assert tcp_server.receive(queue, 100) == [b"done", b"3"]
+        assert wire.receive(queue, 100) == [b"done", b"3"]
     serving = server._server
     assert serving is not None
     assert not serving._waiting
@@ -605,7 +605,7 @@ def test_what_lets_others_go_on(op: str) -> None:
         assert len(serving._waiting) == len(waiting)
         CHANGING[op](server)
         for each in waiting[: len(go_on)]:
-            assert tcp_server.receive(each, 100)[0] == b"done"
+            assert wire.receive(each, 100)[0] == b"done"
         assert len(serving._waiting) == len(stay)
     server.close()
 
@@ -627,7 +627,7 @@ def test_a_change_by_one_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
             plain(self, client, parts)
 
         monkeypatch.setattr(tcp_server.Server, "_send", broken)
-        tcp_server.send(dies, [b"set", b"1.0", b"k", b"1"])
+        wire.send(dies, [b"set", b"1.0", b"k", b"1"])
         thread.join(5)
     assert got == [b"1"]
     server.close()
@@ -651,7 +651,7 @@ def test_a_wait_during_which_the_store_is_used(monkeypatch: pytest.MonkeyPatch) 
     """What a wait on a rank progresses may use the same store, in the same thread."""
     store = served()
     monkeypatch.setattr("mpicoll.stores.tcp_client.longest_rest", lambda: 0.005)
-    monkeypatch.setattr("mpicoll.stores.tcp_server.progress", lambda: store.set("a", b"1"))
+    monkeypatch.setattr("mpicoll.stores.wire.progress", lambda: store.set("a", b"1"))
     store.wait(["a"], timedelta(seconds=5))
     assert store.get("a") == b"1"
     store.close()
@@ -697,9 +697,9 @@ def test_a_port_that_is_none() -> None:
 
 def test_values_do_not_grow_past_what_can_be_read(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """What would not go through a TCPStore in one piece is not appended, and the value stays as it was."""
-    monkeypatch.setattr("mpicoll.stores.base.LARGEST_VALUE", 10)
+    monkeypatch.setattr("mpicoll.stores.table.LARGEST_VALUE", 10)
     store.append("a", "12345678")
-    with pytest.raises(dist.DistStoreError, match="more than 10 bytes"):
+    with pytest.raises(dist.DistStoreError, match="would have 11 bytes; a value may have 10"):
         store.append("a", "9ab")
     store.append("a", "9a")
     assert store.get("a") == b"123456789a"
