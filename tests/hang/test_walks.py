@@ -42,7 +42,8 @@ HANDED_IN: dict[str, frozenset[str]] = {
     "withdraw": frozenset({"waiting.py", NATIVE}),
     # A registered service, which answers questions of other ranks in every long wait.
     "poll": frozenset({"waiting.py"}),
-    # How the exchange after a mismatch merges what the members tell.
+    # Whether the program waits for a call that differs, and how the exchange after a mismatch merges what the members tell.
+    "_is_alone": frozenset({"mismatch.py"}),
     "pack": frozenset({"exchange.py"}),
     "merge": frozenset({"exchange.py"}),
     "unpack": frozenset({"exchange.py"}),
@@ -90,7 +91,7 @@ TODAY = {
     "asynchronous": Row(7, 0),
     "asynchronous_late": Row(28, 0),
     "messages": Row(5, 0),
-    "messages_late": Row(15, 0),
+    "messages_late": Row(16, 0),
     "mismatch": Row(27, 0),
     "device_array": Row(37, 0),
 }
