@@ -17,7 +17,7 @@ from mpicoll.runtime.native import found as extension
 SNAPSHOT_BYTES = 64 * 1024
 """Bytes of the largest buffer that is compared as a whole to find writes of the program; of a larger one a sample is compared."""
 
-_END_BYTES, _PLACE_BYTES, _EACH_BYTES = 128, 16, 16 * 1024
+_END_BYTES, _PLACE_BYTES, _EACH_BYTES = 128, 16, 256 * 1024
 _LEAST_PLACES, _MOST_PLACES = 4, 256
 
 EVERYWHERE = 0, sys.maxsize
@@ -100,33 +100,38 @@ class Snapshot:
 
 def seal(arrays: Any) -> bytes | Snapshot:
     """Return the contents of an array or a list of arrays, to find writes; empty for None."""
-    listed = arrays if isinstance(arrays, list) else [] if arrays is None else [arrays]
-    if any(
-        each.dtype.names is not None for each in listed
-    ):  # the extension would compare the bytes between fields, too
-        return Snapshot(listed)
-    return contents(arrays) if listed else b""
+    if arrays is None:
+        return b""
+    if _has_fields(arrays):  # the extension would compare the bytes between fields, too
+        return Snapshot(arrays if isinstance(arrays, list) else [arrays])
+    return contents(arrays)
+
+
+def _has_fields(arrays: Any) -> bool:
+    if isinstance(arrays, list):
+        return any(each.dtype.names is not None for each in arrays)
+    return arrays.dtype.names is not None
 
 
 def is_sampled(arrays: Any) -> bool:
     """Return whether the contents of an array, or of the arrays of a list, are a sample."""
-    listed = arrays if isinstance(arrays, list) else [] if arrays is None else [arrays]
-    return bool(sum(each.nbytes for each in listed) > SNAPSHOT_BYTES)
+    if isinstance(arrays, list):
+        return bool(sum(each.nbytes for each in arrays) > SNAPSHOT_BYTES)
+    return arrays is not None and bool(arrays.nbytes > SNAPSHOT_BYTES)
 
 
 def contents(arrays: Any) -> bytes:
     """Return the bytes of an array, or of the arrays of a list one behind the other.
 
     Of more than ``SNAPSHOT_BYTES`` the result is a sample of each array: 128 bytes at both ends, and 16 bytes at each of 4 to
-    256 places in between, one for 16 KiB.
+    256 places in between, one for 256 KiB.
     """
-    listed = arrays if isinstance(arrays, list) else [arrays]
-    if extension is not None and all(each.dtype.names is None for each in listed):
+    if extension is not None and not _has_fields(arrays):
         found: bytes | None = extension.contents(arrays)
         if found is not None:
             return found
-    sampled = is_sampled(listed)
-    return b"".join(_bytes(each, sampled) for each in listed)
+    sampled = is_sampled(arrays)
+    return b"".join(_bytes(each, sampled) for each in (arrays if isinstance(arrays, list) else [arrays]))
 
 
 def _bytes(array: Array, sampled: bool) -> bytes:

@@ -294,7 +294,7 @@ def begin(
     """Start a prepared operation, for a wait later; None, and nothing done, if that is impossible now."""
     request: Request | None = None
     work: Work | None = None
-    claim: RequestClaim | None = None
+    claim: Any = None
     wrong: BaseException | None = None
     began, issued = False, group.order.issued
     try:
@@ -304,8 +304,9 @@ def begin(
         if places is not None and spread is None:
             seconds, shared = group.timeout if limit is None else limit, prepared.shared  # type: Any, Any
             words = None if name is None else prepared.words_named(group, name)
-            if group.level == "full":
-                claim = _claim(prepared, send, recv, arrays)
+            if group.level == "full":  # a claim of one array is made by the extension, which takes less time
+                simple = prepared.recv_shapes is not None and (send is recv or send is None)
+                claim = True if simple else _claim(prepared, send, recv, arrays)
             request = shared.begin(
                 group, prepared, send, recv, code, instruction, seconds, outputs, places, name, words, claim
             )
@@ -321,7 +322,7 @@ def begin(
         with group.lock:
             before: Any = b""
             if group.compares:
-                claim = claim or _claim(prepared, send, recv, arrays)
+                claim = claim if isinstance(claim, RequestClaim) else _claim(prepared, send, recv, arrays)
                 if _active and claims.conflicts(claim):
                     return None  # the general way raises on all members
                 before = seal(claim.array)
@@ -360,7 +361,7 @@ def begin(
             claims.drop(request.claim)
         raise
     finally:
-        if work is None and claim is not None and wrong is None:
+        if work is None and isinstance(claim, RequestClaim) and wrong is None:
             claim.clear()  # the claim and its ranges refer to each other, and hold the arrays
         if _guard.noted is not None:
             answer(work, wrong)

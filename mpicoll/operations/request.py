@@ -93,8 +93,9 @@ class Request(RequestFields):
         return found
 
     def _is_alone(self) -> bool:
-        """Return whether the program waits for this request, and no other call of the group is pending on this rank."""
-        return (self.waited or self.awaited) and self.group.pair.agreement.order.issued == self.number + 1
+        """Return whether the program waits for this request, or looks at it, and no other call of the group is pending here."""
+        looks = self.waited or self.awaited or self.polled or self.future is not None
+        return bool(looks) and self.group.pair.agreement.order.issued == self.number + 1
 
     @property
     def done(self) -> bool:

@@ -99,13 +99,18 @@ def _changed(request: Any) -> DistError:
     return call.error  # type: ignore[no-any-return]
 
 
+def seal_result(request: Any) -> None:
+    """Record the contents of the result, unless the program is waiting for the call: then it can write nothing in between."""
+    if request.before and not request.awaited:
+        request.after = seal(request.arrays)
+
+
 def land(request: Any) -> None:
     """Copy the result to the arrays of the program, and record their contents. An error concerns this rank only."""
     try:
         if request.spread is not None:
             request.spread()
-        if request.before:
-            request.after = seal(request.arrays)
+        seal_result(request)
     except Exception as error:
         request.call.error = error
         raise
@@ -230,8 +235,7 @@ class _InSharedMemory(_Meeting):
     def finish(self, request: Any) -> None:
         """Finish the result."""
         finish(request)
-        if request.before:
-            request.after = seal(request.arrays)
+        seal_result(request)
 
 
 class _ThroughPlan(_InSharedMemory):

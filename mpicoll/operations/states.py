@@ -107,7 +107,7 @@ class PythonRequestFields:
         outputs, held: the arrays of the result, for ``Work.result``; what has the memory that MPI uses.
         limit: seconds until a wait raises CollectiveTimeoutError.
         waited: the caller waits at once: the request is never pending, and may make blocking calls of MPI.
-        awaited: the program has begun to wait for an asynchronous request, or to poll it, or has asked for its future.
+        awaited: the program has begun to wait for an asynchronous request.
         peer, tag: of a message: the global rank at the other end (-1: any), and the tag; ``peer`` is None for a collective.
         words: of the round; None for a call without a round.
         prepared: the prepared operation; None for other calls.

@@ -249,7 +249,6 @@ class Work:
         if self._claim is not None:
             self._claim.unawaited = True
         request = self._request
-        request.awaited = True
         self._observe()
         future: Future[Any] | None = request.future
         if request.done and future is not None:  # also in a callback of the future
@@ -328,7 +327,7 @@ def answer(work: Work | None, wrong: BaseException | None) -> None:
 
 def _poll(request: Request) -> tuple[bool, bool]:
     """Progress all requests; return whether ``request`` is over, and whether it was ended now, as it can never complete."""
-    request.awaited = True
+    request.polled = request.polled or time.monotonic()
     with signals.guard:
         if not request.done:
             waiting.progress()
@@ -342,7 +341,6 @@ def _is_lost(request: Request) -> bool:
     now = time.monotonic()
     if now < request.next_look:
         return False
-    request.polled = request.polled or now
     request.next_look = now + _LOOK_EVERY
     policy = request.policy()
     error = over(policy, now - request.polled)

@@ -5,7 +5,7 @@
 enum {
     END_BYTES = 128,  /* at both ends of a sample */
     PLACE_BYTES = 16, /* at each place in between */
-    EACH_BYTES = 16 * 1024, /* one place for so many bytes, */
+    EACH_BYTES = 256 * 1024, /* one place for so many bytes, */
     LEAST_PLACES = 4, /* but at least and at most so many */
     MOST_PLACES = 256
 };

@@ -111,7 +111,8 @@ static Request *new_request(SharedOperation *self, PyObject *const *args)
     /* A signal handler of the program may raise in what is called here. */
     if (PyErr_Occurred() || !request_give(request, REQUEST__lock, PyObject_CallNoArgs(known.lock)) ||
         !request_give(request, REQUEST_outputs, listed(args[OUTPUTS])) || !request_give(request, REQUEST_returned, PyLong_FromLong(-1)) ||
-        (args[CLAIM] != Py_None && !request_claim(request, Py_NewRef(args[CLAIM])))) {
+        (args[CLAIM] != Py_None &&
+         !request_claim(request, args[CLAIM] == Py_True ? claim_of(args[RECV], 1) : Py_NewRef(args[CLAIM])))) {
         request_discard(request);
         return NULL;
     }

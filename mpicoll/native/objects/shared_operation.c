@@ -256,7 +256,8 @@ static PyMethodDef shared_methods[] = {
     {"begin", (PyCFunction)(void (*)(void))shared_begin, METH_FASTCALL,
      "Start the call in one piece, for a wait later: begin(group, prepared, send, recv, code, instruction, limit, outputs, places, name,\n"
      "words, claim). Return the request, pending and with its claim of memory; None, with nothing done, if that is impossible. The places\n"
-     "are those of the rounds; the words have the name, and both are None without one; the claim is None if calls are not compared."},
+     "are those of the rounds; the words have the name, and both are None without one; the claim is None if calls are not compared,\n"
+     "and True for one of recv that is made here."},
     {"run", (PyCFunction)(void (*)(void))shared_run, METH_FASTCALL,
      "Make the call: run(group, prepared, send, recv, frame[, limit, name, words]). Return False if nothing was done."},
     {"run_rest", (PyCFunction)(void (*)(void))shared_run_rest, METH_FASTCALL,
