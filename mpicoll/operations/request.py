@@ -73,8 +73,6 @@ class Request(RequestFields):
     ) -> None:
         self.group = group
         self._call = call
-        if call is not None:
-            call.is_alone = self._is_alone
         self.outputs = outputs
         self.limit, self.peer, self.tag = limit, peer, tag
         self.held, self.waited = held, waited
@@ -89,7 +87,6 @@ class Request(RequestFields):
         found: CallDescription | None = self._call
         if found is None:
             found = self._call = self.prepared.describe(self)
-            found.is_alone = self._is_alone
         return found
 
     def _is_alone(self) -> bool:
@@ -222,9 +219,11 @@ class Request(RequestFields):
                 if self.schedule is not None and self.agreed is None:
                     self._current = self.schedule.start(self)
                 elif self.prepared is not None:
+                    self.call.is_alone = self._is_alone
                     self.steps = self.prepared.steps(self)
                 else:
                     assert self._transfer is not None
+                    self.call.is_alone = self._is_alone
                     self.steps = self._transfer(self.agreed)
                 to(self, MOVING)
                 self._in_effect = False
@@ -250,6 +249,7 @@ class Request(RequestFields):
                 if self.steps is None:
                     assert self.agreed is not None
                     group = self.group
+                    self.call.is_alone = self._is_alone
                     self.steps = explain(group.pair.control, self.call, group.display, group.ranks, self.agreed.waited)
                 if not self._run_steps():
                     return
@@ -304,6 +304,8 @@ class Request(RequestFields):
         if self.number >= 0 and self.group.broken is None:
             self.group.pair.agreement.order.pass_on(self.number)
         to(self, state)
+        if self._call is not None:
+            self._call.is_alone = None  # the call and the request form no circle
         future = self.future
         if future is not None:
             settle(future, self)
