@@ -318,7 +318,7 @@ class Job:
 
     def _sources(self) -> Sources:
         sources = Sources(self._sinks)
-        if self._lifeline is not None:
+        if self._lifeline is not None and self._stop_code is None:
 
             def end(_: int) -> bool:
                 self.stop(128 + signal.SIGTERM)
@@ -336,7 +336,7 @@ class Job:
             if not self._sinks.waiting or self._stops_waiting():
                 break
             sources.poll(0.05)
-            self._check_time()
+            self._check_time("the job has ended, but its output was not read within {limit:g} seconds (--timeout)")
         sources.close()
         if self._stop_code is not None:
             return Outcome(self._stop_code)
@@ -358,10 +358,10 @@ class Job:
             return False
         return self._hurry or time.monotonic() - max(self._stop_time or 0.0, self._over) > MOMENT
 
-    def _check_time(self) -> None:
+    def _check_time(self, text: str = "the job has run for {limit:g} seconds (--timeout); ending it") -> None:
         limit = self.options.timeout
         if self._stop_code is None and limit is not None and time.monotonic() - self._begun > limit:
-            self._print(f"the job has run for {limit:g} seconds (--timeout); ending it")
+            self._print(text.format(limit=limit))
             self.stop(TIMED_OUT)
 
     def _give_up_after_failure(self) -> None:

@@ -170,10 +170,10 @@ def find_mpiexec(
     )
     other = f"; {near.path} is of version {near.version}" if near else ""
     what = f"{library.name} {library.version} ({library.path or 'linked into mpi4py'})"
-    if problems:
-        home = "" if "HOME" in os.environ else " (HOME is not set)"
-        raise LaunchError(f"found no mpiexec for {what}: {problems[0]}{home}")
-    raise LaunchError(f"found no mpiexec for {what}{other}. {hint}")
+    if problems and "HOME" not in os.environ:  # which Open MPI's launchers need
+        raise LaunchError(f"found no mpiexec for {what}: {problems[0]} (HOME is not set)")
+    problem = f": {problems[0]}" if problems else ""
+    raise LaunchError(f"found no mpiexec for {what}{problem}{other}. {hint}")
 
 
 # --- where the ranks will run ---------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ class Sinks:
         self._lock = threading.Lock()  # no thread writes into a descriptor that has been closed
         out, err = self.descriptors
         self.out = Sink(out, "stdout", self._changed)
-        same = not closed and _file(out) == _file(err)
+        same = not closed.intersection(descriptors) and _file(out) == _file(err)
         self.err = self.out if same else Sink(err, "stderr", self._changed)
 
     def _changed(self) -> None:

@@ -112,6 +112,8 @@ class Watchdog(threading.Thread):
             self._print(self._report({self.ranks.rank: account}))
             time.sleep(ANSWERS)
             self.ranks.abort()
+        if not self.folder.exists():
+            time.sleep(ANSWERS + 2.0)  # another rank prints the report now, and then ends the job
         (self.folder / "alarm").touch()
         draft = self.folder / f"draft.{self.ranks.rank}"
         draft.write_text(json.dumps(account))

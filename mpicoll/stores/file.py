@@ -139,8 +139,9 @@ class FileStore(LocalStore):
         if was.st_uid != os.geteuid():  # the new file would be this user's
             return
         try:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)  # of a process that was killed here
+            with contextlib.suppress(FileNotFoundError), open(path, "rb") as left:
+                if left.read(len(_MAGIC)) == _MAGIC:  # of a process that was killed here
+                    os.unlink(path)
             new = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             with open(new, "wb") as out:
                 out.write(head)

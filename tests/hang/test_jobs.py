@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import textwrap
 
 import pytest
 from jobs import RunningJob, run_job
@@ -51,3 +52,21 @@ def test_signals_reach_one_rank() -> None:
     result = run_job(source, 2, limit=60, meanwhile=hit)
     assert result.returncode == 0
     assert result.out == ["ready\n", "ready\nhit\n"]
+
+
+def test_a_group_that_is_none_and_partners_on_another_group() -> None:
+    """The rank at fault raises its ValueError, and the other ranks end, too: they learn that this rank does not come."""
+    source = """
+        import numpy as np, mpicoll as dist
+        dist.init_process_group()
+        group = dist.new_group([0, 1])
+        try:
+            dist.all_reduce(np.ones(3), group=5 if dist.get_rank() == 0 else group)
+        except (ValueError, dist.DistError) as error:
+            print(type(error).__name__, flush=True)
+            raise SystemExit(3)
+        """
+    result = run_job(textwrap.dedent(source), 2, limit=60)
+    assert not result.timed_out
+    assert result.out[0] == "ValueError\n", result
+    assert result.out[1].strip() in ("DeadlockError", "PeerFailedError", "PeerExitedError"), result

@@ -131,8 +131,10 @@ def slow_links(job: JobMap) -> list[Link]:
 def _slow(job: JobMap) -> list[str]:
     """Return warnings about slow links; the cause is unknown."""
     _, *usual = _between(job)
+    slow = slow_links(job)
+    more = [f"{len(slow) - 8} more links between nodes are as slow"] if len(slow) > 8 else []
     return [
         f"{link_ends(job, link)}: {in_rate(link.bandwidth)} and {in_microseconds(link.latency)}; the median between "
         f"nodes is {in_rate(usual[0])} and {in_microseconds(usual[1])}. Measure again, and ask your site about that link"
-        for link in slow_links(job)[:8]
-    ]
+        for link in slow[:8]
+    ] + more

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from mpicoll.diagnosis.call import CallDescription
-from mpicoll.errors import wrong_argument
+from mpicoll.errors import DistError, wrong_argument
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import NON_MEMBER, member_or_warn
@@ -26,15 +26,18 @@ def is_group(given: Any) -> bool:
 
 
 def refuse_group(given: Any, op: str, error: Exception, alias: str = "") -> NoReturn:
-    """Raise the error of a ``group=`` argument. If the argument is no group, all ranks of the world raise.
+    """Raise the error of a ``group=`` argument. If the argument is no group, ranks that make a call on the world raise, too.
 
-    Nobody knows the group that was meant then.
+    Ranks that make the call on another group get the error of a call that this rank does not make.
     """
     known = registry.current()
-    if known is None or is_group(given):
+    if known is None or is_group(given) or known.world.gone():
         raise error
-    execution.enter(known.world, op)
-    refuse(known.world, op, call_site(), error, alias)
+    try:
+        execution.enter(known.world, op)
+        refuse(known.world, op, call_site(), error, alias)
+    except DistError:
+        raise error from None  # the other ranks are not in a call on the world
 
 
 def member(given: Any, op: str) -> ProcessGroup | None:
