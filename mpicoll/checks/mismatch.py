@@ -5,7 +5,8 @@ The exchange uses messages on the control communicator (:mod:`mpicoll.transports
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import time
+from collections.abc import Callable, Generator
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,9 @@ from mpicoll.errors import CollectiveMismatchError
 from mpicoll.runtime.call_site import CallSite
 from mpicoll.runtime.waiting import Pollable
 from mpicoll.transports.mpi.exchange import merge_all
+
+GRACE = 0.05
+"""Seconds that an exchange waits for the program to wait for its asynchronous call, so that the group can still be used."""
 
 
 def explain(
@@ -34,7 +38,7 @@ def explain(
     """
     call.explaining = True
     if call.is_alone is not None and not call.is_alone():
-        yield _NextTest()  # an asynchronous call that has just started: the program may be about to wait for the call
+        yield _Grace(call.is_alone)  # the program may be about to wait for a call that it has just started
     me = comm.Get_rank()
     compared, closing = call, "No default group was made." if call.op == "init_process_group" else ""
     if call.made or call.closes:
@@ -62,15 +66,15 @@ def explain(
     raise error
 
 
-class _NextTest:
-    """A Pollable that is complete when it is tested for the second time."""
+class _Grace:
+    """A Pollable that is complete when the program waits for a call, or when it had ``GRACE`` seconds to do so."""
 
-    _tested = False
+    def __init__(self, is_alone: Callable[[], bool]) -> None:
+        self._is_alone, self._end = is_alone, time.monotonic() + GRACE
 
     def Test(self) -> bool:
-        """Return whether this is not the first test."""
-        was, self._tested = self._tested, True
-        return was
+        """Return whether the exchange may begin."""
+        return self._is_alone() or time.monotonic() > self._end
 
 
 def _first_difference(comm: Any, call: CallDescription) -> Generator[Pollable, None, tuple[CallDescription, str]]:

@@ -306,7 +306,7 @@ def begin(
             words = None if name is None else prepared.words_named(group, name)
             if group.level == "full":  # a claim of one array is made by the extension, which takes less time
                 simple = prepared.recv_shapes is not None and (send is recv or send is None)
-                claim = True if simple else _claim(prepared, send, recv, arrays)
+                claim = True if simple else _snapshot(_claim(prepared, send, recv, arrays))
             request = shared.begin(
                 group, prepared, send, recv, code, instruction, seconds, outputs, places, name, words, claim
             )
@@ -322,7 +322,8 @@ def begin(
         with group.lock:
             before: Any = b""
             if group.compares:
-                claim = claim if isinstance(claim, RequestClaim) else _claim(prepared, send, recv, arrays)
+                if not isinstance(claim, RequestClaim):
+                    claim = _snapshot(_claim(prepared, send, recv, arrays))
                 if _active and claims.conflicts(claim):
                     return None  # the general way raises on all members
                 before = seal(claim.array)
@@ -345,10 +346,11 @@ def begin(
             if claim is not None:
                 request.claim = claim
                 claim.request = request
-            if request.round is not None or not request.Test():  # a round that has just been posted is not over
-                _pending.append(request)
+            is_over = request.round is None and request.Test()  # a round that has just been posted is not over
             if request.state is MOVING and before and request.schedule is IN_SHARED_MEMORY:
-                request._current = Sealed(request)
+                request._current = Sealed(request)  # before another thread can test the request
+            if not is_over:
+                _pending.append(request)
             work = Work(request, claim)
             if claim is not None:
                 claims.claim(claim)
@@ -361,7 +363,7 @@ def begin(
             claims.drop(request.claim)
         raise
     finally:
-        if work is None and isinstance(claim, RequestClaim) and wrong is None:
+        if work is None and isinstance(claim, RequestClaim) and (request is None or request.claim is not claim):
             claim.clear()  # the claim and its ranges refer to each other, and hold the arrays
         if _guard.noted is not None:
             answer(work, wrong)
@@ -369,12 +371,17 @@ def begin(
 
 
 def _claim(prepared: PreparedOperation, send: Any, recv: Any, arrays: Any = None) -> RequestClaim:
-    """Return the claim of the memory that a start uses; ``arrays`` are what it writes in the end, if that is not ``recv``."""
+    """Return the claim of the memory of a start; ``arrays`` are the arrays for the result if they are not ``recv``."""
     writes = recv if prepared.recv_shapes is not None else None
     if arrays is not None or prepared.send_shapes is None or send is None or send is writes:
         return RequestClaim(writes if arrays is None else arrays, writes=True)
-    claim = RequestClaim(writes, writes=True, reads=send if isinstance(send, list) else (send,))
-    claim.snapshot_reads()
+    return RequestClaim(writes, writes=True, reads=send if isinstance(send, list) else (send,))
+
+
+def _snapshot(claim: RequestClaim) -> RequestClaim:
+    """Return a claim, with the contents of arrays that are only read."""
+    if claim.reads:
+        claim.snapshot_reads()
     return claim
 
 

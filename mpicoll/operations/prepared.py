@@ -320,7 +320,7 @@ class PreparedOperation:
             before, arrays, spread: fields of the request; ``arrays`` are ``recv`` without ``spread``.
         """
         order = self.agreement.order
-        at_once = AT_ONCE if type(before) is bytes else EAGER
+        at_once = AT_ONCE if type(before) is bytes and spread is None else EAGER
         request = Request(group, None, [recv], group.timeout if limit is None else limit, waited=waited)
         request.send, request.recv, request.code, request.instruction, request.name = (
             send,

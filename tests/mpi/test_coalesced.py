@@ -382,3 +382,17 @@ def test_lists_of_arrays_that_share_memory() -> None:
             with pytest.raises(ValueError, match="share memory"):
                 wrong()
     assert (x == 1).all()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("count", [3, 33, 40])
+def test_writes_to_lists_of_any_length(count: int) -> None:
+    """A write before the wait is found, whether the list is reduced where it stands or through a flat buffer."""
+    for _ in range(5):
+        arrays = [np.ones(1) for _ in range(count)]
+        work = dist.all_reduce_coalesced(arrays, async_op=True)
+        assert work is not None
+        arrays[0][0] = 7
+        with pytest.raises(dist.BufferInUseError, match="written before its wait"):
+            work.wait()
+        dist.barrier()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NoReturn
 
 from mpicoll.diagnosis.call import CallDescription
@@ -12,11 +13,16 @@ from mpicoll.groups.registry import NON_MEMBER, member_or_warn
 from mpicoll.operations import execution
 from mpicoll.runtime.call_site import CallSite, call_site
 
+GUESS_SECONDS = 10.0
+"""How long a rank waits for a call on the world if its ``group=`` is no group: the other ranks may be in no such call."""
 
-def refuse(group: ProcessGroup, op: str, site: CallSite, error: Exception, alias: str = "") -> NoReturn:
+
+def refuse(
+    group: ProcessGroup, op: str, site: CallSite, error: Exception, alias: str = "", limit: float = math.inf
+) -> NoReturn:
     """Make a call with wrong arguments: this rank raises the error, the other members raise CollectiveMismatchError."""
     call = CallDescription(op, (), site, error=wrong_argument(error), alias=alias)
-    execution.run(group, call, None, outputs=[], limit=group.timeout)
+    execution.run(group, call, None, outputs=[], limit=min(group.timeout, limit))
     raise AssertionError("a call with wrong arguments always raises") from error
 
 
@@ -35,7 +41,7 @@ def refuse_group(given: Any, op: str, error: Exception, alias: str = "") -> NoRe
         raise error
     try:
         execution.enter(known.world, op)
-        refuse(known.world, op, call_site(), error, alias)
+        refuse(known.world, op, call_site(), error, alias, GUESS_SECONDS)
     except DistError:
         raise error from None  # the other ranks are not in a call on the world
 
