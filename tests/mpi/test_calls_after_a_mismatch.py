@@ -80,7 +80,7 @@ def steps_of(draw: random.Random) -> list[tuple[str, str]]:
     return steps
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", [pytest.param(each, marks=[pytest.mark.slow] * (each > 5)) for each in range(24)])
 def test_no_result_is_of_calls_with_another_number(seed: int) -> None:
     """A call that returns has moved the data of the calls with its number since the last error that this rank was told of."""
     draw = random.Random(seed)

@@ -56,8 +56,8 @@ STAGES = "lint, unit, mpi, sanitizers, torch, launch, hang, scale, examples, gpu
 # Which worker runs a kind of stage. Tests on several ranks are for the first worker. Jobs that hang or use Slurm mostly wait.
 WORKER_OF = {
     "hang": "hangs",
-    "cluster": "clusters",
-    **dict.fromkeys(("unit", "launch", "examples", "gpu"), "others"),
+    **dict.fromkeys(("cluster", "unit"), "clusters"),  # the short part has no jobs of Slurm
+    **dict.fromkeys(("launch", "examples", "gpu"), "others"),
 }
 WORKERS = ("ranks", *dict.fromkeys(WORKER_OF.values()))
 # CuPy on a stand-in for CUDA, as (ranks, MPICOLL_CUDA, MPICOLL_CUDA_IPC, files): through the host and on the shared GPU,
