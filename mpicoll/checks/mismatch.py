@@ -52,7 +52,10 @@ def explain(
         table = table.with_rows(again)
     if table.pending and not call.closes:
         closing = PENDING_CALLS(ranks=name_runs(table.pending))
-        call.breaks = "asynchronous calls of it were pending when the calls of its ranks differed"
+        call.breaks = (
+            f"asynchronous calls of it were pending when the calls of its ranks differed (call {call.seq}, on this rank "
+            f"{call.name} at {call.site}, whose wait raises the report)"
+        )
     if call.error is not None:
         if any(row.problem != mine.problem for row in table.rows) and hasattr(call.error, "add_note"):
             # In one line: this error says what is wrong, and other members print the whole report.

@@ -167,7 +167,8 @@ class Request(RequestFields):
         agreement, number = self.group.pair.agreement, self.number
         order = agreement.order
         while True:
-            if self.group.broken is not None and self.peer is None and self.state in (QUEUED, POSTED, AGREED):
+            waits = self.state in (QUEUED, POSTED, AGREED) or (self.state is DISPUTED and self.steps is None)
+            if waits and self.group.broken is not None and self.peer is None:
                 if not tells_why(self.group):
                     self._keep()
                     self._fail(broken(self.group, self.call))
