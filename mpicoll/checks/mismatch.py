@@ -54,7 +54,7 @@ def explain(
         closing = PENDING_CALLS(ranks=name_runs(table.pending))
         call.breaks = (
             f"asynchronous calls of it were pending when the calls of its ranks differed (call {call.seq}, on this rank "
-            f"{call.name} at {call.site}, whose wait raises the report)"
+            f"{call.name} at {call.site}: its CollectiveMismatchError has the report)"
         )
     if call.error is not None:
         if any(row.problem != mine.problem for row in table.rows) and hasattr(call.error, "add_note"):

@@ -220,11 +220,9 @@ class Request(RequestFields):
                 if self.schedule is not None and self.agreed is None:
                     self._current = self.schedule.start(self)
                 elif self.prepared is not None:
-                    self.call.is_alone = self._is_alone
                     self.steps = self.prepared.steps(self)
                 else:
                     assert self._transfer is not None
-                    self.call.is_alone = self._is_alone
                     self.steps = self._transfer(self.agreed)
                 to(self, MOVING)
                 self._in_effect = False
@@ -250,7 +248,6 @@ class Request(RequestFields):
                 if self.steps is None:
                     assert self.agreed is not None
                     group = self.group
-                    self.call.is_alone = self._is_alone
                     self.steps = explain(group.pair.control, self.call, group.display, group.ranks, self.agreed.waited)
                 if not self._run_steps():
                     return
@@ -260,6 +257,7 @@ class Request(RequestFields):
 
     def _judge(self, agreed: Agreed) -> None:
         self.agreed = agreed
+        self.call.is_alone = self._is_alone  # for an exchange here, or of sizes that do not fit, before the data
         to(self, AGREED if agreed.same and not agreed.error else DISPUTED)
 
     def _release_round(self) -> None:

@@ -112,12 +112,14 @@ class Watchdog(threading.Thread):
             self._print(self._report({self.ranks.rank: account}))
             time.sleep(ANSWERS)
             self.ranks.abort()
-        if not self.folder.exists():
-            time.sleep(ANSWERS + 2.0)  # another rank prints the report now, and then ends the job
-        (self.folder / "alarm").touch()
-        draft = self.folder / f"draft.{self.ranks.rank}"
-        draft.write_text(json.dumps(account))
-        draft.rename(self.folder / f"rank.{self.ranks.rank}")
+        try:
+            (self.folder / "alarm").touch()
+            draft = self.folder / f"draft.{self.ranks.rank}"
+            draft.write_text(json.dumps(account))
+            draft.rename(self.folder / f"rank.{self.ranks.rank}")
+        except FileNotFoundError:
+            time.sleep(ANSWERS + 2.0)  # Another rank prints its report now, then ends the job.
+            return
         until = time.monotonic() + ANSWERS
         while len(found := list(self.folder.glob("rank.*"))) < self.ranks.size and time.monotonic() < until:
             time.sleep(0.02)

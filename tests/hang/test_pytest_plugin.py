@@ -199,23 +199,28 @@ def test_a_hang_shows_the_failures_before_it(suite: Suite) -> None:
     assert "nothing to see" not in text
 
 
-@pytest.mark.slow
-def test_the_report_of_a_hang_is_the_last_word(suite: Suite) -> None:
-    """A rank that could not answer, and wakes when the job ends, prints no second report; the rank that ended the job says so."""
+def stuck(suite: Suite, how: str) -> JobResult:
+    """Return how a job of two ranks has ended in which rank 0 holds the interpreter in a test with a limit of 1 s."""
     result = suite(
-        """
+        f"""
         import ctypes
 
         @pytest.mark.mpi_timeout(1)
         def test_stuck():
             if rank == 0:
-                ctypes.PyDLL(None).usleep(int(3.15e6))
-                time.sleep(60)
+                {how}
         """,
         2,
     )
     assert not result.timed_out
     assert result.returncode != 0
+    return result
+
+
+@pytest.mark.slow
+def test_the_report_of_a_hang_is_the_last_word(suite: Suite) -> None:
+    """A rank that could not answer, and wakes when the job ends, prints no second report; the rank that ended the job says so."""
+    result = stuck(suite, "ctypes.PyDLL(None).usleep(int(3.15e6)); time.sleep(60)")
     assert result.stderr.count("the job ends here") == 1
     assert re.search(r"rank [01] ends the job now\. It has not failed", result.stderr)
 
@@ -223,19 +228,7 @@ def test_the_report_of_a_hang_is_the_last_word(suite: Suite) -> None:
 @pytest.mark.slow
 def test_limit_reaches_a_rank_that_never_releases_the_interpreter(suite: Suite) -> None:
     """A rank stuck in native code that no other thread can get past does not keep the job alive."""
-    result = suite(
-        """
-        import ctypes
-
-        @pytest.mark.mpi_timeout(1)
-        def test_stuck():
-            if rank == 0:
-                ctypes.PyDLL(None).sleep(60)
-        """,
-        2,
-    )
-    assert not result.timed_out
-    assert result.returncode != 0
+    result = stuck(suite, "ctypes.PyDLL(None).sleep(60)")
     assert result.seconds < 30
     assert "no answer (in native code, or on another node): rank 0" in result.stderr
 

@@ -274,8 +274,9 @@ def _watch_results(claim: Claim, ready: Prepared, arrays: list[Array]) -> None:
     assert result is not None
     moved = [each.recv for each in (move, *move.more) if each.recv is not None]
     in_place = any(np.may_share_memory(one, array) for one in moved for array in arrays)
-    compares, copies = not (in_place and is_sampled(arrays)), in_place and not is_sampled(arrays)
-    own = np.empty_like(result) if copies else result
+    sampled = is_sampled(arrays)
+    compares = not (in_place and sampled)
+    own = np.empty_like(result) if in_place and not sampled else result
     seal = Snapshot(arrays)
     dirty = False
 
