@@ -19,7 +19,7 @@ from mpicoll.errors import (
     PeerFailedError,
 )
 from mpicoll.groups.process_group import ProcessGroup
-from mpicoll.groups.registry import default, state
+from mpicoll.groups.registry import state
 from mpicoll.memory.memory import AnyArray
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
 from mpicoll.operations import dispatch
@@ -29,12 +29,11 @@ from mpicoll.operations.prepare.run import (
     NOT_CACHED,
     Cached,
     run_cached,
-    run_prepared,
 )
 from mpicoll.operations.work import Work
-from mpicoll.runtime.call_site import caller
 
 _ndarray = np.ndarray
+_BARRIER = Cached("barrier", None, None, [])
 
 
 def broadcast(
@@ -113,20 +112,10 @@ def all_reduce(
 
     Source: torch.distributed.all_reduce; MPI-4.1 section 6.9.6.
     """
-    key: Any = None
     array = tensor if type(tensor) is _ndarray else dispatch.view_of(tensor)
-    if array is not None and type(op) is RedOpType:
-        known: Any = default.world if group is None else group
-        key = (op, array.dtype, array.shape)
-        if async_op is False and timeout is None and name is None:
-            try:  # as dispatch.again, without a call of that function, which takes a sixth of the time
-                prepared = known.prepared[key]
-            except (KeyError, AttributeError, TypeError):
-                pass
-            else:
-                if prepared.shared is not None and prepared.shared.run(known, prepared, array, array, caller()):
-                    return None
-    cached, arguments = Cached(key, array, array, tensor), (tensor, op, async_op)
+    plain = array is not None and type(op) is RedOpType
+    cached = ((op, array.dtype, array.shape), array, array, tensor) if plain else NOT_CACHED
+    arguments = tensor, op, async_op
     return run_cached("all_reduce", group, cached, prepare.all_reduce, arguments, async_op, timeout, name, stream)
 
 
@@ -184,23 +173,8 @@ def barrier(
 
     Source: torch.distributed.barrier; MPI-4.1 section 6.3.
     """
-    if device_ids is None:
-        known: Any = default.world if group is None else group
-        prepared: Any = None
-        try:  # as dispatch.again, without a call of that function
-            prepared = known.prepared["barrier"]
-        except (KeyError, AttributeError, TypeError):
-            pass
-        if prepared is not None and (known.stopping is None or async_op is True):
-            plain = async_op is False and timeout is None and name is None
-            if plain and prepared.shared is not None and prepared.shared.run(known, prepared, None, None, caller()):
-                return None
-            made = dispatch.again(group, "barrier", None, None, 2, timeout, name, async_op, [])
-            if isinstance(made, Work):
-                return made
-            if made:
-                return None
-    return run_prepared("barrier", group, prepare.barrier, (device_ids, async_op), async_op, timeout, name)
+    cached, arguments = _BARRIER if device_ids is None else NOT_CACHED, (device_ids, async_op)
+    return run_cached("barrier", group, cached, prepare.barrier, arguments, async_op, timeout, name, None)
 
 
 def monitored_barrier(

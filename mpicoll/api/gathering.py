@@ -111,7 +111,7 @@ def _all_gather_single(
     plain = send is not None and recv is not None
     cached = ((function, send.dtype, send.shape, recv.dtype, recv.shape), send, recv, output) if plain else NOT_CACHED
     call, op, arguments = prepare.all_gather_single, "all_gather_single", (output, source, function)
-    return run_cached(op, group, cached, call, arguments, async_op, timeout, name, stream, function, 4)
+    return run_cached(op, group, cached, call, arguments, async_op, timeout, name, stream, function, 2)
 
 
 def gather(

@@ -156,7 +156,7 @@ def _reduce_scatter_single(
     )
     call, arguments = prepare.reduce_scatter_single, (output, source, op, function)
     return run_cached(
-        "reduce_scatter_single", group, cached, call, arguments, async_op, timeout, name, stream, function, 4
+        "reduce_scatter_single", group, cached, call, arguments, async_op, timeout, name, stream, function, 2
     )
 
 

@@ -64,6 +64,18 @@ static PyObject *configure_requests(PyObject *Py_UNUSED(module), PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* Know what a call of the program uses. */
+static PyObject *configure_calls(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *default_group, *frame, *general;
+    if (!PyArg_ParseTuple(args, "OOO", &default_group, &frame, &general))
+        return NULL;
+    known.default_group = Py_NewRef(default_group);
+    known.frame = Py_NewRef(frame);
+    known.run_cached = Py_NewRef(general);
+    Py_RETURN_NONE;
+}
+
 /* Know what the start and the end of a message use. */
 static PyObject *configure_messages(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -153,6 +165,9 @@ static PyMethodDef methods[] = {
     {"configure_messages", configure_messages, METH_VARARGS,
      "Know what the start and the end of a message use: configure_messages(type of a send, type of a receive, MOVING)."},
     {"configure", configure, METH_VARARGS, "Tell the module what it needs of the library."},
+    {"configure_calls", configure_calls, METH_VARARGS,
+     "Know what a call of the program uses: configure_calls(object whose `world` is the default group, sys._getframe, run_cached in Python)."},
+    {"run_cached", (PyCFunction)(void (*)(void))run_cached, METH_FASTCALL, "Make a call: as run_cached of operations/prepare/run.py."},
     {"matches", (PyCFunction)(void (*)(void))matches, METH_FASTCALL,
      "Return whether an array has a dtype and a shape, in one piece of memory: matches(array, dtype, shape, writable)."},
     {"contents", contents, METH_O,
@@ -198,6 +213,10 @@ PyMODINIT_FUNC PyInit__native(void)
     known.end = PyUnicode_InternFromString("end");
     known.writes = Py_BuildValue("(s)", "writes");
     known.nothing = PyTuple_New(0);
+    known.prepared = PyUnicode_InternFromString("prepared");
+    known.shared = PyUnicode_InternFromString("shared");
+    known.world = PyUnicode_InternFromString("world");
+    known.one = PyLong_FromLong(1);
     if (PyErr_Occurred())
         return NULL;
     PyObject *module = PyModule_Create(&definition);

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mpicoll.diagnosis.call import CallDescription
 from mpicoll.diagnosis.job_state import current, hopeless, job
@@ -82,12 +82,24 @@ def guarded(test: Callable[[], bool], group: ProcessGroup, call: CallDescription
     return wrapped
 
 
+class Described(Protocol):
+    """A request, which makes the description of its call when that is needed."""
+
+    @property
+    def call(self) -> CallDescription:
+        """The description."""
+
+
 class BlockingCall:
-    """Let the watchdog check a blocking MPI call inside the block."""
+    """Let the watchdog check a blocking MPI call inside the block.
+
+    Args:
+        call: the description of the call; or its request, whose description is made only if the watchdog needs it.
+    """
 
     __slots__ = ("_call", "group", "limit", "since")
 
-    def __init__(self, group: ProcessGroup, call: CallDescription, limit: float) -> None:
+    def __init__(self, group: ProcessGroup, call: CallDescription | Described, limit: float) -> None:
         self.group = group
         self.limit = limit
         self.since = 0.0
@@ -95,7 +107,8 @@ class BlockingCall:
 
     def describe(self) -> str:
         """Return the call, its group and its place in the program."""
-        return f"{self._call.describe()} on group {self.group.display} at {self._call.site}"
+        call = self._call if isinstance(self._call, CallDescription) else self._call.call
+        return f"{call.describe()} on group {self.group.display} at {call.site}"
 
     def hopeless(self, inside: float) -> str:
         """Return why the call can never end, or ""; ``inside``: seconds since the call began."""

@@ -145,6 +145,7 @@ class PreparedOperation:
         brings = self.nbytes * (size if kind in _PARTED else 1)
         if not agreement.channel.carries_data or not registry.state().thread_multiple:
             return self
+        self.poll_ns = poll_ns(brings, waiting.oversubscribed)
         if brings > EAGER_BYTES:
             node = group.pair.through(kind, self.nbytes)
             if node is not None:
@@ -155,8 +156,8 @@ class PreparedOperation:
                 return self
         if send is recv or not self.lists:
             self.places = agreement.channel.places  # type: ignore[attr-defined]
-        # For the bytes of a piece: the extension holds the interpreter lock while it polls.
-        self.poll_ns = poll_ns(self.width or brings, waiting.oversubscribed)
+        if self.width:  # for the bytes of a piece: the extension holds the interpreter lock while it polls
+            self.poll_ns = poll_ns(self.width, waiting.oversubscribed)
         # If the data of a member does not come with the round, its word for eager bytes is 0: then all move the general way.
         self.eager_words = make_words(print_, self.nbytes, detail=self.detail, eager=self.nbytes + 1)
         rows = isinstance(self.recv_shapes, tuple) and kind in (Kind.ALL_GATHER, Kind.GATHER, Kind.ALL_TO_ALL)
@@ -229,7 +230,7 @@ class PreparedOperation:
             flat = np.concatenate([each.reshape(-1) for each in recv]) if whole is None else whole
             return Movement(kind, recv=flat, op=self.mpi_op), partial(_unpack, flat, recv) if whole is None else None
         if kind in (Kind.ALL_REDUCE, Kind.BROADCAST) or (kind is Kind.REDUCE and recv is not None):
-            flat = (send if recv is None else recv).reshape(-1)
+            flat = _flat(send if recv is None else recv)
             return Movement(kind, recv=flat, op=self.mpi_op, root=self.root), None
         after = None
         if isinstance(recv, list):
@@ -238,14 +239,14 @@ class PreparedOperation:
                 into = np.empty(sum(each.size for each in recv), self.dtype)
                 after = partial(_unpack, into, recv)
         else:
-            into = None if recv is None else recv.reshape(-1)
+            into = None if recv is None else _flat(recv)
         if isinstance(send, list):
             whole = joined(send)
             send = np.concatenate([each.reshape(-1) for each in send]) if whole is None else whole
         elif send is not None:
-            send = send.reshape(-1)
-        if send is not None and into is not None and np.may_share_memory(send, into):
-            send = send.copy()  # MPI forbids that its buffers overlap
+            send = _flat(send)
+        if send is not None and into is not None and not (send.base is None and into.base is None and send is not into):
+            send = send.copy() if np.may_share_memory(send, into) else send  # MPI forbids that its buffers overlap
         counts = None
         if kind is Kind.ALL_TO_ALL:
             counts = [self.detail] * self.agreement.comm.Get_size()
@@ -294,10 +295,9 @@ class PreparedOperation:
             group, request.call, move, request.number, None, None, after, request.limit, request.agreed
         )
 
-    def poll(self, made: Any) -> None:
-        """Poll a round for ``poll_ns``."""
-        if self.shared is not None:
-            made.poll(self.poll_ns)
+    def poll(self, made: Any) -> bool:
+        """Poll a round for ``poll_ns``, if it has a ring; return whether it is over."""
+        return bool(made.poll(self.poll_ns) if self.poll_ns else made.Test())
 
     def begin(
         self,
@@ -433,6 +433,10 @@ def _is(array: Any, dtype: np.dtype[Any]) -> bool:
     """Return whether an array has a dtype in native byte order, compared by number, as int64 has two equal dtypes."""
     found = array.dtype
     return found is dtype or (found.num == dtype.num and found.isnative)
+
+
+def _flat(array: Any) -> Any:
+    return array if array.ndim == 1 else array.reshape(-1)
 
 
 def _readable(given: Any) -> bool:

@@ -427,8 +427,10 @@ class Request(RequestFields):
         made = self.round if self.state is POSTED else self._current if self.state is MOVING else None
         if made is None or not self.waited:  # another thread may poll a request that is not waited for at once
             posted = self.round
-            if self.prepared is not None and posted is not None:
+            if self.prepared is not None and self.prepared.shared is not None and posted is not None:
                 self.prepared.poll(posted)
+            return False
+        if self.prepared is not None and made is self.round and self.prepared.poll(made):
             return False
         test = made.Test
         return all(not test() for _ in range(polls))

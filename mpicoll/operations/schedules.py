@@ -52,8 +52,8 @@ class Prepared(Protocol):
     def steps(self, request: Any) -> Steps:
         """Return the steps that move the data the general way."""
 
-    def poll(self, made: Round) -> None:
-        """Poll a round for a limited time."""
+    def poll(self, made: Round) -> bool:
+        """Poll a round for a limited time; return whether it is over."""
 
 
 def movement(request: Any) -> Movement:
@@ -273,12 +273,15 @@ class _Blocking(_InSharedMemory):
 
     blocking_form = True
 
+    def put(self, request: Any, number: int) -> None:
+        """Prepare the movement, before the other members wait for it."""
+        movement(request)
+
     def start(self, request: Any) -> Any:
         """Move all data."""
         group = request.group
-        move = movement(request)
-        with BlockingCall(group, request.call, request.limit):
-            group.pair.native.blocking(move)
+        with BlockingCall(group, request, request.limit):
+            group.pair.native.blocking(request.move)
         return None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = "baa455e6"
+VERSION = "e2a9a915"
 """The CRC-32 of the sources in ``native/``. An extension that was built from other sources is not used."""
 
 

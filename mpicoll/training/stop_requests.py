@@ -197,7 +197,8 @@ def on_signal(
     except Exception as wrong:
         call.error = wrong
     _agree(found, call, registered)
-    before, found.stopping = found.stopping, registered
+    before = found.stopping
+    _answer_signals(found, registered)
     if isinstance(before, OnSignal):  # the new handler already notes the signals, so no signal is lost
         notes.renew(before._done)
         before.remove()
@@ -250,10 +251,16 @@ def should_stop(group: Any = None, *, before: float | None = None) -> bool:
     except Exception as wrong:
         call.error = wrong
     agreed = _agree(found, call, made)
-    found.stopping = stopping
+    _answer_signals(found, stopping)
     stopping.take(agreed.signal, -agreed.most)
     stopping.deliver()
     return bool(stopping.stopped)
+
+
+def _answer_signals(group: ProcessGroup, stopping: OnSignal | None) -> None:
+    """Answer signals on the group from now on, on all members alike."""
+    group.stopping = stopping
+    group.prepared.pop("barrier", None)  # a prepared barrier carries no signals
 
 
 def _agree(group: ProcessGroup, call: CallDescription, made: OnSignal | None) -> Agreed:

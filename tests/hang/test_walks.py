@@ -47,10 +47,11 @@ HANDED_IN: dict[str, frozenset[str]] = {
     "pack": frozenset({"exchange.py"}),
     "merge": frozenset({"exchange.py"}),
     "unpack": frozenset({"exchange.py"}),
-    # The call that the extension begins and Python completes.
+    # The call that the extension begins and Python completes, or that it leaves to Python.
     "_await": frozenset({NATIVE}),
     "_finish": frozenset({NATIVE}),
     "_give_up": frozenset({NATIVE}),
+    "_run_cached": frozenset({NATIVE}),
     "complete": frozenset({NATIVE}),
     # The class of the claims that the extension makes.
     "__init__": frozenset({NATIVE}),

@@ -137,6 +137,9 @@ typedef struct {
     PyTypeObject *array;
     PyObject *last, *broken, *busy, *number, *of_claim, *reads, *verdict, *found, *start, *end, *f_lasti, *timeout; /* names */
     PyObject *writes, *nothing;                /* a name in a tuple, and an empty one */
+    PyObject *run_cached, *frame;              /* in Python: the function that makes any call, and sys._getframe */
+    PyObject *default_group;                   /* its attribute `world` is the group of calls without group= */
+    PyObject *prepared, *shared, *world, *one; /* names, and the number */
 } Known;
 
 extern Known known;
@@ -242,6 +245,9 @@ int note_thread(unsigned long *last);
 
 /* The arguments of run(): the last three only if the program gives the call a limit or a name. */
 enum { GROUP, PREPARED, SEND, RECV, FRAME, PLAIN, LIMIT = PLAIN, NAME, WORDS, EXTENDED };
+
+/* run_cached() of operations/prepare/run.py; in C for a call that is waited for, in shared memory, prepared for its signature. */
+PyObject *run_cached(PyObject *module, PyObject *const *args, Py_ssize_t count);
 
 PyObject *shared_run(SharedOperation *self, PyObject *const *args, Py_ssize_t count);
 PyObject *shared_run_rest(SharedOperation *self, PyObject *const *args, Py_ssize_t count);

@@ -120,10 +120,10 @@ def _reduced(
     )
 
 
-def barrier(g: ProcessGroup, device_ids: list[int] | None, async_op: bool) -> Prepared:
+def barrier(g: ProcessGroup, cached: Cached, device_ids: list[int] | None, async_op: bool) -> Prepared:
     """Prepare a barrier. If the call is waited for, its agreement carries the signals that ranks have received."""
     if device_ids is not None and not isinstance(device_ids, list):
         raise TypeError("Invalid function argument: device_ids type should be List[int]")
-    if "barrier" not in g.prepared:
+    if "barrier" not in g.prepared and g.stopping is None:
         dispatch.cache(g, "barrier", PreparedOperation("barrier", (), Kind.BARRIER), NO_DTYPE, None, None)
     return Prepared((), Movement(Kind.BARRIER), [], stopping=None if async_op else g.stopping)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
@@ -13,7 +14,7 @@ from mpicoll.checks.memory_in_use import Claim, claims, written
 from mpicoll.checks.memory_ranges import Snapshot, is_sampled
 from mpicoll.diagnosis.call import CallDescription
 from mpicoll.groups.process_group import ProcessGroup, Stopping
-from mpicoll.groups.registry import member_or_warn
+from mpicoll.groups.registry import default, member_or_warn
 from mpicoll.memory.adapt import adapt_list, same_dtype, viewed
 from mpicoll.memory.dtypes import Reduction
 from mpicoll.memory.layouts import joined
@@ -25,6 +26,7 @@ from mpicoll.operations.prepare.refusal import refuse, refuse_group
 from mpicoll.operations.prepared import PreparedOperation
 from mpicoll.operations.work import Work
 from mpicoll.runtime.call_site import CallSite, call_site
+from mpicoll.runtime.native import found as extension
 from mpicoll.runtime.settings import need_bool
 from mpicoll.transports.base import Kind, Movement, Preferred
 from mpicoll.transports.control import NOTHING
@@ -89,7 +91,7 @@ class Prepared:
     average: bool = False
 
 
-def run_cached(
+def _run_cached(
     op: str,
     group: Any,
     cached: tuple[Any, Any, Any, Any],
@@ -100,24 +102,30 @@ def run_cached(
     name: str | None,
     stream: Any,
     alias: str = "",
-    depth: int = 3,
+    depth: int = 1,
 ) -> Work | None:
     """Start the prepared operation of a call that the program makes again; otherwise make the call as :func:`run_prepared`.
 
     Args:
         cached: the fields of a :class:`Cached`.
-        depth: frames between ``dispatch.again`` and the program.
+        depth: frames between the function that calls this one and the program.
     """
     key, send, recv, outputs = cached
     if key is not None:
         # Copies of the lists: a finalizer that empties a list of the program during the call must not change the call.
         send = [*send] if type(send) is list else send
         recv = [*recv] if type(recv) is list else recv
-        made = dispatch.again(group, key, send, recv, depth, timeout, name, async_op, outputs)
+        made = dispatch.again(group, key, send, recv, depth + 2, timeout, name, async_op, outputs)
         if made:
             return made if isinstance(made, Work) else None
     more = (Cached(key, send, recv, outputs), *arguments)
     return run_prepared(op, group, prepare, more, async_op, timeout, name, stream, alias)
+
+
+run_cached: Callable[..., Work | None] = _run_cached
+if extension is not None:
+    extension.configure_calls(default, sys._getframe, _run_cached)
+    run_cached = extension.run_cached
 
 
 def run_prepared(

@@ -31,7 +31,7 @@ MOST_MEMBERS = 64
 PART = -(-2 * AHEAD * (128 + EAGER_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
 """Bytes of each member: of ``native/ring.h``, rounded up to pages."""
 
-_POKE_EVERY = 8
+_POKE_EVERY, _POKE_NS = 8, 20_000
 _STALL_NS = int(STALL * 1e9)
 
 
@@ -64,9 +64,13 @@ class RingRound:
             self._channel.poke()
 
     def poll(self, nanoseconds: int) -> bool:
-        """Poll for some time; return whether all other members have posted the round."""
-        found: bool = self._channel.ring.poll(self.number, nanoseconds)
-        return found
+        """Poll for some time, and let MPI progress in between; return whether all other members have posted the round."""
+        while not self._channel.ring.poll(self.number, min(nanoseconds, _POKE_NS)):
+            nanoseconds -= _POKE_NS
+            if nanoseconds <= 0:
+                return False
+            self._channel.poke()
+        return True
 
     @property
     def stalled(self) -> bool:

@@ -1,0 +1,75 @@
+/* run_cached(): the first function that a collective call of the program reaches. */
+
+#include "objects.h"
+
+/* The arguments of run_cached(); the last two may be missing. */
+enum { OP, OF_GROUP, CACHED, PREPARE, ARGUMENTS, ASYNC_OP, TIMEOUT, OF_NAME, STREAM, LEAST, ALIAS = LEAST, DEPTH, MOST };
+enum { KEY, INPUT, OUTPUT, OUTPUTS, FIELDS }; /* of the argument CACHED */
+
+/* A copy of a list: a finalizer that empties a list of the program during the call must not change the call. */
+static PyObject *held(PyObject *arrays)
+{
+    return PyList_CheckExact(arrays) ? PyList_GetSlice(arrays, 0, PyList_GET_SIZE(arrays)) : Py_NewRef(arrays);
+}
+
+/* Return the prepared operation of a signature, or NULL: none, no group, or not a member; or with an exception of a signal handler. */
+static PyObject *find_prepared(PyObject *group, PyObject *key)
+{
+    PyObject *all = PyObject_GetAttr(group, known.prepared), *found = NULL;
+    if (all != NULL && PyDict_CheckExact(all))
+        found = Py_XNewRef(PyDict_GetItemWithError(all, key));
+    Py_XDECREF(all);
+    if (PyErr_ExceptionMatches(PyExc_AttributeError) || PyErr_ExceptionMatches(PyExc_TypeError))
+        PyErr_Clear();
+    return found;
+}
+
+/* Make the call of a prepared operation in shared memory. Return True; False, and nothing was done; or NULL and an exception. */
+static PyObject *try_run(PyObject *group, PyObject *prepared, PyObject *const *fields, PyObject *depth)
+{
+    PyObject *frame = NULL, *send = NULL, *recv = NULL, *made = NULL;
+    PyObject *shared = PyObject_GetAttr(prepared, known.shared);
+    if (shared == NULL)
+        return NULL;
+    if (!Py_IS_TYPE(shared, &SharedOperationType))
+        made = Py_NewRef(Py_False);
+    else if ((frame = PyObject_CallOneArg(known.frame, depth)) == NULL) {
+        if (PyErr_ExceptionMatches(PyExc_ValueError)) { /* C has called: the general way finds the place */
+            PyErr_Clear();
+            made = Py_NewRef(Py_False);
+        }
+    } else if ((send = held(fields[INPUT])) != NULL &&
+               (recv = fields[OUTPUT] == fields[INPUT] ? Py_NewRef(send) : held(fields[OUTPUT])) != NULL)
+        made = shared_run((SharedOperation *)shared, (PyObject *[]){group, prepared, send, recv, frame}, PLAIN);
+    Py_XDECREF(recv);
+    Py_XDECREF(send);
+    Py_XDECREF(frame);
+    Py_DECREF(shared);
+    return made;
+}
+
+PyObject *run_cached(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
+{
+    if (known.run_cached == NULL || count < LEAST || count > MOST || !PyTuple_Check(args[CACHED]) ||
+        PyTuple_GET_SIZE(args[CACHED]) != FIELDS) {
+        PyErr_SetString(PyExc_TypeError, "run_cached: other arguments than those of the function in Python");
+        return NULL;
+    }
+    PyObject *const *fields = &PyTuple_GET_ITEM(args[CACHED], 0);
+    if (fields[KEY] != Py_None && args[ASYNC_OP] == Py_False && args[TIMEOUT] == Py_None && args[OF_NAME] == Py_None) {
+        PyObject *group = args[OF_GROUP] == Py_None ? PyObject_GetAttr(known.default_group, known.world) : Py_NewRef(args[OF_GROUP]);
+        if (group == NULL)
+            return NULL;
+        PyObject *prepared = find_prepared(group, fields[KEY]), *made = NULL;
+        if (prepared != NULL)
+            made = try_run(group, prepared, fields, count > DEPTH ? args[DEPTH] : known.one);
+        Py_XDECREF(prepared);
+        Py_DECREF(group);
+        if (PyErr_Occurred())
+            return NULL;
+        Py_XDECREF(made); /* True and False stay */
+        if (made == Py_True)
+            Py_RETURN_NONE;
+    }
+    return PyObject_Vectorcall(known.run_cached, args, (size_t)count, NULL);
+}
