@@ -230,3 +230,13 @@ def in_one_line(error: BaseException) -> str:
     lines = str(error).splitlines() or [""]
     report = error.report if isinstance(error, DistError) and len(lines) > 1 else None
     return lines[0] if report is None else str(report.one_line())
+
+
+def reason_of(error: BaseException) -> str:
+    """Return in one line why a call ended: an exception's message, after the name of its class if the program raised it."""
+    kind = type(error).__name__
+    try:
+        text = in_one_line(error)
+    except Exception:  # of a class whose __str__ raises
+        return kind
+    return text if isinstance(error, DistError) and text else f"{kind}: {text}" if text else kind

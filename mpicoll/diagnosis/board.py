@@ -113,6 +113,7 @@ class Board:
         ended: ranks that have ended after a failure.
         handling: ranks that handle a failure.
         withdrawn: the first rank that gave a group up, and its reason, by the group's name.
+        interrupted: the names of groups that a rank gave up because of an exception of its program, with which it may end.
         leavers: all ranks that have given a group up, by the group's name.
         joins, left: values that ranks bring to a meeting, and ranks that have left the meeting, by the meeting's key.
         announced: failed ranks whose failure this rank has raised.
@@ -132,6 +133,7 @@ class Board:
     ended: set[int] = field(default_factory=set)
     handling: set[int] = field(default_factory=set)
     withdrawn: dict[str, tuple[int, str]] = field(default_factory=dict)
+    interrupted: set[str] = field(default_factory=set)
     leavers: dict[str, set[int]] = field(default_factory=dict)
     certain: dict[str, Runs] = field(default_factory=dict)
     joins: dict[Any, dict[int, Any]] = field(default_factory=dict)
@@ -259,7 +261,9 @@ class Board:
         elif kind == "handling":
             self.handling.add(rank)
         elif kind == "withdrawn":
-            group, why, certain = payload
+            group, why, certain, of_program = payload
+            if of_program and group not in self.withdrawn:
+                self.interrupted.add(group)
             self.withdrawn.setdefault(group, (rank, why))
             self.certain[group] = certain
             self.leavers.setdefault(group, set()).add(rank)

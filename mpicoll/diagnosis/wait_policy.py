@@ -27,10 +27,11 @@ from mpicoll.diagnosis.report.texts import BROKEN, peer_exited, peer_failed, tim
 from mpicoll.errors import (
     CollectiveTimeoutError,
     DeadlockError,
+    DistError,
     GroupBrokenError,
     PeerExitedError,
     PeerFailedError,
-    in_one_line,
+    reason_of,
 )
 from mpicoll.runtime import waiting
 
@@ -40,6 +41,9 @@ VERDICT_WITHIN = 2.0
 
 COMPLETES_WITHIN = 0.5
 """Seconds in which a call may still complete on this rank after a rank that has also made the call has failed."""
+
+FAILS_WITHIN = 0.3
+"""Seconds for which a rank waits for the failure of a rank whose program has interrupted a call: the failure says more."""
 
 DOOMED_AFTER = 0.1
 """Seconds after which the waits of a rank that has failed end."""
@@ -53,6 +57,7 @@ class CallWait:
         "began",
         "call",
         "completes_until",
+        "failure_until",
         "group",
         "limit",
         "looks",
@@ -79,7 +84,7 @@ class CallWait:
         self.began = time.time()
         self.looks = 0  # number of tests after which the wait was not over
         self.noted = False  # the wait is on the node board
-        self.verdict_until = 0.0
+        self.verdict_until = self.failure_until = 0.0
         self.completes_until = 0.0
         self.origin: int | None = None  # the failed rank that ends the wait
         self._wait: Wait | None = None
@@ -123,7 +128,7 @@ class CallWait:
             if withdrawn is not None and withdrawn[0] != board.rank:
                 left.reporter = withdrawn[0]  # the first rank that gave the group up prints the report
             return left
-        if withdrawn is not None and not self._verdict_comes(board):
+        if withdrawn is not None and not self._verdict_comes(board) and not self._failure_comes(board):
             rank, why = withdrawn
             broken = GroupBrokenError(f"{self.describe()}: rank {rank} gave the group up: {why}")
             broken.reporter = rank
@@ -138,10 +143,19 @@ class CallWait:
         self.verdict_until = self.verdict_until or now + VERDICT_WITHIN
         return now < self.verdict_until
 
+    def _failure_comes(self, board: Board) -> bool:
+        """Return whether the rank that gave the group up probably ends by the exception that interrupted its call."""
+        if self.group.group_name not in board.interrupted:
+            return False
+        now = time.monotonic()
+        self.failure_until = self.failure_until or now + FAILS_WITHIN
+        return now < self.failure_until
+
     def _completes(self, failure: Failure, waited: float) -> bool:
         """Return whether this call may still complete: the failed rank has made the call, and failed a moment ago."""
         name, _, seq = self.meets()
-        if self.peer is not None or failure.calls.get(name, 0) < seq:
+        withdrawn = job_state.job().board.withdrawn.get(self.group.group_name)
+        if self.peer is not None or failure.calls.get(name, 0) < seq or (withdrawn and withdrawn[0] == failure.rank):
             return False
         self.completes_until = self.completes_until or waited + COMPLETES_WITHIN
         return waited < self.completes_until
@@ -256,7 +270,7 @@ class CallWait:
 
     def withdraw(self, reason: BaseException) -> None:
         """Mark the group broken and inform its members."""
-        text = in_one_line(reason) or type(reason).__name__
+        text, of_program = reason_of(reason), not isinstance(reason, DistError)
         known = job_state.current()
         informed = False
         if isinstance(reason, PeerFailedError) and known is not None:
@@ -277,7 +291,7 @@ class CallWait:
             mine = [name for name, (rank, _) in known.board.withdrawn.items() if rank == known.board.rank]
             known.board.slots.write("withdrawn", "\n".join(mine[-40:]).encode())
         certain = reason.report.members if isinstance(reason, DeadlockError) and reason.report is not None else ()
-        known.board.post("withdrawn", (self.group.group_name, text, certain), self.group.ranks)
+        known.board.post("withdrawn", (self.group.group_name, text, certain, of_program), self.group.ranks)
 
     def _ask(self, waited: float, over: bool = False) -> tuple[list[int], Report]:
         """Ask other ranks for their states; return the other ranks that have made the call, and the report."""

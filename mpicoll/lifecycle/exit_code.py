@@ -14,6 +14,7 @@ from __future__ import annotations
 import builtins
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from mpicoll.runtime.call_site import program_site, traceback_site
 Note = Callable[[Any, str], None]
 
 _note: Note | None = None
+_last: weakref.ref[_Exit] | None = None
 _before: BaseException | None = None
 
 
@@ -30,22 +32,32 @@ class _Exit(SystemExit):
     """SystemExit that notes its code if it ends the program.
 
     Python drops the exception right before the exit handlers run, when no frame is left on the stack. A caught exception is
-    dropped from within a frame.
+    dropped from within a frame. An exception to which a frame of its own traceback refers lives on
+    (``except SystemExit as error: kept = error; raise``, and calls of the library that a signal handler has left).
 
     Attributes:
         site: file:line of the program that called sys.exit.
     """
 
     def __init__(self, code: Any = None, site: str = "") -> None:
+        global _last
         super().__init__(code)
         self.site = site
+        _last = weakref.ref(self)
 
     def __del__(self) -> None:
         try:
             sys._getframe(1)
         except ValueError:
-            if _note is not None:
-                _note(self.code, self.site)
+            is_end = True
+        else:
+            is_end = exit_monitor.has_left_by_exception()  # the garbage collector has found it
+        if is_end and _note is not None:
+            _note(self.code, self.site)
+
+
+_Exit.__name__ = _Exit.__qualname__ = "SystemExit"
+_Exit.__module__ = "builtins"  # so Python prints its own name
 
 
 def _exit(status: Any = None, /) -> None:
@@ -91,6 +103,13 @@ def _note_outermost(error: SystemExit) -> None:
         _note(error.code, error.site if isinstance(error, _Exit) else traceback_site(error.__traceback__))
 
 
+def note_last() -> None:
+    """Note the last SystemExit if it lives on and an exception has ended the program; for exit handlers."""
+    last = _last() if _last is not None else None
+    if last is not None and _note is not None and exit_monitor.has_left_by_exception():
+        _note(last.code, last.site)
+
+
 def stop() -> None:
     """Stop calling ``note``: exceptions that are dropped later, with the modules, do not end the program."""
     global _note
@@ -98,8 +117,9 @@ def stop() -> None:
 
 
 def forget() -> None:
-    """Forget the parent's exception in a forked child."""
-    global _before
+    """Forget the parent's exceptions in a forked child."""
+    global _before, _last
+    _last = None
     _before = getattr(sys, "last_value", None)
     exit_monitor.forget()
 

@@ -304,6 +304,8 @@ def _at_exit() -> None:
 
 
 def _end() -> None:
+    if not ending.code:
+        exit_code.note_last()
     error = exit_code.uncaught() if not ending.code else None
     if os.getpid() != _owner:
         exit_code.stop()

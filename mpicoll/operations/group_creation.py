@@ -18,7 +18,7 @@ from mpicoll.errors import (
     CollectiveMismatchError,
     GroupBrokenError,
     PeerFailedError,
-    in_one_line,
+    reason_of,
 )
 from mpicoll.groups.communicators import CommunicatorPair, make_pair
 from mpicoll.groups.process_group import ProcessGroup
@@ -390,8 +390,8 @@ class _JoinWait(CallWait):
         if self.for_good and isinstance(reason, (PeerFailedError, GroupBrokenError)):
             pass  # the other members know, or will know
         elif self.for_good:
-            board.withdrawn.setdefault(self.meeting, (board.rank, in_one_line(reason) or type(reason).__name__))
-            board.post("withdrawn", (self.meeting, board.withdrawn[self.meeting][1], ()), self.members)
+            board.withdrawn.setdefault(self.meeting, (board.rank, reason_of(reason)))
+            board.post("withdrawn", (self.meeting, board.withdrawn[self.meeting][1], (), False), self.members)
         if board.rank != self.leader:
             board.post("unjoin", self.name, [self.leader])
 

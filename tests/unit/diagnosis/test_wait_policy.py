@@ -173,7 +173,7 @@ def test_ranks_that_are_late_in_many_ways(board: SyntheticBoard) -> None:
 def test_a_certificate_is_waited_for(board: SyntheticBoard, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that hears that another gave its group up for a certificate with both waits for its own copy, if not for long."""
     told = deadlock([RankState(((rank, rank),), "recv", state="waits") for rank in (ME, 501)], {ME: [501], 501: [ME]})
-    withdrawn = ("1", "it is a deadlock", told.members)
+    withdrawn = ("1", "it is a deadlock", told.members, False)
     board._read("withdrawn", 501, withdrawn)
     waiting = wait()
     assert waiting.check(0.01) is None
@@ -187,7 +187,7 @@ def test_a_certificate_is_waited_for(board: SyntheticBoard, monkeypatch: pytest.
     assert isinstance(broken, GroupBrokenError)
     assert "rank 501 gave the group up: it is a deadlock" in str(broken)
     board.withdrawn.clear()
-    board._read("withdrawn", 501, ("1", "it is a deadlock", ((501, 502),)))
+    board._read("withdrawn", 501, ("1", "it is a deadlock", ((501, 502),), False))
     assert isinstance(wait().check(0.01), GroupBrokenError)
 
 
