@@ -68,6 +68,11 @@ def _exit(status: Any = None, /) -> None:
     raise SystemExit(status)
 
 
+def watched(error: BaseException) -> BaseException:
+    """Return an exception in place of one of a ``sys.exit`` before :func:`watch`, whose code would not be known at the end."""
+    return error if type(error) is not SystemExit else _Exit(error.code, traceback_site(error.__traceback__))
+
+
 class _Quit:
     """The ``exit`` and ``quit`` of Python's prompt, which programs call, too."""
 

@@ -14,7 +14,9 @@ from mpicoll.groups import registry
 from mpicoll.launch.environment import local_rank_hint, mark_rank, read_launcher
 from mpicoll.launch.job_folder import scrub
 from mpicoll.launch.wrong_starts import ask_srun, check_before_mpi, check_child, multiprocessing_child, script_of
+from mpicoll.lifecycle.exit_code import watched
 from mpicoll.lifecycle.hard_deadline import within
+from mpicoll.runtime import signals
 from mpicoll.runtime.backend_names import check_backend, warn_once
 from mpicoll.runtime.settings import LEVELS, Level, Settings, need_integer, read_settings
 
@@ -216,7 +218,12 @@ def _wait_in_mpi_init_for_every_rank_of_the_job(limit: float) -> None:
     from mpi4py import MPI
 
     with within(limit):  # mpi4py 4.1 holds the interpreter lock here
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        try:
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        except BaseException as error:
+            # Of a signal handler, which runs when MPI has started: the other ranks already wait for this rank.
+            if not MPI.Is_initialized() or not signals.guard.note(watched(error)):
+                raise
 
 
 def _no_mpi(error: BaseException) -> Exception:

@@ -106,6 +106,11 @@ def join(
             raise
         hooks.never_joined(wrong, settings.exit_grace)
         raise wrong from None
+    except DistError:
+        raise
+    except BaseException:  # of a signal handler: the other ranks wait for operations that this rank does not post
+        teardown.mark_unfinished()
+        raise
     endpoint.job = endpoint.job or how == "job"
     device_pool.bound(settings.pinned_mb << 20)
     # MPI is asked with the first array of a GPU.
