@@ -132,7 +132,13 @@ def join(
         # Ranks that have made default groups on other communicators count differently: the largest count names the group.
         call = CallDescription(
             "init_process_group",
-            (size, ("on_failure", how), ("check", level), ("MPICOLL_ENGINE", settings.engine)),
+            (
+                size,
+                ("on_failure", how),
+                ("check", level),
+                ("MPICOLL_ENGINE", settings.engine),
+                ("MPICOLL_LEFTOVER", settings.leftover),
+            ),
             site,
             error=problem,
             block_bytes=_initialisations,
@@ -171,7 +177,7 @@ def join(
     _start_progress_thread(state)
     if how == "job":
         termination.start()
-    teardown.group_limit = limit
+    teardown.group_limit, teardown.leftover = limit, settings.leftover
     claims.rank = me
 
 
