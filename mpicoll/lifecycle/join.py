@@ -130,15 +130,12 @@ def join(
     watchdog.start(deadly=how == "job")
     try:
         # Ranks that have made default groups on other communicators count differently: the largest count names the group.
+        key: tuple[Any, ...] = (size, ("on_failure", how), ("check", level), ("MPICOLL_ENGINE", settings.engine))
+        if settings.leftover != "error":
+            key += (("MPICOLL_LEFTOVER", settings.leftover),)  # seldom set: reports do without the default
         call = CallDescription(
             "init_process_group",
-            (
-                size,
-                ("on_failure", how),
-                ("check", level),
-                ("MPICOLL_ENGINE", settings.engine),
-                ("MPICOLL_LEFTOVER", settings.leftover),
-            ),
+            key,
             site,
             error=problem,
             block_bytes=_initialisations,
