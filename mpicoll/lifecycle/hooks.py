@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
+from mpicoll import errors
 from mpicoll.errors import ARGUMENT, DistError, GroupBrokenError, PeerExitedError, PeerFailedError, in_one_line
 from mpicoll.groups import registry
 from mpicoll.launch.job_folder import append_record
@@ -32,6 +33,9 @@ ORIGIN_ENDS_WITHIN = 0.5
 
 SAME_MOMENT = 0.03
 """Seconds for which a rank whose wait has ended looks for a lower rank that prints the same report."""
+
+PRINTED_WITHIN = 2.0
+"""Seconds in which the rank that prints a report ends with its error, before another rank prints the report."""
 
 MOST_CHAINED = 20
 """Exceptions of a chain (``__cause__``, ``__context__``) that are looked at."""
@@ -149,18 +153,27 @@ def _excepthook(kind: type[BaseException], value: BaseException, trace: Tracebac
         say(f"{prefix()}{kind.__name__}: {in_one_line(value)}\n")
         return
     reporter = _reporter(value, board) if isinstance(value, DistError) and not hides else None
-    if known is not None and reporter not in (None, me):
-        first = in_one_line(value)
-        say(f"{prefix()}{kind.__name__}: {first} ({traceback_site(trace)}; rank {reporter} prints the report)\n")
+    site = traceback_site(trace)
+    other = reporter if known is not None and reporter != me else None
+    if isinstance(value, DistError) or getattr(value, ARGUMENT, False):
+        trace = value.__traceback__ = _without_ours(trace)  # Python's own hook reads it from the exception
+    if other is not None:
+        say(f"{prefix()}{kind.__name__}: {in_one_line(value)} ({site}; rank {other} prints the report)\n")
     else:
-        if isinstance(value, DistError) or getattr(value, ARGUMENT, False):
-            trace = value.__traceback__ = _without_ours(trace)  # Python's own hook reads it from the exception
         with prefixed(value):
             _found_hook(kind, value, trace)
     if not ending.because_of_others:
         if isinstance(value, PeerExitedError) and value.ranks:
             append_record("early", value.ranks[0], 0)
-        announce_failure(_in_words(value), traceback_site(trace))
+        announce_failure(_in_words(value), site)
+    if other is not None and board is not None and not MPI.Is_finalized() and "\n" in str(value):
+        with contextlib.suppress(KeyboardInterrupt):
+            if not _is_printed(value, other, board):
+                with prefixed(value):
+                    print(f"mpicoll: rank {other} has not printed the report:", file=sys.stderr)
+                    _found_hook(kind, value, trace)
+                board.post("printed", None, range(board.size))
+                board.flush(0.5)
 
 
 def _hides_another(error: BaseException, me: int | None) -> bool:
@@ -246,6 +259,21 @@ def _reporter(error: DistError, board: Board | None) -> int | None:
     names = [group.group_name for group in tuple(known.groups.values()) if group.display == error.group]
     lower = [rank for name in names for rank in board.leavers.get(name, ()) if rank < board.rank]
     return min(lower, default=None)
+
+
+def _is_printed(error: BaseException, reporter: int, board: Board) -> bool:
+    """Return whether another rank prints the report of an error: its reporter, or the lowest other rank that ends with the error.
+
+    The reporter may handle its error, so that the job ends without its report.
+    """
+    poll_until(lambda: reporter in board.failed.keys() | board.ended | board.exited.keys(), board, PRINTED_WITHIN)
+    end = board.failed.get(reporter)
+    if end is not None and (isinstance(error, PeerFailedError) or end.what.partition(":")[0] in errors.__all__):
+        return True
+    poll_until(lambda: False, board, 10 * SAME_MOMENT)
+    words = _in_words(error)[:1000]
+    lower = {rank for rank, failure in board.failed.items() if rank < board.rank and failure.what == words}
+    return bool(lower) and poll_until(lambda: bool(lower & board.printed), board, 2 * PRINTED_WITHIN)
 
 
 def _thread_hook(arguments: threading.ExceptHookArgs) -> None:
