@@ -109,8 +109,16 @@ def register() -> None:
         atexit.register(_at_exit)
         os.register_at_fork(after_in_child=_in_child)
         # MPI calls the callback first in a program's MPI_Finalize, but not in mpi4py's, after the end of the interpreter.
-        _keyval = MPI.Comm.Create_keyval(delete_fn=lambda *_: leave("called MPI.Finalize()"))
+        _keyval = MPI.Comm.Create_keyval(delete_fn=lambda *_: _finalize())
         MPI.COMM_SELF.Set_attr(_keyval, True)
+
+
+def _finalize() -> None:
+    """Leave the job at the program's own MPI_Finalize. If that is an error, the program goes on, and then ends with its code."""
+    if _keyval is not None:
+        leave("called MPI.Finalize()")
+        if ending.code:
+            sys._mpicoll_interpreter_exit = InterpreterExit()  # type: ignore[attr-defined]
 
 
 def _in_child() -> None:
@@ -122,23 +130,24 @@ def _in_child() -> None:
     exit_code.watch(_note_exit)
     if not hasattr(sys, "_mpicoll_interpreter_exit"):  # a child of a child has it
         sys._mpicoll_interpreter_exit = InterpreterExit()  # type: ignore[attr-defined]
+    sys._mpicoll_interpreter_exit.code = 0  # type: ignore[attr-defined]
 
 
 class InterpreterExit:
-    """Ends a forked child when its modules are cleared: after its exit handlers, before MPI_Finalize, which would hang.
+    """Ends a process when its modules are cleared: a forked child, before MPI_Finalize, which would hang; a failed rank.
 
     An attribute of the ``sys`` module, which Python clears last. Other names are cleared before, so the object holds all that
     it needs.
     """
 
     def __init__(self) -> None:
-        self.ending = ending
+        self.ending, self.code = ending, ending.code
         self.exit, self.kill, self.getpid = os._exit, os.kill, os.getpid
 
     def __del__(self) -> None:
         if self.ending.interrupted:
             self.kill(self.getpid(), 2)
-        self.exit(self.ending.code)
+        self.exit(self.ending.code or self.code)
 
 
 def _excepthook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
@@ -332,6 +341,7 @@ def _at_exit() -> None:
 
 
 def _end() -> None:
+    global _keyval
     error = exit_code.uncaught() if not ending.code else None
     if os.getpid() != _owner:
         exit_code.stop()
@@ -350,8 +360,9 @@ def _end() -> None:
         if _never_joined is not None and error is _never_joined[0]:
             _end_alone(_never_joined[1])
         leave(f"ended the program ({_ignored_error})" if _ignored_error else "ended the program")
-        if _keyval is not None and not MPI.Is_finalized():
-            MPI.COMM_SELF.Delete_attr(_keyval)
+        keyval, _keyval = _keyval, None
+        if keyval is not None and not MPI.Is_finalized():
+            MPI.COMM_SELF.Delete_attr(keyval)
 
 
 def _end_alone(grace: float) -> None:

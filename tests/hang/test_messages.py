@@ -159,7 +159,9 @@ LEFT = (
 )
 
 
-@pytest.mark.parametrize("end", ["", "dist.destroy_process_group()"])
+@pytest.mark.parametrize(
+    "end", ["", "dist.destroy_process_group()", "from mpi4py import MPI; MPI.Finalize(); print('goes on'); sys.exit(0)"]
+)
 def test_messages_that_are_left_are_a_warning_if_asked(end: str) -> None:
     """MPICOLL_LEFTOVER=warn: the receiver prints the same report as a warning, once, and the program ends as by itself."""
     for leftover, code, words in ((None, 1, ""), ("warn", 0, "warning: ")):
@@ -169,6 +171,7 @@ def test_messages_that_are_left_are_a_warning_if_asked(end: str) -> None:
         said = [[line for line in err.splitlines() if "Abort(" not in line] for err in job.err]
         assert not said[0], job
         assert len(said[1]) == 1, job
+        assert ("goes on" in job.out[0]) == ("Finalize" in end), job
         assert said[1][0].startswith(f"[rank 1] mpicoll: {words}{LEFT}"), job
         assert not job.left_running, job
 
