@@ -103,7 +103,8 @@ class DistError(RuntimeError):
 
     Attributes:
         reporter: the global rank that prints the whole text when the program ends with this error, if all members of a
-            group raise the same text. The other ranks print one line. None: every rank prints its own text.
+            group raise the same text. The other ranks print one line, and the lowest of them the text if this rank handles its
+            error. None: every rank prints its own text.
         report: the data that the message is made from (``mpicoll.diagnosis.report.report.Report``), if several ranks were
             asked.
         group: the name of the group that the error concerns, as messages display it.

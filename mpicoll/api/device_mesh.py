@@ -18,7 +18,19 @@ from mpicoll.api.job import (
 )
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import NON_MEMBER, state
-from mpicoll.operations.prepare.mesh import Checked, Ranks, agree, check_override, check_size, names_of, shape_of
+from mpicoll.operations.prepare.mesh import (
+    Checked,
+    Ranks,
+    agree,
+    backends_of,
+    check_override,
+    check_size,
+    dimension_of,
+    index_of,
+    names_of,
+    ranks_of,
+    shape_of,
+)
 from mpicoll.runtime.settings import need_string
 
 
@@ -44,7 +56,7 @@ def init_device_mesh(
         RuntimeError: more places than ranks, a length that is not positive, names that are not unique, another number of names
             than of dimensions, a device with a number, a key of ``backend_override`` that is no dimension. Other ranks raise
             CollectiveMismatchError.
-        TypeError: a shape, names or a device of a wrong type; on other ranks as above.
+        TypeError: a shape, names, a device or ``backend_override`` of a wrong type; on other ranks as above.
         CollectiveMismatchError: the ranks passed different shapes or names.
         Others as :func:`new_group`.
 
@@ -115,14 +127,15 @@ class DeviceMesh:
 
         def check() -> Checked:
             need_string(device_type, "device_type")
-            ranks, names = _ranks(mesh), names_of(mesh_dim_names)
+            ranks, names = ranks_of(mesh), names_of(mesh_dim_names)
             if ranks.size != np.unique(ranks).size:
                 raise RuntimeError(f"a rank can be at one place of the mesh only, got {ranks.tolist()}")
             check_size(ranks.size)
             if names is not None and len(names) != ranks.ndim:
                 raise RuntimeError(f"the mesh has {ranks.ndim} dimensions and {len(names)} names")
-            if backend_override is not None and len(backend_override) != ranks.ndim:
-                raise ValueError(f"backend_override has {len(backend_override)} entries for {ranks.ndim} dimensions")
+            backends = None if backend_override is None else backends_of(backend_override)
+            if backends is not None and len(backends) != ranks.ndim:
+                raise ValueError(f"backend_override has {len(backends)} entries for {ranks.ndim} dimensions")
             return ranks, names
 
         self._make(device_type, *agree("DeviceMesh", check))
@@ -169,6 +182,7 @@ class DeviceMesh:
 
         Raises:
             ValueError: no group; ``mesh`` or the names are missing, or do not fit the groups.
+            TypeError: a device, ``mesh`` or names of a wrong type.
 
         Source: torch.distributed.device_mesh.DeviceMesh.from_group.
         """
@@ -179,8 +193,9 @@ class DeviceMesh:
         for word, given in (("mesh", mesh), ("mesh_dim_names", mesh_dim_names)):
             if several and given is None:
                 raise ValueError(f"Must pass {word} if passing multiple ProcessGroups")
-        ranks = _ranks(get_process_group_ranks(groups[0]) if mesh is None else mesh)
-        names = None if mesh_dim_names is None else tuple(mesh_dim_names)
+        need_string(device_type, "device_type")
+        ranks = ranks_of(get_process_group_ranks(groups[0]) if mesh is None else mesh)
+        names = names_of(mesh_dim_names)
         if ranks.ndim != len(groups) or (names is not None and len(names) != len(groups)):
             raise ValueError(
                 f"{len(groups)} groups, {ranks.ndim} dimensions and the names {names} do not fit each other"
@@ -205,7 +220,7 @@ class DeviceMesh:
 
     def size(self, mesh_dim: int | None = None) -> int:
         """Return the number of ranks along a dimension, or in the whole mesh."""
-        return int(self.mesh.size) if mesh_dim is None else self.mesh.shape[mesh_dim]
+        return int(self.mesh.size) if mesh_dim is None else self.shape[dimension_of(mesh_dim, self.ndim, "an integer")]
 
     def get_rank(self) -> int:
         """Return the global rank of this rank."""
@@ -227,6 +242,7 @@ class DeviceMesh:
         Raises:
             RuntimeError: ``mesh_dim`` is None, and there are several dimensions; this rank is not in the mesh.
             KeyError, IndexError: there is no dimension of that name or number.
+            TypeError: ``mesh_dim`` is no string and no integer.
         """
         rank = get_rank(self._group(mesh_dim, "get_local_rank"))
         if rank < 0:
@@ -261,7 +277,7 @@ class DeviceMesh:
             return 0
         if isinstance(mesh_dim, str):
             return self._named(mesh_dim)
-        return range(self.ndim)[mesh_dim]
+        return dimension_of(mesh_dim, self.ndim, "the number or the name of a dimension")
 
     def _named(self, name: str) -> int:
         if self.mesh_dim_names is None or name not in self.mesh_dim_names:
@@ -277,10 +293,11 @@ class DeviceMesh:
         Raises:
             RuntimeError: the dimensions of the mesh have no names, or a dimension is named twice, also by a flattened mesh.
             KeyError: there is no dimension of that name, or the names are not in the order of the dimensions.
+            TypeError: a name is no string.
         """
         if self.mesh_dim_names is None:
             raise RuntimeError("Cannot slice a DeviceMesh without mesh_dim_names!")
-        wanted = (names,) if isinstance(names, str) else tuple(names)
+        wanted = index_of(names)
         if wanted == self.mesh_dim_names:
             return self
         if len(wanted) == 1 and wanted[0] in self._root._flat and self == self._root:
@@ -332,7 +349,7 @@ class DeviceMesh:
         """
         if self.mesh_dim_names is None:
             raise RuntimeError("Cannot flatten a DeviceMesh without mesh_dim_names!")
-        name = mesh_dim_name or "_".join(self.mesh_dim_names)
+        name = need_string(mesh_dim_name or "_".join(self.mesh_dim_names), "mesh_dim_name")
         if self.mesh_dim_names == (name,):
             return self
         root, ranks = self._root, self.mesh.reshape(-1)
@@ -372,7 +389,11 @@ class DeviceMesh:
             raise RuntimeError("Cannot unflatten a DeviceMesh without mesh_dim_names!")
         if (dim not in self.mesh_dim_names) if isinstance(dim, str) else dim not in range(-self.ndim, self.ndim):
             raise ValueError(f"dim {dim!r} specified in `_unflatten` is not one of {self.mesh_dim_names}")
-        at, sizes, inner = self._dim(dim, "_unflatten"), tuple(mesh_sizes), tuple(mesh_dim_names)
+        at, sizes, inner = (
+            self._dim(dim, "_unflatten"),
+            shape_of(mesh_sizes, "mesh_sizes"),
+            names_of(mesh_dim_names) or (),
+        )
         if len(sizes) != len(inner):
             raise RuntimeError("mesh_dim_names must have same length as mesh_sizes in _unflatten!")
         names = self.mesh_dim_names[:at] + inner + self.mesh_dim_names[at + 1 :]
@@ -415,11 +436,6 @@ class DeviceMesh:
             return f"DeviceMesh({self.device_type!r}, {self.mesh.tolist()})"
         named = ", ".join(f"{name}={length}" for name, length in zip(self.mesh_dim_names, self.shape, strict=True))
         return f"DeviceMesh(({named}), {self.device_type!r}, {self.mesh.tolist()})"
-
-
-def _ranks(mesh: Any) -> Ranks:
-    """Return a mesh as an array. The numbers of a tensor are copied: NumPy warns if it converts a tensor itself."""
-    return np.array(mesh.tolist() if hasattr(mesh, "tolist") else mesh, dtype=np.int64)
 
 
 def _with_groups(

@@ -120,6 +120,7 @@ class Board:
         state: returns the state of this rank for a search for deadlocks.
         slots: the node board, if there is shared memory.
         sent: what ranks report at the end if messages are lost: group's name -> tag -> (messages to this rank, place).
+        printed: ranks that have printed a report in place of the rank that was to print it.
         dead: ranks whose process has ended without a message; nothing is sent to them.
         verdict: (epoch, report) of a certificate that another rank found and that names this rank.
         certain: the ranks of the certificate for which a group was given up, by the group's name.
@@ -132,6 +133,7 @@ class Board:
     exited: dict[int, Exit] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
     handling: set[int] = field(default_factory=set)
+    printed: set[int] = field(default_factory=set)
     withdrawn: dict[str, tuple[int, str]] = field(default_factory=dict)
     interrupted: set[str] = field(default_factory=set)
     leavers: dict[str, set[int]] = field(default_factory=dict)
@@ -260,6 +262,8 @@ class Board:
             self.ended.add(rank)
         elif kind == "handling":
             self.handling.add(rank)
+        elif kind == "printed":
+            self.printed.add(rank)
         elif kind == "withdrawn":
             group, why, certain, of_program = payload
             if of_program and group not in self.withdrawn:

@@ -17,11 +17,14 @@ _where: str | None = None  # the directory, after scrub() has removed it from th
 # The shell script that runs every rank. A plain shell costs about 1 ms. The shell is in the rank's process group, so signals
 # that launchers send to the group reach the rank itself. The shell survives these signals and records how the rank ended.
 # SIGUSR1 is ignored unless the program handles it: MPICH's mpiexec sends it to all ranks when one has died.
-# If the directory is missing (on another host), the rank runs as without the script.
+# If the directory is missing (on another host), the rank runs as without the script. The directory is the first argument, too: a
+# site's launcher may clean the environment. If it sets no variable of the rank, only the start of an unknown rank is recorded.
 WRAPPER = """\
 r=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$PMIX_RANK}}
+export MPICOLL_RUN_DIR="${MPICOLL_RUN_DIR:-$1}"; shift
 d=$MPICOLL_RUN_DIR
-[ -n "$r" ] && [ -d "$d" ] || exec "$@"
+[ -d "$d" ] || exec "$@"
+[ -n "$r" ] || { echo "start -1 $$" >>"$d/records"; exec "$@"; }
 trap : HUP INT TERM USR2; trap '' USR1
 echo "start $r $$" >>"$d/records"
 if [ -e "$d/err.$r" ]; then
@@ -35,7 +38,7 @@ exit $s"""
 
 @dataclass(frozen=True)
 class Record:
-    """One line of ``records``.
+    """One line of ``records``; rank -1: not known.
 
     The kind is ``start`` or ``pid`` (value: the process id of the shell, of the rank), ``exit`` or ``fail`` (value: the exit
     code), ``blame``: a failure in consequence of another rank's failure, or ``stop``: the rank ends the job by intent, has

@@ -54,7 +54,7 @@ class Launch:
     @property
     def argv(self) -> list[str]:
         """The command that is started: each rank runs under a shell that records how the rank ended."""
-        return [*self.launcher, "/bin/sh", "-c", WRAPPER, "mpicoll-rank", *self.command]
+        return [*self.launcher, "/bin/sh", "-c", WRAPPER, "mpicoll-rank", self.env[RUN_DIR], *self.command]
 
     @property
     def line(self) -> str:

@@ -31,7 +31,7 @@ def destroy_process_group(group: Any = None) -> None:
         CollectiveMismatchError: inside a block that one rank runs first while the other ranks wait for its end.
 
     Errors of other ranks are not raised here. Messages that no rank has received, and at check level ``roll`` calls that differed
-    after the last comparison, are reported when the program ends (``on_failure="job"``).
+    after the last comparison, are reported when the program ends (``on_failure="job"``; ``MPICOLL_LEFTOVER``).
 
     Source: torch.distributed.destroy_process_group.
     """

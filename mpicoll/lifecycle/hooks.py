@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
+from mpicoll import errors
 from mpicoll.errors import ARGUMENT, DistError, GroupBrokenError, PeerExitedError, PeerFailedError, in_one_line
 from mpicoll.groups import registry
 from mpicoll.launch.job_folder import append_record
@@ -32,6 +33,9 @@ ORIGIN_ENDS_WITHIN = 0.5
 
 SAME_MOMENT = 0.03
 """Seconds for which a rank whose wait has ended looks for a lower rank that prints the same report."""
+
+PRINTED_WITHIN = 2.0
+"""Seconds in which the rank that prints a report ends with its error, before another rank prints the report."""
 
 MOST_CHAINED = 20
 """Exceptions of a chain (``__cause__``, ``__context__``) that are looked at."""
@@ -105,8 +109,16 @@ def register() -> None:
         atexit.register(_at_exit)
         os.register_at_fork(after_in_child=_in_child)
         # MPI calls the callback first in a program's MPI_Finalize, but not in mpi4py's, after the end of the interpreter.
-        _keyval = MPI.Comm.Create_keyval(delete_fn=lambda *_: leave("called MPI.Finalize()"))
+        _keyval = MPI.Comm.Create_keyval(delete_fn=lambda *_: _finalize())
         MPI.COMM_SELF.Set_attr(_keyval, True)
+
+
+def _finalize() -> None:
+    """Leave the job at the program's own MPI_Finalize. If that is an error, the program goes on, and then ends with its code."""
+    if _keyval is not None:
+        leave("called MPI.Finalize()")
+        if ending.code:
+            sys._mpicoll_interpreter_exit = InterpreterExit()  # type: ignore[attr-defined]
 
 
 def _in_child() -> None:
@@ -118,23 +130,24 @@ def _in_child() -> None:
     exit_code.watch(_note_exit)
     if not hasattr(sys, "_mpicoll_interpreter_exit"):  # a child of a child has it
         sys._mpicoll_interpreter_exit = InterpreterExit()  # type: ignore[attr-defined]
+    sys._mpicoll_interpreter_exit.code = 0  # type: ignore[attr-defined]
 
 
 class InterpreterExit:
-    """Ends a forked child when its modules are cleared: after its exit handlers, before MPI_Finalize, which would hang.
+    """Ends a process when its modules are cleared: a forked child, before MPI_Finalize, which would hang; a failed rank.
 
     An attribute of the ``sys`` module, which Python clears last. Other names are cleared before, so the object holds all that
     it needs.
     """
 
     def __init__(self) -> None:
-        self.ending = ending
+        self.ending, self.code = ending, ending.code
         self.exit, self.kill, self.getpid = os._exit, os.kill, os.getpid
 
     def __del__(self) -> None:
         if self.ending.interrupted:
             self.kill(self.getpid(), 2)
-        self.exit(self.ending.code)
+        self.exit(self.ending.code or self.code)
 
 
 def _excepthook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
@@ -149,18 +162,27 @@ def _excepthook(kind: type[BaseException], value: BaseException, trace: Tracebac
         say(f"{prefix()}{kind.__name__}: {in_one_line(value)}\n")
         return
     reporter = _reporter(value, board) if isinstance(value, DistError) and not hides else None
-    if known is not None and reporter not in (None, me):
-        first = in_one_line(value)
-        say(f"{prefix()}{kind.__name__}: {first} ({traceback_site(trace)}; rank {reporter} prints the report)\n")
+    site = traceback_site(trace)
+    other = reporter if known is not None and reporter != me else None
+    if isinstance(value, DistError) or getattr(value, ARGUMENT, False):
+        trace = value.__traceback__ = _without_ours(trace)  # Python's own hook reads it from the exception
+    if other is not None:
+        say(f"{prefix()}{kind.__name__}: {in_one_line(value)} ({site}; rank {other} prints the report)\n")
     else:
-        if isinstance(value, DistError) or getattr(value, ARGUMENT, False):
-            trace = value.__traceback__ = _without_ours(trace)  # Python's own hook reads it from the exception
         with prefixed(value):
             _found_hook(kind, value, trace)
     if not ending.because_of_others:
         if isinstance(value, PeerExitedError) and value.ranks:
             append_record("early", value.ranks[0], 0)
-        announce_failure(_in_words(value), traceback_site(trace))
+        announce_failure(_in_words(value), site)
+    if other is not None and board is not None and not MPI.Is_finalized() and "\n" in str(value):
+        with contextlib.suppress(KeyboardInterrupt):
+            if not _is_printed(value, other, board):
+                with prefixed(value):
+                    print(f"mpicoll: rank {other} has not printed the report:", file=sys.stderr)
+                    _found_hook(kind, value, trace)
+                board.post("printed", None, range(board.size))
+                board.flush(0.5)
 
 
 def _hides_another(error: BaseException, me: int | None) -> bool:
@@ -248,6 +270,21 @@ def _reporter(error: DistError, board: Board | None) -> int | None:
     return min(lower, default=None)
 
 
+def _is_printed(error: BaseException, reporter: int, board: Board) -> bool:
+    """Return whether another rank prints the report of an error: its reporter, or the lowest other rank that ends with the error.
+
+    The reporter may handle its error, so that the job ends without its report.
+    """
+    poll_until(lambda: reporter in board.failed.keys() | board.ended | board.exited.keys(), board, PRINTED_WITHIN)
+    end = board.failed.get(reporter)
+    if end is not None and (isinstance(error, PeerFailedError) or end.what.partition(":")[0] in errors.__all__):
+        return True
+    poll_until(lambda: False, board, 10 * SAME_MOMENT)
+    words = _in_words(error)[:1000]
+    lower = {rank for rank, failure in board.failed.items() if rank < board.rank and failure.what == words}
+    return bool(lower) and poll_until(lambda: bool(lower & board.printed), board, 2 * PRINTED_WITHIN)
+
+
 def _thread_hook(arguments: threading.ExceptHookArgs) -> None:
     ident = arguments.thread.ident if arguments.thread is not None else None
     if os.getpid() != _owner or ident not in signals.threads or arguments.exc_type is SystemExit:
@@ -304,6 +341,7 @@ def _at_exit() -> None:
 
 
 def _end() -> None:
+    global _keyval
     if not ending.code:
         exit_code.note_last()
     error = exit_code.uncaught() if not ending.code else None
@@ -324,8 +362,9 @@ def _end() -> None:
         if _never_joined is not None and error is _never_joined[0]:
             _end_alone(_never_joined[1])
         leave(f"ended the program ({_ignored_error})" if _ignored_error else "ended the program")
-        if _keyval is not None and not MPI.Is_finalized():
-            MPI.COMM_SELF.Delete_attr(_keyval)
+        keyval, _keyval = _keyval, None
+        if keyval is not None and not MPI.Is_finalized():
+            MPI.COMM_SELF.Delete_attr(keyval)
 
 
 def _end_alone(grace: float) -> None:

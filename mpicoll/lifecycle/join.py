@@ -135,9 +135,12 @@ def join(
     watchdog.start(deadly=how == "job")
     try:
         # Ranks that have made default groups on other communicators count differently: the largest count names the group.
+        key: tuple[Any, ...] = (size, ("on_failure", how), ("check", level), ("MPICOLL_ENGINE", settings.engine))
+        if settings.leftover != "error":
+            key += (("MPICOLL_LEFTOVER", settings.leftover),)  # seldom set: reports do without the default
         call = CallDescription(
             "init_process_group",
-            (size, ("on_failure", how), ("check", level), ("MPICOLL_ENGINE", settings.engine)),
+            key,
             site,
             error=problem,
             block_bytes=_initialisations,
@@ -176,7 +179,7 @@ def join(
     _start_progress_thread(state)
     if how == "job":
         termination.start()
-    teardown.group_limit = limit
+    teardown.group_limit, teardown.leftover = limit, settings.leftover
     claims.rank = me
 
 

@@ -34,6 +34,7 @@ from mpicoll.runtime import waiting, watchdog
 from mpicoll.runtime.call_site import NOWHERE
 from mpicoll.runtime.mpi_library import retain_for_ever
 from mpicoll.runtime.output import flush_streams, say
+from mpicoll.runtime.settings import Leftover
 from mpicoll.runtime.signals import notes
 from mpicoll.transports.shm import mapping
 
@@ -54,6 +55,8 @@ _ABORT_LIMIT = 20.0
 
 group_limit = 1800.0
 """The limit of the last default group."""
+leftover: Leftover = "error"
+"""The setting MPICOLL_LEFTOVER of the last default group."""
 
 
 @dataclass
@@ -322,9 +325,10 @@ def _await_ends(endpoint: JobEndpoint, reason: str, totals: Any, closings: list[
 
 
 def _report_lost_messages(endpoint: JobEndpoint) -> None:
-    """Print which messages were never received, and end with an error. All ranks have reached their end."""
-    board = endpoint.board
-    ending.code, ending.unfinished = 1, True
+    """Print which messages were never received, and end with an error, or warn. All ranks have reached their end."""
+    board, warns = endpoint.board, leftover == "warn"
+    if not warns:
+        ending.code, ending.unfinished = 1, True
     live, sent = endpoint.live_groups(), endpoint.all_sent()
     places = {**endpoint.places, **{group.group_name: group.by_rank(group.known_sites.places) for group in live}}
     for rank in {rank for there in sent.values() for rank, _ in there}:
@@ -347,10 +351,10 @@ def _report_lost_messages(endpoint: JobEndpoint) -> None:
             for tag, (count, place) in there.items():
                 left = count - received.get(name, {}).get((sender, tag), 0)
                 if left > 0:
-                    what = f"{left} message{'s' if left > 1 else ''}"
+                    what = f"the program ended, and {left} message{'s' if left > 1 else ''}"
                     say(
-                        f"{prefix()}mpicoll: the program ended, and {what} from rank {sender} to rank {board.rank} with tag "
-                        f"{tag} on group {displays.get(name, name)} had not been received{f' ({place})' if place else ''}\n"
+                        f"{prefix()}mpicoll: {'warning: ' if warns else ''}{what} from rank {sender} to rank {board.rank} with "
+                        f"tag {tag} on group {displays.get(name, name)} had not been received{f' ({place})' if place else ''}\n"
                     )
 
 

@@ -39,6 +39,10 @@ Progress = Literal["none", "thread"]
 PROGRESS: tuple[Progress, ...] = ("none", "thread")
 """What progresses operations while the program computes; see MPICOLL_PROGRESS."""
 
+Leftover = Literal["error", "warn"]
+LEFTOVER: tuple[Leftover, ...] = ("error", "warn")
+"""What a message that no rank has received is at the end of the program; see MPICOLL_LEFTOVER."""
+
 
 def to_seconds(value: float | int | timedelta, name: str = "timeout") -> float:
     """Return a positive limit in seconds from a number of seconds or a timedelta."""
@@ -141,6 +145,12 @@ class Settings:
         "full",
         "full, roll or off",
         "what the ranks compare: every call before data moves, a rolling fingerprint every 16 calls, or nothing",
+    )
+    leftover: Leftover = _setting(
+        _one_of(LEFTOVER),
+        "error",
+        "error or warn",
+        "what a message that no rank has received is at the end of the program: an error with exit code 1, or a warning",
     )
     job_end: float = _setting(
         _seconds,

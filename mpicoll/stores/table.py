@@ -194,8 +194,10 @@ def decode(data: bytes) -> list[bytes]:
 _LENGTH = struct.Struct(">I").unpack_from
 
 
-def timed_out(op: str, args: Sequence[bytes], timeout: float, existing: Container[bytes]) -> DistStoreError:
+def timed_out(
+    op: str, args: Sequence[bytes], timeout: float, existing: Container[bytes], why: str = ""
+) -> DistStoreError:
     """Return the error of an operation that was not possible within its limit; the message names the missing keys."""
     keys = args[:1] if op in ("queue_pop", "get") else [key for key in args if key not in existing] or args
     words = ", ".join(repr(key.decode(errors="replace")) for key in keys[:5]) + (", …" if len(keys) > 5 else "")
-    return DistStoreError(f"wait timeout after {round(timeout * 1000)}ms, keys: {words} ({op})")
+    return DistStoreError(f"wait timeout after {round(timeout * 1000)}ms, keys: {words} ({op}){why}")

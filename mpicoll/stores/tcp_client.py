@@ -30,8 +30,10 @@ from mpicoll.stores.wire import (
     tune,
 )
 
-_ANSWER_SECONDS = 1.0
+_ANSWER_SECONDS = 0.2
 """How long after the limit of a question the server's answer is awaited: the server knows which keys are missing."""
+_WAITS = ("get", "wait", "multi_get", "queue_pop")
+"""The operations that wait for a key."""
 _WAKE_SECONDS = 0.25
 """The longest wait in the kernel; then the limit of the whole call is examined."""
 _WORKERS, _ALL, _MET = "mpicoll/workers", "mpicoll/all workers", "mpicoll/met"
@@ -203,6 +205,11 @@ class TCPStore(Store):
                 limit = min(timeout, self._limit())
                 self._connect(min(end, time.monotonic() + limit), limit)
             return self._exchange(op, args, timeout, end)
+        except DistNetworkError as error:
+            is_late = isinstance(error.__cause__, TimeoutError) and time.monotonic() >= end
+            if is_late and op in _WAITS and (op, args[-1:]) != ("queue_pop", [b"0"]):
+                raise timed_out(op, args, timeout, (), f": {error}") from error
+            raise
         finally:
             self._lock.release()
 

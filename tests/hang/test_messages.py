@@ -146,6 +146,65 @@ print("done", flush=True)
         assert job.err[1].count(lost) == 3, job
 
 
+CLOSES_TWICE = """
+group = dist.new_group([0, 1])
+if r == 0:
+    for turn in range(3):
+        dist.send(np.zeros(1), 1, group=group)
+else:
+    dist.recv(np.zeros(1), 0, group=group)
+"""
+LEFT = (
+    "the program ended, and 2 messages from rank 0 to rank 1 with tag 0 on group [0-1] had not been received (send at "
+)
+
+
+@pytest.mark.parametrize(
+    "end", ["", "dist.destroy_process_group()", "from mpi4py import MPI; MPI.Finalize(); print('goes on'); sys.exit(0)"]
+)
+def test_messages_that_are_left_are_a_warning_if_asked(end: str) -> None:
+    """MPICOLL_LEFTOVER=warn: the receiver prints the same report as a warning, once, and the program ends as by itself."""
+    for leftover, code, words in ((None, 1, ""), ("warn", 0, "warning: ")):
+        job = run_job(HEAD + CLOSES_TWICE + end + "\n", 2, limit=20, env={"MPICOLL_LEFTOVER": leftover})
+        assert not job.timed_out, job
+        assert job.returncode == code, job
+        said = [[line for line in err.splitlines() if "Abort(" not in line] for err in job.err]
+        assert not said[0], job
+        assert len(said[1]) == 1, job
+        assert ("goes on" in job.out[0]) == ("Finalize" in end), job
+        assert said[1][0].startswith(f"[rank 1] mpicoll: {words}{LEFT}"), job
+        assert not job.left_running, job
+
+
+@pytest.mark.slow
+def test_a_warning_of_messages_changes_no_other_error() -> None:
+    """MPICOLL_LEFTOVER=warn: operations that were never waited for, and codes of sys.exit, end the job as ever."""
+    for end, code, words in (
+        ("works = [dist.irecv(np.zeros(1), 1 - r, tag=9)]", 1, "never waited for: irecv issued at"),
+        ("sys.exit(3)", 3, ""),
+    ):
+        job = run_job(HEAD + CLOSES_TWICE + end + "\n", 2, limit=20, env={"MPICOLL_LEFTOVER": "warn"})
+        assert not job.timed_out, job
+        assert job.returncode == code, job
+        assert words in job.err[0], job
+
+
+def test_what_is_left_is_judged_alike() -> None:
+    """MPICOLL_LEFTOVER that differs between ranks is told by init_process_group."""
+    source = """
+import os
+from mpi4py import MPI
+if MPI.COMM_WORLD.rank == 1:
+    os.environ["MPICOLL_LEFTOVER"] = "warn"
+"""
+    job = run_job(source + HEAD, 3, limit=20)
+    assert not job.timed_out, job
+    assert job.returncode == 1, job
+    assert "CollectiveMismatchError: " in job.err[0], job
+    assert ">MPICOLL_LEFTOVER warn<" in job.err[0], job
+    assert "next: pass the same MPICOLL_LEFTOVER on all ranks" in job.err[0], job
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [4, pytest.param(50_000, marks=pytest.mark.slow)])
 def test_ctrl_c_in_a_receive_that_was_made_before(count: int) -> None:

@@ -91,3 +91,41 @@ def test_printed_once(what: str) -> None:
             assert found is not None, job
             if found[1] == error != "GroupBrokenError":  # the two others name who failed or gave the group up
                 assert words in lines[0], job
+
+
+CAUGHT = {
+    "mismatch": ("dist.all_reduce(x, dist.ReduceOp.MAX if r == 1 else dist.ReduceOp.SUM)", "CollectiveMismatchError"),
+    "deadlock": ("dist.recv(x, (r + 1) % n)", "DeadlockError"),
+    "time limit": (
+        "if r == 3: time.sleep(3)\n    dist.barrier(timeout=timedelta(seconds=1))",
+        "CollectiveTimeoutError",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "then"),
+    [
+        ("mismatch", "pass"),
+        pytest.param("mismatch", "time.sleep(30)", marks=pytest.mark.slow),
+        pytest.param("mismatch", "raise ValueError('of its own')", marks=pytest.mark.slow),
+        pytest.param("mismatch", "dist.barrier()", marks=pytest.mark.slow),
+        pytest.param("deadlock", "pass", marks=pytest.mark.slow),
+        pytest.param("time limit", "pass", marks=pytest.mark.slow),
+    ],
+)
+def test_a_reporter_that_handles_its_error(what: str, then: str) -> None:
+    """If the rank that was to print the report catches its error, the lowest rank that ends with the error prints the report."""
+    call, error = CAUGHT[what]
+    caught = f"try:\n    {call}\nexcept dist.DistError:\n    if r: raise\n"
+    job = run_job(f"{HEAD}{caught}{then}\n", 4, limit=30, env={"MPICOLL_TIMEOUT": "20"})
+    assert not job.timed_out, job
+    assert job.returncode == 1, job
+    assert not job.left_running, job
+    assert "  next: " not in job.err[0], job
+    told = [rank for rank, err in enumerate(job.err) if "  next: " in err]
+    assert told == [1] if what != "time limit" else told, job
+    first, why, *report = job.err[told[0]].splitlines()
+    assert first.startswith(f"[rank {told[0]}] {error}: "), job
+    assert why == f"[rank {told[0]}] mpicoll: rank 0 has not printed the report:", job
+    assert sum(f"{error}: " in line for line in report) == 1, job

@@ -343,6 +343,31 @@ def test_an_mpiexec_that_is_none(program: str, code: int, words: str) -> None:
     assert f"mpicoll run: {words}" in result.err
 
 
+@pytest.mark.parametrize("clean", ["env -u PMI_RANK -u PMIX_RANK -u OMPI_COMM_WORLD_RANK", "env -i"])
+def test_an_mpiexec_whose_ranks_have_no_numbers(clean: str, tmp_path: Path) -> None:
+    """A site's launcher may set no variable of the rank, and clean the environment: the job ends as its program ends."""
+    launcher = tmp_path / "launcher"
+    launcher.write_text(f'#!/bin/sh\nwhile [ $1 != /bin/sh ]; do shift; done\nexec {clean} "$@"\n')
+    launcher.chmod(0o755)
+    for source, code, out in (("pass", 0, ""), ("print(1)", 0, "1\n"), ("raise SystemExit(3)", 3, "")):
+        result = call([*RUN, "-n", "1", "--mpiexec", str(launcher), write(tmp_path, source)])
+        assert (result.code, result.out, result.err) == (code, out, ""), result
+
+
+def test_an_mpiexec_that_cleans_the_environment(tmp_path: Path) -> None:
+    """The ranks' starts and ends are recorded also if mpiexec gets another environment."""
+    names = ("PATH", "HOME", "OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+    kept = " ".join(f'{name}="${name}"' for name in names)
+    launcher = tmp_path / "launcher"
+    launcher.write_text(f'#!/bin/sh\nexec env -i {kept} {find_mpiexec(find_library()).path} "$@"\n')
+    launcher.chmod(0o755)
+    result = call([*RUN, "-n", "2", "--mpiexec", str(launcher), write(tmp_path, "pass")])
+    assert (result.code, result.out, result.err) == (0, "", ""), result
+    result = call([*RUN, "-n", "2", "--mpiexec", str(launcher), write(tmp_path, "raise SystemExit(3)")])
+    assert result.code == 3, result
+    assert "failed first: exit code 3" in result.err, result
+
+
 @pytest.mark.parametrize("how", ["sys.exit(0)", "os._exit(0)"])
 def test_a_rank_that_ends_early(how: str, tmp_path: Path) -> None:
     """The rank that ended first is named, not the ranks that failed without it, or that the launcher has killed."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -203,6 +205,59 @@ def test_wrong_meshes() -> None:
         dist.DeviceMesh("cpu", [0, 0])
     with collective_raises(RuntimeError, match="dimensions and 2 names"):
         dist.DeviceMesh("cpu", [0], mesh_dim_names=("a", "b"))
+
+
+def test_arguments_of_wrong_types() -> None:
+    """Each TypeError names the argument and what it may be; so does the IndexError of a number that is no dimension."""
+    size = dist.get_world_size()
+    mesh = dist.init_device_mesh("cpu", (1, size), mesh_dim_names=("a", "b"))
+    line = dist.init_device_mesh("cpu", (size,), mesh_dim_names=("c",))
+    wrong: Any = (5, 1.5, True, slice(1), b"a")
+    in_index, in_dim, in_size = (
+        "mesh[...]: needs the name of a dimension, or a tuple of names, not ",
+        "mesh_dim must be the number or the name of a dimension, not ",
+        "mesh_dim must be an integer, not ",
+    )
+    world = dist.group.WORLD
+    make = dist.DeviceMesh.from_group
+    for call, words in (
+        (lambda: mesh[wrong[0]], f"{in_index}int"),
+        (lambda: mesh["a", wrong[0]], f"{in_index}int"),
+        (lambda: mesh[wrong[4]], f"{in_index}bytes"),
+        *((lambda each=each: mesh.get_group(each), f"{in_dim}{type(each).__name__}") for each in wrong[1:]),
+        (lambda: mesh.get_local_rank(wrong[1]), f"{in_dim}float"),
+        *((lambda each=each: mesh.size(each), f"{in_size}{type(each).__name__}") for each in wrong[1:]),
+        (lambda: make(world, wrong[0]), "device_type must be a string, not int"),
+        (
+            lambda: make(world, "cpu", [0.5]),
+            "mesh must be an array of integers, or integers in lists of one length, not list of float64",
+        ),
+        (lambda: make(world, "cpu", mesh_dim_names=wrong[0]), "mesh_dim_names must be a tuple of strings, not int"),
+        (lambda: make(world, "cpu", mesh_dim_names=wrong[:1]), "mesh_dim_names[0] must be a string, not int"),
+        (lambda: mesh._flatten(wrong[0]), "mesh_dim_name must be a string, not int"),
+        (lambda: line._unflatten(0, wrong[0], ("x", "y")), "mesh_sizes must be a tuple of integers, not int"),
+        (lambda: line._unflatten(0, (1, size), wrong[0]), "mesh_dim_names must be a tuple of strings, not int"),
+        (lambda: line._unflatten(0, (1, size), ("x", "y"), wrong[0]), "backend_override must be a dict with a backend"),
+    ):
+        with pytest.raises(TypeError, match=re.escape(words)):
+            call()
+    for number in (2, -3):
+        for each in (mesh.size, mesh.get_group, mesh.get_local_rank):
+            with pytest.raises(IndexError, match=f"mesh_dim is {number}, and the mesh has 2 dimensions"):
+                each(number)
+    for override in (5, "c", [0]):
+        with collective_raises(
+            TypeError, match=f"backend_override must be a dict with .*, not {type(override).__name__}"
+        ):
+            dist.init_device_mesh("cpu", (size,), backend_override=override)
+    for override in (5, "c", {0: "gloo"}):
+        with collective_raises(
+            TypeError, match=f"backend_override must be a tuple of backends, not {type(override).__name__}"
+        ):
+            dist.DeviceMesh("cpu", [0], backend_override=override)
+    for ranks in ("ab", [0.5], [[0], [1, 2]], [True], None):
+        with collective_raises(TypeError, match=f"mesh must be an array of integers, .* not {type(ranks).__name__}"):
+            dist.DeviceMesh("cpu", ranks)
 
 
 def test_flattened_dimensions_beside_others() -> None:

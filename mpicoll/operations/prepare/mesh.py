@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -43,11 +43,23 @@ def agree(op: str, check: Callable[[], Checked]) -> Checked:
     return made
 
 
-def shape_of(given: Any) -> tuple[int, ...]:
+def ranks_of(mesh: Any) -> Ranks:
+    """Return a mesh as an array; raise TypeError unless it has integers."""
+    try:  # the numbers of a tensor are copied: NumPy warns if it converts a tensor itself
+        given = np.asarray(mesh.tolist() if hasattr(mesh, "tolist") else mesh)
+    except ValueError:
+        given = np.empty(1, object)  # of lists of different lengths
+    if given.size and given.dtype.kind not in "iu":
+        kind = f"{type(mesh).__name__}{f' of {given.dtype}' if given.ndim else ''}"
+        raise TypeError(f"mesh must be an array of integers, or integers in lists of one length, not {kind}")
+    return given.astype(np.int64)
+
+
+def shape_of(given: Any, name: str = "mesh_shape") -> tuple[int, ...]:
     """Return the lengths of a mesh; raise TypeError unless they are integers."""
-    lengths = _items(given, "mesh_shape", "integers")
+    lengths = _items(given, name, "integers")
     for at, length in enumerate(lengths):
-        need_integer(length, f"mesh_shape[{at}]")
+        need_integer(length, f"{name}[{at}]")
     return tuple(int(length) for length in lengths)
 
 
@@ -59,6 +71,37 @@ def names_of(given: Any) -> tuple[str, ...] | None:
     return tuple(need_string(name, f"mesh_dim_names[{at}]") for at, name in enumerate(names))
 
 
+def index_of(given: Any) -> tuple[str, ...]:
+    """Return the names in ``mesh[...]``; raise TypeError unless they are strings."""
+    if isinstance(given, str):
+        return (given,)
+    names = tuple(given) if hasattr(given, "__iter__") and not isinstance(given, bytes) else (given,)
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"mesh[...]: needs the name of a dimension, or a tuple of names, not {type(name).__name__}")
+    return names
+
+
+def dimension_of(given: Any, ndim: int, what: str) -> int:
+    """Return the number of a dimension, at least 0; raise TypeError unless it is an integer, IndexError if it is out of range.
+
+    Args:
+        what: what ``mesh_dim`` may be, for the error.
+    """
+    if not hasattr(given, "__index__") or isinstance(given, bool):
+        raise TypeError(f"mesh_dim must be {what}, not {type(given).__name__}")
+    if given not in range(-ndim, ndim):
+        raise IndexError(f"mesh_dim is {given}, and the mesh has {ndim} dimension{'s' if ndim > 1 else ''}")
+    return range(ndim)[int(given)]
+
+
+def backends_of(override: Any) -> tuple[Any, ...]:
+    """Return the ``backend_override`` of ``DeviceMesh``, one for each dimension; raise TypeError unless it is a tuple."""
+    if isinstance(override, Mapping):
+        raise TypeError(f"backend_override must be a tuple of backends, not {type(override).__name__}")
+    return _items(override, "backend_override", "backends")
+
+
 def _items(given: Any, name: str, what: str) -> tuple[Any, ...]:
     if isinstance(given, (str, bytes)) or not hasattr(given, "__iter__"):
         raise TypeError(f"{name} must be a tuple of {what}, not {type(given).__name__}")
@@ -66,7 +109,12 @@ def _items(given: Any, name: str, what: str) -> tuple[Any, ...]:
 
 
 def check_override(override: Any, ndim: int, names: tuple[str, ...] | None) -> None:
-    """Raise RuntimeError if a key of ``backend_override`` is no dimension, or a dimension is named twice."""
+    """Raise TypeError if ``backend_override`` is no dict, RuntimeError if a key is no dimension or names one twice."""
+    if override is not None and not isinstance(override, Mapping):
+        raise TypeError(
+            "backend_override must be a dict with a backend for numbers or names of dimensions, "
+            f"not {type(override).__name__}"
+        )
     for dim, name in enumerate(names or ()):
         if override and dim in override and name in override:
             raise RuntimeError(f"backend_override has the dimension {name!r} twice: by name, and by its number {dim}")

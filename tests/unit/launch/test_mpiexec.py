@@ -388,14 +388,17 @@ def test_wrapper_survives_group_signals(shell: str, tmp_path: Path) -> None:
         pytest.skip(f"no {shell} here")
     (tmp_path / "records").touch()
     env = {"PATH": os.environ["PATH"], "MPICOLL_RUN_DIR": str(tmp_path), "PMI_RANK": "2"}
-    command = [shell, "-c", job_folder.WRAPPER, "rank", "/bin/sh", "-c", "kill -TERM 0; sleep 5"]
+    command = [shell, "-c", job_folder.WRAPPER, "rank", str(tmp_path), "/bin/sh", "-c", "kill -TERM 0; sleep 5"]
     done = subprocess.run(command, env=env, start_new_session=True, timeout=20, capture_output=True)
     assert done.returncode == 143
     assert [(r.kind, r.rank, r.value) for r in read_records(tmp_path)][1:] == [("exit", 2, 143)]
     command[-1] = "exit 5"
     for changed, code in (({"MPICOLL_RUN_DIR": "/nonexistent"}, 5), ({"PMI_RANK": ""}, 5)):
         assert subprocess.run(command, env={**env, **changed}, timeout=20).returncode == code
-    assert len(read_records(tmp_path)) == 2
+    assert [(r.kind, r.rank) for r in read_records(tmp_path)][2:] == [("start", -1)]  # a rank that is not known
+    del env["MPICOLL_RUN_DIR"]
+    assert subprocess.run(command, env=env, timeout=20).returncode == 5
+    assert [(r.kind, r.rank, r.value) for r in read_records(tmp_path)][4:] == [("exit", 2, 5)]
 
 
 # --- whole lines ---

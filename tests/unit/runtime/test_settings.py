@@ -40,6 +40,9 @@ def test_unknown_values_name_the_variable_and_what_it_takes() -> None:
     for text in ("", "0", "on", "none", "full,roll"):
         with pytest.raises(ValueError, match=rf"MPICOLL_CHECK={text!r} is no valid value \(full, roll or off\)"):
             read_settings({"MPICOLL_CHECK": text})
+    for text in ("", "0", "off", "errors"):
+        with pytest.raises(ValueError, match=rf"MPICOLL_LEFTOVER={text!r} is no valid value \(error or warn\)"):
+            read_settings({"MPICOLL_LEFTOVER": text})
 
 
 def test_unknown_names_warn_once_with_the_nearest() -> None:
