@@ -184,7 +184,10 @@ class DeadlockError(DistError):
 class PeerFailedError(DistError):
     """Another rank failed; the message holds its rank, exception and file:line."""
 
-    what_to_do = "correct the error on the rank in the message; this rank did nothing wrong"
+    what_to_do = (
+        "correct the error on the rank in the message; if it is a CollectiveMismatchError, any of the ranks that it names may be "
+        "wrong"
+    )
 
 
 class FirstFailedError(PeerFailedError):
