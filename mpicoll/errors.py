@@ -185,8 +185,8 @@ class PeerFailedError(DistError):
     """Another rank failed; the message holds its rank, exception and file:line."""
 
     what_to_do = (
-        "correct the error on the rank in the message; if it is a CollectiveMismatchError, any of the ranks that it names may be "
-        "wrong"
+        "correct the error on the rank in the message; if it is an error between ranks, such as CollectiveMismatchError, any "
+        "rank that it names may be wrong"
     )
 
 

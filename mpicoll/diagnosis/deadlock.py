@@ -173,7 +173,7 @@ def report(states: Mapping[int, State], members: set[int], now: float = 0.0) -> 
     blocked = members | {rank for rank, state in states.items() if state.gone}
     left = _unreceived(states)
     waits = [
-        (rank, wait, {source: _meant(wait, left.get((rank, source), ())) for source in _sources(wait, rank)})
+        (rank, wait, {who: _meant(wait, left[rank, who]) for who in _sources(wait, rank) if (rank, who) in left})
         for rank in sorted(members)
         for wait in states[rank].waits
     ]

@@ -152,14 +152,23 @@ WHY_ENDED = Message(
     "find why {ranks} ended before this call: an early return, a shorter loop, or a call that only other ranks make",
     "Ranks ended without the call.",
 )
-COMPARE_BOTH = Message(
-    "the error on {ranks} names the calls that do not fit: compare both ends, either may be wrong",
-    "Ranks failed with CollectiveMismatchError.",
+COMPARE_CALLS = Message(
+    "the error on {ranks} is about the calls of several ranks: compare these, any of them may be wrong",
+    "Ranks failed with an error between ranks, such as CollectiveMismatchError or CollectiveTimeoutError.",
 )
 CAUSE_IS_THERE = Message(
     "the cause is the error on {ranks}; this rank did nothing wrong",
-    "Ranks failed or were killed.",
+    "Ranks failed with an error of their own, or were killed.",
 )
+
+_BETWEEN_RANKS = (
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
+    "DeadlockError",
+    "GroupBrokenError",
+    "PeerExitedError",
+)
+"""Errors that another rank may have caused, also the rank that learns of the failure."""
 
 _BY_PART = {
     "op": SAME_OP,
@@ -255,6 +264,6 @@ def after_exit(gone: Runs) -> str:
     return WHY_ENDED(ranks=name_runs(gone, _WIDTH))
 
 
-def after_failure(gone: Runs, differ: bool = False) -> str:
-    """Return what to do about ranks that failed; ``differ``: with CollectiveMismatchError, where another rank may be wrong."""
-    return (COMPARE_BOTH if differ else CAUSE_IS_THERE)(ranks=name_runs(gone, _WIDTH))
+def after_failure(gone: Runs, problem: str = "") -> str:
+    """Return what to do about ranks that failed, the first with ``problem``."""
+    return (COMPARE_CALLS if problem.startswith(_BETWEEN_RANKS) else CAUSE_IS_THERE)(ranks=name_runs(gone, _WIDTH))

@@ -13,7 +13,7 @@ from mpicoll.diagnosis.report import advice
 from mpicoll.diagnosis.report.entries import RankState, Runs, Table, count, join, name_runs, table_of
 from mpicoll.diagnosis.report.report import Report, call_text, differing, made_by_most, reference_call
 from mpicoll.diagnosis.report.text_layout import clip, short_paths
-from mpicoll.errors import CollectiveMismatchError, Message
+from mpicoll.errors import Message
 
 _FEWEST_FOLDED = 6
 _CYCLE_SHOWN = 8
@@ -401,7 +401,7 @@ def peer_failed(waiting: RankState, group: str, members: Runs, table: Table, clo
         ),
         table,
         odd=gone,
-        next_step=advice.after_failure(gone, first.problem.startswith(CollectiveMismatchError.__name__)),
+        next_step=advice.after_failure(gone, first.problem),
         closing=closing,
         waiting=waiting,
     )

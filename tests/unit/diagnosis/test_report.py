@@ -17,6 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mpicoll.diagnosis.call import CallDescription
@@ -416,6 +417,11 @@ def test_parts_that_are_cut_stay_different() -> None:
     assert len({entry.key for entry in entries}) == len(long)
     assert "[0-4999]" in call_text(entries[0])
     assert "5000 values" in call_text(entries[2])
+    dtypes = (str(np.dtype([(f"field_{i}", "f8") for i in range(9)] + [(last, "i4")])) for last in ("n", "m"))
+    first, second = (call_text(entry_of(CallDescription("broadcast", (dtype,), call_site()), 0)) for dtype in dtypes)
+    assert "[('field_0', '<f8'), " in first
+    assert "('n', '<i4')]" in first
+    assert "('m', '<i4')]" in second
     for entry in entries:
         assert all(columns(part) <= 80 for _, part in entry.key)
         again = RankState(**{name: getattr(entry, name) for name in RankState.__slots__})
@@ -577,12 +583,16 @@ def test_colours_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_error_that_names_two_ends_clears_nobody() -> None:
-    """Where a rank failed as a message or a block did not fit, the others are not told that they did nothing wrong."""
-    for problem, right in (("ValueError: no", True), ("CollectiveMismatchError: recv: rank 0 sent 5", False)):
+    """Where a rank failed with an error between ranks, the others are not told that they did nothing wrong."""
+    for problem, right in (
+        ("ValueError: no", True),
+        ("CollectiveMismatchError: recv: rank 0 sent 5", False),
+        ("CollectiveTimeoutError: time limit: rank 0 did not make the matching call", False),
+    ):
         rows = [RankState(runs_of([0]), state="waits"), RankState(runs_of([1]), state="failed", problem=problem)]
         told = peer_failed(usual([0]), "WORLD", runs_of(range(2)), table_of(rows)).text()
         assert ("did nothing wrong" in told) is right, told
-        assert ("either may be wrong" in told) is not right, told
+        assert ("any of them may be wrong" in told) is not right, told
 
 
 def test_messages_that_have_arrived() -> None:
