@@ -172,11 +172,7 @@ def report(states: Mapping[int, State], members: set[int], now: float = 0.0) -> 
     """
     blocked = members | {rank for rank, state in states.items() if state.gone}
     left = _unreceived(states)
-    waits = [
-        (rank, wait, {who: _meant(wait, left[rank, who]) for who in _sources(wait, rank) if (rank, who) in left})
-        for rank in sorted(members)
-        for wait in states[rank].waits
-    ]
+    waits = [(rank, wait, _meant(wait, left.get(rank, {}))) for rank in sorted(members) for wait in states[rank].waits]
     named: dict[str, set[str]] = {}
     for rank, wait, found in waits:
         named.setdefault(wait.entry.group, set()).add(wait.group)
@@ -200,8 +196,7 @@ def report(states: Mapping[int, State], members: set[int], now: float = 0.0) -> 
                     differs.add("group" if other else "tag")
                 where = f" on group {shown(name, states[rank].groups.get(name, name))}" if other else ""
                 texts.append(f"tag{'s' if len(tags) > 1 else ''} {', '.join(map(str, tags[:8]))}{where}")
-            if texts:
-                sent.setdefault(" and ".join(texts), []).append(source)
+            sent.setdefault(" and ".join(texts), []).append(source)
         words, ranks = _needs(wait, rank, states, blocked, sent)
         group = shown(wait.group, wait.entry.group)
         entries.append(replace(wait.entry, ranks=((rank, rank),), group=group, needs=words, waited=waited))
@@ -211,22 +206,28 @@ def report(states: Mapping[int, State], members: set[int], now: float = 0.0) -> 
     return deadlock(entries, needed, differs)
 
 
-def _unreceived(states: Mapping[int, State]) -> dict[tuple[int, int], list[tuple[str, int]]]:
-    """Return the group and tag of messages that no receive has taken, by (receiver, source)."""
-    found: dict[tuple[int, int], list[tuple[str, int]]] = {}
+def _unreceived(states: Mapping[int, State]) -> dict[int, dict[int, list[tuple[str, int]]]]:
+    """Return the group and tag of messages that no receive has taken, by receiver and source."""
+    found: dict[int, dict[int, list[tuple[str, int]]]] = {}
     for source, state in states.items():
         for (group, to, tag), count in state.sent.items():
             if tag >= 0 and to in states and count > states[to].received.get((group, source, tag), 0):
-                found.setdefault((to, source), []).append((group, tag))
+                found.setdefault(to, {}).setdefault(source, []).append((group, tag))
     return found
 
 
-def _meant(wait: Wait, messages: Collection[tuple[str, int]]) -> dict[str, list[int]]:
-    """Return the messages that a receive may mean, as tags by group: all of its group, on other groups those with its tag."""
-    found: dict[str, list[int]] = {}
-    for group, tag in sorted(messages, key=lambda message: (message[0] != wait.group, message)):
-        if group == wait.group or tag == wait.tag:
-            found.setdefault(group, []).append(tag)
+def _meant(wait: Wait, left: Mapping[int, list[tuple[str, int]]]) -> dict[int, dict[str, list[int]]]:
+    """Return the messages that a receive may mean: their tags, by source and group.
+
+    These are the messages of its sources on its group, and on other groups those with its tag.
+    """
+    found: dict[int, dict[str, list[int]]] = {}
+    if wait.peer is None or wait.sending:
+        return found
+    for source, messages in sorted(left.items()):
+        for group, tag in sorted(messages, key=lambda message: (message[0] != wait.group, message)):
+            if wait.peer in (source, -1) and (group == wait.group or tag == wait.tag):
+                found.setdefault(source, {}).setdefault(group, []).append(tag)
     return found
 
 

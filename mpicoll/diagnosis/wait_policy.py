@@ -167,7 +167,7 @@ class CallWait:
             other = group.group_name != self.group.group_name
             same = f" ({group.group_name})" if group.display == self.group.display else ""  # of the same ranks
             for source, tag in group.receiver.unreceived(group.ranks.index(self.peer) if self.peer >= 0 else -1):
-                if not other or (tag == self.tag and group.ranks[source] in self.group.ranks):
+                if not other or tag == self.tag:
                     found.append((group.ranks[source], tag, f"{group.display}{same}" if other else ""))
         return with_unreceived(report, found, tagged="object" not in self.call.name)
 

@@ -231,7 +231,9 @@ class KnownSites:
             self._known.clear()  # texts are sent again, which does no harm
         self._known.add(key)
         if named and memory is not None:
-            words += f"{DTYPE_BEHIND}{memory.flat.itemsize} {named}".encode(errors="replace")[:_DTYPE_BYTES]
+            dtype = f"{DTYPE_BEHIND}{memory.flat.itemsize} {named}".encode(errors="replace")
+            half = _DTYPE_BYTES // 2 - 2
+            words += dtype if len(dtype) <= _DTYPE_BYTES else dtype[:half] + "…".encode() + dtype[-half:]
         return number, words
 
     def known(self, peer: int, tag: int, op: str, site: CallSite) -> int | None:

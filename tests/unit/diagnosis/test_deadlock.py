@@ -131,6 +131,11 @@ ANYBODY = {
         "a message from any rank (rank 2 has sent tag 5 and tag 3 on group rows)",
         "pass the same group= to its send and its receive; else a message has arrived with a tag that no rank waits for",
     ),
+    "a rank that is no member": (
+        {3: {("a", 0, 3): 1, ("a", 0, 4): 1}},
+        "a message from any rank (rank 3 has sent tag 3 on group rows)",
+        "pass the same group= to its send and its receive; else some ranks wait in a collective",
+    ),
     "received": ({1: {("w", 0, 9): 2}}, "a message from any rank", "some ranks wait in a collective"),
 }
 
@@ -141,7 +146,8 @@ def test_what_was_sent_to_a_receive_from_any_rank(case: str) -> None:
     sent, needs, advice = ANYBODY[case]
     known = {"groups": {"w": "w", "a": "rows", "b": "columns"}, "received": {("w", 1, 9): 2}}
     waits = [State(r, waits=(_collective("w", 1),), calls={"w": 1}, sent=sent.get(r, {})) for r in (1, 2)]
-    states = _states(State(0, waits=(_anybody(3),), **known), *waits)  # type: ignore[arg-type]
+    outside = [State(r, free=True, sent=sent[r]) for r in sent if r == 3]
+    states = _states(State(0, waits=(_anybody(3),), **known), *waits, *outside)  # type: ignore[arg-type]
     assert blocked_set(states) == {0, 1, 2}
     told = report(states, {0, 1, 2})
     assert next(row["needs"] for row in told.calls) == needs

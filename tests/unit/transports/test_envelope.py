@@ -122,10 +122,12 @@ def test_a_dtype_is_named_once_for_each_tag_and_receiver() -> None:
     known = adapt(np.zeros(5, "e"), "x", writable=False)
     assert told.place(1, 0, "send", here, known)[1] == f"send at {here}".encode()
     assert told.places[1, 0] == f"send at {here}"
-    endless = adapt(np.zeros(5, [("f" * 5000, "i4")]), "x", writable=False)
+    endless = adapt(np.zeros(5, [("f" * 5000, "i4"), ("last", "u1")]), "x", writable=False)
     text = told.place(1, 0, "send", here, endless)[1]
     assert WORDS.size + SMALL_BYTES + len(text) <= ROOM
-    assert open_message(write(known.flat, known.named, 7, text))[2].startswith(f"send at {here}{DTYPE_BEHIND}4 [('fff")
+    words = open_message(write(known.flat, known.named, 7, text))[2]
+    assert words.startswith(f"send at {here}{DTYPE_BEHIND}5 [('fff")
+    assert words.endswith("ff', '<i4'), ('last', 'u1')]")
 
 
 def test_a_long_path_is_cut_from_the_left() -> None:
