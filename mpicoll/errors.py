@@ -185,7 +185,10 @@ class DeadlockError(DistError):
 class PeerFailedError(DistError):
     """Another rank failed; the message holds its rank, exception and file:line."""
 
-    what_to_do = "correct the error on the rank in the message; this rank did nothing wrong"
+    what_to_do = (
+        "correct the error on the rank in the message; if it is an error between ranks, such as CollectiveMismatchError, any "
+        "rank that it names may be wrong"
+    )
 
 
 class FirstFailedError(PeerFailedError):

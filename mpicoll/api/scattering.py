@@ -187,7 +187,7 @@ def all_to_all_single(
     Raises:
         TypeError, RuntimeError: no list of integers; dimension 0 does not divide equally, or the split sizes do not add up to
             the rows (texts of torch).
-        ValueError, CollectiveMismatchError: a rank sends another number of elements than the receiver expects.
+        CollectiveMismatchError: a rank sends another number of elements than the receiver expects; either may be wrong.
         Others as :func:`broadcast`.
 
     Source: torch.distributed.all_to_all_single; MPI-4.1 section 6.8.
@@ -222,7 +222,7 @@ def all_to_all(
 
     Raises:
         TypeError, ValueError: no lists of one array for each member, or dtypes that differ.
-        ValueError, CollectiveMismatchError: a rank sends another number of elements than the receiver expects.
+        CollectiveMismatchError: a rank sends another number of elements than the receiver expects; either may be wrong.
         Others as :func:`broadcast`.
 
     Source: torch.distributed.all_to_all; MPI-4.1 section 6.8.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from mpicoll.checks.levels import EVERY
 from mpicoll.diagnosis.call import CallDescription, Made
 from mpicoll.diagnosis.report.entries import Table, entry_of, merge, name_runs, runs_of, table_of
-from mpicoll.diagnosis.report.texts import PENDING_CALLS, mismatch
+from mpicoll.diagnosis.report.texts import PENDING_CALLS, blocks_differ, mismatch
 from mpicoll.errors import CollectiveMismatchError
 from mpicoll.runtime.call_site import CallSite
 from mpicoll.runtime.waiting import Pollable
@@ -25,7 +26,12 @@ GRACE = 0.05
 
 
 def explain(
-    comm: Any, call: CallDescription, group_name: str, ranks: tuple[int, ...], waited: float = 0.0
+    comm: Any,
+    call: CallDescription,
+    group_name: str,
+    ranks: tuple[int, ...],
+    waited: float = 0.0,
+    blocks: str | None = None,
 ) -> Generator[Pollable, None, None]:
     """Exchange the calls of all members, and raise: ``call.error`` if this rank has one, otherwise CollectiveMismatchError.
 
@@ -35,6 +41,7 @@ def explain(
         group_name: for the message.
         ranks: global ranks of the members, by rank in the group.
         waited: seconds from this member's post of the round to the post of the last member.
+        blocks: which blocks of this member do not fit those of other members; None if the calls themselves differ.
     """
     call.explaining = True
     if call.is_alone is not None and not call.is_alone():
@@ -44,6 +51,8 @@ def explain(
     if call.made or call.closes:
         compared, closing = yield from _first_difference(comm, call)
     mine = entry_of(compared, ranks[me], waited=waited)
+    if blocks is not None:
+        mine = replace(mine, problem=blocks)
     alone = call.is_alone is None or call.is_alone()
     table = yield from _merge_tables(comm, table_of([mine], () if alone else mine.ranks))
     wanted = table.missing()
@@ -62,7 +71,7 @@ def explain(
             report = mismatch(group_name, runs_of(ranks), compared.seq, table, closing)
             call.error.add_note(f"{call.name}: {report.one_line()}")
         raise call.error
-    report = mismatch(group_name, runs_of(ranks), compared.seq, table, closing)
+    report = (mismatch if blocks is None else blocks_differ)(group_name, runs_of(ranks), compared.seq, table, closing)
     error = report.as_error(CollectiveMismatchError, ranks[me])
     right = [row.ranks[0][0] for row in table.rows if not row.problem] or [run[0] for run in table.more]
     error.reporter = min(right, default=min(ranks))

@@ -13,10 +13,10 @@ Source of the idea: Chandy, Misra, Haas, "Distributed deadlock detection" (1983)
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from mpicoll.diagnosis.report.entries import RankState, name_runs, runs_of
+from mpicoll.diagnosis.report.entries import Plural, RankState, name_runs, runs_of
 from mpicoll.diagnosis.report.report import Report
 from mpicoll.diagnosis.report.texts import deadlock
 
@@ -67,6 +67,7 @@ class State:
         gone: the rank has ended.
         doubtful: threads of the program are alive that have not used the library so far.
         non_daemon: such a thread is no daemon, so the program waits for it at its end. Such a thread probably has work to do.
+        groups: its groups as messages display them, by name.
         looks: how often each wait was tested and not over; grows while the state is unchanged.
     """
 
@@ -81,6 +82,7 @@ class State:
     gone: bool = False
     doubtful: bool = False
     non_daemon: bool = False
+    groups: Mapping[str, str] = field(default_factory=dict)
     looks: tuple[int, ...] = field(default=(), compare=False)
 
     def issued(self, wait: Wait) -> float:
@@ -118,14 +120,20 @@ def _may_end(wait: Wait, state: State, states: Mapping[int, State], blocked: set
         return not missing
     if wait.sending:
         return wait.peer not in blocked or _is_expected(wait, state.rank, states[wait.peer])
-    sources = [rank for rank in wait.members if rank != state.rank] if wait.peer < 0 else [wait.peer]
-    for source in sources:
+    for source in _sources(wait, state.rank):
         if source not in blocked or not (states[source].gone or wait.group in states[source].calls):
             return True
         sent = states[source].sent.get((wait.group, state.rank, wait.tag), 0)
         if sent > state.received.get((wait.group, source, wait.tag), 0):
             return True  # a message has arrived or is on its way
     return False
+
+
+def _sources(wait: Wait, rank: int) -> list[int]:
+    """Return the ranks from which a wait takes a message; [] if the wait is for no message."""
+    if wait.peer is None or wait.sending:
+        return []
+    return [wait.peer] if wait.peer >= 0 else [source for source in wait.members if source != rank]
 
 
 def _missing(wait: Wait, rank: int, states: Mapping[int, State], blocked: set[int]) -> list[int]:
@@ -163,48 +171,86 @@ def report(states: Mapping[int, State], members: set[int], now: float = 0.0) -> 
         now: seconds since the epoch, for the time that each rank has waited.
     """
     blocked = members | {rank for rank, state in states.items() if state.gone}
-    waits = [wait for rank in members for wait in states[rank].waits]
+    left = _unreceived(states)
+    waits = [(rank, wait, _meant(wait, left.get(rank, {}))) for rank in sorted(members) for wait in states[rank].waits]
     named: dict[str, set[str]] = {}
-    for wait in waits:
+    for rank, wait, found in waits:
         named.setdefault(wait.entry.group, set()).add(wait.group)
+        for name in {name for by_group in found.values() for name in by_group}:
+            named.setdefault(states[rank].groups.get(name, name), set()).add(name)
+
+    def shown(name: str, display: str) -> str:
+        return f"{display} ({name})" if len(named[display]) > 1 else display  # two groups of the same ranks
+
     entries: list[RankState] = []
     needed: dict[int, list[int]] = {}
-    unasked = False
-    for rank in sorted(members):
-        for wait in states[rank].waits:
-            waited = (now - wait.since, now - wait.since) if now and wait.since else None
-            words, ranks, other = _needs(wait, rank, states, blocked)
-            unasked = unasked or other
-            group = wait.entry.group
-            if len(named[group]) > 1:
-                group = f"{group} ({wait.group})"  # two groups of the same ranks
-            entries.append(replace(wait.entry, ranks=((rank, rank),), group=group, needs=words, waited=waited))
-            needed.setdefault(rank, []).extend(ranks)
+    differs: set[str] = set()
+    for rank, wait, found in waits:
+        waited = (now - wait.since, now - wait.since) if now and wait.since else None
+        sent: dict[str, list[int]] = {}
+        for source, by_group in found.items():
+            texts = []
+            for name, tags in by_group.items():
+                other = name != wait.group
+                if other or "object" not in wait.entry.op:  # lists of objects have no tag=
+                    differs.add("group" if other else "tag")
+                where = f" on group {shown(name, states[rank].groups.get(name, name))}" if other else ""
+                texts.append(f"tag{'s' if len(tags) > 1 else ''} {', '.join(map(str, tags[:8]))}{where}")
+            sent.setdefault(" and ".join(texts), []).append(source)
+        words, ranks = _needs(wait, rank, states, blocked, sent)
+        group = shown(wait.group, wait.entry.group)
+        entries.append(replace(wait.entry, ranks=((rank, rank),), group=group, needs=words, waited=waited))
+        needed.setdefault(rank, []).extend(ranks)
     gone = {rank for ranks in needed.values() for rank in ranks if states[rank].gone}
     entries += [RankState(((rank, rank),), state="exited") for rank in gone]
-    return deadlock(entries, needed, unasked=unasked)
+    return deadlock(entries, needed, differs)
 
 
-def _other_tags(wait: Wait, state: State, peer: State) -> str:
-    """Return the tags of unreceived messages from a peer, in words."""
-    tags = sorted(
-        tag
-        for (group, rank, tag), count in peer.sent.items()
-        if (group, rank) == (wait.group, state.rank) and tag >= 0
-        if count > state.received.get((group, peer.rank, tag), 0)
-    )
-    return ("tag " if len(tags) == 1 else "tags ") + ", ".join(map(str, tags[:8])) if tags else ""
+def _unreceived(states: Mapping[int, State]) -> dict[int, dict[int, list[tuple[str, int]]]]:
+    """Return the group and tag of messages that no receive has taken, by receiver and source."""
+    found: dict[int, dict[int, list[tuple[str, int]]]] = {}
+    for source, state in states.items():
+        for (group, to, tag), count in state.sent.items():
+            if tag >= 0 and to in states and count > states[to].received.get((group, source, tag), 0):
+                found.setdefault(to, {}).setdefault(source, []).append((group, tag))
+    return found
 
 
-def _needs(wait: Wait, rank: int, states: Mapping[int, State], blocked: set[int]) -> tuple[str, list[int], bool]:
-    """Return what a wait needs in words, the ranks that it needs (none: any rank), and whether other tags have arrived."""
+def _meant(wait: Wait, left: Mapping[int, list[tuple[str, int]]]) -> dict[int, dict[str, list[int]]]:
+    """Return the messages that a receive may mean: their tags, by source and group.
+
+    These are the messages of its sources on its group, and on other groups those with its tag.
+    """
+    found: dict[int, dict[str, list[int]]] = {}
+    if wait.peer is None or wait.sending:
+        return found
+    for source, messages in sorted(left.items()):
+        for group, tag in sorted(messages, key=lambda message: (message[0] != wait.group, message)):
+            if wait.peer in (source, -1) and (group == wait.group or tag == wait.tag):
+                found.setdefault(source, {}).setdefault(group, []).append(tag)
+    return found
+
+
+def _needs(
+    wait: Wait, rank: int, states: Mapping[int, State], blocked: set[int], sent: Mapping[str, Collection[int]]
+) -> tuple[str, list[int]]:
+    """Return what a wait needs in words, and the ranks that it needs; of a receive from any rank those that have ended.
+
+    Args:
+        sent: messages that no receive has taken, in words, and their sources.
+    """
     if wait.peer is None:
         missing = _missing(wait, rank, states, blocked)
-        return (name_runs(runs_of(missing)) if missing else ""), missing, False
+        return (name_runs(runs_of(missing)) if missing else ""), missing
     if wait.peer < 0:
-        return "a message from any rank", [], False
+        gone = [source for source in _sources(wait, rank) if states[source].gone]
+        texts = [f"{_have(gone)} ended"] if gone else []
+        texts += [f"{_have(ranks)} sent {text}" for text, ranks in sent.items()]
+        return "a message from any rank" + (f" ({'; '.join(texts)})" if texts else ""), gone
     ended = ", which has ended" if states[wait.peer].gone else ""
-    other = "" if wait.sending else _other_tags(wait, states[rank], states[wait.peer])
-    if other:
-        ended += f" (it has sent {other})"
-    return f"rank {wait.peer} to {'receive' if wait.sending else 'send'}{ended}", [wait.peer], bool(other)
+    ended += "".join(f" (it has sent {text})" for text in sent)
+    return f"rank {wait.peer} to {'receive' if wait.sending else 'send'}{ended}", [wait.peer]
+
+
+def _have(ranks: Collection[int]) -> str:
+    return f"{name_runs(runs_of(ranks), 30)} {Plural(len(ranks)):has/have}"

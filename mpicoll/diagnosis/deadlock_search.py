@@ -57,6 +57,7 @@ def describe_state() -> State:
             for source, tag in group.receiver.outstanding()
         ),
         doubtful=bool(others),
+        groups={group.group_name: group.display for group in ours},
         non_daemon=any(each.ident in others and not (each.daemon or _idles(runs[each.ident])) for each in started),
         looks=tuple(wait.looks for wait in waits.values()),
     )

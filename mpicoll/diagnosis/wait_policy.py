@@ -23,7 +23,7 @@ from mpicoll.diagnosis.membership import Membership
 from mpicoll.diagnosis.report.entries import RankState, Runs, Table, entry_of, holds, join, runs_of, table_of
 from mpicoll.diagnosis.report.report import MESSAGE_WIDTH, Report, show
 from mpicoll.diagnosis.report.text_layout import short_paths
-from mpicoll.diagnosis.report.texts import BROKEN, peer_exited, peer_failed, time_limit
+from mpicoll.diagnosis.report.texts import BROKEN, peer_exited, peer_failed, time_limit, with_unreceived
 from mpicoll.errors import (
     CollectiveTimeoutError,
     DeadlockError,
@@ -168,7 +168,22 @@ class CallWait:
     def because_exited(self, exits: list[Exit], waited: float) -> PeerExitedError:
         """Return the error of a wait that cannot end because ranks have ended."""
         report = self._report(peer_exited, [self._end(exit_) for exit_ in exits], waited)
-        return report.as_error(PeerExitedError, job_state.job().world.rank())
+        return self._with_unreceived(report).as_error(PeerExitedError, job_state.job().world.rank())
+
+    def _with_unreceived(self, report: Report) -> Report:
+        """Return a report with the messages of which this receive may mean one: other tags, or its tag on other groups."""
+        if self.peer is None or self.call.op in ("send", "isend"):
+            return report
+        found = []
+        for group in tuple(job_state.job().groups.values()):
+            if self.peer >= 0 and self.peer not in group.ranks:
+                continue
+            other = group.group_name != self.group.group_name
+            same = f" ({group.group_name})" if group.display == self.group.display else ""  # of the same ranks
+            for source, tag in group.receiver.unreceived(group.ranks.index(self.peer) if self.peer >= 0 else -1):
+                if not other or tag == self.tag:
+                    found.append((group.ranks[source], tag, f"{group.display}{same}" if other else ""))
+        return with_unreceived(report, found, tagged="object" not in self.call.name)
 
     def _end(self, exit_: Exit) -> RankState:
         """Return what a rank that has ended did, with its last call on the group."""
@@ -245,17 +260,15 @@ class CallWait:
         name = self.group.group_name
         if self.peer is None:
             return exit_.rank in self.group.ranks and exit_.calls.get(name, 0) < self.call.seq
-        catch_up(self.group)
-        if self.peer < 0:
-            others = [rank for rank in self.group.ranks if rank != exit_.rank and rank != job_state.job().world.rank()]
-            if exit_.rank not in self.group.ranks or not all(rank in job_state.job().board.exited for rank in others):
-                return False
-        elif self.peer != exit_.rank:
+        if self.peer >= 0 and self.call.op in ("send", "isend"):
+            return self.peer == exit_.rank  # the peer has left without receiving
+        sources = set(self.group.ranks) - {job_state.job().world.rank()} if self.peer < 0 else {self.peer}
+        exited = job_state.job().board.exited
+        if exit_.rank not in sources or not sources <= exited.keys():
             return False
-        elif self.call.op in ("send", "isend"):
-            return True  # the peer has left without receiving
-        received = self.group.by_peer(self.group.received).get(self.group.ranks.index(exit_.rank), 0)
-        return exit_.sent_on(name) <= received
+        catch_up(self.group)
+        received = self.group.by_peer(self.group.received)
+        return all(exited[rank].sent_on(name) <= received.get(self.group.ranks.index(rank), 0) for rank in sources)
 
     def stalled(self, waited: float) -> None:
         """Print which ranks are missing: once a job, on the lowest rank that waits."""
@@ -331,7 +344,7 @@ class CallWait:
             behind=None if self.call.device_ready is None else not self.call.device_ready(),
             closing=self.AFTERWARDS,
         )
-        return arrived[1:], report
+        return arrived[1:], self._with_unreceived(report)
 
 
 def _largest(entries: list[RankState], rest: RankState) -> list[RankState]:

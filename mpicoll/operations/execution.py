@@ -216,7 +216,10 @@ def _finish(call: CallDescription, after: Callable[[], None] | None) -> None:
 
 
 def _check_splits(group: ProcessGroup, call: CallDescription, move: Movement) -> Steps:
-    """Exchange the numbers of elements of all blocks; raise on all members if a rank sends more or less than expected."""
+    """Exchange the numbers of elements of all blocks; raise on all members if a rank sends more or less than expected.
+
+    Either end of a block may be wrong, so the report has both.
+    """
     assert move.send is not None
     assert move.recv is not None
     size, data = group.size(), group.pair.data
@@ -225,19 +228,23 @@ def _check_splits(group: ProcessGroup, call: CallDescription, move: Movement) ->
         return np.asarray([buffer.size // size] * size if given is None else given, np.int64)
 
     sends, expects = counts(move.send, move.sendcounts), counts(move.recv, move.recvcounts)
-    told = np.empty(size, np.int64)
-    yield data.Ialltoall(sends, told)
-    wrong = np.flatnonzero(told != expects)
-    if wrong.size:
-        peer = int(wrong[0])
-        call.error = ValueError(
-            f"{call.op}: rank {group.ranks[peer]} sends {told[peer]} elements to rank {group.ranks[group.rank()]}, "
-            f"which expects {expects[peer]}: the output split sizes of the receiver must fit the input split sizes of the sender"
-        )
-    bad = np.array([wrong.size], np.int64)
+    sent = np.empty(size, np.int64)
+    yield data.Ialltoall(sends, sent)
+    bad = np.array([(sent != expects).any()], np.int64)
     yield data.Iallreduce(MPI.IN_PLACE, bad, MPI.MAX)
-    if bad[0]:
-        yield from explain(group.pair.control, call, group.display, group.ranks)
+    if not bad[0]:
+        return
+    expected = np.empty(size, np.int64)
+    yield data.Ialltoall(expects, expected)
+    words = [
+        f"{mine} {n[peer]} element{'s' if n[peer] != 1 else ''} {what} rank {group.ranks[peer]}, which {theirs} {other[peer]}"
+        for mine, n, what, theirs, other in (
+            ("sends", sends, "to", "expects", expected),
+            ("expects", expects, "from", "sends", sent),
+        )
+        for peer in np.flatnonzero(n != other)[:4]
+    ]
+    yield from explain(group.pair.control, call, group.display, group.ranks, blocks="; ".join(words))
 
 
 def run(

@@ -191,9 +191,8 @@ def misfit(
     if sent.objects >= 0:
         what = (("objects", str(sent.objects)),)
     elif memory is not None:
-        alike = sent.alike(memory)
-        count = sent.nbytes // memory.flat.itemsize if alike else sent.count
-        what = (("dtype", sent.name or (memory.name if alike else "another")), ("elements", str(count)))
+        name, count = sent.content(memory)
+        what = (("dtype", name or "another"), ("elements", str(count)))
     key = (("peer", f"to rank {me}"), ("tag", str(receive.tag)), *what)
     theirs = RankState(((sender, sender),), op or "send", key, site=site, peer=me)
     return with_calls(error, group.display, [sender, me], [theirs, entry_of(call, me, peer=sender)])

@@ -31,7 +31,7 @@ from mpicoll.transports.mpi.envelope import write
 from mpicoll.transports.mpi.messages import ANY_SOURCE, Busy, PersistentReceive, PersistentSend, post_send
 
 MOST = 128
-"""Number of persistent sends, and of persistent receives, of a group; each takes 4 KiB at most."""
+"""Number of persistent sends, and of persistent receives, of a group; each takes 6 KiB at most."""
 
 _MOST_SEEN = 1024
 _RARELY = 8
@@ -77,7 +77,7 @@ def start_send(
         if claim is not None:
             claim.snapshot_reads()
         flat = memory.filled()
-        message = write(flat, memory.named, *group.known_sites.place(peer, tag, name, call.site))
+        message = write(flat, memory.named, *group.known_sites.place(peer, tag, name, call.site, memory))
         with begun(group, call, limit, (message, flat), peer=group.ranks[peer], tag=tag):
             request = post_send(group.pair.control, group.pair.data, message, flat, peer, tag)
             group.count_sent(peer, tag)

@@ -45,6 +45,116 @@ dist.barrier()
         assert mismatch in job.err[rank], job
 
 
+def test_neither_end_of_a_message_is_cleared() -> None:
+    """If a receive fails as its message does not fit, the other ranks learn both ends, and not that they did nothing wrong."""
+    job = run_job(
+        HEAD
+        + """
+try:
+    if r == 0:
+        dist.send(np.zeros(5, "i4,f8"), 1)
+    elif r == 1:
+        dist.recv(np.zeros(4, "i4,f8"), 0)
+    dist.barrier()
+except dist.PeerFailedError as error:
+    print(error, flush=True)
+    raise
+""",
+        3,
+        limit=20,
+        env={"MPICOLL_TIMEOUT": "15"},
+    )
+    assert job.returncode == 1, job
+    named = "[('f0', '<i4'), ('f1', '<f8')]"
+    for rank in (0, 2):
+        told = " ".join(job.out[rank].split())
+        assert f"rank 0 sent {named}, 5 elements (tag 0, send at " in told, job
+        assert f"recv on rank 1 of {named}, 4 elements" in told, job
+        assert "is about the calls of several ranks: compare these" in told, job
+        assert "did nothing wrong" not in told, job
+
+
+SAME_TAG, SAME_GROUP = "pass the same tag= to its send", "pass the same group= to its send"
+NEVER_COMES = {
+    # what rank 0 does; what the others do; the error on rank 0, and what it says
+    "all have ended": (
+        "dist.recv(x, tag=9)",
+        "dist.send(x, 0, tag=r) if r == 1 else None",
+        ("DeadlockError", "(ranks 1-2 have ended; rank 1 has sent tag 1)", "ranks 1-2: ended the program", SAME_TAG),
+    ),
+    "a barrier": (
+        "dist.irecv(x, tag=9).wait()",
+        "dist.send(x, 0, tag=r); dist.barrier()",
+        ("DeadlockError", "from any rank (rank 1 has sent tag 1; rank 2 has sent tag 2)", SAME_TAG),
+    ),
+    "objects": (
+        "dist.recv_object_list([None])",
+        "dist.send_object_list([r], 0, group=group); dist.barrier()",
+        ("DeadlockError", "(ranks 1-2 have sent tag 0 on group [0-2])", SAME_GROUP),
+    ),
+    "late": (
+        "dist.group.WORLD.set_timeout(timedelta(seconds=1)); dist.recv(x, tag=9)",
+        "dist.send(x, 0, tag=r); time.sleep(4)",
+        ("CollectiveTimeoutError", "Not received so far: tag 1 from rank 1, tag 2 from rank 2.", SAME_TAG, "py-spy"),
+    ),
+    "another group": (
+        "dist.recv(x, 1, tag=9)",
+        "dist.send(x, 0, group, tag=9); dist.barrier()",
+        ("DeadlockError", "needs rank 1 to send (it has sent tag 9 on group [0-2])", SAME_GROUP),
+    ),
+    "another group, ended": (
+        "dist.recv(x, 1, tag=9)",
+        "dist.send(x, 0, group, tag=9)",
+        ("PeerExitedError", "Not received so far: tag 9 from rank 1 on group [0-2].", SAME_GROUP),
+    ),
+    "another group, late": (
+        "group.set_timeout(timedelta(seconds=1)); dist.recv(x, 1, group)",
+        "dist.send(x, 0, tag=0); time.sleep(4)",
+        ("CollectiveTimeoutError", "Not received so far: tag 0 from rank 1 on group WORLD.", SAME_GROUP, "py-spy"),
+    ),
+}
+FEW = ("all have ended", "another group, ended")
+"""Those of `make test`."""
+
+
+@pytest.mark.parametrize(
+    ("case", "env"),
+    [
+        pytest.param(case, env, id=f"{case}{''.join(env)}", marks=[pytest.mark.slow] * (bool(env) or case not in FEW))
+        for case in NEVER_COMES
+        for env in ({}, {"MPIR_CVAR_NUM_CLIQUES": "2"}, {"MPICOLL_EXTENSION": "off"})
+    ],
+)
+def test_a_message_that_never_comes(case: str, env: dict[str, str]) -> None:
+    """The receive says which messages with another tag, or on another group, have arrived from whom, and who has ended."""
+    receives, sends, words = NEVER_COMES[case]
+    job = run_job(
+        HEAD
+        + f"""
+from datetime import timedelta
+group = dist.new_group()
+x = np.ones(3)
+if r == 0:
+    try:
+        {receives}
+    except dist.DistError as error:
+        print(type(error).__name__, error, flush=True)
+        raise
+else:
+    {sends}
+""",
+        3,
+        limit=20,
+        env={"MPICOLL_TIMEOUT": "15", **env},
+    )
+    assert not job.timed_out, job
+    assert job.returncode == 1, job
+    told = " ".join(job.out[0].split())
+    for each in words:
+        assert each in told, job
+    assert "every rank waits for a message" not in told, job
+
+
 def test_a_refused_large_message_that_nobody_takes_is_a_deadlock() -> None:
     """The sender of a large message waits until it is taken: with its receiver waiting for something else it never is."""
     job = run_job(

@@ -160,16 +160,22 @@ def test_messages_of_other_dtypes_are_refused_and_kept() -> None:
     for count in (4, 4000):
         for sent, wrong, text in (
             ("e", "u2", "rank 0 sent float16, .* of uint16"),
-            ("M8[s]", "i8", "sent .* bytes of another dtype, .* of int64"),
-            ("i4,f8", "f4,f8", r"sent .* bytes of another dtype, .* of \[\('f0', '<f4'\)"),
+            ("M8[s]", "i8", r"sent datetime64\[s\], {count} elements .* of int64"),
+            ("i4,f8", "f4,f8", r"sent \[\('f0', '<i4'\), .*, {count} elements .* of \[\('f0', '<f4'\)"),
+            ("f8,i4", "i4,f8", r"sent \[\('f0', '<f8'\), .*, {count} elements .* of \[\('f0', '<i4'\)"),
+            ("U3", "i4,f8", r"sent <U3, {count} elements .* of \[\('f0', '<i4'\)"),
+            ("i4,f8", "f8", r"sent \[\('f0', '<i4'\), .*, {count} elements .* of float64"),
             ("i8", "i4,i4", "rank 0 sent int64"),
             ("i4,f8", "i4,f8", rf"rank 0 sent \[\('f0', .*, {count} elements .*, {count + 1} elements"),
         ):
             if me == 0:
                 dist.send(np.ones(count, sent), 1)
             elif me == 1:
-                with pytest.raises(dist.CollectiveMismatchError, match=text):
+                with pytest.raises(dist.CollectiveMismatchError, match=text.format(count=count)) as caught:
                     dist.recv(np.zeros(count if wrong != sent else count + 1, wrong), 0)
+                there, here = (call["arguments"] for call in caught.value.calls)
+                assert there["elements"] == str(count)
+                assert (there["dtype"] == here["dtype"]) == (wrong == sent), there
                 x = np.zeros((count, 2), sent)[:, 0]
                 dist.recv(x, 0)
                 assert (x == np.ones(count, sent)).all()

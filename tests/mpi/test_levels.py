@@ -321,7 +321,7 @@ def test_wrong_arguments_while_rolling() -> None:
         dist.all_reduce(x, group=group)
         splits = [1] * size
         more = [1] * (size - 1) + [2]
-        with collective_raises((ValueError, dist.CollectiveMismatchError), match="splits? sizes|arguments are wrong"):
+        with collective_raises(dist.CollectiveMismatchError, match="do not fit"):
             dist.all_to_all_single(
                 np.zeros(size), np.ones(size + (me == 0)), splits, more if me == 0 else splits, group=group
             )

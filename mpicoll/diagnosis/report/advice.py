@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from mpicoll.diagnosis.report.entries import Plural, RankState, Runs, count, join, name_runs
 from mpicoll.errors import Message
@@ -25,6 +25,11 @@ FIND_GPU_ERROR = Message(
 CORRECT_ARGUMENTS = Message(
     "correct the arguments on {ranks}; nothing is wrong with the calls of the other ranks",
     "Ranks passed arguments that the call refuses.",
+)
+SAME_SPLITS = Message(
+    "make what the sender sends and what the receiver expects alike: for each pair of ranks, input_split_sizes and "
+    "output_split_sizes, or the arrays of both lists; either may be wrong",
+    "Blocks of all_to_all do not fit.",
 )
 COMPARE = Message("compare the lines above", "The calls differ in a way that cannot be named.")
 DIFFERENT_FUNCTIONS = Message(
@@ -71,8 +76,14 @@ SAME_NAME = Message(
 )
 OTHER_TAG = Message(
     "a message has arrived with a tag that no rank waits for: if it is the expected message, pass the same tag= to its send "
-    "and its receive",
-    "A rank waits for a message, and another message has arrived from the same rank.",
+    "and its receive; else ",
+    "Precedes one of the others, if a rank waits for a message, and a message with another tag has arrived from a rank that it "
+    "waits for.",
+)
+OTHER_GROUP = Message(
+    "a message with this tag has arrived on another group: if it is the expected message, pass the same group= to its send "
+    "and its receive; else ",
+    "Precedes one of the others, if a rank waits for a message, and one with the same tag has arrived on another group.",
 )
 MAKE_IT_THERE = Message(
     "{ranks} ended without a call that other ranks wait for: make this call on {ranks}, or remove the waiting calls",
@@ -90,6 +101,10 @@ SEND_BEFORE = Message(
     "some ranks wait in a collective and other ranks wait for a message: send the message before the collective, or receive "
     "it after the collective",
     "A deadlock of collectives and messages.",
+)
+NO_RANK_SENDS = Message(
+    "no rank sends the message that {ranks} {n:waits/wait} for: send it before its sender waits or ends, or remove the receive",
+    "A deadlock: a receive from any rank, and ranks have ended.",
 )
 ONE_SENDS_FIRST = Message(
     "every rank waits for a message and no message is on its way: let one rank send first",
@@ -137,10 +152,23 @@ WHY_ENDED = Message(
     "find why {ranks} ended before this call: an early return, a shorter loop, or a call that only other ranks make",
     "Ranks ended without the call.",
 )
+COMPARE_CALLS = Message(
+    "the error on {ranks} is about the calls of several ranks: compare these, any of them may be wrong",
+    "Ranks failed with an error between ranks, such as CollectiveMismatchError or CollectiveTimeoutError.",
+)
 CAUSE_IS_THERE = Message(
     "the cause is the error on {ranks}; this rank did nothing wrong",
-    "Ranks failed or were killed.",
+    "Ranks failed with an error of their own, or were killed.",
 )
+
+_BETWEEN_RANKS = (
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
+    "DeadlockError",
+    "GroupBrokenError",
+    "PeerExitedError",
+)
+"""Errors that another rank may have caused, also the rank that learns of the failure."""
 
 _BY_PART = {
     "op": SAME_OP,
@@ -186,25 +214,32 @@ def after_mismatch(
     return first + _BY_PART.get(name, SAME_PART)(part=name or "options", ranks=ranks)
 
 
-def after_deadlock(waits: Sequence[RankState], gone: Runs, unasked: bool = False) -> str:
-    """Return what to do about ranks that wait for each other, or for ranks that have ended.
+def after_arrival(differs: Collection[str], otherwise: str) -> str:
+    """Return what to do about messages that have arrived, and that no receive takes, followed by ``otherwise``.
 
     Args:
-        unasked: whether a message has arrived from a rank that is waited for, with a tag that no rank waits for.
+        differs: "tag" if the tag of one is not that of a receive, "group" if one was sent on another group.
     """
+    first = (OTHER_GROUP.text if "group" in differs else "") + (OTHER_TAG.text if "tag" in differs else "")
+    return first + otherwise
+
+
+def after_deadlock(waits: Sequence[RankState], gone: Runs) -> str:
+    """Return what to do about ranks that wait for each other, or for ranks that have ended."""
     entries = [entry for entry in waits if entry.state == "waits"]
     point_to_point = [entry for entry in entries if entry.peer is not None]
-    if unasked:
-        return OTHER_TAG.text
+    anyone = join(run for entry in entries if entry.peer == -1 for run in entry.ranks)
+    if gone and anyone:
+        return NO_RANK_SENDS(ranks=name_runs(anyone, _WIDTH), n=Plural(count(anyone)))
     if gone:
         return MAKE_IT_THERE(ranks=name_runs(gone, _WIDTH))
     if not point_to_point:
         return (ORDER_OF_GROUPS if len({entry.group for entry in entries}) > 1 else ORDER_OF_CALLS).text
     if len(point_to_point) < len(entries):
         return SEND_BEFORE.text
-    if any(entry.peer == -1 for entry in entries):
-        return ONE_SENDS_FIRST.text
     sends = [entry.op in _SENDS for entry in entries]
+    if anyone and not any(sends):
+        return ONE_SENDS_FIRST.text
     return (RECEIVE_FIRST if all(sends) else NAME_EACH_OTHER if any(sends) else ALL_RECEIVE).text
 
 
@@ -229,6 +264,6 @@ def after_exit(gone: Runs) -> str:
     return WHY_ENDED(ranks=name_runs(gone, _WIDTH))
 
 
-def after_failure(gone: Runs) -> str:
-    """Return what to do about ranks that failed."""
-    return CAUSE_IS_THERE(ranks=name_runs(gone, _WIDTH))
+def after_failure(gone: Runs, problem: str = "") -> str:
+    """Return what to do about ranks that failed, the first with ``problem``."""
+    return (COMPARE_CALLS if problem.startswith(_BETWEEN_RANKS) else CAUSE_IS_THERE)(ranks=name_runs(gone, _WIDTH))

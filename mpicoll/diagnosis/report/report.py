@@ -28,7 +28,7 @@ from mpicoll.diagnosis.report.entries import (
 from mpicoll.diagnosis.report.text_layout import clip, clip_line, columns, short_paths, wrap
 from mpicoll.errors import DistError, Message
 
-Kind = Literal["mismatch", "deadlock", "time limit", "peer failed", "peer exited", "calls"]
+Kind = Literal["mismatch", "blocks", "deadlock", "time limit", "peer failed", "peer exited", "calls"]
 
 E = TypeVar("E", bound=DistError)
 
@@ -192,6 +192,7 @@ def _rows(
 
 
 CALLED_WRONG = Message("{call} raised {problem}", "The rank made the call with arguments that it refused.")
+BLOCKS = Message("{call}, {problem}", "The rank made the call, and these of its blocks do not fit.")
 WAITS = Message("{n:waits/wait} in {call}", "The rank waits in this call; `this call` is the call of the headline.")
 ELSEWHERE = Message("{n:is/are} elsewhere", "The rank is in the program's own code, and its place there is not known.")
 LATE = Message(
@@ -237,7 +238,8 @@ def row_text(report: Report, row: RankState, expected: RankState | None, places:
     place = f" (at {places[row.site]})" if row.site and not row.op else ""
     last = LAST_CALL(call=call) if row.op else place
     if row.state == "called":
-        text = CALLED_WRONG(call=call, problem=row.problem) if row.problem else call
+        message = BLOCKS if report.kind == "blocks" else CALLED_WRONG
+        text = message(call=call, problem=row.problem) if row.problem else call
     elif row.state == "waits":
         text = call if report.kind in ("deadlock", "calls") else WAITS(n=n, call=call or "this call")
     elif report.kind == "calls":
@@ -354,7 +356,7 @@ def _ordered(report: Report) -> list[RankState]:
 
     def place(row: RankState) -> tuple[bool, bool, bool, Runs]:
         return (
-            report.kind != "mismatch" and row.state not in late,
+            report.kind not in ("mismatch", "blocks") and row.state not in late,
             usual is not None and row.call() != usual,
             not row.problem,
             row.ranks,

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +39,12 @@ GPU_FAILED = Message(
     "call {seq} on group {group} ({members}): the GPU has failed on {ranks}",
     "The CUDA context of some members was lost through an earlier error.",
     "find the kernel that failed before the call; CUDA works again only in a new process",
+)
+BLOCKS_DIFFER = Message(
+    "call {seq} on group {group} ({members}): blocks of {ranks} do not fit: {first}",
+    "A member of an `all_to_all` or `all_to_all_single` sends another number of elements than the receiver expects. All members "
+    "raise CollectiveMismatchError.",
+    "compare the two ends of each block in the rows: either may be wrong",
 )
 DEADLOCK = Message(
     "deadlock: {ranks} wait for each other, and no rank can release them{group}",
@@ -111,6 +117,12 @@ STILL_USABLE = Message(
     "catch the error and make the calls alike, or end the job",
 )
 
+UNRECEIVED = Message(
+    "Not received so far: {messages}.",
+    "Before the last line of a report of a receive: messages of ranks that it waits for have arrived, with another tag or on "
+    "another group.",
+    "if one of them is the expected message, give its send and its receive the same `tag=` and `group=`",
+)
 PENDING_CALLS = Message(
     "The group is broken now: {ranks} had asynchronous calls of the group pending, for which the program did not wait.",
     "The last line of such a report if the calls behind the different ones could be taken for one another.",
@@ -152,13 +164,37 @@ def mismatch(group: str, members: Runs, seq: int, table: Table, closing: str = "
     return replace(report, odd=odd, next_step=advice.after_mismatch(expected, rows, differs, odd))
 
 
-def deadlock(entries: Iterable[RankState], needs: Mapping[int, Sequence[int]], unasked: bool = False) -> Report:
+def blocks_differ(group: str, members: Runs, seq: int, table: Table, closing: str = "") -> Report:
+    """Return the report of blocks that a member sends and that are not as their receiver expects.
+
+    Args:
+        table: the problem of a row has the blocks of its ranks that do not fit.
+        closing: as in :func:`mismatch`.
+    """
+    rows = [row for row in table.rows if row.problem]
+    ends = join(run for row in rows for run in row.ranks)
+    first = min(rows, key=lambda row: row.ranks)
+    what = f"rank {first.ranks[0][0]} {first.problem.partition('; ')[0]}"
+    return Report(
+        "blocks",
+        group,
+        members,
+        seq,
+        BLOCKS_DIFFER(seq=seq, group=group, members=name_runs(members, 40), ranks=name_runs(ends, 40), first=what),
+        table,
+        odd=ends,
+        next_step=advice.SAME_SPLITS.text,
+        closing=closing or STILL_USABLE.text,
+    )
+
+
+def deadlock(entries: Iterable[RankState], needs: Mapping[int, Sequence[int]], differs: Collection[str] = ()) -> Report:
     """Return the report of ranks that wait for each other.
 
     Args:
         entries: an entry for each wait of each rank, state ``waits``, and for each rank that is needed and has ended.
         needs: for each rank the ranks of the entries that the rank waits for.
-        unasked: whether a message has arrived from a rank that is waited for, with a tag that no rank waits for.
+        differs: see :func:`advice.after_arrival`.
     """
     found = list(entries)
     stuck = join(run for entry in found if entry.state == "waits" for run in entry.ranks)
@@ -175,7 +211,7 @@ def deadlock(entries: Iterable[RankState], needs: Mapping[int, Sequence[int]], u
         message(ranks=name_runs(stuck), group=f" (group {group})" if group else ""),
         table_of(_folded(found)),
         odd=stuck,
-        next_step=advice.after_deadlock(found, gone, unasked),
+        next_step=advice.after_arrival(differs, advice.after_deadlock(found, gone)),
         cycle=cycle[:_CYCLE_SHOWN],
         around=len(cycle),
     )
@@ -282,6 +318,24 @@ def time_limit(
     )
 
 
+def with_unreceived(report: Report, messages: Sequence[tuple[int, int, str]], tagged: bool) -> Report:
+    """Return the report of a receive with the messages that have arrived, and that no receive takes.
+
+    Args:
+        messages: (source, tag, group) of each; group "": that of the receive.
+        tagged: the receive has an argument for the tag.
+    """
+    if not messages:
+        return report
+    words = [f"tag {tag} from rank {rank}{f' on group {on}' if on else ''}" for rank, tag, on in messages[:4]]
+    differs = {"group" if on else "tag" for _, _, on in messages if tagged or on}
+    return replace(
+        report,
+        next_step=advice.after_arrival(differs, report.next_step),
+        closing=f"{UNRECEIVED(messages=', '.join(words))} {report.closing}".rstrip(),
+    )
+
+
 def calls_now(table: Table, members: Runs, note: str = "") -> Report:
     """Return the report of the calls of the library that ranks are in at a moment.
 
@@ -347,7 +401,7 @@ def peer_failed(waiting: RankState, group: str, members: Runs, table: Table, clo
         ),
         table,
         odd=gone,
-        next_step=advice.after_failure(gone),
+        next_step=advice.after_failure(gone, first.problem),
         closing=closing,
         waiting=waiting,
     )

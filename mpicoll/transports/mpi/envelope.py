@@ -4,7 +4,8 @@ Each message on the data communicator of a group begins with two 64-bit words. T
 number of elements. The second word has the number of the call site, and the length of its text. Dtypes without a number
 (structured dtypes, texts, dates) move as bytes, and the words have a hash of the dtype. Few elements stand behind the words.
 The elements of a large message move apart, on the control communicator, after a receive has matched. The text of a call site
-(``send at train.py:12``) stands at the end of the first message from there: later the sender may be busy or gone.
+(``send at train.py:12``) stands at the end of the first message from there: later the sender may be busy or gone. A dtype without
+a number is named behind it, with the size of its elements.
 """
 
 from __future__ import annotations
@@ -34,15 +35,20 @@ EAGER_BYTES = 16 * 1024
 """Up to this size a send may be complete before it is received, if MPI has buffers for it; a larger send never is."""
 
 _PLACE_BYTES = 240
+_DTYPE_BYTES = 1000
 
-ROOM = WORDS.size + SMALL_BYTES + _PLACE_BYTES
+ROOM = WORDS.size + SMALL_BYTES + _PLACE_BYTES + _DTYPE_BYTES
 """Bytes of the longest message on a data communicator."""
+
+DTYPE_BEHIND = "\0"
+"""The text of a call site ends here, and that on a dtype begins: size and name."""
 
 _COUNT_BITS = 48
 _COUNT = (1 << _COUNT_BITS) - 1
 _APART = 1 << 56
 _PLACED = 1 << 57
 _OBJECTS = 1 << 58
+_LONG_BITS = 59  # here are the upper bits of the length of the text
 _PLACE_BITS = 32
 _PLACE = (1 << _PLACE_BITS) - 1
 _WORDS_BITS = 8
@@ -71,6 +77,7 @@ class Envelope:
         place: number of the call site, given by the sender.
         print: hash of the dtype, if it has no number.
         objects: length of the list whose pickle is the message; -1 for an array.
+        told: text on a dtype that has no number: size and name; "" if it is not known.
     """
 
     name: str
@@ -80,6 +87,7 @@ class Envelope:
     place: int
     print: int = 0
     objects: int = -1
+    told: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -98,14 +106,26 @@ class Envelope:
         """Return whether the message has the dtype and number of elements of a memory."""
         return self.nbytes == memory.flat.nbytes and self.alike(memory)
 
+    def content(self, memory: Memory | None = None) -> tuple[str, int]:
+        """Return the name of the dtype, "" if it is not known, and the number of elements (then of bytes).
+
+        Args:
+            memory: memory of the receive, which may have the dtype.
+        """
+        if self.name:
+            return self.name, self.count
+        if memory is not None and self.alike(memory):
+            return memory.name, self.count // memory.flat.itemsize
+        size, _, name = self.told.partition(" ")
+        return name, self.count // int(size or 1)
+
     def describe(self, memory: Memory | None = None) -> str:
         """Return ``float32, 4 elements`` or ``a list of 2 objects``, for a message about a receive into a memory."""
         if self.objects >= 0:
             return describe_list(self.objects)
-        if self.name:
-            return describe(self.name, self.count)
-        if memory is not None and self.alike(memory):
-            return describe(memory.name, self.count // memory.flat.itemsize)
+        name, count = self.content(memory)
+        if name:
+            return describe(name, count)
         return f"{self.count} byte{'s' if self.count != 1 else ''} of another dtype, structured or of texts or dates"
 
 
@@ -148,13 +168,15 @@ def write(
         flat: elements as they move.
         named: name of the dtype, if ``flat`` has another dtype.
         number: number of the call site.
-        place: text of the call site; empty if the receiver knows it.
+        place: text of the call site, and on the dtype; empty if the receiver knows it.
         objects: the elements are the length of a list (one 64-bit word) and the start of its pickle.
     """
     word, print_ = _first(flat, named) | (_OBJECTS if objects else 0), 0
     if named and named not in _NUMBERS:
         print_ = _fingerprint(named)
-    number = number & _PLACE | len(place) << _PLACE_BITS | print_ << _PLACE_BITS + _WORDS_BITS
+    low, high = len(place) & (1 << _WORDS_BITS) - 1, len(place) >> _WORDS_BITS
+    number = number & _PLACE | low << _PLACE_BITS | print_ << _PLACE_BITS + _WORDS_BITS
+    word |= high << _LONG_BITS
     inside = 0 if word & _APART else flat.nbytes
     buffer = np.empty(WORDS.size + inside + len(place), np.uint8)
     WORDS.pack_into(buffer.data, 0, word | _PLACED if place else word, number)
@@ -166,7 +188,7 @@ def write(
 
 
 def open_message(buffer: np.ndarray[Any, np.dtype[np.uint8]]) -> tuple[Envelope, np.ndarray[Any, Any], str]:
-    """Return the envelope of a message, the bytes of its elements (none if they move apart), and its call site or "".
+    """Return the envelope of a message, the bytes of its elements (none if they move apart), and its text or "".
 
     The buffer may be longer than the message.
     """
@@ -177,7 +199,8 @@ def open_message(buffer: np.ndarray[Any, np.dtype[np.uint8]]) -> tuple[Envelope,
     objects = _LENGTH.unpack_from(buffer.data, WORDS.size)[0] if word & _OBJECTS else -1
     envelope = Envelope(name, dtype, word & _COUNT, bool(word & _APART), place & _PLACE, print_, objects)
     end = WORDS.size + (0 if envelope.apart else envelope.nbytes)
-    words = buffer[end : end + (place >> _PLACE_BITS & (1 << _WORDS_BITS) - 1)].tobytes().decode(errors="replace")
+    length = place >> _PLACE_BITS & (1 << _WORDS_BITS) - 1 | word >> _LONG_BITS << _WORDS_BITS
+    words = buffer[end : end + length].tobytes().decode(errors="replace")
     return envelope, buffer[WORDS.size : end], words
 
 
@@ -185,17 +208,21 @@ class KnownSites:
     """The call sites that a sender has sent to each receiver."""
 
     def __init__(self) -> None:
-        self._known: set[tuple[int, int, int]] = set()
+        self._known: set[tuple[int, int, int, str]] = set()
         self.places: dict[tuple[int, int], str] = {}
         """The call site of a message to each (receiver, tag): the last one that was not sent by a persistent request."""
 
-    def place(self, peer: int, tag: int, op: str, site: CallSite) -> tuple[int, bytes]:
-        """Return the number of a call site, and its text if this is its first message of ``tag`` to ``peer``.
+    def place(self, peer: int, tag: int, op: str, site: CallSite, memory: Memory | None = None) -> tuple[int, bytes]:
+        """Return the number of a call site, and its text if this is its first message of ``tag`` to ``peer``, with its dtype.
 
         The text is sent once for each tag, as only messages of one tag are received in order.
+
+        Args:
+            memory: the array to send.
         """
         number, words = _place(op, site)
-        key = (peer, tag, number)
+        named = "" if memory is None or memory.named in _NUMBERS else memory.named
+        key = (peer, tag, number, named)
         if len(self.places) < _MOST_KNOWN:
             self.places[peer, tag] = words.decode(errors="replace")
         if key in self._known:
@@ -203,12 +230,16 @@ class KnownSites:
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()  # texts are sent again, which does no harm
         self._known.add(key)
+        if named and memory is not None:
+            dtype = f"{DTYPE_BEHIND}{memory.flat.itemsize} {named}".encode(errors="replace")
+            half = _DTYPE_BYTES // 2 - 2
+            words += dtype if len(dtype) <= _DTYPE_BYTES else dtype[:half] + "…".encode() + dtype[-half:]
         return number, words
 
     def known(self, peer: int, tag: int, op: str, site: CallSite) -> int | None:
         """Return the number of a call site that the receiver knows for this tag, otherwise None."""
         number, _ = _place(op, site)
-        return number if (peer, tag, number) in self._known else None
+        return number if (peer, tag, number, "") in self._known else None
 
 
 _places: dict[tuple[str, int, int], tuple[int, bytes, CodeType]] = {}

@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -26,7 +27,7 @@ from mpicoll.runtime import waiting
 from mpicoll.runtime.mpi_library import retain_frames
 from mpicoll.runtime.waiting import Pollable
 from mpicoll.transports import large_counts
-from mpicoll.transports.mpi.envelope import SMALL_BYTES, Envelope, open_message
+from mpicoll.transports.mpi.envelope import DTYPE_BEHIND, SMALL_BYTES, Envelope, open_message
 
 _MOST_PLACES = 4096
 
@@ -227,6 +228,7 @@ class Receiver:
         self.taking: list[Receive] = []  # receives whose elements move
         self.queues: dict[tuple[int, int], deque[Message]] = {}
         self._places: dict[tuple[int, int], str] = {}
+        self._dtypes: dict[tuple[int, int], str] = {}  # those without a number, by source and hash
 
     def start(self, memory: Memory, source: int, tag: int, exact: bool) -> Receive:
         """Start a receive; its message may have been received before."""
@@ -327,7 +329,12 @@ class Receiver:
         if message.place:
             if len(self._places) >= _MOST_PLACES:
                 self._places.clear()
-            self._places[message.source, message.envelope.place] = message.place
+            place, _, told = message.place.partition(DTYPE_BEHIND)
+            self._places[message.source, message.envelope.place] = place
+            if told:
+                if len(self._dtypes) >= _MOST_PLACES:
+                    self._dtypes.clear()
+                self._dtypes[message.source, message.envelope.print] = told
             message.place = ""
         if message.envelope.objects >= 0 and any(
             isinstance(each, ObjectReceive) and each.sender == message.source and each.outrun()
@@ -343,7 +350,7 @@ class Receiver:
         assert envelope is not None
         receive.sender = message.source
         if not receive.fits(envelope):
-            receive.refused = envelope
+            receive.refused = replace(envelope, told=self._dtypes.get((message.source, envelope.print), ""))
             receive.place = self._places.get((message.source, envelope.place), "")
             receive.complete = True
             return
@@ -374,6 +381,20 @@ class Receiver:
         """Return (source, tag) of all receives that are started and not complete."""
         started = [(receive.source, receive.tag) for receive in (*self.waiting, *self.taking)]
         return [*started, *self.posted]
+
+    def unreceived(self, source: int) -> list[tuple[int, int]]:
+        """Return (source, tag) of messages that no receive takes: those of the queues, and the first of each rank in MPI.
+
+        Args:
+            source: rank in the group; negative for any rank.
+        """
+        status = MPI.Status()
+        found = {key for key in tuple(self.queues) if source < 0 or source == key[0]}
+        for rank in (source,) if source >= 0 else range(self._data.Get_size()):
+            if self._data.Iprobe(rank, MPI.ANY_TAG, status):
+                found.add((rank, status.Get_tag()))
+        taken = self.outstanding()
+        return sorted(key for key in found if key not in taken and (MPI.ANY_SOURCE, key[1]) not in taken)
 
     def withdraw(self, receive: Receive) -> None:
         """Remove a withdrawn receive."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from mpicoll.diagnosis.deadlock import State, Wait, blocked_set, report
 from mpicoll.diagnosis.report.entries import RankState
 
@@ -14,6 +16,10 @@ def _entry(op: str, group: str, peer: str = "", seq: int = 0) -> RankState:
 
 def _recv(source: int, tag: int = 0, members: tuple[int, ...] = (0, 1, 2)) -> Wait:
     return Wait("w", members, _entry("recv", "w", f"from rank {source}"), peer=source, tag=tag)
+
+
+def _anybody(tag: int) -> Wait:
+    return Wait("w", (0, 1, 2), replace(_entry("recv", "w", "from any rank"), peer=-1), peer=-1, tag=tag)
 
 
 def _send(peer: int, tag: int = 0) -> Wait:
@@ -107,6 +113,67 @@ def test_any_source() -> None:
     assert blocked_set(_states(anybody, waiting[0])) == set()
     assert blocked_set(_states(anybody, waiting[0], State(2, gone=True))) == {0, 1}
     assert blocked_set(_states(anybody, waiting[0], State(2, gone=True, sent={("w", 0, 0): 1}))) == set()
+
+
+ANYBODY = {
+    "other tags": (
+        {1: {("w", 0, 5): 1, ("w", 0, 7): 2}, 2: {("w", 0, 5): 1}},
+        "a message from any rank (rank 1 has sent tags 5, 7; rank 2 has sent tag 5)",
+        "pass the same tag= to its send and its receive; else some ranks wait in a collective",
+    ),
+    "another group": (
+        {1: {("a", 0, 3): 1, ("b", 0, 4): 1}, 2: {("a", 0, 3): 1, ("b", 1, 3): 1}},
+        "a message from any rank (ranks 1-2 have sent tag 3 on group rows)",
+        "pass the same group= to its send and its receive; else some ranks wait in a collective",
+    ),
+    "both": (
+        {2: {("w", 0, 5): 1, ("a", 0, 3): 1}},
+        "a message from any rank (rank 2 has sent tag 5 and tag 3 on group rows)",
+        "pass the same group= to its send and its receive; else a message has arrived with a tag that no rank waits for",
+    ),
+    "a rank that is no member": (
+        {3: {("a", 0, 3): 1, ("a", 0, 4): 1}},
+        "a message from any rank (rank 3 has sent tag 3 on group rows)",
+        "pass the same group= to its send and its receive; else some ranks wait in a collective",
+    ),
+    "received": ({1: {("w", 0, 9): 2}}, "a message from any rank", "some ranks wait in a collective"),
+}
+
+
+@pytest.mark.parametrize("case", ANYBODY)
+def test_what_was_sent_to_a_receive_from_any_rank(case: str) -> None:
+    """The report names the messages that no receive takes, with their senders; for a message it may mean, the advice says so."""
+    sent, needs, advice = ANYBODY[case]
+    known = {"groups": {"w": "w", "a": "rows", "b": "columns"}, "received": {("w", 1, 9): 2}}
+    waits = [State(r, waits=(_collective("w", 1),), calls={"w": 1}, sent=sent.get(r, {})) for r in (1, 2)]
+    outside = [State(r, free=True, sent=sent[r]) for r in sent if r == 3]
+    states = _states(State(0, waits=(_anybody(3),), **known), *waits, *outside)  # type: ignore[arg-type]
+    assert blocked_set(states) == {0, 1, 2}
+    told = report(states, {0, 1, 2})
+    assert next(row["needs"] for row in told.calls) == needs
+    assert advice in told.next_step
+
+
+def test_a_receive_from_any_rank_that_has_ended() -> None:
+    """Ranks that have ended are named, and nobody is told to send first while there is nobody who could."""
+    waits = {"waits": (_anybody(3),)}
+    gone = State(1, gone=True, sent={("w", 0, 5): 1})
+    told = report(_states(State(0, **waits), gone, State(2, gone=True)), {0})  # type: ignore[arg-type]
+    words = "needs a message from any rank (ranks 1-2 have ended; rank 1 has sent tag 5)"
+    assert words in " ".join(told.text().split())
+    assert "ranks 1-2: ended the program" in told.text()
+    assert "pass the same tag=" in told.next_step
+    told = report(_states(State(0, **waits), State(1, gone=True), State(2, waits=(_recv(0),))), {0, 2})  # type: ignore[arg-type]
+    assert told.next_step.startswith("no rank sends the message that rank 0 waits for: ")
+
+
+def test_a_message_on_another_group_of_the_same_ranks() -> None:
+    """Two groups that read alike are told apart by their names, also where ranks wait on one of them only."""
+    sent = {("a", 0, 0): 1}
+    receiver = State(0, waits=(_recv(1),), groups={"w": "w", "a": "w"})
+    told = report(_states(receiver, State(1, waits=(_recv(0),), sent=sent)), {0, 1})
+    assert "recv from rank 1 at job.py:1, needs rank 1 to send (it has sent tag 0 on group w (a))" in told.text()
+    assert "(group w (w))" in told.text()
 
 
 def test_ranks_that_are_gone() -> None:

@@ -17,6 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mpicoll.diagnosis.call import CallDescription
@@ -38,7 +39,16 @@ from mpicoll.diagnosis.report.entries import (
 )
 from mpicoll.diagnosis.report.report import Report, call_text, show
 from mpicoll.diagnosis.report.text_layout import columns, short_paths
-from mpicoll.diagnosis.report.texts import calls_now, deadlock, mismatch, peer_exited, peer_failed, time_limit
+from mpicoll.diagnosis.report.texts import (
+    blocks_differ,
+    calls_now,
+    deadlock,
+    mismatch,
+    peer_exited,
+    peer_failed,
+    time_limit,
+    with_unreceived,
+)
 from mpicoll.runtime.call_site import call_site
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -76,6 +86,14 @@ def wrong_arguments(n: int) -> Report:
     )
     odd = usual([2], key=(), problem=problem, site="/home/ada/project/data/train.py:12")
     return mismatch("WORLD", runs_of(range(n)), 41, table_of([usual(without(n, 2)), odd]))
+
+
+def blocks(n: int) -> Report:
+    """Return an exchange in which one rank sends more than the next one expects, and that one something to all others."""
+    call = {"op": "all_to_all_single", "key": (("dtype", "float64"),)}
+    sends = usual([1], **call, problem="sends 3 elements to rank 2, which expects 2")
+    expects = usual([2], **call, problem="expects 2 elements from rank 1, which sends 3", site=f"{TRAIN}:99")
+    return blocks_differ("WORLD", runs_of(range(n)), 41, table_of([usual(without(n, 1, 2), **call), sends, expects]))
 
 
 def no_memory(n: int) -> Report:
@@ -199,6 +217,7 @@ CASES: dict[str, Callable[[int], Report]] = {
     "mismatch-dtype": a_dtype,
     "mismatch-skipped-call": a_skipped_call,
     "mismatch-arguments": wrong_arguments,
+    "mismatch-blocks": blocks,
     "mismatch-memory": no_memory,
     "mismatch-gpu": a_failed_gpu,
     "mismatch-all-different": all_different,
@@ -398,6 +417,11 @@ def test_parts_that_are_cut_stay_different() -> None:
     assert len({entry.key for entry in entries}) == len(long)
     assert "[0-4999]" in call_text(entries[0])
     assert "5000 values" in call_text(entries[2])
+    dtypes = (str(np.dtype([(f"field_{i}", "f8") for i in range(9)] + [(last, "i4")])) for last in ("n", "m"))
+    first, second = (call_text(entry_of(CallDescription("broadcast", (dtype,), call_site()), 0)) for dtype in dtypes)
+    assert "[('field_0', '<f8'), " in first
+    assert "('n', '<i4')]" in first
+    assert "('m', '<i4')]" in second
     for entry in entries:
         assert all(columns(part) <= 80 for _, part in entry.key)
         again = RankState(**{name: getattr(entry, name) for name in RankState.__slots__})
@@ -556,3 +580,32 @@ def test_colours_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     bare = Terminal()
     reports.show(report, 1, bare)
     assert bare.getvalue() == plain.getvalue()
+
+
+def test_an_error_that_names_two_ends_clears_nobody() -> None:
+    """Where a rank failed with an error between ranks, the others are not told that they did nothing wrong."""
+    for problem, right in (
+        ("ValueError: no", True),
+        ("CollectiveMismatchError: recv: rank 0 sent 5", False),
+        ("CollectiveTimeoutError: time limit: rank 0 did not make the matching call", False),
+    ):
+        rows = [RankState(runs_of([0]), state="waits"), RankState(runs_of([1]), state="failed", problem=problem)]
+        told = peer_failed(usual([0]), "WORLD", runs_of(range(2)), table_of(rows)).text()
+        assert ("did nothing wrong" in told) is right, told
+        assert ("any of them may be wrong" in told) is not right, told
+
+
+def test_messages_that_have_arrived() -> None:
+    """The report of a receive that ends names them, and what to pass alike, before its own advice; without any it is the same."""
+    before = late(4)
+    assert with_unreceived(before, [], True) is before
+    told = with_unreceived(before, [(1, 5, ""), (3, 7, "rows")], True)
+    assert (
+        told.closing
+        == "Not received so far: tag 5 from rank 1, tag 7 from rank 3 on group rows. The group is broken now."
+    )
+    assert told.next_step.endswith(f"; else {before.next_step}")
+    assert "same group= to" in told.next_step
+    assert "same tag= to" in told.next_step
+    objects = with_unreceived(before, [(1, 5, "")], False)
+    assert objects.next_step == before.next_step

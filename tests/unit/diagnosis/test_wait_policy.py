@@ -191,6 +191,19 @@ def test_a_certificate_is_waited_for(board: SyntheticBoard, monkeypatch: pytest.
     assert isinstance(wait().check(0.01), GroupBrokenError)
 
 
+@pytest.mark.parametrize(("sent", "ends"), [({}, True), ({"1": {5: 1}}, False)])
+def test_a_receive_from_any_rank_when_all_have_ended(board: SyntheticBoard, sent: dict[str, Any], ends: bool) -> None:
+    """It ends when the last rank has ended, unless any of them has sent a message that is not received."""
+    group: Any = SimpleNamespace(
+        group_name="1", display="WORLD", ranks=(ME, 499, 501), received={}, by_peer=lambda counts: counts, unwaited={}
+    )
+    waiting = CallWait(group, CallDescription("recv", (), call_site()), 3.0, peer=-1, tag=3)
+    board._read("exited", 499, ({}, sent, {}, "ended the program"))
+    assert waiting.ended(board, 0.1) is None
+    board._read("exited", 501, ({}, {}, {}, "ended the program"))
+    assert isinstance(waiting.ended(board, 0.1), PeerExitedError) is ends
+
+
 def test_whoever_ended_is_named_before_those_that_failed_for_it(board: SyntheticBoard) -> None:
     """Each rank that waits for one that has ended says so itself, also where another was faster to fail."""
     board._read("exited", 499, ({}, {}, {}, "ended the program"))

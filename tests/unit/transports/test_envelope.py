@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from mpicoll.memory.adapt import adapt
 from mpicoll.memory.dtypes import MOVABLE
 from mpicoll.runtime.call_site import CallSite, call_site
-from mpicoll.transports.mpi.envelope import ROOM, SMALL_BYTES, WORDS, KnownSites, first_word, open_message, write
+from mpicoll.transports.mpi.envelope import (
+    DTYPE_BEHIND,
+    ROOM,
+    SMALL_BYTES,
+    WORDS,
+    KnownSites,
+    first_word,
+    open_message,
+    write,
+)
 
 
 @pytest.mark.parametrize("char", sorted(MOVABLE))
@@ -72,6 +83,7 @@ def test_elements_that_mpi_does_not_know() -> None:
         assert not envelope.fits(longer)
         assert envelope.describe(longer) == f"{memory.name}, 5 elements"
     sent, _, _ = open_message(write(arrays["M8[s]"].filled(), "datetime64[s]", 0, b""))
+    assert sent.content(arrays["i8"]) == ("", 40)
     assert sent.describe(arrays["i8"]) == "40 bytes of another dtype, structured or of texts or dates"
     large = adapt(np.zeros(2000, "i4,f8"), "x", writable=True)
     envelope, elements, _ = open_message(write(large.flat, large.named, 0, b""))
@@ -92,6 +104,30 @@ def test_a_place_is_told_once_for_each_tag_and_receiver() -> None:
     other, words = told.place(1, 0, "isend", here)
     assert other != number
     assert words.startswith(b"isend at ")
+
+
+def test_a_dtype_is_named_once_for_each_tag_and_receiver() -> None:
+    """A dtype without a number goes with the text of the place, also if it is long, and with each other dtype from there."""
+    told, here = KnownSites(), call_site()
+    long = np.dtype([(f"a_long_name_of_a_field_{i}", "f8") for i in range(20)])
+    for dtype in (np.dtype("i4,f8"), np.dtype("f8,i4"), np.dtype("M8[s]"), np.dtype("U3"), long):
+        memory = adapt(np.zeros(5, dtype), "x", writable=False)
+        number, text = told.place(1, 0, "send", here, memory)
+        envelope, _, words = open_message(write(memory.flat, memory.named, number, text))
+        place, _, dtype_text = words.partition(DTYPE_BEHIND)
+        assert place == f"send at {here}"
+        assert replace(envelope, told=dtype_text).describe() == f"{memory.name}, 5 elements"
+        assert WORDS.size + memory.flat.nbytes + len(text) <= ROOM
+        assert told.place(1, 0, "send", here, memory) == (number, b"")
+    known = adapt(np.zeros(5, "e"), "x", writable=False)
+    assert told.place(1, 0, "send", here, known)[1] == f"send at {here}".encode()
+    assert told.places[1, 0] == f"send at {here}"
+    endless = adapt(np.zeros(5, [("f" * 5000, "i4"), ("last", "u1")]), "x", writable=False)
+    text = told.place(1, 0, "send", here, endless)[1]
+    assert WORDS.size + SMALL_BYTES + len(text) <= ROOM
+    words = open_message(write(known.flat, known.named, 7, text))[2]
+    assert words.startswith(f"send at {here}{DTYPE_BEHIND}5 [('fff")
+    assert words.endswith("ff', '<i4'), ('last', 'u1')]")
 
 
 def test_a_long_path_is_cut_from_the_left() -> None:

@@ -1,8 +1,8 @@
 """Rank 0 sends three rows to rank 1, which expects two.
 
 ranks: 2
-raises: ValueError or CollectiveMismatchError on all
-says: all_to_all_single | 3 | 2
+raises: CollectiveMismatchError on all
+says: rank 0 sends 3 elements to rank 1, which expects 2 | expects 2 elements from rank 0, which sends 3 | either may be wrong
 """
 
 import numpy as np

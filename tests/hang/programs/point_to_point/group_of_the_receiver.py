@@ -2,7 +2,7 @@
 
 ranks: 2
 raises: DeadlockError on all
-says: recv | barrier
+says: recv | barrier | it has sent tag 0 on group WORLD | pass the same group=
 """
 
 import numpy as np
