@@ -34,6 +34,7 @@ from mpicoll.errors import (
     reason_of,
 )
 from mpicoll.runtime import waiting
+from mpicoll.runtime.signals import enter_wait, inside, inside_code
 
 MOST_PLACES = 6  # rows of a report for each state of missing ranks: so all rows fit into the table
 EXPLAINED_WITHIN = 3.0
@@ -386,12 +387,15 @@ def local_wait(test: Callable[[], bool], policy: CallWait) -> None:
     waits = job_state.job().waits
     outer = waits.get(ident)
     waits[ident] = policy
+    outermost = enter_wait()
     search.epoch += 1
     over = False
     try:
         waiting.wait(test, policy)
         over = True
     finally:
+        if outermost:
+            inside.clear()
         search.epoch += 1
         if outer is None:
             del waits[ident]
@@ -401,3 +405,6 @@ def local_wait(test: Callable[[], bool], policy: CallWait) -> None:
             search.erase()
         if over and policy.noted:  # else the record stays for ranks that leave the call after this rank
             note_waits()
+
+
+inside_code.add(local_wait.__code__)

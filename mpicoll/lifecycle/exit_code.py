@@ -33,7 +33,7 @@ class _Exit(SystemExit):
 
     Python drops the exception right before the exit handlers run, when no frame is left on the stack. A caught exception is
     dropped from within a frame. An exception to which a frame of its own traceback refers lives on
-    (``except SystemExit as error: kept = error; raise``, and calls of the library that a signal handler has left).
+    (``except SystemExit as error: found = error; raise``, and calls of the library that a signal handler has left).
 
     Attributes:
         site: file:line of the program that called sys.exit.

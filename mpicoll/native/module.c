@@ -21,9 +21,9 @@ Known known;
 
 static PyObject *configure(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *finish, *withdraw, *await, *pending, *claims, *threads;
-    if (!PyArg_ParseTuple(args, "OOOO!O!O!", &finish, &withdraw, &await, &PyList_Type, &pending, &PyDict_Type, &claims, &PySet_Type,
-                          &threads))
+    PyObject *finish, *withdraw, *await, *pending, *claims, *threads, *inside;
+    if (!PyArg_ParseTuple(args, "OOOO!O!O!O!", &finish, &withdraw, &await, &PyList_Type, &pending, &PyDict_Type, &claims, &PySet_Type,
+                          &threads, &PySet_Type, &inside))
         return NULL;
     Known next = known;
     next.finish = Py_NewRef(finish);
@@ -32,6 +32,7 @@ static PyObject *configure(PyObject *Py_UNUSED(module), PyObject *args)
     next.pending = Py_NewRef(pending);
     next.claims = Py_NewRef(claims);
     next.threads = Py_NewRef(threads);
+    next.inside = Py_NewRef(inside);
     known = next; /* the references of an earlier configuration are few, and stay */
     Py_RETURN_NONE;
 }

@@ -42,6 +42,7 @@ _active = claims.active
 _guard = signals.guard
 _ndarray = np.ndarray
 _pending = waiting.pending
+_inside = signals.inside
 _threads = signals.threads
 _ident = threading.get_ident
 
@@ -114,6 +115,8 @@ def again(
         found = known.prepared[key]
     except (KeyError, AttributeError, TypeError):  # not made before; no group, or not a member
         return False
+    if _inside:
+        return False  # the general way raises if a signal handler makes the call
     frame = caller(depth)
     plain = timeout is None and name is None
     limit = None
@@ -148,7 +151,8 @@ def run(
     name: str | None = None,
 ) -> bool:
     """Start a prepared operation and wait for it; False, and nothing done, if its memory may be in use."""
-    if group.order.closed or is_finalized():
+    order = group.order
+    if order.closed or is_finalized() or (order.issued != order.moving and signals.handler_calls()):
         return False
     if _active and group.compares and _conflicts(_claim(prepared, send, recv)):
         return False  # the general way raises on all members
@@ -472,7 +476,7 @@ _guard.inside.update(each.__code__ for each in (_finish, _await, _give_up, run, 
 
 
 if extension is not None:
-    extension.configure(_finish, _give_up, _await, _pending, _active, _threads)
+    extension.configure(_finish, _give_up, _await, _pending, _active, _threads, _inside)
     extension.configure_requests(
         Request,
         type(threading.RLock()),

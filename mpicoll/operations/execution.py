@@ -19,7 +19,7 @@ from mpicoll.diagnosis.call import CallDescription, fingerprint
 from mpicoll.errors import CollectiveMismatchError
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
-from mpicoll.operations.failures import BlockingCall, in_child
+from mpicoll.operations.failures import BlockingCall, in_child, refuse_handler
 from mpicoll.operations.request import Request, collectives_are_pending
 from mpicoll.operations.schedules import open_memory, plan_key
 from mpicoll.operations.work import Work
@@ -443,5 +443,7 @@ def enter(group: ProcessGroup, operation: str, *, apart: bool = False) -> None:
         )
     if MPI.Is_finalized():
         raise RuntimeError(f"{operation}: MPI has been finalised")
+    if signals.inside or group.order.issued != group.order.moving:
+        refuse_handler(operation)
     if group.destroyed or not apart:
         group.usable(operation)

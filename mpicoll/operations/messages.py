@@ -43,6 +43,7 @@ _ndarray = np.ndarray
 _new_lock = threading.RLock
 _pending = waiting.pending
 _spins = range(waiting.SPIN_POLLS)
+_inside = signals.inside
 _threads = signals.threads
 
 
@@ -60,7 +61,7 @@ def send_prepared(tensor: Any, dst: Any, group: Any, tag: Any) -> bool:
         frame = _frame(2)
     except (AttributeError, ValueError):  # no group, or not a member; called from C
         return False
-    if again is None or _pending or _claims:
+    if again is None or _pending or _claims or _inside:
         return False
     taken = False
     wrong: BaseException | None = None
@@ -109,7 +110,7 @@ def receive_prepared(tensor: Any, src: Any, group: Any, tag: Any) -> bool:
         frame = _frame(2)
     except (AttributeError, ValueError):
         return False
-    if again is None or _pending or _claims:
+    if again is None or _pending or _claims or _inside:
         return False
     receiver = known.pair.receiver
     posted = receiver.posted
@@ -228,6 +229,8 @@ def start_prepared(tensor: Any, rank: Any, group: Any, tag: Any, receives: bool)
         frame = _frame(2)
     except (AttributeError, ValueError):  # no group, or not a member; called from C
         return None
+    if _inside:
+        return None  # the general way raises if a signal handler makes the call
     again = cache.last
     if again is None or again.rank is not rank or again.tag is not tag:
         again = _find(cache, tensor, rank, tag, receives)

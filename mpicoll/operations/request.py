@@ -379,6 +379,8 @@ class Request(RequestFields):
             if self.state < COMPLETE:
                 if failures.forked:
                     raise failures.in_child(self.call.name)
+                if signals.inside:
+                    failures.refuse_handler(f"wait() of {self.call.name}")
                 signals.threads.add(threading.get_ident())
                 self.awaited = True
                 self.wait(limit)

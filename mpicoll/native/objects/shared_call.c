@@ -162,7 +162,8 @@ static PyObject *make(PyObject *const *args, Py_ssize_t count, SharedOperation *
     Segment *segment = self->segment == NULL ? NULL : &self->segment->segment;
     Ring *ring = &self->ring->ring;
     const int64_t call = order->issued;
-    if (order->closed || call != order->moving || PyList_GET_SIZE(known.pending) != 0 || PyDict_Size(known.claims) != 0)
+    if (order->closed || call != order->moving || PyList_GET_SIZE(known.pending) != 0 || PyDict_Size(known.claims) != 0 ||
+        PySet_GET_SIZE(known.inside) != 0)
         Py_RETURN_FALSE;
     if (!shared_fits(self, &self->send, send, READABLE) || !shared_fits(self, &self->recv, recv, WRITABLE))
         Py_RETURN_FALSE;
