@@ -140,7 +140,7 @@ class DeadlockSearch:
     LEAVE_IT = 1.0
     AGAIN_WITHIN = 5.0
     DOUBTFUL_FOR = 2.0
-    STANDS_IN_PYTHON_FOR = 5.0
+    STANDS_IN_PYTHON_FOR = 4.0
     NON_DAEMON_FOR = 10.0
     AWAKE_WITHIN = 0.5
     WRITE_EVERY = 0.005
@@ -325,7 +325,7 @@ class DeadlockSearch:
             for rank in blocked
             if slots is not None and rank in slots.ranks and rank != board.rank
         ]
-        if doubtful and min(read_before, *confirmed) < now - self.AWAKE_WITHIN:
+        if doubtful and min([read_before, *confirmed]) < now - self.AWAKE_WITHIN:
             # A rank is, or this rank was, stopped: the time in which its other threads do nothing starts again.
             self._again(now)
             return None
