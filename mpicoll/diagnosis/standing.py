@@ -78,7 +78,11 @@ def stands(frame: FrameType) -> bool:
         return limits.get("block", True) is True and limits.get("timeout") in (None, -1)
     if code is _END or idles(code):
         return True
-    *path, method = _called(code, frame.f_lasti) or [""]
+    at = frame.f_lasti
+    operation, count = dis.opname[code.co_code[at]], code.co_code[at + 1]
+    if operation not in _ENTERS and (operation not in _CALLS or count):
+        return False  # most code that computes: without the time to disassemble it
+    *path, method = _called(code, at) or [""]
     if not path or all(method != name for _, name in _WAITS):
         return False
     try:
@@ -89,7 +93,7 @@ def stands(frame: FrameType) -> bool:
 
 @lru_cache(maxsize=128)
 def _called(code: CodeType, instruction: int) -> tuple[str, ...]:
-    """Return the names of a method that is called without arguments at an instruction, from the variable on; () for other code.
+    """Return the names of the method that an instruction calls without arguments, from the variable on; () for other calls.
 
     The method of a ``with`` is ``__enter__``.
     """
@@ -98,8 +102,6 @@ def _called(code: CodeType, instruction: int) -> tuple[str, ...]:
         if each.offset == instruction:
             if each.opname in _ENTERS:
                 names.append("__enter__")
-            elif each.opname not in _CALLS or each.arg:
-                break
         elif each.opname in ("LOAD_METHOD", "LOAD_ATTR"):
             names.append(each.argval)
         elif each.opname == "LOAD_SPECIAL" and each.argrepr == "__enter__":
