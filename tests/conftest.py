@@ -17,7 +17,17 @@ pytest_plugins = ["mpicoll.pytest_plugin"]
 
 
 ONE_MPI = {
-    f"test_{name}" for name in ("deadlock", "levels", "plans", "printed_once", "programs", "pytest_plugin", "reports")
+    f"test_{name}"
+    for name in (
+        "deadlock",
+        "joined_threads",
+        "levels",
+        "plans",
+        "printed_once",
+        "programs",
+        "pytest_plugin",
+        "reports",
+    )
 }
 """Tests of whole jobs that say little about the MPI below: `make test` runs them on Open MPI, `make test-all` the same on
 MPICH, and those that are long on Open MPI alone."""

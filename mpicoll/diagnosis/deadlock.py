@@ -60,14 +60,16 @@ class State:
         rank: its number.
         epoch: grows with every wait that begins or ends.
         waits: the waits of all its threads.
-        free: a thread that uses the library does not wait, so it may release other ranks.
+        free: a thread that uses the library neither waits nor stands, so it may release other ranks.
         calls: collectives issued on each group; a group that is not listed was destroyed some time ago.
         sent, received: messages to and from each (group, rank, tag).
         receives: (group, source, tag) of receives that are started and not complete; source -1: any.
         gone: the rank has ended.
-        doubtful: threads of the program are alive that have not used the library so far.
+        doubtful: threads of the program stand, or are alive and have not used the library so far.
         non_daemon: such a thread is no daemon, so the program waits for it at its end. Such a thread probably has work to do.
         groups: its groups as messages display them, by name.
+        stands: place and processor time of the threads outside the library, if one of them uses the library and all of them
+            stand, in a join or on a lock of Python.
         looks: how often each wait was tested and not over; grows while the state is unchanged.
     """
 
@@ -83,6 +85,7 @@ class State:
     doubtful: bool = False
     non_daemon: bool = False
     groups: Mapping[str, str] = field(default_factory=dict)
+    stands: tuple[tuple[str, int], ...] = ()
     looks: tuple[int, ...] = field(default=(), compare=False)
 
     def issued(self, wait: Wait) -> float:

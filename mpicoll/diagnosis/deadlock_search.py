@@ -7,10 +7,10 @@ import pickle
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
-from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpicoll.diagnosis import job_state
 from mpicoll.diagnosis.board import Board
@@ -18,6 +18,8 @@ from mpicoll.diagnosis.deadlock import State, blocked_set, report
 from mpicoll.diagnosis.job_state import JobState
 from mpicoll.diagnosis.membership import Membership
 from mpicoll.diagnosis.report.report import Report
+from mpicoll.diagnosis.report.texts import OTHERS_ALIVE, OTHERS_STAND
+from mpicoll.diagnosis.standing import idles, standing
 from mpicoll.errors import DeadlockError
 from mpicoll.runtime import signals, waiting
 
@@ -30,12 +32,7 @@ def describe_state() -> State:
     known = job_state.current()
     rank = known.world.rank() if known is not None else -1
     waits, meetings = (dict(known.waits), dict(known.meetings)) if known is not None else ({}, {})
-    # All threads that run Python, also threads that the threading module has not started. Only their code is stored: a
-    # reference to this function's own frame would keep its objects alive until Python collects cycles.
-    runs, started = {ident: frame.f_code for ident, frame in sys._current_frames().items()}, threading.enumerate()
-    alive = set(runs) - {thread.ident for thread in started if thread.name.startswith("mpicoll-")}
-    users = (signals.threads & alive) | {threading.main_thread().ident} | waiting.calling
-    others = alive - users
+    threads = _look_at_threads(waits)
     ours = list(known.groups.values()) if known is not None else []
     for group in ours:
         catch_up(group)
@@ -43,7 +40,7 @@ def describe_state() -> State:
         rank,
         search.epoch,
         tuple(wait.as_wait() for wait in waits.values()),
-        free=any(ident not in waits for ident in users),
+        free=threads.free,
         calls={
             **meetings,
             **_of_destroyed("calls"),
@@ -56,17 +53,48 @@ def describe_state() -> State:
             for group in ours
             for source, tag in group.receiver.outstanding()
         ),
-        doubtful=bool(others),
         groups={group.group_name: group.display for group in ours},
-        non_daemon=any(each.ident in others and not (each.daemon or _idles(runs[each.ident])) for each in started),
+        doubtful=threads.doubtful,
+        non_daemon=threads.non_daemon,
+        stands=threads.stands,
         looks=tuple(wait.looks for wait in waits.values()),
     )
 
 
-def _idles(code: CodeType) -> bool:
-    """Return whether a thread is an idle worker of a pool: only another thread can give it work."""
-    pool = sys.modules.get("concurrent.futures.thread")
-    return pool is not None and code is pool._worker.__code__
+class _Threads(NamedTuple):
+    """What :class:`State` says of the threads of this process."""
+
+    free: bool
+    doubtful: bool
+    non_daemon: bool
+    stands: tuple[tuple[str, int], ...]
+
+
+def _look_at_threads(waits: Mapping[int, object]) -> _Threads:
+    """Return the state of the threads; ``waits`` has those that wait in the library."""
+    # All threads that run Python, also threads that the threading module has not started. A reference to this function's own
+    # frame would keep its objects alive until Python collects cycles.
+    frames, started, me = sys._current_frames(), threading.enumerate(), threading.get_ident()
+    del frames[me]
+    alive = {*frames, me} - {thread.ident for thread in started if thread.name.startswith("mpicoll")}
+    users = (signals.threads & alive) | {threading.main_thread().ident} | waiting.calling
+    others = alive - users
+    if users <= waits.keys():
+        idle = {ident for ident, frame in frames.items() if idles(frame.f_code)}
+        return _Threads(
+            free=False,
+            doubtful=bool(others),
+            non_daemon=any(each.ident in others - idle and not each.daemon for each in started),
+            stands=(),
+        )
+    # A thread that uses the library is outside of it. It may go on unless all threads stand that do not wait in the library.
+    stands = () if _runs_callbacks() else standing(frames, (alive | users) - waits.keys())
+    return _Threads(free=not stands, doubtful=bool(others or stands), non_daemon=False, stands=stands)
+
+
+def _runs_callbacks() -> bool:
+    """Return whether a callback runs, or a pending request has a future: both may release a thread that stands."""
+    return bool(waiting.calling) or any(getattr(each, "future", None) is not None for each in tuple(waiting.pending))
 
 
 def _of_destroyed(what: str) -> dict[Any, int]:
@@ -113,6 +141,7 @@ class DeadlockSearch:
     LEAVE_IT = 1.0
     AGAIN_WITHIN = 5.0
     DOUBTFUL_FOR = 2.0
+    STANDS_IN_PYTHON_FOR = 4.0
     NON_DAEMON_FOR = 10.0
     AWAKE_WITHIN = 0.5
     WRITE_EVERY = 0.005
@@ -297,18 +326,25 @@ class DeadlockSearch:
             for rank in blocked
             if slots is not None and rank in slots.ranks and rank != board.rank
         ]
-        if doubtful and min(read_before, *confirmed) < now - self.AWAKE_WITHIN:
+        if doubtful and min([read_before, *confirmed]) < now - self.AWAKE_WITHIN:
             # A rank is, or this rank was, stopped: the time in which its other threads do nothing starts again.
             self._again(now)
             return None
-        doubtful_for = self.NON_DAEMON_FOR if any(states[rank].non_daemon for rank in blocked) else self.DOUBTFUL_FOR
+        stands = [(rank, *states[rank].stands[0]) for rank in sorted(blocked) if states[rank].stands]
+        doubtful_for = self.STANDS_IN_PYTHON_FOR if stands else self.DOUBTFUL_FOR
+        if any(states[rank].non_daemon for rank in blocked):
+            doubtful_for = self.NON_DAEMON_FOR
         if (doubtful and now - before[0] < doubtful_for) or any(when <= before[0] for when in confirmed):
             self._before = before
             self._again(now)
             return None
         certificate = report(states, blocked, time.time())
         if doubtful:
-            closing = f"Other threads are alive; no state has changed for {now - before[0]:.1f} s."
+            seconds = f"{now - before[0]:.1f}"
+            closing = OTHERS_ALIVE(seconds=seconds)
+            if stands:
+                rank, site, _ = stands[0]
+                closing = OTHERS_STAND(rank=rank, site=site.rpartition("/")[2], seconds=seconds)
             certificate = replace(certificate, closing=closing)
         board.post("deadlock", ({rank: states[rank].epoch for rank in blocked}, certificate), blocked)
         if board.rank not in blocked:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import mpicoll as dist
+from mpicoll.operations.prepare import refusal
 from mpicoll.pytest_plugin import collective_raises
 from mpicoll.training import broadcast_parameters
 
@@ -116,6 +118,29 @@ def test_a_group_that_is_none() -> None:
     ]
     for wrong_call, right in calls:
         on_one(wrong_call, right, ValueError, "Invalid process group specified: group must be")
+
+
+def test_a_group_that_is_none_on_all_ranks() -> None:
+    """All ranks raise at once, and the world goes on."""
+    began = time.monotonic()
+    with collective_raises(ValueError, match="Invalid process group specified"):
+        dist.all_reduce(np.ones(3), group=5)
+    assert time.monotonic() - began < 5
+    dist.barrier()
+
+
+def test_a_group_that_is_none_while_no_other_rank_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank raises its error after a while, and the world goes on."""
+    monkeypatch.setattr(refusal, "GUESS_SECONDS", 0.5)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        with pytest.raises(ValueError, match="Invalid process group specified"):
+            dist.all_reduce(np.ones(3), group=5)
+    else:
+        time.sleep(1.5)
+    x = np.ones(3)
+    dist.all_reduce(x)
+    assert (x == dist.get_world_size()).all()
 
 
 def test_questions_about_a_group_that_is_none_are_local() -> None:

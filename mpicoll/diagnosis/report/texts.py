@@ -56,6 +56,16 @@ STUCK_ALONE = Message(
     "It is certain that one rank waits for a call or a message that no rank will make or send.",
     _SEE_NEXT,
 )
+OTHERS_ALIVE = Message(
+    "Other threads are alive; no state has changed for {seconds} s.",
+    "The last line of the report of a deadlock: threads of the program are alive that have never called the library.",
+    "nothing; if such a thread was to make the missing call later, let it make another call of the library first",
+)
+OTHERS_STAND = Message(
+    "Threads outside of mpicoll wait in a join or on a lock (on rank {rank} at {site}); no state has changed for {seconds} s.",
+    "The last line of the report of a deadlock: all threads outside of the library wait for other threads of their rank.",
+    "compare the rows: they are the calls of the threads that are joined or hold the lock",
+)
 TIMED_OUT = Message(
     "time limit: Timed out waiting {seconds} in {call}: {who}",
     "The limit of a call passed (`timeout=`, the group's, `MPICOLL_TIMEOUT`). The call raises CollectiveTimeoutError.",

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any, NoReturn
 
 from mpicoll.diagnosis.call import CallDescription
+from mpicoll.diagnosis.job_state import JobState
 from mpicoll.errors import DistError, wrong_argument
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import NON_MEMBER, member_or_warn
 from mpicoll.operations import execution
+from mpicoll.runtime import signals
 from mpicoll.runtime.call_site import CallSite, call_site
 
 GUESS_SECONDS = 10.0
 """How long a rank waits for a call on the world if its ``group=`` is no group: the other ranks may be in no such call."""
+
+ELSEWHERE_SECONDS = 1.0
+"""How long all other ranks must have waited in calls on other groups until this rank waits for them no longer."""
 
 
 def refuse(
@@ -41,9 +47,32 @@ def refuse_group(given: Any, op: str, error: Exception, alias: str = "") -> NoRe
         raise error
     try:
         execution.enter(known.world, op)
-        refuse(known.world, op, call_site(), error, alias, GUESS_SECONDS)
+        if _is_called(known):
+            refuse(known.world, op, call_site(), error, alias, GUESS_SECONDS)
     except DistError:
-        raise error from None  # the other ranks are not in a call on the world
+        pass  # the ranks in the call on the world have withdrawn
+    raise error from None
+
+
+def _is_called(known: JobState) -> bool:
+    """Wait until another rank makes this call on the world, right or wrong, and return whether one does.
+
+    Nothing is posted meanwhile: if no rank makes the call, the world can still be used.
+    """
+    world, board = known.world, known.board
+    began = elsewhere = time.monotonic()
+    while (now := time.monotonic()) < began + GUESS_SECONDS and not (board.failed or board.exited):
+        with signals.guard:
+            answers = board.ask(world.group_name, world.ranks).values()
+        # A rank that answers and does not wait is in this function, too.
+        if any(each is not None and (each.calls > world.calls or each.waits.problem) for each in answers):
+            return True
+        if None in answers:
+            elsewhere = now
+        if now > elsewhere + ELSEWHERE_SECONDS:
+            return False
+        time.sleep(0.02)
+    return False
 
 
 def member(given: Any, op: str) -> ProcessGroup | None:

@@ -1,0 +1,185 @@
+"""Signal handlers of a program that end it by ``sys.exit``, or make a call, while their rank is in a call."""
+
+from __future__ import annotations
+
+import pytest
+from jobs import run_job
+
+EXITS = """
+import os, signal, sys, time
+from datetime import timedelta
+import numpy as np
+import mpicoll as dist
+
+kind, moment = sys.argv[1], float(sys.argv[2])
+struck = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0"))) == 1
+
+
+def handler(*_):
+    sys.exit(7)
+
+
+def strike():
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, moment)
+
+
+if kind == "init_process_group":
+    strike() if struck else time.sleep(1.5)
+dist.init_process_group(timeout=timedelta(seconds=30))
+x, large, peer = np.ones(4), np.ones(1 << 18), 1 - dist.get_rank()
+dist.barrier()
+if struck:
+    strike()
+elif not kind.endswith("again"):
+    time.sleep(1.5)
+began = time.monotonic()
+try:
+    if kind == "barrier":
+        dist.barrier()
+    elif kind == "all_reduce":
+        dist.all_reduce(x)
+    elif kind == "large":
+        dist.all_reduce(large)
+    elif kind == "asynchronous":
+        dist.all_reduce(x, async_op=True).wait()
+    elif kind == "objects":
+        dist.all_gather_object([None, None], 3)
+    elif kind == "new_group":
+        dist.new_group([0, 1])
+    elif kind == "recv":
+        dist.recv(x, peer) if struck else dist.barrier()
+    elif kind == "zero_first":
+        with dist.zero_first():
+            pass
+        dist.barrier()
+    elif kind == "new_group again":
+        while True:
+            dist.destroy_process_group(dist.new_group([0, 1]))
+    elif kind == "all_reduce again":
+        while True:
+            dist.all_reduce(x)
+    print("went on", flush=True)
+except dist.PeerFailedError as error:
+    print(f"PeerFailedError after {time.monotonic() - began < 10}: {'sys.exit(7)' in str(error)}", flush=True)
+    raise
+"""
+
+KINDS = (
+    *("barrier", "all_reduce", "large", "asynchronous", "objects", "new_group", "recv", "zero_first"),
+    *("new_group again", "all_reduce again"),
+)
+
+
+def exits(kind: str, moment: float) -> None:
+    job = run_job(EXITS, 2, limit=60, args=(kind, str(moment)))
+    assert not job.timed_out, job
+    assert job.returncode == 7, job
+    if kind != "init_process_group":  # before the ranks have met nothing can be told: the launcher ends the job
+        assert job.out[0].splitlines() == ["PeerFailedError after True: True"], job
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])])
+def test_an_exit_in_a_call_keeps_its_code(kind: str) -> None:
+    """The exit code is the program's, and the other rank raises PeerFailedError, which names ``sys.exit(7)``, at once."""
+    exits(kind, 0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", [0.1, 0.13, 0.16, 0.19, 0.22])
+@pytest.mark.parametrize("kind", ["new_group again", "all_reduce again"])
+def test_an_exit_at_any_moment_keeps_its_code(kind: str, moment: float) -> None:
+    """It does wherever in the call the handler strikes."""
+    exits(kind, moment)
+
+
+def test_an_exit_in_mpi_init_keeps_its_code() -> None:
+    """The handler runs when MPI has started: the job ends at once, and not after the limit of the other rank."""
+    exits("init_process_group", 0.5)
+
+
+NESTED = """
+import signal, sys, time
+from datetime import timedelta
+import numpy as np
+import mpicoll as dist
+
+outer, inner = sys.argv[1:]
+dist.init_process_group(timeout=timedelta(seconds=30))
+x, y, large = np.ones(4), np.ones(4), np.ones(1 << 18)
+group = dist.new_group([0, 1])
+dist.all_reduce(y), dist.all_reduce(y, group=group)
+pending = None
+
+
+def handler(*_):
+    try:
+        if inner == "all_reduce":
+            dist.all_reduce(y)
+        elif inner == "asynchronous":
+            dist.all_reduce(y, async_op=True)
+        elif inner == "another group":
+            dist.all_reduce(y, group=group)
+        elif inner == "isend":
+            dist.isend(y, 0)
+        elif inner == "wait":
+            pending.wait()
+    except RuntimeError as error:
+        print(f"RuntimeError: {'signal handler' in str(error)}", flush=True)
+        return
+    print("the call was made", flush=True)
+
+
+if dist.get_rank() == 1:
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+else:
+    time.sleep(1.2)
+if outer == "all_reduce":
+    dist.all_reduce(x)
+elif outer == "large":
+    dist.all_reduce(large)
+elif outer == "asynchronous":
+    pending = dist.all_reduce(x, async_op=True)
+    pending.wait()
+elif outer == "recv":
+    dist.recv(x, 0) if dist.get_rank() else dist.send(x + 1, 1)
+elif outer == "objects":
+    dist.all_gather_object([None, None], 3)
+for _ in range(3):  # the ranks are in step: the handler's call took no number
+    x[:] = 1
+    dist.all_reduce(x)
+    assert x[0] == 2
+dist.barrier()
+print("through", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    [
+        ("all_reduce", "all_reduce"),
+        *(
+            pytest.param(outer, inner, marks=pytest.mark.slow)
+            for outer, inner in (
+                ("all_reduce", "asynchronous"),
+                ("all_reduce", "another group"),
+                ("all_reduce", "isend"),
+                ("large", "all_reduce"),
+                ("asynchronous", "all_reduce"),
+                ("asynchronous", "wait"),
+                ("recv", "all_reduce"),
+                ("recv", "another group"),
+                ("objects", "all_reduce"),
+            )
+        ),
+    ],
+)
+@pytest.mark.parametrize("engine", ["auto", pytest.param("mpi", marks=pytest.mark.slow)])
+def test_a_call_of_a_handler_is_refused(outer: str, inner: str, engine: str) -> None:
+    """The handler gets RuntimeError at once, always the same one, and the call that it interrupted goes on."""
+    job = run_job(NESTED, 2, limit=40, args=(outer, inner), env={"MPICOLL_ENGINE": engine})
+    assert not job.timed_out, job
+    assert job.returncode == 0, job
+    assert job.out[0].splitlines() == ["through"], job
+    assert job.out[1].splitlines() == ["RuntimeError: True", "through"], job

@@ -1,0 +1,177 @@
+"""Deadlocks of threads that the main thread waits for, in a join or on a lock of Python; and waits that only look so."""
+
+from __future__ import annotations
+
+import pytest
+from jobs import JobResult, family, run_job
+
+HEAD = """
+import asyncio, queue, subprocess, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+import numpy as np
+import mpicoll as dist
+dist.init_process_group()
+r, n = dist.get_rank(), dist.get_world_size()
+x, other = np.ones(4), 1 - dist.get_rank()
+group = dist.new_group()
+"""
+
+LIMIT = {"MPICOLL_TIMEOUT": "25"}
+
+RECEIVE = """
+dist.barrier()
+began = time.monotonic()
+def receive():
+    try:
+        dist.recv(x, other)
+    except dist.DeadlockError as error:
+        assert error.ranks == [0, 1] and error.calls[r]["ranks"] == [r], (error.ranks, error.calls)
+        print(f"{time.monotonic() - began:.2f} {error}", flush=True)
+        time.sleep(1)
+        raise
+"""
+
+STUCK = {
+    "a join": "thread = threading.Thread(target=receive); thread.start(); thread.join()",
+    "a future of a pool": "with ThreadPoolExecutor(3) as pool: pool.submit(receive).result()",
+    "a queue": """
+results = queue.Queue()
+def give():
+    try:
+        receive()
+    finally:
+        results.put(1)
+threading.Thread(target=give, daemon=True).start()
+results.get()
+""",
+    "a lock": """
+lock = threading.Lock()
+def locked():
+    with lock:
+        receive()
+threading.Thread(target=locked, daemon=True).start()
+time.sleep(1)
+lock.acquire()
+""",
+    "the end of the main thread": "threading.Thread(target=receive).start()",
+    "a thread on one rank, none on the other": """
+if r == 0:
+    thread = threading.Thread(target=receive); thread.start(); thread.join()
+else:
+    receive()
+""",
+    "a thread that joins a thread": """
+def join():
+    thread = threading.Thread(target=receive); thread.start(); thread.join()
+thread = threading.Thread(target=join); thread.start(); thread.join()
+""",
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "a join")) for name in STUCK])
+def test_a_deadlock_of_threads(name: str) -> None:
+    """Every rank raises within ten seconds, and names the calls and where the other threads wait."""
+    _ends(run_job(HEAD + RECEIVE + STUCK[name], 2, limit=40, env=LIMIT))
+
+
+@pytest.mark.skipif(family() != "mpich", reason="MPICH can treat each rank as a node of its own")
+def test_a_deadlock_of_threads_on_two_nodes() -> None:
+    """Ranks of other nodes are asked, at growing intervals: the threads stand late."""
+    _ends(
+        run_job(
+            HEAD + RECEIVE + "thread = threading.Thread(target=receive); thread.start(); time.sleep(2); thread.join()",
+            2,
+            limit=40,
+            env={**LIMIT, "MPIR_CVAR_NOLOCAL": "1"},
+        )
+    )
+
+
+def _ends(job: JobResult) -> None:
+    """Require the error of a deadlock on both ranks."""
+    assert not job.timed_out, job
+    assert job.returncode, job
+    for rank, out in enumerate(job.out):
+        assert "deadlock: ranks 0-1 wait for each other" in out, job
+        for each in (0, 1):
+            assert f"rank {each}: recv float64[4] from rank {1 - each} tag 0 at job.py:15, needs rank" in out, job
+        assert "Threads outside of mpicoll wait in a join or on a lock (on rank 0 at " in out, job
+        assert float(out.split()[0]) < 10, (rank, job)
+
+
+LOOKS_SO = {
+    "a wait with a limit": "threading.Event().wait(6)",
+    "a join with a limit": "thread.join(6)",
+    "a pool's future with a limit": """
+try:
+    ThreadPoolExecutor(1).submit(thread.join).result(6)
+except TimeoutError:
+    pass
+except Exception as error:
+    assert type(error).__name__ == "TimeoutError"
+""",
+    "a helper that computes": """
+def compute():
+    end = time.monotonic() + 6
+    while time.monotonic() < end:
+        np.sort(np.arange(200_000)[::-1])
+helper = threading.Thread(target=compute, daemon=True); helper.start(); helper.join()
+""",
+    "a helper that sleeps": "helper = threading.Thread(target=time.sleep, args=(6,)); helper.start(); helper.join()",
+    "a timer": "helper = threading.Timer(6, print); helper.start(); helper.join()",
+    "a helper that reads what another process writes": """
+child = subprocess.Popen(["sh", "-c", "sleep 6; echo"], stdout=subprocess.PIPE)
+with ThreadPoolExecutor(2) as pool: pool.submit(child.stdout.read).result()
+child.wait()
+""",
+    "threads that exchange items": """
+there, back = queue.Queue(), queue.Queue()
+def answer():
+    while there.get(): back.put(1)
+helper = threading.Thread(target=answer); helper.start()
+end = time.monotonic() + 6
+while time.monotonic() < end: there.put(1); back.get()
+there.put(0)
+""",
+    "an event loop": """
+async def main():
+    await asyncio.get_running_loop().run_in_executor(None, time.sleep, 6)
+asyncio.run(main())
+""",
+    "a callback of an asynchronous call": """
+if r < 2:
+    done = threading.Event()
+    dist.all_reduce(np.ones(2), group=group, async_op=True).get_future().add_done_callback(lambda future: done.set())
+    done.wait()
+else:
+    time.sleep(6)
+    dist.all_reduce(np.ones(2), group=group)
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOOKS_SO)
+def test_threads_that_will_go_on(name: str) -> None:
+    """A main thread that will send what all wait for, later than a certificate takes, is no deadlock."""
+    source = "".join(f"    {line}\n" for line in LOOKS_SO[name].splitlines())
+    job = run_job(
+        HEAD
+        + "thread = threading.Thread(target=lambda: r < 2 and dist.recv(np.empty(4), other)); thread.start()\n"
+        + "time.sleep(0.5)\n"
+        + "began = time.monotonic()\n"
+        + f"if True:\n{source}"
+        + """
+assert time.monotonic() - began > 5.5
+if r < 2: dist.send(x, other)
+thread.join()
+print("done", flush=True)
+""",
+        3 if "callback" in name else 2,
+        limit=40,
+        env=LIMIT,
+    )
+    assert not job.timed_out, job
+    assert job.returncode == 0, job
+    assert all("done" in out for out in job.out), job
+    assert not any(job.err), job
