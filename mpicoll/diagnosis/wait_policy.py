@@ -33,8 +33,7 @@ from mpicoll.errors import (
     PeerFailedError,
     reason_of,
 )
-from mpicoll.runtime import waiting
-from mpicoll.runtime.signals import enter_wait, inside, inside_code
+from mpicoll.runtime import handler_calls, waiting
 
 MOST_PLACES = 6  # rows of a report for each state of missing ranks: so all rows fit into the table
 EXPLAINED_WITHIN = 3.0
@@ -387,7 +386,7 @@ def local_wait(test: Callable[[], bool], policy: CallWait) -> None:
     waits = job_state.job().waits
     outer = waits.get(ident)
     waits[ident] = policy
-    outermost = enter_wait()
+    outermost = handler_calls.enter()
     search.epoch += 1
     over = False
     try:
@@ -395,7 +394,7 @@ def local_wait(test: Callable[[], bool], policy: CallWait) -> None:
         over = True
     finally:
         if outermost:
-            inside.clear()
+            handler_calls.inside.clear()
         search.epoch += 1
         if outer is None:
             del waits[ident]
@@ -407,4 +406,4 @@ def local_wait(test: Callable[[], bool], policy: CallWait) -> None:
             note_waits()
 
 
-inside_code.add(local_wait.__code__)
+handler_calls.waits.add(local_wait.__code__)

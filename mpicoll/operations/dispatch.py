@@ -20,7 +20,7 @@ from mpicoll.errors import DistError
 from mpicoll.groups import registry
 from mpicoll.groups.communicators import MpiError, is_finalized
 from mpicoll.groups.process_group import ProcessGroup
-from mpicoll.groups.registry import default
+from mpicoll.groups.registry import default as _default
 from mpicoll.memory.arithmetic import without_warnings
 from mpicoll.memory.protocols import as_numpy
 from mpicoll.operations import execution
@@ -30,19 +30,18 @@ from mpicoll.operations.request import Request
 from mpicoll.operations.schedules import AT_ONCE, EAGER, IN_SHARED_MEMORY, MEETING, THROUGH_PLAN, Sealed
 from mpicoll.operations.states import COMPLETE, MOVING, POSTED, observers
 from mpicoll.operations.work import Work, answer
-from mpicoll.runtime import signals, waiting
+from mpicoll.runtime import handler_calls, signals, waiting
 from mpicoll.runtime.call_site import CallSite, caller
 from mpicoll.runtime.mpi_library import retain_frames
 from mpicoll.runtime.native import found as extension
 from mpicoll.transports.base import Kind
 from mpicoll.transports.control import Words
 
-_default = default
 _active = claims.active
 _guard = signals.guard
 _ndarray = np.ndarray
 _pending = waiting.pending
-_inside = signals.inside
+_inside = handler_calls.inside
 _threads = signals.threads
 _ident = threading.get_ident
 
@@ -115,8 +114,8 @@ def again(
         found = known.prepared[key]
     except (KeyError, AttributeError, TypeError):  # not made before; no group, or not a member
         return False
-    if _inside:
-        return False  # the general way raises if a signal handler makes the call
+    if _inside:  # then the general way raises
+        return False
     frame = caller(depth)
     plain = timeout is None and name is None
     limit = None
@@ -128,17 +127,16 @@ def again(
         # Its truth may raise, which the general way tells all members; in the second case the general way finds the place.
         if async_op is not True or CallSite.inside(frame.f_code):
             return False
-        code, instruction = frame.f_code, frame.f_lasti
-        return begin(known, found, send, recv, code, instruction, limit, name, outputs, spread, arrays) or False
+        place = frame.f_code, frame.f_lasti
+        return begin(known, found, send, recv, *place, limit, name, outputs, spread, arrays) or False
     if found.shared is not None:
         more = () if plain else (limit, name, None if name is None else found.words_named(known, name))
         if found.shared.run(known, found, send, recv, frame, *more):
             return True
-    if not found.fits(send, recv):
-        return False
-    if plain and found.in_place and start_and_complete(known, found, recv, frame):
+    fits = found.fits(send, recv)
+    if fits and plain and found.in_place and start_and_complete(known, found, recv, frame):
         return True
-    return run(known, found, send, recv, frame, limit, name)
+    return fits and run(known, found, send, recv, frame, limit, name)
 
 
 def run(
@@ -152,7 +150,7 @@ def run(
 ) -> bool:
     """Start a prepared operation and wait for it; False, and nothing done, if its memory may be in use."""
     order = group.order
-    if order.closed or is_finalized() or (order.issued != order.moving and signals.handler_calls()):
+    if order.closed or is_finalized() or (order.issued != order.moving and handler_calls.found()):
         return False
     if _active and group.compares and _conflicts(_claim(prepared, send, recv)):
         return False  # the general way raises on all members
@@ -495,9 +493,8 @@ def _forget_in_child() -> None:
     if extension is not None:
         extension.configure_requests()
     known = registry.current()
-    if known is not None:
-        for group in known.groups.values():
-            group.prepared = {}
+    for group in () if known is None else known.groups.values():
+        group.prepared = {}
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -23,7 +23,7 @@ from mpicoll.operations.failures import BlockingCall, in_child, refuse_handler
 from mpicoll.operations.request import Request, collectives_are_pending
 from mpicoll.operations.schedules import open_memory, plan_key
 from mpicoll.operations.work import Work
-from mpicoll.runtime import signals, waiting
+from mpicoll.runtime import handler_calls, signals, waiting
 from mpicoll.runtime.native import reduce_rows
 from mpicoll.runtime.waiting import Pollable, Steps
 from mpicoll.transports import large_counts
@@ -443,7 +443,7 @@ def enter(group: ProcessGroup, operation: str, *, apart: bool = False) -> None:
         )
     if MPI.Is_finalized():
         raise RuntimeError(f"{operation}: MPI has been finalised")
-    if signals.inside or group.order.issued != group.order.moving:
+    if handler_calls.inside or group.order.issued != group.order.moving:
         refuse_handler(operation)
     if group.destroyed or not apart:
         group.usable(operation)

@@ -27,7 +27,7 @@ from mpicoll.operations.operation import adopt, call_of, finish, give_up, receiv
 from mpicoll.operations.request import Request
 from mpicoll.operations.states import MOVING
 from mpicoll.operations.work import Work, answer
-from mpicoll.runtime import signals, waiting
+from mpicoll.runtime import handler_calls, signals, waiting
 from mpicoll.runtime.call_site import CallSite
 from mpicoll.runtime.native import found as extension
 from mpicoll.transports.mpi.messages import Busy, PersistentMessage, PersistentReceive, PersistentSend, matches
@@ -43,7 +43,7 @@ _ndarray = np.ndarray
 _new_lock = threading.RLock
 _pending = waiting.pending
 _spins = range(waiting.SPIN_POLLS)
-_inside = signals.inside
+_inside = handler_calls.inside
 _threads = signals.threads
 
 

@@ -36,7 +36,7 @@ from mpicoll.operations.states import (
     through,
     to,
 )
-from mpicoll.runtime import signals, waiting
+from mpicoll.runtime import handler_calls, signals, waiting
 from mpicoll.runtime.mpi_library import retain_for_ever, retain_frames
 from mpicoll.runtime.waiting import Steps
 
@@ -379,7 +379,7 @@ class Request(RequestFields):
             if self.state < COMPLETE:
                 if failures.forked:
                     raise failures.in_child(self.call.name)
-                if signals.inside:
+                if handler_calls.inside:
                     failures.refuse_handler(f"wait() of {self.call.name}")
                 signals.threads.add(threading.get_ident())
                 self.awaited = True

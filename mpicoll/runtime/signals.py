@@ -19,9 +19,10 @@ import threading
 import time
 from collections.abc import Callable
 from threading import get_ident
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
+from mpicoll.runtime import handler_calls
 from mpicoll.runtime.output import flush_streams
 from mpicoll.runtime.signal_table import ReplacedHandlers, exchange, get_handler, put, set_default_effect, unhandled
 
@@ -64,7 +65,7 @@ class DeferredInterrupt:
         self.noted: BaseException | None = None
         self.installed = False
         self.waits = False
-        self.inside: set[CodeType] = set()
+        self.inside = handler_calls.calls
 
     def install(self) -> None:
         """Handle SIGINT, if Python's default handler does; leave any other handler as it is."""
@@ -287,12 +288,15 @@ class SignalShield:
         """Run the handlers of the signals that have arrived; raise their exceptions."""
         while self._noted and get_ident() == _main_ident:
             handler, number, frame = self._noted.pop(0)
-            outermost = enter_wait()
+            outermost = handler_calls.enter()
             try:
                 handler(number, frame)
             finally:
                 if outermost:
-                    inside.clear()
+                    handler_calls.inside.clear()
+
+
+handler_calls.waits.add(SignalShield.deliver.__code__)
 
 
 class SignalNotes:
@@ -448,38 +452,10 @@ def end_by(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-_main_ident = threading.main_thread().ident or 0
+_main_ident = threading.main_thread().ident
 guard = DeferredInterrupt()
 shield = SignalShield()
 notes = SignalNotes()
-
-inside: set[int] = set()
-"""The main thread, if it waits in a call, or runs deferred signal handlers: then a signal handler makes its next call."""
-
-inside_code: set[CodeType] = {SignalShield.deliver.__code__}
-"""Code of the functions that put a thread into ``inside``."""
-
-
-def enter_wait() -> bool:
-    """Put the main thread into ``inside``; return whether the caller has to clear that. Handlers run in the main thread only."""
-    if get_ident() != _main_ident or inside:
-        return False
-    inside.add(_main_ident)
-    return True
-
-
-def handler_calls() -> bool:
-    """Return whether the caller was called by a signal handler of the program that has interrupted a call of the library."""
-    if get_ident() != _main_ident:
-        return False
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code in inside_code or frame.f_code in guard.inside:
-            return True
-        frame = frame.f_back
-    inside.clear()
-    return False
-
 
 threads: set[int] = set()
 """Threads other than the main thread that have called the library."""
@@ -512,7 +488,7 @@ def _in_child() -> None:
     global _main_ident
     _main_ident = get_ident()
     threads.clear()
-    inside.clear()
+    handler_calls.inside.clear()
     guard.forget()
     shield.forget()
     notes.forget()

@@ -1,0 +1,42 @@
+"""Find out whether a signal handler of the program makes a call while its rank is inside another call of the library.
+
+Python runs signal handlers between two instructions of the main thread. The other ranks do not expect the call of such a handler.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from threading import get_ident
+from types import CodeType, FrameType
+
+inside: set[int] = set()
+"""The main thread, if it waits in a call, or runs deferred signal handlers: then a signal handler makes its next call."""
+
+waits: set[CodeType] = set()
+"""Code of the functions that put the main thread into ``inside``."""
+
+calls: set[CodeType] = set()
+"""Code of other functions that are a part of a call."""
+
+
+def enter() -> bool:
+    """Put the main thread into ``inside``; return whether the caller has to clear that."""
+    ident = get_ident()
+    if inside or ident != threading.main_thread().ident:
+        return False
+    inside.add(ident)
+    return True
+
+
+def found() -> bool:
+    """Return whether the stack of the main thread shows that a signal handler has called the caller from inside a call."""
+    if get_ident() != threading.main_thread().ident:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in waits or frame.f_code in calls:
+            return True
+        frame = frame.f_back
+    inside.clear()  # an exception of a handler has left a wait before its end was noted
+    return False
