@@ -11,7 +11,7 @@ from threading import get_ident
 from types import CodeType, FrameType
 
 inside: set[int] = set()
-"""The main thread, if it waits in a call, or runs deferred signal handlers: then a signal handler makes its next call."""
+"""The main thread, if it waits in a call, or runs handlers of signals that came earlier: then a handler makes its next call."""
 
 waits: set[CodeType] = set()
 """Code of the functions that put the main thread into ``inside``."""

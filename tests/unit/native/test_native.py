@@ -136,7 +136,7 @@ def test_it_is_told_of_the_library_right(extension: Any) -> None:
     probe = np.zeros((2, 3))
     address = probe.__array_interface__["data"][0]
     known = (dispatch._finish, dispatch._give_up, dispatch._await)
-    known += (dispatch._pending, dispatch._active, dispatch._threads)
+    known += (dispatch._pending, dispatch._active, dispatch._threads, dispatch._inside)
     with pytest.raises(TypeError, match="list"):
         extension.configure(*known[:3], set(), *known[4:])
     for array, at in ((probe, address + 8), (probe.T, address), (np.zeros((3, 3)), address)):
@@ -153,6 +153,15 @@ def test_calls_with_other_things(extension: Any) -> None:
     for given in ((), (1, 2, 3, 4, 5), (None,) * 5, (None,) * 8):
         with pytest.raises(TypeError):
             operation.run(*given)
+    nothing = (None, None, None, None)
+    for given in (
+        (),
+        ("barrier", None, nothing),
+        ("barrier", None, (), *(None,) * 6),
+        ("barrier", None, nothing, *(None,) * 9),
+    ):
+        with pytest.raises(TypeError, match="other arguments"):
+            extension.run_cached(*given)
     with pytest.raises(AttributeError):
         prepared(extension, ring, lock=None)
     with pytest.raises(TypeError):
