@@ -386,7 +386,9 @@ def local_wait(test: Callable[[], bool], policy: CallWait) -> None:
     waits = job_state.job().waits
     outer = waits.get(ident)
     waits[ident] = policy
-    outermost = handler_calls.enter()
+    outermost = not handler_calls.inside and ident == threading.main_thread().ident
+    if outermost:
+        handler_calls.inside.add(ident)
     search.epoch += 1
     over = False
     try:

@@ -20,15 +20,6 @@ calls: set[CodeType] = set()
 """Code of other functions that are a part of a call."""
 
 
-def enter() -> bool:
-    """Put the main thread into ``inside``; return whether the caller has to clear that."""
-    ident = get_ident()
-    if inside or ident != threading.main_thread().ident:
-        return False
-    inside.add(ident)
-    return True
-
-
 def found() -> bool:
     """Return whether the stack of the main thread shows that a signal handler has called the caller from inside a call."""
     if get_ident() != threading.main_thread().ident:

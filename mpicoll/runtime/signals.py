@@ -288,7 +288,8 @@ class SignalShield:
         """Run the handlers of the signals that have arrived; raise their exceptions."""
         while self._noted and get_ident() == _main_ident:
             handler, number, frame = self._noted.pop(0)
-            outermost = handler_calls.enter()
+            outermost = not handler_calls.inside
+            handler_calls.inside.add(get_ident())
             try:
                 handler(number, frame)
             finally:
