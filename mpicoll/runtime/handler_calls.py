@@ -10,6 +10,8 @@ import threading
 from threading import get_ident
 from types import CodeType, FrameType
 
+from mpicoll.runtime.call_site import CallSite
+
 inside: set[int] = set()
 """The main thread, if it waits in a call, or runs handlers of signals that came earlier: then a handler makes its next call."""
 
@@ -25,9 +27,11 @@ def found() -> bool:
     if get_ident() != threading.main_thread().ident:
         return False
     frame: FrameType | None = sys._getframe(1)
+    while frame is not None and CallSite.inside(frame.f_code):
+        frame = frame.f_back  # the frames of the call that the caller makes
     while frame is not None:
         if frame.f_code in waits or frame.f_code in calls:
             return True
         frame = frame.f_back
-    inside.clear()  # an exception of a handler has left a wait before its end was noted
+    inside.clear()  # a handler that raised has left a wait before its end was noted
     return False

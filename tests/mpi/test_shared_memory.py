@@ -415,7 +415,7 @@ def test_a_rank_that_is_gone_in_the_midst_of_pieces(fresh: Callable[[], Any]) ->
         def gone(*given: Any) -> None:
             raise KeyError("gone")
 
-        known = (dispatch._await, dispatch._pending, dispatch._active, dispatch._threads)
+        known = (dispatch._await, dispatch._pending, dispatch._active, dispatch._threads, dispatch._inside)
         native.found.configure(gone, lambda *given: None, *known)  # as if it were stopped for good
         try:
             with pytest.raises(KeyError):
