@@ -113,7 +113,8 @@ class Board:
         ended: ranks that have ended after a failure.
         handling: ranks that handle a failure.
         withdrawn: the first rank that gave a group up, and its reason, by the group's name.
-        interrupted: the names of groups that a rank gave up because of an exception of its program, with which it may end.
+        interrupted: when (time.monotonic) this rank learnt that a rank gave a group up because of an exception of its program,
+            with which the rank may end, by the group's name.
         leavers: all ranks that have given a group up, by the group's name.
         joins, left: values that ranks bring to a meeting, and ranks that have left the meeting, by the meeting's key.
         announced: failed ranks whose failure this rank has raised.
@@ -135,7 +136,7 @@ class Board:
     handling: set[int] = field(default_factory=set)
     printed: set[int] = field(default_factory=set)
     withdrawn: dict[str, tuple[int, str]] = field(default_factory=dict)
-    interrupted: set[str] = field(default_factory=set)
+    interrupted: dict[str, float] = field(default_factory=dict)
     leavers: dict[str, set[int]] = field(default_factory=dict)
     certain: dict[str, Runs] = field(default_factory=dict)
     joins: dict[Any, dict[int, Any]] = field(default_factory=dict)
@@ -267,7 +268,7 @@ class Board:
         elif kind == "withdrawn":
             group, why, certain, of_program = payload
             if of_program and group not in self.withdrawn:
-                self.interrupted.add(group)
+                self.interrupted[group] = time.monotonic()
             self.withdrawn.setdefault(group, (rank, why))
             self.certain[group] = certain
             self.leavers.setdefault(group, set()).add(rank)

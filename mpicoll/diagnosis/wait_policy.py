@@ -57,7 +57,6 @@ class CallWait:
         "began",
         "call",
         "completes_until",
-        "failure_until",
         "group",
         "limit",
         "looks",
@@ -84,7 +83,7 @@ class CallWait:
         self.began = time.time()
         self.looks = 0  # number of tests after which the wait was not over
         self.noted = False  # the wait is on the node board
-        self.verdict_until = self.failure_until = 0.0
+        self.verdict_until = 0.0
         self.completes_until = 0.0
         self.origin: int | None = None  # the failed rank that ends the wait
         self._wait: Wait | None = None
@@ -145,11 +144,8 @@ class CallWait:
 
     def _failure_comes(self, board: Board) -> bool:
         """Return whether the rank that gave the group up probably ends by the exception that interrupted its call."""
-        if self.group.group_name not in board.interrupted:
-            return False
-        now = time.monotonic()
-        self.failure_until = self.failure_until or now + FAILS_WITHIN
-        return now < self.failure_until
+        since = board.interrupted.get(self.group.group_name)
+        return since is not None and time.monotonic() < since + FAILS_WITHIN
 
     def _completes(self, failure: Failure, waited: float) -> bool:
         """Return whether this call may still complete: the failed rank has made the call, and failed a moment ago."""

@@ -12,16 +12,20 @@ handlers run, and its class, which is in C, has no hook.
 from __future__ import annotations
 
 import builtins
+import dis
 import sys
 import threading
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from mpicoll.lifecycle import exit_monitor
-from mpicoll.runtime.call_site import program_site, traceback_site
+from mpicoll.runtime.call_site import CallSite, program_site, traceback_site
 
 Note = Callable[[Any, str], None]
+
+_RAISE, _RERAISE, _RETURN = (dis.opmap[name] for name in ("RAISE_VARARGS", "RERAISE", "RETURN_VALUE"))
 
 _note: Note | None = None
 _last: weakref.ref[_Exit] | None = None
@@ -51,7 +55,7 @@ class _Exit(SystemExit):
         except ValueError:
             is_end = True
         else:
-            is_end = exit_monitor.has_left_by_exception()  # the garbage collector has found it
+            is_end = _has_ended_program(self)  # the garbage collector has found it
         if is_end and _note is not None:
             _note(self.code, self.site)
 
@@ -109,10 +113,39 @@ def _note_outermost(error: SystemExit) -> None:
 
 
 def note_last() -> None:
-    """Note the last SystemExit if it lives on and an exception has ended the program; for exit handlers."""
+    """Note the last SystemExit if it lives on and has ended the program; for exit handlers."""
     last = _last() if _last is not None else None
-    if last is not None and _note is not None and exit_monitor.has_left_by_exception():
+    if last is not None and _note is not None and _has_ended_program(last):
         _note(last.code, last.site)
+
+
+def _has_ended_program(error: SystemExit) -> bool:
+    """Return whether the exception has left the outermost frame, as the frames of its traceback show.
+
+    The first of them is the outermost frame that has caught the exception. That frame has raised the exception again, and no
+    frame that called it has returned.
+    """
+    trace, running = error.__traceback__, sys._current_frames().get(threading.main_thread().ident or 0)
+    if sys.version_info >= (3, 12) or trace is None:  # sys.monitoring has reported the exception
+        return False
+    stack: set[int] = set()
+    while running is not None:
+        stack.add(id(running))
+        running = running.f_back
+    frame: FrameType | None = trace.tb_frame
+    assert frame is not None
+    code, last = frame.f_code, frame.f_lasti
+    operation = code.co_code[last]
+    again = operation == _RAISE and (
+        code.co_code[last + 1] == 0 or CallSite.inside(code)
+    )  # `raise`; `raise error` of a call
+    if operation != _RERAISE and not again:
+        return False
+    while frame is not None:
+        if id(frame) in stack or frame.f_code.co_code[frame.f_lasti] == _RETURN:
+            return False
+        frame = frame.f_back
+    return True
 
 
 def stop() -> None:

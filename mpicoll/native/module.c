@@ -68,9 +68,13 @@ static PyObject *configure_requests(PyObject *Py_UNUSED(module), PyObject *args)
 /* Know what a call of the program uses. */
 static PyObject *configure_calls(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *default_group, *frame, *general;
-    if (!PyArg_ParseTuple(args, "OOO", &default_group, &frame, &general))
+    PyObject *default_group, *frame, *general, *thread;
+    if (!PyArg_ParseTuple(args, "OOOO!", &default_group, &frame, &general, &PyLong_Type, &thread))
         return NULL;
+    known.main = PyLong_AsUnsignedLong(thread);
+    if (PyErr_Occurred())
+        return NULL;
+    known.main_number = Py_NewRef(thread);
     known.default_group = Py_NewRef(default_group);
     known.frame = Py_NewRef(frame);
     known.run_cached = Py_NewRef(general);
@@ -167,7 +171,8 @@ static PyMethodDef methods[] = {
      "Know what the start and the end of a message use: configure_messages(type of a send, type of a receive, MOVING)."},
     {"configure", configure, METH_VARARGS, "Tell the module what it needs of the library."},
     {"configure_calls", configure_calls, METH_VARARGS,
-     "Know what a call of the program uses: configure_calls(object whose `world` is the default group, sys._getframe, run_cached in Python)."},
+     "Know what a call of the program uses: configure_calls(object whose `world` is the default group, sys._getframe, run_cached in\n"
+     "Python, number of the main thread)."},
     {"run_cached", (PyCFunction)(void (*)(void))run_cached, METH_FASTCALL, "Make a call: as run_cached of operations/prepare/run.py."},
     {"matches", (PyCFunction)(void (*)(void))matches, METH_FASTCALL,
      "Return whether an array has a dtype and a shape, in one piece of memory: matches(array, dtype, shape, writable)."},

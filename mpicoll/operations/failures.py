@@ -87,7 +87,7 @@ def refuse_handler(operation: str) -> None:
     if threading.get_ident() not in waiting.calling and handler_calls.found():
         raise RuntimeError(
             f"{operation}: a signal handler has made this call while its rank was in another call, which the other ranks do not "
-            "expect: note the signal in the handler, and make the call afterwards, or use on_signal"
+            "expect: record the signal in the handler, and make the call afterwards, or use on_signal"
         )
 
 

@@ -15,7 +15,7 @@ from mpicoll.diagnosis.call import CallDescription
 from mpicoll.errors import DistError
 from mpicoll.operations.failures import over, settle
 from mpicoll.operations.request import Request
-from mpicoll.runtime import signals, waiting
+from mpicoll.runtime import handler_calls, signals, waiting
 
 _LOOK_EVERY = 0.005
 """Seconds between two checks whether a request that the program polls can ever complete."""
@@ -335,6 +335,9 @@ def _poll(request: Request) -> tuple[bool, bool]:
             waiting.drop(request)
             return True, False
         return False, _is_lost(request)
+
+
+handler_calls.waits.add(_poll.__code__)
 
 
 def _is_lost(request: Request) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from threading import get_ident
 from types import CodeType, FrameType
 
@@ -22,16 +23,28 @@ calls: set[CodeType] = set()
 """Code of other functions that are a part of a call."""
 
 
+_WEAKREF = weakref.__file__
+
+
 def found() -> bool:
     """Return whether the stack of the main thread shows that a signal handler has called the caller from inside a call."""
     if get_ident() != threading.main_thread().ident:
         return False
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and CallSite.inside(frame.f_code):
-        frame = frame.f_back  # the frames of the call that the caller makes
+    is_inside = False
+    while frame is not None and CallSite.inside(frame.f_code):  # the frames of the call that the caller makes
+        is_inside = is_inside or _is_part_of_call(frame)
+        frame = frame.f_back
+    if frame is not None and (frame.f_code.co_name == "__del__" or frame.f_code.co_filename == _WEAKREF):
+        return False  # a finalizer, which may run at any moment, too
     while frame is not None:
-        if frame.f_code in waits or frame.f_code in calls:
+        if _is_part_of_call(frame):
             return True
         frame = frame.f_back
-    inside.clear()  # a handler that raised has left a wait before its end was noted
+    if not is_inside:
+        inside.clear()  # a handler that raised has left a wait before its end was noted
     return False
+
+
+def _is_part_of_call(frame: FrameType) -> bool:
+    return frame.f_code in waits or frame.f_code in calls

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import zipfile
+from pathlib import Path
+
 import pytest
 from jobs import run_job
 
@@ -98,6 +101,46 @@ def test_an_exit_in_mpi_init_keeps_its_code() -> None:
     exits("init_process_group", 0.5)
 
 
+KEPT = """
+import argparse, sys, zipfile
+import mpicoll as dist
+
+dist.init_process_group()
+saved = []
+archive = zipfile.ZipFile(f"{sys.argv[1]}/{dist.get_rank()}.zip", "w")
+
+
+def parse():
+    try:
+        argparse.ArgumentParser().parse_args(["--unknown"])
+    except SystemExit as error:
+        saved.append(error)
+        found = error
+        return found.code
+
+
+def main():
+    archive.writestr("name", "text")
+    if dist.get_rank() == 1:
+        print(parse(), flush=True)
+    dist.barrier()
+    return 0
+
+
+raise SystemExit(main())
+"""
+
+
+def test_an_exit_that_was_caught_is_no_end(tmp_path: Path) -> None:
+    """A SystemExit that the program keeps changes no exit code, and the library keeps no global of the program alive."""
+    job = run_job(KEPT, 2, limit=40, args=(str(tmp_path),))
+    assert job.returncode == 0, job
+    assert job.out[1].splitlines() == ["2"], job
+    for rank in range(2):
+        with zipfile.ZipFile(tmp_path / f"{rank}.zip") as archive:
+            assert archive.read("name") == b"text"
+
+
 NESTED = """
 import signal, sys, time
 from datetime import timedelta
@@ -142,6 +185,10 @@ elif outer == "large":
 elif outer == "asynchronous":
     pending = dist.all_reduce(x, async_op=True)
     pending.wait()
+elif outer == "polled":
+    pending = dist.all_reduce(x, async_op=True)
+    while not pending.is_completed():
+        pass
 elif outer == "recv":
     dist.recv(x, 0) if dist.get_rank() else dist.send(x + 1, 1)
 elif outer == "objects":
@@ -163,6 +210,7 @@ print("through", flush=True)
             pytest.param(outer, inner, marks=pytest.mark.slow)
             for outer, inner in (
                 ("all_reduce", "asynchronous"),
+                ("polled", "all_reduce"),
                 ("all_reduce", "another group"),
                 ("all_reduce", "isend"),
                 ("large", "all_reduce"),

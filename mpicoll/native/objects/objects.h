@@ -131,6 +131,8 @@ typedef struct {
     PyObject *finish, *withdraw, *await; /* of operations/dispatch.py: continue a posted call, give a call up, wait in the midst of one */
     PyObject *pending, *claims, *reusable, *dropped, *threads, *observers;
     PyObject *inside; /* threads that wait in a call: a call that they make is one of a signal handler, which Python refuses */
+    PyObject *main_number;
+    unsigned long main; /* of the main thread */
     PyObject *request, *lock, *claim;          /* types */
     PyObject *posted, *complete;               /* states */
     PyObject *at_once, *eager;                 /* schedules of a call whose data comes with its round: beside the record; in the segment */

@@ -182,7 +182,13 @@ static PyObject *make(PyObject *const *args, Py_ssize_t count, SharedOperation *
     order->round = number;
     order->calls++;
     if (!ring_is_over(ring, number, began, self->budget) || !ring_is_unanimous(ring, number)) {
+        /* From here on Python runs signal handlers, whose calls are refused. */
+        const int waits = PyThread_get_thread_ident() == known.main && PySet_GET_SIZE(known.inside) == 0;
+        if (waits && PySet_Add(known.inside, known.main_number) < 0)
+            PyErr_Clear();
         done = PyObject_Vectorcall(known.finish, args, (size_t)count, NULL);
+        if (waits)
+            PySet_Clear(known.inside);
         if (done == NULL)
             withdraw(args, count, call);
         return done;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
@@ -124,7 +125,7 @@ def _run_cached(
 
 run_cached: Callable[..., Work | None] = _run_cached
 if extension is not None:
-    extension.configure_calls(default, sys._getframe, _run_cached)
+    extension.configure_calls(default, sys._getframe, _run_cached, threading.main_thread().ident)
     run_cached = extension.run_cached
 
 
