@@ -331,12 +331,15 @@ def _report_lost_messages(endpoint: JobEndpoint) -> None:
         ending.code, ending.unfinished = 1, True
     live, sent = endpoint.live_groups(), endpoint.all_sent()
     places = {**endpoint.places, **{group.group_name: group.by_rank(group.known_sites.places) for group in live}}
+    displays = {**endpoint.displays, **{group.group_name: group.display for group in live}}
     for rank in {rank for there in sent.values() for rank, _ in there}:
-        mine = {
-            name: {tag: (n, places.get(name, {}).get((to, tag), "")) for (to, tag), n in there.items() if to == rank}
+        mine = {  # a member that has received nothing does not remember a destroyed group
+            (name, displays.get(name, name)): {
+                tag: (n, places.get(name, {}).get((to, tag), "")) for (to, tag), n in there.items() if to == rank
+            }
             for name, there in sent.items()
         }
-        mine = {name: there for name, there in mine.items() if there}
+        mine = {group: there for group, there in mine.items() if there}
         if rank == board.rank:
             board.sent[rank] = mine
         board.post("sent", mine, [rank])
@@ -345,16 +348,15 @@ def _report_lost_messages(endpoint: JobEndpoint) -> None:
     poll_until(lambda: all_ended.Test() and time.monotonic() >= least, board, 5.0)
     board.poll()
     received = endpoint.all_received()
-    displays = {**endpoint.displays, **{group.group_name: group.display for group in live}}
     for sender, by_group in sorted(board.sent.items()):
-        for name, there in by_group.items():
+        for (name, display), there in by_group.items():
             for tag, (count, place) in there.items():
                 left = count - received.get(name, {}).get((sender, tag), 0)
                 if left > 0:
                     what = f"the program ended, and {left} message{'s' if left > 1 else ''}"
                     say(
                         f"{prefix()}mpicoll: {'warning: ' if warns else ''}{what} from rank {sender} to rank {board.rank} with "
-                        f"tag {tag} on group {displays.get(name, name)} had not been received{f' ({place})' if place else ''}\n"
+                        f"tag {tag} on group {display} had not been received{f' ({place})' if place else ''}\n"
                     )
 
 
