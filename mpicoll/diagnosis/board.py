@@ -120,7 +120,7 @@ class Board:
         announced: failed ranks whose failure this rank has raised.
         state: returns the state of this rank for a search for deadlocks.
         slots: the node board, if there is shared memory.
-        sent: what ranks report at the end if messages are lost: a group's (name, display) -> tag -> (messages to this rank, place).
+        sent: what ranks report at the end if messages are lost: group (name, display) -> tag -> (messages to this rank, place).
         printed: ranks that have printed a report in place of the rank that was to print it.
         dead: ranks whose process has ended without a message; nothing is sent to them.
         verdict: (epoch, report) of a certificate that another rank found and that names this rank.
