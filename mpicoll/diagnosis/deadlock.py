@@ -187,7 +187,7 @@ def report(states: Mapping[int, State], members: set[int], now: float = 0.0) -> 
 
     entries: list[RankState] = []
     needed: dict[int, list[int]] = {}
-    differs: set[str] = set()
+    differs: dict[str, list[int]] = {}
     for rank, wait, found in waits:
         waited = (now - wait.since, now - wait.since) if now and wait.since else None
         sent: dict[str, list[int]] = {}
@@ -196,7 +196,7 @@ def report(states: Mapping[int, State], members: set[int], now: float = 0.0) -> 
             for name, tags in by_group.items():
                 other = name != wait.group
                 if other or "object" not in wait.entry.op:  # lists of objects have no tag=
-                    differs.add("group" if other else "tag")
+                    differs.setdefault("group" if other else "tag", []).append(rank)
                 where = f" on group {shown(name, states[rank].groups.get(name, name))}" if other else ""
                 texts.append(f"tag{'s' if len(tags) > 1 else ''} {', '.join(map(str, tags[:8]))}{where}")
             sent.setdefault(" and ".join(texts), []).append(source)
@@ -206,7 +206,7 @@ def report(states: Mapping[int, State], members: set[int], now: float = 0.0) -> 
         needed.setdefault(rank, []).extend(ranks)
     gone = {rank for ranks in needed.values() for rank in ranks if states[rank].gone}
     entries += [RankState(((rank, rank),), state="exited") for rank in gone]
-    return deadlock(entries, needed, differs)
+    return deadlock(entries, needed, {what: runs_of(ranks) for what, ranks in differs.items()})
 
 
 def _unreceived(states: Mapping[int, State]) -> dict[int, dict[int, list[tuple[str, int]]]]:

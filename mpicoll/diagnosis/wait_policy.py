@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from mpicoll.diagnosis.membership import Membership
 from mpicoll.diagnosis.report.entries import RankState, Runs, Table, entry_of, holds, join, runs_of, table_of
 from mpicoll.diagnosis.report.report import MESSAGE_WIDTH, Report, show
 from mpicoll.diagnosis.report.text_layout import short_paths
-from mpicoll.diagnosis.report.texts import BROKEN, peer_exited, peer_failed, time_limit, with_unreceived
+from mpicoll.diagnosis.report.texts import BROKEN, NOT_LOST, peer_exited, peer_failed, time_limit, with_unreceived
 from mpicoll.errors import (
     CollectiveTimeoutError,
     DeadlockError,
@@ -38,6 +39,7 @@ from mpicoll.runtime import handler_calls, waiting
 MOST_PLACES = 6  # rows of a report for each state of missing ranks: so all rows fit into the table
 EXPLAINED_WITHIN = 3.0
 VERDICT_WITHIN = 2.0
+_PLACE = re.compile(r"(?<= at )[^\s:]+:\d+")
 
 COMPLETES_WITHIN = 0.5
 """Seconds in which a call may still complete on this rank after a rank that has also made the call has failed."""
@@ -371,7 +373,11 @@ def failed_entry(failure: Failure) -> RankState:
     """Return the entry of a failed rank for a report."""
     ranks = ((failure.rank, failure.rank),)
     if not failure.op:
-        return RankState(ranks, state="failed", problem=failure.what, site=failure.site)
+        what, misfit, _ = failure.what.partition(NOT_LOST)
+        if misfit:  # room for both sides of the message
+            places = short_paths(_PLACE.findall(what))
+            what = _PLACE.sub(lambda found: places[found[0]], what)
+        return RankState(ranks, state="failed", problem=what, site=failure.site)
     where = f" (at {short_paths([failure.site])[failure.site]})" if failure.site else ""
     return RankState(ranks, failure.op, site=failure.last, state="failed", problem=failure.what + where)
 

@@ -179,7 +179,9 @@ def _excepthook(kind: type[BaseException], value: BaseException, trace: Tracebac
         with contextlib.suppress(KeyboardInterrupt):
             if not _is_printed(value, other, board):
                 with prefixed(value):
-                    print(f"mpicoll: rank {other} has not printed the report:", file=sys.stderr)
+                    print(
+                        f"mpicoll: rank {other}, which was to print the report, may not have done so:", file=sys.stderr
+                    )
                     _found_hook(kind, value, trace)
                 board.post("printed", None, range(board.size))
                 board.flush(0.5)

@@ -10,6 +10,7 @@ from mpicoll.checks.memory_in_use import written
 from mpicoll.diagnosis.call import CallDescription
 from mpicoll.diagnosis.report.entries import RankState, entry_of
 from mpicoll.diagnosis.report.report import with_calls
+from mpicoll.diagnosis.report.texts import NOT_LOST
 from mpicoll.diagnosis.wait_policy import CallWait, local_wait
 from mpicoll.errors import CollectiveMismatchError
 from mpicoll.groups.communicators import MpiError
@@ -183,8 +184,8 @@ def misfit(
     text = sent.describe(memory)
     error = CollectiveMismatchError(
         f"{call.name} on group {group.display}: rank {sender} sent {text} (tag {receive.tag}, "
-        f"{receive.place or 'from a place that is not known'}), {call.name} on rank {me} of {wanted} at {call.site}. "
-        f"The message is not lost: a {'recv' if sent.objects < 0 else 'recv_object_list'} of {text} takes it"
+        f"{receive.place or 'from a place that is not known'}), {call.name} on rank {me} of {wanted} at {call.site}"
+        f"{NOT_LOST}a {'recv' if sent.objects < 0 else 'recv_object_list'} of {text} takes it"
     )
     op, _, site = receive.place.partition(" at ")
     what: tuple[tuple[str, str], ...] = (("elements", str(sent.count)),)

@@ -127,5 +127,5 @@ def test_a_reporter_that_handles_its_error(what: str, then: str) -> None:
     assert told == [1] if what != "time limit" else told, job
     first, why, *report = job.err[told[0]].splitlines()
     assert first.startswith(f"[rank {told[0]}] {error}: "), job
-    assert why == f"[rank {told[0]}] mpicoll: rank 0 has not printed the report:", job
+    assert why == f"[rank {told[0]}] mpicoll: rank 0, which was to print the report, may not have done so:", job
     assert sum(f"{error}: " in line for line in report) == 1, job

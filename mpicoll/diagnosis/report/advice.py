@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from mpicoll.diagnosis.report.entries import Plural, RankState, Runs, count, join, name_runs
 from mpicoll.errors import Message
@@ -75,8 +75,8 @@ SAME_NAME = Message(
     "The values of `name=` differ.",
 )
 OTHER_TAG = Message(
-    "a message has arrived with a tag that no rank waits for: if it is the expected message, pass the same tag= to its send "
-    "and its receive; else ",
+    "a message has arrived with a tag that {ranks} {n:does/do} not wait for: if it is the expected message, pass the same tag= "
+    "to its send and its receive; else ",
     "Precedes one of the others, if a rank waits for a message, and a message with another tag has arrived from a rank that it "
     "waits for.",
 )
@@ -107,7 +107,7 @@ NO_RANK_SENDS = Message(
     "A deadlock: a receive from any rank, and ranks have ended.",
 )
 ONE_SENDS_FIRST = Message(
-    "every rank waits for a message and no message is on its way: let one rank send first",
+    "every rank waits for a message and no rank sends: let one rank send first",
     "A deadlock of receives, one of them from any rank.",
 )
 RECEIVE_FIRST = Message(
@@ -214,14 +214,16 @@ def after_mismatch(
     return first + _BY_PART.get(name, SAME_PART)(part=name or "options", ranks=ranks)
 
 
-def after_arrival(differs: Collection[str], otherwise: str) -> str:
+def after_arrival(differs: Mapping[str, Runs], otherwise: str) -> str:
     """Return what to do about messages that have arrived, and that no receive takes, followed by ``otherwise``.
 
     Args:
-        differs: "tag" if the tag of one is not that of a receive, "group" if one was sent on another group.
+        differs: the receivers, under "tag" if the tag of a message is not that of a receive, under "group" if a message was
+            sent on another group.
     """
-    first = (OTHER_GROUP.text if "group" in differs else "") + (OTHER_TAG.text if "tag" in differs else "")
-    return first + otherwise
+    ranks = differs.get("tag", ())
+    tag = OTHER_TAG(ranks=name_runs(ranks, _WIDTH), n=Plural(count(ranks))) if ranks else ""
+    return (OTHER_GROUP.text if "group" in differs else "") + tag + otherwise
 
 
 def after_deadlock(waits: Sequence[RankState], gone: Runs) -> str:

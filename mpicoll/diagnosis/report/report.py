@@ -119,7 +119,7 @@ class Report:
         if self.cycle:
             foot += wrap(f"cycle: {_chain(self.cycle, self.around)}", width, first=2, rest=4, most=2)
         if self.next_step:
-            foot += wrap(f"next: {self.next_step}", width, first=2, rest=8, most=3)
+            foot += wrap(f"next: {self.next_step}", width, first=2, rest=8, most=4)
         if self.closing:
             foot += wrap(self.closing, width, most=2)
         expected = reference_call(self)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -139,6 +139,8 @@ PENDING_CALLS = Message(
     "wait for each asynchronous call before the next call whose mismatch is to be caught; else end the job",
 )
 
+NOT_LOST = ". The message is not lost: "
+"""Ends the facts of a receive whose message does not fit: what follows is of use on the receiver only."""
 BROKEN = BROKEN_NOW.text
 
 
@@ -198,7 +200,9 @@ def blocks_differ(group: str, members: Runs, seq: int, table: Table, closing: st
     )
 
 
-def deadlock(entries: Iterable[RankState], needs: Mapping[int, Sequence[int]], differs: Collection[str] = ()) -> Report:
+def deadlock(
+    entries: Iterable[RankState], needs: Mapping[int, Sequence[int]], differs: Mapping[str, Runs] | None = None
+) -> Report:
     """Return the report of ranks that wait for each other.
 
     Args:
@@ -221,7 +225,7 @@ def deadlock(entries: Iterable[RankState], needs: Mapping[int, Sequence[int]], d
         message(ranks=name_runs(stuck), group=f" (group {group})" if group else ""),
         table_of(_folded(found)),
         odd=stuck,
-        next_step=advice.after_arrival(differs, advice.after_deadlock(found, gone)),
+        next_step=advice.after_arrival(differs or {}, advice.after_deadlock(found, gone)),
         cycle=cycle[:_CYCLE_SHOWN],
         around=len(cycle),
     )
@@ -338,7 +342,8 @@ def with_unreceived(report: Report, messages: Sequence[tuple[int, int, str]], ta
     if not messages:
         return report
     words = [f"tag {tag} from rank {rank}{f' on group {on}' if on else ''}" for rank, tag, on in messages[:4]]
-    differs = {"group" if on else "tag" for _, _, on in messages if tagged or on}
+    receiver = report.waiting.ranks if report.waiting is not None else ()
+    differs = {"group" if on else "tag": receiver for _, _, on in messages if tagged or on}
     return replace(
         report,
         next_step=advice.after_arrival(differs, report.next_step),
@@ -394,7 +399,7 @@ def peer_failed(waiting: RankState, group: str, members: Runs, table: Table, clo
     rows = [row for row in table.rows if row.state in ("failed", "killed")]
     gone = join(run for row in rows for run in row.ranks)
     first = min(rows, key=lambda row: row.ranks)
-    how = f"{'was killed' if first.state == 'killed' else 'failed'}: {clip(first.problem, 180, tail=60)}"
+    how = f"{'was killed' if first.state == 'killed' else 'failed'}: {clip(first.problem, 240, tail=100)}"
     place = short_paths([waiting.site, *(row.site for row in table.rows)]).get(first.site, "")
     site = f", after its last call {first.op} at {place}" if first.op else f" (at {place})" if place else ""
     return Report(

@@ -129,7 +129,7 @@ ANYBODY = {
     "both": (
         {2: {("w", 0, 5): 1, ("a", 0, 3): 1}},
         "a message from any rank (rank 2 has sent tag 5 and tag 3 on group rows)",
-        "pass the same group= to its send and its receive; else a message has arrived with a tag that no rank waits for",
+        "pass the same group= to its send and its receive; else a message has arrived with a tag that rank 0 does not wait for",
     ),
     "a rank that is no member": (
         {3: {("a", 0, 3): 1, ("a", 0, 4): 1}},
@@ -152,6 +152,17 @@ def test_what_was_sent_to_a_receive_from_any_rank(case: str) -> None:
     told = report(states, {0, 1, 2})
     assert next(row["needs"] for row in told.calls) == needs
     assert advice in told.next_step
+
+
+def test_a_tag_that_some_ranks_do_not_wait_for() -> None:
+    """The advice names the receivers of such messages only, is shown to its end, and does not deny that these have arrived."""
+    sender = State(1, waits=(_anybody(5),), sent={("w", 0, 5): 1, ("w", 2, 6): 1})
+    told = report(_states(State(0, waits=(_anybody(3),)), sender, State(2, waits=(_anybody(3),))), {0, 1, 2})
+    assert told.next_step == (
+        "a message has arrived with a tag that ranks 0, 2 do not wait for: if it is the expected message, pass the same tag= to "
+        "its send and its receive; else every rank waits for a message and no rank sends: let one rank send first"
+    )
+    assert told.next_step in " ".join(told.text(width=80).split())
 
 
 def test_a_receive_from_any_rank_that_has_ended() -> None:
