@@ -154,8 +154,9 @@ done.wait()
 def end(*_): raise InterruptedError
 signal.signal(signal.SIGALRM, end)
 signal.alarm(6)
+helper = threading.Thread(target=thread.join); helper.start()  # Python 3.11 takes a thread for ended after that
 try:
-    thread.join()
+    helper.join()
 except InterruptedError:
     pass
 """,

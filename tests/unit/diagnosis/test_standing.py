@@ -235,7 +235,7 @@ def test_the_end_of_the_main_thread() -> None:
         threading._shutdown.__code__,  # type: ignore[attr-defined]
         {
             **vars(threading),
-            "_main_thread": Mock(_is_stopped=False),
+            "_main_thread": Mock(_is_stopped=False, _handle=Mock(is_done=lambda: False)),
             "_threading_atexits": [partial(time.sleep, 0.5)],
             "_shutdown_locks": {lock},
             "_thread_shutdown": lock.acquire,
