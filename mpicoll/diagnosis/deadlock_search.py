@@ -22,6 +22,7 @@ from mpicoll.diagnosis.report.texts import OTHERS_ALIVE, OTHERS_STAND
 from mpicoll.diagnosis.standing import idles, standing
 from mpicoll.errors import DeadlockError
 from mpicoll.runtime import signals, waiting
+from mpicoll.runtime.own_thread import own_idents
 
 DESTROYED = 32
 """The most destroyed groups that a rank lists; nothing is certain about a group that the rank does not list."""
@@ -76,11 +77,11 @@ def _look_at_threads(waits: Mapping[int, object]) -> _Threads:
     # frame would keep its objects alive until Python collects cycles.
     frames, started, me = sys._current_frames(), threading.enumerate(), threading.get_ident()
     del frames[me]
-    alive = {*frames, me} - {thread.ident for thread in started if thread.name.startswith("mpicoll")}
+    alive = {*frames, me} - own_idents()
     users = (signals.threads & alive) | {threading.main_thread().ident} | waiting.calling
     others = alive - users
     if users <= waits.keys():
-        idle = {ident for ident, frame in frames.items() if idles(frame.f_code)}
+        idle = {ident for ident, frame in frames.items() if idles(frame)}
         return _Threads(
             free=False,
             doubtful=bool(others),

@@ -1,7 +1,8 @@
 """Recognise threads that stand: they wait in a join or on a lock of Python without a limit.
 
 Only another thread of the process can release them. Threads that sleep, compute, or wait for anything else or with a limit may go
-on by themselves. It is not expected that a signal handler or a thread of a C library releases a lock.
+on by themselves. If the program handles signals, a handler may release any thread. That a thread of a C library
+releases a lock is not expected.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from inspect import getattr_static
 from types import CodeType, FrameType, MemberDescriptorType
 from typing import Any
 
+from mpicoll.runtime import signals
 from mpicoll.runtime.call_site import program_site
 
 _WAITS = {
@@ -33,17 +35,24 @@ _JOIN = getattr(threading.Thread, "_wait_for_tstate_lock", threading.Thread.join
 """The code that calls C for a join: a function of its own up to Python 3.12."""
 
 _END = threading._shutdown.__code__  # type: ignore[attr-defined]
-"""The end of the main thread, which waits for threads that are no daemons."""
+"""The end of the main thread, which waits for threads that are no daemons, after it has called functions of the program."""
 
 _CALLS = {"CALL", "PRECALL", "CALL_METHOD"}  # PRECALL: of Python 3.11, which makes some calls there
+_CALLS_BY_NAME = {"CALL_KW", "CALL_FUNCTION_KW"}  # of Python 3.13, and of 3.10
 _ENTERS = {"SETUP_WITH", "BEFORE_WITH"}  # up to Python 3.13; later versions call __enter__
 _BETWEEN = {"PRECALL", "PUSH_NULL", "COPY", "SWAP", "LOAD_SPECIAL", "EXTENDED_ARG", "CACHE"}
+_ARGUMENTS = {"LOAD_CONST", "KW_NAMES"}
 
 
-def idles(code: CodeType) -> bool:
-    """Return whether a thread is an idle worker of a pool: only another thread can give it work."""
+def idles(frame: FrameType) -> bool:
+    """Return whether a thread, by its innermost frame, is an idle worker of a pool: only another thread can give it work."""
     pool = sys.modules.get("concurrent.futures.thread")
-    return pool is not None and code is pool._worker.__code__
+    return (
+        pool is not None
+        and frame.f_code is pool._worker.__code__
+        and frame.f_lasti in _takes(frame.f_code)
+        and type(frame.f_locals.get("work_queue")) is queue.SimpleQueue
+    )
 
 
 def standing(frames: dict[int, FrameType], idents: Collection[int | None]) -> tuple[tuple[str, int], ...]:
@@ -55,6 +64,8 @@ def standing(frames: dict[int, FrameType], idents: Collection[int | None]) -> tu
         frames: the frame of each thread of this process that runs Python.
         idents: the threads in question.
     """
+    if signals.handled():
+        return ()
     found = []
     numbers = {thread.ident: thread.native_id for thread in threading.enumerate()}
     main = threading.main_thread().ident
@@ -76,13 +87,15 @@ def stands(frame: FrameType) -> bool:
     if code is _JOIN:
         limits = frame.f_locals
         return limits.get("block", True) is True and limits.get("timeout") in (None, -1)
-    if code is _END or idles(code):
+    if idles(frame):
         return True
     at = frame.f_lasti
     operation, count = dis.opname[code.co_code[at]], code.co_code[at + 1]
     if operation not in _ENTERS and (operation not in _CALLS or count):
         return False  # most code that computes: without the time to disassemble it
     *path, method = _called(code, at) or [""]
+    if code is _END and not path and method == "_thread_shutdown":
+        return True  # the threads' end in C, since Python 3.13
     if not path or all(method != name for _, name in _WAITS):
         return False
     try:
@@ -112,6 +125,22 @@ def _called(code: CodeType, instruction: int) -> tuple[str, ...]:
         elif each.opname not in _BETWEEN:
             break
     return ()
+
+
+@lru_cache(maxsize=8)
+def _takes(code: CodeType) -> frozenset[int]:
+    """Return the instructions by which a worker of a pool calls ``work_queue.get(block=True)``."""
+    found, path = [], [""]
+    for each in dis.get_instructions(code):
+        if path == ["work_queue", "get"] and each.opname in _CALLS | _CALLS_BY_NAME:
+            found.append(each.offset)
+        if each.opname.startswith("LOAD_FAST"):
+            path = [each.argval]
+        elif each.opname in ("LOAD_METHOD", "LOAD_ATTR"):
+            path = [*path, each.argval]
+        elif each.opname not in _BETWEEN | _ARGUMENTS:
+            path = [""]
+    return frozenset(found)
 
 
 def _value(frame: FrameType, path: list[str]) -> Any:

@@ -13,6 +13,7 @@ from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.leader_blocks.members import Members
 from mpicoll.runtime.output import say
+from mpicoll.runtime.own_thread import OwnThread
 
 
 class LeaderWatch:
@@ -96,7 +97,7 @@ class SignsOfLife:
                 while not self._stop.wait(every):
                     board.post("alive", None, away)
 
-            self._thread = threading.Thread(target=send, name="mpicoll-alive", daemon=True)
+            self._thread = OwnThread(target=send, name="mpicoll-alive", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:

@@ -40,6 +40,7 @@ from mpicoll.lifecycle import teardown
 from mpicoll.lifecycle.endpoint import endpoints
 from mpicoll.runtime.call_site import program_site
 from mpicoll.runtime.output import flush_streams
+from mpicoll.runtime.own_thread import OwnThread
 from mpicoll.runtime.signals import Terminated, end_by, guard, notes
 
 GATHER = 0.5
@@ -68,7 +69,7 @@ def start() -> None:
         for end in _pipe:
             os.set_blocking(end, False)
         os.register_at_fork(after_in_child=_in_child)
-        threading.Thread(target=_listen, args=(_pipe[0],), name="mpicoll-termination", daemon=True).start()
+        OwnThread(target=_listen, args=(_pipe[0],), name="mpicoll-termination", daemon=True).start()
     found = signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
     if found != -1:  # of an event loop, which needs it
         signal.set_wakeup_fd(found)
@@ -169,7 +170,7 @@ def _end() -> None:
 
 def _flush() -> None:
     """Flush the output of the program for at most 0.2 s: the main thread may hold the lock of a stream."""
-    thread = threading.Thread(target=flush_streams, name="mpicoll-flush", daemon=True)
+    thread = OwnThread(target=flush_streams, name="mpicoll-flush", daemon=True)
     thread.start()
     thread.join(0.2)
 

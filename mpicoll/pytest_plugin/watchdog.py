@@ -21,13 +21,14 @@ from mpicoll.diagnosis.report.entries import name_ranks
 from mpicoll.pytest_plugin.calls import account_of, lines_of
 from mpicoll.pytest_plugin.ranks import Ranks
 from mpicoll.pytest_plugin.verdicts import prefixed
+from mpicoll.runtime.own_thread import OwnThread, own_idents
 
 AFTER_FAILURE = 1 / 3  # the share of the limit that the other ranks have to finish a test after a rank has failed
 ANSWERS = 2.0  # seconds in which all ranks write their stacks
 NATIVE_GRACE = 10.0  # seconds past the limit after which a process that no thread can stop is ended from C
 
 
-class Watchdog(threading.Thread):
+class Watchdog(OwnThread):
     """A thread that ends the job when a test exceeds its limit, after all ranks that can have written their places.
 
     The ranks share a folder of files, which a rank with a stuck main thread can use, too: ``alarm`` asks all ranks to write
@@ -36,7 +37,7 @@ class Watchdog(threading.Thread):
     """
 
     def __init__(self, ranks: Ranks, err: int) -> None:
-        # With the library's own prefix: a search for deadlocks waits two seconds for other threads of the program.
+        # A thread of the library: a search for deadlocks waits two seconds for other threads of the program.
         super().__init__(name="mpicoll-pytest", daemon=True)
         self.ranks = ranks
         self.err = err
@@ -91,10 +92,13 @@ class Watchdog(threading.Thread):
                 continue
             if time.monotonic() > deadline or (self.meets and (self.folder / "alarm").exists()):
                 break
-        # The timer ends the process if the report does not.
-        hard_end = threading.Timer(ANSWERS + 4.0, os._exit, (1,))
-        hard_end.daemon, hard_end.name = True, f"{self.name} hard end"
-        hard_end.start()
+
+        def end_hard() -> None:
+            """End the process if the report does not."""
+            time.sleep(ANSWERS + 4.0)
+            os._exit(1)
+
+        OwnThread(target=end_hard, name=f"{self.name} hard end", daemon=True).start()
         try:
             self._end_job()
         finally:
@@ -140,7 +144,7 @@ class Watchdog(threading.Thread):
 
     def _stacks(self) -> dict[str, str]:
         # Without the threads of this plugin and of the library, which wait on purpose.
-        own = {thread.ident for thread in threading.enumerate() if thread.name.startswith("mpicoll")}
+        own = own_idents()
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         frames = sys._current_frames()
         return {names.get(ident, str(ident)): _stack(frame) for ident, frame in frames.items() if ident not in own}

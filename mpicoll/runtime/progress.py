@@ -24,9 +24,9 @@ from typing import Any, Protocol
 
 from mpicoll.runtime import waiting
 from mpicoll.runtime.output import say
+from mpicoll.runtime.own_thread import OwnThread
 
 NAME = "mpicoll-progress"
-"""Threads whose names begin with "mpicoll-" are not the program's (``diagnosis.deadlock_search.describe_state``)."""
 
 MOVING_NAP = 5e-5
 FIRST_NAP = 5e-5
@@ -108,9 +108,7 @@ class ProgressThread:
             try:
                 if self._thread is None:
                     self._over = threading.Event()
-                    thread = threading.Thread(
-                        target=self._run, args=(self._started, self._over), name=NAME, daemon=True
-                    )
+                    thread = OwnThread(target=self._run, args=(self._started, self._over), name=NAME, daemon=True)
                     self._thread = thread
                     thread.start()
             except RuntimeError as error:  # too many threads, or the interpreter is at its end

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+from collections.abc import Callable, Collection
 from typing import Any
 
 try:
@@ -19,6 +20,21 @@ except (ImportError, OSError, AttributeError):
 _plain: Any = importlib.import_module("_signal")
 get_handler = _plain.getsignal
 _set_handler = _plain.signal
+
+_NAMES = ("HUP", "INT", "QUIT", "USR1", "USR2", "ALRM", "VTALRM", "PROF", "TERM", "CHLD", "XCPU", "IO")
+SHIELDED = HUP, INT, QUIT, USR1, USR2, ALRM, VTALRM, PROF, TERM, CHLD, XCPU, IO = tuple(
+    int(getattr(signal, f"SIG{name}")) for name in _NAMES
+)
+"""Signals whose handlers ``signals.SignalShield`` defers."""
+
+
+def shielded(get: Callable[[int], Any] = get_handler) -> tuple[Any, ...]:
+    """Return the handlers of ``SHIELDED``; written out, since a loop takes 0.4 us instead of 0.2 us."""
+    # fmt: off
+    return (get(HUP), get(INT), get(QUIT), get(USR1), get(USR2), get(ALRM),
+            get(VTALRM), get(PROF), get(TERM), get(CHLD), get(XCPU), get(IO))
+    # fmt: on
+
 
 _STRUCT_BYTES = 512
 """More than the size of any C library's ``struct sigaction``."""
@@ -151,3 +167,16 @@ class ReplacedHandlers(dict[int, tuple[Any, bytes | None, int | None]]):
             if self:
                 self.restore_all()
             raise
+
+
+def is_handled(own: Collection[Any], tables: Collection[ReplacedHandlers]) -> bool:
+    """Return whether any signal has a handler other than those of the library, or had one that the library has replaced.
+
+    Args:
+        own: handlers of the library besides those of ``tables``.
+        tables: the signals whose handlers the library has replaced; another thread may change them meanwhile.
+    """
+    own = (*own, *(table._handler for table in tables))
+    found = [get_handler(number) for number in range(1, signal.NSIG)]
+    found += [before for table in tables for before, *_ in tuple(table.values())]
+    return any(callable(handler) and handler not in own for handler in found)

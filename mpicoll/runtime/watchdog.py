@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from mpicoll.runtime.output import say
+from mpicoll.runtime.own_thread import OwnThread
 
 
 class Native(Protocol):
@@ -67,7 +68,7 @@ def start(*, deadly: bool) -> None:
     _deadly = deadly
     if _thread is None or not _thread.is_alive():
         _stop.clear()
-        _thread = threading.Thread(target=_run, name="mpicoll-watchdog", daemon=True)
+        _thread = OwnThread(target=_run, name="mpicoll-watchdog", daemon=True)
         _thread.start()
 
 
@@ -78,7 +79,7 @@ def watch(death: Callable[[], str]) -> None:
         while text := death():
             os.write(2, f"mpicoll: {text}\n".encode(errors="replace"))
 
-    threading.Thread(target=run, name="mpicoll-watch", daemon=True).start()
+    OwnThread(target=run, name="mpicoll-watch", daemon=True).start()
 
 
 def stop() -> None:

@@ -23,6 +23,7 @@ from typing import Any
 
 from mpicoll.errors import DistNetworkError, DistStoreError
 from mpicoll.runtime.output import say
+from mpicoll.runtime.own_thread import OwnThread
 from mpicoll.stores.base import FOR_EVER
 from mpicoll.stores.table import CHANGES, StoreTable, decode
 from mpicoll.stores.wire import FULL, GREETING_SECONDS, LARGEST, MOST_GREETING, REFUSED, frame, proof_of, tune
@@ -104,7 +105,7 @@ class Server:
         self._says_at = 0.0  # when a missing descriptor may be reported again
         self._over = False
         of_this_process.add(self)
-        self._thread = threading.Thread(target=self._serve, name="mpicoll TCPStore", daemon=True)
+        self._thread = OwnThread(target=self._serve, name="mpicoll TCPStore", daemon=True)
         self._thread.start()
 
     @property

@@ -6,7 +6,7 @@ import pytest
 from jobs import JobResult, family, run_job
 
 HEAD = """
-import asyncio, queue, subprocess, sys, threading, time
+import asyncio, queue, signal, subprocess, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import mpicoll as dist
@@ -138,6 +138,40 @@ async def main():
     await asyncio.get_running_loop().run_in_executor(None, time.sleep, 6)
 asyncio.run(main())
 """,
+    "a worker of a pool that begins with a function in C": """
+with ThreadPoolExecutor(1, initializer=time.sleep, initargs=(6,)) as pool: pool.submit(int).result()
+""",
+    "a helper with a name like the library's": """
+helper = threading.Thread(target=time.sleep, args=(6,), name="mpicoll loader"); helper.start(); helper.join()
+""",
+    "an event that a signal handler sets": """
+done = threading.Event()
+signal.signal(signal.SIGALRM, lambda *_: done.set())
+signal.alarm(6)
+done.wait()
+""",
+    "a join that a signal handler ends": """
+def end(*_): raise InterruptedError
+signal.signal(signal.SIGALRM, end)
+signal.alarm(6)
+helper = threading.Thread(target=thread.join); helper.start()  # Python 3.11 takes a thread for ended after that
+try:
+    helper.join()
+except InterruptedError:
+    pass
+""",
+    "a helper that waits for a signal handler, which runs in a call": """
+done = threading.Event()
+signal.signal(signal.SIGALRM, lambda *_: done.set())
+signal.alarm(6)
+def give():
+    dist.all_reduce(np.ones(2), group=group)
+    done.wait()
+    dist.send(x, other, tag=1)
+helper = threading.Thread(target=give); helper.start()
+dist.recv(np.empty(4), other, tag=1)
+helper.join()
+""",
     "a callback of an asynchronous call": """
 if r < 2:
     done = threading.Event()
@@ -174,4 +208,26 @@ print("done", flush=True)
     assert not job.timed_out, job
     assert job.returncode == 0, job
     assert all("done" in out for out in job.out), job
+    assert not any(job.err), job
+
+
+@pytest.mark.slow
+def test_functions_at_the_end_of_the_main_thread() -> None:
+    """The main thread calls functions, then waits for threads: a function in C is no wait for them."""
+    job = run_job(
+        HEAD
+        + """
+def serve():
+    dist.recv(np.empty(4), other)
+    print("served", flush=True)
+threading._register_atexit(dist.send, x, other)
+threading._register_atexit(time.sleep, 6)
+threading.Thread(target=serve).start()
+""",
+        2,
+        limit=40,
+        env=LIMIT,
+    )
+    assert job.returncode == 0, job
+    assert all("served" in out for out in job.out), job
     assert not any(job.err), job

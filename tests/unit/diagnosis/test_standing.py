@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import queue
+import signal
 import socket
 import sys
 import threading
@@ -11,11 +12,19 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
+from types import FunctionType
+from unittest.mock import Mock
 
 import pytest
 
+import mpicoll
+from mpicoll.diagnosis.deadlock_search import _look_at_threads
 from mpicoll.diagnosis.standing import idles, standing
+from mpicoll.runtime import signals
+from mpicoll.runtime.own_thread import OwnThread, own_idents
 
 
 class Holder:
@@ -199,11 +208,98 @@ def test_an_idle_worker_of_a_pool() -> None:
     with ThreadPoolExecutor(1) as pool:
         (worker,) = [pool.submit(threading.current_thread).result()]
         _wait_for(worker)
-        assert idles(sys._current_frames()[worker.ident or 0].f_code)
+        assert idles(sys._current_frames()[worker.ident or 0])
         busy = pool.submit(time.sleep, 0.5)
         time.sleep(0.1)
         assert not _look(worker)
         busy.result()
+
+
+def test_a_worker_of_a_pool_that_begins() -> None:
+    """A worker is idle only where it takes its tasks, and not in a function in C by which it begins."""
+    with ThreadPoolExecutor(1, initializer=time.sleep, initargs=(0.5,)) as pool:
+        done = pool.submit(int)
+        (worker,) = pool._threads
+        time.sleep(0.1)
+        assert not idles(sys._current_frames()[worker.ident or 0])
+        assert _look(worker) == ()
+        done.result()
+        _wait_for(worker)
+
+
+def test_the_end_of_the_main_thread() -> None:
+    """The end stands where it waits for threads, and not in a function in C that it calls before."""
+    lock = threading.Lock()
+    lock.acquire()
+    end = FunctionType(
+        threading._shutdown.__code__,  # type: ignore[attr-defined]
+        {
+            **vars(threading),
+            "_main_thread": Mock(_is_stopped=False, _handle=Mock(is_done=lambda: False)),
+            "_threading_atexits": [partial(time.sleep, 0.5)],
+            "_shutdown_locks": {lock},
+            "_thread_shutdown": lock.acquire,
+        },
+    )
+    thread = threading.Thread(target=end)
+    thread.start()
+    time.sleep(0.1)
+    assert _look(thread) == ()
+    _wait_for(thread)
+    lock.release()
+    thread.join()
+
+
+def test_a_signal_handler_of_the_program() -> None:
+    """It may release any thread, also while the library has replaced it; handlers of the library and of Python do not."""
+    number = signal.SIGUSR2
+    with _thread(STANDS["an event"]) as thread:
+        seen = _wait_for(thread)
+        before = signal.signal(number, lambda *_: None)
+        try:
+            assert _look(thread) == ()
+            with signals.shield:
+                assert signal.getsignal(number) == signals.shield._note
+                assert _look(thread) == ()
+            signals.notes.start((number,), free=False)
+            assert _look(thread) == ()
+            signals.notes.stop((number,))
+            for other in (signal.SIG_IGN, signal.default_int_handler, signals.guard._handle):
+                signal.signal(number, other)
+                assert _look(thread) == seen
+            signal.signal(number, signal.SIG_DFL)
+            signals.notes.start((number,), free=True)
+            assert _look(thread) == seen
+            signals.notes.stop((number,))
+        finally:
+            signal.signal(number, before)
+
+
+def test_names_do_not_tell_whose_a_thread_is() -> None:
+    """A thread of the program may have a name like those of the library."""
+    event = threading.Event()
+    program, own = threading.Thread(target=event.wait, name="mpicoll loader"), OwnThread(target=event.wait, name="any")
+    own.start()
+    assert own.ident in own_idents()
+    waits = dict.fromkeys(
+        {threading.main_thread().ident or 0, *sys._current_frames()} - {ident or 0 for ident in own_idents()}, None
+    )
+    assert not _look_at_threads(waits).doubtful
+    program.start()
+    assert program.ident not in own_idents()
+    assert _look_at_threads(waits).doubtful
+    event.set()
+    program.join()
+    own.join()
+
+
+def test_whose_the_threads_of_the_package_are() -> None:
+    """Only launchers, which are no ranks, start other threads than those of the library's class."""
+    package = Path(mpicoll.__file__).parent
+    found = {
+        path.relative_to(package).parts[0] for path in package.rglob("*.py") if "threading.Thread(" in path.read_text()
+    }
+    assert found == {"launch"}
 
 
 def test_a_thread_that_has_ended() -> None:
