@@ -443,7 +443,7 @@ def enter(group: ProcessGroup, operation: str, *, apart: bool = False) -> None:
         )
     if MPI.Is_finalized():
         raise RuntimeError(f"{operation}: MPI has been finalised")
-    if handler_calls.inside or any(each.order.issued != each.order.moving for each in tuple(known.groups.values())):
+    if handler_calls.inside or signals.guard.depth or group.order.issued != group.order.moving:
         refuse_handler(operation)
     if group.destroyed or not apart:
         group.usable(operation)

@@ -379,7 +379,7 @@ class Request(RequestFields):
             if self.state < COMPLETE:
                 if failures.forked:
                     raise failures.in_child(self.call.name)
-                if handler_calls.inside:
+                if handler_calls.inside and not self.waited:
                     failures.refuse_handler(f"wait() of {self.call.name}")
                 signals.threads.add(threading.get_ident())
                 self.awaited = True
