@@ -346,7 +346,9 @@ def test_a_rank_that_fails_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> Non
     if group.rank() == 0:
         gpu.left = 2
     expected = (
-        (RuntimeError, "cudaErrorIllegalAddress") if group.rank() == 0 else (dist.DistError, "group up: RuntimeError: cuda")
+        (RuntimeError, "cudaErrorIllegalAddress")
+        if group.rank() == 0
+        else (dist.DistError, "group up: RuntimeError: cuda")
     )
     with pytest.raises(expected[0], match=expected[1]):
         dist.all_reduce(gpu.array_of(np.ones(4 * BUFFER)), group=group)
