@@ -19,10 +19,9 @@ from mpicoll.diagnosis.job_state import JobState
 from mpicoll.diagnosis.membership import Membership
 from mpicoll.diagnosis.report.report import Report
 from mpicoll.diagnosis.report.texts import OTHERS_ALIVE, OTHERS_STAND
-from mpicoll.diagnosis.standing import idles, standing
 from mpicoll.errors import DeadlockError
 from mpicoll.runtime import signals, waiting
-from mpicoll.runtime.own_thread import own_idents
+from mpicoll.runtime.watchdog import own_idents
 
 DESTROYED = 32
 """The most destroyed groups that a rank lists; nothing is certain about a group that the rank does not list."""
@@ -73,6 +72,8 @@ class _Threads(NamedTuple):
 
 def _look_at_threads(waits: Mapping[int, object]) -> _Threads:
     """Return the state of the threads; ``waits`` has those that wait in the library."""
+    from mpicoll.diagnosis.standing import idles, standing  # which most ranks never load
+
     # All threads that run Python, also threads that the threading module has not started. A reference to this function's own
     # frame would keep its objects alive until Python collects cycles.
     frames, started, me = sys._current_frames(), threading.enumerate(), threading.get_ident()

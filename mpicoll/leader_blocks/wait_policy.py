@@ -13,7 +13,7 @@ from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.leader_blocks.members import Members
 from mpicoll.runtime.output import say
-from mpicoll.runtime.own_thread import OwnThread
+from mpicoll.runtime.watchdog import OwnThread
 
 
 class LeaderWatch:

@@ -40,8 +40,8 @@ from mpicoll.lifecycle import teardown
 from mpicoll.lifecycle.endpoint import endpoints
 from mpicoll.runtime.call_site import program_site
 from mpicoll.runtime.output import flush_streams
-from mpicoll.runtime.own_thread import OwnThread
 from mpicoll.runtime.signals import Terminated, end_by, guard, notes
+from mpicoll.runtime.watchdog import OwnThread
 
 GATHER = 0.5
 """Seconds for which the rank that reports waits for the entries of the other ranks."""

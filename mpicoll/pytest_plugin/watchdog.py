@@ -21,7 +21,7 @@ from mpicoll.diagnosis.report.entries import name_ranks
 from mpicoll.pytest_plugin.calls import account_of, lines_of
 from mpicoll.pytest_plugin.ranks import Ranks
 from mpicoll.pytest_plugin.verdicts import prefixed
-from mpicoll.runtime.own_thread import OwnThread, own_idents
+from mpicoll.runtime.watchdog import OwnThread, own_idents
 
 AFTER_FAILURE = 1 / 3  # the share of the limit that the other ranks have to finish a test after a rank has failed
 ANSWERS = 2.0  # seconds in which all ranks write their stacks

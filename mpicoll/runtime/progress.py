@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from mpicoll.runtime import waiting
 from mpicoll.runtime.output import say
-from mpicoll.runtime.own_thread import OwnThread
+from mpicoll.runtime.watchdog import OwnThread
 
 NAME = "mpicoll-progress"
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from mpicoll.errors import DistNetworkError, DistStoreError
 from mpicoll.runtime.output import say
-from mpicoll.runtime.own_thread import OwnThread
+from mpicoll.runtime.watchdog import OwnThread
 from mpicoll.stores.base import FOR_EVER
 from mpicoll.stores.table import CHANGES, StoreTable, decode
 from mpicoll.stores.wire import FULL, GREETING_SECONDS, LARGEST, MOST_GREETING, REFUSED, frame, proof_of, tune

@@ -24,7 +24,7 @@ import mpicoll
 from mpicoll.diagnosis.deadlock_search import _look_at_threads
 from mpicoll.diagnosis.standing import idles, standing
 from mpicoll.runtime import signals
-from mpicoll.runtime.own_thread import OwnThread, own_idents
+from mpicoll.runtime.watchdog import OwnThread, own_idents
 
 
 class Holder:
