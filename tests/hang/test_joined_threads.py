@@ -41,7 +41,7 @@ def give():
         receive()
     finally:
         results.put(1)
-threading.Thread(target=give, daemon=True).start()
+threading.Thread(target=give).start()  # no daemon: the program ends when the error was reported
 results.get()
 """,
     "a lock": """
@@ -176,6 +176,7 @@ if r < 2:
     done = threading.Event()
     dist.all_reduce(np.ones(2), group=group, async_op=True).get_future().add_done_callback(lambda future: done.set())
     done.wait()
+    time.sleep(1)  # the thread of the other rank, which makes progress there, has to see the end of the call, too
 else:
     time.sleep(6)
     dist.all_reduce(np.ones(2), group=group)
