@@ -16,12 +16,11 @@ from mpicoll.runtime.call_site import CallSite
 inside: set[int] = set()
 """The main thread, if it waits in a call, or runs handlers of signals that came earlier: then a handler makes its next call."""
 
-waits: set[CodeType] = set()
-"""Code of the functions that put the main thread into ``inside``."""
-
 calls: set[CodeType] = set()
-"""Code of other functions that are a part of a call."""
+"""Code of functions that are a part of a call, and in which Ctrl-C is noted."""
 
+waits: set[CodeType] = set()
+"""Code of functions that are a part of a call, and answer Ctrl-C themselves."""
 
 _WEAKREF = weakref.__file__
 
