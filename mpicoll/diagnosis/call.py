@@ -38,6 +38,7 @@ class CallDescription:
         is_alone: returns whether the program waits for the call, and no other call of the group is pending on this rank.
         passes: the call makes no round.
         alias: another name of the public function, under which this rank called it.
+        maker: the part of another library that made the call for the program, or "".
         explaining: the calls of the members differ, and the members exchange them.
         compared: the call is compared at level ``roll`` even if it is small.
         preferred: the schedule of this rank (``transports.base.Preferred``) that is used if all members have one, or None.
@@ -62,6 +63,7 @@ class CallDescription:
     breaks: str = ""
     passes: bool = False
     alias: str = ""
+    maker: str = ""
     preferred: Any = None
     explaining: bool = False
     compared: bool = False
@@ -78,7 +80,8 @@ class CallDescription:
         """Return the call as a program would write it: ``all_reduce(ReduceOp.SUM, float32, 1000 elements)``."""
         if self.error is not None and not self.key:
             return f"{self.name}(…)"
-        return f"{self.name}({', '.join(_word(part) for part in self.key)})"
+        by = f" by {self.maker}" if self.maker else ""
+        return f"{self.name}({', '.join(_word(part) for part in self.key)}){by}"
 
 
 def _word(part: Any) -> str:

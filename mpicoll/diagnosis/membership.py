@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_MOST_MAKERS = 256
+
 
 class OpenBlock(Protocol):
     """A block that is open in this process. The other ranks of the block wait for its end, or meet there."""
@@ -66,6 +68,7 @@ class Membership:
         self.persistent: list[Any] = []
         self.broken: str | None = None
         self.destroyed = False
+        self._makers: dict[int, str] = {}
         self._rank = rank
         self._size = len(ranks)
         self._counting = threading.Lock()
@@ -89,6 +92,16 @@ class Membership:
     def size(self) -> int:
         """Return the number of members."""
         return self._size
+
+    def note_maker(self, maker: str) -> None:
+        """Note which part of another library makes the next call for the program, for reports."""
+        if len(self._makers) >= _MOST_MAKERS:
+            del self._makers[next(iter(self._makers))]
+        self._makers[self.calls + 1] = maker
+
+    def maker_of(self, number: int) -> str:
+        """Return which part of another library has made a call for the program, or ""."""
+        return self._makers.get(number, "")
 
     def last_call(self) -> str:
         """Return the last call on this group and its place in the program, or ""."""

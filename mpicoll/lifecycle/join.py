@@ -248,7 +248,18 @@ def _start_progress_thread(state: registry.JobWithGroups) -> None:
             f"mpicoll: rank {state.world.rank()}: MPICOLL_PROGRESS=thread has no effect: this MPI gives no MPI_THREAD_MULTIPLE\n"
         )
         return
-    waiting.progress_thread = ProgressThread(waits_lately, device_runtime.current_device, device_runtime.use)
+    waiting.progress_thread = _progress_thread(every=True)
+
+
+def _progress_thread(*, every: bool) -> ProgressThread:
+    return ProgressThread(waits_lately, device_runtime.current_device, device_runtime.use, every)
+
+
+def background_progress() -> waiting.BackgroundProgress | None:
+    """Return the progress thread, of requests that the program waits for without the library; None if MPI allows no thread."""
+    if waiting.progress_thread is None and registry.state().thread_multiple:
+        waiting.progress_thread = _progress_thread(every=False)
+    return waiting.progress_thread
 
 
 def _meet(comm: MPI.Intracomm, limit: float, site: str) -> tuple[JobEndpoint, CommunicatorPair]:

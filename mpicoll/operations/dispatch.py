@@ -31,7 +31,7 @@ from mpicoll.operations.schedules import AT_ONCE, EAGER, IN_SHARED_MEMORY, MEETI
 from mpicoll.operations.states import COMPLETE, MOVING, POSTED, observers
 from mpicoll.operations.work import Work, answer
 from mpicoll.runtime import handler_calls, signals, waiting
-from mpicoll.runtime.call_site import CallSite, caller
+from mpicoll.runtime.call_site import CallSite, caller, passes_through
 from mpicoll.runtime.mpi_library import retain_frames
 from mpicoll.runtime.native import found as extension
 from mpicoll.transports.base import Kind
@@ -54,7 +54,7 @@ def view_of(tensor: Any, depth: int = 2) -> Any:
     Args:
         depth: frames between this function and the program.
     """
-    if type(tensor).__module__ != "torch" or CallSite.inside(caller(depth).f_code):
+    if type(tensor).__module__ != "torch" or (not passes_through() and CallSite.inside(caller(depth).f_code)):
         return None
     try:
         array = as_numpy(tensor, "tensor", writable=True)
@@ -298,9 +298,9 @@ def begin(
     work: Work | None = None
     claim: Any = None
     wrong: BaseException | None = None
-    began, issued = False, group.order.issued
+    began, issued, thread = False, group.order.issued, waiting.progress_thread
     try:
-        if waiting.progress_thread is not None or group.broken is not None or group.destroyed:
+        if (thread is not None and thread.every) or group.broken is not None or group.destroyed:
             return None
         places = prepared.places
         if places is not None and spread is None:

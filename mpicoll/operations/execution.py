@@ -271,6 +271,7 @@ def run(
     with signals.guard, group.lock:
         try:
             group.calls = call.seq = group.calls + 1
+            call.maker = group.maker_of(call.seq)
             group.last = call.op, call.site.code, call.site.instruction
             if isinstance(move, Movement):
                 call.block_bytes = block_bytes(move, group.size())

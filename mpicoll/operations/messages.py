@@ -28,14 +28,14 @@ from mpicoll.operations.request import Request
 from mpicoll.operations.states import MOVING
 from mpicoll.operations.work import Work, answer
 from mpicoll.runtime import handler_calls, signals, waiting
-from mpicoll.runtime.call_site import CallSite
+from mpicoll.runtime.call_site import CallSite, FrameFinder, follow
 from mpicoll.runtime.native import found as extension
 from mpicoll.transports.mpi.messages import Busy, PersistentMessage, PersistentReceive, PersistentSend, matches
 
 # Objects that each call uses, as globals of this module.
 _default = registry.default
 _claims = claims.active
-_frame = sys._getframe
+_frame: FrameFinder = sys._getframe
 _get_ident = threading.get_ident
 _guard = signals.guard
 _matches = matches
@@ -45,6 +45,14 @@ _pending = waiting.pending
 _spins = range(waiting.SPIN_POLLS)
 _inside = handler_calls.inside
 _threads = signals.threads
+
+
+def _find_frames(find: FrameFinder) -> None:
+    global _frame
+    _frame = find
+
+
+follow(_find_frames)
 
 
 def send_prepared(tensor: Any, dst: Any, group: Any, tag: Any) -> bool:

@@ -262,6 +262,7 @@ class PreparedOperation:
             self.op, key, CallSite(request.code, request.instruction), seq=request.seq, block_bytes=self.nbytes
         )
         call.detail, call.alias, call.made = self.detail, self.alias, request.made or []
+        call.maker = request.group.maker_of(request.seq)
         call.passes, call.asynchronous = request.words is None, not request.waited
         if request.words is not None:
             call.print = request.words[0]

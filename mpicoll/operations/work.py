@@ -143,8 +143,9 @@ class Work:
         self._observed = False
         self._claim = claim
         request.group.unwaited[id(request)] = request
-        if waiting.progress_thread is not None and not request.done:
-            waiting.progress_thread.begun(request)
+        thread = waiting.progress_thread
+        if thread is not None and thread.every and not request.done:
+            thread.begun(request)
 
     def with_claim(self, claim: Claim | None) -> Work:
         """Keep a claim on the memory of the operation until the program has waited."""
@@ -338,6 +339,51 @@ def _poll(request: Request) -> tuple[bool, bool]:
 
 
 handler_calls.waits.add(_poll.__code__)
+
+
+class _Attended:
+    """A request that the progress thread progresses to its end, for a program that waits without calling the library.
+
+    Attributes:
+        broken: None also for a group that was given up: the thread must go on until the request has its error.
+    """
+
+    broken = None
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+
+    @property
+    def group(self) -> _Attended:
+        """What tells the thread whether to go on: this object."""
+        return self
+
+    @property
+    def done(self) -> bool:
+        """Whether the request is over."""
+        return self._request.done
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error of the request."""
+        return self._request.error
+
+    def Test(self) -> bool:
+        """Progress the request; end the request if it can never complete, or its limit has passed."""
+        over, lost = _poll(self._request)
+        if over or lost:
+            _attended.discard(self)
+        return over or lost
+
+
+_attended: set[_Attended] = set()
+
+
+def attend(work: Work, thread: waiting.BackgroundProgress) -> None:
+    """Let a thread progress a Work until its call is over, and watch its limit and its members, as ``is_completed`` does."""
+    each = _Attended(work._request)
+    _attended.add(each)
+    thread.begun(each)
 
 
 def _is_lost(request: Request) -> bool:

@@ -80,6 +80,7 @@ class ProgressThread:
         stands_back: returns whether another thread progresses all requests now.
         current_device: returns the current device of the calling thread; None if the library has seen no array on a device.
         use_device: sets the current device of the calling thread.
+        every: whether every request is added to the thread.
     """
 
     def __init__(
@@ -87,7 +88,9 @@ class ProgressThread:
         stands_back: Callable[[], bool],
         current_device: Callable[[], int | None] = lambda: None,
         use_device: Callable[[int], None] = lambda device: None,
+        every: bool = True,
     ) -> None:
+        self.every = every
         self._stands_back = stands_back
         self._current_device, self._use_device = current_device, use_device
         self._started: _Queue = queue.SimpleQueue()  # a signal handler may put into it, too

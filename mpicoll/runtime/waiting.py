@@ -117,7 +117,13 @@ def drop(item: Pollable) -> None:
 
 
 class BackgroundProgress(Protocol):
-    """Progresses requests while the program computes (:mod:`mpicoll.runtime.progress`)."""
+    """Progresses requests while the program computes (:mod:`mpicoll.runtime.progress`).
+
+    Attributes:
+        every: whether every request is added that was started and is not over; else only those that nothing else progresses.
+    """
+
+    every: bool
 
     def begun(self, operation: Any) -> None:
         """Add a request that was started; never wait."""
@@ -130,7 +136,7 @@ class BackgroundProgress(Protocol):
 
 
 progress_thread: BackgroundProgress | None = None
-"""The progress thread of this process; None unless MPICOLL_PROGRESS asks for it."""
+"""The progress thread of this process; None if MPICOLL_PROGRESS does not ask for it, and nothing else has needed it."""
 
 _services: list[Callable[[], None]] = []
 

@@ -39,7 +39,7 @@ FLOOR = {name: floor for floor, name in enumerate(LAYERS)}
 # The layers of files whose folders are not named like their layer.
 LAYER_OF = {
     **dict.fromkeys(("errors", "_version"), "runtime"),
-    **dict.fromkeys(("nn", "training", "leader_blocks", "stores"), "on api"),
+    **dict.fromkeys(("nn", "torch", "training", "leader_blocks", "stores"), "on api"),
     **dict.fromkeys(("__init__", "device_mesh", "distributed_c10d"), "public"),
     **dict.fromkeys(("cli", "pytest_plugin"), "tools"),
     "__main__": "start",

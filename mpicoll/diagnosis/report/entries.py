@@ -215,6 +215,8 @@ def entry_of(
     parts = [_part(part) for part in call.key]
     if call.detail != NOTHING and not call.uneven and "elements" not in dict(parts):
         parts.append(("elements", str(call.detail)))
+    if call.maker:
+        parts.append(("by", call.maker))
     return RankState(
         ((rank, rank),),
         op=call.name,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -26,7 +25,7 @@ from mpicoll.operations import dispatch, execution
 from mpicoll.operations.prepare.refusal import refuse, refuse_group
 from mpicoll.operations.prepared import PreparedOperation
 from mpicoll.operations.work import Work
-from mpicoll.runtime.call_site import CallSite, call_site
+from mpicoll.runtime.call_site import CallSite, call_site, follow
 from mpicoll.runtime.native import found as extension
 from mpicoll.runtime.settings import need_bool
 from mpicoll.transports.base import Kind, Movement, Preferred
@@ -125,7 +124,7 @@ def _run_cached(
 
 run_cached: Callable[..., Work | None] = _run_cached
 if extension is not None:
-    extension.configure_calls(default, sys._getframe, _run_cached, threading.main_thread().ident)
+    follow(lambda find: extension.configure_calls(default, find, _run_cached, threading.main_thread().ident))
     run_cached = extension.run_cached
 
 

@@ -1,0 +1,358 @@
+"""A process group of torch.distributed whose calls are calls of a group of this library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch  # type: ignore[import-not-found,unused-ignore]
+import torch.distributed as c10d  # type: ignore[import-not-found,unused-ignore]
+
+from mpicoll.api import coalesced, collectives, gathering, messages, scattering
+from mpicoll.api.groups import new_group
+from mpicoll.diagnosis.call import CallDescription
+from mpicoll.diagnosis.wait_policy import CallWait
+from mpicoll.errors import DistError
+from mpicoll.groups.process_group import ProcessGroup as Group
+from mpicoll.lifecycle.destroy import destroy_process_group
+from mpicoll.memory.reduce_op import RedOpType
+from mpicoll.operations import work as works
+from mpicoll.runtime.call_site import call_site
+from mpicoll.torch.sites import maker
+from mpicoll.torch.sparse import all_reduce_sparse
+from mpicoll.torch.work import Complete, Joint, Work
+
+NAME = "mpicoll"
+
+Tensor = Any
+Made = Any
+"""A Work, or None for a call that was waited for."""
+
+_OPS = {getattr(c10d.ReduceOp, op.name).value: op for op in RedOpType if hasattr(c10d.ReduceOp, op.name)}
+"""The reductions by the numbers of torch's: the hash of an enumeration of C++ takes 2 us."""
+_SUM = c10d.ReduceOp.SUM
+_NO_TIME = timedelta(0)
+
+
+def reduce_op(opts: Any) -> Any:
+    """Return the reduction of this library for one of torch, or for the options of a call."""
+    op = getattr(opts, "reduceOp", opts)
+    found = _OPS.get(getattr(op, "op", op).value)
+    if found is RedOpType.PREMUL_SUM:
+        factor = op.__getstate__()[1]
+        return RedOpType.PREMUL_SUM(factor.item() if isinstance(factor, torch.Tensor) else factor)
+    if found is None:
+        raise ValueError(f"the backend {NAME} has no reduction {op}")
+    return found
+
+
+def _root(opts: Any) -> int:
+    return int(getattr(opts, "rootRank", opts))
+
+
+def _one(given: Any, what: str) -> Any:
+    """Return the only tensor of a list, without its gradients; or a tensor that is in no list."""
+    if not isinstance(given, torch.Tensor):
+        if len(given) != 1:
+            raise ValueError(f"{what} must hold one tensor, as a process has one device, got {len(given)}")
+        given = given[0]
+    return given.detach() if given.requires_grad else given
+
+
+def _all(given: Any) -> list[Any]:
+    """Return the tensors of a list, without their gradients."""
+    return [each.detach() if each.requires_grad else each for each in given]
+
+
+def _inner(given: Any) -> list[Any]:
+    """Return the tensors of the only list of a list, or of a list of tensors."""
+    return _all(given[0] if given and not isinstance(given[0], torch.Tensor) else given)
+
+
+class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
+    """A process group of torch.distributed: of ``init_process_group("mpicoll")``, ``new_group``, or :func:`mpicoll.torch.wrap`.
+
+    Its methods are those of ``torch.distributed.ProcessGroup``, which the functions of torch.distributed call. A call whose
+    options say that the caller waits at once is complete when the method returns, and the method returns None.
+
+    Args:
+        group: the group of this library.
+        owns: whether the group is destroyed with this object.
+    """
+
+    def __init__(self, group: Group, *, owns: bool) -> None:
+        super().__init__(group.rank(), group.size())
+        self.group = group
+        self._owns = owns
+        self._name = group.group_name
+        self._desc = group.group_desc
+        self._coalesced: list[Any] | None = None
+
+    # Names and numbers. C++ calls the names with capitals.
+
+    def rank(self) -> int:
+        """Return the rank of this process in the group."""
+        return self.group.rank()
+
+    def size(self) -> int:
+        """Return the number of ranks of the group."""
+        return self.group.size()
+
+    def name(self) -> str:
+        """Return the name of the backend."""
+        return NAME
+
+    getRank, getSize, getBackendName = rank, size, name
+
+    @property
+    def group_name(self) -> str:
+        """The name by which torch finds the group."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """The description of the group."""
+        return self._desc
+
+    def getGroupName(self) -> str:
+        """Return the name by which torch finds the group."""
+        return self._name
+
+    def getGroupDesc(self) -> str:
+        """Return the description of the group."""
+        return self._desc
+
+    def setGroupName(self, name: str) -> None:
+        """Set the name by which torch finds the group."""
+        self._name = name
+
+    def setGroupDesc(self, desc: str) -> None:
+        """Set the description of the group."""
+        self._desc = desc
+
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+
+    def _get_backend_name(self) -> str:
+        return NAME
+
+    def _get_backend(self, device: Any) -> ProcessGroup:
+        return self
+
+    @property
+    def _device_types(self) -> list[Any]:
+        return [torch.device("cpu"), torch.device("cuda")]
+
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.group.calls
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: the calls of each group are numbered from 1."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the limit of the calls that follow."""
+        self.group.timeout = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    # Calls.
+
+    def _make(self, call: Callable[..., works.Work | None], given: tuple[Any, ...], outputs: Any, opts: Any) -> Made:
+        """Make a call of this library.
+
+        Args:
+            given: its arguments but the group, ``async_op`` and the limit.
+            outputs: the tensors of the result.
+            opts: the options of torch: whether the caller waits at once, and the limit of the call. Other types: it does not.
+        """
+        wait = getattr(opts, "asyncOp", True) is False and self._coalesced is None
+        limit = getattr(opts, "timeout", None)
+        part = maker()
+        if part:
+            self.group.note_maker(part)
+        made = call(
+            *given,
+            group=self.group,
+            async_op=not wait,
+            timeout=limit if isinstance(limit, timedelta) and limit > _NO_TIME else None,
+        )
+        return None if made is None and wait else self._started(made, outputs)
+
+    def _started(self, made: works.Work | None, outputs: Any) -> Made:
+        if made is None:
+            return Complete(outputs)
+        work = Work(made, outputs)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _make_each(self, call: Callable[..., Made], given: Iterable[tuple[Any, ...]], outputs: Any, opts: Any) -> Made:
+        """Make several calls as one."""
+        made = [each for each in [call(*one, opts) for one in given] if each is not None]
+        return Joint(made, outputs) if made or getattr(opts, "asyncOp", True) else None
+
+    def allreduce(self, tensors: Any, opts: Any = _SUM) -> Made:
+        """Reduce a tensor over all members, in place: :func:`mpicoll.all_reduce`; also a sparse COO tensor."""
+        tensor, op = _one(tensors, "tensors"), reduce_op(opts)
+        if tensor.layout is torch.sparse_coo:
+            all_reduce_sparse(tensor, op, self.group)
+            return Complete(tensors)
+        return self._make(collectives.all_reduce, (tensor, op), tensors, opts)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = _SUM) -> Made:
+        """Reduce each tensor of a list over all members, in place: :func:`mpicoll.all_reduce_coalesced` for each dtype."""
+        op = reduce_op(opts)
+        alike: dict[Any, list[Tensor]] = {}
+        for tensor in _all(tensors):
+            alike.setdefault(tensor.dtype, []).append(tensor)
+        if len(alike) == 1:
+            return self._make(coalesced.all_reduce_coalesced, (_all(tensors), op), tensors, opts)
+        return self._make_each(self.allreduce_coalesced, ((each,) for each in alike.values()), tensors, opts)
+
+    def broadcast(self, tensors: Any, opts: Any) -> Made:
+        """Copy a tensor of one rank to all members: :func:`mpicoll.broadcast`."""
+        return self._make(
+            collectives.broadcast, (_one(tensors, "tensors"), self.group.ranks[_root(opts)]), tensors, opts
+        )
+
+    def reduce(self, tensors: Any, opts: Any) -> Made:
+        """Reduce a tensor over all members to one rank: :func:`mpicoll.reduce`."""
+        root, op = self.group.ranks[_root(opts)], reduce_op(opts)
+        return self._make(collectives.reduce, (_one(tensors, "tensors"), root, op), tensors, opts)
+
+    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Made:
+        """Gather the tensors of all members: :func:`mpicoll.all_gather`."""
+        given = _inner(output_tensors), _one(input_tensors, "input_tensors")
+        return self._make(gathering.all_gather, given, output_tensors, opts)
+
+    def allgather_coalesced(self, output_lists: Any, input_list: list[Tensor], opts: Any = None) -> Made:
+        """Gather every tensor of a list: :func:`mpicoll.all_gather_coalesced`."""
+        given = [_all(each) for each in output_lists], _all(input_list)
+        return self._make(coalesced.all_gather_coalesced, given, output_lists, opts)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Made:
+        """Gather into one tensor: :func:`mpicoll.all_gather_single`."""
+        given = _one(output, "output"), _one(input, "input")
+        return self._make(gathering.all_gather_single, given, output, opts)
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Made:
+        """Gather into one tensor, for each pair of tensors of two lists."""
+        return self._make_each(self.all_gather_single, zip(outputs, inputs, strict=True), outputs, opts)
+
+    def gather(self, output_tensors: Any, input_tensors: Any, opts: Any) -> Made:
+        """Gather to one rank: :func:`mpicoll.gather`."""
+        root, outputs = _root(opts), _inner(output_tensors) or None
+        given = _one(input_tensors, "input_tensors"), outputs, self.group.ranks[root]
+        return self._make(gathering.gather, given, output_tensors, opts)
+
+    def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any) -> Made:
+        """Scatter from one rank: :func:`mpicoll.scatter`."""
+        root, inputs = _root(opts), _inner(input_tensors) or None
+        given = _one(output_tensors, "output_tensors"), inputs, self.group.ranks[root]
+        return self._make(scattering.scatter, given, output_tensors, opts)
+
+    def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = _SUM) -> Made:
+        """Reduce over all members, one tensor of a list for each member: :func:`mpicoll.reduce_scatter`."""
+        given = _one(output_tensors, "output_tensors"), _inner(input_tensors), reduce_op(opts)
+        return self._make(scattering.reduce_scatter, given, output_tensors, opts)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = _SUM) -> Made:
+        """Reduce over all members, one block of a tensor for each member: :func:`mpicoll.reduce_scatter_single`."""
+        given = _one(output, "output"), _one(input, "input"), reduce_op(opts)
+        return self._make(scattering.reduce_scatter_single, given, output, opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = _SUM) -> Made:
+        """Reduce over all members, one block of a tensor for each member, for each pair of tensors of two lists."""
+        return self._make_each(self.reduce_scatter_single, zip(outputs, inputs, strict=True), outputs, opts)
+
+    def alltoall(self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None) -> Made:
+        """Exchange tensors between all members: :func:`mpicoll.all_to_all`."""
+        return self._make(scattering.all_to_all, (_all(output_tensors), _all(input_tensors)), output_tensors, opts)
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
+    ) -> Made:
+        """Exchange blocks of a tensor between all members: :func:`mpicoll.all_to_all_single`; no splits: equal blocks."""
+        splits = list(output_splits) or None, list(input_splits) or None
+        given = _one(output, "output"), _one(input, "input"), *splits
+        return self._make(scattering.all_to_all_single, given, output, opts)
+
+    def barrier(self, opts: Any = None) -> Made:
+        """Wait for all members: :func:`mpicoll.barrier`."""
+        return self._make(collectives.barrier, (), [], opts)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all members, and name those that do not come: :func:`mpicoll.monitored_barrier`."""
+        collectives.monitored_barrier(self.group, timeout, wait_all_ranks)
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def send(self, tensors: Any, dst: int, tag: int = 0) -> Made:
+        """Start to send a tensor to a rank of the group: :func:`mpicoll.isend`."""
+        tensor = _one(tensors, "tensors")
+        return self._started(messages.isend(tensor, self.group.ranks[dst], self.group, tag), tensors)
+
+    def recv(self, tensors: Any, src: int, tag: int = 0) -> Made:
+        """Start to receive a tensor from a rank of the group: :func:`mpicoll.irecv`."""
+        tensor = _one(tensors, "tensors")
+        return self._started(messages.irecv(tensor, self.group.ranks[src], self.group, tag), tensors)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Made:
+        """Start to receive a tensor from any rank of the group: :func:`mpicoll.irecv`."""
+        return self._started(messages.irecv(_one(tensors, "tensors"), None, self.group, tag), tensors)
+
+    def _start_coalescing(self, device: Any) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: Any) -> Made:
+        made, self._coalesced = self._coalesced or [], None
+        return Joint(made, [])
+
+    # The end.
+
+    def split_group(
+        self,
+        ranks: list[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        devices: Any = None,
+    ) -> ProcessGroup | None:
+        """Make a group of some members of this group; only they call the method (MPI_Comm_create_group).
+
+        Args:
+            ranks: ranks in this group. A rank that is not among them gets None.
+        """
+        if self.rank() not in ranks:
+            return None
+        members = [self.group.ranks[each] for each in ranks]
+        made = ProcessGroup(new_group(members, timeout, None, None, True, group_desc, None, False), owns=True)
+        made.setGroupName(group_name or made.group_name)
+        return made
+
+    splitGroup = split_group
+
+    def abort(self) -> None:
+        """Give the group up: calls of the group raise GroupBrokenError, on all members."""
+        if self.group.broken is None:
+            call = CallDescription("abort", (), call_site())
+            CallWait(self.group, call, self.group.timeout).withdraw(
+                DistError("abort() of its process group was called")
+            )
+
+    def shutdown(self) -> None:
+        """Wait for the calls that are under way, and destroy the group of this library if this object owns it."""
+        group = self.group
+        if group.destroyed:
+            return
+        for request in tuple(group.unwaited.values()):
+            works.Work(request).wait()
+        if self._owns:
+            destroy_process_group(group)

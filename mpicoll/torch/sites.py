@@ -1,0 +1,71 @@
+"""Find the line of the program that made a call, and the part of torch that made the call for the program."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import FrameType
+
+import torch  # type: ignore[import-not-found,unused-ignore]
+
+from mpicoll.runtime.call_site import pass_through
+
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_TESTING = os.path.join(_TORCH, "testing", "")
+
+_MAKERS = {
+    os.path.join("nn", "parallel", ""): "DistributedDataParallel",
+    os.path.join("autograd", ""): "DistributedDataParallel",
+    os.path.join("distributed", "algorithms", ""): "DistributedDataParallel",
+    os.path.join("distributed", "fsdp", ""): "FSDP",
+    os.path.join("distributed", "tensor", ""): "DTensor",
+    os.path.join("distributed", "checkpoint", ""): "torch.distributed.checkpoint",
+    os.path.join("distributed", "pipelining", ""): "torch.distributed.pipelining",
+    os.path.join("distributed", "optim", ""): "torch.distributed.optim",
+}
+"""Names of the parts of torch that make calls of their own, by the folders of their code."""
+
+_OUTSIDE, _BETWEEN = "outside", ""
+_known: dict[str, str] = {}
+
+
+def skip_torch() -> None:
+    """Let call sites skip the code of torch."""
+    pass_through(*(os.path.join(_TORCH, each) for each in sorted(os.listdir(_TORCH)) if each != "testing"))
+
+
+def _part(name: str) -> str:
+    """Return the part of torch that code in this file belongs to, "" for another file of torch or of this package."""
+    if not name.startswith(_TORCH) or name.startswith(_TESTING):
+        return _OUTSIDE
+    inner = name[len(_TORCH) :]
+    return next((part for folder, part in _MAKERS.items() if inner.startswith(folder)), _BETWEEN)
+
+
+def maker() -> str:
+    """Return what made the call of the caller's caller: "" for the program, else a part of torch, with its module if known.
+
+    DistributedDataParallel reduces gradients from C++: then no frame of it is between the backward pass and this package.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        part = _known.get(name)
+        if part is None:
+            part = _known[name] = _part(name)
+        if part is _OUTSIDE:
+            return ""
+        if part:
+            return _with_module(part, frame)
+        frame = frame.f_back
+    return "DistributedDataParallel"  # a thread of autograd
+
+
+def _with_module(part: str, frame: FrameType | None) -> str:
+    if part == "FSDP":
+        while frame is not None and _known.get(frame.f_code.co_filename, _BETWEEN) is not _OUTSIDE:
+            module = getattr(frame.f_locals.get("self"), "_module_fqn", None)
+            if isinstance(module, str):
+                return f"FSDP of module {module!r}" if module else "FSDP of the whole module"
+            frame = frame.f_back
+    return part

@@ -1,0 +1,182 @@
+"""Work of torch.distributed around a Work of this library."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch  # type: ignore[import-not-found,unused-ignore]
+import torch.distributed as c10d  # type: ignore[import-not-found,unused-ignore]
+
+from mpicoll.errors import DistError
+from mpicoll.lifecycle.join import background_progress
+from mpicoll.operations import work as works
+
+Tensors = list[Any]
+
+
+class Work(c10d.Work):  # type: ignore[misc,unused-ignore]
+    """The handle of a call that was started (torch.distributed.Work).
+
+    Args:
+        work: of the call.
+        outputs: the tensors of the result.
+    """
+
+    def __init__(self, work: works.Work, outputs: Any) -> None:
+        super().__init__()
+        self._work = work
+        self._outputs = outputs
+        self._future: Any = None
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for the call, and return True. Errors as :meth:`mpicoll.Work.wait`."""
+        return self._work.wait(timeout)
+
+    def synchronize(self) -> None:
+        """Wait for the call, as :meth:`wait`."""
+        self._work.wait()
+
+    def is_completed(self) -> bool:
+        """Return whether the call is complete or failed; make progress, and never wait."""
+        try:
+            return self._work.is_completed()
+        except DistError:
+            return True  # exception() and wait() have the error
+
+    def is_success(self) -> bool:
+        """Return whether the call is complete without an error."""
+        return self._work.is_success()
+
+    def exception(self) -> BaseException | None:
+        """Return the error of the call; None if the call is pending, or complete without an error."""
+        return self._work.exception()
+
+    def result(self) -> Any:
+        """Return the tensors of the result of a complete call."""
+        self._work.wait()
+        return self._outputs
+
+    def source_rank(self) -> int:
+        """Return the rank in the group of the sender of a complete receive."""
+        return self._work.source_rank()
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Any:
+        """Return a ``torch.futures.Future`` of the list of tensors of the result.
+
+        C++ waits for it without calling this library. So the progress thread progresses the call from now on, and watches its
+        limit and the other ranks. If MPI gives no MPI_THREAD_MULTIPLE, this function waits for the call.
+        """
+        if self._future is None:
+            self._future = _future_of(self._work, self._outputs)
+        return self._future
+
+
+class Complete(c10d.Work):  # type: ignore[misc,unused-ignore]
+    """The handle of a call that is complete, as nothing had to move, or the call was waited for."""
+
+    def __init__(self, outputs: Any) -> None:
+        super().__init__()
+        self._outputs = outputs
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Return True."""
+        return True
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+    def is_completed(self) -> bool:
+        """Return True."""
+        return True
+
+    is_success = is_completed
+
+    def exception(self) -> None:
+        """Return None."""
+
+    def result(self) -> Any:
+        """Return the tensors of the result."""
+        return self._outputs
+
+    def get_future(self) -> Any:
+        """Return a complete ``torch.futures.Future`` of the tensors of the result."""
+        return _complete(self._outputs)
+
+
+def _complete(outputs: Any) -> Any:
+    future = torch.futures.Future()
+    future.set_result(outputs)
+    return future
+
+
+def _future_of(work: works.Work, outputs: Any) -> Any:
+    future = work.get_future()
+    thread = None
+    if not future.done():
+        thread = background_progress()
+        if thread is None:
+            future.exception()  # waits
+    if future.done() and future.exception(0) is None:
+        return _complete(outputs)
+    # An exception as the result of a Future is one for Python only. That of a callback is one for C++, too.
+    called = torch.futures.Future()
+
+    def result(_: Any) -> Any:
+        error = future.exception(0)
+        if error is not None:
+            raise error
+        return outputs
+
+    returned = called.then(result)
+    future.add_done_callback(lambda _: called.set_result(None))
+    if thread is not None:
+        works.attend(work, thread)
+    return returned
+
+
+class Joint(c10d.Work):  # type: ignore[misc,unused-ignore]
+    """The handle of several calls that were started one after the other."""
+
+    def __init__(self, works: Sequence[Any], outputs: Any) -> None:
+        super().__init__()
+        self._works = works
+        self._outputs = outputs
+        self._future: Any = None
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for all calls, and return True."""
+        for each in self._works:
+            each.wait(timeout)
+        return True
+
+    def synchronize(self) -> None:
+        """Wait for all calls."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Return whether all calls are complete or failed."""
+        return all(each.is_completed() for each in self._works)
+
+    def is_success(self) -> bool:
+        """Return whether all calls are complete without an error."""
+        return all(each.is_success() for each in self._works)
+
+    def exception(self) -> BaseException | None:
+        """Return the first error of the calls, or None."""
+        return next((error for error in [each.exception() for each in self._works] if error is not None), None)
+
+    def result(self) -> Any:
+        """Return the tensors of the results of complete calls."""
+        self.wait()
+        return self._outputs
+
+    def get_future(self) -> Any:
+        """Return a ``torch.futures.Future`` of the tensors of all results."""
+        if self._future is None:
+            futures = torch.futures.collect_all([each.get_future() for each in self._works])
+            self._future = futures.then(lambda done: [[each.value() for each in done.value()], self._outputs][1])
+        return self._future
