@@ -27,6 +27,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -53,6 +54,20 @@ __all__ = [
 
 ARGUMENT = "_mpicoll_argument"
 """Attribute set on an exception about the caller's arguments: its traceback is printed without the library's own frames."""
+
+
+passed_to_c: deque[BaseException] = deque(maxlen=16)
+"""The last errors that code in C++ may raise again as a RuntimeError with their text, as of the futures of torch."""
+
+
+def before_c(error: BaseException) -> BaseException:
+    """Return the error that code in C++ has raised again, or ``error`` itself."""
+    if type(error) is RuntimeError:
+        text = str(error)
+        for found in passed_to_c:
+            if f"{type(found).__name__}: {found}" in text:
+                return found.with_traceback(error.__traceback__)
+    return error
 
 
 @dataclass(frozen=True, slots=True)

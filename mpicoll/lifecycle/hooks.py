@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 from mpi4py import MPI
 
 from mpicoll import errors
-from mpicoll.errors import ARGUMENT, DistError, GroupBrokenError, PeerExitedError, PeerFailedError, in_one_line
+from mpicoll.errors import (
+    ARGUMENT,
+    DistError,
+    GroupBrokenError,
+    PeerExitedError,
+    PeerFailedError,
+    before_c,
+    in_one_line,
+)
 from mpicoll.groups import registry
 from mpicoll.launch.job_folder import append_record
 from mpicoll.lifecycle import exit_code
@@ -154,6 +162,8 @@ def _excepthook(kind: type[BaseException], value: BaseException, trace: Tracebac
     if os.getpid() != _owner:
         _found_hook(kind, value, trace)
         return
+    value = before_c(value)
+    kind = type(value)
     known = registry.current()
     board = _note_end(value)
     me = known.world.rank() if known is not None else None

@@ -96,7 +96,9 @@ def mark_unfinished() -> None:
 
 
 def prefix() -> str:
-    """Return the prefix of each line that this rank prints about its end."""
+    """Return the prefix of each line that this rank prints about its end; "" where the hook of torch.distributed sets its own."""
+    if isinstance(sys.stderr, io.StringIO) and sys.excepthook.__module__ == "torch.distributed.distributed_c10d":
+        return ""
     known = registry.current()
     if known is not None:
         return f"[rank {known.world.rank()}] "

@@ -95,13 +95,16 @@ def _outside(depth: int = 0) -> FrameType:
     A thread that C has started has no such frame: then it is that of the main thread, which waits for the thread, as in the
     backward pass of a model on a GPU.
     """
-    first: FrameType = sys._getframe(1)
-    main = None
-    if threading.get_ident() != threading.main_thread().ident:
-        main = sys._current_frames().get(threading.main_thread().ident or 0)
-    frame: FrameType | None
-    for start in (first, main):
-        frame = start
+    frame: FrameType | None = sys._getframe(1)
+    try:
+        while _passed[frame.f_code.co_filename]:  # type: ignore[union-attr]
+            frame = frame.f_back  # type: ignore[union-attr]
+        assert frame is not None
+        return frame
+    except (KeyError, AttributeError):  # a file seen for the first time; the end of the stack
+        pass
+    first, main = sys._getframe(1), threading.main_thread().ident or 0
+    for frame in (first, None if threading.get_ident() == main else sys._current_frames().get(main)):
         while frame is not None:
             if not _is_passed(frame.f_code.co_filename):
                 return frame

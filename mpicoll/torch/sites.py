@@ -8,7 +8,7 @@ from types import FrameType
 
 import torch  # type: ignore[import-not-found,unused-ignore]
 
-from mpicoll.runtime.call_site import pass_through
+from mpicoll.runtime.call_site import PACKAGE, pass_through
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _TESTING = os.path.join(_TORCH, "testing", "")
@@ -27,6 +27,7 @@ _MAKERS = {
 
 _OUTSIDE, _BETWEEN = "outside", ""
 _known: dict[str, str] = {}
+"""The part of torch of each file that was seen."""
 
 
 def skip_torch() -> None:
@@ -36,6 +37,8 @@ def skip_torch() -> None:
 
 def _part(name: str) -> str:
     """Return the part of torch that code in this file belongs to, "" for another file of torch or of this package."""
+    if name.startswith(PACKAGE):
+        return _BETWEEN
     if not name.startswith(_TORCH) or name.startswith(_TESTING):
         return _OUTSIDE
     inner = name[len(_TORCH) :]
@@ -50,13 +53,12 @@ def maker() -> str:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
-        part = _known.get(name)
-        if part is None:
+        try:
+            part = _known[name]
+        except KeyError:
             part = _known[name] = _part(name)
-        if part is _OUTSIDE:
-            return ""
         if part:
-            return _with_module(part, frame)
+            return "" if part is _OUTSIDE else _with_module(part, frame)
         frame = frame.f_back
     return "DistributedDataParallel"  # a thread of autograd
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch  # type: ignore[import-not-found,unused-ignore]
 import torch.distributed as c10d  # type: ignore[import-not-found,unused-ignore]
 
-from mpicoll.errors import DistError
+from mpicoll.errors import DistError, passed_to_c
 from mpicoll.lifecycle.join import background_progress
 from mpicoll.operations import work as works
 
@@ -128,6 +128,7 @@ def _future_of(work: works.Work, outputs: Any) -> Any:
     def result(_: Any) -> Any:
         error = future.exception(0)
         if error is not None:
+            passed_to_c.append(error)
             raise error
         return outputs
 

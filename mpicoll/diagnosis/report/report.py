@@ -300,13 +300,13 @@ def call_text(entry: RankState, marked: frozenset[str] = frozenset()) -> str:
 
 
 def differing(entry: RankState, other: RankState) -> frozenset[str]:
-    """Return the names of the parts in which two calls differ; ``function`` if they are different functions."""
+    """Return the names of the parts in which two calls differ, but for what made them; ``function``: they are two functions."""
     if entry.op != other.op:
         return frozenset({"function"})
     if (entry.problem and not entry.key) or (other.problem and not other.key):
         return frozenset()
     mine, theirs = dict(entry.key), dict(other.key)
-    return frozenset(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
+    return frozenset(name for name in (mine.keys() | theirs.keys()) - {"by"} if mine.get(name) != theirs.get(name))
 
 
 def _classes(table: Table) -> list[tuple[int, int, RankState]]:

@@ -1,0 +1,232 @@
+"""Wrong programs of torch.distributed on the backend: who is named, with which line, and that no rank hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import run_job
+
+HEAD = """
+import os, sys, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+import mpicoll.torch
+
+torch.set_num_threads(1)
+LIMIT = timedelta(seconds=60)
+dist.init_process_group("mpicoll", init_method="mpi://", timeout=LIMIT)
+rank, size = dist.get_rank(), dist.get_world_size()
+"""
+
+MODEL = """
+from torch.nn.parallel import DistributedDataParallel
+model = torch.nn.Sequential(torch.nn.Linear(10, 20), torch.nn.ReLU(), torch.nn.Linear(20, 5))
+"""
+
+CALLS = {
+    "elements": "dist.all_reduce(torch.ones(3 + rank))  # THE LINE",
+    "waited later": "dist.all_reduce(torch.ones(3 + rank), async_op=True).wait()  # THE LINE",
+    "functions": "dist.all_reduce(torch.ones(3)) if rank else dist.broadcast(torch.ones(3), 0)  # THE LINE",
+    "objects": "dist.barrier() if rank else dist.broadcast_object_list([1], 0)  # THE LINE",
+    "a subgroup": "dist.all_reduce(torch.ones(3 + rank), group=dist.new_group([0, 1]))  # THE LINE",
+    "functional": "import torch.distributed._functional_collectives as f\n"
+    "f.wait_tensor(f.all_reduce(torch.ones(3 + rank), 'sum', dist.group.WORLD))  # THE LINE",
+}
+
+
+def line_of(program: str, mark: str = "# THE LINE") -> int:
+    return next(at for at, line in enumerate(program.splitlines(), 1) if mark in line)
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_a_mismatch_names_the_line_of_the_program(case: str) -> None:
+    program = HEAD + CALLS[case]
+    result = run_job(program, 2, limit=90)
+    assert result.returncode == 1, result
+    assert not result.timed_out, result
+    whole = result.stdout + result.stderr
+    place = f"job.py:{line_of(program)}"
+    assert "rank 0: " in whole, result
+    assert whole.count(place) >= 2, result
+    assert all("CollectiveMismatchError" in each for each in result.err), result
+    assert "distributed_c10d.py:" not in whole, result  # as the place of a call
+
+
+def test_a_mismatch_is_an_error_that_can_be_handled() -> None:
+    result = run_job(
+        HEAD
+        + """
+import mpicoll
+try:
+    dist.all_reduce(torch.ones(3 + rank))
+except mpicoll.CollectiveMismatchError as error:
+    print(f"{len(error.ranks)} ranks")
+x = torch.ones(2)
+work = dist.all_reduce(torch.ones(3 + rank), async_op=True)
+try:
+    work.get_future().wait()
+except RuntimeError as error:
+    print("CollectiveMismatchError" in str(error), work.is_completed(), work.is_success())
+dist.all_reduce(x)
+print(x.tolist())
+dist.destroy_process_group()
+""",
+        2,
+        limit=90,
+    )
+    assert result.returncode == 0, result
+    for each in result.out:
+        lines = each.splitlines()
+        assert lines[0].endswith("ranks"), result
+        assert lines[1:] == ["True True False", "[2.0, 2.0]"], result
+
+
+STEPS = """
+for step in range(3):
+    if rank == 1 and step == 2:
+        {act}
+    wrapped(torch.randn(4, 10)).sum().backward()  # THE LINE
+dist.destroy_process_group()
+"""
+
+WRAPS = {
+    "DistributedDataParallel": "wrapped = DistributedDataParallel(model)",
+    "FSDP": "from torch.distributed.fsdp import fully_shard\nfully_shard(model[0])\nfully_shard(model)\nwrapped = model",
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_a_call_that_torch_makes_is_told_as_its(wrap: str) -> None:
+    program = HEAD + MODEL + WRAPS[wrap] + STEPS.format(act="dist.all_reduce(torch.ones(2))  # EXTRA")
+    result = run_job(program, 2, limit=120)
+    assert result.returncode == 1, result
+    assert not result.timed_out, result
+    report = result.err[0]
+    assert f"by {wrap}" in report, result
+    assert f"job.py:{line_of(program)}" in report, result
+    assert f"job.py:{line_of(program, '# EXTRA')}" in report, result
+    assert "module '0'" in report or wrap != "FSDP", result
+    assert "CollectiveMismatchError" in result.err[1], result
+
+
+@pytest.mark.parametrize(
+    ("act", "code", "told"),
+    [
+        ("raise ValueError('bad batch')", 1, "ValueError: bad batch"),
+        ("sys.exit(5)", 5, ""),
+        ("break", 1, "rank 1 ended the program"),
+    ],
+)
+def test_a_rank_that_leaves_a_backward_pass(act: str, code: int, told: str) -> None:
+    """The other ranks wait in C++ for a future, and come out with an error that names the rank."""
+    end = "" if act != "break" else "if rank == 1: os.environ['X'] = ''"
+    program = (
+        HEAD
+        + MODEL
+        + WRAPS["DistributedDataParallel"]
+        + STEPS.format(act=act).replace("dist.destroy", f"{end}\n0 and dist.destroy")
+    )
+    result = run_job(program, 2, limit=120)
+    assert result.returncode == code, result
+    assert not result.timed_out, result
+    assert result.seconds < 60, result
+    assert told in result.err[0], result
+    assert not result.left_running, result
+
+
+def test_a_rank_that_is_killed_in_a_step() -> None:
+    program = (
+        HEAD + MODEL + WRAPS["DistributedDataParallel"] + STEPS.format(act="print('now', flush=True); time.sleep(60)")
+    )
+    result = run_job(
+        program, 2, limit=60, meanwhile=lambda job: (job.wait_for("now", 1, limit=60), job.signal(signal.SIGKILL, 1))
+    )
+    assert result.returncode != 0, result
+    assert not result.timed_out, result
+    assert not result.left_running, result
+
+
+def test_the_limit_of_a_future_that_cpp_waits_for() -> None:
+    """No rank has failed, and one does not come: the progress thread watches the limit."""
+    program = (HEAD + MODEL + WRAPS["DistributedDataParallel"] + STEPS).replace("seconds=60", "seconds=4")
+    result = run_job(program.format(act="time.sleep(12)"), 2, limit=120)
+    assert result.returncode == 1, result
+    assert not result.timed_out, result
+    assert "Timed out" in result.err[0], result
+    assert "by DistributedDataParallel" in result.err[0], result
+
+
+START = """
+import sys
+import torch.distributed as dist
+import mpicoll.torch
+"""
+
+
+def test_rank_and_size_that_contradict_mpi() -> None:
+    result = run_job(
+        START + "dist.init_process_group('mpicoll', init_method='mpi://', rank=0, world_size=3)", 2, limit=90
+    )
+    assert result.returncode != 0, result
+    assert not result.timed_out, result
+    assert "world_size" in result.stderr, result
+    assert "MPI" in result.stderr, result
+
+
+def test_processes_of_torchrun_without_mpi(tmp_path: Path) -> None:
+    """The error names a line that starts the program with MPI."""
+    script = tmp_path / "train.py"
+    script.write_text(START + "dist.init_process_group('mpicoll')")
+    unset = ("OMPI_", "PMI", "MPI_", "HYDRA")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        "0",
+        str(script),
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert result.returncode != 0
+    assert "LaunchError: torchrun" in result.stderr, result.stderr
+    assert "mpicoll run -n 2" in result.stderr, result.stderr
+
+
+def test_pg_options_and_devices_that_are_not_served() -> None:
+    result = run_job(
+        HEAD
+        + """
+for make in (
+    lambda: dist.new_group([0, 1], pg_options=object()),
+    lambda: dist.all_reduce(torch.ones(2, device="meta")),
+    lambda: dist.all_gather([torch.ones(2, device="meta"), torch.ones(2)], torch.ones(2)),
+    lambda: dist.all_reduce(torch.ones(2), op=None),
+):
+    try:
+        make()
+    except Exception as error:
+        print(type(error).__name__, error)
+    else:
+        print("no error")
+x = torch.ones(2)
+dist.all_reduce(x)
+print(x.tolist())
+dist.destroy_process_group()
+""",
+        2,
+        limit=90,
+    )
+    assert result.returncode == 0, result
+    for each in result.out:
+        assert "no error" not in each, result
+        assert each.count("meta") >= 2, result
+        assert each.endswith("[2.0, 2.0]\n"), result
