@@ -68,6 +68,6 @@ def _with_module(part: str, frame: FrameType | None) -> str:
         while frame is not None and _known.get(frame.f_code.co_filename, _BETWEEN) is not _OUTSIDE:
             module = getattr(frame.f_locals.get("self"), "_module_fqn", None)
             if isinstance(module, str):
-                return f"FSDP of module {module!r}" if module else "FSDP of the whole module"
+                return f"FSDP({module or 'root'})"
             frame = frame.f_back
     return part
