@@ -10,7 +10,8 @@ OLDEST = "2.13"
 
 def check_version() -> None:
     """Raise ImportError if torch is not installed, or is too old, or has no torch.distributed."""
-    if importlib.util.find_spec("torch") is None:
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:  # a folder of this name on the path of modules has no origin
         raise ImportError('mpicoll.torch needs PyTorch, which is not installed: pip install "mpicoll[torch]"')
     import torch  # type: ignore[import-not-found,unused-ignore]
 

@@ -1,0 +1,72 @@
+"""The line of the program that calls the library, with and without the code of another package between."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from mpicoll.runtime import call_site
+
+
+@pytest.fixture
+def passing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Return pass_through; its effect ends with the test."""
+    for name in ("_no_places", "_frame"):
+        monkeypatch.setattr(call_site, name, getattr(call_site, name))
+    monkeypatch.setattr(call_site, "_passed", {})
+    monkeypatch.setattr(call_site, "_followers", [])
+    return call_site.pass_through
+
+
+def between(path: Path, call: str = "function()") -> Callable[[Callable[[], Any]], Any]:
+    """Return a function of another package, in a file of its own, that calls its argument."""
+    found: dict[str, Any] = {}
+    exec(compile(f"def run(function):\n    return {call}\n", str(path), "exec"), found)
+    run: Callable[[Callable[[], Any]], Any] = found["run"]
+    return run
+
+
+def own(function: Callable[[], Any]) -> Any:
+    """Call a function from code of this package."""
+    return between(Path(call_site.PACKAGE) / "own.py")(function)
+
+
+def test_the_innermost_line_outside_the_package(tmp_path: Path) -> None:
+    other = between(tmp_path / "other.py")
+    assert str(own(call_site.call_site)).startswith(f"{__file__}:")
+    assert str(own(lambda: other(call_site.call_site))).startswith(str(tmp_path / "other.py"))
+
+
+def test_code_that_is_passed_through(tmp_path: Path, passing: Callable[..., None]) -> None:
+    other = between(tmp_path / "other" / "file.py")
+    assert str(other(call_site.call_site)).startswith(str(tmp_path))
+    passing(str(tmp_path / "other") + "/")
+    assert str(other(call_site.call_site)).startswith(__file__)
+    frame: FrameType = other(lambda: other(call_site._outside))
+    assert frame.f_code.co_filename == __file__
+    assert call_site.passes_through()
+
+
+def test_followers_learn_how_frames_are_found(tmp_path: Path, passing: Callable[..., None]) -> None:
+    seen: list[Any] = []
+    call_site.follow(seen.append)
+    assert seen == [sys._getframe]
+    passing(str(tmp_path))
+    assert seen == [sys._getframe, call_site._outside]
+
+
+def test_a_thread_without_a_line_of_the_program(tmp_path: Path, passing: Callable[..., None]) -> None:
+    """The place is that of the main thread, which waits for the thread."""
+    passing(threading.__file__, str(tmp_path))
+    found: list[str] = []
+    target = between(tmp_path / "thread.py", "function(str(__import__('mpicoll').runtime.call_site.call_site()))")
+    thread = threading.Thread(target=target, args=(found.append,))
+    thread.start()
+    thread.join()
+    assert found[0].startswith(__file__)
