@@ -96,13 +96,11 @@ def _outside(depth: int = 0) -> FrameType:
     backward pass of a model on a GPU.
     """
     frame: FrameType | None = sys._getframe(1)
-    try:
-        while _passed[frame.f_code.co_filename]:  # type: ignore[union-attr]
-            frame = frame.f_back  # type: ignore[union-attr]
-        assert frame is not None
+    while frame is not None and _passed.get(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is not None and frame.f_code.co_filename in _passed:
         return frame
-    except (KeyError, AttributeError):  # a file seen for the first time; the end of the stack
-        pass
+    # A file that is seen for the first time, or the end of the stack.
     first, main = sys._getframe(1), threading.main_thread().ident or 0
     for frame in (first, None if threading.get_ident() == main else sys._current_frames().get(main)):
         while frame is not None:
