@@ -16,6 +16,7 @@ from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup as Group
 from mpicoll.lifecycle.init import init_process_group
 from mpicoll.runtime.torch_compile import exclude_from_compile
+from mpicoll.torch.devices import other_backends, with_others
 from mpicoll.torch.process_group import NAME, ProcessGroup
 from mpicoll.torch.sites import skip_torch
 
@@ -42,12 +43,13 @@ def create(opts: Any, pg_options: Any) -> ProcessGroup:
     """
     if pg_options is not None:
         raise TypeError(f"the backend {NAME} has no pg_options, got {type(pg_options).__name__}")
-    ranks = list(opts.global_ranks_in_group)
+    others, ranks = other_backends(), list(opts.global_ranks_in_group)
     if ranks:
-        made = new_group(ranks, opts.timeout, use_local_synchronization=True, sort_ranks=False)
-        return ProcessGroup(made, owns=True)
-    owns = _joined(opts.timeout, opts.group_rank, opts.group_size)
-    return ProcessGroup(registry.state().world, owns=owns)
+        group, owns = new_group(ranks, opts.timeout, use_local_synchronization=True, sort_ranks=False), True
+    else:
+        owns = _joined(opts.timeout, opts.group_rank, opts.group_size)
+        group = registry.state().world
+    return with_others(group, others, opts, owns=owns) if others else ProcessGroup(group, owns=owns)
 
 
 _made_here = False

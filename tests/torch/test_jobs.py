@@ -191,8 +191,7 @@ def test_processes_of_torchrun_without_mpi(tmp_path: Path) -> None:
         "torch.distributed.run",
         "--nproc-per-node",
         "2",
-        "--master-port",
-        "0",
+        "--standalone",
         str(script),
     ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
@@ -230,3 +229,34 @@ dist.destroy_process_group()
         assert "no error" not in each, result
         assert each.count("meta") >= 2, result
         assert each.endswith("[2.0, 2.0]\n"), result
+
+
+def test_another_backend_for_another_device() -> None:
+    """Tensors on the CPU go through this library, tensors on another device through the backend asked for."""
+    result = run_job(
+        HEAD.replace('"mpicoll", init', '"cpu:mpicoll,meta:gloo", init')
+        + """
+other = dist.group.WORLD._others["meta"]
+for group in (None, dist.new_group([0, 1])):
+    x = torch.ones(2)
+    dist.all_reduce(x, group=group)
+    try:
+        dist.all_reduce(torch.ones(2, device="meta"), group=group)  # this library would raise TypeError
+    except RuntimeError as error:
+        print("gloo:", error)
+    print(x.tolist(), mpicoll.torch.group_of(group).calls, other.name())
+dist.barrier()
+dist.destroy_process_group(group)
+plain = dist.new_group([0, 1], backend="gloo")
+dist.all_reduce(x, group=plain)
+print(x.tolist())
+dist.destroy_process_group()
+""",
+        2,
+        limit=120,
+    )
+    assert result.returncode == 0, result
+    for each in result.out:
+        lines = [line for line in each.splitlines() if not line.startswith("gloo:")]
+        assert [line.split("]")[0] for line in lines] == ["[2.0, 2.0", "[2.0, 2.0", "[4.0, 4.0"], result
+        assert lines[0].endswith("gloo"), result

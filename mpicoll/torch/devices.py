@@ -1,0 +1,121 @@
+"""Groups with one backend for each kind of device, as ``init_process_group("cpu:mpicoll,cuda:nccl")`` asks for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch  # type: ignore[import-not-found,unused-ignore]
+import torch.distributed as c10d  # type: ignore[import-not-found,unused-ignore]
+from torch.distributed import distributed_c10d  # type: ignore[import-not-found,unused-ignore]
+
+from mpicoll.groups.process_group import ProcessGroup as Group
+from mpicoll.torch.process_group import NAME, ProcessGroup
+
+_CALLS = (
+    *(
+        "allreduce",
+        "allreduce_coalesced",
+        "broadcast",
+        "reduce",
+        "allgather",
+        "allgather_coalesced",
+        "gather",
+        "scatter",
+    ),
+    *("all_gather_single", "all_gather_single_coalesced", "_allgather_base", "allgather_into_tensor_coalesced"),
+    *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced", "_reduce_scatter_base"),
+    *(
+        "reduce_scatter_tensor_coalesced",
+        "alltoall",
+        "alltoall_base",
+        "all_to_all_single",
+        "send",
+        "recv",
+        "recv_anysource",
+    ),
+)
+
+
+def other_backends() -> dict[str, str]:
+    """Return the backends that the caller of :func:`mpicoll.torch.backend.create` wants for other devices.
+
+    torch 2.13 replaces the whole process group by a group that is made in Python, and does not say which other backends were
+    asked for. They are read from the function of torch that makes the group; {} if it has no such variable.
+    """
+    config = sys._getframe(2).f_locals.get("backend_config")
+    found = config.get_device_backend_map() if isinstance(config, distributed_c10d.BackendConfig) else {}
+    return {device: str(name) for device, name in found.items() if name != NAME}
+
+
+def with_others(group: Group, others: dict[str, str], opts: Any, *, owns: bool) -> ProcessGroup:
+    """Return a process group that passes the calls of tensors on other devices to groups of other backends.
+
+    Args:
+        others: the backend of each such device.
+        opts: of the function that torch calls to make a group.
+    """
+    made: dict[str, Any] = {}
+    for name in dict.fromkeys(others.values()):
+        full = f"{opts.group_id}:{name}"
+        made[name], _ = distributed_c10d._new_process_group_helper(
+            opts.group_size,
+            opts.group_rank,
+            list(opts.global_ranks_in_group),
+            c10d.Backend(name),
+            opts.store,
+            full,
+            timeout=opts.timeout,
+            group_desc=full,
+        )
+        distributed_c10d._world.pg_group_ranks[made[name]] = {rank: at for at, rank in enumerate(group.ranks)}
+    return ByDevice(group, {device: made[name] for device, name in others.items()}, owns=owns)
+
+
+def _tensors(given: Any) -> Iterable[Any]:
+    for each in given:
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif isinstance(each, (list, tuple)):
+            yield from _tensors(each)
+
+
+class ByDevice(ProcessGroup):
+    """A process group with other backends for other kinds of devices.
+
+    Args:
+        group, owns: as of :class:`mpicoll.torch.process_group.ProcessGroup`.
+        others: process groups of the same ranks, by the type of the device.
+    """
+
+    def __init__(self, group: Group, others: dict[str, Any], *, owns: bool) -> None:
+        super().__init__(group, owns=owns)
+        self._others = others
+
+    def _get_backend(self, device: Any) -> Any:
+        other = self._others.get(torch.device(device).type)
+        return self if other is None else other._get_backend(device)
+
+    def shutdown(self) -> None:
+        """Wait for the calls that are under way, and destroy the groups of this object."""
+        super().shutdown()
+        for other in set(self._others.values()):
+            if other in distributed_c10d._world.pg_map and c10d.group.WORLD is not self:
+                c10d.destroy_process_group(other)
+
+
+def _by_device(name: str) -> Callable[..., Any]:
+    own = getattr(ProcessGroup, name)
+
+    def call(self: ByDevice, *given: Any, **named: Any) -> Any:
+        device = next((each.device.type for each in _tensors((*given, *named.values()))), "")
+        other = self._others.get(device)
+        return own(self, *given, **named) if other is None else getattr(other, name)(*given, **named)
+
+    call.__name__, call.__doc__ = name, own.__doc__
+    return call
+
+
+for _name in _CALLS:
+    setattr(ByDevice, _name, _by_device(_name))
