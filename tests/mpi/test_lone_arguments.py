@@ -255,6 +255,11 @@ WRONG_MESHES: dict[str, tuple[Callable[[int], Call], type[Exception], str]] = {
         RuntimeError,
         r"backend_override has the keys \[3\]",
     ),
+    "backend": (
+        lambda n: lambda: dist.init_device_mesh("cpu", (n,), backend_override={0: 5}),
+        TypeError,
+        r"backend_override\[0\] must be the name of a backend, options of a process group, or a tuple of both, not int",
+    ),
 }
 
 
