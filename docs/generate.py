@@ -51,7 +51,7 @@ NOTES = {
     "default; a store that is made before needs a secret (any string that only the ranks know)",
     "GroupMember": "`WORLD` cannot be replaced by another group",
     "group": "`WORLD` cannot be replaced by another group",
-    "init_device_mesh": "`mesh` is an array of NumPy; one backend, so the values of `backend_override` are ignored",
+    "init_device_mesh": "`mesh` is an array of NumPy; one backend, so `backend_override` has no effect",
     "DeviceMesh": "`mesh` is an array of NumPy; `with mesh:` does nothing",
     "Backend": "no other backend can be registered",
     "DebugLevel": "the check level in torch's words",

@@ -251,11 +251,16 @@ def in_one_line(error: BaseException) -> str:
     return lines[0] if report is None else str(report.one_line())
 
 
-def reason_of(error: BaseException) -> str:
-    """Return in one line why a call ended: an exception's message, after the name of its class if the program raised it."""
-    kind = type(error).__name__
+def reason_of(error: BaseException, *, whole: bool = False) -> str:
+    """Return why a call ended: the first line of an exception's message, after the name of its class if the program raised it.
+
+    Args:
+        whole: return why a rank ended: always with the name of the class, and with all lines of an error that has no report.
+    """
+    kind, of_program = type(error).__name__, not isinstance(error, DistError)
     try:
-        text = in_one_line(error)
+        reported = isinstance(error, DistError) and error.report is not None
+        text = str(error) if whole and not reported else in_one_line(error)
     except Exception:  # of a class whose __str__ raises
         return kind
-    return text if isinstance(error, DistError) and text else f"{kind}: {text}" if text else kind
+    return kind if not text else f"{kind}: {text}" if whole or of_program else text

@@ -50,13 +50,14 @@ def init_device_mesh(
         mesh_shape: number of ranks along each dimension. If the product is less than the size of the world, the last ranks are
             in no group.
         mesh_dim_names: a name for each dimension.
-        backend_override: a backend for some dimensions, by number or name; the keys are checked, and the values ignored.
+        backend_override: a backend for some dimensions, by number or name, checked and ignored.
 
     Raises:
         RuntimeError: more places than ranks, a length that is not positive, names that are not unique, another number of names
             than of dimensions, a device with a number, a key of ``backend_override`` that is no dimension. Other ranks raise
             CollectiveMismatchError.
         TypeError: a shape, names, a device or ``backend_override`` of a wrong type; on other ranks as above.
+        ValueError: a value of ``backend_override`` is the name of no backend; on other ranks as above.
         CollectiveMismatchError: the ranks passed different shapes or names.
         Others as :func:`new_group`.
 
@@ -98,7 +99,7 @@ class DeviceMesh:
         device_type: name of the kind of device of the arrays.
         mesh: the global rank at each place, as an array, a tensor or nested lists of integers.
         mesh_dim_names: a name for each dimension.
-        backend_override: one backend for each dimension, as in torch; ignored except for the number of entries.
+        backend_override: one backend for each dimension, as in torch, checked and ignored.
 
     Attributes:
         mesh: the ranks, as an array of int64; of a slice, the ranks of the slice that this rank is in.
@@ -109,7 +110,8 @@ class DeviceMesh:
     Raises:
         RuntimeError: a rank at two places, more places than ranks, or another number of names than of dimensions. Other ranks
             raise CollectiveMismatchError, as with other wrong arguments.
-        ValueError: ``backend_override`` has another length. Others as :func:`init_device_mesh`.
+        ValueError: a mesh without ranks; ``backend_override`` has another length, or the name of no backend.
+        Others as :func:`init_device_mesh`.
 
     Source: torch.distributed.DeviceMesh.
     """

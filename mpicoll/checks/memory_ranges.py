@@ -102,7 +102,10 @@ def seal(arrays: Any) -> bytes | Snapshot:
     """Return the contents of an array or a list of arrays, to find writes; empty for None."""
     if arrays is None:
         return b""
-    if _has_fields(arrays):  # the extension would compare the bytes between fields, too
+    found: bytes | None = None if extension is None else extension.contents(arrays)
+    if found is not None:
+        return found
+    if _has_fields(arrays):  # the snapshot has no bytes between fields
         return Snapshot(arrays if isinstance(arrays, list) else [arrays])
     return contents(arrays)
 
@@ -126,7 +129,7 @@ def contents(arrays: Any) -> bytes:
     Of more than ``SNAPSHOT_BYTES`` the result is a sample of each array: 128 bytes at both ends, and 16 bytes at each of 4 to
     256 places in between, one for 256 KiB.
     """
-    if extension is not None and not _has_fields(arrays):
+    if extension is not None:
         found: bytes | None = extension.contents(arrays)
         if found is not None:
             return found

@@ -1,8 +1,8 @@
 """Recognise threads that stand: they wait in a join or on a lock of Python without a limit.
 
 Only another thread of the process can release them. Threads that sleep, compute, or wait for anything else or with a limit may go
-on by themselves. If the program handles signals, a handler may release any thread. That a thread of a C library
-releases a lock is not expected.
+on by themselves. If the program handles signals, a handler may release any thread; one of SIGCHLD only if there are children.
+That a thread of a C library releases a lock is not expected.
 """
 
 from __future__ import annotations

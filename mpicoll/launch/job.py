@@ -19,7 +19,7 @@ from typing import Literal
 
 from mpicoll.errors import LaunchError
 from mpicoll.launch.environment import allocated_tasks
-from mpicoll.launch.job_folder import RUN_DIR, read_records, read_report, write_ours
+from mpicoll.launch.job_folder import RUN_DIR, read_records, read_report, write_cause, write_ours
 from mpicoll.launch.mpi_library import MpiLibrary, conflicting_wheels, find_library
 from mpicoll.launch.mpiexec import (
     Launch,
@@ -40,6 +40,13 @@ GRACE = 1.0  # seconds between asking the launcher to end the job and killing th
 FAR_GRACE = 10.0  # the same if ranks are on other hosts, which only the launcher can reach
 MOMENT = 0.5  # seconds for which output of a job that was stopped waits for a reader
 TIMED_OUT = 124  # as timeout(1)
+CAUSES = {
+    128 + signal.SIGINT: "SIGINT to {name}",
+    128 + signal.SIGHUP: "SIGHUP to {name}",
+    128 + signal.SIGPIPE: "the end of the reader of the output",
+    TIMED_OUT: "the time limit of {name} (--timeout)",
+}
+"""What the ranks report as the reason of their SIGTERM, by the code of `stop`; for other codes SIGTERM itself."""
 OUTPUT_LOST = 74  # EX_IOERR of sysexits.h: every rank ended well, but output could not be written
 LISTENER = b"listener thread failed to start"  # Open MPI 5.0, in about 2 of 90 starts on a busy machine
 SLOTS = b"not enough slots"  # Open MPI calls the tasks of an allocation and the places of a hostfile slots
@@ -386,6 +393,8 @@ class Job:
             return
         if not self._asked:
             self._asked = True
+            if self._stop_code in CAUSES:
+                write_cause(self.directory, CAUSES[self._stop_code].format(name=self._name))
             send_signal(process.pid, signal.SIGTERM)
         elif self._hurry or time.monotonic() - self._stop_time > (GRACE if self.launch.local else FAR_GRACE):
             for pid in processes_of(self.directory):

@@ -103,6 +103,16 @@ def read_report(directory: Path) -> bytes:
     return _read(directory, "termination.txt")
 
 
+def write_cause(directory: Path, cause: str) -> None:
+    """Record what has asked `mpicoll run` to end the job, before the ranks get SIGTERM."""
+    (directory / "termination.cause").write_text(cause)
+
+
+def read_cause() -> str:
+    """Return what has asked `mpicoll run` to end the job; "": SIGTERM, or a rank without `mpicoll run` on this host."""
+    return _read(Path(_where), "termination.cause").decode() if _where is not None else ""
+
+
 def _append(name: str, data: bytes, environ: Mapping[str, str] | None = None) -> bool:
     """Append to a file of the directory in one write; never raise."""
     directory = _where or (os.environ if environ is None else environ).get(RUN_DIR)

@@ -23,6 +23,7 @@ from mpicoll.errors import (
     PeerFailedError,
     before_c,
     in_one_line,
+    reason_of,
 )
 from mpicoll.groups import registry
 from mpicoll.launch.job_folder import append_record
@@ -184,7 +185,7 @@ def _excepthook(kind: type[BaseException], value: BaseException, trace: Tracebac
     if not ending.because_of_others:
         if isinstance(value, PeerExitedError) and value.ranks:
             append_record("early", value.ranks[0], 0)
-        announce_failure(_in_words(value), site)
+        announce_failure(reason_of(value, whole=True), site)
     if other is not None and board is not None and not MPI.Is_finalized() and "\n" in str(value):
         with contextlib.suppress(KeyboardInterrupt):
             if not _is_printed(value, other, board):
@@ -241,22 +242,13 @@ def _note_end(error: BaseException) -> Board | None:
     return board
 
 
-def _in_words(error: BaseException) -> str:
-    try:
-        text = in_one_line(error) if isinstance(error, DistError) and error.report is not None else str(error)
-    except Exception:
-        text = ""  # of a class whose __str__ raises
-    kind = type(error).__name__
-    return f"{kind}: {text}" if text else kind
-
-
 def _announce_as_guest(error: BaseException, trace: TracebackType | None) -> None:
     """Send the error that ends this rank to ranks that may wait for it on groups that it has not destroyed."""
     known = registry.current()
     if known is None or known.board.failed or isinstance(error, (PeerFailedError, GroupBrokenError)):
         return
     calls = endpoint_of(known.board).counters(known.board.rank)[0]
-    failure = _in_words(error)[:1000], traceback_site(trace), 1, "", "", False, calls
+    failure = reason_of(error, whole=True)[:1000], traceback_site(trace), 1, "", "", False, calls
     known.board.post("failed", failure, range(known.board.size))
     known.board.flush(0.5)
 
@@ -292,7 +284,7 @@ def _is_printed(error: BaseException, reporter: int, board: Board) -> bool:
     if end is not None and (isinstance(error, PeerFailedError) or end.what.partition(":")[0] in errors.__all__):
         return True
     poll_until(lambda: False, board, 10 * SAME_MOMENT)
-    words = _in_words(error)[:1000]
+    words = reason_of(error, whole=True)[:1000]
     lower = {rank for rank, failure in board.failed.items() if rank < board.rank and failure.what == words}
     return bool(lower) and poll_until(lambda: bool(lower & board.printed), board, 2 * PRINTED_WITHIN)
 
@@ -323,7 +315,7 @@ def _unraisable_hook(arguments: Any) -> None:
     elif not isinstance(error, DistError) and not getattr(error, ARGUMENT, False):
         # An error of the program, which Python ignores. But other ranks may wait for a call that the handler would have made.
         place = os.path.basename(traceback_site(arguments.exc_traceback))
-        _ignored_error = f"{_in_words(error)[:200]}{f' at {place}' if place else ''}, in an exit handler"
+        _ignored_error = f"{reason_of(error, whole=True)[:200]}{f' at {place}' if place else ''}, in an exit handler"
         _found_unraisable_hook(arguments)
     else:
         ending.passed_over = True
@@ -331,15 +323,16 @@ def _unraisable_hook(arguments: Any) -> None:
 
 
 def _without_ours(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the frames of this package at its end: the message has all facts that the frames show."""
+    """Return a traceback without the frames of this package: the message has all facts that the frames show.
+
+    A traceback that has no other frames keeps its first.
+    """
     frames = []
     while trace is not None:
         frames.append(trace)
         trace = trace.tb_next
-    while len(frames) > 1 and CallSite.inside(frames[-1].tb_frame.f_code):
-        frames.pop()
     shorter: TracebackType | None = None
-    for frame in reversed(frames):
+    for frame in reversed([each for each in frames if not CallSite.inside(each.tb_frame.f_code)] or frames[:1]):
         shorter = TracebackType(shorter, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     return shorter
 
@@ -368,7 +361,7 @@ def _end() -> None:
         if error is not None and any(endpoint.job for endpoint in endpoints):  # the program has replaced our excepthook
             _note_end(error)
             if not ending.because_of_others:
-                announce_failure(_in_words(error), traceback_site(sys.last_traceback))
+                announce_failure(reason_of(error, whole=True), traceback_site(sys.last_traceback))
         elif error is not None:
             _announce_as_guest(error, sys.last_traceback)
         if _never_joined is not None and error is _never_joined[0]:

@@ -35,7 +35,7 @@ from mpicoll.diagnosis.report.report import MESSAGE_WIDTH
 from mpicoll.diagnosis.report.text_layout import short_paths
 from mpicoll.diagnosis.report.texts import node_ends
 from mpicoll.groups import registry
-from mpicoll.launch.job_folder import save_report
+from mpicoll.launch.job_folder import read_cause, save_report
 from mpicoll.lifecycle import teardown
 from mpicoll.lifecycle.endpoint import endpoints
 from mpicoll.runtime.call_site import program_site
@@ -260,9 +260,9 @@ def _where(known: registry.JobWithGroups, rank: int) -> RankState:
 def _print(rows: list[RankState], ended: list[int], what: str) -> None:
     """Print the report, and save it to a file if the ranks end."""
     members = runs_of(rank for row in rows for run in row.ranks for rank in run)
-    sentence = (
-        what or f"SIGTERM ends {name_runs(runs_of(ended))} on {os.uname().nodename}: the time limit, scancel, or kill"
-    )
+    cause = read_cause()
+    why = "" if cause else ": the time limit, scancel, or kill"
+    sentence = what or f"{cause or 'SIGTERM'} ends {name_runs(runs_of(ended))} on {os.uname().nodename}{why}"
     report = node_ends(table_of(rows), members, sentence)
     text = f"mpicoll: {report.text(None, MESSAGE_WIDTH)}\n".encode(errors="replace")
     path = None

@@ -178,7 +178,7 @@ static PyMethodDef methods[] = {
      "Return whether an array has a dtype and a shape, in one piece of memory: matches(array, dtype, shape, writable)."},
     {"contents", contents, METH_O,
      "Return the bytes of an array, or of each in a list, to find writes of the program; a sample of more than SNAPSHOT_BYTES.\n"
-     "None if an array is not in one piece of memory."},
+     "None if an array is not in one piece of memory, or has fields."},
     {"reduce_rows", reduce_rows, METH_VARARGS,
      "Reduce rows in their order: reduce_rows(rows, number of rows, out, \"SUM f8\")."},
     {NULL},

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mpicoll.diagnosis.call import CallDescription
 from mpicoll.diagnosis.job_state import current, hopeless, job
 from mpicoll.diagnosis.wait_policy import CallWait
-from mpicoll.errors import DistBackendError, GroupBrokenError
+from mpicoll.errors import DistBackendError, GroupBrokenError, wrong_argument
 from mpicoll.groups.communicators import MpiError, mpi_text
 from mpicoll.runtime import handler_calls, waiting, watchdog
 from mpicoll.runtime.mpi_library import retain_for_ever, retain_frames
@@ -85,10 +85,11 @@ def guarded(test: Callable[[], bool], group: ProcessGroup, call: CallDescription
 def refuse_handler(operation: str) -> None:
     """Raise RuntimeError if a signal handler of the program makes a call while its thread is in a call of the library."""
     if threading.get_ident() not in waiting.calling and handler_calls.found():
-        raise RuntimeError(
+        error = RuntimeError(
             f"{operation}: a signal handler has made this call while its rank was in another call, which the other ranks do not "
             "expect: record the signal in the handler, and make the call afterwards, or use on_signal"
         )
+        raise wrong_argument(error)
 
 
 class Described(Protocol):

@@ -21,11 +21,20 @@ def check_backend(backend: Any, is_first: Callable[[], bool]) -> None:
         return
     if not isinstance(backend, str):
         raise ValueError(f"backend must be a string or None, not {type(backend).__name__}")
+    if names_in(backend) != {"mpi"}:
+        warn_once("backend", f"backend={backend!r}: mpicoll moves everything over MPI instead", is_first)
+
+
+def names_in(backend: str, argument: str = "") -> set[str]:
+    """Return the backends that a string names, as ``"cpu:gloo,cuda:nccl"``; raise ValueError if MPI cannot serve one.
+
+    Args:
+        argument: what the error begins with.
+    """
     names = {part.rsplit(":", 1)[-1] for part in backend.lower().split(",")}
     if not names <= _FOREIGN | {"mpi"}:
-        raise ValueError(f"Invalid backend {backend!r}: mpicoll has one backend, 'mpi'")
-    if names != {"mpi"}:
-        warn_once("backend", f"backend={backend!r}: mpicoll moves everything over MPI instead", is_first)
+        raise ValueError(f"{argument}Invalid backend {backend!r}: mpicoll has one backend, 'mpi'")
+    return names
 
 
 def warn_once(topic: str, message: str, is_first: Callable[[], bool]) -> None:

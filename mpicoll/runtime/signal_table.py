@@ -172,11 +172,23 @@ class ReplacedHandlers(dict[int, tuple[Any, bytes | None, int | None]]):
 def is_handled(own: Collection[Any], tables: Collection[ReplacedHandlers]) -> bool:
     """Return whether any signal has a handler other than those of the library, or had one that the library has replaced.
 
+    A handler of SIGCHLD counts only while this process has a child: nothing else lets the kernel send the signal.
+
     Args:
         own: handlers of the library besides those of ``tables``.
         tables: the signals whose handlers the library has replaced; another thread may change them meanwhile.
     """
     own = (*own, *(table._handler for table in tables))
-    found = [get_handler(number) for number in range(1, signal.NSIG)]
-    found += [before for table in tables for before, *_ in tuple(table.values())]
-    return any(callable(handler) and handler not in own for handler in found)
+    found = [(number, get_handler(number)) for number in range(1, signal.NSIG)]
+    found += [(number, before) for table in tables for number, (before, *_) in tuple(table.items())]
+    handled = {number for number, handler in found if callable(handler) and handler not in own}
+    return bool(handled) and (handled != {CHLD} or _has_child())
+
+
+def _has_child() -> bool:
+    """Return whether this process has a child, which may also have ended and not been waited for."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # leaves the child to the program
+    except ChildProcessError:
+        return False
+    return True

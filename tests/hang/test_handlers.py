@@ -234,3 +234,28 @@ def test_a_call_of_a_handler_is_refused(outer: str, inner: str, engine: str) -> 
     assert job.returncode == 0, job
     assert job.out[0].splitlines() == ["through"], job
     assert job.out[1].splitlines() == ["RuntimeError: True", "through"], job
+
+
+UNCAUGHT = """
+import signal, time
+import numpy as np
+import mpicoll as dist
+
+dist.init_process_group()
+x = np.ones(4)
+if dist.get_rank() == 1:
+    signal.signal(signal.SIGALRM, lambda *_: dist.barrier())
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+else:
+    time.sleep(1)
+dist.all_reduce(x)
+"""
+
+
+def test_a_refused_call_shows_lines_of_the_program_only() -> None:
+    """The traceback has the handler and the call that it interrupted, and no frame of the library, as for wrong arguments."""
+    job = run_job(UNCAUGHT, 2, limit=40)
+    assert job.returncode == 1, job
+    assert job.err[1].count("  File ") == 2, job
+    assert "dist.barrier()" in job.err[1], job
+    assert "RuntimeError: barrier: a signal handler has made this call" in job.err[1], job

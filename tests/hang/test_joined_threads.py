@@ -32,6 +32,11 @@ def receive():
 """
 
 STUCK = {
+    "a join, with a handler for children of which there are none": """
+signal.signal(signal.SIGCHLD, lambda *_: None)
+subprocess.run(["true"])
+thread = threading.Thread(target=receive); thread.start(); thread.join()
+""",
     "a join": "thread = threading.Thread(target=receive); thread.start(); thread.join()",
     "a future of a pool": "with ThreadPoolExecutor(3) as pool: pool.submit(receive).result()",
     "a queue": """
@@ -149,6 +154,13 @@ done = threading.Event()
 signal.signal(signal.SIGALRM, lambda *_: done.set())
 signal.alarm(6)
 done.wait()
+""",
+    "an event that the handler of a child's end sets": """
+done = threading.Event()
+signal.signal(signal.SIGCHLD, lambda *_: done.set())
+child = subprocess.Popen(["sleep", "6"])
+done.wait()
+child.wait()
 """,
     "a wait that a signal handler ends": """
 def end(*_): raise InterruptedError

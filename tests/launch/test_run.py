@@ -272,6 +272,31 @@ def test_the_termination_report_is_not_lost(how: str, tmp_path: Path) -> None:
         end(mark)
 
 
+@pytest.mark.parametrize(
+    ("number", "cause"), [(signal.SIGINT, "SIGINT to mpicoll run"), (signal.SIGHUP, "SIGHUP to mpicoll run")]
+)
+def test_the_termination_report_names_the_signal(number: int, cause: str, tmp_path: Path) -> None:
+    """The ranks get SIGTERM; the report and the exit code are those of the signal that `mpicoll run` got."""
+    mark = f"{uuid.uuid4()}"
+    process = subprocess.Popen(
+        [*RUN, "-n", "2", write(tmp_path, COMPUTING)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment({LAUNCH_MARK: mark}),
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == [b"up\n"] * 2
+        process.send_signal(number)
+        _, err = process.communicate(timeout=30)
+        assert process.returncode == 128 + number
+        assert err.decode().count(f"mpicoll: {cause} ends ranks 0-1 on ") == 1, err
+        assert b"SIGTERM" not in err
+    finally:
+        end(mark)
+
+
 def test_killed_outright(tmp_path: Path) -> None:
     """When `mpicoll run` itself is killed with SIGKILL, its ranks do not stay."""
     mark = f"{uuid.uuid4()}"

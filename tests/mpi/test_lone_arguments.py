@@ -143,6 +143,24 @@ def test_a_group_that_is_none_while_no_other_rank_calls(monkeypatch: pytest.Monk
     assert (x == dist.get_world_size()).all()
 
 
+def test_a_group_that_is_none_while_a_call_is_pending() -> None:
+    """The wait for a call of the other ranks is a wait as any other: the pending call, for which they wait, goes on."""
+    group = dist.new_group()
+    x = np.ones(1 << 20)
+    dist.barrier()
+    work = dist.all_reduce(x, group=group, async_op=True)
+    assert work is not None
+
+    def right() -> None:
+        work.wait()
+        dist.all_reduce(np.ones(3))
+
+    on_one(lambda: dist.all_reduce(np.ones(3), group=5), right, ValueError, "Invalid process group specified")
+    work.wait()
+    assert (x == dist.get_world_size()).all()
+    dist.destroy_process_group(group)
+
+
 def test_questions_about_a_group_that_is_none_are_local() -> None:
     """Functions that do not communicate raise by themselves."""
     for ask in (dist.get_rank, dist.get_world_size, dist.get_backend, dist.get_process_group_ranks):
@@ -254,6 +272,11 @@ WRONG_MESHES: dict[str, tuple[Callable[[int], Call], type[Exception], str]] = {
         lambda n: lambda: dist.init_device_mesh("cpu", (n,), backend_override={3: "mpi"}),
         RuntimeError,
         r"backend_override has the keys \[3\]",
+    ),
+    "backend": (
+        lambda n: lambda: dist.init_device_mesh("cpu", (n,), backend_override={0: 5}),
+        TypeError,
+        r"backend_override\[0\] must be the name of a backend, options of a process group, or a tuple of both, not int",
     ),
 }
 

@@ -201,6 +201,10 @@ def test_wrong_meshes() -> None:
             dist.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",), backend_override=override)
     with collective_raises(ValueError, match="2 entries for 1 dimensions"):
         dist.DeviceMesh("cpu", [0], backend_override=(None, None))
+    empty: Any = ([], [[], []], np.zeros((0, 2), int))
+    for ranks in empty:
+        with collective_raises(ValueError, match="mesh must have at least one rank, got none"):
+            dist.DeviceMesh("cpu", ranks)
     with collective_raises(RuntimeError, match="one place of the mesh only"):
         dist.DeviceMesh("cpu", [0, 0])
     with collective_raises(RuntimeError, match="dimensions and 2 names"):
@@ -255,6 +259,18 @@ def test_arguments_of_wrong_types() -> None:
             TypeError, match=f"backend_override must be a tuple of backends, not {type(override).__name__}"
         ):
             dist.DeviceMesh("cpu", [0], backend_override=override)
+    for key in ("dp", 0):
+        for backend in (5, True, b"mpi", ["gloo"], ("gloo", "mpi"), (5, None)):
+            match = rf"backend_override\[{key!r}\] must be the name of a backend.* not {type(backend).__name__}"
+            with collective_raises(TypeError, match=match):
+                dist.init_device_mesh("cpu", (size,), mesh_dim_names=("dp",), backend_override={key: backend})
+    with collective_raises(ValueError, match=r"backend_override\['dp'\]: Invalid backend 'glo'"):
+        dist.init_device_mesh("cpu", (size,), mesh_dim_names=("dp",), backend_override={"dp": "glo"})
+    with collective_raises(TypeError, match=r"backend_override\[1\] must be the name of a backend.* not int"):
+        dist.DeviceMesh("cpu", [[0]], backend_override=("gloo", 5))
+    for right in (None, "NCCL", "cpu:gloo,cuda:nccl", ("gloo", None), (None, object()), object()):
+        dist.init_device_mesh("cpu", (size,), backend_override={0: right})
+        dist.DeviceMesh("cpu", list(range(size)), backend_override=(right,))
     for ranks in ("ab", [0.5], [[0], [1, 2]], [True], None):
         with collective_raises(TypeError, match=f"mesh must be an array of integers, .* not {type(ranks).__name__}"):
             dist.DeviceMesh("cpu", ranks)

@@ -31,6 +31,8 @@ void contents_copy(char *to, const char *data, Py_ssize_t bytes, int sampled)
     const Py_ssize_t places = places_of(bytes), step = bytes / places / PLACE_BYTES * PLACE_BYTES;
     for (Py_ssize_t i = 0; i < places; i++) /* from main memory all at once, and not one after the other */
         __builtin_prefetch(data + i * step);
+    for (Py_ssize_t i = 0; i < END_BYTES; i += 64)
+        __builtin_prefetch(data + bytes - END_BYTES + i);
     memcpy(to, data, END_BYTES);
     memcpy(to + END_BYTES, data + bytes - END_BYTES, END_BYTES);
     to += 2 * END_BYTES;
@@ -48,39 +50,49 @@ int contents_differ(const char *held, const char *data, Py_ssize_t bytes, int sa
     return memcmp(held, sample, (size_t)size) != 0;
 }
 
-/* Return the bytes of an array of NumPy or of each in a list, in one bytes object; None if one is not in one piece of memory. */
+/* Return the bytes of an array of NumPy in one piece of memory; -1 for other objects, and for fields, as bytes between them may be of
+   others. An array is read without its buffer, which NumPy describes anew each time, unless it has one element, whose size is unknown. */
+static Py_ssize_t bytes_of(PyObject *given)
+{
+    const Array *array = (Array *)given;
+    if (!PyObject_TypeCheck(given, known.array) || !(array->flags & C_CONTIGUOUS) || ((Descr *)array->descr)->kind == 'V')
+        return -1;
+    for (int i = 0; i < array->nd; i++)
+        if (array->dimensions[i] == 0)
+            return 0;
+    for (int i = 0; i < array->nd; i++)
+        if (array->dimensions[i] > 1)
+            return array->dimensions[i] * array->strides[i];
+    Py_buffer view;
+    if (PyObject_GetBuffer(given, &view, PyBUF_SIMPLE) < 0) {
+        PyErr_Clear();
+        return -1;
+    }
+    PyBuffer_Release(&view);
+    return view.len;
+}
+
 PyObject *contents(PyObject *Py_UNUSED(module), PyObject *arrays)
 {
     const int is_list = PyList_CheckExact(arrays);
     const Py_ssize_t count = is_list ? PyList_GET_SIZE(arrays) : 1;
-    Py_buffer *views = PyMem_Calloc((size_t)count + 1, sizeof *views);
-    PyObject *found = NULL;
-    Py_ssize_t taken = 0, total = 0, size = 0;
-    if (views == NULL)
-        return PyErr_NoMemory();
-    for (; taken < count; taken++) {
-        if (PyObject_GetBuffer(is_list ? PyList_GET_ITEM(arrays, taken) : arrays, &views[taken], PyBUF_SIMPLE) < 0)
-            break;
-        total += views[taken].len;
+    PyObject **each = is_list ? ((PyListObject *)arrays)->ob_item : &arrays;
+    Py_ssize_t total = 0, size = 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        const Py_ssize_t bytes = bytes_of(each[i]);
+        if (bytes < 0)
+            Py_RETURN_NONE;
+        total += bytes;
     }
-    if (taken < count) {
-        if (PyErr_ExceptionMatches(PyExc_BufferError) || PyErr_ExceptionMatches(PyExc_ValueError)) {
-            PyErr_Clear();
-            found = Py_NewRef(Py_None);
-        }
-    } else {
-        const int sampled = total > SNAPSHOT_BYTES;
-        for (Py_ssize_t i = 0; i < count; i++)
-            size += contents_size(views[i].len, sampled);
-        found = PyBytes_FromStringAndSize(NULL, size);
-        char *to = found == NULL ? NULL : PyBytes_AS_STRING(found);
-        for (Py_ssize_t i = 0; to != NULL && i < count; i++) {
-            contents_copy(to, views[i].buf, views[i].len, sampled);
-            to += contents_size(views[i].len, sampled);
-        }
+    const int sampled = total > SNAPSHOT_BYTES;
+    for (Py_ssize_t i = 0; i < count; i++)
+        size += contents_size(bytes_of(each[i]), sampled);
+    PyObject *found = PyBytes_FromStringAndSize(NULL, size);
+    char *to = found == NULL ? NULL : PyBytes_AS_STRING(found);
+    for (Py_ssize_t i = 0; to != NULL && i < count; i++) {
+        const Py_ssize_t bytes = bytes_of(each[i]);
+        contents_copy(to, memory(each[i]), bytes, sampled);
+        to += contents_size(bytes, sampled);
     }
-    for (Py_ssize_t i = 0; i < taken; i++)
-        PyBuffer_Release(&views[i]);
-    PyMem_Free(views);
     return found;
 }

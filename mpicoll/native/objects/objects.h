@@ -16,7 +16,7 @@
 #include "../ring.h"
 #include "../segment.h"
 
-enum { READABLE = 0x101, WRITABLE = 0x501 }; /* NumPy's flags: C-contiguous and aligned; and writeable */
+enum { C_CONTIGUOUS = 0x1, READABLE = 0x101, WRITABLE = 0x501 }; /* NumPy's flags: C-contiguous; and aligned; and writeable */
 
 enum { SNAPSHOT_BYTES = 64 * 1024 }; /* the largest memory that is compared as a whole, to find writes of the program */
 
@@ -230,6 +230,7 @@ int shared_fits(const SharedOperation *self, const Given *wanted, PyObject *give
 Py_ssize_t contents_size(Py_ssize_t bytes, int sampled);
 void contents_copy(char *to, const char *data, Py_ssize_t bytes, int sampled);
 int contents_differ(const char *held, const char *data, Py_ssize_t bytes, int sampled);
+/* Return the bytes of an array of NumPy or of each in a list, in one bytes object; None for arrays that only Python can read. */
 PyObject *contents(PyObject *module, PyObject *arrays);
 
 /* Where the memory of such arrays begins, and the bytes up to its end; NULL and 0 without arrays. */

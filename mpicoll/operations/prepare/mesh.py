@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from mpicoll.diagnosis.call import CallDescription
 from mpicoll.errors import wrong_argument
 from mpicoll.groups.registry import state
 from mpicoll.operations import composed, execution
+from mpicoll.runtime.backend_names import names_in
 from mpicoll.runtime.call_site import call_site
 from mpicoll.runtime.settings import need_integer, need_string
 
@@ -44,7 +46,7 @@ def agree(op: str, check: Callable[[], Checked]) -> Checked:
 
 
 def ranks_of(mesh: Any) -> Ranks:
-    """Return a mesh as an array; raise TypeError unless it has integers."""
+    """Return a mesh as an array; raise TypeError unless it has integers, ValueError if it has none."""
     try:  # the numbers of a tensor are copied: NumPy warns if it converts a tensor itself
         given = np.asarray(mesh.tolist() if hasattr(mesh, "tolist") else mesh)
     except ValueError:
@@ -52,6 +54,8 @@ def ranks_of(mesh: Any) -> Ranks:
     if given.size and given.dtype.kind not in "iu":
         kind = f"{type(mesh).__name__}{f' of {given.dtype}' if given.ndim else ''}"
         raise TypeError(f"mesh must be an array of integers, or integers in lists of one length, not {kind}")
+    if not given.size:
+        raise ValueError(f"mesh must have at least one rank, got none (shape {given.shape})")
     return given.astype(np.int64)
 
 
@@ -96,10 +100,26 @@ def dimension_of(given: Any, ndim: int, what: str) -> int:
 
 
 def backends_of(override: Any) -> tuple[Any, ...]:
-    """Return the ``backend_override`` of ``DeviceMesh``, one for each dimension; raise TypeError unless it is a tuple."""
+    """Return the ``backend_override`` of ``DeviceMesh``, one for each dimension; raise TypeError unless it is such a tuple."""
     if isinstance(override, Mapping):
         raise TypeError(f"backend_override must be a tuple of backends, not {type(override).__name__}")
-    return _items(override, "backend_override", "backends")
+    backends = _items(override, "backend_override", "backends")
+    for at, backend in enumerate(backends):
+        _check_backend(backend, f"backend_override[{at}]")
+    return backends
+
+
+def _check_backend(given: Any, argument: str) -> None:
+    """Raise TypeError unless a value is the name of a backend, options, or a pair of both; ValueError for a wrong name."""
+    alone = (given, None) if given is None or isinstance(given, str) else (None, given)
+    name, options = given if isinstance(given, tuple) and len(given) == 2 else alone
+    if not (name is None or isinstance(name, str)) or isinstance(options, (Number, Collection)):
+        raise TypeError(
+            f"{argument} must be the name of a backend, options of a process group, or a tuple of both, "
+            f"not {type(given).__name__}"
+        )
+    if name is not None:
+        names_in(name, f"{argument}: ")
 
 
 def _items(given: Any, name: str, what: str) -> tuple[Any, ...]:
@@ -109,7 +129,7 @@ def _items(given: Any, name: str, what: str) -> tuple[Any, ...]:
 
 
 def check_override(override: Any, ndim: int, names: tuple[str, ...] | None) -> None:
-    """Raise TypeError if ``backend_override`` is no dict, RuntimeError if a key is no dimension or names one twice."""
+    """Raise TypeError if ``backend_override`` is no dict of backends, RuntimeError for a key that is no dimension or is twice."""
     if override is not None and not isinstance(override, Mapping):
         raise TypeError(
             "backend_override must be a dict with a backend for numbers or names of dimensions, "
@@ -123,6 +143,8 @@ def check_override(override: Any, ndim: int, names: tuple[str, ...] | None) -> N
         raise RuntimeError(
             f"backend_override has the keys {wrong}: the dimensions are 0 to {ndim - 1}, with the names {names or ()}"
         )
+    for key, backend in (override or {}).items():
+        _check_backend(backend, f"backend_override[{key!r}]")
 
 
 def check_size(places: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from typing import Any, NoReturn
 
 from mpicoll.diagnosis.call import CallDescription
@@ -13,11 +12,14 @@ from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import NON_MEMBER, member_or_warn
 from mpicoll.operations import execution
-from mpicoll.runtime import signals
+from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import CallSite, call_site
 
 GUESS_SECONDS = 10.0
 """How long a rank waits for a call on the world if its ``group=`` is no group: the other ranks may be in no such call."""
+
+ASK_EVERY = 0.02
+"""Seconds between two questions to the other ranks."""
 
 ELSEWHERE_SECONDS = 1.0
 """How long all other ranks must have waited in calls on other groups until this rank waits for them no longer."""
@@ -47,32 +49,56 @@ def refuse_group(given: Any, op: str, error: Exception, alias: str = "") -> NoRe
         raise error
     try:
         execution.enter(known.world, op)
-        if _is_called(known):
-            refuse(known.world, op, call_site(), error, alias, GUESS_SECONDS)
+        wait = _CallOfOthers(known)
+        with signals.guard:
+            waiting.wait(lambda: wait.is_made, wait)
+        refuse(known.world, op, call_site(), error, alias, GUESS_SECONDS)
     except DistError:
-        pass  # the ranks in the call on the world have withdrawn
+        pass  # no rank makes the call on the world, or the ranks in it have withdrawn
     raise error from None
 
 
-def _is_called(known: JobState) -> bool:
-    """Wait until another rank makes this call on the world, right or wrong, and return whether one does.
+class _CallOfOthers:
+    """Wait policy of a rank whose ``group=`` is no group: until another rank makes a call on the world, right or wrong.
 
     Nothing is posted meanwhile: if no rank makes the call, the world can still be used.
+
+    Attributes:
+        is_made: whether a rank makes the call.
     """
-    world, board = known.world, known.board
-    began = elsewhere = time.monotonic()
-    while (now := time.monotonic()) < began + GUESS_SECONDS and not (board.failed or board.exited):
-        with signals.guard:
-            answers = board.ask(world.group_name, world.ranks).values()
-        # A rank that answers and does not wait is in this function, too.
-        if any(each is not None and (each.calls > world.calls or each.waits.problem) for each in answers):
-            return True
+
+    stall_warn = math.inf
+
+    def __init__(self, known: JobState) -> None:
+        self.limit = GUESS_SECONDS
+        self.is_made = False
+        self._known = known
+        self._elsewhere = self._next = 0.0
+
+    def check(self, waited: float) -> BaseException | None:
+        """Ask the other ranks; return an error if one has ended, or all have waited in calls on other groups for a while."""
+        world, board = self._known.world, self._known.board
+        if board.failed or board.exited:
+            return self.timed_out(waited)
+        if waited < self._next:
+            return None
+        self._next = waited + ASK_EVERY
+        answers = board.ask(world.group_name, world.ranks).values()
+        # A rank that answers and does not wait is in this wait, too.
+        self.is_made = any(each is not None and (each.calls > world.calls or each.waits.problem) for each in answers)
         if None in answers:
-            elsewhere = now
-        if now > elsewhere + ELSEWHERE_SECONDS:
-            return False
-        time.sleep(0.02)
-    return False
+            self._elsewhere = waited
+        return self.timed_out(waited) if waited > self._elsewhere + ELSEWHERE_SECONDS else None
+
+    def stalled(self, waited: float) -> None:
+        """Print nothing: no rank has to make the call."""
+
+    def timed_out(self, waited: float) -> BaseException:
+        """Return the error of a wait in which no rank has made the call; only this file sees it."""
+        return DistError("no other rank makes a call on the world")
+
+    def withdraw(self, reason: BaseException) -> None:
+        """Do nothing, as nothing was posted."""
 
 
 def member(given: Any, op: str) -> ProcessGroup | None:

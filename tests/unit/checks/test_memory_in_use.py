@@ -11,7 +11,7 @@ import pytest
 
 from mpicoll.checks import memory_ranges
 from mpicoll.checks.memory_in_use import Claim, Registry, RequestClaim
-from mpicoll.checks.memory_ranges import EVERYWHERE, SNAPSHOT_BYTES, Snapshot, contents, span
+from mpicoll.checks.memory_ranges import EVERYWHERE, SNAPSHOT_BYTES, Snapshot, contents, seal, span
 from mpicoll.errors import BufferInUseError
 from mpicoll.runtime.call_site import call_site
 
@@ -236,6 +236,24 @@ def test_contents_are_the_same_with_the_extension_and_without(nbytes: int, monke
     assert (found[0] == array.tobytes()) == (nbytes <= SNAPSHOT_BYTES)
     monkeypatch.setattr(memory_ranges, "extension", None)
     assert [contents(each) for each in given] == found
+
+
+def test_the_extension_reads_arrays_without_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a large call each function of Python that looks at an array takes as long as the sample; fields are left to Python."""
+    if memory_ranges.extension is None:
+        pytest.skip("without the extension there is one way")
+
+    class Own(np.ndarray):
+        pass
+
+    whole = np.zeros((300, 1, 300), "f8")
+    records = np.zeros((), "u1,i4"), np.zeros(3, "u1,i4")
+    assert all(memory_ranges.extension.contents(each) is None for each in (*records, list(records), whole.T, b"bytes"))
+    monkeypatch.setattr(memory_ranges, "_has_fields", None)
+    for array in (whole, whole.view("M8[s]"), whole[:0], whole[:1, :, :1], whole.view(Own), whole.view(">f4")):
+        sealed = seal(array)
+        assert isinstance(sealed, bytes)
+        assert seal([array, array[..., :0]]) == contents(array) == sealed
 
 
 @pytest.mark.parametrize("dtype", ["f8", "M8[s]", "S24", "i4,f8", ">f4"])

@@ -6,6 +6,7 @@ import multiprocessing
 import queue
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -23,7 +24,7 @@ import pytest
 import mpicoll
 from mpicoll.diagnosis.deadlock_search import _look_at_threads
 from mpicoll.diagnosis.standing import idles, standing
-from mpicoll.runtime import signals
+from mpicoll.runtime import signal_table, signals
 from mpicoll.runtime.watchdog import OwnThread, own_idents
 
 
@@ -273,6 +274,43 @@ def test_a_signal_handler_of_the_program() -> None:
             signals.notes.stop((number,))
         finally:
             signal.signal(number, before)
+
+
+def test_a_handler_of_the_end_of_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries that start workers leave one behind: it counts while there are children, and other handlers always."""
+    with _thread(STANDS["an event"]) as thread:
+        seen = _wait_for(thread)
+        before = {number: signal.getsignal(number) for number in (signal.SIGCHLD, signal.SIGUSR2)}
+        try:
+            for has_child in (False, True):
+                monkeypatch.setattr(signal_table, "_has_child", lambda has_child=has_child: has_child)
+                signal.signal(signal.SIGCHLD, lambda *_: None)
+                assert _look(thread) == (() if has_child else seen)
+                with signals.shield:
+                    assert _look(thread) == (() if has_child else seen)
+                signal.signal(signal.SIGUSR2, lambda *_: None)
+                assert _look(thread) == ()
+                signal.signal(signal.SIGUSR2, before[signal.SIGUSR2])
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def test_children() -> None:
+    """A child counts until the program has waited for it, which stays able to."""
+    source = """
+import os, signal, subprocess
+from mpicoll.runtime.signal_table import _has_child
+assert not _has_child()
+child = subprocess.Popen(["sleep", "60"])
+assert _has_child()
+child.kill()
+os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+assert _has_child()
+assert child.wait() == -signal.SIGKILL
+assert not _has_child()
+"""
+    subprocess.run([sys.executable, "-c", source], check=True, timeout=60)
 
 
 def test_names_do_not_tell_whose_a_thread_is() -> None:
