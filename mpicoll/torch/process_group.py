@@ -167,7 +167,7 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
             outputs: the tensors of the result.
             opts: the options of torch: whether the caller waits at once, and the limit of the call. Other types: it does not.
         """
-        wait = getattr(opts, "asyncOp", True) is False and self._coalesced is None
+        wait = getattr(opts, "asyncOp", True) is False
         limit = getattr(opts, "timeout", None)
         part = maker()
         if part:
