@@ -205,6 +205,25 @@ def test_array(slurm: Slurm, folder: Path) -> None:
     assert "line 3 of" in by_number["3"].output, by_number["3"]
 
 
+def idle(slurm: Slurm, job: int) -> None:
+    """Wait until a job is put back and the nodes are idle."""
+    until = time.monotonic() + 30
+    while slurm.about(job)["JobState"] != "PENDING" or set(slurm.ask("sinfo", "-h", "-N", "-o", "%t").split()) != {
+        "idle"
+    }:
+        assert time.monotonic() < until, slurm.about(job)
+        time.sleep(0.1)
+
+
+def start_again(slurm: Slurm, job: int) -> Finished:
+    """Start a job that was put back, and wait for its end."""
+    # Slurm would let it wait for two minutes, in which the nodes forget that it was killed. It is enough that it starts when
+    # they are idle, and with a credential of a later second: else slurmd says "already killed, do not launch".
+    time.sleep(2)
+    slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+    return slurm.finish(job)
+
+
 def test_requeue(slurm: Slurm, folder: Path) -> None:
     """At the signal all ranks save after the same sweep; the job is put back, goes on from there, and ends when it is done."""
     state = folder / "state.npz"
@@ -214,18 +233,9 @@ def test_requeue(slurm: Slurm, folder: Path) -> None:
     assert slurm.about(job)["Requeue"] == "1"
     slurm.signal(job, "USR1")  # what Slurm does by itself --signal=USR1@120 before the limit
     slurm.wait_for(job, "not finished: back into the queue")
-    # Slurm would let it wait for two minutes, in which the nodes forget that it was killed. It is enough that it starts when
-    # they are idle, and with a credential of a later second: else slurmd says "already killed, do not launch".
-    until = time.monotonic() + 30
-    while slurm.about(job)["JobState"] != "PENDING" or set(slurm.ask("sinfo", "-h", "-N", "-o", "%t").split()) != {
-        "idle"
-    }:
-        assert time.monotonic() < until, slurm.about(job)
-        time.sleep(0.1)
+    idle(slurm, job)
     assert state.exists()
-    time.sleep(2)
-    slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
-    done = slurm.finish(job)
+    done = start_again(slurm, job)
     assert (done.state, done.code) == ("COMPLETED", 0), f"{done}\n{slurm.logs()}"
     saved = re.findall(r"rank \d: signal 10, state saved after (\d+) sweeps", done.output)
     assert len(saved) == 4, done
@@ -261,6 +271,34 @@ if family() == "openmpi":  # once: it takes minutes
         assert len(saved) == 4 * put_back, done
         assert all(saved.count(sweeps) == 4 for sweeps in saved), done
         assert "done after 704 sweeps" in done.output, done
+        assert not state.exists()
+
+
+if family() == "mpich":  # the environment with torch has it
+    TORCH = {"PYTHON": str(ROOT / ".venv-torch" / "bin" / "python")}
+
+    def test_torch_ddp(slurm: Slurm) -> None:
+        """Its own example runs as it stands, on two nodes."""
+        done = submit(slurm, "torch-ddp", **TORCH)
+        assert (done.state, done.code) == ("COMPLETED", 0), done
+        assert "after 20 epochs on 4 ranks" in done.output, done
+        assert "one process that trains alone comes to the same parameters" in done.output, done
+
+    def test_torch_fsdp(slurm: Slurm, folder: Path) -> None:
+        """At the signal all ranks save a checkpoint; the job is put back, goes on from there, and ends when it is done."""
+        state = folder / "checkpoints"
+        job = start(slurm, "torch-fsdp", STATE=str(state), **TORCH)
+        slurm.wait_for(job, "starting after 0 steps")
+        slurm.signal(job, "USR1")
+        slurm.wait_for(job, "not finished: back into the queue")
+        idle(slurm, job)
+        saved = [path.name for path in state.iterdir()]
+        done = start_again(slurm, job)
+        assert (done.state, done.code) == ("COMPLETED", 0), f"{done}\n{slurm.logs()}"
+        assert len(saved) == 1, done
+        assert set(re.findall(r"rank \d: signal 10 after step (\d+)", done.output)) == set(saved), done
+        assert f"starting after {saved[0]} steps" in done.output, done
+        assert f"done after 60 steps, {60 - int(saved[0])} of them since the start" in done.output, done
         assert not state.exists()
 
 

@@ -49,6 +49,7 @@ def test_each_script_is_tried() -> None:
         "quiet.py",
         "growth_model.py",
         "bench_page.py",
+        "torch_backend.py",  # test_with_torch.py has it
     }
 
 

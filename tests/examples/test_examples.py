@@ -70,7 +70,8 @@ def check_passed(result: JobResult) -> None:
     assert not result.left_running
 
 
-PLAIN = [path for path in EXAMPLES if path.stem not in ("train_digits", "missing_barrier")]
+# test_with_torch.py has those of torch.
+PLAIN = [path for path in EXAMPLES if path.stem not in ("train_digits", "missing_barrier", "torch_ddp", "torch_fsdp")]
 
 
 @pytest.mark.parametrize("path", PLAIN, ids=lambda path: path.stem)

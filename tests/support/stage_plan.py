@@ -42,12 +42,14 @@ LONG_ON_BOTH = ("-m", "slow and both_mpis")
 ON_RANKS = ("--with-mpi", "tests/mpi")
 # These files load all cores: one starts dozens of ranks, one compares times. No other stage runs beside them.
 EXCLUSIVE = ("tests/hang/test_scale.py", "tests/hang/test_release.py")
+# The examples and the benchmark of mpicoll.torch: jobs in the environment with torch.
+WITH_TORCH = "tests/examples/test_with_torch.py"
 FOLDERS = {  # the stages that are one run of pytest in one process, and the folders that each runs
     "unit": ("tests/unit", "tests/native"),
     "launch": ("tests/launch",),
     "hang": ("tests/hang", *(f"--ignore={file}" for file in EXCLUSIVE)),
     "scale": EXCLUSIVE,
-    "examples": ("tests/examples",),
+    "examples": ("tests/examples", f"--ignore={WITH_TORCH}"),
     "cluster": ("tests/cluster",),
 }
 CLUSTER = "cluster"
@@ -204,7 +206,10 @@ def _has_tests(path: str) -> bool:
 def _torch(chosen: Selection) -> list[Stage]:
     command = chosen.pytest((), "--with-mpi", "tests/tensors")
     sizes = [size for size in chosen.sizes if size in TENSOR_SIZES] if chosen.wants_slow("torch") else []
-    return [Stage(f"torch n={size}", command, ".venv-torch", size, mpi="mpich") for size in sizes]
+    stages = [Stage(f"torch n={size}", command, ".venv-torch", size, mpi="mpich") for size in sizes]
+    if chosen.wants_slow("torch"):
+        stages.append(Stage("torch examples", chosen.pytest((), WITH_TORCH), ".venv-torch", mpi="mpich"))
+    return stages
 
 
 def _cupy(chosen: Selection, mpi: str) -> list[Stage]:

@@ -1,0 +1,63 @@
+"""The examples and the benchmark of mpicoll.torch: jobs with torch, in an environment of their own (stage_plan.py)."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from examples.test_examples import check_passed, run_example
+from jobs import ROOT, RunningJob, run_job
+
+pytest.importorskip("torch")
+
+
+@pytest.mark.parametrize("size", [4, 3])
+def test_ddp(size: int, tmp_path: Path) -> None:
+    """It reads the digits, and one process comes to the same parameters."""
+    result = run_example("torch_ddp", size, tmp_path)
+    check_passed(result)
+    accuracy = re.search(r"^test accuracy ([\d.]+)%", result.out[0], re.MULTILINE)
+    assert accuracy is not None, result
+    assert float(accuracy.group(1)) >= 95
+    assert "one process that trains alone comes to the same parameters" in result.out[0]
+    assert not any([*result.out[1:], *result.err]), result
+
+
+def test_fsdp(tmp_path: Path) -> None:
+    """A signal to one rank has all save a checkpoint; a run on fewer ranks goes on from there, and ends as one process does."""
+
+    def interrupt(job: RunningJob) -> None:
+        job.wait_for("starting after 0 steps", 0)
+        job.signal(signal.SIGUSR1, 1)
+
+    first = run_job(ROOT / "examples" / "torch_fsdp.py", 3, limit=120, cwd=tmp_path, meanwhile=interrupt)
+    check_passed(first)
+    signals = [re.search(r"signal 10 after step (\d+)", text) for text in first.out]
+    assert len({found and found.group(1) for found in signals}) == 1, first
+    assert signals[0] is not None, first
+    done = int(signals[0].group(1))
+    assert 0 < done < 60, first
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [str(done)]
+    second = run_example("torch_fsdp", 2, tmp_path)
+    check_passed(second)
+    assert f"starting after {done} steps; rank 0 holds 59264 of 118528 parameters" in second.out[0], second
+    assert f"done after 60 steps, {60 - done} of them since the start" in second.out[0], second
+    assert not list(tmp_path.iterdir())
+    assert not any([*second.out[1:], *second.err]), second
+
+
+@pytest.mark.parametrize(
+    ("name", "function"), [("torch_ddp", "collectives.all_reduce"), ("torch_fsdp", "scattering.reduce_scatter_single")]
+)
+def test_wrong_result(name: str, function: str, tmp_path: Path) -> None:
+    """When the function of the library below torch's calls does nothing, the example says so and the job fails."""
+    module = function.partition(".")[0]
+    stub = f"import runpy, sys; from mpicoll.api import {module}; {function} = lambda *args, **kwargs: None; del sys.argv[0]"
+    program = ["-c", f"{stub}; runpy.run_path(sys.argv[0], run_name='__main__')", f"{ROOT}/examples/{name}.py"]
+    result = run_job(program, 2, limit=120, cwd=tmp_path)
+    assert not result.timed_out
+    assert result.returncode != 0
+    assert not result.left_running
+    assert any("the ranks" in text for text in result.err), result
