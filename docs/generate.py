@@ -95,7 +95,8 @@ OUTSIDE = {
     "this package; `mpicoll.nn.functional` has calls out of place, with gradients",
     "torch.distributed._coalescing_manager": "private: collects the launches of one backend's kernels; "
     "`all_reduce_coalesced`, `all_gather_coalesced` and `average_gradients` move many arrays in one call",
-    "torch.distributed.Reducer": "of `DistributedDataParallel`, in C++; so are `GradBucket`, `Logger` and `BuiltinCommHookType`",
+    "torch.distributed.Reducer": "of `DistributedDataParallel`, in C++; so are `GradBucket`, `Logger` and `BuiltinCommHookType`. "
+    "They run on the backend `mpicoll.torch`: [torch.md](torch.md)",
     "torch.distributed.distributed_c10d": "`mpicoll.distributed_c10d` has the same names; `mpicoll.device_mesh` has those of "
     "`torch.distributed.device_mesh`",
     "torch.distributed.remote_device": "of `torch.distributed.rpc`, a library with connections of its own; so are "

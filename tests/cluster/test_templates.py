@@ -216,12 +216,12 @@ def idle(slurm: Slurm, job: int) -> None:
 
 
 def start_again(slurm: Slurm, job: int) -> Finished:
-    """Start a job that was put back, and wait for its end."""
+    """Start a job that was put back, and wait for its end, for at most three minutes."""
     # Slurm would let it wait for two minutes, in which the nodes forget that it was killed. It is enough that it starts when
     # they are idle, and with a credential of a later second: else slurmd says "already killed, do not launch".
     time.sleep(2)
     slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
-    return slurm.finish(job)
+    return slurm.finish(job, limit=180.0)
 
 
 def test_requeue(slurm: Slurm, folder: Path) -> None:
@@ -278,8 +278,9 @@ if family() == "mpich":  # the environment with torch has it
     TORCH = {"PYTHON": str(ROOT / ".venv-torch" / "bin" / "python")}
 
     def test_torch_ddp(slurm: Slurm) -> None:
-        """Its own example runs as it stands, on two nodes."""
-        done = submit(slurm, "torch-ddp", **TORCH)
+        """The example of DistributedDataParallel runs on two nodes."""
+        job = start(slurm, "torch-ddp", SCRIPT=str(ROOT / "examples" / "torch_ddp.py"), **TORCH)
+        done = slurm.finish(job, limit=180.0)  # four imports of torch on two cores take half a minute
         assert (done.state, done.code) == ("COMPLETED", 0), done
         assert "after 20 epochs on 4 ranks" in done.output, done
         assert "one process that trains alone comes to the same parameters" in done.output, done
@@ -287,8 +288,9 @@ if family() == "mpich":  # the environment with torch has it
     def test_torch_fsdp(slurm: Slurm, folder: Path) -> None:
         """At the signal all ranks save a checkpoint; the job is put back, goes on from there, and ends when it is done."""
         state = folder / "checkpoints"
-        job = start(slurm, "torch-fsdp", STATE=str(state), **TORCH)
-        slurm.wait_for(job, "starting after 0 steps")
+        exports = {"SCRIPT": str(ROOT / "examples" / "torch_fsdp.py"), "STATE": str(state)}
+        job = start(slurm, "torch-fsdp", **exports, **TORCH)
+        slurm.wait_for(job, "starting after 0 steps", limit=120.0)
         slurm.signal(job, "USR1")
         slurm.wait_for(job, "not finished: back into the queue")
         idle(slurm, job)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,6 +49,24 @@ def test_fsdp(tmp_path: Path) -> None:
     assert f"done after 60 steps, {60 - done} of them since the start" in second.out[0], second
     assert not list(tmp_path.iterdir())
     assert not any([*second.out[1:], *second.err]), second
+
+
+def test_benchmark(tmp_path: Path) -> None:
+    """The quick form prints a row for each call, writes the rounds, and draws."""
+    told, picture = tmp_path / "told.json", tmp_path / "plot.png"
+    script = str(ROOT / "benchmarks" / "torch_backend.py")
+    command = [sys.executable, script, "--quick", "--ranks", "2", "--json", str(told), "--plot", str(picture)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done
+    for row in (
+        "all_reduce | 4 B",
+        "broadcast | 1 MiB",
+        "barrier | ",
+        "DistributedDataParallel: communication of a step | ",
+    ):
+        assert re.search(rf"^\| 2 \| {re.escape(row)} \| [\d.]+ [um]s \| ", done.stdout, re.MULTILINE), done
+    assert json.loads(told.read_text())["runs"][0]["ranks"] == 2
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def test_the_table_of_the_cost_model() -> None:
         "docs/waiting.md",
         "docs/design.md",
         "docs/objects.md",
+        "docs/torch.md",
     ],
 )
 def test_named_files_are_there(name: str) -> None:
