@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from examples.test_examples import check_passed, run_example
 from jobs import ROOT, RunningJob, run_job
+from pasted import TORCH_PAGE, Pasted, printed, read, same
 
 pytest.importorskip("torch")
 
@@ -67,6 +68,13 @@ def test_benchmark(tmp_path: Path) -> None:
         assert re.search(rf"^\| 2 \| {re.escape(row)} \| [\d.]+ [um]s \| ", done.stdout, re.MULTILINE), done
     assert json.loads(told.read_text())["runs"][0]["ranks"] == 2
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("pasted", read(TORCH_PAGE.read_text()), ids=lambda pasted: pasted.name)
+def test_what_is_pasted_is_what_is_printed(pasted: Pasted) -> None:
+    """The reports in ``docs/torch.md`` are those of the programs above them."""
+    text = printed(pasted)
+    assert same(text, pasted.text), text
 
 
 @pytest.mark.parametrize(

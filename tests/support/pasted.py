@@ -1,4 +1,4 @@
-"""The programs in ``docs/order-checks.md``, and the reports that they print.
+"""The programs in ``docs/order-checks.md`` and ``docs/torch.md``, and the reports that they print.
 
 A program is a Python block behind a comment that says how it is run::
 
@@ -9,11 +9,13 @@ four spaces is the output of the rank that the comment names: its error without 
 the library printed no text, the output of the program.
 
 ``python tests/support/pasted.py [words]`` runs the programs whose names contain one of the words (without words all) on the
-MPI of its interpreter, and names programs with another output, except seconds; ``--write`` writes the output into the page.
+MPI of its interpreter, and names programs with another output, except seconds; ``--write`` writes the output into the page. The
+programs of the second page are run if the interpreter has torch.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
 import tempfile
@@ -24,7 +26,8 @@ from pathlib import Path
 from jobs import ROOT, run_job
 
 PAGE = ROOT / "docs" / "order-checks.md"
-LIMIT = 40.0
+TORCH_PAGE = ROOT / "docs" / "torch.md"
+LIMIT = 90.0
 
 _HEAD = re.compile(r"<!-- head -->\n```python\n(.*?)```\n", re.DOTALL)
 _REPORT = re.compile(
@@ -34,7 +37,7 @@ _REPORT = re.compile(
     r"(?P<text>(?:    .*\n)+)",
 )
 _ERROR = re.compile(r"^(?:mpicoll\.errors\.)?(?=\w*(?:Error|Exception): )")
-_RANK = re.compile(r"\[rank \d+\] ")
+_RANK = re.compile(r"\[rank ?\d+\]:? ")
 _SECONDS = re.compile(r"\b\d+(?:\.\d+)?(?: to \d+(?:\.\d+)?)? s\b")
 
 
@@ -106,7 +109,14 @@ def main(words: Sequence[str]) -> int:
     """Run the programs whose names contain one of ``words``; print which differ, or write their output into the page."""
     write = "--write" in words
     words = [word for word in words if not word.startswith("--")]
-    page = PAGE.read_text()
+    pages = [PAGE, *([TORCH_PAGE] if importlib.util.find_spec("torch") else [])]
+    differ = sum(_compare(path, words, write=write) for path in pages)
+    return 1 if differ and not write else 0
+
+
+def _compare(path: Path, words: Sequence[str], *, write: bool) -> int:
+    """Run the programs of a page; return how many differ."""
+    page = path.read_text()
     differ = 0
     for pasted in reversed(read(page)):
         if words and not any(word in pasted.name for word in words):
@@ -120,8 +130,8 @@ def main(words: Sequence[str]) -> int:
         indented = "".join(f"    {line}" if line.strip() else line for line in text.splitlines(keepends=True))
         page = page[: pasted.span[0]] + indented + page[pasted.span[1] :]
     if write:
-        PAGE.write_text(page)
-    return 1 if differ and not write else 0
+        path.write_text(page)
+    return differ
 
 
 if __name__ == "__main__":
