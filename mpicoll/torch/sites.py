@@ -11,6 +11,7 @@ import torch  # type: ignore[import-not-found,unused-ignore]
 from mpicoll.runtime.call_site import pass_through
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TESTING = os.path.join(_TORCH, "testing", "")
 
 _MAKERS = {
@@ -36,6 +37,8 @@ def skip_torch() -> None:
 
 def _part(name: str) -> str:
     """Return the part of torch that code in this file belongs to, "" for another file of torch or of this package."""
+    if name.startswith(_OWN):
+        return _BETWEEN
     if not name.startswith(_TORCH) or name.startswith(_TESTING):
         return _OUTSIDE
     inner = name[len(_TORCH) :]

@@ -16,6 +16,7 @@ __all__ = ["CLUSTER", "SIZES", "STAGES", "WORKERS", "Selection", "Stage", "missi
 
 SIZES = (1, 2, 3, 4)
 TENSOR_SIZES = (3,)
+BACKEND_SIZES = (2, 3, 4)
 # The numbers of ranks in `make test`; `make test-all` runs the other numbers.
 FAST_SIZES = {"openmpi": (1, 3), "mpich": (3,)}
 # The numbers of ranks with all long tests, and the numbers with the long tests marked `both_mpis` only.
@@ -202,9 +203,14 @@ def _has_tests(path: str) -> bool:
 
 
 def _torch(chosen: Selection) -> list[Stage]:
-    command = chosen.pytest((), "--with-mpi", "tests/tensors")
-    sizes = [size for size in chosen.sizes if size in TENSOR_SIZES] if chosen.wants_slow("torch") else []
-    return [Stage(f"torch n={size}", command, ".venv-torch", size, mpi="mpich") for size in sizes]
+    """Return the stages with torch: on tensors, and those of the backend of torch.distributed."""
+    parts = (("torch", TENSOR_SIZES, "tests/tensors"), ("torch backend", BACKEND_SIZES, "tests/torch_backend"))
+    return [
+        Stage(f"{name} n={size}", chosen.pytest((), "--with-mpi", folder), ".venv-torch", size, mpi="mpich")
+        for name, sizes, folder in parts
+        for size in chosen.sizes
+        if size in sizes and chosen.wants_slow("torch")
+    ]
 
 
 def _cupy(chosen: Selection, mpi: str) -> list[Stage]:
