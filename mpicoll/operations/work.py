@@ -307,7 +307,7 @@ class Work:
         claim = getattr(self, "_claim", None)
         if claim is not None:
             claims.drop(claim)
-        if not getattr(self, "_observed", True):
+        if not getattr(self, "_observed", True) and id(self._request) in self._request.group.unwaited:
             warn_of_dropped(self._request.call, self)
 
 

@@ -100,6 +100,11 @@ class ProgressThread:
         self._over = threading.Event()
         self._first = 0
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the calling thread is this thread, as in a callback of the program."""
+        return self._thread is threading.current_thread()
+
     def begun(self, operation: Operation) -> None:
         """Add a request that was started; never wait."""
         # A weak reference: the request is freed, with its arrays, when its wait is over. MPI may get memory of the current GPU.

@@ -125,6 +125,10 @@ class BackgroundProgress(Protocol):
 
     every: bool
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the calling thread is this thread, as in a callback of the program."""
+
     def begun(self, operation: Any) -> None:
         """Add a request that was started; never wait."""
 

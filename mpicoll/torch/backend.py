@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as c10d  # type: ignore[import-not-found,unused-ignore]
 from torch.distributed import distributed_c10d  # type: ignore[import-not-found,unused-ignore]
 
+from mpicoll.api.collectives import barrier
 from mpicoll.api.groups import new_group
 from mpicoll.api.objects import broadcast_object_list
 from mpicoll.groups import registry
@@ -99,6 +100,7 @@ def rendezvous(url: str, timeout: timedelta | None = None, **more: Any) -> Itera
     if store is None:
         addresses, port = place[0]
         store = c10d.TCPStore(_reachable(addresses, port), port, is_master=False, wait_for_workers=False, timeout=limit)
+    barrier()  # else rank 0 could end the store before the others have reached it
     yield store, world.rank(), world.size()
     raise RuntimeError("a rendezvous over mpi:// cannot be made again")
 

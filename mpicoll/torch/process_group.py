@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import deque
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
@@ -18,6 +20,8 @@ from mpicoll.groups.process_group import ProcessGroup as Group
 from mpicoll.lifecycle.destroy import destroy_process_group
 from mpicoll.memory.reduce_op import RedOpType
 from mpicoll.operations import work as works
+from mpicoll.operations.request import Request
+from mpicoll.runtime import waiting
 from mpicoll.runtime.call_site import call_site
 from mpicoll.torch.sites import maker
 from mpicoll.torch.sparse import all_reduce_sparse
@@ -32,6 +36,8 @@ Made = Any
 _OPS = {getattr(c10d.ReduceOp, op.name).value: op for op in RedOpType if hasattr(c10d.ReduceOp, op.name)}
 """The reductions by the numbers of torch's: the hash of an enumeration of C++ takes 2 us."""
 _SUM = c10d.ReduceOp.SUM
+_MOST_DROPPED = 32
+"""Works that a part of torch has dropped and may still wait for."""
 _NO_TIME = timedelta(0)
 
 
@@ -88,6 +94,7 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
         self._name = group.group_name
         self._desc = group.group_desc
         self._coalesced: list[Any] | None = None
+        self._dropped: deque[Work] = deque(maxlen=_MOST_DROPPED)
 
     # Names and numbers. C++ calls the names with capitals.
 
@@ -178,12 +185,12 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
             async_op=not wait,
             timeout=limit if isinstance(limit, timedelta) and limit > _NO_TIME else None,
         )
-        return None if made is None and wait else self._started(made, outputs)
+        return None if made is None and wait else self._started(made, outputs, self._dropped if part else None)
 
-    def _started(self, made: works.Work | None, outputs: Any) -> Made:
+    def _started(self, made: works.Work | None, outputs: Any, dropped: deque[Work] | None = None) -> Made:
         if made is None:
             return Complete(outputs)
-        work = Work(made, outputs)
+        work = Work(made, outputs, dropped)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -348,11 +355,19 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
             )
 
     def shutdown(self) -> None:
-        """Wait for the calls that are under way, and destroy the group of this library if this object owns it."""
+        """Wait for the calls that are under way, and destroy the group of this library if this object owns it.
+
+        Warn of the errors of these calls: the end of a group must not stop half-way.
+        """
         group = self.group
         if group.destroyed:
             return
-        for request in tuple(group.unwaited.values()):
-            works.Work(request).wait()
+        pending = [each for each in waiting.pending if isinstance(each, Request) and each.group is group]
+        for request in dict.fromkeys([*group.unwaited.values(), *pending]):
+            try:
+                works.Work(request).wait()
+            except DistError as error:
+                warnings.warn(f"destroy_process_group: {error}", RuntimeWarning, stacklevel=3)
+        self._dropped.clear()
         if self._owns:
             destroy_process_group(group)

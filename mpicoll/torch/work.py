@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -22,13 +23,22 @@ class Work(c10d.Work):  # type: ignore[misc,unused-ignore]
     Args:
         work: of the call.
         outputs: the tensors of the result.
+        dropped: where to store the Work when nothing refers to it any more; None: it is deleted. A part of torch that made
+            the call need not wait, or waits from C++ when no object of Python refers to the Work.
     """
 
-    def __init__(self, work: works.Work, outputs: Any) -> None:
+    def __init__(self, work: works.Work, outputs: Any, dropped: deque[Any] | None = None) -> None:
         super().__init__()
         self._work = work
         self._outputs = outputs
         self._future: Any = None
+        self._dropped = dropped
+
+    def __del__(self) -> None:
+        # Without the object of Python the methods below do not exist for C++, and its own wait() never returns.
+        if self._dropped is not None and self._future is None:
+            self._work.get_future()
+            self._dropped.append(self)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the call, and return True. Errors as :meth:`mpicoll.Work.wait`."""
@@ -36,7 +46,7 @@ class Work(c10d.Work):  # type: ignore[misc,unused-ignore]
 
     def synchronize(self) -> None:
         """Wait for the call, as :meth:`wait`."""
-        self._work.wait()
+        self.wait()
 
     def is_completed(self) -> bool:
         """Return whether the call is complete or failed; make progress, and never wait."""
@@ -68,7 +78,8 @@ class Work(c10d.Work):  # type: ignore[misc,unused-ignore]
         """Return a ``torch.futures.Future`` of the list of tensors of the result.
 
         C++ waits for it without calling this library. So the progress thread progresses the call from now on, and watches its
-        limit and the other ranks. If MPI gives no MPI_THREAD_MULTIPLE, this function waits for the call.
+        limit and the other ranks. If MPI gives no MPI_THREAD_MULTIPLE, or in a callback that the progress thread runs, this
+        function waits for the call.
         """
         if self._future is None:
             self._future = _future_of(self._work, self._outputs)
@@ -118,7 +129,7 @@ def _future_of(work: works.Work, outputs: Any) -> Any:
     thread = None
     if not future.done():
         thread = background_progress()
-        if thread is None:
+        if thread is None or thread.is_current:
             future.exception()  # waits
     if future.done() and future.exception(0) is None:
         return _complete(outputs)
@@ -134,7 +145,7 @@ def _future_of(work: works.Work, outputs: Any) -> Any:
 
     returned = called.then(result)
     future.add_done_callback(lambda _: called.set_result(None))
-    if thread is not None:
+    if thread is not None and not future.done():
         works.attend(work, thread)
     return returned
 

@@ -16,6 +16,7 @@ __all__ = ["CLUSTER", "SIZES", "STAGES", "WORKERS", "Selection", "Stage", "missi
 
 SIZES = (1, 2, 3, 4)
 TENSOR_SIZES = (3,)
+BACKEND_SIZES = (2, 3, 4)
 # The numbers of ranks in `make test`; `make test-all` runs the other numbers.
 FAST_SIZES = {"openmpi": (1, 3), "mpich": (3,)}
 # The numbers of ranks with all long tests, and the numbers with the long tests marked `both_mpis` only.
@@ -44,6 +45,7 @@ ON_RANKS = ("--with-mpi", "tests/mpi")
 EXCLUSIVE = ("tests/hang/test_scale.py", "tests/hang/test_release.py")
 # The examples and the benchmark of mpicoll.torch: jobs in the environment with torch.
 WITH_TORCH = "tests/examples/test_with_torch.py"
+TORCH_JOBS = "tests/torch_backend/test_jobs.py"
 FOLDERS = {  # the stages that are one run of pytest in one process, and the folders that each runs
     "unit": ("tests/unit", "tests/native"),
     "launch": ("tests/launch",),
@@ -204,12 +206,20 @@ def _has_tests(path: str) -> bool:
 
 
 def _torch(chosen: Selection) -> list[Stage]:
-    command = chosen.pytest((), "--with-mpi", "tests/tensors")
-    sizes = [size for size in chosen.sizes if size in TENSOR_SIZES] if chosen.wants_slow("torch") else []
-    stages = [Stage(f"torch n={size}", command, ".venv-torch", size, mpi="mpich") for size in sizes]
-    if chosen.wants_slow("torch"):
-        stages.append(Stage("torch examples", chosen.pytest((), WITH_TORCH), ".venv-torch", mpi="mpich"))
-    return stages
+    """Return the stages with torch: on tensors, and those of the backend of torch.distributed."""
+    if not chosen.wants_slow("torch"):
+        return []
+    parts = (
+        ("torch", TENSOR_SIZES, ("tests/tensors",)),
+        ("torch backend", BACKEND_SIZES, ("tests/torch_backend", f"--ignore={TORCH_JOBS}")),
+    )
+    stages = [
+        Stage(f"{name} n={size}", chosen.pytest((), "--with-mpi", *files), ".venv-torch", size, mpi="mpich")
+        for name, sizes, files in parts
+        for size in chosen.sizes
+        if size in sizes
+    ]
+    return [*stages, Stage("torch jobs", chosen.pytest((), WITH_TORCH, TORCH_JOBS), ".venv-torch", mpi="mpich")]
 
 
 def _cupy(chosen: Selection, mpi: str) -> list[Stage]:

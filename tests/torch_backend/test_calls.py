@@ -1,0 +1,305 @@
+"""Calls of torch.distributed beyond PyTorch's suite: coalesced, sparse, differentiable, functional, point to point."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.distributed.nn.functional as differentiable
+from torch.distributed.distributed_c10d import _coalescing_manager
+from torch.distributed.fsdp import fully_shard
+
+import mpicoll
+from mpicoll.pytest_plugin import collective_raises
+
+pytestmark = [
+    pytest.mark.mpi(min_size=2),
+    pytest.mark.usefixtures("job"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # torch's own, of names that give way to others
+]
+
+
+def of(rank: int, *shape: int) -> Any:
+    """Return the tensor of a rank."""
+    return torch.arange(float(torch.Size(shape or (6,)).numel())).reshape(shape or (6,)) + 10 * rank
+
+
+def ranks() -> range:
+    return range(dist.get_world_size())
+
+
+def test_batches() -> None:
+    """batch_isend_irecv exchanges tensors around the ring, also with tags, and with itself."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    after, before = (rank + 1) % size, (rank - 1) % size
+    received = [torch.empty(6) for _ in range(3)]
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.irecv, received[0], before, tag=1),
+            dist.P2POp(dist.irecv, received[1], before, tag=2),
+            dist.P2POp(dist.isend, of(rank) + 1, after, tag=2),
+            dist.P2POp(dist.isend, of(rank), after, tag=1),
+        ]
+    )
+    for work in works:
+        work.wait()
+    assert torch.equal(received[0], of(before))
+    assert torch.equal(received[1], of(before) + 1)
+
+
+def test_messages() -> None:
+    """send, recv from any rank, and the rank of the sender."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if rank:
+        dist.send(of(rank), 0)
+    else:
+        senders = set()
+        for _ in range(1, size):
+            tensor = torch.empty(6)
+            sender = dist.recv(tensor)
+            assert torch.equal(tensor, of(sender))
+            senders.add(sender)
+        assert senders == {*range(1, size)}
+    objects: list[Any] = [{"from": rank}, None] if rank == 0 else [None, None]
+    if rank == 0:
+        dist.send_object_list(objects, 1)
+    elif rank == 1:
+        dist.recv_object_list(objects, 0)
+        assert objects[0] == {"from": 0}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_coalescing_manager(asynchronous: bool) -> None:
+    """The calls inside a block of the coalescing manager are complete at its end, or at wait()."""
+    tensors = [of(dist.get_rank(), 3, each + 1) for each in range(3)]
+    with _coalescing_manager(async_ops=asynchronous) as manager:
+        for each in tensors:
+            dist.all_reduce(each)
+    if asynchronous:
+        manager.wait()
+    for each, tensor in enumerate(tensors):
+        assert torch.equal(tensor, sum(of(rank, 3, each + 1) for rank in ranks()))
+    gathered = [torch.empty(len(ranks()), 4) for _ in range(3)]
+    with _coalescing_manager(async_ops=asynchronous) as manager:
+        for each in gathered:
+            dist.all_gather_single(each, of(dist.get_rank(), 4))
+    if asynchronous:
+        manager.wait()
+    assert all(torch.equal(each[rank], of(rank, 4)) for each in gathered for rank in ranks())
+    scattered = [torch.empty(4) for _ in range(3)]
+    with _coalescing_manager(async_ops=asynchronous) as manager:
+        for each in scattered:
+            dist.reduce_scatter_single(each, of(dist.get_rank(), len(ranks()), 4))
+    if asynchronous:
+        manager.wait()
+    whole = sum(of(rank, len(ranks()), 4) for rank in ranks())
+    assert all(torch.equal(each, whole[dist.get_rank()]) for each in scattered)
+
+
+def test_coalesced_lists() -> None:
+    """allreduce_coalesced of a process group takes tensors of several dtypes."""
+    tensors = [of(dist.get_rank()), of(dist.get_rank()).double(), of(dist.get_rank(), 2, 2)]
+    dist.group.WORLD.allreduce_coalesced(tensors).wait()
+    assert torch.equal(tensors[0], sum(of(rank) for rank in ranks()))
+    assert torch.equal(tensors[1], sum(of(rank).double() for rank in ranks()))
+    assert torch.equal(tensors[2], sum(of(rank, 2, 2) for rank in ranks()))
+
+
+@pytest.mark.parametrize("dense", [0, 1])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_sparse(dense: int, asynchronous: bool) -> None:
+    """A sparse tensor is summed over the ranks, whose elements differ in number and place."""
+
+    def sparse(rank: int) -> Any:
+        at = torch.tensor([[each % 5 for each in range(rank, 2 * rank + 1)], [rank % 3] * (rank + 1)])
+        values = torch.ones((rank + 1, *(4,) * dense)) * (rank + 1)
+        return torch.sparse_coo_tensor(at, values, (5, 3, *(4,) * dense), check_invariants=True)
+
+    tensor = sparse(dist.get_rank())
+    work = dist.all_reduce(tensor, async_op=asynchronous)
+    if asynchronous:
+        work.wait()
+    torch.testing.assert_close(tensor.to_dense(), sum(sparse(rank).to_dense() for rank in ranks()))
+    with collective_raises(ValueError, match="SUM"):
+        dist.all_reduce(sparse(dist.get_rank()), dist.ReduceOp.MAX)
+
+
+def test_reductions() -> None:
+    """Every reduction of torch on integers; AVG and PREMUL_SUM on floats; half types."""
+    own = [torch.tensor([rank + 1, 5 - rank, 3]) for rank in ranks()]
+    expected = {
+        "SUM": sum(own),
+        "PRODUCT": torch.stack(own).prod(0),
+        "MIN": torch.stack(own).amin(0),
+        "MAX": torch.stack(own).amax(0),
+    }
+    for name, want in expected.items():
+        tensor = own[dist.get_rank()].clone()
+        dist.all_reduce(tensor, getattr(dist.ReduceOp, name))
+        assert torch.equal(tensor, want), name
+    for name, call in {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}.items():
+        tensor, want = own[dist.get_rank()].clone(), own[0]
+        for each in own[1:]:
+            want = call(want, each)
+        dist.all_reduce(tensor, getattr(dist.ReduceOp, name))
+        assert torch.equal(tensor, want), name
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        tensor = torch.full((5,), float(dist.get_rank()), dtype=dtype)
+        dist.all_reduce(tensor, dist.ReduceOp.AVG)
+        torch.testing.assert_close(tensor, torch.full((5,), (len(ranks()) - 1) / 2, dtype=dtype))
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, dist._make_nccl_premul_sum(2.0))
+    assert (tensor == 2 * len(ranks())).all()
+
+
+def test_differentiable_calls() -> None:
+    """torch.distributed.nn: the gradients are those of one process that computes what all ranks compute."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    x = of(rank, 4).requires_grad_()
+    (differentiable.all_reduce(x * (rank + 1)) * (rank + 2)).sum().backward()
+    assert torch.equal(x.grad, torch.full((4,), float((rank + 1) * sum(each + 2 for each in ranks()))))
+    x = of(rank, 4).requires_grad_()
+    sum((each * (rank + 1)).sum() for each in differentiable.all_gather(x)).backward()
+    assert torch.equal(x.grad, torch.full((4,), float(sum(each + 1 for each in ranks()))))
+    x = of(rank, 4).requires_grad_()
+    (differentiable.broadcast(x, 0) * (rank + 1)).sum().backward()
+    assert torch.equal(x.grad, torch.full((4,), float(sum(each + 1 for each in ranks())) if rank == 0 else 0.0))
+    xs = [of(rank, 3).requires_grad_() for _ in ranks()]
+    (differentiable.reduce_scatter(torch.empty(3), xs) * (rank + 1)).sum().backward()
+    assert all(torch.equal(each.grad, torch.full((3,), to + 1.0)) for to, each in enumerate(xs))
+    x = of(rank, size, 2).requires_grad_()
+    (differentiable.all_to_all_single(torch.empty(size, 2), x) * (rank + 1)).sum().backward()
+    assert torch.equal(x.grad, torch.arange(1.0, size + 1).view(-1, 1).expand(size, 2))
+    x = of(rank, 4).requires_grad_()
+    (torch.cat(differentiable.gather(x, 0)) * (rank + 1)).sum().backward()
+    assert torch.equal(x.grad, torch.ones(4))
+
+
+def collectives(x: Any, group: Any) -> Any:
+    """Return results of all functional collectives of one tensor of as many rows as there are ranks."""
+    size = dist.get_world_size(group)
+    return (
+        functional.all_reduce(x + 1, "sum", group),
+        functional.all_reduce(x, "avg", group),
+        functional.all_gather_tensor(x, 0, group),
+        functional.all_gather_tensor(x, 1, group),
+        functional.reduce_scatter_tensor(x * 2, "sum", 0, group),
+        functional.all_to_all_single(x, None, None, group),
+        functional.broadcast(x, size - 1, group),
+        *functional.all_reduce_coalesced([x, x * 3], "max", group),
+        *functional.all_gather_into_tensor_coalesced([x, x + 1], group),
+        *functional.reduce_scatter_tensor_coalesced([x, x + 1], "sum", [0, 0], group),
+    )
+
+
+def expected_of(rank: int, size: int) -> Any:
+    """Return what one process computes for a rank."""
+    xs = [of(each, size, 3) for each in range(size)]
+    total = sum(xs)
+    return (
+        total + size,
+        total / size,
+        torch.cat(xs),
+        torch.cat(xs, 1),
+        total[rank : rank + 1] * 2,
+        torch.stack([each[rank] for each in xs]),
+        xs[-1],
+        xs[-1],
+        xs[-1] * 3,
+        torch.cat(xs),
+        torch.cat(xs) + 1,
+        total[rank : rank + 1],
+        total[rank : rank + 1] + size,
+    )
+
+
+@pytest.mark.parametrize("how", ["plain", "eager", "aot_eager"])
+@pytest.mark.filterwarnings("ignore")
+def test_functional_collectives(how: str) -> None:
+    """Functional collectives, also of a compiled function, give what one process computes."""
+    call = collectives if how == "plain" else torch.compile(collectives, backend=how, fullgraph=True)
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for _ in range(2):
+        results = call(of(rank, size, 3), dist.group.WORLD)
+        for number, (got, want) in enumerate(zip(results, expected_of(rank, size), strict=True)):
+            assert torch.equal(functional.wait_tensor(got), want), f"result {number}"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_calls() -> None:
+    """Calls in place inside a compiled function, and a gradient through a functional collective."""
+
+    @torch.compile(backend="eager")
+    def called(x: Any) -> Any:
+        dist.all_reduce(x)
+        return x * 2
+
+    assert torch.equal(called(of(dist.get_rank())), sum(of(rank) for rank in ranks()) * 2)
+    x = of(dist.get_rank(), 4).requires_grad_()
+    (functional.all_gather_tensor_autograd(x, 0, dist.group.WORLD) * (dist.get_rank() + 1)).sum().backward()
+    assert torch.equal(x.grad, torch.full((4,), float(sum(rank + 1 for rank in ranks()))))
+
+
+def test_uneven_shapes() -> None:
+    """all_to_all and reduce_scatter of tensors of different shapes, as one process would compute them."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    received = [torch.empty(sender + 1 + rank) for sender in ranks()]
+    dist.all_to_all(received, [of(rank, rank + 1 + to) for to in ranks()])
+    assert all(torch.equal(each, of(sender, sender + 1 + rank)) for sender, each in enumerate(received))
+    whole = torch.empty(sum(sender + 1 for sender in ranks()), 2)
+    given = torch.cat([of(rank, rank + 1, 2) for _ in ranks()])
+    dist.all_to_all_single(whole, given, [sender + 1 for sender in ranks()], [rank + 1] * size)
+    assert torch.equal(whole, torch.cat([of(sender, sender + 1, 2) for sender in ranks()]))
+
+
+def test_objects() -> None:
+    """The calls of objects, of torch's own pickling."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    objects: list[Any] = [{"rank": 0}, "text", None] if rank == 0 else [None] * 3
+    dist.broadcast_object_list(objects)
+    assert objects == [{"rank": 0}, "text", None]
+    gathered: list[Any] = [None] * size
+    dist.all_gather_object(gathered, "x" * rank)
+    assert gathered == ["x" * each for each in ranks()]
+    scattered: list[Any] = [None]
+    dist.scatter_object_list(scattered, [each * 2 for each in ranks()] if rank == 0 else None)
+    assert scattered == [rank * 2]
+
+
+def test_devices() -> None:
+    """A tensor on a device that no rank serves is an error on all ranks."""
+    with collective_raises((mpicoll.DistError, TypeError, ValueError, RuntimeError), match="meta"):
+        dist.all_reduce(torch.ones(2, device="meta"))
+
+
+def test_reports_name_the_part_of_torch() -> None:
+    """A report names the part of torch that made a call for the program: DistributedDataParallel, FSDP and its module."""
+    own = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    models = {
+        "by DistributedDataParallel": torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4)),
+        "by FSDP of module '0'": fully_shard(torch.nn.Sequential(*map(fully_shard, own))),
+    }
+    for named, model in models.items():
+        with collective_raises((mpicoll.CollectiveMismatchError, RuntimeError), match=named):
+            if dist.get_rank():
+                model(torch.ones(2, 4)).sum().backward()
+            else:
+                dist.all_reduce(torch.ones(3))
+
+
+@pytest.mark.filterwarnings("error")
+def test_dropped_works() -> None:
+    """DistributedDataParallel does not wait for what it turns out not to need: no warning, and the group can end."""
+    group = dist.new_group()
+    model = torch.nn.parallel.DistributedDataParallel(
+        torch.nn.Linear(3, 3), find_unused_parameters=True, process_group=group
+    )
+    for _ in range(3):
+        model(torch.ones(2, 3)).sum().backward()
+    del model
+    gc.collect()
+    dist.destroy_process_group(group)
