@@ -281,7 +281,7 @@ def test_reports_name_the_part_of_torch() -> None:
     own = torch.nn.Sequential(torch.nn.Linear(4, 4))
     models = {
         "by DistributedDataParallel": torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4)),
-        "by FSDP of module '0'": fully_shard(torch.nn.Sequential(*map(fully_shard, own))),
+        r"by FSDP\(0\)": fully_shard(torch.nn.Sequential(*map(fully_shard, own))),
     }
     for named, model in models.items():
         with collective_raises((mpicoll.CollectiveMismatchError, RuntimeError), match=named):
