@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,8 +32,8 @@ ALL = sum(range(1, WORLD.size + 1))
 
 
 @pytest.fixture
-def over(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    """Destroy the default group, and yield arguments for another one."""
+def over(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Destroy the default group, and return arguments for another one."""
     folder = WORLD.bcast(str(tmp_path))
     dist.destroy_process_group()
     assert not mpicoll.is_initialized()
@@ -52,14 +50,12 @@ def over(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, A
             given["init_method"] = f"tcp://localhost:{port}"
         elif request.param == "env":
             given = {"init_method": "env://"}
-            os.environ.update(
-                MASTER_ADDR="localhost", MASTER_PORT=str(port), RANK=str(WORLD.rank), WORLD_SIZE=str(WORLD.size)
-            )
+            place = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "RANK": WORLD.rank, "WORLD_SIZE": WORLD.size}
+            for name, value in place.items():
+                monkeypatch.setenv(name, str(value))
         else:
             given = {**given, "init_method": "mpi://"} if request.param == "numbers" else {"init_method": "mpi://"}
-    yield given
-    for each in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
-        os.environ.pop(each, None)
+    return given
 
 
 @pytest.mark.parametrize("over", ["mpi", "numbers", "file", "store", "tcp", "env"], indirect=True)
