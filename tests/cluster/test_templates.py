@@ -276,10 +276,21 @@ if family() == "openmpi":  # once: it takes minutes
 
 if family() == "mpich":  # the environment with torch has it
     TORCH = {"PYTHON": str(ROOT / ".venv-torch" / "bin" / "python")}
+    # MPICH under Slurm's PMI-2 must start before large packages are imported: "Problems" in docs/clusters.md.
+    MPI_FIRST = """
+import mpi4py.MPI
+import runpy
+runpy.run_path("{path}", run_name="__main__")
+"""
 
-    def test_torch_ddp(slurm: Slurm) -> None:
+    def mpi_first(folder: Path, name: str) -> str:
+        """Return a script that starts MPI and runs an example."""
+        (folder / name).write_text(MPI_FIRST.format(path=ROOT / "examples" / name))
+        return str(folder / name)
+
+    def test_torch_ddp(slurm: Slurm, folder: Path) -> None:
         """The example of DistributedDataParallel runs on two nodes."""
-        job = start(slurm, "torch-ddp", SCRIPT=str(ROOT / "examples" / "torch_ddp.py"), **TORCH)
+        job = start(slurm, "torch-ddp", SCRIPT=mpi_first(folder, "torch_ddp.py"), **TORCH)
         done = slurm.finish(job, limit=180.0)  # four imports of torch on two cores take half a minute
         assert (done.state, done.code) == ("COMPLETED", 0), done
         assert "after 20 epochs on 4 ranks" in done.output, done
@@ -288,7 +299,7 @@ if family() == "mpich":  # the environment with torch has it
     def test_torch_fsdp(slurm: Slurm, folder: Path) -> None:
         """At the signal all ranks save a checkpoint; the job is put back, goes on from there, and ends when it is done."""
         state = folder / "checkpoints"
-        exports = {"SCRIPT": str(ROOT / "examples" / "torch_fsdp.py"), "STATE": str(state)}
+        exports = {"SCRIPT": mpi_first(folder, "torch_fsdp.py"), "STATE": str(state)}
         job = start(slurm, "torch-fsdp", **exports, **TORCH)
         slurm.wait_for(job, "starting after 0 steps", limit=120.0)
         slurm.signal(job, "USR1")
