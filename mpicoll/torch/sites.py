@@ -14,9 +14,9 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _TESTING = os.path.join(_TORCH, "testing", "")
 
 _MAKERS = {
-    os.path.join("nn", "parallel", ""): "DistributedDataParallel",
-    os.path.join("autograd", ""): "DistributedDataParallel",
-    os.path.join("distributed", "algorithms", ""): "DistributedDataParallel",
+    os.path.join("nn", "parallel", ""): "DDP",
+    os.path.join("autograd", ""): "DDP",
+    os.path.join("distributed", "algorithms", ""): "DDP",
     os.path.join("distributed", "fsdp", ""): "FSDP",
     os.path.join("distributed", "tensor", ""): "DTensor",
     os.path.join("distributed", "checkpoint", ""): "torch.distributed.checkpoint",
@@ -60,7 +60,7 @@ def maker() -> str:
         if part:
             return "" if part is _OUTSIDE else _with_module(part, frame)
         frame = frame.f_back
-    return "DistributedDataParallel"  # a thread of autograd
+    return "DDP"  # a thread of autograd
 
 
 def _with_module(part: str, frame: FrameType | None) -> str:

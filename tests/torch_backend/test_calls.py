@@ -280,7 +280,7 @@ def test_reports_name_the_part_of_torch() -> None:
     """A report names the part of torch that made a call for the program: DistributedDataParallel, FSDP and its module."""
     own = torch.nn.Sequential(torch.nn.Linear(4, 4))
     models = {
-        "by DistributedDataParallel": torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4)),
+        "by DDP": torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4)),
         r"by FSDP\(0\)": fully_shard(torch.nn.Sequential(*map(fully_shard, own))),
     }
     for named, model in models.items():

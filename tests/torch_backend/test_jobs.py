@@ -96,7 +96,7 @@ dist.destroy_process_group()
 """
 
 WRAPS = {
-    "DistributedDataParallel": "wrapped = DistributedDataParallel(model)",
+    "DDP": "wrapped = DistributedDataParallel(model)",
     "FSDP": "from torch.distributed.fsdp import fully_shard\nfully_shard(model[0])\nfully_shard(model)\nwrapped = model",
 }
 
@@ -126,12 +126,7 @@ def test_a_call_that_torch_makes_is_told_as_its(wrap: str) -> None:
 def test_a_rank_that_leaves_a_backward_pass(act: str, code: int, told: str) -> None:
     """The other ranks wait in C++ for a future, and come out with an error that names the rank."""
     end = "" if act != "break" else "if rank == 1: os.environ['X'] = ''"
-    program = (
-        HEAD
-        + MODEL
-        + WRAPS["DistributedDataParallel"]
-        + STEPS.format(act=act).replace("dist.destroy", f"{end}\n0 and dist.destroy")
-    )
+    program = HEAD + MODEL + WRAPS["DDP"] + STEPS.format(act=act).replace("dist.destroy", f"{end}\n0 and dist.destroy")
     result = run_job(program, 2, limit=120)
     assert result.returncode == code, result
     assert not result.timed_out, result
@@ -141,9 +136,7 @@ def test_a_rank_that_leaves_a_backward_pass(act: str, code: int, told: str) -> N
 
 
 def test_a_rank_that_is_killed_in_a_step() -> None:
-    program = (
-        HEAD + MODEL + WRAPS["DistributedDataParallel"] + STEPS.format(act="print('now', flush=True); time.sleep(60)")
-    )
+    program = HEAD + MODEL + WRAPS["DDP"] + STEPS.format(act="print('now', flush=True); time.sleep(60)")
     result = run_job(
         program, 2, limit=60, meanwhile=lambda job: (job.wait_for("now", 1, limit=60), job.signal(signal.SIGKILL, 1))
     )
@@ -154,12 +147,12 @@ def test_a_rank_that_is_killed_in_a_step() -> None:
 
 def test_the_limit_of_a_future_that_cpp_waits_for() -> None:
     """No rank has failed, and one does not come: the progress thread watches the limit."""
-    program = (HEAD + MODEL + WRAPS["DistributedDataParallel"] + STEPS).replace("seconds=60", "seconds=4")
+    program = (HEAD + MODEL + WRAPS["DDP"] + STEPS).replace("seconds=60", "seconds=4")
     result = run_job(program.format(act="time.sleep(12)"), 2, limit=120)
     assert result.returncode == 1, result
     assert not result.timed_out, result
     assert "Timed out" in result.err[0], result
-    assert "by DistributedDataParallel" in result.err[0], result
+    assert "by DDP" in result.err[0], result
 
 
 START = """
