@@ -23,7 +23,7 @@ from mpicoll.operations import work as works
 from mpicoll.operations.request import Request
 from mpicoll.runtime import waiting
 from mpicoll.runtime.call_site import call_site
-from mpicoll.torch.sites import maker
+from mpicoll.torch.sites import DDP, maker
 from mpicoll.torch.sparse import all_reduce_sparse
 from mpicoll.torch.work import Complete, Joint, Work
 
@@ -94,6 +94,10 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
         self._name = group.group_name
         self._desc = group.group_desc
         self._coalesced: list[Any] | None = None
+        self._backward = (
+            -1,
+            0,
+        )  # the backward pass in which DistributedDataParallel has called, and the number of its last call
         self._dropped: deque[Work] = deque(maxlen=_MOST_DROPPED)
 
     # Names and numbers. C++ calls the names with capitals.
@@ -177,6 +181,8 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
         wait = getattr(opts, "asyncOp", True) is False
         limit = getattr(opts, "timeout", None)
         part = maker()
+        if part == DDP:
+            part = self._bucket()
         if part:
             self.group.note_maker(part)
         made = call(
@@ -186,6 +192,15 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
             timeout=limit if isinstance(limit, timedelta) and limit > _NO_TIME else None,
         )
         return None if made is None and wait else self._started(made, outputs, self._dropped if part else None)
+
+    def _bucket(self) -> str:
+        """Return the name of a call of DistributedDataParallel, with its number in the backward pass: that of the bucket."""
+        task = torch._C._current_graph_task_id()
+        if task < 0:
+            return DDP
+        before, number = self._backward
+        self._backward = task, number + 1 if task == before else 0
+        return f"{DDP}(bucket {self._backward[1]})"
 
     def _started(self, made: works.Work | None, outputs: Any, dropped: deque[Work] | None = None) -> Made:
         if made is None:

@@ -13,10 +13,12 @@ from mpicoll.runtime.call_site import PACKAGE, pass_through
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _TESTING = os.path.join(_TORCH, "testing", "")
 
+DDP = "DDP"
+
 _MAKERS = {
-    os.path.join("nn", "parallel", ""): "DDP",
-    os.path.join("autograd", ""): "DDP",
-    os.path.join("distributed", "algorithms", ""): "DDP",
+    os.path.join("nn", "parallel", ""): DDP,
+    os.path.join("autograd", ""): DDP,
+    os.path.join("distributed", "algorithms", ""): DDP,
     os.path.join("distributed", "fsdp", ""): "FSDP",
     os.path.join("distributed", "tensor", ""): "DTensor",
     os.path.join("distributed", "checkpoint", ""): "torch.distributed.checkpoint",
@@ -60,7 +62,7 @@ def maker() -> str:
         if part:
             return "" if part is _OUTSIDE else _with_module(part, frame)
         frame = frame.f_back
-    return "DDP"  # a thread of autograd
+    return DDP  # a thread of autograd
 
 
 def _with_module(part: str, frame: FrameType | None) -> str:
