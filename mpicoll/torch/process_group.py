@@ -25,7 +25,7 @@ from mpicoll.runtime import waiting
 from mpicoll.runtime.call_site import call_site
 from mpicoll.torch.sites import DDP, maker
 from mpicoll.torch.sparse import all_reduce_sparse
-from mpicoll.torch.work import Complete, Joint, Work
+from mpicoll.torch.work import Joint, Work
 
 NAME = "mpicoll"
 
@@ -94,10 +94,8 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
         self._name = group.group_name
         self._desc = group.group_desc
         self._coalesced: list[Any] | None = None
-        self._backward = (
-            -1,
-            0,
-        )  # the backward pass in which DistributedDataParallel has called, and the number of its last call
+        # The last backward pass with a call of DistributedDataParallel, and the number of that call.
+        self._backward = -1, 0
         self._dropped: deque[Work] = deque(maxlen=_MOST_DROPPED)
 
     # Names and numbers. C++ calls the names with capitals.
@@ -204,7 +202,7 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
 
     def _started(self, made: works.Work | None, outputs: Any, dropped: deque[Work] | None = None) -> Made:
         if made is None:
-            return Complete(outputs)
+            return Joint((), outputs)
         work = Work(made, outputs, dropped)
         if self._coalesced is not None:
             self._coalesced.append(work)
@@ -220,7 +218,7 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
         tensor, op = _one(tensors, "tensors"), reduce_op(opts)
         if tensor.layout is torch.sparse_coo:
             all_reduce_sparse(tensor, op, self.group)
-            return Complete(tensors)
+            return Joint((), tensors)
         return self._make(collectives.all_reduce, (tensor, op), tensors, opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = _SUM) -> Made:

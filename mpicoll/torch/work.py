@@ -86,38 +86,6 @@ class Work(c10d.Work):  # type: ignore[misc,unused-ignore]
         return self._future
 
 
-class Complete(c10d.Work):  # type: ignore[misc,unused-ignore]
-    """The handle of a call that is complete, as nothing had to move, or the call was waited for."""
-
-    def __init__(self, outputs: Any) -> None:
-        super().__init__()
-        self._outputs = outputs
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Return True."""
-        return True
-
-    def synchronize(self) -> None:
-        """Do nothing."""
-
-    def is_completed(self) -> bool:
-        """Return True."""
-        return True
-
-    is_success = is_completed
-
-    def exception(self) -> None:
-        """Return None."""
-
-    def result(self) -> Any:
-        """Return the tensors of the result."""
-        return self._outputs
-
-    def get_future(self) -> Any:
-        """Return a complete ``torch.futures.Future`` of the tensors of the result."""
-        return _complete(self._outputs)
-
-
 def _complete(outputs: Any) -> Any:
     future = torch.futures.Future()
     future.set_result(outputs)
@@ -151,7 +119,7 @@ def _future_of(work: works.Work, outputs: Any) -> Any:
 
 
 class Joint(c10d.Work):  # type: ignore[misc,unused-ignore]
-    """The handle of several calls that were started one after the other."""
+    """The handle of several calls that were started one after the other; of none if nothing has to be waited for."""
 
     def __init__(self, works: Sequence[Any], outputs: Any) -> None:
         super().__init__()

@@ -303,29 +303,3 @@ def test_dropped_works() -> None:
     del model
     gc.collect()
     dist.destroy_process_group(group)
-
-
-def test_reports_number_the_buckets_of_a_backward_pass() -> None:
-    """The second bucket of the second backward pass is the place where the ranks differ."""
-    model = torch.nn.Sequential(*(torch.nn.Linear(40, 40) for _ in range(3)))
-    wrapped = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.005)
-    wrapped(torch.ones(2, 40)).sum().backward()  # builds the buckets anew
-    own = torch.ones(40, 40)
-    with collective_raises((mpicoll.CollectiveMismatchError, RuntimeError), match=r"by DDP\(bucket 1\)"):
-        if dist.get_rank():
-            wrapped(torch.ones(2, 40)).sum().backward()
-        else:
-            calls = wrapped.process_group.allreduce
-            made: list[int] = []
-
-            def one_more(tensors: list[torch.Tensor], opts: Any) -> Any:
-                made.append(len(made))
-                if len(made) == 2:
-                    dist.all_reduce(own)
-                return calls(tensors, opts)
-
-            wrapped.process_group.allreduce = one_more
-            try:
-                wrapped(torch.ones(2, 40)).sum().backward()
-            finally:
-                del wrapped.process_group.allreduce

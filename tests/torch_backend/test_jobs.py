@@ -115,6 +115,26 @@ def test_a_call_that_torch_makes_is_told_as_its(wrap: str) -> None:
     assert "CollectiveMismatchError" in result.err[1], result
 
 
+def test_the_bucket_of_a_call() -> None:
+    """A hook of the program makes a call on one rank, after the first bucket of the backward pass."""
+    program = (
+        HEAD
+        + """
+first, second = torch.nn.Linear(40, 40), torch.nn.Linear(40, 40)
+wrapped = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(first, second), bucket_cap_mb=0.005)
+wrapped(torch.ones(2, 40)).sum().backward()  # the buckets are built anew
+if rank == 1:
+    first.register_full_backward_hook(lambda *_: dist.all_reduce(torch.ones(2)))  # EXTRA
+wrapped(torch.ones(2, 40)).sum().backward()
+"""
+    )
+    result = run_job(program, 2, limit=120)
+    assert result.returncode == 1, result
+    assert not result.timed_out, result
+    assert "by DDP(bucket 1) at job.py" in result.err[0], result
+    assert f"job.py:{line_of(program, '# EXTRA')}" in result.err[0], result
+
+
 @pytest.mark.parametrize(
     ("act", "code", "told"),
     [
