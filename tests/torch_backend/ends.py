@@ -21,6 +21,9 @@ def end_groups() -> None:
             group.shutdown()
     if dist.is_initialized():
         dist.destroy_process_group()
+    _world.group_count = (
+        0  # an init_process_group that failed has counted on some ranks; the names of groups are these numbers
+    )
     if mpicoll.is_initialized():
         with contextlib.suppress(mpicoll.DistError):
             mpicoll.destroy_process_group()
