@@ -27,6 +27,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,9 +61,19 @@ passed_to_c: deque[BaseException] = deque(maxlen=16)
 """The last errors that code in C++ may raise again as a RuntimeError with their text, as of the futures of torch."""
 
 
+RAISED_AGAIN = "Got the following error when running the callback: "
+"""How torch begins the text of an error that a callback of a future has raised."""
+
+
+def pass_to_c(error: BaseException) -> None:
+    """Note an error that code in C++ is about to raise again; without the frames of its traceback, which refer to arrays."""
+    passed_to_c.append(copy.copy(error))
+
+
 def before_c(error: BaseException) -> BaseException:
     """Return the error that code in C++ has raised again, or ``error`` itself."""
-    if type(error) is RuntimeError:
+    alone = error.__cause__ is None and error.__context__ is None
+    if type(error) is RuntimeError and alone and str(error).startswith(RAISED_AGAIN):
         text = str(error)
         for found in passed_to_c:
             if f"{type(found).__name__}: {found}" in text:

@@ -1,4 +1,4 @@
-"""Make process groups of torch.distributed from groups of this library, and register the backend and the rendezvous."""
+"""Make process groups of torch.distributed from groups of this library."""
 
 from __future__ import annotations
 
@@ -16,23 +16,10 @@ from mpicoll.api.objects import broadcast_object_list
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup as Group
 from mpicoll.lifecycle.init import init_process_group
-from mpicoll.runtime.torch_compile import exclude_from_compile
 from mpicoll.torch.devices import other_backends, with_others
-from mpicoll.torch.process_group import NAME, ProcessGroup
-from mpicoll.torch.sites import skip_torch
-
-SCHEME = "mpi"
-DEVICES = ["cpu", "cuda"]
-
-
-def register() -> None:
-    """Register the backend and the rendezvous with torch.distributed, once."""
-    skip_torch()
-    exclude_from_compile()
-    if NAME.upper() not in c10d.Backend._plugins:
-        c10d.Backend.register_backend(NAME, create, extended_api=True, devices=DEVICES)
-    if SCHEME not in c10d.rendezvous.__globals__["_rendezvous_handlers"]:
-        c10d.register_rendezvous_handler(SCHEME, rendezvous)
+from mpicoll.torch.process_group import ProcessGroup
+from mpicoll.torch.registration import NAME, SCHEME
+from mpicoll.torch.world import add_to_world
 
 
 def create(opts: Any, pg_options: Any) -> ProcessGroup:
@@ -46,11 +33,16 @@ def create(opts: Any, pg_options: Any) -> ProcessGroup:
         raise TypeError(f"the backend {NAME} has no pg_options, got {type(pg_options).__name__}")
     others, ranks = other_backends(), list(opts.global_ranks_in_group)
     if ranks:
-        group, owns = new_group(ranks, opts.timeout, use_local_synchronization=True, sort_ranks=False), True
+        group, owns = new_group(ranks, _limit(opts.timeout), use_local_synchronization=True, sort_ranks=False), True
     else:
         owns = _joined(opts.timeout, opts.group_rank, opts.group_size)
         group = registry.state().world
     return with_others(group, others, opts, owns=owns) if others else ProcessGroup(group, owns=owns)
+
+
+def _limit(timeout: timedelta) -> timedelta | None:
+    """Return the limit of a group; None if the program gave none: torch passes its default then, and MPICOLL_TIMEOUT counts."""
+    return None if timeout == distributed_c10d.default_pg_timeout else timeout
 
 
 _made_here = False
@@ -61,7 +53,7 @@ def _joined(timeout: timedelta, rank: int, size: int) -> bool:
     global _made_here
     known = registry.current()
     if known is None:
-        init_process_group(timeout=timeout, rank=rank, world_size=size)
+        init_process_group(timeout=_limit(timeout), rank=rank, world_size=size)
         _made_here = True
     elif known.world.gone() is None and (rank, size) not in ((known.world.rank(), known.world.size()), (-1, -1)):
         raise ValueError(
@@ -86,7 +78,7 @@ def rendezvous(url: str, timeout: timedelta | None = None, **more: Any) -> Itera
     rank, size = int(given.get("rank", -1)), int(given.get("world_size", -1))
     limit = timeout or distributed_c10d.default_pg_timeout
     if registry.current() is None:
-        init_process_group(timeout=limit, rank=rank, world_size=size)
+        init_process_group(timeout=_limit(limit), rank=rank, world_size=size)
         _made_here = True
     world = registry.state().world
     server = (
@@ -161,16 +153,7 @@ def wrap(group: Any = None) -> Any:
         if isinstance(known, ProcessGroup) and known.group is found:
             return known
     made = ProcessGroup(found, owns=False)
-    made.setGroupName(f"{NAME}:{found.group_name}")
-    _, store = distributed_c10d._world.pg_map[c10d.group.WORLD]
-    distributed_c10d._register_pg_in_world(
-        made,
-        backend_name=NAME,
-        store=c10d.PrefixStore(f"{made.group_name}/", store),
-        group_name=made.group_name,
-        backend_config=str(c10d.BackendConfig(c10d.Backend(NAME))) if hasattr(c10d, "BackendConfig") else NAME,
-        rank_mapping={rank: at for at, rank in enumerate(found.ranks)},
-    )
+    add_to_world(made, f"{NAME}:{found.group_name}", found.ranks, NAME)
     return made
 
 

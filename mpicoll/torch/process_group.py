@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -23,11 +23,11 @@ from mpicoll.operations import work as works
 from mpicoll.operations.request import Request
 from mpicoll.runtime import waiting
 from mpicoll.runtime.call_site import call_site
+from mpicoll.torch.registration import DEVICES, NAME
 from mpicoll.torch.sites import DDP, maker
 from mpicoll.torch.sparse import all_reduce_sparse
 from mpicoll.torch.work import Joint, Work
-
-NAME = "mpicoll"
+from mpicoll.torch.world import add_to_world
 
 Tensor = Any
 Made = Any
@@ -71,6 +71,12 @@ def _one(given: Any, what: str) -> Any:
 def _inner(given: Any) -> Any:
     """Return the only list of a list, or a list of tensors."""
     return given[0] if given and not isinstance(given[0], torch.Tensor) else given
+
+
+def _tensors(outputs: Any) -> Iterator[Any]:
+    """Return the tensors of a result one after the other, as the future of a call has them: of a tensor, or of lists of lists."""
+    for each in (outputs,) if isinstance(outputs, torch.Tensor) else outputs:
+        yield from (each,) if isinstance(each, torch.Tensor) else _tensors(each)
 
 
 class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
@@ -147,7 +153,7 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
 
     @property
     def _device_types(self) -> list[Any]:
-        return [torch.device("cpu"), torch.device("cuda")]
+        return [torch.device(name) for name in DEVICES]
 
     supports_splitting = supports_coalescing = supports_time_estimate = False
 
@@ -194,6 +200,7 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
         return f"{DDP}(bucket {self._backward[1]})"
 
     def _started(self, made: works.Work | None, outputs: Any, dropped: deque[Work] | None = None) -> Made:
+        outputs = list(_tensors(outputs))
         if made is None:
             return Joint((), outputs)
         work = Work(made, outputs, dropped)
@@ -347,7 +354,7 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
             return None
         members = [self.group.ranks[each] for each in ranks]
         made = ProcessGroup(new_group(members, timeout, None, None, True, group_desc, None, False), owns=True)
-        made.setGroupName(group_name or made.group_name)
+        add_to_world(made, group_name or f"{NAME}:{made.group_name}", made.group.ranks, NAME)
         return made
 
     splitGroup = split_group
@@ -368,7 +375,9 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
         group = self.group
         if group.destroyed:
             return
-        pending = [each for each in waiting.pending if isinstance(each, Request) and each.group is group]
+        pending = [
+            each for each in waiting.pending if isinstance(each, Request) and each.group is group and not each.done
+        ]
         for request in dict.fromkeys([*group.unwaited.values(), *pending]):
             try:
                 works.Work(request).wait()

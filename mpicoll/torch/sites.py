@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from types import FrameType
 
 import torch  # type: ignore[import-not-found,unused-ignore]
+import typing_extensions
 
 from mpicoll.runtime.call_site import PACKAGE, pass_through
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_WRAPPERS = tuple(module.__file__ for module in (typing_extensions, warnings) if module.__file__)
+"""Files of the function that is around each deprecated function of torch."""
 _TESTING = os.path.join(_TORCH, "testing", "")
 
 DDP = "DDP"
 
 _MAKERS = {
     os.path.join("nn", "parallel", ""): DDP,
-    os.path.join("autograd", ""): DDP,
+    os.path.join("autograd", ""): "autograd",
     os.path.join("distributed", "algorithms", ""): DDP,
     os.path.join("distributed", "fsdp", ""): "FSDP",
     os.path.join("distributed", "tensor", ""): "DTensor",
@@ -34,12 +38,12 @@ _known: dict[str, str] = {}
 
 def skip_torch() -> None:
     """Let call sites skip the code of torch."""
-    pass_through(*(os.path.join(_TORCH, each) for each in sorted(os.listdir(_TORCH)) if each != "testing"))
+    pass_through(*_WRAPPERS, *(os.path.join(_TORCH, each) for each in sorted(os.listdir(_TORCH)) if each != "testing"))
 
 
 def _part(name: str) -> str:
     """Return the part of torch that code in this file belongs to, "" for another file of torch or of this package."""
-    if name.startswith(PACKAGE):
+    if name.startswith((PACKAGE, *_WRAPPERS)):
         return _BETWEEN
     if not name.startswith(_TORCH) or name.startswith(_TESTING):
         return _OUTSIDE
@@ -50,19 +54,25 @@ def _part(name: str) -> str:
 def maker() -> str:
     """Return what made the call of the caller's caller: "" for the program, else a part of torch, with its module if known.
 
-    DistributedDataParallel reduces gradients from C++: then no frame of it is between the backward pass and this package.
+    DistributedDataParallel reduces gradients from C++: then no frame is between the backward pass and this package. A function of
+    the program's backward pass has called a function of torch.distributed.
     """
     frame: FrameType | None = sys._getframe(2)
+    direct = True
     while frame is not None:
         name = frame.f_code.co_filename
         try:
             part = _known[name]
         except KeyError:
             part = _known[name] = _part(name)
-        if part:
+        if part == "autograd":
+            if direct:
+                return DDP
+        elif part:
             return "" if part is _OUTSIDE else _with_module(part, frame)
+        direct = direct and name.startswith(PACKAGE)
         frame = frame.f_back
-    return DDP  # a thread of autograd
+    return DDP if direct else ""  # a thread of autograd
 
 
 def _with_module(part: str, frame: FrameType | None) -> str:

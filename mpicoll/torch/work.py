@@ -10,7 +10,7 @@ from typing import Any
 import torch  # type: ignore[import-not-found,unused-ignore]
 import torch.distributed as c10d  # type: ignore[import-not-found,unused-ignore]
 
-from mpicoll.errors import DistError, passed_to_c
+from mpicoll.errors import DistError, pass_to_c
 from mpicoll.lifecycle.join import background_progress
 from mpicoll.operations import work as works
 
@@ -107,7 +107,7 @@ def _future_of(work: works.Work, outputs: Any) -> Any:
     def result(_: Any) -> Any:
         error = future.exception(0)
         if error is not None:
-            passed_to_c.append(error)
+            pass_to_c(error)
             raise error
         return outputs
 

@@ -303,3 +303,61 @@ def test_dropped_works() -> None:
     del model
     gc.collect()
     dist.destroy_process_group(group)
+
+
+def test_futures_have_the_tensors_of_the_result() -> None:
+    """One after the other, also of a call with one output or with lists of lists, as on gloo."""
+    size = dist.get_world_size()
+    whole, each = torch.zeros(2 * size), [torch.zeros(2) for _ in range(size)]
+    made = dist.all_gather_single(whole, torch.ones(2), async_op=True)
+    assert [tensor.shape for tensor in made.get_future().wait()] == [whole.shape]
+    assert made.result()[0] is whole
+    assert [tensor.tolist() for tensor in dist.all_gather(each, torch.ones(2), async_op=True).get_future().wait()] == [
+        [1, 1]
+    ] * size
+    made = dist.reduce_scatter_single(torch.zeros(2), whole, async_op=True)
+    assert [tensor.shape for tensor in made.get_future().wait()] == [(2,)]
+
+
+@pytest.mark.parametrize("wrong", ["shape", "dtype", "op"])
+def test_sparse_tensors_that_differ(wrong: str) -> None:
+    """All ranks raise the same class, and the group can be used."""
+    odd = dist.get_rank() == 1
+    dtype = torch.float64 if odd and wrong == "dtype" else torch.float32
+    shape = (6,) if odd and wrong == "shape" else (4,)
+    tensor = torch.sparse_coo_tensor([[1]], torch.ones(1, dtype=dtype), shape, check_invariants=True)
+    with pytest.raises(ValueError, match="sparse tensors"):
+        dist.all_reduce(tensor, dist.ReduceOp.MAX if odd and wrong == "op" else dist.ReduceOp.SUM)
+    dist.barrier()
+
+
+def test_the_line_of_a_call_by_a_deprecated_name() -> None:
+    with collective_raises(mpicoll.CollectiveMismatchError, match=r"at test_calls\.py"):
+        dist.reduce_scatter_tensor(
+            torch.zeros(2 + dist.get_rank()), torch.zeros(dist.get_world_size() * (2 + dist.get_rank()))
+        )
+
+
+def test_a_backward_pass_without_ddp() -> None:
+    """torch.distributed.nn calls in a backward pass, and is not taken for DistributedDataParallel."""
+    x = torch.ones(2 + dist.get_rank(), requires_grad=True)
+    with collective_raises(mpicoll.CollectiveMismatchError) as raised:
+        differentiable._AllReduce.apply(dist.ReduceOp.SUM, dist.group.WORLD, x.detach()[:2].clone().requires_grad_())
+        functional_backward(x)
+    assert "by DDP" not in str(raised.value)
+
+
+def functional_backward(x: torch.Tensor) -> None:
+    """Make a call of other sizes on each rank in a backward pass of torch.distributed.nn."""
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.sum()
+
+        @staticmethod
+        def backward(ctx: Any, *given: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = differentiable.all_reduce(x.detach().clone())
+            return made
+
+    Own.apply(x).backward()

@@ -165,13 +165,16 @@ def test_split_group() -> None:
     tensor = torch.ones(3)
     made.allreduce([tensor]).wait()
     assert (tensor == len(mine)).all()
+    assert dist.get_rank(made) == made.rank()
+    assert dist.get_process_group_ranks(made) == mine
+    dist.broadcast(tensor, mine[-1], group=made)
     inner = made.split_group([0])
     assert (inner is None) == (made.rank() != 0)
     if inner is not None:
         assert dist.group.WORLD.size() == WORLD.size
         inner.barrier().wait()
-        inner.shutdown()
-    made.shutdown()
+        dist.destroy_process_group(inner)
+    dist.destroy_process_group(made)
 
 
 def test_new_subgroups() -> None:

@@ -273,3 +273,49 @@ dist.destroy_process_group()
         lines = [line for line in each.splitlines() if not line.startswith("gloo:")]
         assert [line.split("]")[0] for line in lines] == ["[2.0, 2.0", "[2.0, 2.0", "[4.0, 4.0"], result
         assert lines[0].endswith("gloo"), result
+
+
+def test_workers_that_import_the_program(tmp_path: Path) -> None:
+    """Workers of a data loader that start anew import the module of the program, and are no ranks of MPI."""
+    program = (
+        HEAD.replace("dist.init_process_group", "if __name__ == '__main__':\n    dist.init_process_group").replace(
+            "rank, size = ", "    rank, size = "
+        )
+        + """
+    from torch.utils.data import DataLoader
+
+    data = DataLoader(range(8), batch_size=4, num_workers=1, multiprocessing_context="spawn")
+    print([batch.tolist() for batch in data])
+    dist.destroy_process_group()
+"""
+    )
+    result = run_job(program, 2, limit=150)
+    assert result.returncode == 0, result
+    assert result.out == ["[[0, 1, 2, 3], [4, 5, 6, 7]]\n"] * 2, result
+
+
+def test_the_limit_of_the_environment() -> None:
+    """torch passes its own default if the program gives no limit."""
+    result = run_job(
+        HEAD.replace(", timeout=LIMIT", "") + "print(mpicoll.torch.group_of().timeout)\ndist.destroy_process_group()",
+        2,
+        limit=90,
+        env={"MPICOLL_TIMEOUT": "77"},
+    )
+    assert result.out == ["77.0\n"] * 2, result
+
+
+def test_an_error_of_the_program_around_one_of_the_library() -> None:
+    result = run_job(
+        HEAD
+        + """
+try:
+    dist.all_reduce(torch.ones(3 + rank), async_op=True).get_future().wait()
+except RuntimeError as error:
+    raise RuntimeError(f"in file data.pt: {error}") from error
+""",
+        2,
+        limit=90,
+    )
+    assert result.returncode == 1, result
+    assert "RuntimeError: in file data.pt: Got" in result.stdout + result.stderr, result
