@@ -36,7 +36,7 @@ from stage_plan import CLUSTER, SIZES, STAGES, WORKERS, Selection, Stage, missin
 
 LOGS = ROOT / ".ci-logs"
 # Hard limits of a stage in seconds. A stage that needs more is broken, or does not belong into `make test`.
-LIMITS = {"fast": 600.0, "slow": 2400.0}
+LIMITS = {"fast": 600.0, "slow": 3600.0}
 TAIL = 120  # lines that are printed of the log of a failed stage
 # On a busy machine one test in some thousands fails by its timing. At most MOST_AGAIN failed tests of a stage are run again
 # by themselves, and have to pass TIMES_AGAIN times. They are listed at the end with their first log: each is a defect.
