@@ -12,7 +12,7 @@ from mpicoll.torch.versions import check_version
 
 check_version()
 
-from mpicoll.torch.registration import register  # noqa: E402
+from mpicoll.torch.registration import load_backend, register  # noqa: E402
 
 if TYPE_CHECKING:
     from mpicoll.torch.backend import group_of as group_of
@@ -26,6 +26,4 @@ register()
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from mpicoll.torch import backend  # loads MPI
-
-    return getattr(backend, name)
+    return getattr(load_backend(), name)

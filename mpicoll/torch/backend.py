@@ -17,8 +17,8 @@ from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup as Group
 from mpicoll.lifecycle.init import init_process_group
 from mpicoll.torch.devices import other_backends, with_others
+from mpicoll.torch.names import NAME, SCHEME
 from mpicoll.torch.process_group import ProcessGroup
-from mpicoll.torch.registration import NAME, SCHEME
 from mpicoll.torch.world import add_to_world
 
 

@@ -11,8 +11,8 @@ import torch.distributed as c10d  # type: ignore[import-not-found,unused-ignore]
 from torch.distributed import distributed_c10d  # type: ignore[import-not-found,unused-ignore]
 
 from mpicoll.groups.process_group import ProcessGroup as Group
+from mpicoll.torch.names import NAME
 from mpicoll.torch.process_group import ProcessGroup
-from mpicoll.torch.registration import NAME
 
 _CALLS = (
     *(

@@ -23,7 +23,7 @@ from mpicoll.operations import work as works
 from mpicoll.operations.request import Request
 from mpicoll.runtime import waiting
 from mpicoll.runtime.call_site import call_site
-from mpicoll.torch.registration import DEVICES, NAME
+from mpicoll.torch.names import DEVICES, NAME
 from mpicoll.torch.sites import DDP, maker
 from mpicoll.torch.sparse import all_reduce_sparse
 from mpicoll.torch.work import Joint, Work

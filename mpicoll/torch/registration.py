@@ -11,11 +11,15 @@ from typing import Any
 import torch.distributed as c10d  # type: ignore[import-not-found,unused-ignore]
 
 from mpicoll.runtime.torch_compile import exclude_from_compile
+from mpicoll.torch.names import DEVICES, NAME, SCHEME
 from mpicoll.torch.sites import skip_torch
 
-NAME = "mpicoll"
-SCHEME = "mpi"
-DEVICES = ["cpu", "cuda"]
+
+def load_backend() -> Any:
+    """Return the module that makes process groups; its import loads MPI."""
+    from mpicoll.torch import backend as found
+
+    return found
 
 
 def register() -> None:
@@ -29,12 +33,9 @@ def register() -> None:
 
 
 def _create(opts: Any, pg_options: Any) -> Any:
-    from mpicoll.torch import backend  # loads MPI
-
-    return backend.create(opts, pg_options)
+    return load_backend().create(opts, pg_options)
 
 
 def _rendezvous(url: str, **more: Any) -> Iterator[tuple[Any, int, int]]:
-    from mpicoll.torch import backend
-
-    return backend.rendezvous(url, **more)
+    made: Iterator[tuple[Any, int, int]] = load_backend().rendezvous(url, **more)
+    return made
