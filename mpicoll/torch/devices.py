@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import torch  # type: ignore[import-not-found,unused-ignore]
@@ -45,7 +46,11 @@ def other_backends() -> dict[str, str]:
     torch 2.13 replaces the whole process group by a group that is made in Python, and does not say which other backends were
     asked for. They are read from the function of torch that makes the group; {} if it has no such variable.
     """
-    config = sys._getframe(2).f_locals.get("backend_config")
+    frame: FrameType | None = sys._getframe(1)
+    maker = distributed_c10d._new_process_group_helper.__code__
+    while frame is not None and frame.f_code is not maker:
+        frame = frame.f_back
+    config = None if frame is None else frame.f_locals.get("backend_config")
     found = config.get_device_backend_map() if isinstance(config, distributed_c10d.BackendConfig) else {}
     return {device: str(name) for device, name in found.items() if name != NAME}
 
