@@ -55,7 +55,7 @@ def _joined(timeout: timedelta, rank: int, size: int) -> bool:
     if known is None:
         init_process_group(timeout=_limit(timeout), rank=rank, world_size=size)
         _made_here = True
-    elif known.world.gone() is None and (rank, size) not in ((known.world.rank(), known.world.size()), (-1, -1)):
+    elif (rank, size) not in ((known.world.rank(), known.world.size()), (-1, -1)):
         raise ValueError(
             f"rank={rank} and world_size={size} contradict MPI: this is rank {known.world.rank()} of {known.world.size()}"
         )

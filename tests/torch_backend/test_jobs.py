@@ -192,6 +192,19 @@ def test_rank_and_size_that_contradict_mpi() -> None:
     assert "MPI" in result.stderr, result
 
 
+def test_rank_and_size_that_contradict_a_group_that_is_there() -> None:
+    """The library was started first; the program's store brings a rank and a size of its own."""
+    result = run_job(
+        START
+        + "import mpicoll\nmpicoll.init_process_group()\n"
+        + "dist.init_process_group('mpicoll', store=dist.HashStore(), rank=0, world_size=3)",
+        2,
+        limit=90,
+    )
+    assert result.returncode == 1, result
+    assert all("contradict MPI: this is rank" in each for each in result.err), result
+
+
 def test_processes_of_torchrun_without_mpi(tmp_path: Path) -> None:
     """The error names a line that starts the program with MPI."""
     script = tmp_path / "train.py"
