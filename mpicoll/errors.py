@@ -57,7 +57,7 @@ ARGUMENT = "_mpicoll_argument"
 """Attribute set on an exception about the caller's arguments: its traceback is printed without the library's own frames."""
 
 
-passed_to_c: deque[BaseException] = deque(maxlen=16)
+_passed_to_c: deque[BaseException] = deque(maxlen=16)
 """The last errors that code in C++ may raise again as a RuntimeError with their text, as of the futures of torch."""
 
 
@@ -67,7 +67,7 @@ RAISED_AGAIN = "Got the following error when running the callback: "
 
 def pass_to_c(error: BaseException) -> None:
     """Note an error that code in C++ is about to raise again; without the frames of its traceback, which refer to arrays."""
-    passed_to_c.append(copy.copy(error))
+    _passed_to_c.append(copy.copy(error))
 
 
 def before_c(error: BaseException) -> BaseException:
@@ -75,7 +75,7 @@ def before_c(error: BaseException) -> BaseException:
     alone = error.__cause__ is None and error.__context__ is None
     if type(error) is RuntimeError and alone and str(error).startswith(RAISED_AGAIN):
         text = str(error)
-        for found in passed_to_c:
+        for found in _passed_to_c:
             if f"{type(found).__name__}: {found}" in text:
                 return found.with_traceback(error.__traceback__)
     return error

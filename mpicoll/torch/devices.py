@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
-from types import FrameType
+from collections.abc import Callable
+from inspect import signature
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch  # type: ignore[import-not-found,unused-ignore]
@@ -13,31 +14,7 @@ from torch.distributed import distributed_c10d  # type: ignore[import-not-found,
 
 from mpicoll.groups.process_group import ProcessGroup as Group
 from mpicoll.torch.names import NAME
-from mpicoll.torch.process_group import ProcessGroup
-
-_CALLS = (
-    *(
-        "allreduce",
-        "allreduce_coalesced",
-        "broadcast",
-        "reduce",
-        "allgather",
-        "allgather_coalesced",
-        "gather",
-        "scatter",
-    ),
-    *("all_gather_single", "all_gather_single_coalesced", "_allgather_base", "allgather_into_tensor_coalesced"),
-    *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced", "_reduce_scatter_base"),
-    *(
-        "reduce_scatter_tensor_coalesced",
-        "alltoall",
-        "alltoall_base",
-        "all_to_all_single",
-        "send",
-        "recv",
-        "recv_anysource",
-    ),
-)
+from mpicoll.torch.process_group import ProcessGroup, tensors_in
 
 
 def other_backends() -> dict[str, str]:
@@ -79,14 +56,6 @@ def with_others(group: Group, others: dict[str, str], opts: Any, *, owns: bool) 
     return ByDevice(group, {device: made[name] for device, name in others.items()}, owns=owns)
 
 
-def _tensors(given: Any) -> Iterable[Any]:
-    for each in given:
-        if isinstance(each, torch.Tensor):
-            yield each
-        elif isinstance(each, (list, tuple)):
-            yield from _tensors(each)
-
-
 class ByDevice(ProcessGroup):
     """A process group with other backends for other kinds of devices.
 
@@ -115,7 +84,7 @@ def _by_device(name: str) -> Callable[..., Any]:
     own = getattr(ProcessGroup, name)
 
     def call(self: ByDevice, *given: Any, **named: Any) -> Any:
-        device = next((each.device.type for each in _tensors((*given, *named.values()))), "")
+        device = next((each.device.type for each in tensors_in((*given, *named.values()))), "")
         other = self._others.get(device)
         return own(self, *given, **named) if other is None else getattr(other, name)(*given, **named)
 
@@ -123,5 +92,9 @@ def _by_device(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in _CALLS:
-    setattr(ByDevice, _name, _by_device(_name))
+for _name, _method in tuple(vars(ProcessGroup).items()):
+    # The methods that take tensors, as their first argument or as the place of their result.
+    if isinstance(_method, FunctionType) and "".join([*signature(_method).parameters][1:2]).startswith(
+        ("tensors", "output")
+    ):
+        setattr(ByDevice, _name, _by_device(_name))

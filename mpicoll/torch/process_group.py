@@ -73,10 +73,13 @@ def _inner(given: Any) -> Any:
     return given[0] if given and not isinstance(given[0], torch.Tensor) else given
 
 
-def _tensors(outputs: Any) -> Iterator[Any]:
-    """Return the tensors of a result one after the other, as the future of a call has them: of a tensor, or of lists of lists."""
-    for each in (outputs,) if isinstance(outputs, torch.Tensor) else outputs:
-        yield from (each,) if isinstance(each, torch.Tensor) else _tensors(each)
+def tensors_in(given: Any) -> Iterator[Any]:
+    """Return the tensors of a tensor, or of lists of lists, one after the other, as the future of a call has them."""
+    if isinstance(given, torch.Tensor):
+        yield given
+    elif isinstance(given, (list, tuple)):
+        for each in given:
+            yield from tensors_in(each)
 
 
 class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
@@ -200,7 +203,7 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
         return f"{DDP}(bucket {self._backward[1]})"
 
     def _started(self, made: works.Work | None, outputs: Any, dropped: deque[Work] | None = None) -> Made:
-        outputs = list(_tensors(outputs))
+        outputs = list(tensors_in(outputs))
         if made is None:
             return Joint((), outputs)
         work = Work(made, outputs, dropped)

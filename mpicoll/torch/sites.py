@@ -54,8 +54,8 @@ def _part(name: str) -> str:
 def maker() -> str:
     """Return what made the call of the caller's caller: "" for the program, else a part of torch, with its module if known.
 
-    DistributedDataParallel reduces gradients from C++: then no frame is between the backward pass and this package. A function of
-    the program's backward pass has called a function of torch.distributed.
+    DistributedDataParallel reduces gradients from C++: then no frame is between autograd and this package. A backward function of
+    the program calls torch.distributed, whose frames are between.
     """
     frame: FrameType | None = sys._getframe(2)
     direct = True

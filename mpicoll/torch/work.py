@@ -14,8 +14,6 @@ from mpicoll.errors import DistError, pass_to_c
 from mpicoll.lifecycle.join import background_progress
 from mpicoll.operations import work as works
 
-Tensors = list[Any]
-
 
 class Work(c10d.Work):  # type: ignore[misc,unused-ignore]
     """The handle of a call that was started (torch.distributed.Work).
@@ -86,12 +84,6 @@ class Work(c10d.Work):  # type: ignore[misc,unused-ignore]
         return self._future
 
 
-def _complete(outputs: Any) -> Any:
-    future = torch.futures.Future()
-    future.set_result(outputs)
-    return future
-
-
 def _future_of(work: works.Work, outputs: Any) -> Any:
     future = work.get_future()
     thread = None
@@ -99,10 +91,11 @@ def _future_of(work: works.Work, outputs: Any) -> Any:
         thread = background_progress()
         if thread is None or thread.is_current:
             future.exception()  # waits
-    if future.done() and future.exception(0) is None:
-        return _complete(outputs)
-    # An exception as the result of a Future is one for Python only. That of a callback is one for C++, too.
     called = torch.futures.Future()
+    if future.done() and future.exception(0) is None:
+        called.set_result(outputs)
+        return called
+    # An exception as the result of a Future is one for Python only. That of a callback is one for C++, too.
 
     def result(_: Any) -> Any:
         error = future.exception(0)
