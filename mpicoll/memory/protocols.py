@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mpicoll.runtime.native import found as extension
+
 Array = npt.NDArray[Any]
 
 
@@ -78,9 +80,14 @@ def as_numpy(value: Any, name: str, *, writable: bool) -> Array | None:
         TypeError: the memory of the array is not accessible, for example on a device, or of a sparse array.
         ValueError: the call writes into the array, which is read-only.
     """
-    torch = sys.modules.get("torch")
+    torch: Any = sys.modules.get("torch")
     tensor = getattr(torch, "Tensor", None)
     if isinstance(tensor, type) and isinstance(value, tensor):
+        plain: Array | None = None
+        if extension is not None:
+            plain = extension.tensor_array(value, tensor, torch.strided, _torch_dtypes)
+        if plain is not None:
+            return plain
         try:
             array = _torch_array(torch, value, name, writable)
         except RuntimeError as error:  # torch raises it for a tensor that vmap or grad has wrapped

@@ -179,6 +179,11 @@ static PyMethodDef methods[] = {
     {"contents", contents, METH_O,
      "Return the bytes of an array, or of each in a list, to find writes of the program; a sample of more than SNAPSHOT_BYTES.\n"
      "None if an array is not in one piece of memory, or has fields."},
+    {"innermost_outside", innermost_outside, METH_O,
+     "Return the innermost frame whose code is not in files that a dictionary passes with True; None if it does not name the file."},
+    {"tensor_array", (PyCFunction)(void (*)(void))tensor_array, METH_FASTCALL,
+     "Return an array of the memory of a tensor of torch: tensor_array(tensor, torch.Tensor, torch.strided, dtypes by those of torch).\n"
+     "None for a tensor that Python has to look at."},
     {"reduce_rows", reduce_rows, METH_VARARGS,
      "Reduce rows in their order: reduce_rows(rows, number of rows, out, \"SUM f8\")."},
     {NULL},
@@ -223,7 +228,7 @@ PyMODINIT_FUNC PyInit__native(void)
     known.shared = PyUnicode_InternFromString("shared");
     known.world = PyUnicode_InternFromString("world");
     known.one = PyLong_FromLong(1);
-    if (PyErr_Occurred())
+    if (PyErr_Occurred() || tensors_ready() < 0)
         return NULL;
     PyObject *module = PyModule_Create(&definition);
     int failed = module == NULL || PyModule_AddStringConstant(module, "VERSION", VERSION) < 0;

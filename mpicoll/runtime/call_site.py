@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType, FrameType, TracebackType
 
+from mpicoll.runtime.native import found as extension
+
 _INSTALLED = tuple({os.path.join(path, "") for path in sysconfig.get_paths().values()})
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
@@ -89,16 +91,29 @@ def _is_passed(name: str) -> bool:
     return found
 
 
+def _innermost_outside(files: dict[str, bool]) -> FrameType | None:
+    """Return the innermost frame of code whose file is not passed; None if there is none, or if ``files`` does not name the file.
+
+    Args:
+        files: whether code in a file is passed, by the name of the file.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and files.get(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame if frame is not None and frame.f_code.co_filename in files else None
+
+
+innermost_outside = _innermost_outside if extension is None else extension.innermost_outside
+
+
 def _outside(depth: int = 0) -> FrameType:
     """Return the innermost frame that is outside this package and the paths of :func:`pass_through`.
 
     A thread that C has started has no such frame: then it is that of the main thread, which waits for the thread, as in the
     backward pass of a model on a GPU.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _passed.get(frame.f_code.co_filename):
-        frame = frame.f_back
-    if frame is not None and frame.f_code.co_filename in _passed:
+    frame: FrameType | None = innermost_outside(_passed)
+    if frame is not None:
         return frame
     # A file that is seen for the first time, or the end of the stack.
     first, main = sys._getframe(1), threading.main_thread().ident or 0

@@ -61,6 +61,8 @@ def _root(opts: Any) -> int:
 
 def _one(given: Any, what: str) -> Any:
     """Return the only tensor of a list, or a tensor that is in no list."""
+    if type(given) is list and len(given) == 1:
+        return given[0]
     if isinstance(given, torch.Tensor):
         return given
     if len(given) != 1:
@@ -73,13 +75,19 @@ def _inner(given: Any) -> Any:
     return given[0] if given and not isinstance(given[0], torch.Tensor) else given
 
 
-def tensors_in(given: Any) -> Iterator[Any]:
-    """Return the tensors of a tensor, or of lists of lists, one after the other, as the future of a call has them."""
+def _each(given: Any) -> Iterator[Any]:
     if isinstance(given, torch.Tensor):
         yield given
     elif isinstance(given, (list, tuple)):
         for each in given:
-            yield from tensors_in(each)
+            yield from _each(each)
+
+
+def tensors_in(given: Any) -> list[Any]:
+    """Return the tensors of a tensor, or of lists of lists, one after the other, as the future of a call has them."""
+    if type(given) is list and len(given) == 1 and type(given[0]) is torch.Tensor:
+        return given  # a list that torch has made for the call
+    return list(_each(given))
 
 
 class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
@@ -182,15 +190,16 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
             outputs: the tensors of the result.
             opts: the options of torch: whether the caller waits at once, and the limit of the call. Other types: it does not.
         """
-        wait = getattr(opts, "asyncOp", True) is False
-        limit = getattr(opts, "timeout", None)
+        try:
+            wait, limit = opts.asyncOp is False, opts.timeout
+        except AttributeError:  # another type, or options that another member of torch makes
+            wait, limit = False, None
         part = maker()
-        if part == DDP:
-            part = self._bucket()
         if part:
+            part = self._bucket() if part is DDP else part
             self.group.note_maker(part)
-        more = {"timeout": limit} if isinstance(limit, timedelta) and limit > _NO_TIME else {}
-        made = call(*given, group=self.group, async_op=not wait, **more)
+        limit = limit if isinstance(limit, timedelta) and limit > _NO_TIME else None
+        made = call(*given, group=self.group, async_op=not wait, timeout=limit)
         return None if made is None and wait else self._started(made, outputs, self._dropped if part else None)
 
     def _bucket(self) -> str:
@@ -203,7 +212,7 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
         return f"{DDP}(bucket {self._backward[1]})"
 
     def _started(self, made: works.Work | None, outputs: Any, dropped: deque[Work] | None = None) -> Made:
-        outputs = list(tensors_in(outputs))
+        outputs = tensors_in(outputs)
         if made is None:
             return Joint((), outputs)
         work = Work(made, outputs, dropped)

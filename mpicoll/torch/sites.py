@@ -10,7 +10,7 @@ from types import FrameType
 import torch  # type: ignore[import-not-found,unused-ignore]
 import typing_extensions
 
-from mpicoll.runtime.call_site import PACKAGE, pass_through
+from mpicoll.runtime.call_site import PACKAGE, innermost_outside, pass_through
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _WRAPPERS = tuple(module.__file__ for module in (typing_extensions, warnings) if module.__file__)
@@ -34,6 +34,8 @@ _MAKERS = {
 _OUTSIDE, _BETWEEN = "outside", ""
 _known: dict[str, str] = {}
 """The part of torch of each file that was seen."""
+_between: dict[str, bool] = {}
+"""Whether the file is of no such part, and not of the program."""
 
 
 def skip_torch() -> None:
@@ -57,7 +59,10 @@ def maker() -> str:
     DistributedDataParallel reduces gradients from C++: then no frame is between autograd and this package. A backward function of
     the program calls torch.distributed, whose frames are between.
     """
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = innermost_outside(_between)
+    if frame is not None and _known[frame.f_code.co_filename] is _OUTSIDE:
+        return ""
+    frame = sys._getframe(2)
     direct = True
     while frame is not None:
         name = frame.f_code.co_filename
@@ -65,6 +70,7 @@ def maker() -> str:
             part = _known[name]
         except KeyError:
             part = _known[name] = _part(name)
+            _between[name] = part is _BETWEEN
         if part == "autograd":
             if direct:
                 return DDP

@@ -36,8 +36,7 @@ Ranges = Sequence[tuple[int, int]]
 
 _KIB = 1024
 DEFAULT: Mapping[Kind, Ranges] = {
-    # Between the ranges both MPIs are faster on two ranks; from 32 MiB on MPIs free their temporary memory after each call.
-    Kind.ALL_REDUCE: ((2 * _KIB + 1, 8 * 1024 * _KIB), (32 * 1024 * _KIB, NEVER)),
+    Kind.ALL_REDUCE: ((2 * _KIB + 1, NEVER),),
     Kind.REDUCE: ((2 * _KIB + 1, NEVER),),
     Kind.REDUCE_SCATTER: ((65, NEVER),),
     # To move without a reduction, both MPIs copy once, from the memory of the other process; shared memory needs two copies, but

@@ -1,4 +1,4 @@
-/* run_cached(): the first function that a collective call of the program reaches. */
+/* run_cached(): the first function that a collective call of the program reaches; and how the frame of the program is found. */
 
 #include "objects.h"
 
@@ -72,4 +72,27 @@ PyObject *run_cached(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssiz
             Py_RETURN_NONE;
     }
     return PyObject_Vectorcall(known.run_cached, args, (size_t)count, NULL);
+}
+
+/* Return the innermost frame whose code is in no file to pass; None if the stack has none, or if `files` does not name the file. */
+PyObject *innermost_outside(PyObject *Py_UNUSED(module), PyObject *files)
+{
+    if (!PyDict_CheckExact(files)) {
+        PyErr_SetString(PyExc_TypeError, "innermost_outside(files): a dictionary of the names of files");
+        return NULL;
+    }
+    PyFrameObject *frame = PyThreadState_GetFrame(PyThreadState_Get());
+    while (frame != NULL) {
+        PyCodeObject *code = PyFrame_GetCode(frame);
+        PyObject *passed = PyDict_GetItemWithError(files, code->co_filename);
+        Py_DECREF(code);
+        if (passed != NULL && passed != Py_True)
+            return (PyObject *)frame;
+        PyFrameObject *caller = passed == NULL ? NULL : PyFrame_GetBack(frame);
+        Py_DECREF(frame);
+        frame = caller;
+    }
+    if (PyErr_Occurred())
+        return NULL;
+    Py_RETURN_NONE;
 }
