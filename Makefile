@@ -6,6 +6,7 @@
 #                                                                       .venv-cupy, CuPy on a stand-in for CUDA, where there is g++;
 #                                                                       .venv-python3.N for the other Pythons of the machine)
 #                   as root it installs what tests/cluster needs with apt-get, unless TEST_INSTALL=no
+#   make test-torch TORCH=2.15.0   the tests of mpicoll.torch on 2 ranks with another torch  (.venv-torch-2.15.0, several GB)
 #   make lint       ruff and mypy                                      (.venv-dev)
 #   make clean      remove what these targets made
 
@@ -14,7 +15,7 @@ PIP_INSTALL = install --quiet --no-compile --disable-pip-version-check --prefer-
 METADATA = setup.cfg setup.py $(wildcard mpicoll/native/*.[ch] mpicoll/native/*/*.[ch]) pyproject.toml tests/constraints.txt
 LOGS = .ci-logs
 
-.PHONY: demo test test-all lint clean python help
+.PHONY: demo test test-all test-torch lint clean python help
 .DELETE_ON_ERROR:
 
 help:
@@ -86,5 +87,13 @@ test-all:
 	    $(MAKE) --no-print-directory PYTHON="$$python" ".venv-python$$version/.installed" </dev/null || echo "no environment for Python $$version" >&2; done
 	@$(PYTHON) tests/support/stages.py slow
 
+# Without the constraints of the other environments, which name one torch.
+$(eval $(subst -c tests/constraints.txt,,$(call environment,.venv-torch-$(TORCH),mpich,$(TORCH_TEST),"torch==$(TORCH)")))
+
+test-torch: $(if $(TORCH),.venv-torch-$(TORCH)/.installed)
+	@test -n "$(TORCH)" || { echo "mpicoll: name a version: make test-torch TORCH=2.15.0" >&2; exit 1; }
+	.venv-torch-$(TORCH)/bin/mpiexec -n 2 .venv-torch-$(TORCH)/bin/python -m pytest -q --with-mpi tests/torch_backend --ignore=tests/torch_backend/test_jobs.py
+	.venv-torch-$(TORCH)/bin/python -m pytest -q tests/torch_backend/test_jobs.py
+
 clean:
-	rm -rf .venv .venv-dev .venv-openmpi .venv-mpich .venv-torch .venv-debian .venv-cupy .venv-python3.* $(LOGS) build dist *.egg-info mpicoll/*.so .mypy_cache .ruff_cache
+	rm -rf .venv .venv-dev .venv-openmpi .venv-mpich .venv-torch .venv-torch-* .venv-debian .venv-cupy .venv-python3.* $(LOGS) build dist *.egg-info mpicoll/*.so .mypy_cache .ruff_cache

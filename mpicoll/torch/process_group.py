@@ -23,6 +23,7 @@ from mpicoll.operations import work as works
 from mpicoll.operations.request import Request
 from mpicoll.runtime import waiting
 from mpicoll.runtime.call_site import call_site
+from mpicoll.torch import hooks
 from mpicoll.torch.names import DEVICES, NAME
 from mpicoll.torch.sites import DDP, maker
 from mpicoll.torch.sparse import all_reduce_sparse
@@ -111,6 +112,8 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
         # The last backward pass with a call of DistributedDataParallel, and the number of that call.
         self._backward = -1, 0
         self._dropped: deque[Work] = deque(maxlen=_MOST_DROPPED)
+        if hooks.AVAILABLE:
+            hooks.add_backend(self, self, ProcessGroup)
 
     # Names and numbers. C++ calls the names with capitals.
 
@@ -149,10 +152,15 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
     def setGroupName(self, name: str) -> None:
         """Set the name by which torch finds the group."""
         self._name = name
+        if hooks.AVAILABLE:
+            super()._set_group_name(name)
+            hooks.call_hooks_of_torch(self, list(self.group.ranks), ProcessGroup)
 
     def setGroupDesc(self, desc: str) -> None:
         """Set the description of the group."""
         self._desc = desc
+        if hooks.AVAILABLE:
+            super()._set_group_desc(desc)
 
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
 
@@ -179,6 +187,24 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
         self.group.timeout = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
+
+    # Hooks, which torch has since 2.15.
+
+    def register_pre_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
+        """Call a hook before each call of the group from now on."""
+        hooks.call_hooks(self, ProcessGroup).register_pre_hook(hook_id, hook)
+
+    def register_post_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
+        """Call a hook after the start of each call of the group from now on."""
+        hooks.call_hooks(self, ProcessGroup).register_post_hook(hook_id, hook)
+
+    def unregister_pre_hook(self, hook_id: int) -> None:
+        """Call the hook of this number no longer."""
+        hooks.call_hooks(self, ProcessGroup).unregister_pre_hook(hook_id)
+
+    def unregister_post_hook(self, hook_id: int) -> None:
+        """Call the hook of this number no longer."""
+        hooks.call_hooks(self, ProcessGroup).unregister_post_hook(hook_id)
 
     # Calls.
 
@@ -222,7 +248,7 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
 
     def _make_each(self, call: Callable[..., Made], given: Iterable[tuple[Any, ...]], outputs: Any, opts: Any) -> Made:
         """Make several calls as one."""
-        made = [each for each in [call(*one, opts) for one in given] if each is not None]
+        made = [each for each in [call(self, *one, opts) for one in given] if each is not None]
         return Joint(made, outputs) if made or getattr(opts, "asyncOp", True) else None
 
     def allreduce(self, tensors: Any, opts: Any = _SUM) -> Made:
@@ -241,7 +267,7 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
             alike.setdefault(tensor.dtype, []).append(tensor)
         if len(alike) == 1:
             return self._make(coalesced.all_reduce_coalesced, (tensors, op), tensors, opts)
-        return self._make_each(self.allreduce_coalesced, ((each,) for each in alike.values()), tensors, opts)
+        return self._make_each(ProcessGroup.allreduce_coalesced, ((each,) for each in alike.values()), tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any) -> Made:
         """Copy a tensor of one rank to all members: :func:`mpicoll.broadcast`."""
@@ -271,13 +297,23 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Made:
         """Gather into one tensor, for each pair of tensors of two lists."""
-        return self._make_each(self.all_gather_single, zip(outputs, inputs, strict=True), outputs, opts)
+        return self._make_each(ProcessGroup.all_gather_single, zip(outputs, inputs, strict=True), outputs, opts)
 
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any) -> Made:
         """Gather to one rank: :func:`mpicoll.gather`."""
         root, outputs = _root(opts), _inner(output_tensors) or None
         given = _one(input_tensors, "input_tensors"), outputs, self.group.ranks[root]
         return self._make(gathering.gather, given, output_tensors, opts)
+
+    def gather_single(self, output: Any, input: Any, opts: Any) -> Made:
+        """Gather to one rank into one tensor: :func:`mpicoll.gather`."""
+        root, size, outputs = _root(opts), self.size(), None
+        if self.rank() == root:
+            whole = _one(output, "output")
+            fits = whole.is_contiguous() and whole.numel() % size == 0
+            outputs = list(whole.view(size, whole.numel() // size)) if fits else [whole]  # gather() tells all members
+        given = _one(input, "input"), outputs, self.group.ranks[root]
+        return self._make(gathering.gather, given, output, opts)
 
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any) -> Made:
         """Scatter from one rank: :func:`mpicoll.scatter`."""
@@ -297,7 +333,7 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = _SUM) -> Made:
         """Reduce over all members, one block of a tensor for each member, for each pair of tensors of two lists."""
-        return self._make_each(self.reduce_scatter_single, zip(outputs, inputs, strict=True), outputs, opts)
+        return self._make_each(ProcessGroup.reduce_scatter_single, zip(outputs, inputs, strict=True), outputs, opts)
 
     def alltoall(self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None) -> Made:
         """Exchange tensors between all members: :func:`mpicoll.all_to_all`."""
