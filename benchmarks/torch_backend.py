@@ -11,8 +11,10 @@ call on mpicoll, torch's call on gloo, and mpicoll's own call. A *window* is som
 the median of its slices on a rank, and of the ranks the largest. In a round the kinds take turns, in another order in each
 round. A row's ratio is the median, with the quartiles, of the ratios within rounds.
 
-The last row is what communication adds to a step of DistributedDataParallel: the step less the same step in ``no_sync()``, for a
-model of 100 parameter tensors of 64 x 64 and 64.
+The last but one row is what communication adds to a step of DistributedDataParallel: the step less the same step in
+``no_sync()``, for a model of 100 parameter tensors of 64 x 64 and 64. It contains what torch's reducer takes to copy the
+gradients, with any backend. So the step is timed on a third group, too, whose ``allreduce`` does nothing. The last row is less
+that time; its ratio is that of the medians.
 
 Rounds in which others used the machine are repeated (``quiet.py``; BENCHMARK_SECONDS, default 20 for each row). Rounds with
 near and with far cores are kept apart (``handover.py``); with more ranks than cores all rounds count as far.
@@ -49,8 +51,10 @@ SIZES = {
 QUICK = ("4 B", "64 KiB", "1 MiB")
 OPS = ("all_reduce", "broadcast")
 KINDS = ("mpicoll", "gloo", "own")
-STEPS = ("mpicoll", "gloo", "mpicoll, no_sync", "gloo, no_sync")
+GROUPS = ("mpicoll", "gloo", "nothing")
+STEPS = (*GROUPS, *(f"{group}, no_sync" for group in GROUPS))
 STEP = "DistributedDataParallel: communication of a step"
+LESS_REDUCER = f"{STEP}, less the reducer"
 SLICE, WINDOW, SLICES = 1e-3, 20e-3, 5
 """Seconds of a slice and, unless one call takes longer, of a window at most; slices of a window."""
 LEAST = 5
@@ -101,10 +105,10 @@ class Rank:
     def steps(self) -> dict[str, Callable[[], object]]:
         """Return the steps of DistributedDataParallel."""
         torch, wrap = self.torch, self.torch.nn.parallel.DistributedDataParallel
-        layers = [[torch.nn.Linear(64, 64) for _ in range(50)] for _ in range(2)]
+        layers = [[torch.nn.Linear(64, 64) for _ in range(50)] for _ in GROUPS]
         models = [
             wrap(torch.nn.Sequential(*each), process_group=group)
-            for each, group in zip(layers, (None, self.gloo), strict=True)
+            for each, group in zip(layers, (None, self.gloo, self._group_of_nothing()), strict=True)
         ]
         batch = torch.randn(16, 64)
 
@@ -117,6 +121,20 @@ class Rank:
                 step(model)
 
         return dict(zip(STEPS, [partial(do, model) for do in (step, step_alone) for model in models], strict=True))
+
+    def _group_of_nothing(self) -> Any:
+        """Return a group whose ``allreduce`` leaves the tensors as they are."""
+        from mpicoll.torch.process_group import ProcessGroup
+        from mpicoll.torch.work import Joint
+        from mpicoll.torch.world import add_to_world
+
+        class Nothing(ProcessGroup):
+            def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+                return Joint((), list(tensors))
+
+        made = Nothing(self.own.new_group(range(self.size)), owns=True)
+        add_to_world(made, "nothing", made.group.ranks, "mpicoll")
+        return made
 
     def measure(self, calls: Mapping[str, Callable[[], object]]) -> list[Round]:
         """Return the rounds that others disturbed least."""
@@ -213,19 +231,23 @@ def added(each: Round, backend: str) -> float:
 def figures(run: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the figures of each row: times in us and ratios of the rounds."""
     found = []
+
+    def add(op: str, size: str, label: str, ours: list[float], gloo: list[float], more: list[float]) -> None:
+        ratios = [there / (here or 1.0) for here, there in zip(ours, gloo, strict=True)]
+        row = {"op": op, "size": size, "label": label, "mpicoll": ours, "gloo": gloo, "ratios": ratios, "more": more}
+        found.append(row)
+
     for name, (label, row) in kept(run["rows"], run["crowded"]).items():
-        op, _, size = name.partition(" ")
         if name == STEP:
-            op, size = name, ""
-            ours, gloo = [added(each, "mpicoll") for each in row], [added(each, "gloo") for each in row]
-            more = []
+            ours, gloo, reducer = ([added(each, group) for each in row] for group in GROUPS)
+            add(STEP, "", label, ours, gloo, [])
+            ours, gloo = ([one - own for one, own in zip(each, reducer, strict=True)] for each in (ours, gloo))
+            add(LESS_REDUCER, "", label, ours, gloo, [])
+            found[-1]["ratios"] = [statistics.median(gloo) / max(1.0, statistics.median(ours))]
         else:
-            ours, gloo = [each["mpicoll"] for each in row], [each["gloo"] for each in row]
-            more = [each["mpicoll"] - each["own"] for each in row]
-        ratios = [there / here for here, there in zip(ours, gloo, strict=True)]
-        found.append(
-            {"op": op, "size": size, "label": label, "mpicoll": ours, "gloo": gloo, "ratios": ratios, "more": more}
-        )
+            op, _, size = name.partition(" ")
+            ours, gloo, own = ([each[kind] for each in row] for kind in KINDS)
+            add(op, size, label, ours, gloo, [one - alone for one, alone in zip(ours, own, strict=True)])
     return found
 
 
@@ -274,7 +296,8 @@ def markdown(told: Mapping[str, Any]) -> str:
             more = middle(each["more"], 1) if each["more"] else ""
             cells = [str(each_run["ranks"]), each["op"], each["size"], time_of(each["mpicoll"]), time_of(each["gloo"])]
             label = "shared" if each_run["crowded"] else each["label"]
-            lines.append(f"| {' | '.join([*cells, middle(each['ratios'], 1), more, label])} |")
+            ratio = middle(each["ratios"], 1) if each["op"] != LESS_REDUCER else f"{each['ratios'][0]:.1f}"
+            lines.append(f"| {' | '.join([*cells, ratio, more, label])} |")
     return "\n".join([*lines, ""])
 
 

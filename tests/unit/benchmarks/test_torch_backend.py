@@ -36,7 +36,7 @@ def rounds(latency: float, **times: float) -> list[dict[str, Any]]:
 def told(script: Any) -> dict[str, Any]:
     """Return what a job of two ranks may have measured."""
     disturbed = [{"mpicoll": 999.0, "gloo": 1.0, "own": 1.0, "latencies": [90.0, 500.0]}]
-    steps = dict(zip(script.STEPS, (1500.0, 2500.0, 1000.0, 1000.0), strict=True))
+    steps = dict(zip(script.STEPS, (1500.0, 2500.0, 1250.0, 1000.0, 1000.0, 1000.0), strict=True))
     rows = {
         "all_reduce 4 B": [*rounds(90.0, mpicoll=20.0, gloo=240.0, own=12.0), *disturbed],
         "all_reduce 1 MiB": rounds(500.0, mpicoll=400.0, gloo=1200.0, own=380.0),
@@ -54,6 +54,7 @@ def test_a_row_is_the_median_of_the_rounds_of_its_label(script: Any, told: dict[
     assert "| 2 | all_reduce | 4 B | 20.0 us | 240.0 us | 12.0 (12.0 to 12.0) | 8.0 (8.0 to 8.0) | near |" in lines
     assert "| 2 | all_reduce | 1 MiB | 400.0 us | 1.20 ms | 3.0 (3.0 to 3.0) | 20.0 (20.0 to 20.0) | far |" in lines
     assert f"| 2 | {script.STEP} |  | 500.0 us | 1.50 ms | 3.0 (3.0 to 3.0) |  | near |" in lines
+    assert f"| 2 | {script.LESS_REDUCER} |  | 250.0 us | 1.25 ms | 5.0 |  | near |" in lines
 
 
 def test_the_verdicts(script: Any, told: dict[str, Any]) -> None:
@@ -68,7 +69,7 @@ def test_the_verdicts(script: Any, told: dict[str, Any]) -> None:
 def test_crowded_ranks_have_one_label(script: Any, told: dict[str, Any]) -> None:
     told["runs"][0]["crowded"] = True
     assert {label for label, _ in script.kept(told["runs"][0]["rows"], True).values()} == {"far"}
-    assert script.markdown(told).count("| shared |") == 6
+    assert script.markdown(told).count("| shared |") == 7
 
 
 def test_the_page_and_the_picture(script: Any, told: dict[str, Any], tmp_path: Path) -> None:
