@@ -19,7 +19,7 @@ from mpicoll.lifecycle.init import init_process_group
 from mpicoll.torch.devices import other_backends, with_others
 from mpicoll.torch.names import NAME, SCHEME
 from mpicoll.torch.process_group import ProcessGroup
-from mpicoll.torch.world import add_to_world
+from mpicoll.torch.world import add_to_world, store_of
 
 
 def create(opts: Any, pg_options: Any) -> ProcessGroup:
@@ -37,7 +37,9 @@ def create(opts: Any, pg_options: Any) -> ProcessGroup:
     else:
         owns = _joined(opts.timeout, opts.group_rank, opts.group_size)
         group = registry.state().world
-    return with_others(group, others, opts, owns=owns) if others else ProcessGroup(group, owns=owns)
+    if others:
+        return with_others(group, others, opts, owns=owns)
+    return ProcessGroup(group, owns=owns, store=opts.store)
 
 
 def _limit(timeout: timedelta) -> timedelta | None:
@@ -152,8 +154,9 @@ def wrap(group: Any = None) -> Any:
     for known in distributed_c10d._world.pg_names:
         if isinstance(known, ProcessGroup) and known.group is found:
             return known
-    made = ProcessGroup(found, owns=False)
-    add_to_world(made, f"{NAME}:{found.group_name}", found.ranks, NAME)
+    name = f"{NAME}:{found.group_name}"
+    made = ProcessGroup(found, owns=False, store=store_of(name))
+    add_to_world(made, name, found.ranks, NAME)
     return made
 
 

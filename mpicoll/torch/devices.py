@@ -53,19 +53,19 @@ def with_others(group: Group, others: dict[str, str], opts: Any, *, owns: bool) 
             group_desc=full,
         )
         distributed_c10d._world.pg_group_ranks[made[name]] = {rank: at for at, rank in enumerate(group.ranks)}
-    return ByDevice(group, {device: made[name] for device, name in others.items()}, owns=owns)
+    return ByDevice(group, {device: made[name] for device, name in others.items()}, owns=owns, store=opts.store)
 
 
 class ByDevice(ProcessGroup):
     """A process group with other backends for other kinds of devices.
 
     Args:
-        group, owns: as of :class:`mpicoll.torch.process_group.ProcessGroup`.
+        group, owns, store: as of :class:`mpicoll.torch.process_group.ProcessGroup`.
         others: process groups of the same ranks, by the type of the device.
     """
 
-    def __init__(self, group: Group, others: dict[str, Any], *, owns: bool) -> None:
-        super().__init__(group, owns=owns)
+    def __init__(self, group: Group, others: dict[str, Any], *, owns: bool, store: Any) -> None:
+        super().__init__(group, owns=owns, store=store)
         self._others = others
 
     def _get_backend(self, device: Any) -> Any:

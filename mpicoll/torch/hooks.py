@@ -12,6 +12,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch  # type: ignore[import-not-found,unused-ignore]
@@ -42,6 +43,11 @@ _made = threading.local()
 """``work``: what the last call of a backend in this thread returned. C++ gives Python only some methods of a Work of Python."""
 
 
+def options(limit: timedelta) -> Any:
+    """Return the options of a backend, which tell C++ its name."""
+    return in_c.Backend.Options(NAME, timeout=limit)
+
+
 class Backend(in_c.Backend):  # type: ignore[misc,unused-ignore]
     """The backend of a process group of C++. Without hooks it only tells C++ the names and devices of the group.
 
@@ -54,7 +60,7 @@ class Backend(in_c.Backend):  # type: ignore[misc,unused-ignore]
         super().__init__(group.rank(), group.size())
         self._group = weakref.ref(group)
         self._calls = calls
-        self._options = in_c.Backend.Options(NAME, timeout=c10d.default_pg_timeout)
+        self._options = options(c10d.default_pg_timeout)
 
     @property
     def options(self) -> Any:

@@ -28,7 +28,7 @@ from mpicoll.torch.names import DEVICES, NAME
 from mpicoll.torch.sites import DDP, maker
 from mpicoll.torch.sparse import all_reduce_sparse
 from mpicoll.torch.work import Joint, Work
-from mpicoll.torch.world import add_to_world
+from mpicoll.torch.world import add_to_world, store_of
 
 Tensor = Any
 Made = Any
@@ -100,12 +100,14 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
     Args:
         group: the group of this library.
         owns: whether the group is destroyed with this object.
+        store: the store of the group, for torch; this object only keeps it.
     """
 
-    def __init__(self, group: Group, *, owns: bool) -> None:
+    def __init__(self, group: Group, *, owns: bool, store: Any = None) -> None:
         super().__init__(group.rank(), group.size())
         self.group = group
         self._owns = owns
+        self._store = store
         self._name = group.group_name
         self._desc = group.group_desc
         self._coalesced: list[Any] | None = None
@@ -174,7 +176,18 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
     def _device_types(self) -> list[Any]:
         return [torch.device(name) for name in DEVICES]
 
-    supports_splitting = supports_coalescing = supports_time_estimate = False
+    supports_coalescing = supports_time_estimate = False
+    supports_splitting = hooks.AVAILABLE
+    """Whether dist.split_group() makes groups of members of this group. Before torch 2.15 it needs an accelerator."""
+
+    @property
+    def options(self) -> Any:
+        """The name and the limit of the group, as the options of a backend."""
+        return hooks.options(timedelta(seconds=self.group.timeout))
+
+    def get_group_store(self) -> Any:
+        """Return the store of the group, a ``torch.distributed.Store``."""
+        return self._store
 
     def _get_sequence_number_for_group(self) -> int:
         return self.group.calls
@@ -391,9 +404,12 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
         opts: Any = None,
         group_name: str | None = None,
         group_desc: str | None = None,
-        devices: Any = None,
+        device_types: Any = None,
     ) -> ProcessGroup | None:
         """Make a group of some members of this group; only they call the method (MPI_Comm_create_group).
+
+        Before torch 2.15 the functions of torch.distributed know the group. From then on ``dist.split_group`` calls this method,
+        and makes the group known.
 
         Args:
             ranks: ranks in this group. A rank that is not among them gets None.
@@ -401,8 +417,14 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
         if self.rank() not in ranks:
             return None
         members = [self.group.ranks[each] for each in ranks]
-        made = ProcessGroup(new_group(members, timeout, None, None, True, group_desc, None, False), owns=True)
-        add_to_world(made, group_name or f"{NAME}:{made.group_name}", made.group.ranks, NAME)
+        group = new_group(members, timeout, None, None, True, group_desc, None, False)
+        name = group_name or f"{NAME}:{group.group_name}"
+        made = ProcessGroup(group, owns=True, store=store_of(name, self._store))
+        made.setGroupDesc(group_desc or made.group_desc)
+        if self.supports_splitting:
+            made.setGroupName(name)
+        else:
+            add_to_world(made, name, group.ranks, NAME)
         return made
 
     splitGroup = split_group

@@ -8,6 +8,17 @@ import torch.distributed as c10d  # type: ignore[import-not-found,unused-ignore]
 from torch.distributed import distributed_c10d  # type: ignore[import-not-found,unused-ignore]
 
 
+def store_of(name: str, store: Any = None) -> Any:
+    """Return the part of a store for the group of a name; None without a store.
+
+    Args:
+        store: default the store of torch's default group, if there is one.
+    """
+    if store is None and c10d.is_initialized():
+        _, store = distributed_c10d._world.pg_map[c10d.group.WORLD]
+    return None if store is None else c10d.PrefixStore(f"{name}/", store)
+
+
 def add_to_world(made: Any, name: str, ranks: tuple[int, ...], backend: str) -> None:
     """Let the functions of torch.distributed find a process group that they have not made.
 
@@ -17,11 +28,10 @@ def add_to_world(made: Any, name: str, ranks: tuple[int, ...], backend: str) -> 
         backend: the name of the backend.
     """
     made.setGroupName(name)
-    _, store = distributed_c10d._world.pg_map[c10d.group.WORLD]
     distributed_c10d._register_pg_in_world(
         made,
         backend_name=backend,
-        store=c10d.PrefixStore(f"{name}/", store),
+        store=store_of(name),
         group_name=name,
         backend_config=str(distributed_c10d.BackendConfig(c10d.Backend(backend))),
         rank_mapping={rank: at for at, rank in enumerate(ranks)},
