@@ -38,7 +38,9 @@ def over(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Mon
     dist.destroy_process_group()
     assert not mpicoll.is_initialized()
     given: dict[str, Any] = {"rank": WORLD.rank, "world_size": WORLD.size}
-    if request.param == "file":
+    if request.param == "default":
+        given = {}
+    elif request.param == "file":
         given["init_method"] = f"file://{folder}/store"
     elif request.param == "store":
         given["store"] = dist.FileStore(f"{folder}/store", WORLD.size)
@@ -58,7 +60,7 @@ def over(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Mon
     return given
 
 
-@pytest.mark.parametrize("over", ["mpi", "numbers", "file", "store", "tcp", "env"], indirect=True)
+@pytest.mark.parametrize("over", ["mpi", "numbers", "default", "file", "store", "tcp", "env"], indirect=True)
 def test_rendezvous(over: dict[str, Any]) -> None:
     """Each way to meet makes a group of all ranks of MPI, also after the end of another group."""
     for _ in range(2 if "mpi" in str(over.get("init_method")) else 1):

@@ -46,7 +46,7 @@ LAYER_OF = {
 }
 # Starting jobs: it imports `errors` and `runtime.settings` only, and only these import it.
 LAUNCH_IMPORTS = {"errors", "runtime/settings", "runtime/output"}
-IMPORT_LAUNCH = ("launch/", "lifecycle/", "cli/", "pytest_plugin/", "api/job", "__init__")
+IMPORT_LAUNCH = ("launch/", "lifecycle/", "cli/", "pytest_plugin/", "api/job", "torch/registration", "__init__")
 
 # Files that may import mpi4py, by how their paths begin.
 SPEAKS_MPI = (
