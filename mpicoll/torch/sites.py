@@ -34,7 +34,7 @@ _MAKERS = {
 _OUTSIDE, _BETWEEN = "outside", ""
 _known: dict[str, str] = {}
 """The part of torch of each file that was seen."""
-_between: dict[str, bool] = {}
+_between: dict[str, bool] = {sys._getframe().f_code.co_filename: True}
 """Whether the file is of no such part, and not of the program."""
 
 
