@@ -92,8 +92,10 @@ $(eval $(subst -c tests/constraints.txt,,$(call environment,.venv-torch-$(TORCH)
 
 test-torch: $(if $(TORCH),.venv-torch-$(TORCH)/.installed)
 	@test -n "$(TORCH)" || { echo "mpicoll: name a version: make test-torch TORCH=2.15.0" >&2; exit 1; }
-	.venv-torch-$(TORCH)/bin/mpiexec -n 2 .venv-torch-$(TORCH)/bin/python -m pytest -q --with-mpi tests/torch_backend --ignore=tests/torch_backend/test_jobs.py
-	.venv-torch-$(TORCH)/bin/python -m pytest -q tests/torch_backend/test_jobs.py
+	@status=0; \
+	.venv-torch-$(TORCH)/bin/mpiexec -n 2 .venv-torch-$(TORCH)/bin/python -m pytest -q --with-mpi tests/torch_backend --ignore=tests/torch_backend/test_jobs.py || status=1; \
+	.venv-torch-$(TORCH)/bin/python -m pytest -q tests/torch_backend/test_jobs.py || status=1; \
+	exit $$status
 
 clean:
 	rm -rf .venv .venv-dev .venv-openmpi .venv-mpich .venv-torch .venv-torch-* .venv-debian .venv-cupy .venv-python3.* $(LOGS) build dist *.egg-info mpicoll/*.so .mypy_cache .ruff_cache

@@ -179,8 +179,9 @@ static PyMethodDef methods[] = {
     {"contents", contents, METH_O,
      "Return the bytes of an array, or of each in a list, to find writes of the program; a sample of more than SNAPSHOT_BYTES.\n"
      "None if an array is not in one piece of memory, or has fields."},
-    {"innermost_outside", innermost_outside, METH_O,
-     "Return the innermost frame whose code is not in files that a dictionary passes with True; None if it does not name the file."},
+    {"find_frame_outside", find_frame_outside, METH_O,
+     "Return the innermost frame whose code is not in one of the files to pass: find_frame_outside({name of a file: whether to pass it}).\n"
+     "None if there is no such frame, or if the dictionary does not name its file."},
     {"tensor_array", (PyCFunction)(void (*)(void))tensor_array, METH_FASTCALL,
      "Return an array of the memory of a tensor of torch: tensor_array(tensor, torch.Tensor, torch.strided, dtypes by those of torch).\n"
      "None for a tensor that Python has to look at."},

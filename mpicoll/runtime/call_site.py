@@ -91,11 +91,14 @@ def _is_passed(name: str) -> bool:
     return found
 
 
-def _innermost_outside(files: dict[str, bool]) -> FrameType | None:
-    """Return the innermost frame of code whose file is not passed; None if there is none, or if ``files`` does not name the file.
+def _find_frame_outside(files: dict[str, bool]) -> FrameType | None:
+    """Return the innermost frame whose code is not in one of the files to pass.
 
     Args:
-        files: whether code in a file is passed, by the name of the file.
+        files: whether to pass a file, by its name.
+
+    Returns:
+        None if there is no such frame, or if ``files`` does not name its file.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and files.get(frame.f_code.co_filename):
@@ -103,7 +106,7 @@ def _innermost_outside(files: dict[str, bool]) -> FrameType | None:
     return frame if frame is not None and frame.f_code.co_filename in files else None
 
 
-innermost_outside = _innermost_outside if extension is None else extension.innermost_outside
+find_frame_outside = _find_frame_outside if extension is None else extension.find_frame_outside
 
 
 def _outside(depth: int = 0) -> FrameType:
@@ -112,7 +115,7 @@ def _outside(depth: int = 0) -> FrameType:
     A thread that C has started has no such frame: then it is that of the main thread, which waits for the thread, as in the
     backward pass of a model on a GPU.
     """
-    frame: FrameType | None = innermost_outside(_passed)
+    frame: FrameType | None = find_frame_outside(_passed)
     if frame is not None:
         return frame
     # A file that is seen for the first time, or the end of the stack.

@@ -14,7 +14,8 @@ from torch.distributed import distributed_c10d  # type: ignore[import-not-found,
 
 from mpicoll.groups.process_group import ProcessGroup as Group
 from mpicoll.torch.names import NAME
-from mpicoll.torch.process_group import ProcessGroup, tensors_in
+from mpicoll.torch.process_group import ProcessGroup
+from mpicoll.torch.work import tensors_in
 
 
 def other_backends() -> dict[str, str]:
@@ -65,8 +66,17 @@ class ByDevice(ProcessGroup):
     """
 
     def __init__(self, group: Group, others: dict[str, Any], *, owns: bool, store: Any) -> None:
-        super().__init__(group, owns=owns, store=store)
         self._others = others
+        super().__init__(group, owns=owns, store=store)
+
+    def backends(self) -> dict[str, Any]:
+        """Return the backends of the group for C++, by the type of the device."""
+        others = {device: other._get_backend(torch.device(device)) for device, other in self._others.items()}
+        return super().backends() | others
+
+    def passes_on(self, given: tuple[Any, ...], named: dict[str, Any]) -> bool:
+        """Return whether the group of another backend makes a call with these arguments."""
+        return _device_of(given, named) in self._others
 
     def _get_backend(self, device: Any) -> Any:
         other = self._others.get(torch.device(device).type)
@@ -80,12 +90,15 @@ class ByDevice(ProcessGroup):
                 c10d.destroy_process_group(other)
 
 
+def _device_of(given: tuple[Any, ...], named: dict[str, Any]) -> str:
+    return next((each.device.type for each in tensors_in((*given, *named.values()))), "")
+
+
 def _by_device(name: str) -> Callable[..., Any]:
     own = getattr(ProcessGroup, name)
 
     def call(self: ByDevice, *given: Any, **named: Any) -> Any:
-        device = next((each.device.type for each in tensors_in((*given, *named.values()))), "")
-        other = self._others.get(device)
+        other = self._others.get(_device_of(given, named))
         return own(self, *given, **named) if other is None else getattr(other, name)(*given, **named)
 
     call.__name__, call.__doc__ = name, own.__doc__

@@ -1,9 +1,10 @@
 """Hooks of torch 2.15: calls of a process group that has hooks go through torch's C++, which calls the hooks.
 
-A hook is a function of the program, torch's flight recorder, or its check of NaNs. Python calls the methods of
-:class:`mpicoll.torch.process_group.ProcessGroup` without C++, and so without hooks, as C++ takes some 15 us more.
-From the first hook on the process group has the class of :func:`_with_hooks`. Its methods call those of a second process group,
-of C++, which calls the hooks and its backend. The backend makes the call of this library.
+A hook is a function of the program, torch's flight recorder, or torch's check of NaNs. Python calls the methods of
+:class:`mpicoll.torch.process_group.ProcessGroup` without C++, and so without hooks: a call through C++ takes longer
+(docs/torch.md). The first hook changes the class of the process group to one of :func:`_class_with_hooks`. The methods of that
+class call a second process group, which is one of C++. The second process group calls the hooks, and its :class:`Backend` calls
+the methods without hooks.
 """
 
 from __future__ import annotations
@@ -19,28 +20,65 @@ import torch  # type: ignore[import-not-found,unused-ignore]
 import torch.distributed as c10d  # type: ignore[import-not-found,unused-ignore]
 from torch._C import _distributed_c10d as in_c  # type: ignore[import-not-found,unused-ignore]
 
-from mpicoll.torch.names import DEVICES, NAME
+from mpicoll.errors import DistError
+from mpicoll.operations.prepare.refusal import refuse
+from mpicoll.runtime.call_site import call_site
+from mpicoll.torch.names import NAME
+from mpicoll.torch.work import Joint, tensors_in
 
 AVAILABLE = hasattr(c10d.ProcessGroup, "register_pre_hook")
 """Whether this torch has hooks. Then a class of Python can be a backend, too."""
 
-_CALLS = (
-    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "barrier", "send", "recv", "recv_anysource"),
-    *("allgather", "allgather_coalesced", "all_gather_single", "all_gather_single_coalesced", "gather"),
-    *("scatter", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
-    *("alltoall", "all_to_all_single"),
-)
-_OTHER_NAMES = (
-    *("_allgather_base", "allgather_into_tensor_coalesced", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
-    "alltoall_base",
-)
-"""Names of such methods that only process groups have."""
+_OPS = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce_coalesced",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "barrier": "barrier",
+    "send": "isend",
+    "recv": "irecv",
+    "recv_anysource": "irecv",
+    "allgather": "all_gather",
+    "allgather_coalesced": "all_gather_coalesced",
+    "all_gather_single": "all_gather_single",
+    "all_gather_single_coalesced": "all_gather_single",
+    "gather": "gather",
+    "scatter": "scatter",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter_single",
+    "reduce_scatter_single_coalesced": "reduce_scatter_single",
+    "alltoall": "all_to_all",
+    "all_to_all_single": "all_to_all_single",
+}
+"""The methods of process groups and backends that make calls, with the functions of this library."""
+_ALIASES = {
+    "_allgather_base": "all_gather_single",
+    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
+    "_reduce_scatter_base": "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
+    "alltoall_base": "all_to_all_single",
+}
+"""Other names of such methods, which only process groups have."""
+_MESSAGES = ("send", "recv", "recv_anysource")
 _RECORDERS = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _KIND = c10d.ProcessGroup.BackendType.CUSTOM
+_NOT_MADE = object()
 _classes: dict[Any, Any] = {}
 """Classes with hooks, by those without."""
-_made = threading.local()
-"""``work``: what the last call of a backend in this thread returned. C++ gives Python only some methods of a Work of Python."""
+
+
+class _Calls(threading.local):
+    """The calls of a thread that are in C++, one in the hook of another.
+
+    Attributes:
+        results: what the backend has returned for each. C++ gives Python only two methods of a Work of Python.
+    """
+
+    def __init__(self) -> None:
+        self.results: list[Any] = []
+
+
+_calls = _Calls()
 
 
 def options(limit: timedelta) -> Any:
@@ -49,11 +87,11 @@ def options(limit: timedelta) -> Any:
 
 
 class Backend(in_c.Backend):  # type: ignore[misc,unused-ignore]
-    """The backend of a process group of C++. Without hooks it only tells C++ the names and devices of the group.
+    """The backend of a process group. Without hooks C++ only reads names and devices from it.
 
     Args:
-        group: the process group of this library that makes the calls.
-        calls: its class.
+        group: the process group of this library.
+        calls: the class whose methods make the calls of the process group.
     """
 
     def __init__(self, group: Any, calls: type) -> None:
@@ -77,81 +115,92 @@ class Backend(in_c.Backend):  # type: ignore[misc,unused-ignore]
     abort = shutdown
 
 
-def _by_group(method: str) -> Callable[..., Any]:
+def _backend_method(method: str) -> Callable[..., Any]:
     def call(self: Any, *given: Any) -> Any:
-        _made.work = getattr(self._calls, method)(self._group(), *given)
-        return _made.work
+        made = getattr(self._calls, method)(self._group(), *given)
+        if _calls.results:
+            _calls.results[-1] = made
+        # Hooks of C++ want a Work also of a call that is complete.
+        return Joint((), tensors_in(given[:1] if method != "barrier" else ())) if made is None else made
 
+    call.__name__ = method
     return call
 
 
-for _name in _CALLS:
-    setattr(Backend, _name, _by_group(_name))
-Backend.allreduce_sparse = _by_group("allreduce")
+for _name in _OPS:
+    setattr(Backend, _name, _backend_method(_name))
+Backend.allreduce_sparse = _backend_method("allreduce")
 
 
-def add_backend(group: Any, to: Any, calls: type) -> None:
-    """Give a process group of torch a backend.
-
-    Args:
-        group: the process group of this library that makes the calls.
-        to: that process group, or one of C++.
-        calls: the class of the methods that make the calls.
-    """
-    backend = Backend(group, calls)
-    to._set_default_backend(_KIND)
-    for device in DEVICES:
-        to._register_backend(torch.device(device), _KIND, backend)
-
-
-def call_hooks(group: Any, calls: type) -> Any:
-    """Let the calls of a process group call hooks from now on; return the process group of C++ that has the hooks.
+def add_backends(group: Any, target: Any, backends: dict[str, Any]) -> None:
+    """Register the backends of a process group.
 
     Args:
-        calls: the class of the methods that make the calls.
+        group: the process group of this library.
+        target: the process group that gets them: ``group``, or one of C++.
+        backends: by the type of the device. That of this library has the type CUSTOM, another one its own.
     """
-    if not hasattr(group, "hooked"):
-        group.hooked = c10d.ProcessGroup(c10d.HashStore(), group.rank(), group.size())
-        add_backend(group, group.hooked, calls)
-        group.hooked._set_group_name(group.group_name)
-        group.hooked._set_group_desc(group.group_desc)
-        group.__class__ = _with_hooks(type(group))
-    return group.hooked
+    target._set_default_backend(_KIND)
+    for device, backend in backends.items():
+        name = backend.name() if not isinstance(backend, Backend) else ""
+        kind = c10d.Backend.backend_type_map.get(name, _KIND)
+        target._register_backend(torch.device(device), kind, backend)
 
 
-def call_hooks_of_torch(group: Any, ranks: list[int], calls: type) -> None:
+def use_hooks(group: Any) -> Any:
+    """Let the calls of a process group call hooks from now on; return the process group of C++ that has the hooks."""
+    if not hasattr(group, "in_c"):
+        made = c10d.ProcessGroup(c10d.HashStore(), group.rank(), group.size())
+        add_backends(group, made, group.backends())
+        made._set_group_name(group.group_name)
+        made._set_group_desc(group.group_desc)
+        group.in_c = made
+        group.__class__ = _class_with_hooks(type(group))
+    return group.in_c
+
+
+def use_hooks_of_torch(group: Any, ranks: list[int]) -> None:
     """Let the calls of a process group call torch's flight recorder and check of NaNs, if the environment asks for them.
 
     Args:
         ranks: global ranks of the members.
-        calls: as of :func:`call_hooks`.
     """
-    if hasattr(group, "hooked"):
+    if hasattr(group, "in_c"):
         return
     size = next((os.environ[name] for name in _RECORDERS if os.environ.get(name)), "0")
-    if size.strip("0"):
-        group.recorder = in_c.FlightRecorderHook.attach(call_hooks(group, calls), ranks)
+    if int(size) > 0:
+        group.recorder = in_c.FlightRecorderHook.attach(use_hooks(group), ranks)
     if os.environ.get("TORCH_DIST_NAN_CHECK") == "1":
-        in_c.NanCheckHook.attach(call_hooks(group, calls))
+        in_c.NanCheckHook.attach(use_hooks(group))
 
 
-def _through_hooks(name: str) -> Callable[..., Any]:
+def _hooked_method(name: str, plain: type) -> Callable[..., Any]:
+    method = _ALIASES.get(name, name)
+
     def call(self: Any, *given: Any, **named: Any) -> Any:
-        _made.work = None
+        _calls.results.append(_NOT_MADE)
         try:
-            returned = getattr(self.hooked, name)(*given, **named)
-            return returned if _made.work is None else _made.work
+            returned = getattr(self.in_c, name)(*given, **named)
+        except Exception as error:
+            if _calls.results[-1] is _NOT_MADE and not isinstance(error, DistError) and method not in _MESSAGES:
+                refuse(
+                    self.group, _OPS[method], call_site(), error
+                )  # of a hook or of C++: the other members must not wait
+            raise
         finally:
-            _made.work = None
+            made = _calls.results.pop()
+        if made is not _NOT_MADE:
+            return made
+        # Another backend has made the call; or C++ has left it out, as for tensors on the meta device.
+        return returned if self.passes_on(given, named) else getattr(plain, name)(self, *given, **named)
 
     call.__name__ = name
     return call
 
 
-def _with_hooks(kind: Any) -> Any:
-    if kind not in _classes:
-        methods = {name: _through_hooks(name) for name in (*_CALLS, *_OTHER_NAMES)}
-        _classes[kind] = type(
-            kind.__name__, (kind,), {**methods, "__module__": kind.__module__, "__doc__": kind.__doc__}
-        )
-    return _classes[kind]
+def _class_with_hooks(plain: Any) -> Any:
+    if plain not in _classes:
+        methods = {name: _hooked_method(name, plain) for name in (*_OPS, *_ALIASES)}
+        more = {"__module__": plain.__module__, "__doc__": plain.__doc__}
+        _classes[plain] = type(plain.__name__, (plain,), {**methods, **more})
+    return _classes[plain]

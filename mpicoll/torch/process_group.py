@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -27,7 +27,7 @@ from mpicoll.torch import hooks
 from mpicoll.torch.names import DEVICES, NAME
 from mpicoll.torch.sites import DDP, maker
 from mpicoll.torch.sparse import all_reduce_sparse
-from mpicoll.torch.work import Joint, Work
+from mpicoll.torch.work import Joint, Work, tensors_in
 from mpicoll.torch.world import add_to_world, store_of
 
 Tensor = Any
@@ -76,21 +76,6 @@ def _inner(given: Any) -> Any:
     return given[0] if given and not isinstance(given[0], torch.Tensor) else given
 
 
-def _each(given: Any) -> Iterator[Any]:
-    if isinstance(given, torch.Tensor):
-        yield given
-    elif isinstance(given, (list, tuple)):
-        for each in given:
-            yield from _each(each)
-
-
-def tensors_in(given: Any) -> list[Any]:
-    """Return the tensors of a tensor, or of lists of lists, one after the other, as the future of a call has them."""
-    if type(given) is list and len(given) == 1 and type(given[0]) is torch.Tensor:
-        return given  # a list that torch has made for the call
-    return list(_each(given))
-
-
 class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
     """A process group of torch.distributed: of ``init_process_group("mpicoll")``, ``new_group``, or :func:`mpicoll.torch.wrap`.
 
@@ -115,7 +100,7 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
         self._backward = -1, 0
         self._dropped: deque[Work] = deque(maxlen=_MOST_DROPPED)
         if hooks.AVAILABLE:
-            hooks.add_backend(self, self, ProcessGroup)
+            hooks.add_backends(self, self, self.backends())
 
     # Names and numbers. C++ calls the names with capitals.
 
@@ -156,13 +141,17 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
         self._name = name
         if hooks.AVAILABLE:
             super()._set_group_name(name)
-            hooks.call_hooks_of_torch(self, list(self.group.ranks), ProcessGroup)
+            if hasattr(self, "in_c"):
+                self.in_c._set_group_name(name)
 
     def setGroupDesc(self, desc: str) -> None:
         """Set the description of the group."""
         self._desc = desc
         if hooks.AVAILABLE:
             super()._set_group_desc(desc)
+            if hasattr(self, "in_c"):
+                self.in_c._set_group_desc(desc)
+            hooks.use_hooks_of_torch(self, list(self.group.ranks))  # torch sets the name first
 
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
 
@@ -201,23 +190,33 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
 
     _set_default_timeout = set_timeout
 
-    # Hooks, which torch has since 2.15.
+    def backends(self) -> dict[str, Any]:
+        """Return the backends of the group for C++, by the type of the device."""
+        return dict.fromkeys(DEVICES, hooks.Backend(self, ProcessGroup))
 
-    def register_pre_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
-        """Call a hook before each call of the group from now on."""
-        hooks.call_hooks(self, ProcessGroup).register_pre_hook(hook_id, hook)
+    def passes_on(self, given: tuple[Any, ...], named: dict[str, Any]) -> bool:
+        """Return whether the group of another backend makes a call with these arguments."""
+        return False
 
-    def register_post_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
-        """Call a hook after the start of each call of the group from now on."""
-        hooks.call_hooks(self, ProcessGroup).register_post_hook(hook_id, hook)
+    if hooks.AVAILABLE:
 
-    def unregister_pre_hook(self, hook_id: int) -> None:
-        """Call the hook of this number no longer."""
-        hooks.call_hooks(self, ProcessGroup).unregister_pre_hook(hook_id)
+        def register_pre_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
+            """Call a hook before each call of the group from now on."""
+            hooks.use_hooks(self).register_pre_hook(hook_id, hook)
 
-    def unregister_post_hook(self, hook_id: int) -> None:
-        """Call the hook of this number no longer."""
-        hooks.call_hooks(self, ProcessGroup).unregister_post_hook(hook_id)
+        def register_post_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
+            """Call a hook after the start of each call of the group from now on."""
+            hooks.use_hooks(self).register_post_hook(hook_id, hook)
+
+        def unregister_pre_hook(self, hook_id: int) -> None:
+            """Remove the hook of a number."""
+            if hasattr(self, "in_c"):
+                self.in_c.unregister_pre_hook(hook_id)
+
+        def unregister_post_hook(self, hook_id: int) -> None:
+            """Remove the hook of a number."""
+            if hasattr(self, "in_c"):
+                self.in_c.unregister_post_hook(hook_id)
 
     # Calls.
 
@@ -231,7 +230,7 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
         """
         try:
             wait, limit = opts.asyncOp is False, opts.timeout
-        except AttributeError:  # another type, or options that another member of torch makes
+        except AttributeError:  # no options, or options of an older kind
             wait, limit = False, None
         part = maker()
         if part:
@@ -420,9 +419,9 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
         group = new_group(members, timeout, None, None, True, group_desc, None, False)
         name = group_name or f"{NAME}:{group.group_name}"
         made = ProcessGroup(group, owns=True, store=store_of(name, self._store))
-        made.setGroupDesc(group_desc or made.group_desc)
         if self.supports_splitting:
             made.setGroupName(name)
+            made.setGroupDesc(group_desc or made.group_desc)
         else:
             add_to_world(made, name, group.ranks, NAME)
         return made

@@ -10,7 +10,7 @@ from types import FrameType
 import torch  # type: ignore[import-not-found,unused-ignore]
 import typing_extensions
 
-from mpicoll.runtime.call_site import PACKAGE, innermost_outside, pass_through
+from mpicoll.runtime.call_site import PACKAGE, find_frame_outside, pass_through
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _WRAPPERS = tuple(module.__file__ for module in (typing_extensions, warnings) if module.__file__)
@@ -35,7 +35,7 @@ _OUTSIDE, _BETWEEN = "outside", ""
 _known: dict[str, str] = {}
 """The part of torch of each file that was seen."""
 _between: dict[str, bool] = {sys._getframe().f_code.co_filename: True}
-"""Whether the file is of no such part, and not of the program."""
+"""Whether a file of :data:`_known` belongs to torch or to this package, but to none of the named parts."""
 
 
 def skip_torch() -> None:
@@ -59,7 +59,7 @@ def maker() -> str:
     DistributedDataParallel reduces gradients from C++: then no frame is between autograd and this package. A backward function of
     the program calls torch.distributed, whose frames are between.
     """
-    frame: FrameType | None = innermost_outside(_between)
+    frame: FrameType | None = find_frame_outside(_between)
     if frame is not None and _known[frame.f_code.co_filename] is _OUTSIDE:
         return ""
     frame = sys._getframe(2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +13,21 @@ import torch.distributed as c10d  # type: ignore[import-not-found,unused-ignore]
 from mpicoll.errors import DistError, pass_to_c
 from mpicoll.lifecycle.join import background_progress
 from mpicoll.operations import work as works
+
+
+def _each(given: Any) -> Iterator[Any]:
+    if isinstance(given, torch.Tensor):
+        yield given
+    elif isinstance(given, (list, tuple)):
+        for each in given:
+            yield from _each(each)
+
+
+def tensors_in(given: Any) -> list[Any]:
+    """Return the tensors of a tensor, or of lists of lists, one after the other, as the future of a call has them."""
+    if type(given) is list and len(given) == 1 and type(given[0]) is torch.Tensor:
+        return [given[0]]
+    return list(_each(given))
 
 
 class Work(c10d.Work):  # type: ignore[misc,unused-ignore]

@@ -28,6 +28,7 @@ def add_to_world(made: Any, name: str, ranks: tuple[int, ...], backend: str) -> 
         backend: the name of the backend.
     """
     made.setGroupName(name)
+    made.setGroupDesc(made.group_desc)
     distributed_c10d._register_pg_in_world(
         made,
         backend_name=backend,

@@ -109,7 +109,7 @@ SETTINGS: dict[str, str | None] = {
     "MPICOLL_CUDA": "off",
     "MPICOLL_CUDA_IPC": "off",  # the copies to the host are the walk, and not the reduction on a GPU that ranks share
 }
-FOUNDATIONS = frozenset({"innermost_outside", "tensor_array"})
+BELOW_TRANSPORTS = frozenset({"find_frame_outside", "tensor_array"})
 """Functions of the extension for the lowest layer and for the memory; its other functions are of the transports."""
 LONGEST = 60
 """Files of a path that a failure prints."""
@@ -131,7 +131,7 @@ def climbs_of(recording: Recording) -> list[str]:
     """Return the calls from a lower layer into a higher one, without those of functions that were handed in."""
     found = []
     for caller, entered, function in recording["calls"]:
-        below, above = layer_of(caller), None if function in FOUNDATIONS else layer_of(entered)
+        below, above = layer_of(caller), None if function in BELOW_TRANSPORTS else layer_of(entered)
         callers = HANDED_IN.get(function)
         handed_in = callers is not None and (not callers or caller.rpartition("/")[2] in callers)
         if below is not None and above is not None and below > above and not handed_in:
@@ -216,7 +216,7 @@ def test_a_climb_is_counted() -> None:
         ("memory/adapt.py", "operations/request.py", "Test"),
         (NATIVE, "operations/request.py", "start"),
         (NATIVE, "operations/request.py", "complete"),
-        ("runtime/call_site.py", NATIVE, "innermost_outside"),
+        ("runtime/call_site.py", NATIVE, "find_frame_outside"),
         ("runtime/call_site.py", NATIVE, "run"),
     ]
     recording: Recording = {"path": ["api/messages.py", "operations/states.py", "api/messages.py"], "calls": calls}

@@ -221,3 +221,59 @@ def test_the_check_of_nans(job: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match=r"(?i)nan"):
         dist.all_reduce(torch.full((2,), float("nan")), group=group)
     dist.destroy_process_group(group)
+
+
+def test_a_hook_has_the_work_of_each_call(hooked: tuple[Any, list[str]]) -> None:
+    """A post hook gets a Work also of a call that is waited for, and may make calls of its own."""
+    group, _ = hooked
+    inner, works = dist.new_group(list(range(SIZE))), []
+
+    def call_too(given: Any) -> None:
+        works.append(given.work.get_future().wait())
+        dist.barrier(group=inner)
+
+    inner.register_pre_hook(1, lambda given: None)
+    group.register_post_hook(9, call_too)
+    _, expected = _all_reduce(group)
+    assert torch.equal(works[0][0], expected)
+    found, expected = _messages(group)  # source_rank() is that of a Work of this library
+    assert torch.equal(found, expected)
+    dist.destroy_process_group(inner)
+
+
+def test_a_hook_that_raises_on_one_rank(hooked: tuple[Any, list[str]]) -> None:
+    """The error of a hook is one of the call: all ranks raise."""
+    group, _ = hooked
+
+    def refuse(given: Any) -> None:
+        if RANK == 0:
+            raise KeyError("not today")
+
+    group.register_pre_hook(9, refuse)
+    with pytest.raises(KeyError if RANK == 0 else mpicoll.CollectiveMismatchError, match="not today"):
+        _all_reduce(group)
+    group.unregister_pre_hook(9)
+    _all_reduce(group)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", ["meta", "nested"])
+def test_a_tensor_that_only_one_rank_passes_wrongly(kind: str, hooked: tuple[Any, list[str]]) -> None:
+    """A tensor that C++ leaves out or refuses is an error on all ranks."""
+    group, _ = hooked
+    wrong = torch.ones(2, device="meta") if kind == "meta" else torch.nested.nested_tensor([own(), own(3)])
+    with pytest.raises((mpicoll.CollectiveMismatchError, TypeError, NotImplementedError)):
+        dist.all_reduce(wrong if RANK == 0 else own(), group=group)
+    _all_reduce(group)
+
+
+def test_hooks_of_a_group_with_several_backends(job: None) -> None:
+    """Tensors of another backend's device stay with that backend."""
+    group, seen = dist.new_group(list(range(SIZE)), backend="cpu:gloo,cuda:mpicoll"), []
+    before = group.group.calls
+    group.register_pre_hook(1, lambda given: seen.append(given.name.name))
+    tensor, expected = _all_reduce(group)
+    assert torch.equal(tensor, expected)
+    assert seen == ["ALLREDUCE"]
+    assert group.group.calls == before
+    dist.destroy_process_group(group)

@@ -253,7 +253,7 @@ enum { GROUP, PREPARED, SEND, RECV, FRAME, PLAIN, LIMIT = PLAIN, NAME, WORDS, EX
 /* run_cached() of operations/prepare/run.py; in C for a call that is waited for, in shared memory, prepared for its signature. */
 PyObject *run_cached(PyObject *module, PyObject *const *args, Py_ssize_t count);
 
-PyObject *innermost_outside(PyObject *module, PyObject *files);
+PyObject *find_frame_outside(PyObject *module, PyObject *files);
 PyObject *tensor_array(PyObject *module, PyObject *const *args, Py_ssize_t count);
 int tensors_ready(void);
 

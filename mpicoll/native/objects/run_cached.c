@@ -74,11 +74,12 @@ PyObject *run_cached(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssiz
     return PyObject_Vectorcall(known.run_cached, args, (size_t)count, NULL);
 }
 
-/* Return the innermost frame whose code is in no file to pass; None if the stack has none, or if `files` does not name the file. */
-PyObject *innermost_outside(PyObject *Py_UNUSED(module), PyObject *files)
+/* Return the innermost frame whose code is not in one of the files to pass; None if there is no such frame, or `files` does not name its
+   file. */
+PyObject *find_frame_outside(PyObject *Py_UNUSED(module), PyObject *files)
 {
     if (!PyDict_CheckExact(files)) {
-        PyErr_SetString(PyExc_TypeError, "innermost_outside(files): a dictionary of the names of files");
+        PyErr_SetString(PyExc_TypeError, "find_frame_outside(files): a dictionary of the names of files");
         return NULL;
     }
     PyFrameObject *frame = PyThreadState_GetFrame(PyThreadState_Get());

@@ -1,4 +1,4 @@
-/* tensor_array(): the memory of a tensor of torch as an array of NumPy. Only attributes of the tensor are read: no header of torch. */
+/* tensor_array(): the memory of a tensor of torch as an array of NumPy. It reads attributes of the tensor as Python does, and needs no header of torch. */
 
 #include "objects.h"
 
@@ -35,48 +35,49 @@ PyTypeObject TensorMemoryType = {
 
 /* The attributes of a tensor, as strings that tensors_ready() makes. */
 enum { IS_CPU, IS_NESTED, IS_CONJ, IS_NEG, IS_CONTIGUOUS, DTYPE, LAYOUT, SHAPE, NBYTES, DATA_PTR, STORAGE, NAMES };
-enum { FIRST_METHOD = IS_CONJ, ASKED = DTYPE }; /* of those before ASKED, which answer True or False */
-static const char *const texts[NAMES] = {"is_cpu", "is_nested", "is_conj", "is_neg", "is_contiguous", "dtype",
+enum { FIRST_METHOD = IS_CONJ, QUESTIONS = DTYPE }; /* the attributes before QUESTIONS, which are True or False; methods among them */
+static const char *const names_in_c[NAMES] = {"is_cpu", "is_nested", "is_conj", "is_neg", "is_contiguous", "dtype",
                                          "layout", "shape", "nbytes", "data_ptr", "untyped_storage"};
 static PyObject *names[NAMES];
 
 int tensors_ready(void)
 {
     for (int each = 0; each < NAMES; each++)
-        if ((names[each] = PyUnicode_InternFromString(texts[each])) == NULL)
+        if ((names[each] = PyUnicode_InternFromString(names_in_c[each])) == NULL)
             return -1;
     return PyType_Ready(&TensorMemoryType);
 }
 
-/* Return whether the memory of a tensor, which has no dtype of quantized tensors, is all elements of the tensor, in C order. -1: an exception. */
+/* Return whether the memory of a tensor is all elements of the tensor, in C order; -1 and an exception if that is not known. The caller has
+   found the dtype, so the tensor is not quantized. */
 static int is_plain(PyObject *tensor, PyObject *strided)
 {
-    for (int each = 0; each < ASKED; each++) {
+    for (int each = 0; each < QUESTIONS; each++) {
         PyObject *answer = each < FIRST_METHOD ? PyObject_GetAttr(tensor, names[each]) : PyObject_CallMethodNoArgs(tensor, names[each]);
         if (answer == NULL)
             return -1;
-        Py_DECREF(answer); /* True and False stay */
+        Py_DECREF(answer); /* True and False are never freed */
         if (answer != (each == IS_CPU || each == IS_CONTIGUOUS ? Py_True : Py_False))
             return 0;
     }
     PyObject *layout = PyObject_GetAttr(tensor, names[LAYOUT]);
-    Py_XDECREF(layout); /* those of torch stay */
+    Py_XDECREF(layout); /* torch keeps all layouts */
     return layout == NULL ? -1 : layout == strided;
 }
 
-/* Return an integer that an object or its method gives; -1 and an exception if it is none. */
-static Py_ssize_t integer(PyObject *given)
+/* Return the value of an integer of Python, and release the integer; -1 and an exception if there is none. */
+static Py_ssize_t read_integer(PyObject *given)
 {
     const Py_ssize_t found = given == NULL ? -1 : (Py_ssize_t)PyLong_AsSize_t(given);
     Py_XDECREF(given);
     return found;
 }
 
-/* Return the memory of a plain tensor; NULL and perhaps an exception for another one. */
+/* Return the memory of a plain tensor; NULL if the tensor has no memory, or NULL and an exception. */
 static PyObject *memory_of(PyObject *tensor)
 {
-    const Py_ssize_t address = integer(PyObject_CallMethodNoArgs(tensor, names[DATA_PTR]));
-    const Py_ssize_t bytes = address == 0 || PyErr_Occurred() ? 0 : integer(PyObject_GetAttr(tensor, names[NBYTES]));
+    const Py_ssize_t address = read_integer(PyObject_CallMethodNoArgs(tensor, names[DATA_PTR]));
+    const Py_ssize_t bytes = address == 0 || PyErr_Occurred() ? 0 : read_integer(PyObject_GetAttr(tensor, names[NBYTES]));
     if (bytes <= 0 || PyErr_Occurred())
         return NULL;
     TensorMemory *made = PyObject_New(TensorMemory, &TensorMemoryType);
@@ -90,7 +91,7 @@ static PyObject *memory_of(PyObject *tensor)
     return (PyObject *)made;
 }
 
-/* Return an array of the memory of a tensor; NULL and perhaps an exception if only Python can find out what the tensor is. */
+/* Return an array of the memory of a tensor; NULL if the tensor is not plain, or NULL and an exception. */
 static PyObject *array_of(PyObject *tensor, PyObject *strided, PyObject *dtypes)
 {
     PyObject *torch_dtype = PyObject_GetAttr(tensor, names[DTYPE]);
