@@ -10,6 +10,7 @@ from typing import Any
 
 import torch  # type: ignore[import-not-found,unused-ignore]
 import torch.distributed as c10d  # type: ignore[import-not-found,unused-ignore]
+from torch.autograd.profiler import record_function  # type: ignore[import-not-found,unused-ignore]
 
 from mpicoll.api import coalesced, collectives, gathering, messages, scattering
 from mpicoll.api.groups import new_group
@@ -24,6 +25,7 @@ from mpicoll.operations.request import Request
 from mpicoll.runtime import waiting
 from mpicoll.runtime.call_site import call_site
 from mpicoll.torch import hooks
+from mpicoll.torch.named_group import NamedGroup
 from mpicoll.torch.names import DEVICES, NAME
 from mpicoll.torch.sites import DDP, maker
 from mpicoll.torch.sparse import all_reduce_sparse
@@ -40,6 +42,7 @@ _SUM = c10d.ReduceOp.SUM
 _MOST_DROPPED = 32
 """Works that a part of torch has dropped and may still wait for."""
 _NO_TIME = timedelta(0)
+_is_profiled = torch.autograd._profiler_enabled
 
 
 def reduce_op(opts: Any) -> Any:
@@ -54,10 +57,6 @@ def reduce_op(opts: Any) -> Any:
     if found is None:
         raise ValueError(f"the backend {NAME} has no reduction {op}")
     return found
-
-
-def _root(opts: Any) -> int:
-    return int(getattr(opts, "rootRank", opts))
 
 
 def _one(given: Any, what: str) -> Any:
@@ -76,7 +75,7 @@ def _inner(given: Any) -> Any:
     return given[0] if given and not isinstance(given[0], torch.Tensor) else given
 
 
-class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
+class ProcessGroup(NamedGroup):
     """A process group of torch.distributed: of ``init_process_group("mpicoll")``, ``new_group``, or :func:`mpicoll.torch.wrap`.
 
     Its methods are those of ``torch.distributed.ProcessGroup``, which the functions of torch.distributed call. A call whose
@@ -89,106 +88,14 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
     """
 
     def __init__(self, group: Group, *, owns: bool, store: Any = None) -> None:
-        super().__init__(group.rank(), group.size())
-        self.group = group
+        super().__init__(group, store)
         self._owns = owns
-        self._store = store
-        self._name = group.group_name
-        self._desc = group.group_desc
         self._coalesced: list[Any] | None = None
         # The last backward pass with a call of DistributedDataParallel, and the number of that call.
         self._backward = -1, 0
         self._dropped: deque[Work] = deque(maxlen=_MOST_DROPPED)
         if hooks.AVAILABLE:
             hooks.add_backends(self, self, self.backends())
-
-    # Names and numbers. C++ calls the names with capitals.
-
-    def rank(self) -> int:
-        """Return the rank of this process in the group."""
-        return self.group.rank()
-
-    def size(self) -> int:
-        """Return the number of ranks of the group."""
-        return self.group.size()
-
-    def name(self) -> str:
-        """Return the name of the backend."""
-        return NAME
-
-    getRank, getSize, getBackendName = rank, size, name
-
-    @property
-    def group_name(self) -> str:
-        """The name by which torch finds the group."""
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        """The description of the group."""
-        return self._desc
-
-    def getGroupName(self) -> str:
-        """Return the name by which torch finds the group."""
-        return self._name
-
-    def getGroupDesc(self) -> str:
-        """Return the description of the group."""
-        return self._desc
-
-    def setGroupName(self, name: str) -> None:
-        """Set the name by which torch finds the group."""
-        self._name = name
-        if hooks.AVAILABLE:
-            super()._set_group_name(name)
-            if hasattr(self, "in_c"):
-                self.in_c._set_group_name(name)
-
-    def setGroupDesc(self, desc: str) -> None:
-        """Set the description of the group."""
-        self._desc = desc
-        if hooks.AVAILABLE:
-            super()._set_group_desc(desc)
-            if hasattr(self, "in_c"):
-                self.in_c._set_group_desc(desc)
-            hooks.use_hooks_of_torch(self, list(self.group.ranks))  # torch sets the name first
-
-    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
-
-    def _get_backend_name(self) -> str:
-        return NAME
-
-    def _get_backend(self, device: Any) -> ProcessGroup:
-        return self
-
-    @property
-    def _device_types(self) -> list[Any]:
-        return [torch.device(name) for name in DEVICES]
-
-    supports_coalescing = supports_time_estimate = False
-    supports_splitting = hooks.AVAILABLE
-    """Whether dist.split_group() makes groups of members of this group. Before torch 2.15 it needs an accelerator."""
-
-    @property
-    def options(self) -> Any:
-        """The name and the limit of the group, as the options of a backend."""
-        return hooks.options(timedelta(seconds=self.group.timeout))
-
-    def get_group_store(self) -> Any:
-        """Return the store of the group, a ``torch.distributed.Store``."""
-        return self._store
-
-    def _get_sequence_number_for_group(self) -> int:
-        return self.group.calls
-
-    def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: the calls of each group are numbered from 1."""
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set the limit of the calls that follow."""
-        self.group.timeout = timeout.total_seconds()
-
-    _set_default_timeout = set_timeout
 
     def backends(self) -> dict[str, Any]:
         """Return the backends of the group for C++, by the type of the device."""
@@ -198,47 +105,44 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
         """Return whether the group of another backend makes a call with these arguments."""
         return False
 
-    if hooks.AVAILABLE:
-
-        def register_pre_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
-            """Call a hook before each call of the group from now on."""
-            hooks.use_hooks(self).register_pre_hook(hook_id, hook)
-
-        def register_post_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
-            """Call a hook after the start of each call of the group from now on."""
-            hooks.use_hooks(self).register_post_hook(hook_id, hook)
-
-        def unregister_pre_hook(self, hook_id: int) -> None:
-            """Remove the hook of a number."""
-            if hasattr(self, "in_c"):
-                self.in_c.unregister_pre_hook(hook_id)
-
-        def unregister_post_hook(self, hook_id: int) -> None:
-            """Remove the hook of a number."""
-            if hasattr(self, "in_c"):
-                self.in_c.unregister_post_hook(hook_id)
-
     # Calls.
 
-    def _make(self, call: Callable[..., works.Work | None], given: tuple[Any, ...], outputs: Any, opts: Any) -> Made:
+    def _make(
+        self,
+        call: Callable[..., works.Work | None],
+        given: tuple[Any, ...],
+        outputs: Any,
+        opts: Any,
+        timeout: timedelta | None = None,
+    ) -> Made:
         """Make a call of this library.
 
         Args:
             given: its arguments but the group, ``async_op`` and the limit.
             outputs: the tensors of the result.
-            opts: the options of torch: whether the caller waits at once, and the limit of the call. Other types: it does not.
+            opts: the options of torch: whether the caller waits at once, and the limit of the call. With anything else, as in the
+                overloads of torch's methods without options, the caller does not; a timedelta is the limit.
+            timeout: the limit of the call, in the overloads without options.
         """
         try:
             wait, limit = opts.asyncOp is False, opts.timeout
-        except AttributeError:  # no options, or options of an older kind
-            wait, limit = False, None
+        except AttributeError:
+            wait, limit = False, opts if timeout is None else timeout
         part = maker()
         if part:
             part = self._bucket() if part is DDP else part
             self.group.note_maker(part)
         limit = limit if isinstance(limit, timedelta) and limit > _NO_TIME else None
-        made = call(*given, group=self.group, async_op=not wait, timeout=limit)
+        if _is_profiled():
+            with record_function(f"{NAME}:{call.__name__}"):
+                made = call(*given, group=self.group, async_op=not wait, timeout=limit)
+        else:
+            made = call(*given, group=self.group, async_op=not wait, timeout=limit)
         return None if made is None and wait else self._started(made, outputs, self._dropped if part else None)
+
+    def _root(self, opts: Any, root: int | None = None) -> int:
+        """Return the global rank of the root that a program or the options give."""
+        return self.group.ranks[int(getattr(opts, "rootRank", opts)) if root is None else root]
 
     def _bucket(self) -> str:
         """Return the name of a call of DistributedDataParallel, with its number in the backward pass: that of the bucket."""
@@ -263,13 +167,13 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
         made = [each for each in [call(self, *one, opts) for one in given] if each is not None]
         return Joint(made, outputs) if made or getattr(opts, "asyncOp", True) else None
 
-    def allreduce(self, tensors: Any, opts: Any = _SUM) -> Made:
+    def allreduce(self, tensors: Any, opts: Any = _SUM, timeout: timedelta | None = None, *, op: Any = None) -> Made:
         """Reduce a tensor over all members, in place: :func:`mpicoll.all_reduce`; also a sparse COO tensor."""
-        tensor, op = _one(tensors, "tensors"), reduce_op(opts)
+        tensor, op = _one(tensors, "tensors"), reduce_op(opts if op is None else op)
         if tensor.is_sparse:
             all_reduce_sparse(tensor, op, self.group)
             return Joint((), tensors)
-        return self._make(collectives.all_reduce, (tensor, op), tensors, opts)
+        return self._make(collectives.all_reduce, (tensor, op), tensors, opts, timeout)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = _SUM) -> Made:
         """Reduce each tensor of a list over all members, in place: :func:`mpicoll.all_reduce_coalesced` for each dtype."""
@@ -281,21 +185,34 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
             return self._make(coalesced.all_reduce_coalesced, (tensors, op), tensors, opts)
         return self._make_each(ProcessGroup.allreduce_coalesced, ((each,) for each in alike.values()), tensors, opts)
 
-    def broadcast(self, tensors: Any, opts: Any) -> Made:
+    def broadcast(
+        self, tensors: Any, opts: Any = 0, timeout: timedelta | None = None, *, root: int | None = None
+    ) -> Made:
         """Copy a tensor of one rank to all members: :func:`mpicoll.broadcast`."""
-        return self._make(
-            collectives.broadcast, (_one(tensors, "tensors"), self.group.ranks[_root(opts)]), tensors, opts
-        )
+        given = _one(tensors, "tensors"), self._root(opts, root)
+        return self._make(collectives.broadcast, given, tensors, opts, timeout)
 
-    def reduce(self, tensors: Any, opts: Any) -> Made:
+    def reduce(
+        self,
+        tensors: Any,
+        opts: Any = 0,
+        op: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
+    ) -> Made:
         """Reduce a tensor over all members to one rank: :func:`mpicoll.reduce`."""
-        root, op = self.group.ranks[_root(opts)], reduce_op(opts)
-        return self._make(collectives.reduce, (_one(tensors, "tensors"), root, op), tensors, opts)
+        if op is None:
+            op = opts if hasattr(opts, "reduceOp") else _SUM
+        given = _one(tensors, "tensors"), self._root(opts, root), reduce_op(op)
+        return self._make(collectives.reduce, given, tensors, opts, timeout)
 
-    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Made:
+    def allgather(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, *, timeout: timedelta | None = None
+    ) -> Made:
         """Gather the tensors of all members: :func:`mpicoll.all_gather`."""
         given = _inner(output_tensors), _one(input_tensors, "input_tensors")
-        return self._make(gathering.all_gather, given, output_tensors, opts)
+        return self._make(gathering.all_gather, given, output_tensors, opts, timeout)
 
     def allgather_coalesced(self, output_lists: Any, input_list: list[Tensor], opts: Any = None) -> Made:
         """Gather every tensor of a list: :func:`mpicoll.all_gather_coalesced`."""
@@ -311,32 +228,54 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
         """Gather into one tensor, for each pair of tensors of two lists."""
         return self._make_each(ProcessGroup.all_gather_single, zip(outputs, inputs, strict=True), outputs, opts)
 
-    def gather(self, output_tensors: Any, input_tensors: Any, opts: Any) -> Made:
+    def gather(
+        self,
+        output_tensors: Any,
+        input_tensors: Any,
+        opts: Any = 0,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
+    ) -> Made:
         """Gather to one rank: :func:`mpicoll.gather`."""
-        root, outputs = _root(opts), _inner(output_tensors) or None
-        given = _one(input_tensors, "input_tensors"), outputs, self.group.ranks[root]
-        return self._make(gathering.gather, given, output_tensors, opts)
+        given = _one(input_tensors, "input_tensors"), _inner(output_tensors) or None, self._root(opts, root)
+        return self._make(gathering.gather, given, output_tensors, opts, timeout)
 
     def gather_single(self, output: Any, input: Any, opts: Any) -> Made:
         """Gather to one rank into one tensor: :func:`mpicoll.gather`."""
-        root, size, outputs = _root(opts), self.size(), None
-        if self.rank() == root:
+        dst, size, outputs = self._root(opts), self.size(), None
+        if dst == self.group.ranks[self.rank()]:
             whole = _one(output, "output")
             fits = whole.is_contiguous() and whole.numel() % size == 0
             outputs = list(whole.view(size, whole.numel() // size)) if fits else [whole]  # gather() tells all members
-        given = _one(input, "input"), outputs, self.group.ranks[root]
-        return self._make(gathering.gather, given, output, opts)
+        return self._make(gathering.gather, (_one(input, "input"), outputs, dst), output, opts)
 
-    def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any) -> Made:
+    def scatter(
+        self,
+        output_tensors: Any,
+        input_tensors: Any,
+        opts: Any = 0,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
+    ) -> Made:
         """Scatter from one rank: :func:`mpicoll.scatter`."""
-        root, inputs = _root(opts), _inner(input_tensors) or None
-        given = _one(output_tensors, "output_tensors"), inputs, self.group.ranks[root]
-        return self._make(scattering.scatter, given, output_tensors, opts)
+        given = _one(output_tensors, "output_tensors"), _inner(input_tensors) or None, self._root(opts, root)
+        return self._make(scattering.scatter, given, output_tensors, opts, timeout)
 
-    def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = _SUM) -> Made:
+    def reduce_scatter(
+        self,
+        output_tensors: Any,
+        input_tensors: Any,
+        opts: Any = _SUM,
+        timeout: timedelta | None = None,
+        *,
+        op: Any = None,
+    ) -> Made:
         """Reduce over all members, one tensor of a list for each member: :func:`mpicoll.reduce_scatter`."""
-        given = _one(output_tensors, "output_tensors"), _inner(input_tensors), reduce_op(opts)
-        return self._make(scattering.reduce_scatter, given, output_tensors, opts)
+        op = reduce_op(opts if op is None else op)
+        given = _one(output_tensors, "output_tensors"), _inner(input_tensors), op
+        return self._make(scattering.reduce_scatter, given, output_tensors, opts, timeout)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = _SUM) -> Made:
         """Reduce over all members, one block of a tensor for each member: :func:`mpicoll.reduce_scatter_single`."""
@@ -347,21 +286,49 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
         """Reduce over all members, one block of a tensor for each member, for each pair of tensors of two lists."""
         return self._make_each(ProcessGroup.reduce_scatter_single, zip(outputs, inputs, strict=True), outputs, opts)
 
-    def alltoall(self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None) -> Made:
+    def alltoall(
+        self,
+        output_tensors: list[Tensor],
+        input_tensors: list[Tensor],
+        opts: Any = None,
+        *,
+        timeout: timedelta | None = None,
+    ) -> Made:
         """Exchange tensors between all members: :func:`mpicoll.all_to_all`."""
-        return self._make(scattering.all_to_all, (output_tensors, input_tensors), output_tensors, opts)
+        return self._make(scattering.all_to_all, (output_tensors, input_tensors), output_tensors, opts, timeout)
 
     def all_to_all_single(
-        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: list[int],
+        input_split_sizes: list[int],
+        opts: Any = None,
+        *,
+        timeout: timedelta | None = None,
     ) -> Made:
         """Exchange blocks of a tensor between all members: :func:`mpicoll.all_to_all_single`; no splits: equal blocks."""
-        splits = list(output_splits) or None, list(input_splits) or None
+        splits = list(output_split_sizes) or None, list(input_split_sizes) or None
         given = _one(output, "output"), _one(input, "input"), *splits
-        return self._make(scattering.all_to_all_single, given, output, opts)
+        return self._make(scattering.all_to_all_single, given, output, opts, timeout)
 
-    def barrier(self, opts: Any = None) -> Made:
+    def alltoall_base(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        output_split_sizes: list[int],
+        input_split_sizes: list[int],
+        opts: Any = None,
+        *,
+        timeout: timedelta | None = None,
+    ) -> Made:
+        """Make the call of :meth:`all_to_all_single`."""
+        splits = output_split_sizes, input_split_sizes
+        return self.all_to_all_single(output_tensor, input_tensor, *splits, opts, timeout=timeout)
+
+    def barrier(self, opts: Any = None, *, timeout: timedelta | None = None) -> Made:
         """Wait for all members: :func:`mpicoll.barrier`."""
-        return self._make(collectives.barrier, (), [], opts)
+        return self._make(collectives.barrier, (), [], opts, timeout)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for all members, and name those that do not come: :func:`mpicoll.monitored_barrier`."""
@@ -369,19 +336,21 @@ class ProcessGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
 
-    def send(self, tensors: Any, dst: int, tag: int = 0) -> Made:
+    def _reduce_scatter_base(self, outputTensor: Tensor, inputTensor: Tensor, opts: Any = _SUM) -> Made:
+        return self.reduce_scatter_single(outputTensor, inputTensor, opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Made:
         """Start to send a tensor to a rank of the group: :func:`mpicoll.isend`."""
         tensor = _one(tensors, "tensors")
-        return self._started(messages.isend(tensor, self.group.ranks[dst], self.group, tag), tensors)
+        return self._started(messages.isend(tensor, self.group.ranks[dstRank], self.group, tag), tensors)
 
-    def recv(self, tensors: Any, src: int, tag: int = 0) -> Made:
+    def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Made:
         """Start to receive a tensor from a rank of the group: :func:`mpicoll.irecv`."""
         tensor = _one(tensors, "tensors")
-        return self._started(messages.irecv(tensor, self.group.ranks[src], self.group, tag), tensors)
+        return self._started(messages.irecv(tensor, self.group.ranks[srcRank], self.group, tag), tensors)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Made:
         """Start to receive a tensor from any rank of the group: :func:`mpicoll.irecv`."""

@@ -50,7 +50,9 @@ class Work(c10d.Work):  # type: ignore[misc,unused-ignore]
     def __del__(self) -> None:
         # Without the object of Python the methods below do not exist for C++, and its own wait() never returns.
         if self._dropped is not None and self._future is None:
-            self._work.get_future()
+            thread = None if self._work.get_future().done() else _other_thread()
+            if thread is not None:
+                works.attend(self._work, thread)
             self._dropped.append(self)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -101,11 +103,9 @@ class Work(c10d.Work):  # type: ignore[misc,unused-ignore]
 
 def _future_of(work: works.Work, outputs: Any) -> Any:
     future = work.get_future()
-    thread = None
-    if not future.done():
-        thread = background_progress()
-        if thread is None or thread.is_current:
-            future.exception()  # waits
+    thread = None if future.done() else _other_thread()
+    if thread is None:
+        future.exception()  # waits
     called = torch.futures.Future()
     if future.done() and future.exception(0) is None:
         called.set_result(outputs)
@@ -124,6 +124,12 @@ def _future_of(work: works.Work, outputs: Any) -> Any:
     if thread is not None and not future.done():
         works.attend(work, thread)
     return returned
+
+
+def _other_thread() -> Any:
+    """Return the progress thread; None if MPI allows none, or this is the progress thread."""
+    thread = background_progress()
+    return None if thread is None or thread.is_current else thread
 
 
 class Joint(c10d.Work):  # type: ignore[misc,unused-ignore]
