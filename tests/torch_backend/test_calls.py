@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import mpicoll
 from mpicoll.pytest_plugin import collective_raises
-from mpicoll.torch import sites
+from mpicoll.torch import process_group, sites
 
 pytestmark = [
     pytest.mark.mpi(min_size=2),
@@ -368,4 +369,17 @@ def test_a_call_of_the_program_takes_the_short_way(monkeypatch: pytest.MonkeyPat
     """What made a call is found by the extension, not frame by frame in Python, if the program itself made the call."""
     dist.barrier()
     monkeypatch.setattr(sites, "sys", None)
+    dist.barrier()
+
+
+def test_a_work_that_a_part_of_torch_drops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of torch that drops the Work of its call does not wait for the call: it is made all the same."""
+    monkeypatch.setattr(process_group, "maker", lambda: "torch.distributed.optim")
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, async_op=True)
+    end = time.monotonic() + 10
+    while (tensor == 1).all() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert (tensor == dist.get_world_size()).all()
+    monkeypatch.undo()
     dist.barrier()

@@ -70,6 +70,17 @@ def same(model: Any, expected: Any, **tolerances: float) -> None:
         torch.testing.assert_close(whole, want, **tolerances)
 
 
+def test_memory_of_the_group() -> None:
+    """FSDP2 asks the group whether it has memory for tensors: it has none, and training goes on."""
+    alone = net()
+    model: Any = sharded(copy.deepcopy(alone))
+    for block in model:
+        block.set_allocate_memory_from_process_group_for_comm(True)
+    models = [model, alone]
+    train(models, [torch.optim.SGD(each.parameters(), 0.1) for each in models])
+    same(model, alone)
+
+
 @pytest.mark.parametrize("reshard", [True, False])
 def test_fully_shard(reshard: bool) -> None:
     """Training with parameters sharded between the ranks is training in one process."""
