@@ -97,7 +97,7 @@ class Backend(in_c.Backend):  # type: ignore[misc,unused-ignore]
     def __init__(self, group: Any, calls: type) -> None:
         super().__init__(group.rank(), group.size())
         self._group = weakref.ref(group)
-        self._calls = calls
+        self._methods = calls
         self._options = options(c10d.default_pg_timeout)
 
     @property
@@ -117,7 +117,7 @@ class Backend(in_c.Backend):  # type: ignore[misc,unused-ignore]
 
 def _backend_method(method: str) -> Callable[..., Any]:
     def call(self: Any, *given: Any) -> Any:
-        made = getattr(self._calls, method)(self._group(), *given)
+        made = getattr(self._methods, method)(self._group(), *given)
         if _calls.results:
             _calls.results[-1] = made
         # Hooks of C++ want a Work also of a call that is complete.
@@ -132,12 +132,11 @@ for _name in _OPS:
 Backend.allreduce_sparse = _backend_method("allreduce")
 
 
-def add_backends(group: Any, target: Any, backends: dict[str, Any]) -> None:
-    """Register the backends of a process group.
+def add_backends(target: Any, backends: dict[str, Any]) -> None:
+    """Register backends with a process group.
 
     Args:
-        group: the process group of this library.
-        target: the process group that gets them: ``group``, or one of C++.
+        target: a process group of this library, or one of C++.
         backends: by the type of the device. That of this library has the type CUSTOM, another one its own.
     """
     target._set_default_backend(_KIND)
@@ -149,9 +148,9 @@ def add_backends(group: Any, target: Any, backends: dict[str, Any]) -> None:
 
 def use_hooks(group: Any) -> Any:
     """Let the calls of a process group call hooks from now on; return the process group of C++ that has the hooks."""
-    if not hasattr(group, "in_c"):
+    if group.in_c is None:
         made = c10d.ProcessGroup(c10d.HashStore(), group.rank(), group.size())
-        add_backends(group, made, group.backends())
+        add_backends(made, group.backends())
         made._set_group_name(group.group_name)
         made._set_group_desc(group.group_desc)
         group.in_c = made
@@ -159,17 +158,13 @@ def use_hooks(group: Any) -> Any:
     return group.in_c
 
 
-def use_hooks_of_torch(group: Any, ranks: list[int]) -> None:
-    """Let the calls of a process group call torch's flight recorder and check of NaNs, if the environment asks for them.
-
-    Args:
-        ranks: global ranks of the members.
-    """
-    if hasattr(group, "in_c"):
+def use_hooks_of_torch(group: Any) -> None:
+    """Let the calls of a process group call torch's flight recorder and check of NaNs, if the environment asks for them."""
+    if group.in_c is not None:
         return
     size = next((os.environ[name] for name in _RECORDERS if os.environ.get(name)), "0")
     if int(size) > 0:
-        group.recorder = in_c.FlightRecorderHook.attach(use_hooks(group), ranks)
+        group.recorder = in_c.FlightRecorderHook.attach(use_hooks(group), list(group.group.ranks))
     if os.environ.get("TORCH_DIST_NAN_CHECK") == "1":
         in_c.NanCheckHook.attach(use_hooks(group))
 
@@ -182,10 +177,10 @@ def _hooked_method(name: str, plain: type) -> Callable[..., Any]:
         try:
             returned = getattr(self.in_c, name)(*given, **named)
         except Exception as error:
-            if _calls.results[-1] is _NOT_MADE and not isinstance(error, DistError) and method not in _MESSAGES:
-                refuse(
-                    self.group, _OPS[method], call_site(), error
-                )  # of a hook or of C++: the other members must not wait
+            ours = _calls.results[-1] is _NOT_MADE and not self.passes_on(given, named)
+            if ours and not isinstance(error, DistError) and method not in _MESSAGES:
+                # An error of a hook or of C++ before this library made the call: the other members must not wait.
+                refuse(self.group, _OPS[method], call_site(), error)
             raise
         finally:
             made = _calls.results.pop()

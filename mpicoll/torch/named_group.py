@@ -22,6 +22,9 @@ class NamedGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
         store: the store of the group, for torch; this object only keeps it.
     """
 
+    in_c: Any = None
+    """The process group of C++ that has the hooks; None without hooks."""
+
     def __init__(self, group: Group, store: Any) -> None:
         super().__init__(group.rank(), group.size())
         self.group = group
@@ -68,7 +71,7 @@ class NamedGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
         self._name = name
         if hooks.AVAILABLE:
             super()._set_group_name(name)
-            if hasattr(self, "in_c"):
+            if self.in_c is not None:
                 self.in_c._set_group_name(name)
 
     def setGroupDesc(self, desc: str) -> None:
@@ -76,9 +79,9 @@ class NamedGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
         self._desc = desc
         if hooks.AVAILABLE:
             super()._set_group_desc(desc)
-            if hasattr(self, "in_c"):
+            if self.in_c is not None:
                 self.in_c._set_group_desc(desc)
-            hooks.use_hooks_of_torch(self, list(self.group.ranks))  # torch sets the name first
+            hooks.use_hooks_of_torch(self)  # torch sets the name first
 
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
 
@@ -133,10 +136,10 @@ class NamedGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
 
         def unregister_pre_hook(self, hook_id: int) -> None:
             """Remove the hook of a number."""
-            if hasattr(self, "in_c"):
+            if self.in_c is not None:
                 self.in_c.unregister_pre_hook(hook_id)
 
         def unregister_post_hook(self, hook_id: int) -> None:
             """Remove the hook of a number."""
-            if hasattr(self, "in_c"):
+            if self.in_c is not None:
                 self.in_c.unregister_post_hook(hook_id)

@@ -95,7 +95,7 @@ class ProcessGroup(NamedGroup):
         self._backward = -1, 0
         self._dropped: deque[Work] = deque(maxlen=_MOST_DROPPED)
         if hooks.AVAILABLE:
-            hooks.add_backends(self, self, self.backends())
+            hooks.add_backends(self, self.backends())
 
     def backends(self) -> dict[str, Any]:
         """Return the backends of the group for C++, by the type of the device."""

@@ -277,3 +277,14 @@ def test_hooks_of_a_group_with_several_backends(job: None) -> None:
     assert seen == ["ALLREDUCE"]
     assert group.group.calls == before
     dist.destroy_process_group(group)
+
+
+def test_an_error_of_another_backend_is_that_of_the_backend(job: None) -> None:
+    """With hooks, too, the other members need not know of a call that another backend refuses."""
+    group = dist.new_group(list(range(SIZE)), backend="cpu:gloo,cuda:mpicoll")
+    group.register_pre_hook(1, lambda given: None)
+    if RANK == 0:
+        with pytest.raises((RuntimeError, ValueError), match=r"(?i)split"):
+            dist.all_to_all_single(own(SIZE), own(SIZE), [1] * SIZE, [9] * SIZE, group=group)
+    dist.barrier()
+    dist.destroy_process_group(group)
