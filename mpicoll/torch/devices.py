@@ -71,7 +71,8 @@ class ByDevice(ProcessGroup):
 
     def backends(self) -> dict[str, Any]:
         """Return the backends of the group for C++, by the type of the device."""
-        others = {device: other._get_backend(torch.device(device)) for device, other in self._others.items()}
+        # Each of these groups has one backend, which torch has registered for the devices that it knows of the backend.
+        others = {device: other._get_backend(other._device_types[0]) for device, other in self._others.items()}
         return super().backends() | others
 
     def passes_on(self, given: tuple[Any, ...], named: dict[str, Any]) -> bool:
