@@ -222,8 +222,13 @@ def waits_lately() -> bool:
     return any(wait.began > since for wait in _waits())
 
 
-def waits_now(group_name: str) -> tuple[int, RankState]:
-    """Return this rank's answer to a question of another rank (see ``diagnosis.board.Where``)."""
+def waits_now(destroyed: Mapping[str, int], group_name: str) -> tuple[int, RankState]:
+    """Return this rank's answer to a question of another rank (see ``diagnosis.board.Where``).
+
+    Args:
+        destroyed: the numbers of calls made on groups that were destroyed, by name. Other members may still wait in the last
+            call of such a group.
+    """
     known = current()
     found = known.groups.get(group_name) if known is not None else None
     rank = known.world.rank() if known is not None else -1
@@ -235,7 +240,8 @@ def waits_now(group_name: str) -> tuple[int, RankState]:
         entry = RankState(((rank, rank),), op, site=site, group=display, state="late", problem=BETWEEN)
     if found is not None:
         return found.calls, entry
-    return known.meetings.get(group_name, 0) if known is not None else 0, entry
+    calls = destroyed.get(group_name, 0)
+    return max(calls, known.meetings.get(group_name, 0)) if known is not None else calls, entry
 
 
 def calls_now(rank: int) -> list[RankState]:

@@ -40,11 +40,11 @@ class JobEndpoint:
     board: Board
     pool: Pool
     again: MPI.Intracomm
+    calls: dict[str, int]
     topology: Any = None
     job: bool = False
     failure_posted: bool = False
     node: MPI.Intracomm | None = field(default=None, init=False)
-    calls: dict[str, int] = field(default_factory=dict, init=False)
     sent: dict[str, Counts] = field(default_factory=dict, init=False)
     received: dict[str, Counts] = field(default_factory=dict, init=False)
     last: dict[str, str] = field(default_factory=dict, init=False)

@@ -328,8 +328,9 @@ def _steps(comm: MPI.Intracomm, endpoint: JobEndpoint | None) -> Steps:
     data = yield from duplicate(control)
     pair = CommunicatorPair(ranks, control, data)
     if endpoint is None:
-        board = Board((yield from duplicate(control)), waits_now)
-        endpoint = JobEndpoint(board, Pool(), (yield from duplicate(control)))
+        calls: dict[str, int] = {}
+        board = Board((yield from duplicate(control)), partial(waits_now, calls))
+        endpoint = JobEndpoint(board, Pool(), (yield from duplicate(control)), calls)
         comm.Set_attr(_endpoint_keyval, endpoint)
         endpoints.append(endpoint)
     endpoint.pool.add(pair)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mpicoll.diagnosis import board as boards
-from mpicoll.diagnosis import wait_policy
+from mpicoll.diagnosis import job_state, wait_policy
 from mpicoll.diagnosis.board import Board, Failure
 from mpicoll.diagnosis.call import CallDescription
 from mpicoll.diagnosis.deadlock_search import search
@@ -126,13 +126,23 @@ def test_a_call_that_the_failed_rank_has_made_may_complete(
     assert isinstance(waiting.ended(board, 0.8), PeerFailedError)
 
 
+def test_a_rank_has_made_the_calls_of_a_group_that_it_has_destroyed(
+    board: SyntheticBoard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another member may reach its time limit in the last call while this rank destroys the group and ends."""
+    registry.state().groups["1.1"] = SimpleNamespace(calls=50, last=None, display="rows", last_call=lambda: "")  # type: ignore[assignment]
+    assert [waits_now({"1": 3}, name)[0] for name in ("1", "1.1", "1.2")] == [3, 50, 0]
+    monkeypatch.setattr(job_state, "_job", None)
+    assert [waits_now({"1": 3}, name)[0] for name in ("1", "1.2")] == [3, 0]
+
+
 def test_the_last_call_of_those_that_are_late(board: SyntheticBoard) -> None:
     """A rank that is between two calls answers with its last one; one that does not answer has written its own down."""
     called: Any = SimpleNamespace(calls=40, last="…", display="WORLD", last_call=lambda: "barrier at /a b/train.py:17")
     other: Any = SimpleNamespace(calls=50, last="…", display="rows", last_call=lambda: "all_reduce at /a b/train.py:18")
     unused: Any = SimpleNamespace(calls=0, last=None, display="columns", last_call=lambda: "")
     registry.state().groups.update({"1": called, "1.1": other, "1.2": unused})
-    calls, entry = waits_now("1")
+    calls, entry = waits_now({}, "1")
     assert (calls, entry.state, entry.op, entry.site, entry.group) == (
         40,
         "late",
@@ -140,7 +150,7 @@ def test_the_last_call_of_those_that_are_late(board: SyntheticBoard) -> None:
         "/a b/train.py:17",
         "WORLD",
     )
-    assert waits_now("1.2")[1].op == "all_reduce"
+    assert waits_now({}, "1.2")[1].op == "all_reduce"
     slots: Any = SimpleNamespace(
         me=ME,
         ranks=(499, ME, 501),
