@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pythons
 from jobs import ROOT
 
-__all__ = ["CLUSTER", "SIZES", "STAGES", "WORKERS", "Selection", "Stage", "missing_environments", "plan"]
+__all__ = ["CLUSTER", "EXCLUSIVE", "KINDS", "SIZES", "STAGES", "Selection", "Stage", "missing_environments", "plan"]
 
 SIZES = (1, 2, 3, 4)
 TENSOR_SIZES = (3,)
@@ -42,28 +42,25 @@ SHORT_OR_BOTH = ("-m", "not slow or both_mpis")
 LONG_ON_BOTH = ("-m", "slow and both_mpis")
 ON_RANKS = ("--with-mpi", "tests/mpi")
 # These files load all cores: one starts dozens of ranks, one compares times. No other stage runs beside them.
-EXCLUSIVE = ("tests/hang/test_scale.py", "tests/hang/test_release.py")
+LOADING = ("tests/hang/test_scale.py", "tests/hang/test_release.py")
 # The examples and the benchmark of mpicoll.torch: jobs in the environment with torch.
 WITH_TORCH = "tests/examples/test_with_torch.py"
 TORCH_JOBS = "tests/torch_backend/test_jobs.py"
 FOLDERS = {  # the stages that are one run of pytest in one process, and the folders that each runs
     "unit": ("tests/unit", "tests/native"),
     "launch": ("tests/launch",),
-    "hang": ("tests/hang", *(f"--ignore={file}" for file in EXCLUSIVE)),
-    "scale": EXCLUSIVE,
+    "hang": ("tests/hang", *(f"--ignore={file}" for file in LOADING)),
+    "scale": LOADING,
     "examples": ("tests/examples", f"--ignore={WITH_TORCH}"),
     "cluster": ("tests/cluster",),
 }
 CLUSTER = "cluster"
 # The values of --stage.
 STAGES = "lint, unit, mpi, sanitizers, torch, launch, hang, scale, examples, gpu, cluster, debian, python"
-# Which worker runs a kind of stage. Tests on several ranks are for the first worker. Jobs that hang or use Slurm mostly wait.
-WORKER_OF = {
-    "hang": "hangs",
-    **dict.fromkeys(("cluster", "unit"), "clusters"),  # the short part has no jobs of Slurm
-    **dict.fromkeys(("launch", "examples", "gpu"), "others"),
-}
-WORKERS = ("ranks", *dict.fromkeys(WORKER_OF.values()))
+# The kinds of stages, the kinds that need most time first. Stages of different kinds run at the same time, stages of one kind
+# one after the other. Jobs that hang or use Slurm mostly wait.
+KINDS = ("ranks", "hang", "cluster", "gpu", "unit", "launch", "examples", "jobs", "lint")
+EXCLUSIVE = "scale"
 # CuPy on a stand-in for CUDA, as (ranks, MPICOLL_CUDA, MPICOLL_CUDA_IPC, files): through the host and on the shared GPU,
 # passed to MPI, and whole programs.
 CUPY = ROOT / ".venv-cupy"
@@ -87,6 +84,8 @@ DEBIAN_SIZE = 3
 # The oldest and the newest of the other Pythons of this machine, on MPICH: unit tests. The newest also runs tests on some ranks
 # and a few tests of whole jobs.
 PYTHON_SIZE = 2
+# These unit tests read the files of the repository: their results do not depend on the MPI or the Python.
+TEXTS = ("tests/unit/test_architecture.py", "tests/unit/test_words.py")
 
 
 @dataclass(frozen=True)
@@ -105,10 +104,11 @@ class Stage:
         return self.name.replace(" ", "-")
 
     @property
-    def worker(self) -> str:
-        """Return the worker that runs the stage: one of ``WORKERS``, or "exclusive" for a stage after all workers."""
-        kind = self.name.split()[-1]
-        return WORKER_OF.get(kind, "exclusive" if kind == "scale" else WORKERS[0])
+    def kind(self) -> str:
+        """Return one of ``KINDS``, or ``EXCLUSIVE`` for a stage that runs beside no other stage."""
+        words = self.name.split()
+        found = [word for word in (words[-1], words[0]) if word in (*KINDS, EXCLUSIVE)]
+        return found[0] if found else KINDS[0]
 
 
 @dataclass(frozen=True)
@@ -193,6 +193,10 @@ def _on_ranks(chosen: Selection, mpi: str) -> list[Stage]:
 
 def _in_one_process(chosen: Selection, mpi: str, name: str) -> list[Stage]:
     folders = [each for each in FOLDERS[name] if each.startswith("--") or _has_tests(each)]
+    if name == "unit" and mpi != chosen.mpis[0]:
+        if any(map(_has_python, pythons.OTHERS)):
+            folders = []  # the unit tests of the other Pythons are on this MPI
+        folders += [f"--ignore={file}" for file in TEXTS if folders]
     if not folders:
         return []
     other = ROOT / (".venv-mpich" if mpi == "openmpi" else ".venv-openmpi")
@@ -271,7 +275,8 @@ def _pythons(chosen: Selection) -> list[Stage]:
     others = [each for each in pythons.OTHERS if _has_python(each)] if chosen.wants_slow("python") else []
     for version in dict.fromkeys(others[:1] + others[-1:]):
         venv, name = f".venv-python{version}", f"python {version}"
-        stages.append(Stage(f"{name} unit", chosen.pytest(SHORT, "tests/unit"), venv, mpi="mpich"))
+        unit = chosen.pytest(SHORT, "tests/unit", *(f"--ignore={file}" for file in TEXTS))
+        stages.append(Stage(f"{name} unit", unit, venv, mpi="mpich"))
     if others:
         stages.append(Stage(f"{name} mpi n={PYTHON_SIZE}", on_ranks, venv, PYTHON_SIZE, mpi="mpich"))
         # Some ways to end a process are told only by Python 3.12 and newer.

@@ -5,8 +5,8 @@ the unit tests and most tests that start jobs on Open MPI, all without the tests
 ``python tests/support/stages.py slow`` runs the other tests. These include the tests of torch's tensors and of ``tests/gpu``,
 which have environments of their own, and some tests on Debian's Open MPI and on other Pythons, if the machine has these.
 ``stage_plan.py`` plans the stages.
-Four workers run stages at the same time: tests on several ranks; jobs that hang; Slurm; all other stages. Stages that load
-the whole machine run after the workers, one by one.
+Stages of different kinds run at the same time, ``WORKERS`` at most: tests on several ranks, jobs that hang, jobs of Slurm and so
+on. Stages that load the whole machine run at the end, one by one.
 Options select stages, for use during development::
 
     python tests/support/stages.py fast --mpi openmpi --stage mpi --sizes 2,3 -- -k all_reduce
@@ -32,11 +32,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jobs import LISTENER, MARK, ROOT, end_job, job_environment, mpiexec_command, start_command
-from stage_plan import CLUSTER, SIZES, STAGES, WORKERS, Selection, Stage, missing_environments, plan
+from stage_plan import CLUSTER, EXCLUSIVE, KINDS, SIZES, STAGES, Selection, Stage, missing_environments, plan
 
 LOGS = ROOT / ".ci-logs"
 # Hard limits of a stage in seconds. A stage that needs more is broken, or does not belong into `make test`.
 LIMITS = {"fast": 600.0, "slow": 3600.0}
+WORKERS = 4  # stages at a time
 TAIL = 120  # lines that are printed of the log of a failed stage
 # On a busy machine one test in some thousands fails by its timing. At most MOST_AGAIN failed tests of a stage are run again
 # by themselves, and have to pass TIMES_AGAIN times. They are listed at the end with their first log: each is a defect.
@@ -201,26 +202,36 @@ def _read(report: Path, outcome: Outcome) -> None:
 def run_all(stages: Sequence[Stage], limit: float, workers: int) -> list[Outcome]:
     """Run the stages, in their order or by several workers; print how each ended as soon as it has ended."""
     outcomes: dict[str, Outcome] = {}
-    printing = threading.Lock()
+    waiting = sorted((s for s in stages if s.kind != EXCLUSIVE), key=lambda stage: KINDS.index(stage.kind))
+    running: set[str] = set()
+    changed = threading.Condition()
 
-    def work(own: Sequence[Stage]) -> None:
-        for stage in own:
-            outcome = run(stage, limit)
-            with printing:
-                outcomes[stage.name] = outcome
-                show(outcome)
+    def work() -> None:
+        while True:
+            with changed:
+                while (stage := next((s for s in waiting if s.kind not in running), None)) is None and waiting:
+                    changed.wait()
+                if stage is None:
+                    return
+                waiting.remove(stage)
+                running.add(stage.kind)
+            try:
+                outcome = run(stage, limit)
+                with changed:
+                    outcomes[stage.name] = outcome
+                    show(outcome)
+            finally:
+                with changed:
+                    running.remove(stage.kind)
+                    changed.notify_all()
 
-    if workers == 1:
-        work(stages)
-    else:
-        of = {name: [stage for stage in stages if stage.worker == name] for name in (*WORKERS, "exclusive")}
-        others = [threading.Thread(target=work, args=(of[name],)) for name in WORKERS[1:]]
-        for other in others:
-            other.start()
-        work(of[WORKERS[0]])
-        for other in others:
-            other.join()
-        work(of["exclusive"])
+    threads = [threading.Thread(target=work) for _ in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    waiting = [stage for stage in stages if stage.kind == EXCLUSIVE]
+    work()
     missing = [stage for stage in stages if stage.name not in outcomes]
     for stage in missing:
         outcomes[stage.name] = Outcome(stage, failed=1, notes=["never ended: see the traceback above"])
@@ -300,8 +311,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--workers",
         type=int,
-        choices=(1, len(WORKERS)),
-        default=len(WORKERS),
+        default=WORKERS,
         help="stages at a time (default: %(default)s)",
     )
     options = parser.parse_args(own)

@@ -207,7 +207,7 @@ def test_waits_move_everything_that_is_pending() -> None:
 
 def test_an_error_of_the_operation_is_raised_at_once() -> None:
     """A DistError out of the test itself gives the call up and is raised, in the first polls and later."""
-    for polls in (1, 10_000):
+    for polls in (1, waiting.SPIN_POLLS + 1, 3000):
         policy, seen = WaitPolicy(), 0
 
         def test(polls: int = polls) -> bool:

@@ -1,9 +1,51 @@
-"""What the runner of the test suite takes for a test that never ran."""
+"""The runner of the test suite: which stages run at the same time, and what it takes for a test that never ran."""
 
 from __future__ import annotations
 
-from stage_plan import Stage
-from stages import LACKS, Outcome, never_run, not_tested
+import threading
+import time
+
+import pytest
+import stages
+from stage_plan import EXCLUSIVE, KINDS, Stage
+from stages import LACKS, Outcome, never_run, not_tested, run_all
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_stages_of_one_kind_run_one_after_the_other(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stage runs once, at most ``workers`` at a time, and an exclusive stage at the end and alone."""
+    names = [
+        "lint ruff",
+        "openmpi scale",
+        "openmpi mpi n=1",
+        "openmpi hang",
+        "mpich hang",
+        "mpich unit",
+        "mpich mpi n=3",
+    ]
+    running: list[Stage] = []
+    ended: list[str] = []
+    lock = threading.Lock()
+
+    def run(stage: Stage, limit: float) -> Outcome:
+        with lock:
+            assert len(running) < (1 if stage.kind == EXCLUSIVE else workers)
+            assert stage.kind not in [other.kind for other in running]
+            running.append(stage)
+        time.sleep(0.02)
+        with lock:
+            running.remove(stage)
+            ended.append(stage.name)
+        return Outcome(stage, passed=1)
+
+    monkeypatch.setattr(stages, "run", run)
+    made = [Stage(name, (), ".venv-mpich") for name in names]
+    assert {stage.kind for stage in made} < {*KINDS, EXCLUSIVE}
+    outcomes = run_all(made, 60.0, workers)
+    assert [outcome.stage.name for outcome in outcomes] == names
+    assert all(outcome.passed == 1 and not outcome.notes for outcome in outcomes)
+    assert sorted(ended) == sorted(names)
+    assert ended[-1] == "openmpi scale"
 
 
 def outcome(size: int, tests: dict[str, str], lacking: set[str] | None = None, **special: str) -> Outcome:
