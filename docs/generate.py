@@ -1,7 +1,7 @@
 """Write docs/api.md, docs/messages.md and the tables of README.md: ``python docs/generate.py`` (``--check`` only compares).
 
-``docs/torch-2.13.txt`` lists the public names of torch.distributed 2.13 with their parameters; the names of mpicoll, its
-messages and its settings are read from the package itself.
+``docs/torch-2.13.txt`` lists the public names of torch.distributed 2.13 with their parameters, and ``docs/torch-2.15.txt`` the
+functions that torch 2.15 adds or changes; the names of mpicoll, its messages and its settings are read from the package itself.
 """
 
 from __future__ import annotations
@@ -81,7 +81,10 @@ NOTES = {
     "destroy_process_group": "does not wait for other ranks (at most a second for ranks that share a GPU's memory); raises if a "
     "`Work` was not waited for",
     "get_node_local_rank": "from MPI after `init_process_group`",
-    "init_process_group": "also `comm=`, `on_failure=`, `check=`; other backends are accepted with one warning",
+    "init_process_group": "also `comm=`, `on_failure=`, `check=`; `enable_reconfigure` can only be False; "
+    "other backends are accepted with one warning",
+    "get_backend_impl": "returns the group",
+    "send_object_list": "`weights_only` counts where the objects are received",
     "new_group": "inherits the world's limit; `use_local_synchronization` works",
     "irecv": "a message that is too long is not lost",
     "recv_object_list": "without `src=` receives a message from any rank",
@@ -120,14 +123,31 @@ class Row:
 
 def torch_names() -> dict[str, str | None]:
     """Return the public names of torch.distributed, each with its parameters (None for other names than functions)."""
+    return dict(sorted((_names_of("2.13") | _names_of("2.15")).items()))
+
+
+def _names_of(version: str) -> dict[str, str | None]:
     names: dict[str, str | None] = {}
-    for line in (HERE / "torch-2.13.txt").read_text().splitlines():
+    for line in (HERE / f"torch-{version}.txt").read_text().splitlines():
         match = re.fullmatch(r"(\w+)\((.*)\)", line)
         if match:
             names[match[1]] = match[2]
         else:
             names[line.removeprefix("class ")] = None
     return names
+
+
+def newer(name: str) -> str:
+    """Return a note of what torch 2.15 added to a name: the name itself, or parameters."""
+    before, now = _names_of("2.13"), _names_of("2.15")
+    if name not in now:
+        return ""
+    if name not in before:
+        return "of torch 2.15"
+    added = [
+        word.split("=")[0] for word in (now[name] or "").split(", ") if word not in (before[name] or "").split(", ")
+    ]
+    return f"{', '.join(f'`{word}=`' for word in added)} of torch 2.15"
 
 
 def parameters(function: Any) -> list[str]:
@@ -159,7 +179,8 @@ def rows() -> list[Row]:
             note = NOTES.get(name, "")
             if extras and "also" not in note:
                 note = "; ".join(filter(None, [note, "also " + ", ".join(f"`{extra}=`" for extra in extras)]))
-            table.append(Row(name, theirs or "", "extended" if extras or note else "same", note))
+            status = "extended" if extras or note else "same"
+            table.append(Row(name, theirs or "", status, "; ".join(filter(None, [newer(name), note]))))
         elif name in NOT_APPLICABLE:
             table.append(Row(name, theirs or "", "not applicable", NOT_APPLICABLE[name]))
         else:
@@ -191,7 +212,7 @@ def functional_rows() -> list[tuple[str, str]]:
 def api_page() -> str:
     """Return docs/api.md."""
     lines = [
-        "# mpicoll beside torch.distributed 2.13",
+        "# mpicoll beside torch.distributed 2.13 and 2.15",
         "",
         "Generated from the code by `python docs/generate.py`; a test fails when it is out of date.",
         "*same*: name, parameters, defaults and meaning; *extended*: more parameters or features, or safer than torch.",
@@ -300,7 +321,7 @@ def readme_table() -> str:
     by_status: dict[str, list[str]] = {}
     for row in rows():
         by_status.setdefault(row.status, []).append(f"`{row.name}`")
-    lines = ["| against torch.distributed 2.13 | names |", "|---|---|"]
+    lines = ["| against torch.distributed 2.13 and 2.15 | names |", "|---|---|"]
     for status in ("same", "extended", "not yet", "not applicable"):
         if by_status.get(status):
             lines.append(f"| {status} | {', '.join(by_status[status])} |")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mpicoll.api.backends import Backend as Backend
     from mpicoll.api.backends import DebugLevel as DebugLevel
     from mpicoll.api.backends import get_backend_config as get_backend_config
+    from mpicoll.api.backends import get_backend_impl as get_backend_impl
     from mpicoll.api.backends import get_debug_level as get_debug_level
     from mpicoll.api.backends import get_default_backend_for_device as get_default_backend_for_device
     from mpicoll.api.backends import get_pg_count as get_pg_count
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from mpicoll.api.gathering import all_gather_into_tensor as all_gather_into_tensor
     from mpicoll.api.gathering import all_gather_single as all_gather_single
     from mpicoll.api.gathering import gather as gather
+    from mpicoll.api.gathering import gather_into_tensor as gather_into_tensor
+    from mpicoll.api.gathering import gather_single as gather_single
     from mpicoll.api.groups import leaders_group as leaders_group
     from mpicoll.api.groups import new_group as new_group
     from mpicoll.api.groups import new_subgroups as new_subgroups
@@ -62,6 +65,7 @@ if TYPE_CHECKING:
     from mpicoll.api.job import is_available as is_available
     from mpicoll.api.job import is_initialized as is_initialized
     from mpicoll.api.job import is_mpi_available as is_mpi_available
+    from mpicoll.api.job import set_timeout as set_timeout
     from mpicoll.api.messages import P2POp as P2POp
     from mpicoll.api.messages import batch_isend_irecv as batch_isend_irecv
     from mpicoll.api.messages import irecv as irecv
@@ -131,13 +135,13 @@ if TYPE_CHECKING:
 _HOME = {
     "api.allocation": "empty",
     "api.backends": (
-        "Backend DebugLevel get_backend_config get_debug_level get_default_backend_for_device get_pg_count "
-        "is_backend_available is_gloo_available is_nccl_available is_torchelastic_launched is_ucc_available "
-        "is_xccl_available set_debug_level set_debug_level_from_env supports_complex"
+        "Backend DebugLevel get_backend_config get_backend_impl get_debug_level get_default_backend_for_device "
+        "get_pg_count is_backend_available is_gloo_available is_nccl_available is_torchelastic_launched "
+        "is_ucc_available is_xccl_available set_debug_level set_debug_level_from_env supports_complex"
     ),
     "api.coalesced": "all_gather_coalesced all_reduce_coalesced average_gradients",
     "api.collectives": "all_reduce barrier breakpoint broadcast monitored_barrier reduce",
-    "api.gathering": "all_gather all_gather_into_tensor all_gather_single gather",
+    "api.gathering": "all_gather all_gather_into_tensor all_gather_single gather gather_into_tensor gather_single",
     "api.scattering": "all_to_all all_to_all_single reduce_scatter reduce_scatter_single reduce_scatter_tensor scatter",
     "api.device_mesh": "DeviceMesh init_device_mesh",
     "api.groups": "leaders_group new_group new_subgroups new_subgroups_by_enumeration node_group split_group",
@@ -161,7 +165,7 @@ _HOME = {
     "api.job": (
         "GroupMember default_pg_timeout destroy_process_group get_backend get_global_rank get_group_rank "
         "get_node_local_rank get_process_group_ranks get_rank get_world_size group init_process_group is_available "
-        "is_initialized is_mpi_available"
+        "is_initialized is_mpi_available set_timeout"
     ),
     "memory.reduce_op": "ReduceOp reduce_op",
     "operations.work": "Work",

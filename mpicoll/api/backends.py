@@ -8,6 +8,7 @@ from typing import Any
 
 from mpicoll.api import job as api_job
 from mpicoll.groups import registry
+from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.lifecycle.init import is_mpi_available
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
 from mpicoll.runtime import settings
@@ -49,6 +50,26 @@ def get_backend_config(group: Any = None) -> str:
     """
     backend = api_job.get_backend(group)
     return f"cpu:{backend},cuda:{backend}"
+
+
+def get_backend_impl(group: Any = None, device: Any = None) -> ProcessGroup:
+    """Return the object that makes the calls of ``group`` (default: the world) on a device: the group itself.
+
+    Args:
+        group: the group.
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, or a device of torch; None stands for all of them.
+
+    Raises:
+        ValueError: another device, there is no default group, or this rank is not a member.
+
+    Source: torch.distributed.get_backend_impl of torch 2.15.
+    """
+    found = registry.resolve(group)
+    if found is None:
+        raise ValueError("Invalid process group specified")
+    if device is not None:
+        get_default_backend_for_device(device)
+    return found
 
 
 def is_backend_available(backend: str) -> bool:

@@ -153,3 +153,83 @@ def gather(
     )
     arguments = tensor, gather_list, dst, group_dst, async_op
     return run_cached("gather", group, cached, prepare.gather, arguments, async_op, timeout, name, stream)
+
+
+def gather_single(
+    tensor: AnyArray,
+    gather_tensor: AnyArray | None = None,
+    dst: int | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+    *,
+    timeout: timedelta | None = None,
+    name: str | None = None,
+    stream: Any = None,
+) -> Work | None:
+    """Gather the ``tensor`` of every member into one array on the rank ``dst``.
+
+    All members call this function with the same destination, dtype and number of elements.
+
+    Args:
+        tensor: this rank's input.
+        gather_tensor: on the destination the output for the inputs in the order of ranks, as in :func:`all_gather_single`; on
+            other members None.
+        dst: global rank of the destination (default 0); or ``group_dst``, its rank in the group.
+        group, async_op, timeout, name, stream: as in :func:`broadcast`.
+
+    Raises:
+        ValueError: no output on the destination, or an output on another member; dtypes or numbers of elements that do not fit.
+        Others as :func:`broadcast`.
+
+    Source: torch.distributed.gather_single of torch 2.15; MPI-4.1 section 6.5.
+    """
+    return _gather_single(
+        "gather_single", tensor, gather_tensor, dst, group, async_op, group_dst, timeout, name, stream
+    )
+
+
+def gather_into_tensor(
+    tensor: AnyArray,
+    gather_tensor: AnyArray | None = None,
+    dst: int | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+    *,
+    timeout: timedelta | None = None,
+    name: str | None = None,
+    stream: Any = None,
+) -> Work | None:
+    """Gather into one array, by another name of :func:`gather_single`, with the same arguments and errors.
+
+    Source: torch.distributed.gather_into_tensor of torch 2.15.
+    """
+    return _gather_single(
+        "gather_into_tensor", tensor, gather_tensor, dst, group, async_op, group_dst, timeout, name, stream
+    )
+
+
+def _gather_single(
+    function: str,
+    tensor: AnyArray,
+    output: AnyArray | None,
+    dst: int | None,
+    group: Any,
+    async_op: bool,
+    group_dst: int | None,
+    timeout: timedelta | None,
+    name: str | None,
+    stream: Any,
+) -> Work | None:
+    send = tensor if type(tensor) is _ndarray else dispatch.view_of(tensor, 3)
+    recv = output if output is None or type(output) is _ndarray else dispatch.view_of(output, 3)
+    plain = send is not None and (recv is None) is (output is None)
+    if plain and group_dst is None and (dst is None or type(dst) is int):
+        shape = None if recv is None else (recv.dtype, recv.shape)
+        key = function, dst, send.dtype, send.shape, shape
+        cached = key, send, recv, [] if output is None else output
+    else:
+        cached = NOT_CACHED
+    call, op, arguments = prepare.gather_single, "gather_single", (tensor, output, dst, group_dst, function)
+    return run_cached(op, group, cached, call, arguments, async_op, timeout, name, stream, function, 2)

@@ -84,6 +84,13 @@ def gather(group: ProcessGroup, output_tensors: Any, input_tensors: Tensors, roo
     return gathering.gather(source, outputs, None, group, True, root, timeout=timeout)
 
 
+def gather_single(
+    group: ProcessGroup, output: AnyArray | None, input: AnyArray, root: int, timeout: Limit = None
+) -> Made:
+    """Start :func:`mpicoll.gather_single`."""
+    return gathering.gather_single(input, output, None, group, True, root, timeout=timeout)
+
+
 def scatter(group: ProcessGroup, output_tensors: Tensors, input_tensors: Any, root: int, timeout: Limit = None) -> Made:
     """Start :func:`mpicoll.scatter`."""
     result, inputs = _one(output_tensors, "output_tensors"), _inner(input_tensors, "input_tensors")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from mpicoll.groups.process_group import ProcessGroup, register_methods
@@ -35,6 +36,7 @@ __all__ = [
     "is_initialized",
     "is_mpi_available",
     "rank_not_in_group",
+    "set_timeout",
 ]
 
 
@@ -103,6 +105,20 @@ def get_process_group_ranks(group: Any) -> list[int]:
     if found is None:
         raise KeyError(group)
     return list(found.ranks)
+
+
+def set_timeout(timeout: timedelta, group: Any = None) -> None:
+    """Set the limit of every later wait of ``group`` (default: the world) on this rank.
+
+    Calls with ``timeout=`` keep their own limit. Later groups without a limit of their own get that of the default group.
+
+    Raises:
+        TypeError: ``timeout`` is not a timedelta.
+        ValueError: ``timeout`` is not positive, this rank is not a member, or there is no default group.
+
+    Source: torch.distributed.set_timeout of torch 2.15.
+    """
+    _registered(group).set_timeout(timeout)
 
 
 def _registered(group: Any) -> ProcessGroup:

@@ -26,6 +26,7 @@ from mpicoll.operations.operation import Operation, misfit, receiving
 from mpicoll.operations.prepare_messages import refuse_self, source_rank
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import call_site
+from mpicoll.runtime.settings import need_bool
 from mpicoll.runtime.waiting import Steps
 from mpicoll.transports.mpi.collectives import AllRequests, Post, library_tag, post_all
 from mpicoll.transports.mpi.envelope import SMALL_BYTES, describe_list, write
@@ -45,6 +46,7 @@ def send_object_list(
     device: Any = None,
     group_dst: int | None = None,
     use_batch: bool = False,
+    weights_only: bool = False,
 ) -> None:
     """Send the objects of a list to one rank; return when the objects may be changed again.
 
@@ -57,6 +59,7 @@ def send_object_list(
         dst: global rank of the destination; or ``group_dst``, its rank in the group.
         group: the group; default the world.
         device, use_batch: accepted and ignored, as all objects move in one way through host memory.
+        weights_only: accepted and ignored, as the receiver loads the objects.
 
     Raises:
         TypeError: not a list.
@@ -82,6 +85,7 @@ def recv_object_list(
     device: Any = None,
     group_src: int | None = None,
     use_batch: bool = False,
+    weights_only: bool = False,
 ) -> int:
     """Receive objects into a list; return the global rank of the sender.
 
@@ -93,13 +97,15 @@ def recv_object_list(
         src: global rank of the source; or ``group_src``, its rank in the group; neither: any member (an error in torch).
         group: the group; default the world.
         device, use_batch: accepted and ignored, as in :func:`send_object_list`.
+        weights_only: load the objects only if they hold data, as in :func:`broadcast_object_list`.
 
     Raises:
         TypeError: not a list.
         ValueError: the source is this rank itself, or one of both is not in the group.
         CollectiveMismatchError: the message is a list of another length, or an array; another receive can still get the
             message, and the group can be used.
-        Exception: as pickle raises for an object that cannot be unpickled; the message is lost, the list is unchanged.
+        Exception: as pickle raises for an object that cannot be unpickled (pickle.UnpicklingError: with ``weights_only`` the
+            objects hold other things than data); the message is lost, the list is unchanged.
         Others as :func:`mpicoll.recv`.
 
     Source: torch.distributed.recv_object_list.
@@ -108,10 +114,12 @@ def recv_object_list(
     peer = source_rank(found, src, group_src)
     refuse_self(found, peer, "source")
     need_list(object_list, "object_list")
+    weights_only = need_bool(weights_only, "weights_only")
     execution.enter(found, "recv_object_list")
     operation, arrived = _start_recv(found, len(object_list), peer)
     operation.complete(found.timeout)
-    object_list[:] = arrived[0].load(f"recv_object_list: the list of rank {operation.group.ranks[operation.returned]}")
+    whose = f"recv_object_list: the list of rank {operation.group.ranks[operation.returned]}"
+    object_list[:] = arrived[0].load(whose, weights_only)
     return int(found.ranks[operation.returned])
 
 

@@ -1,6 +1,6 @@
 """Collectives of objects: any object that pickle can serialize, without copies of the arrays inside the object.
 
-Pickles of other ranks of the job are trusted like the program itself.
+Pickles of other ranks of the job are trusted like the program itself, unless a call has ``weights_only=True`` (torch 2.15).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ def broadcast_object_list(
     group: Any = None,
     device: Any = None,
     group_src: int | None = None,
+    weights_only: bool = False,
     *,
     name: str | None = None,
 ) -> None:
@@ -29,21 +30,26 @@ def broadcast_object_list(
         src: global rank of the source (default 0); or ``group_src``, its rank in the group.
         group: the group; default the world.
         device: accepted and ignored, as objects move through host memory.
+        weights_only: load received objects only if they hold data: numbers, strings, bytes, containers, NumPy arrays, tensors
+            of torch, and classes that ``torch.serialization.add_safe_globals`` added. The value must be the same on all members.
         name: as in :func:`mpicoll.broadcast`.
 
     Raises:
         TypeError: not a list.
         Exception: as pickle raises on the source (other members raise CollectiveMismatchError), or for an object that
             cannot be unpickled on that rank only, whose list is unchanged. The group can be used in both cases.
+        pickle.UnpicklingError: with ``weights_only`` the object holds other things than data; on that rank only, as above.
         DistError: received bytes are no object of this call, as ranks made different calls that were not compared.
         Others as :func:`mpicoll.broadcast`.
 
     Source: torch.distributed.broadcast_object_list.
     """
-    objects.broadcast(object_list, src, group, group_src, name)
+    objects.broadcast(object_list, src, group, group_src, weights_only, name)
 
 
-def all_gather_object(object_list: list[Any], obj: Any, group: Any = None, *, name: str | None = None) -> None:
+def all_gather_object(
+    object_list: list[Any], obj: Any, group: Any = None, weights_only: bool = False, *, name: str | None = None
+) -> None:
     """Gather one object of each member into ``object_list`` on all members.
 
     All members call this function. Objects may have any type and size; each rank also gets a copy of its own object. Arrays
@@ -53,6 +59,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None, *, na
         object_list: a list with an element for each member, by rank in the group, which are replaced; others are unchanged.
         obj: this rank's object.
         group: the group; default the world.
+        weights_only: as in :func:`broadcast_object_list`.
         name: as in :func:`mpicoll.broadcast`.
 
     Raises:
@@ -61,7 +68,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None, *, na
 
     Source: torch.distributed.all_gather_object.
     """
-    objects.all_gather(object_list, obj, group, name)
+    objects.all_gather(object_list, obj, group, weights_only, name)
 
 
 def gather_object(
@@ -70,6 +77,7 @@ def gather_object(
     dst: int | None = None,
     group: Any = None,
     group_dst: int | None = None,
+    weights_only: bool = False,
     *,
     name: str | None = None,
 ) -> None:
@@ -84,6 +92,7 @@ def gather_object(
             replaced (further elements are unchanged); on other members None or [].
         dst: global rank of the destination (default 0); or ``group_dst``, its rank in the group.
         group: the group; default the world.
+        weights_only: as in :func:`broadcast_object_list`.
         name: as in :func:`mpicoll.broadcast`.
 
     Raises:
@@ -92,7 +101,7 @@ def gather_object(
 
     Source: torch.distributed.gather_object.
     """
-    objects.gather(obj, object_gather_list, dst, group, group_dst, name)
+    objects.gather(obj, object_gather_list, dst, group, group_dst, weights_only, name)
 
 
 def scatter_object_list(
@@ -101,6 +110,7 @@ def scatter_object_list(
     src: int | None = None,
     group: Any = None,
     group_src: int | None = None,
+    weights_only: bool = False,
     *,
     name: str | None = None,
 ) -> None:
@@ -115,6 +125,7 @@ def scatter_object_list(
             (as in torch).
         src: global rank of the source (default 0); or ``group_src``, its rank in the group.
         group: the group; default the world.
+        weights_only: as in :func:`broadcast_object_list`.
         name: as in :func:`mpicoll.broadcast`.
 
     Raises:
@@ -123,4 +134,4 @@ def scatter_object_list(
 
     Source: torch.distributed.scatter_object_list.
     """
-    objects.scatter(scatter_object_output_list, scatter_object_input_list, src, group, group_src, name)
+    objects.scatter(scatter_object_output_list, scatter_object_input_list, src, group, group_src, weights_only, name)

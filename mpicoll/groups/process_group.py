@@ -163,9 +163,16 @@ class ProcessGroup(Membership):
         return self.level == "full"
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the limit of every later wait of this group on this rank."""
+        """Set the limit of every later wait of this group on this rank.
+
+        Raises:
+            TypeError: not a timedelta.
+            ValueError: not positive.
+        """
         if not isinstance(timeout, timedelta):
             raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout!r}")
+        if timeout <= timedelta(0):
+            raise ValueError(f"timeout must be positive, got {timeout}")
         self.timeout = timeout.total_seconds()
 
     def __repr__(self) -> str:

@@ -18,7 +18,7 @@ from mpicoll.lifecycle.exit_code import watched
 from mpicoll.lifecycle.hard_deadline import within
 from mpicoll.runtime import signals
 from mpicoll.runtime.backend_names import check_backend, warn_once
-from mpicoll.runtime.settings import LEVELS, Level, Settings, need_integer, read_settings
+from mpicoll.runtime.settings import LEVELS, Level, Settings, need_bool, need_integer, read_settings
 
 default_pg_timeout = timedelta(seconds=1800)
 """The limit of every wait if no limit is given (torch.distributed's constant for its CPU backends)."""
@@ -47,6 +47,7 @@ def init_process_group(
     group_name: str = "",
     pg_options: Any = None,
     device_id: Any = None,
+    enable_reconfigure: bool = False,
     *,
     comm: Any = None,
     on_failure: Literal["job", "raise"] | None = None,
@@ -64,6 +65,7 @@ def init_process_group(
         store, group_name, pg_options: accepted and ignored.
         device_id: the GPU of this rank, which the function passes to :func:`mpicoll.select_device`. None, or a torch device that
             is neither CUDA's nor the CPU: the GPU stays as it is.
+        enable_reconfigure: only False is accepted (torch 2.15): the ranks of a group do not change.
         comm: any mpi4py intracommunicator; default COMM_WORLD. The library sends on a duplicate only.
         on_failure: "job": an uncaught exception on one rank ends the job (default on COMM_WORLD); "raise": the
             library changes nothing outside this group (default with ``comm``).
@@ -74,7 +76,7 @@ def init_process_group(
 
     Raises:
         ValueError: called twice; an unknown backend; ``device_id`` is the CPU; ``rank`` or ``world_size`` contradict MPI; a
-            setting has an invalid value.
+            setting has an invalid value; ``enable_reconfigure`` is True.
         TypeError: ``timeout`` is not a timedelta, ``comm`` not an intracommunicator. If the other ranks use COMM_WORLD,
             they raise, too; otherwise the error cannot reach them, and an uncaught TypeError ends the job.
         RuntimeError: there is no GPU for ``device_id``.
@@ -97,6 +99,11 @@ def init_process_group(
     try:
         settings = read_settings()
         _check_arguments(backend, init_method, timeout, world_size, rank, store, on_failure, check)
+        if need_bool(enable_reconfigure, "enable_reconfigure"):
+            raise ValueError(
+                "enable_reconfigure=True is not supported: the ranks of a group do not change. If ranks may fail, use "
+                "on_failure='raise', and make a new group of the ranks that are left"
+            )
         if str(device_id).partition(":")[0] == "cpu":
             raise ValueError(
                 f"init_process_group: parameter `device_id` must be an accelerator with an index, not {device_id!r}: leave it "

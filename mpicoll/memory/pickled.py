@@ -176,17 +176,23 @@ class IncomingObject:
         except MemoryError as error:
             raise WireError(f"there is no memory for the buffers of {self.header.tail} bytes") from error
 
-    def load(self, whose: str) -> Any:
+    def load(self, whose: str, weights_only: bool = False) -> Any:
         """Unpickle the object, after all of it has been received.
 
         Args:
             whose: words for an error: the call, and the rank that sent the object.
+            weights_only: load data only (see :func:`mpicoll.memory.data_unpickler.load_data`).
 
         Raises:
             Exception: as unpickling raises.
         """
         try:
-            return pickle.loads(self.head[self.start :].data, buffers=self.parts)
+            stream = self.head[self.start :].data
+            if weights_only:
+                from mpicoll.memory.data_unpickler import load_data  # few programs ask for it
+
+                return load_data(stream, self.parts)
+            return pickle.loads(stream, buffers=self.parts)
         except Exception as error:
             if hasattr(error, "add_note"):  # Python 3.11
                 error.add_note(

@@ -242,13 +242,10 @@ class ProcessGroup(NamedGroup):
         return self._make(gathering.gather, given, output_tensors, opts, timeout)
 
     def gather_single(self, output: Any, input: Any, opts: Any) -> Made:
-        """Gather to one rank into one tensor: :func:`mpicoll.gather`."""
-        dst, size, outputs = self._root(opts), self.size(), None
-        if dst == self.group.ranks[self.rank()]:
-            whole = _one(output, "output")
-            fits = whole.is_contiguous() and whole.numel() % size == 0
-            outputs = list(whole.view(size, whole.numel() // size)) if fits else [whole]  # gather() tells all members
-        return self._make(gathering.gather, (_one(input, "input"), outputs, dst), output, opts)
+        """Gather to one rank into one tensor: :func:`mpicoll.gather_single`."""
+        dst = self._root(opts)
+        into = _one(output, "output") if dst == self.group.ranks[self.rank()] else None
+        return self._make(gathering.gather_single, (_one(input, "input"), into, dst), output, opts)
 
     def scatter(
         self,

@@ -250,6 +250,11 @@ class Runner:
             return dist.gather(x, several or None, root, **options), same(
                 *((got, full(value + i)) for i, got in enumerate(several))
             )
+        if kind == "gather_single":
+            whole = full(0, n * count) if self.rank == root else None
+            return dist.gather_single(x, whole, root, **options), same(
+                *([] if whole is None else [(whole, blocks(*range(value, value + n)))])
+            )
         if kind == "scatter":
             several = [full(value + i) for i in range(n)] if self.rank == root else []
             return dist.scatter(x, several or None, root, **options), same((x, full(value + me)))

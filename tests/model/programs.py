@@ -25,7 +25,7 @@ OPS = ("SUM", "MAX", "MIN")
 MOST_SMALL = 8  # elements: at most 64 bytes, which every MPI sends without waiting for the receiver
 LARGE = 300_000  # elements: at least 1.2 MB, which no MPI does
 
-ROOTED = ("broadcast", "reduce", "gather", "scatter")
+ROOTED = ("broadcast", "reduce", "gather", "gather_single", "scatter")
 REDUCING = ("all_reduce", "reduce", "reduce_scatter_single")
 COLLECTIVES = (
     "all_reduce",
@@ -34,6 +34,7 @@ COLLECTIVES = (
     "all_gather",
     "all_gather_single",
     "gather",
+    "gather_single",
     "scatter",
     "reduce_scatter_single",
     "all_to_all_single",
@@ -392,6 +393,7 @@ def _source(step: Step, size: int) -> str:
         "all_gather": f"{several}, {block}",
         "all_gather_single": f"{joined}, {block}",
         "gather": f"{block}, {several} if r == {step.root} else None, {step.root}",
+        "gather_single": f"{block}, {joined} if r == {step.root} else None, {step.root}",
         "scatter": f"{block}, {several} if r == {step.root} else None, {step.root}",
         "reduce_scatter_single": f"{block}, {joined}, {op}",
         "all_to_all_single": f"{joined}, {joined}",

@@ -88,6 +88,9 @@ def test_inputs_that_are_read_only() -> None:
         out = bytearray(2 * size)
         dist.all_gather_single(out, value)
         assert list(out) == [r for r in range(size) for _ in range(2)]
+        whole = bytearray(2 * size) if rank == 0 else None
+        dist.gather_single(value, whole)
+        assert whole is None or list(whole) == [r for r in range(size) for _ in range(2)]
         into = value if rank == 0 else bytearray(2)
         dist.broadcast(into, 0)
         assert rank == 0 or into == bytes(2)

@@ -103,12 +103,14 @@ def test_averages_and_bools() -> None:
 def calls_of_two_memories(size: int, me: int) -> dict[str, Any]:
     """Return calls that read other memory than they write, or only read; each with the arrays that it reads."""
     one, row, many = np.full(3, me + 1.0), np.zeros(3), np.arange(3.0 * size)
+    whole = np.zeros(3 * size) if me == 0 else None
     calls: dict[str, Any] = {
         "broadcast": (lambda **how: dist.broadcast(one, 0, **how), one if me == 0 else None),
         "all_gather_single": (lambda **how: dist.all_gather_single(np.zeros(3 * size), one, **how), one),
         "reduce_scatter_single": (lambda **how: dist.reduce_scatter_single(row, many, **how), many),
         "all_to_all_single": (lambda **how: dist.all_to_all_single(np.zeros(3 * size), many, **how), many),
         "reduce": (lambda **how: dist.reduce(one, 0, **how), None if me == 0 else one),
+        "gather_single": (lambda **how: dist.gather_single(one, whole, 0, **how), one),
     }
     return calls
 

@@ -41,6 +41,7 @@ def right(name: str, async_op: bool = False) -> Any:
         "all_gather": lambda: dist.all_gather(many, x, async_op=async_op),
         "all_gather_single": lambda: dist.all_gather_single(large, x, async_op=async_op),
         "gather": lambda: dist.gather(x, many if rank == 0 else None, 0, async_op=async_op),
+        "gather_single": lambda: dist.gather_single(x, large if rank == 0 else None, 0, async_op=async_op),
         "scatter": lambda: dist.scatter(x, many if rank == 0 else None, 0, async_op=async_op),
         "reduce_scatter": lambda: dist.reduce_scatter(y, many, async_op=async_op),
         "reduce_scatter_single": lambda: dist.reduce_scatter_single(y, large, async_op=async_op),
@@ -86,6 +87,7 @@ def wrong_calls(async_op: bool) -> list[tuple[str, str, type[Exception], Call]]:
     x, large = np.ones(4), np.ones(4 * size)
     many = [np.ones(4) for _ in range(size)]
     own = [1] * size if rank == 0 else None
+    room = large if rank == 0 else None
     more: dict[str, Any] = {"async_op": async_op}
     bad: list[tuple[str, str, type[Exception], Call]] = []
     arrays = {
@@ -106,6 +108,7 @@ def wrong_calls(async_op: bool) -> list[tuple[str, str, type[Exception], Call]]:
             ("all_gather", f"{what} in the list", TypeError, lambda v=value: dist.all_gather([v] * size, x, **more)),
             ("all_gather_single", what, TypeError, lambda v=value: dist.all_gather_single(v, x, **more)),
             ("gather", what, TypeError, lambda v=value: dist.gather(v, many if rank == 0 else None, **more)),
+            ("gather_single", what, TypeError, lambda v=value: dist.gather_single(v, room, **more)),
             ("scatter", what, TypeError, lambda v=value: dist.scatter(v, many if rank == 0 else None, **more)),
             ("reduce_scatter", what, TypeError, lambda v=value: dist.reduce_scatter(v, many, **more)),
             (
@@ -203,6 +206,20 @@ def wrong_calls(async_op: bool) -> list[tuple[str, str, type[Exception], Call]]:
         ),
         ("gather", "a tuple", TypeError, lambda: dist.gather(x, tuple(many), **more)),
         ("scatter", "a tuple", TypeError, lambda: dist.scatter(x, tuple(many), **more)),
+        (
+            "gather_single",
+            "an output missing or forbidden",
+            ValueError,
+            lambda: dist.gather_single(x, None if rank == 0 else large, **more),
+        ),
+        (
+            "gather_single",
+            "a list",
+            TypeError,
+            lambda: dist.gather_single(x, many if rank == 0 else 5, dst=0.0, **more),
+        ),
+        ("gather_single", "a root out of range", ValueError, lambda: dist.gather_single(x, room, size, **more)),
+        ("gather_single", "two roots", ValueError, lambda: dist.gather_single(x, room, 0, group_dst=0, **more)),
         # ops
         ("all_reduce", "an op that is none", TypeError, lambda: dist.all_reduce(x, "sum", **more)),
         ("all_reduce", "BAND on floats", RuntimeError, lambda: dist.all_reduce(x, ReduceOp.BAND, **more)),

@@ -189,7 +189,7 @@ def test_the_host_does_not_wait_for_kernels_of_an_asynchronous_call(gpu: Gpu) ->
 
 @several
 @pytest.mark.parametrize("engine", ["node", "mpi"])
-@pytest.mark.parametrize("call", ["all_reduce", "broadcast", "all_gather"])
+@pytest.mark.parametrize("call", ["all_reduce", "broadcast", "all_gather", "gather_single"])
 @pytest.mark.parametrize("others", ["gpu", "host"])
 def test_nobody_enters_mpi_before_every_gpu_has_come(
     others: str, call: str, engine: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
@@ -216,6 +216,7 @@ def test_nobody_enters_mpi_before_every_gpu_has_come(
         "all_reduce": lambda: dist.all_reduce(x),
         "broadcast": lambda: dist.broadcast(x, size - 1),
         "all_gather": lambda: dist.all_gather_into_tensor(rows, x),
+        "gather_single": lambda: dist.gather_single(x, rows if last else None, size - 1),
     }
     for turn in range(6):  # some calls are made in short when they have been made before
         gpu.seconds = 0.2 if last and turn in (0, 5) else 0.0
@@ -229,9 +230,9 @@ def test_nobody_enters_mpi_before_every_gpu_has_come(
         dist.broadcast_object_list(came, size - 1)
         if turn in (0, 5):
             assert all(at > came[0] for at in entered), (turn, came, entered)
-        expected = {"all_reduce": size * (size + 1) / 2, "broadcast": size, "all_gather": rank + 1}[call]
+        expected = {"all_reduce": size * (size + 1) / 2, "broadcast": size}.get(call, rank + 1)
         assert (values == expected).all()
-        if call == "all_gather":
+        if call == "all_gather" or (call == "gather_single" and last):
             assert (gathered == np.arange(1, size + 1)[:, None]).all()
         assert entered or engine == "node"
 

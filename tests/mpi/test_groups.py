@@ -110,6 +110,8 @@ def test_collectives_of_ranks_outside_warn_and_do_nothing() -> None:
         "all_gather_single": lambda **more: dist.all_gather_single(x, x, group, **more),
         "all_gather_into_tensor": lambda **more: dist.all_gather_into_tensor(x, x, group, **more),
         "gather": lambda **more: dist.gather(x, group=group, group_dst=0, **more),
+        "gather_single": lambda **more: dist.gather_single(x, group=group, group_dst=0, **more),
+        "gather_into_tensor": lambda **more: dist.gather_into_tensor(x, group=group, group_dst=0, **more),
         "scatter": lambda **more: dist.scatter(x, group=group, group_src=0, **more),
         "reduce_scatter": lambda **more: dist.reduce_scatter(x, [x], group=group, **more),
         "reduce_scatter_single": lambda **more: dist.reduce_scatter_single(x, x, group=group, **more),
@@ -230,6 +232,18 @@ def test_limits_are_inherited_from_the_default_group() -> None:
     assert own.timeout == 60
     with pytest.raises(TypeError, match="timedelta"):
         own.set_timeout(5)
+    dist.set_timeout(timedelta(minutes=2), own)
+    assert own.timeout == 120
+    for wrong, error in ((5, TypeError), (timedelta(0), ValueError), (timedelta(seconds=-1), ValueError)):
+        with pytest.raises(error, match=r"timedelta|positive"):
+            dist.set_timeout(wrong, own)
+    assert own.timeout == 120
+    before = timedelta(seconds=world.timeout)
+    dist.set_timeout(timedelta(seconds=77))
+    later = dist.new_group()
+    assert (world.timeout, later.timeout, inherited.timeout) == (77, 77, before.total_seconds())
+    dist.set_timeout(before)
+    dist.destroy_process_group(later)
     for group in (inherited, own):
         dist.destroy_process_group(group)
 

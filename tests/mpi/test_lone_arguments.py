@@ -66,6 +66,7 @@ def collectives(**more: Any) -> dict[str, Call]:
         "all_gather": lambda: dist.all_gather(lists, y, **more),
         "all_gather_single": lambda: dist.all_gather_single(many, y, **more),
         "gather": lambda: dist.gather(x, rows if rank == 0 else None, 0, **more),
+        "gather_single": lambda: dist.gather_single(x, many if rank == 0 else None, 0, **more),
         "scatter": lambda: dist.scatter(x, rows if rank == 0 else None, 0, **more),
         "reduce_scatter": lambda: dist.reduce_scatter(x, rows, **more),
         "reduce_scatter_single": lambda: dist.reduce_scatter_single(x, many, **more),

@@ -245,6 +245,7 @@ READ = [
     "all_to_all_single",
     "broadcast",
     "gather",
+    "gather_single",
     "isend",
     "reduce_scatter",
     "scatter",
@@ -288,6 +289,7 @@ def asynchronous_calls(size: int) -> dict[str, Any]:
             else ([dist.scatter(full(), None, 0, async_op=True)], None)
         ),
         "gather": lambda: started(dist.gather, full(), blocks() if root else None, 0),
+        "gather_single": lambda: started(dist.gather_single, full(), full(n * size) if root else None, 0),
         "all_reduce_coalesced": lambda: started(dist.all_reduce_coalesced, [full(), full(3)]),
         "all_gather_coalesced": lambda: started(
             dist.all_gather_coalesced, [blocks() for _ in range(n)], blocks(), at=1

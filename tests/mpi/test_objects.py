@@ -7,6 +7,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -92,33 +93,75 @@ def level_of(level: Any) -> Iterator[Any]:
         dist.destroy_process_group(group)
 
 
-def every_call(make: Callable[[int], Any], group: Any = None) -> Iterator[tuple[str, Any, Any]]:
-    """Make every call, collectives with every root: yield (what, what came, what should have come)."""
+def every_call(make: Callable[[int], Any], group: Any = None, **more: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Make every call, collectives with every root: yield (what, what came, what should have come).
+
+    Args:
+        more: further arguments of every call.
+    """
     me, size = dist.get_rank(group), dist.get_world_size(group)
     gathered: list[Any] = ["old"] * size
-    dist.all_gather_object(gathered, make(me), group)
+    dist.all_gather_object(gathered, make(me), group, **more)
     yield "all_gather_object", gathered, [make(rank) for rank in range(size)]
     for root in range(size):
         at_root = me == root
         objects = [make(root), 1] if at_root else ["old", "old"]
-        dist.broadcast_object_list(objects, group=group, group_src=root)
+        dist.broadcast_object_list(objects, group=group, group_src=root, **more)
         yield f"broadcast_object_list from {root}", objects, [make(root), 1]
         gathered = ["old"] * size
-        dist.gather_object(make(me), gathered if at_root else None, group=group, group_dst=root)
+        dist.gather_object(make(me), gathered if at_root else None, group=group, group_dst=root, **more)
         yield f"gather_object to {root}", gathered, [make(rank) for rank in range(size)] if at_root else ["old"] * size
         into = ["old", "kept"]
         inputs = [make(rank) for rank in range(size)] if at_root else None
-        dist.scatter_object_list(into, inputs, group=group, group_src=root)
+        dist.scatter_object_list(into, inputs, group=group, group_src=root, **more)
         yield f"scatter_object_list from {root}", into, [make(me), "kept"]
     if size > 1:
         after, before = (me + 1) % size, (me - 1) % size
         came: list[Any] = ["old", "old"]
         if me:
-            assert dist.get_group_rank(group, dist.recv_object_list(came, group=group, group_src=before)) == before
-        dist.send_object_list([make(me), me], group=group, group_dst=after)
+            sender = dist.recv_object_list(came, group=group, group_src=before, **more)
+            assert dist.get_group_rank(group, sender) == before
+        dist.send_object_list([make(me), me], group=group, group_dst=after, **more)
         if not me:
-            dist.recv_object_list(came, group=group, group_src=before)
+            dist.recv_object_list(came, group=group, group_src=before, **more)
         yield "messages", came, [make(before), before]
+
+
+def test_data_only() -> None:
+    """With ``weights_only=True`` every call moves data, and refuses other objects on the ranks that receive them."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    for which in range(8):
+        for what, came, wanted in every_call(lambda rank, which=which: of(rank)[which], weights_only=True):
+            assert same(came, wanted), (what, which)
+    refused = pytest.raises(pickle.UnpicklingError, match=r"weights_only=True: the object needs \w+\.Fraction")
+    for root in range(size):
+        objects: list[Any] = [Fraction(1, 3) if me == root else "old"]
+        with refused if me != root else contextlib.nullcontext():
+            dist.broadcast_object_list(objects, root, weights_only=True)
+        assert objects == [Fraction(1, 3) if me == root else "old"]
+        gathered = ["old"] * size
+        with refused:
+            dist.all_gather_object(gathered, Fraction(1, 3) if me == root else me, weights_only=True)
+        assert gathered == ["old"] * size
+        with refused if me == root else contextlib.nullcontext():
+            dist.gather_object(Fraction(1, 3), gathered if me == root else None, root, weights_only=True)
+        into = ["old"]
+        with refused if me == size - 1 else contextlib.nullcontext():
+            inputs = [*range(size - 1), Fraction(1, 3)] if me == root else None
+            dist.scatter_object_list(into, inputs, root, weights_only=True)
+        assert into == ["old" if me == size - 1 else me]
+    if size > 1:
+        with collective_raises(dist.CollectiveMismatchError, match="weights_only True"):
+            dist.all_gather_object([None] * size, me, weights_only=me == 0)
+    with collective_raises(ValueError, match="weights_only: The truth value"):
+        dist.all_gather_object([None] * size, me, weights_only=np.ones(2))  # type: ignore[arg-type]
+    if me == 0 and size > 1:
+        dist.send_object_list([Fraction(1, 3)], 1)
+    if me == 1:
+        with refused:
+            dist.recv_object_list(into, 0, weights_only=True)
+        assert into == ["old" if me == size - 1 else me]
+    dist.barrier()
 
 
 @pytest.mark.parametrize("which", range(8))

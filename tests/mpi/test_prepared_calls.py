@@ -169,6 +169,9 @@ def call(kind: str, count: int, turn: int, async_op: bool) -> tuple[Any, list[tu
     if kind == "gather":
         work = dist.gather(mine, others if me == root else None, root, async_op=async_op)
         return work, list(zip(others, every, strict=True)) if me == root else []
+    if kind == "gather_single":
+        work = dist.gather_single(mine, into if me == root else None, root, async_op=async_op)
+        return work, [(into, np.repeat(every, count))] if me == root else []
     if kind == "scatter":
         work = dist.scatter(mine, list(parts.reshape(size, count)) if me == root else None, root, async_op=async_op)
         return work, [(mine, 10.0 * me + root + turn)]
@@ -190,6 +193,7 @@ KINDS = (
     "all_gather",
     "all_gather_single",
     "gather",
+    "gather_single",
     "scatter",
     "reduce_scatter",
     "all_to_all",

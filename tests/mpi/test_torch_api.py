@@ -158,6 +158,7 @@ def test_what_is_returned() -> None:
         "all_gather_single": lambda a: dist.all_gather_single(np.ones((size, size)), x, async_op=a),
         "all_gather_coalesced": lambda a: dist.all_gather_coalesced([[each] for each in blocks], [x], async_op=a),
         "gather": lambda a: dist.gather(x, mine, async_op=a),
+        "gather_single": lambda a: dist.gather_single(x, np.ones((size, size)) if mine else None, async_op=a),
         "scatter": lambda a: dist.scatter(x, mine, async_op=a),
         "reduce_scatter": lambda a: dist.reduce_scatter(x, blocks, async_op=a),
         "reduce_scatter_single": lambda a: dist.reduce_scatter_single(x, np.ones(size * size), async_op=a),
@@ -343,7 +344,7 @@ def test_split_sizes() -> None:
 
 
 def test_one_output_or_input_for_all() -> None:
-    """all_gather_single and reduce_scatter_single take the concatenation and the stack."""
+    """all_gather_single, gather_single and reduce_scatter_single take the concatenation and the stack."""
     size, rank = dist.get_world_size(), dist.get_rank()
     x = np.full(3, float(rank))
     for gather in (dist.all_gather_single, dist.all_gather_into_tensor):
@@ -351,6 +352,12 @@ def test_one_output_or_input_for_all() -> None:
             out = np.zeros(shape)
             gather(out, x)
             assert out.reshape(size, 3)[:, 0].tolist() == list(range(size))
+    for gather_to_one in (dist.gather_single, dist.gather_into_tensor):
+        for shape in ((size * 3,), (size, 3)):
+            for dst in range(size):
+                into = np.zeros(shape) if rank == dst else None
+                gather_to_one(x, into, dst)
+                assert into is None or into.reshape(size, 3)[:, 0].tolist() == list(range(size))
     for scatter in (dist.reduce_scatter_single, dist.reduce_scatter_tensor):
         for shape in ((size * 3,), (size, 3)):
             out = np.zeros(3)

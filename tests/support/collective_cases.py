@@ -220,6 +220,23 @@ def gather(case: Case) -> None:
     case.same(x, case.block(case.me), "the input")
 
 
+def _gather_one(function: Callable[..., Any], case: Case, shape: Any) -> None:
+    x, out = case.block(case.me), case.empty(shape) if case.me == case.root else None
+    work = function(x, out, group=case.group, async_op=case.async_op, **case.peer("dst"))
+    case.finish(work, [] if out is None else [out])
+    if out is not None:
+        case.same(out, np.concatenate([case.block(r) for r in range(case.size)]))
+    case.same(x, case.block(case.me), "the input")
+
+
+def gather_single(case: Case) -> None:
+    _gather_one(dist.gather_single, case, (case.size, case.count))
+
+
+def gather_into_tensor(case: Case) -> None:
+    _gather_one(dist.gather_into_tensor, case, case.size * case.count)
+
+
 def scatter(case: Case) -> None:
     inputs = [case.block(r) for r in range(case.size)] if case.me == case.root else None
     x = case.empty()
@@ -302,7 +319,13 @@ def barrier(case: Case) -> None:
     case.finish(dist.barrier(case.group, case.async_op), [])
 
 
-ROOTED: dict[str, Callable[[Case], None]] = {"broadcast": broadcast, "gather": gather, "scatter": scatter}
+ROOTED: dict[str, Callable[[Case], None]] = {
+    "broadcast": broadcast,
+    "gather": gather,
+    "gather_single": gather_single,
+    "gather_into_tensor": gather_into_tensor,
+    "scatter": scatter,
+}
 ROOTLESS: dict[str, Callable[[Case], None]] = {
     "all_gather": all_gather,
     "all_gather_uneven": all_gather_uneven,

@@ -127,6 +127,9 @@ def moving(x: Tensor, place: Callable[[Tensor], Tensor], async_op: bool) -> Resu
         outs = rooms() if rank == root else []
         work = dist.gather(mine, outs if rank == root else None, root, async_op=async_op)
         yield "gather", work, list(zip(outs, all_, strict=False))
+        whole = place(torch.stack([empty] * size)) if rank == root else None
+        work = dist.gather_single(mine, whole, root, async_op=async_op)
+        yield "gather_single", work, [] if whole is None else [(whole, torch.stack(all_))]
         into = place(empty)
         inputs = [place(each) for each in all_] if rank == root else None
         yield "scatter", dist.scatter(into, inputs, root, async_op=async_op), [(into, all_[rank])]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import pickle
 import subprocess
 import sys
 import warnings
@@ -39,6 +40,8 @@ def test_every_public_name_of_torch_is_in_the_table() -> None:
     # Which backends besides gloo torch was built with differs; what is said of that one holds for all.
     assert public - set(rows) - {f"ProcessGroup{backend}" for backend in ("MPI", "NCCL", "UCC", "XCCL")} == set()
     for row in rows.values():
+        if generate.newer(row.name) == "of torch 2.15":
+            continue
         assert hasattr(torch.distributed, row.name) or row.name in c10d.__all__, f"torch has no {row.name}"
         assert row.status in ("same", "extended", "not applicable"), row
         assert (row.status == "not applicable") == (row.name not in dist.__all__), row
@@ -82,8 +85,12 @@ def test_torch_multiprocessing_is_refused(tmp_path: Path) -> None:
     assert done.stdout.count(f"mpicoll run -n 2 {script}`") == 2, done
 
 
+NEWER = ("enable_reconfigure", "weights_only")
+"""Parameters that torch has from 2.15 on."""
+
+
 def test_parameters_are_those_of_the_installed_torch() -> None:
-    """Every function has torch's parameters in torch's order, and then its own by keyword alone."""
+    """Every function has torch's parameters in torch's order, and then its own by keyword alone; also those of torch 2.15."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         functional_of_torch = importlib.import_module("torch.distributed.nn.functional")
@@ -98,7 +105,7 @@ def test_parameters_are_those_of_the_installed_torch() -> None:
             kept = [each for each in asked.values() if each.name in given]
             assert [each.name for each in kept] == list(given), name
             assert [each.kind for each in kept] == [each.kind for each in given.values()], name
-            rest = [each for each in asked.values() if each.name not in given]
+            rest = [each for each in asked.values() if each.name not in given and each.name not in NEWER]
             assert all(each.kind is each.KEYWORD_ONLY for each in rest), name
 
 
@@ -221,6 +228,45 @@ def test_devices_and_layouts() -> None:
     assert dist.get_default_backend_for_device(torch.device("cuda:1")) == "mpi"
     with collective_raises(TypeError, match=r"x\.to_dense\(\)"):
         dist.all_reduce(torch.eye(2).to_sparse())
+
+
+class Settings:
+    """A class that holds data of a program."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+
+def test_weights_only_loads_tensors() -> None:
+    """Tensors of any kind, parameters, sizes, dtypes and devices, as in a state dict; and classes that the program added."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)).bfloat16()
+    values: dict[str, Any] = {
+        **module.state_dict(),
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        "columns": torch.arange(12).reshape(3, 4).t(),
+        "sparse": torch.eye(3).to_sparse(),
+        "large": torch.ones(50_000),
+    }
+    others = [torch.Size([2, 3]), torch.float8_e4m3fn, torch.device("cuda:1")]
+    got: list[Any] = [None] * size
+    dist.all_gather_object(
+        got, [rank, values, others, torch.optim.SGD(module.parameters()).state_dict()], weights_only=True
+    )
+    for other, (sender, came, rest, _state) in enumerate(got):
+        assert (sender, rest) == (other, others)
+        for name in values.keys() - module.state_dict().keys():
+            assert came[name].stride() == values[name].stride() if name != "sparse" else came[name].is_sparse
+            assert torch.equal(came[name].to_dense(), values[name].to_dense())
+        assert isinstance(came["parameter"], torch.nn.Parameter)
+        assert module.load_state_dict({name: came[name] for name in module.state_dict()}).missing_keys == []
+    with pytest.raises(
+        pickle.UnpicklingError, match=r"weights_only=True: the object needs [\w.]*test_torch_api\.Settings"
+    ):
+        dist.all_gather_object(got, Settings(0.5), weights_only=True)
+    with torch.serialization.safe_globals([Settings]):
+        dist.all_gather_object(got, Settings(0.5), weights_only=True)
+    assert [each.rate for each in got] == [0.5] * size
 
 
 def test_wrong_arguments() -> None:

@@ -120,3 +120,47 @@ def gather(
         cached=cached,
         memories=(memory, *result.memories),
     )
+
+
+def gather_single(
+    g: ProcessGroup,
+    cached: Cached,
+    tensor: AnyArray,
+    gather_tensor: AnyArray | None,
+    dst: int | None,
+    group_dst: int | None,
+    function: str,
+) -> Prepared:
+    """Prepare a gather of equal blocks into one array on the root; ``function`` is the name that the program used."""
+    root = peer_rank(g, dst, group_dst, "dst", default=0)
+    arguments = [ListArgument(tensor, "tensor")]
+    if g.rank() == root and gather_tensor is not None:
+        arguments.append(ListArgument(gather_tensor, "gather_tensor", True))
+    source, *results = list_memories("gather", *arguments, size=min)
+    (memory,) = source.memories
+    agreed = (("root", g.ranks[root]), memory.name, ("elements", memory.flat.size))
+    if g.rank() != root:
+        if gather_tensor is not None:
+            raise ValueError("Argument ``gather_tensor`` must NOT be specified on non-destination ranks.")
+        move = Movement(Kind.GATHER, send=source.flat, root=root)
+        return Prepared(agreed, move, [], inputs=(memory,), before=source.gather, cached=cached, memories=(memory,))
+    if not results:
+        raise ValueError("Argument ``gather_tensor`` must be specified on destination rank.")
+    (result,) = results
+    (output,) = result.memories
+    same_dtype(output, memory)
+    if output.flat.size != g.size() * memory.flat.size:
+        raise ValueError(
+            f"{function}: gather_tensor must have {g.size()} x {memory.flat.size} elements, got {output.flat.size}"
+        )
+    send = source_apart_from(output, source)
+    return Prepared(
+        agreed,
+        Movement(Kind.GATHER, send=send, recv=result.flat, root=root),
+        [gather_tensor],
+        inputs=(memory,),
+        before=source.gather,
+        after=result_unpacker([output]),
+        cached=cached,
+        memories=(memory, output),
+    )

@@ -25,6 +25,7 @@ from mpicoll.operations import composed, execution
 from mpicoll.operations.prepare.refusal import member
 from mpicoll.runtime import waiting
 from mpicoll.runtime.call_site import call_site
+from mpicoll.runtime.settings import need_bool
 from mpicoll.runtime.waiting import Pollable, Steps
 from mpicoll.transports.base import Kind, Movement
 from mpicoll.transports.control import NOTHING, Agreed
@@ -48,7 +49,9 @@ _Ready = tuple[tuple[Any, ...], int, list[Any]]
 """Checked arguments of this rank: the key of the call, its root (-1: none), and the objects to send."""
 
 
-def broadcast(object_list: list[Any], src: int | None, group: Any, group_src: int | None, name: str | None) -> None:
+def broadcast(
+    object_list: list[Any], src: int | None, group: Any, group_src: int | None, weights_only: bool, name: str | None
+) -> None:
     """Make a ``broadcast_object_list``."""
 
     def prepare(g: ProcessGroup) -> _Ready:
@@ -57,13 +60,13 @@ def broadcast(object_list: list[Any], src: int | None, group: Any, group_src: in
         key = (("root", g.ranks[root]), ("objects", len(object_list)))
         return key, root, [object_list] if g.rank() == root else []
 
-    made = _run("broadcast_object_list", group, prepare, name, _Broadcast)
+    made = _run("broadcast_object_list", group, prepare, weights_only, name, _Broadcast)
     if made is not None and made.arrived:
         whose = f"broadcast_object_list: the list of rank {made.group.ranks[made.root]}"
-        object_list[:] = made.arrived[made.root].load(whose)
+        object_list[:] = made.load(made.root, whose)
 
 
-def all_gather(object_list: list[Any], obj: Any, group: Any, name: str | None) -> None:
+def all_gather(object_list: list[Any], obj: Any, group: Any, weights_only: bool, name: str | None) -> None:
     """Make an ``all_gather_object``."""
 
     def prepare(g: ProcessGroup) -> _Ready:
@@ -74,13 +77,19 @@ def all_gather(object_list: list[Any], obj: Any, group: Any, name: str | None) -
             )
         return (("objects", 1),), -1, [obj]
 
-    made = _run("all_gather_object", group, prepare, name, _AllGather)
+    made = _run("all_gather_object", group, prepare, weights_only, name, _AllGather)
     if made is not None:
         object_list[: made.group.size()] = made.load_all()
 
 
 def gather(
-    obj: Any, into: list[Any] | None, dst: int | None, group: Any, group_dst: int | None, name: str | None
+    obj: Any,
+    into: list[Any] | None,
+    dst: int | None,
+    group: Any,
+    group_dst: int | None,
+    weights_only: bool,
+    name: str | None,
 ) -> None:
     """Make a ``gather_object``."""
 
@@ -89,7 +98,7 @@ def gather(
         _list_of_root(into, "object_gather_list", g, root, "destination")
         return (("root", g.ranks[root]), ("objects", 1)), root, [obj]
 
-    made = _run("gather_object", group, prepare, name, _Gather)
+    made = _run("gather_object", group, prepare, weights_only, name, _Gather)
     if made is not None and made.arrived:
         assert into is not None
         into[: made.group.size()] = made.load_all()
@@ -101,6 +110,7 @@ def scatter(
     src: int | None,
     group: Any,
     group_src: int | None,
+    weights_only: bool,
     name: str | None,
 ) -> None:
     """Make a ``scatter_object_list``."""
@@ -115,9 +125,9 @@ def scatter(
             objects = list(inputs or ())
         return (("root", g.ranks[root]), ("objects", 1)), root, objects
 
-    made = _run("scatter_object_list", group, prepare, name, _Scatter)
+    made = _run("scatter_object_list", group, prepare, weights_only, name, _Scatter)
     if made is not None:
-        output[0] = made.arrived[made.group.rank()].load("scatter_object_list: the object for this rank")
+        output[0] = made.load(made.group.rank(), "scatter_object_list: the object for this rank")
 
 
 def _list_of_root(values: Any, name: str, group: ProcessGroup, root: int, role: str) -> None:
@@ -138,6 +148,7 @@ class _Transfer:
 
     Attributes:
         packed: objects to send.
+        weights_only: the objects of other ranks are loaded if they hold data only.
         failed: exception of pickling, if the round carries it as a detail and not as an error.
         arrived: received objects by rank, not unpickled yet.
         whole, whole_heads: the first transfer carries all objects, or all heads.
@@ -147,6 +158,7 @@ class _Transfer:
     call: CallDescription
     root: int
     packed: list[Packed]
+    weights_only: bool
     failed: Exception | None = None
     arrived: dict[int, IncomingObject] = field(default_factory=dict)
     whole: bool = False
@@ -273,7 +285,11 @@ class _Transfer:
     def load_all(self) -> list[Any]:
         """Unpickle the objects of all members."""
         op, ranks = self.call.op, self.group.ranks
-        return [self.arrived.pop(at).load(f"{op}: the object of rank {rank}") for at, rank in enumerate(ranks)]
+        return [self.load(at, f"{op}: the object of rank {rank}") for at, rank in enumerate(ranks)]
+
+    def load(self, of: int, whose: str) -> Any:
+        """Unpickle the object of a rank of the group; ``whose`` as in :meth:`IncomingObject.load`."""
+        return self.arrived.pop(of).load(whose, self.weights_only)
 
 
 class _Broadcast(_Transfer):
@@ -366,6 +382,7 @@ def _run(
     op: str,
     given: Any,
     prepare: Callable[[ProcessGroup], _Ready],
+    weights_only: bool,
     name: str | None,
     transfer: type[_Transfer],
 ) -> _Transfer | None:
@@ -383,6 +400,7 @@ def _run(
     try:
         try:
             execution.check_name(name)
+            weights_only = need_bool(weights_only, "weights_only")
             key, root, objects = prepare(group)
         except ValueError as error:
             raise wrong_argument(error) from None
@@ -401,6 +419,7 @@ def _run(
         setattr(error, ARGUMENT, True)
         composed.run(group, CallDescription(op, (), site, error=error), _no_steps)
         raise AssertionError("a call with wrong arguments always raises") from error
+    key = (*key, ("weights_only", True)) if weights_only else key
     key = key if name is None else (*key, ("name", name))
     largest = max((each.head_bytes for each in packed), default=NOTHING)
     call = CallDescription(
@@ -411,7 +430,7 @@ def _run(
         detail=largest if failed is None else _FAILED + group.rank(),
         block_bytes=max((each.nbytes for each in packed), default=0),
     )
-    made = transfer(group, call, root, packed, failed)
+    made = transfer(group, call, root, packed, weights_only, failed)
     composed.run(group, call, made.steps)
     return made
 
