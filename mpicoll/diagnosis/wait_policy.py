@@ -217,21 +217,25 @@ class CallWait:
 
     def _beside(self, mine: RankState, gone: Runs) -> list[RankState]:
         """Return the ranks of this node, without ``gone``, that wait in this collective, or left this one for the same reason."""
-        slots, (name, ranks, seq) = job_state.job().board.slots, self.meets()
-        if slots is None or self.peer is not None:
-            return []
         found = []
         now = time.time()
+        for rank, (began, site) in self._noted(gone).items():
+            same = RankState((), state="waits")
+            call = same if mine.site.endswith(site) else replace(mine, site=site, state="waits")
+            found.append(replace(call, ranks=((rank, rank),), waited=(now - began, now - began)))
+        return found
+
+    def _noted(self, gone: Runs = ()) -> dict[int, tuple[float, str]]:
+        """Return the other ranks of this node whose record says that they wait in this collective: since when, and where."""
+        slots, (name, ranks, seq) = job_state.job().board.slots, self.meets()
+        if slots is None or self.peer is not None:
+            return {}
+        found = {}
         for rank in set(slots.ranks).intersection(ranks) - {slots.me}:
             data = b"" if holds(gone, rank) else slots.read(rank, "waits")
             for group, number, began, site in pickle.loads(data) if data else ():
                 if (group, number) == (name, seq):
-                    call = (
-                        RankState((), state="waits")
-                        if mine.site.endswith(site)
-                        else replace(mine, site=site, state="waits")
-                    )
-                    found.append(replace(call, ranks=((rank, rank),), waited=(now - began, now - began)))
+                    found[rank] = began, site
         return found
 
     def as_wait(self) -> Wait:
@@ -309,6 +313,8 @@ class CallWait:
         board, (name, members, seq) = job_state.job().board, self.meets()
         wanted = members if self.peer is None or self.peer < 0 else (self.peer,)
         answers, came = board.ask(name, wanted), self.came()
+        if None in answers.values():  # a rank that waits may get no processor for as long as an answer is awaited
+            came |= self._noted().keys()
         arrived = [board.rank]
         late, silent, left = [], [], []
         for rank, where in answers.items():

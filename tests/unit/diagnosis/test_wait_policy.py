@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import time
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -95,6 +97,25 @@ def test_ranks_that_were_not_asked_are_not_called_silent(board: SyntheticBoard) 
     assert "743 of the group's 1000 ranks were not asked. The group is broken now." in text
 
 
+def test_a_rank_that_does_not_answer_but_waits_in_the_call(board: SyntheticBoard) -> None:
+    """The record of a rank of this node says which collective the rank waits in; such a rank is not late."""
+    records = {499: ("1", 41), 501: ("1", 40), 502: ("2", 41), 503: None}
+    board.answers = dict.fromkeys(records)
+
+    def read(rank: int, what: str) -> bytes:
+        assert what == "waits"
+        record = records[rank]
+        return b"" if record is None else pickle.dumps([(*record, time.time() - 2.0, "job.py:3")])
+
+    slots: Any = SimpleNamespace(ranks=[*records, ME], me=ME, read=read, place=lambda rank: Place(0.0, "job.py:3", ""))
+    board.slots = slots
+    error: Any = wait().timed_out(3.0)
+    assert error.ranks == [501, 502, 503]
+    told = {call["state"]: call["ranks"] for call in error.calls}
+    assert told["silent"] == [501, 502, 503]
+    assert 499 in told["waits"]
+
+
 def test_nobody_of_those_asked_is_late(board: SyntheticBoard) -> None:
     """Where all that were asked have come, it is not said that all have."""
     error: Any = wait().timed_out(3.0)
@@ -154,6 +175,7 @@ def test_the_last_call_of_those_that_are_late(board: SyntheticBoard) -> None:
     slots: Any = SimpleNamespace(
         me=ME,
         ranks=(499, ME, 501),
+        read=lambda rank, what: b"",
         place=lambda rank: Place(0.1, "/a b/train.py:30 in f()", "barrier", "/a b/train.py:17"),
     )
     board.slots = slots
