@@ -201,7 +201,7 @@ def gather_into_tensor(
     name: str | None = None,
     stream: Any = None,
 ) -> Work | None:
-    """Gather into one array, by another name of :func:`gather_single`, with the same arguments and errors.
+    """Gather into one array, by the older name of :func:`gather_single`, with the same arguments and errors.
 
     Source: torch.distributed.gather_into_tensor of torch 2.15.
     """

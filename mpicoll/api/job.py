@@ -108,9 +108,10 @@ def get_process_group_ranks(group: Any) -> list[int]:
 
 
 def set_timeout(timeout: timedelta, group: Any = None) -> None:
-    """Set the limit of every later wait of ``group`` (default: the world) on this rank.
+    """Set the limit of every later call of ``group`` (default: the world) on this rank.
 
-    Calls with ``timeout=`` keep their own limit. Later groups without a limit of their own get that of the default group.
+    Calls with ``timeout=`` and calls that were started keep their limit. Later groups without a limit of their own get the limit
+    of the default group.
 
     Raises:
         TypeError: ``timeout`` is not a timedelta.

@@ -30,8 +30,9 @@ def broadcast_object_list(
         src: global rank of the source (default 0); or ``group_src``, its rank in the group.
         group: the group; default the world.
         device: accepted and ignored, as objects move through host memory.
-        weights_only: load received objects only if they hold data: numbers, strings, bytes, containers, NumPy arrays, tensors
-            of torch, and classes that ``torch.serialization.add_safe_globals`` added. The value must be the same on all members.
+        weights_only: load received objects only if they hold data: numbers, strings, bytes, list, tuple, dict, set, OrderedDict,
+            Counter, NumPy arrays and dtypes, tensors of torch, and classes that ``torch.serialization.add_safe_globals`` added.
+            The value must be the same on all members.
         name: as in :func:`mpicoll.broadcast`.
 
     Raises:

@@ -370,7 +370,7 @@ def _needs(call: CallDescription, me: int, level: str) -> tuple[int, ...] | None
     root = named.get("root")
     if root is None:
         return None
-    if call.op in ("reduce", "gather"):
+    if call.op in ("reduce", "gather", "gather_single"):
         return None if me == root else ()
     return () if me == root else (root,)
 

@@ -163,7 +163,7 @@ class ProcessGroup(Membership):
         return self.level == "full"
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the limit of every later wait of this group on this rank.
+        """Set the limit of every later call of this group on this rank. Calls that were started keep their limit.
 
         Raises:
             TypeError: not a timedelta.

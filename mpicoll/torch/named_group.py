@@ -120,7 +120,7 @@ class NamedGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the limit of the calls that follow."""
-        self.group.timeout = timeout.total_seconds()
+        self.group.set_timeout(timeout)
 
     _set_default_timeout = set_timeout
 

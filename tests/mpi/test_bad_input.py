@@ -345,6 +345,23 @@ def test_arguments_wrong_on_all_ranks() -> None:
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("async_op", [False, True])
+def test_the_output_of_gather_single(async_op: bool) -> None:
+    """Only the destination has an output: all members are told of one of another size or dtype, or one that is read-only."""
+    size, last = dist.get_world_size(), dist.get_rank() == dist.get_world_size() - 1
+    for output, text in (
+        (np.ones(4 * size + 1), f"gather_tensor must have {size} x 4 elements, got {4 * size + 1}"),
+        (np.ones(4 * size, "f"), "float32"),
+        (read_only(4 * size), "read-only"),
+        ([np.ones(4)] * size, "list"),
+    ):
+        kind = TypeError if type(output) is list else ValueError
+        with collective_raises(kind if last else dist.CollectiveMismatchError, match=text):
+            wait_for(dist.gather_single(np.ones(4), output if last else None, size - 1, async_op=async_op))
+        still_works(text)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("async_op", [False, True])
 def test_arguments_wrong_on_one_rank(async_op: bool) -> None:
     """The rank at fault raises what is wrong, the others CollectiveMismatchError with its words, and the group goes on."""
     size, rank = dist.get_world_size(), dist.get_rank()

@@ -133,5 +133,12 @@ def test_not_a_member() -> None:
     if dist.get_rank():
         with pytest.raises(ValueError, match="Invalid process group"):
             dist.get_backend_config(group)
+        with pytest.raises(ValueError, match="Invalid process group specified"):
+            dist.get_backend_impl(group)
     else:
         assert dist.get_backend_config(group) == "cpu:mpi,cuda:mpi"
+        assert dist.get_backend_impl() is dist.group.WORLD
+        for device in (None, "cpu", "cuda:1"):
+            assert dist.get_backend_impl(group, device) is group
+        with pytest.raises(ValueError, match="not registered for device : tpu"):
+            dist.get_backend_impl(group, "tpu")

@@ -448,6 +448,8 @@ def test_init_refuses_wrong_arguments_on_all_ranks(monkeypatch: pytest.MonkeyPat
         ({"store": object()}, AssertionError),
         ({"device_id": "cpu"}, ValueError),
         ({"device_id": "cpu:0"}, ValueError),
+        ({"enable_reconfigure": True}, ValueError),
+        ({"enable_reconfigure": np.ones(2)}, ValueError),
     ]
     with restarted():
         for arguments, kind in wrong:

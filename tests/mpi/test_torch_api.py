@@ -358,6 +358,10 @@ def test_one_output_or_input_for_all() -> None:
                 into = np.zeros(shape) if rank == dst else None
                 gather_to_one(x, into, dst)
                 assert into is None or into.reshape(size, 3)[:, 0].tolist() == list(range(size))
+                method = dist.group.WORLD.gather_single
+                made = method(into.fill(7) or into if rank == dst else None, x, dst)
+                made.wait()
+                assert into is None or into.reshape(size, 3)[:, 0].tolist() == list(range(size))
     for scatter in (dist.reduce_scatter_single, dist.reduce_scatter_tensor):
         for shape in ((size * 3,), (size, 3)):
             out = np.zeros(3)

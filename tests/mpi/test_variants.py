@@ -152,6 +152,11 @@ def test_an_output_may_be_its_own_input() -> None:
         everything = np.zeros((size, count))
         everything[rank] = rank + 1
         dist.all_gather_single(everything, everything[rank])
+        for root in range(size):
+            gathered = np.zeros((size, everything.shape[1]))
+            gathered[rank] = rank + 1
+            dist.gather_single(gathered[rank], gathered if rank == root else None, root)
+            assert (gathered == [[r + 1 if root == rank or r == rank else 0] for r in range(size)]).all()
         assert (everything == np.arange(1, size + 1)[:, None]).all(), count
         dist.reduce_scatter_tensor(everything[rank], everything)
         assert (everything[rank] == size * (rank + 1)).all(), count

@@ -39,6 +39,7 @@ _REPORT = re.compile(
 _ERROR = re.compile(r"^(?:mpicoll\.errors\.)?(?=\w*(?:Error|Exception): )")
 _RANK = re.compile(r"\[rank ?\d+\]:? ")
 _SECONDS = re.compile(r"\b\d+(?:\.\d+)?(?: to \d+(?:\.\d+)?)? s\b")
+_WAITED = re.compile(r", waited [0-9.]+( to [0-9.]+)? s")
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,12 @@ def printed(pasted: Pasted) -> str:
 
 
 def same(one: str, other: str) -> bool:
-    """Return whether two texts are equal, except their seconds and the line breaks that depend on these."""
-    return _SECONDS.sub("0 s", one).split() == _SECONDS.sub("0 s", other).split()
+    """Return whether two texts are equal, except their seconds and the line breaks that depend on these.
+
+    How long ranks have waited stands in a report from 0.1 s on.
+    """
+    one, other = (_SECONDS.sub("0 s", _WAITED.sub("", " ".join(text.split()))) for text in (one, other))
+    return one == other
 
 
 def main(words: Sequence[str]) -> int:

@@ -194,7 +194,7 @@ def _on_ranks(chosen: Selection, mpi: str) -> list[Stage]:
 def _in_one_process(chosen: Selection, mpi: str, name: str) -> list[Stage]:
     folders = [each for each in FOLDERS[name] if each.startswith("--") or _has_tests(each)]
     if name == "unit" and mpi != chosen.mpis[0]:
-        if any(map(_has_python, pythons.OTHERS)):
+        if chosen.wants_slow("python") and any(map(_has_python, pythons.OTHERS)):
             folders = []  # the unit tests of the other Pythons are on this MPI
         folders += [f"--ignore={file}" for file in TEXTS if folders]
     if not folders:

@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import uuid
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
@@ -42,6 +43,8 @@ TAIL = 120  # lines that are printed of the log of a failed stage
 # On a busy machine one test in some thousands fails by its timing. At most MOST_AGAIN failed tests of a stage are run again
 # by themselves, and have to pass TIMES_AGAIN times. They are listed at the end with their first log: each is a defect.
 MOST_AGAIN, TIMES_AGAIN = 3, 3
+started_jobs: dict[str, subprocess.Popen[bytes]] = {}
+"""The launchers of the stages that run, by the marks of their jobs."""
 # A reason for a skip that begins with this text is printed at the end, and is no defect: for example too little memory.
 LACKS = "this machine lacks"
 
@@ -151,7 +154,7 @@ def _run_once(stage: Stage, limit: float) -> Outcome:
     outcome = Outcome(stage)
     started = time.monotonic()
     with open(_log(stage), "wb") as log:
-        process = start_command(command, log, environment, ROOT)
+        process = started_jobs[mark] = start_command(command, log, environment, ROOT)
         try:
             process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -159,6 +162,7 @@ def _run_once(stage: Stage, limit: float) -> Outcome:
             outcome.failed += 1
         finally:
             end_job(process, mark)
+            started_jobs.pop(mark, None)
             shutil.rmtree(temporary, ignore_errors=True)
             if memory:
                 shutil.rmtree(memory, ignore_errors=True)
@@ -200,7 +204,7 @@ def _read(report: Path, outcome: Outcome) -> None:
 
 
 def run_all(stages: Sequence[Stage], limit: float, workers: int) -> list[Outcome]:
-    """Run the stages, in their order or by several workers; print how each ended as soon as it has ended."""
+    """Run the stages, those of one kind one after the other; print how each ended as soon as it has ended."""
     outcomes: dict[str, Outcome] = {}
     waiting = sorted((s for s in stages if s.kind != EXCLUSIVE), key=lambda stage: KINDS.index(stage.kind))
     running: set[str] = set()
@@ -217,25 +221,28 @@ def run_all(stages: Sequence[Stage], limit: float, workers: int) -> list[Outcome
                 running.add(stage.kind)
             try:
                 outcome = run(stage, limit)
-                with changed:
-                    outcomes[stage.name] = outcome
-                    show(outcome)
-            finally:
-                with changed:
-                    running.remove(stage.kind)
-                    changed.notify_all()
+            except Exception:
+                outcome = Outcome(stage, failed=1, notes=traceback.format_exc().splitlines())
+            with changed:
+                outcomes[stage.name] = outcome
+                show(outcome)
+                running.remove(stage.kind)
+                changed.notify_all()
 
-    threads = [threading.Thread(target=work) for _ in range(workers)]
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(workers)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException:  # Ctrl-C: no stage begins any more, and no job stays
+        with changed:
+            waiting.clear()
+        for mark, process in tuple(started_jobs.items()):
+            end_job(process, mark)
+        raise
     waiting = [stage for stage in stages if stage.kind == EXCLUSIVE]
     work()
-    missing = [stage for stage in stages if stage.name not in outcomes]
-    for stage in missing:
-        outcomes[stage.name] = Outcome(stage, failed=1, notes=["never ended: see the traceback above"])
-        show(outcomes[stage.name])
     return [outcomes[stage.name] for stage in stages]
 
 
@@ -315,6 +322,8 @@ def main(argv: Sequence[str]) -> int:
         help="stages at a time (default: %(default)s)",
     )
     options = parser.parse_args(own)
+    if options.workers < 1:
+        parser.error("--workers must be at least 1")
     if options.part == "total":
         return total()
     sizes = [int(size) for size in options.sizes.split(",")]

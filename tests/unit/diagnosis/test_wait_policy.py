@@ -247,3 +247,13 @@ def test_whoever_ended_is_named_before_those_that_failed_for_it(board: Synthetic
     error = wait().ended(board, 0.01)
     assert isinstance(error, PeerFailedError)
     assert "rank 502 failed: ValueError" in str(error)
+
+
+@pytest.mark.parametrize("op", ["reduce", "gather", "gather_single"])
+def test_the_root_alone_needs_the_members(op: str) -> None:
+    """Without a round a member that only sends needs nobody, and the root needs all members; a root that sends needs nobody."""
+    call = CallDescription(op, (("root", 0),), call_site(), seq=1, passes=True)
+    assert wait_policy._needs(call, 0, "roll") is None
+    assert wait_policy._needs(call, 1, "roll") == ()
+    call = CallDescription("broadcast", (("root", 0),), call_site(), seq=1, passes=True)
+    assert (wait_policy._needs(call, 0, "roll"), wait_policy._needs(call, 1, "roll")) == ((), (0,))

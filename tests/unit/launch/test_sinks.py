@@ -79,9 +79,8 @@ def test_nobody_reads(pipe: tuple[int, int]) -> None:
     while len(got) < len(text):
         if select.select([pipe[0]], [], [], 0)[0]:
             got += os.read(pipe[0], 1 << 16)
-        sources.poll(
-            0.001
-        )  # the source may have been empty at the last poll, so this loop must not wait for the sink alone
+        # At the last poll the source may have been empty, so this loop must not wait for the sink alone.
+        sources.poll(0.001)
     assert got == text
     assert until(lambda: not sinks.waiting)
     thread.join()

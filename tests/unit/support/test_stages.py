@@ -48,6 +48,35 @@ def test_stages_of_one_kind_run_one_after_the_other(workers: int, monkeypatch: p
     assert ended[-1] == "openmpi scale"
 
 
+def test_stages_of_different_kinds_run_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of three stages waits for the others to be running."""
+    together = threading.Barrier(3)
+
+    def run(stage: Stage, limit: float) -> Outcome:
+        together.wait(30.0)
+        return Outcome(stage, passed=1)
+
+    monkeypatch.setattr(stages, "run", run)
+    made = [Stage(name, (), ".venv-mpich") for name in ("openmpi hang", "mpich unit", "mpich mpi n=3")]
+    assert [outcome.passed for outcome in run_all(made, 60.0, 3)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_stage_that_cannot_be_run_fails(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other stages run, also those after the stage and the exclusive ones."""
+
+    def run(stage: Stage, limit: float) -> Outcome:
+        if stage.name == "mpich hang":
+            raise FileNotFoundError("no such Python")
+        return Outcome(stage, passed=1)
+
+    monkeypatch.setattr(stages, "run", run)
+    names = ["openmpi hang", "mpich hang", "mpich unit", "mpich scale"]
+    outcomes = run_all([Stage(name, (), ".venv-mpich") for name in names], 60.0, workers)
+    assert [(each.passed, each.failed) for each in outcomes] == [(1, 0), (0, 1), (1, 0), (1, 0)]
+    assert "FileNotFoundError: no such Python" in outcomes[1].notes[-1]
+
+
 def outcome(size: int, tests: dict[str, str], lacking: set[str] | None = None, **special: str) -> Outcome:
     stage = Stage(f"mpich mpi n={size}", (), ".venv-mpich", size, tuple(special.items()))
     skips = {(name, f"{LACKS} memory"): 1 for name in lacking or ()}
