@@ -56,15 +56,16 @@ def get_backend_impl(group: Any = None, device: Any = None) -> ProcessGroup:
     """Return the object that makes the calls of ``group`` (default: the world) on a device: the group itself.
 
     Args:
-        group: the group.
+        group: the group, or its ``group_name``.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, or a device of torch; None stands for all of them.
 
     Raises:
-        ValueError: another device, there is no default group, or this rank is not a member.
+        ValueError: another device, no group of this name, there is no default group, or this rank is not a member.
 
     Source: torch.distributed.get_backend_impl of torch 2.15.
     """
-    found = registry.resolve(group)
+    named = registry.state().groups.get(group, group) if isinstance(group, str) else group
+    found = registry.resolve(named)
     if found is None:
         raise ValueError("Invalid process group specified")
     if device is not None:

@@ -138,6 +138,9 @@ def test_not_a_member() -> None:
     else:
         assert dist.get_backend_config(group) == "cpu:mpi,cuda:mpi"
         assert dist.get_backend_impl() is dist.group.WORLD
+        assert dist.get_backend_impl(group.group_name) is group
+        with pytest.raises(ValueError, match="Invalid process group specified"):
+            dist.get_backend_impl("no such group")
         for device in (None, "cpu", "cuda:1"):
             assert dist.get_backend_impl(group, device) is group
         with pytest.raises(ValueError, match="not registered for device : tpu"):

@@ -307,6 +307,16 @@ def test_dropped_works() -> None:
     dist.destroy_process_group(group)
 
 
+def test_the_method_that_gathers_into_one_tensor() -> None:
+    """``torch.distributed.gather_single`` of torch 2.15 calls this method."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    options = dist.GatherOptions()
+    options.rootRank = size - 1
+    out = torch.zeros(size, 2)
+    dist.group.WORLD.gather_single(out, torch.full((2,), float(rank)), options).wait()
+    assert out.tolist() == [[float(each if rank == size - 1 else 0)] * 2 for each in range(size)]
+
+
 def test_futures_have_the_tensors_of_the_result() -> None:
     """One after the other, also of a call with one output or with lists of lists, as on gloo."""
     size = dist.get_world_size()
