@@ -354,7 +354,7 @@ print("through", flush=True)
     for _ in range(4):
         job = run_job(source, 3, limit=40, env={"MPICOLL_CHECK": level, "MPICOLL_TIMEOUT": "5"})
         # On a busy machine the leader may take more than the tenth of a second after which a struck rank gives the group up.
-        if "gave the group up: KeyboardInterrupt" not in job.stderr:
+        if not re.search("gave (the group )?up: KeyboardInterrupt", job.stderr):
             break
     fine(job)
     assert job.stdout.count("through") == 3, job
