@@ -11,6 +11,7 @@ import inspect
 import re
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -126,6 +127,7 @@ def torch_names() -> dict[str, str | None]:
     return dict(sorted((_names_of("2.13") | _names_of("2.15")).items()))
 
 
+@cache
 def _names_of(version: str) -> dict[str, str | None]:
     names: dict[str, str | None] = {}
     for line in (HERE / f"torch-{version}.txt").read_text().splitlines():

@@ -203,10 +203,12 @@ def _path(found: Any) -> str:
 def _of_exact_type(opcode: bytes, *kinds: type) -> Callable[[_DataUnpickler], None]:
     """Return the opcode that adds elements to the object on the stack, for objects of these types and of added classes."""
     add = _Unpickler.dispatch[opcode[0]]
+    below = {pickle.APPEND: 2, pickle.SETITEM: 3}.get(
+        opcode, 0
+    )  # 0: the object is below the mark, and the elements above
 
     def checked(self: _DataUnpickler) -> None:
-        stack = self.metastack[-1] if opcode in (pickle.APPENDS, pickle.SETITEMS, pickle.ADDITEMS) else self.stack
-        kind = type(stack[{pickle.APPEND: -2, pickle.SETITEM: -3}.get(opcode, -1)])
+        kind = type(self.stack[-below] if below else self.metastack[-1][-1])
         if kind not in kinds and not self._is_added(kind):
             raise _refused(f"elements of {_named(kind)}")
         add(self)

@@ -6,7 +6,7 @@ from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import peer_rank
 from mpicoll.memory.adapt import same_dtype
 from mpicoll.memory.lists import ListArgument, list_memories
-from mpicoll.memory.memory import AnyArray
+from mpicoll.memory.memory import AnyArray, Memory
 from mpicoll.operations.prepare.run import (
     NOT_CACHED,
     Cached,
@@ -65,11 +65,7 @@ def all_gather_single(
         size=min,
     )
     (memory,), (output,) = source.memories, result.memories
-    same_dtype(output, memory)
-    if output.flat.size != g.size() * memory.flat.size:
-        raise ValueError(
-            f"{function}: output_tensor must have {g.size()} x {memory.flat.size} elements, got {output.flat.size}"
-        )
+    _check_rows(f"{function}: output_tensor", g.size(), output, memory)
     # The input may be this rank's part of the output, as torch allows: MPI forbids that its buffers overlap.
     send = source_apart_from(output, source)
     return Prepared(
@@ -82,6 +78,13 @@ def all_gather_single(
         cached=cached,
         memories=(memory, output),
     )
+
+
+def _check_rows(what: str, size: int, output: Memory, memory: Memory) -> None:
+    """Raise unless an output has the dtype of a block, and holds a block of each member."""
+    same_dtype(output, memory)
+    if output.flat.size != size * memory.flat.size:
+        raise ValueError(f"{what} must have {size} x {memory.flat.size} elements, got {output.flat.size}")
 
 
 def gather(
@@ -143,16 +146,12 @@ def gather_single(
         if gather_tensor is not None:
             raise ValueError("Argument ``gather_tensor`` must NOT be specified on non-destination ranks.")
         move = Movement(Kind.GATHER, send=source.flat, root=root)
-        return Prepared(agreed, move, [], inputs=(memory,), before=source.gather, cached=cached, memories=(memory,))
+        return Prepared(agreed, move, [], inputs=(memory,), cached=cached, memories=(memory,))
     if not results:
         raise ValueError("Argument ``gather_tensor`` must be specified on destination rank.")
     (result,) = results
     (output,) = result.memories
-    same_dtype(output, memory)
-    if output.flat.size != g.size() * memory.flat.size:
-        raise ValueError(
-            f"{function}: gather_tensor must have {g.size()} x {memory.flat.size} elements, got {output.flat.size}"
-        )
+    _check_rows(f"{function}: gather_tensor", g.size(), output, memory)
     send = source_apart_from(output, source)
     return Prepared(
         agreed,
