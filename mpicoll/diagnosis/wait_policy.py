@@ -313,9 +313,8 @@ class CallWait:
         board, (name, members, seq) = job_state.job().board, self.meets()
         wanted = members if self.peer is None or self.peer < 0 else (self.peer,)
         answers, came = board.ask(name, wanted), self.came()
-        if None in answers.values():  # a rank that waits may get no processor for as long as an answer is awaited
-            came |= self._noted().keys()
-        arrived = [board.rank]
+        noted = self._noted() if None in answers.values() else {}
+        arrived, unheard = [board.rank], []
         late, silent, left = [], [], []
         for rank, where in answers.items():
             ranks = ((rank, rank),)
@@ -325,6 +324,8 @@ class CallWait:
                 left.append(self._end(board.exited[rank]))
             elif where is not None:
                 late.append(replace(where.waits, ranks=ranks))
+            elif rank in noted:  # the rank is stopped, or got no processor for as long as an answer was awaited
+                unheard.append(rank)
             elif (place := place_of(board, rank)).site:
                 seen = seen_ago(place.ago, place.site)
                 silent.append(RankState(ranks, place.op, site=place.last, state="silent", problem=seen))
@@ -334,6 +335,7 @@ class CallWait:
             *_largest(late, RankState((), state="late")),
             *_largest(silent, RankState((), state="silent")),
             *_largest(left, RankState((), state="exited")),
+            *([RankState(runs_of(unheard), state="unheard")] if unheard else []),
             RankState(runs_of(arrived), state="waits", waited=(waited, waited)),
         ]
         mine = entry_of(self.call, board.rank)
@@ -348,7 +350,7 @@ class CallWait:
             behind=None if self.call.device_ready is None else not self.call.device_ready(),
             closing=self.AFTERWARDS,
         )
-        return arrived[1:], self._with_unreceived(report)
+        return [*arrived[1:], *unheard], self._with_unreceived(report)
 
 
 def _largest(entries: list[RankState], rest: RankState) -> list[RankState]:

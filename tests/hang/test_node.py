@@ -70,6 +70,10 @@ def test_a_rank_that_is_stopped() -> None:
     job = run(signal.SIGSTOP, 3)
     assert any("CollectiveTimeoutError" in job.out[rank] for rank in (0, 2)), job
     assert any("rank 1" in job.out[rank] for rank in (0, 2)), job
+    assert any(
+        "check whether rank 1 is stopped" in job.out[rank] or "find what rank 1 does" in job.out[rank]
+        for rank in (0, 2)
+    ), job
 
 
 @pytest.mark.slow

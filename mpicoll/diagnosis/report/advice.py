@@ -139,6 +139,10 @@ TRANSFER = Message(
     "the transfer does not end: check whether a rank is stopped, or the network is down",
     "A time limit: no rank is late.",
 )
+IS_STOPPED = Message(
+    "the transfer does not end: check whether {ranks} {n:is/are} stopped (ps: state T)",
+    "A time limit: no rank is late, and ranks that made the call do not answer.",
+)
 WHY_ELSEWHERE = Message(
     "find why {ranks} {n:is/are} elsewhere: for example at a call that only some ranks make, or after a skipped call",
     "A time limit: the late ranks are in other calls, or in none.",
@@ -249,12 +253,17 @@ def after_time_limit(rows: Iterable[RankState], late: Runs, unasked: int = 0, be
     """Return what to do about ranks that are late.
 
     Args:
+        rows: the states of the ranks.
+        late: the ranks that are late.
         unasked: how many ranks were not asked; these ranks may be late, too.
         behind: whether this rank's GPU has not reached the call yet; None if its arrays are on the host.
     """
     if not late:
         if unasked:
             return READ_OTHERS.text
+        unheard = join(run for row in rows if row.state == "unheard" for run in row.ranks)
+        if unheard:
+            return IS_STOPPED(ranks=name_runs(unheard, _WIDTH), n=Plural(count(unheard)))
         return (TRANSFER if behind is None else OWN_GPU if behind else OTHER_GPU).text
     elsewhere = join(run for row in rows if row.state == "late" for run in row.ranks)
     message, ranks = (WHY_ELSEWHERE, elsewhere) if elsewhere else (WHAT_DOES, late)

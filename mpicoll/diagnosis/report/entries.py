@@ -36,10 +36,11 @@ _ROW_BYTES = 4 * (sum(_LENGTHS.values()) + _MOST_PARTS * (_PART_NAME + _PART_TEX
 Runs = tuple[tuple[int, int], ...]
 """Ranks as runs (first, last), in order and with gaps between them: all ranks of a job are one run."""
 
-Standing = Literal["called", "waits", "late", "exited", "failed", "killed", "withdrawn", "silent"]
+Standing = Literal["called", "waits", "late", "exited", "failed", "killed", "withdrawn", "silent", "unheard"]
 """``called``: the rank made this call. ``waits``: the rank waits in this call. ``late``: the rank has not made the call that
 other ranks wait in, and waits in the call of its entry or, if there is a problem, has made that call last. ``silent``: the rank
-has not made the call, and does not answer. The other states say how the rank left."""
+has not made the call, and does not answer. ``unheard``: the rank has made the call, and does not answer. The other states say how
+the rank left."""
 
 
 def runs_of(ranks: Iterable[int]) -> Runs:

@@ -211,6 +211,10 @@ NO_ANSWER = Message(
     "{n:does/do} not answer (computing, stopped or dead)",
     "The rank is late, does not answer, and its place cannot be read.",
 )
+UNHEARD = Message(
+    "made this call, and {n:does/do} not answer (stopped, or without a processor)",
+    "The rank's record on its node says that the rank waits in the call; the rank does not answer questions.",
+)
 NO_CALL = Message("in no call of mpicoll", "The rank is in no call of the library at this moment.")
 WITHDREW = Message("gave the group up: {problem}", "The rank withdrew from its call, and the group was broken.")
 ENDED = Message("ended the program", "The rank's program ended without the call.")
@@ -242,6 +246,8 @@ def row_text(report: Report, row: RankState, expected: RankState | None, places:
         text = message(call=call, problem=row.problem) if row.problem else call
     elif row.state == "waits":
         text = call if report.kind in ("deadlock", "calls") else WAITS(n=n, call=call or "this call")
+    elif row.state == "unheard":
+        text = UNHEARD(n=n)
     elif report.kind == "calls":
         text = (row.problem or NO_CALL.text) + (LAST_CALL(call=call) if row.op else "")
     elif row.state in ("late", "silent"):
@@ -352,7 +358,7 @@ def _ordered(report: Report) -> list[RankState]:
     """Return the rows in the order of the text: the expected call, rows with a problem, then by lowest rank."""
     expected = reference_call(report) if report.kind == "mismatch" else None
     usual = None if expected is None else expected.call()
-    late = {"late", "silent", "exited", "failed", "killed", "withdrawn"}
+    late = {"late", "silent", "unheard", "exited", "failed", "killed", "withdrawn"}
 
     def place(row: RankState) -> tuple[bool, bool, bool, Runs]:
         return (

@@ -297,14 +297,16 @@ def time_limit(
 
     Args:
         waiting: the call of the wait.
-        table: the states of the members, or of the peer: ``waits``, ``late``, ``silent``, or a state of a rank that has left.
+        table: the states of the members, or of the peer: ``waits``, ``unheard``, ``late``, ``silent``, or a state of a rank
+            that has left.
         seconds: the limit, or the time waited so far.
         unasked: the number of members that were not asked, and are not in the table.
         behind: as for :func:`advice.after_time_limit`.
         closing: the last line of a report with ``over``.
     """
-    late = join(run for row in table.rows if row.state != "waits" for run in row.ranks)
+    late = join(run for row in table.rows if row.state not in ("waits", "unheard") for run in row.ranks)
     late = join((*late, *table.more))
+    unheard = join(run for row in table.rows if row.state == "unheard" for run in row.ranks)
     if late:
         who = RANKS_LATE(ranks=name_runs(late, 40))
     elif unasked:
@@ -325,7 +327,7 @@ def time_limit(
         waiting.seq,
         headline,
         table,
-        odd=late,
+        odd=late or unheard,
         next_step=advice.after_time_limit(table.rows, late, unasked, behind),
         closing=" ".join([*limits, *([closing] if over else [])]),
         waiting=waiting,

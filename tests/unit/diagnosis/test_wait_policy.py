@@ -113,7 +113,8 @@ def test_a_rank_that_does_not_answer_but_waits_in_the_call(board: SyntheticBoard
     assert error.ranks == [501, 502, 503]
     told = {call["state"]: call["ranks"] for call in error.calls}
     assert told["silent"] == [501, 502, 503]
-    assert 499 in told["waits"]
+    assert told["unheard"] == [499]
+    assert "rank 499: made this call, and does not answer" in str(error)
 
 
 def test_nobody_of_those_asked_is_late(board: SyntheticBoard) -> None:
