@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -255,9 +252,6 @@ class Job:
                 # Rank 0 opens stdin itself: Open MPI 5.0's mpirun does not pass on the end of its input, and MPICH's mpiexec
                 # never closes the inputs of the other ranks.
                 (self.directory / "in.0").symlink_to(f"/proc/{os.getpid()}/fd/0")
-        # MPICH's proxies kill their ranks if mpiexec has been killed; on SIGTERM the proxies only ask the ranks to end.
-        asked = self.launch.srun or self.launch.family == "openmpi"
-        die = partial(end_with_parent, signal.SIGTERM if asked else signal.SIGKILL)
         try:
             process = subprocess.Popen(
                 self.launch.argv,
@@ -266,13 +260,16 @@ class Job:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C reaches this process only, which ends the job in an orderly way
-                preexec_fn=die if threading.current_thread() is threading.main_thread() else None,
             )
         except OSError as error:
             raise LaunchError(f"could not start {self.launch.argv[0]}: {error}") from None
         self._launcher = process
-        printed = self._pump(process, streams)
-        code = process.wait()
+        guard = start_guard(process.pid, self.launch)
+        try:
+            printed = self._pump(process, streams)
+            code = process.wait()
+        finally:
+            guard.communicate(b"over\n")
         report = read_report(self.directory)
         if streams is None and report not in printed.recent:  # Open MPI 5.0's mpirun forwards nothing after SIGTERM
             self._sinks.err.put(report)
@@ -441,9 +438,21 @@ def run_job_for_spawn(options: Options, command: Sequence[str], directory: Path)
     return Job(options, command, directory=directory, lifeline=0, name="spawn").run_with_signals()
 
 
-def end_with_parent(number: int) -> None:
-    """Let the kernel send a signal to the launcher when this process is killed. Runs between fork and exec."""
-    ctypes.CDLL(None).prctl(1, number, 0, 0, 0)  # PR_SET_PDEATHSIG
+def start_guard(pid: int, launch: Launch) -> subprocess.Popen[bytes]:
+    """Start a shell that sends one signal to the launcher if this process is killed, and ends when it reads a line.
+
+    The kernel's own way (PR_SET_PDEATHSIG) sends a signal for each thread of this process, and Open MPI's launcher leaves its
+    ranks running when a second SIGTERM comes.
+    """
+    # MPICH's proxies kill their ranks if mpiexec has been killed; on SIGTERM the proxies only ask the ranks to end.
+    signal_name = "TERM" if launch.srun or launch.family == "openmpi" else "KILL"
+    return subprocess.Popen(
+        ["/bin/sh", "-c", 'read -r line || kill -s "$1" "$2"', "mpicoll-guard", signal_name, f"{pid}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def send_signal(pid: int, number: int) -> None:
