@@ -182,10 +182,11 @@ class QueueEmptyError(DistStoreError):
 class CollectiveMismatchError(DistError):
     """The members of a group made different calls, or a member passed wrong arguments.
 
-    Raised on every member at the same call, before any data moved. The group can still be used, unless a member had asynchronous
-    calls of the group pending for which the program did not wait: then the group is broken on all members, as these calls could
-    be taken for others. The last line of the message says which. A receive raises this error on its own rank only, if the
-    message has another dtype or size; the message is not lost.
+    Raised on every member at the same call, before any data moved. The group can still be used, unless a member had made later
+    asynchronous calls of the group: then the group is broken on all members, as these calls could be taken for others. The last
+    line of the message says which. If an asynchronous call fails and the program has not looked at its outcome, the next
+    collective of the group raises the error, and is not made. A receive raises this error on its own rank only, if the message
+    has another dtype or size; the message is not lost.
     """
 
     what_to_do = "compare the calls in the message and make the calls alike on all ranks; the line `next:` says how"

@@ -6,14 +6,14 @@ The exchange uses messages on the control communicator (:mod:`mpicoll.transports
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from mpicoll.checks.levels import EVERY
-from mpicoll.diagnosis.call import CallDescription, Made
+from mpicoll.diagnosis.call import CallDescription, Issuer, Made
 from mpicoll.diagnosis.report.entries import Table, entry_of, merge, name_runs, runs_of, table_of
 from mpicoll.diagnosis.report.texts import PENDING_CALLS, blocks_differ, mismatch
 from mpicoll.errors import CollectiveMismatchError
@@ -22,7 +22,7 @@ from mpicoll.runtime.waiting import Pollable
 from mpicoll.transports.mpi.exchange import merge_all
 
 GRACE = 0.05
-"""Seconds that an exchange waits for the program to wait for its asynchronous call, so that the group can still be used."""
+"""Seconds that an exchange waits for the program to wait for its asynchronous call, or to make its next call of the group."""
 
 
 def explain(
@@ -44,8 +44,8 @@ def explain(
         blocks: which blocks of this member do not fit those of other members; None if the calls themselves differ.
     """
     call.explaining = True
-    if call.is_alone is not None and not call.is_alone():
-        yield _Grace(call.is_alone)  # the program may be about to wait for a call that it has just started
+    if call.issuer is not None and not call.issuer.is_settled():
+        yield _Grace(call.issuer)  # the program may be about to wait for a call that it has just started
     me = comm.Get_rank()
     compared, closing = call, "No default group was made." if call.op == "init_process_group" else ""
     if call.made or call.closes:
@@ -53,7 +53,7 @@ def explain(
     mine = entry_of(compared, ranks[me], waited=waited)
     if blocks is not None:
         mine = replace(mine, problem=blocks)
-    alone = call.is_alone is None or call.is_alone()
+    alone = call.issuer is None or call.issuer.hold_back()
     table = yield from _merge_tables(comm, table_of([mine], () if alone else mine.ranks))
     wanted = table.missing()
     if wanted is not None:
@@ -81,12 +81,12 @@ def explain(
 class _Grace:
     """A Pollable that is complete when the program waits for a call, or when it had ``GRACE`` seconds to do so."""
 
-    def __init__(self, is_alone: Callable[[], bool]) -> None:
-        self._is_alone, self._end = is_alone, time.monotonic() + GRACE
+    def __init__(self, issuer: Issuer) -> None:
+        self._issuer, self._end = issuer, time.monotonic() + GRACE
 
     def Test(self) -> bool:
         """Return whether the exchange may begin."""
-        return self._is_alone() or time.monotonic() > self._end
+        return self._issuer.is_settled() or time.monotonic() > self._end
 
 
 def _first_difference(comm: Any, call: CallDescription) -> Generator[Pollable, None, tuple[CallDescription, str]]:

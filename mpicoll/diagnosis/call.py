@@ -6,10 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from mpicoll.runtime.call_site import CallSite
 from mpicoll.transports.control import NO_DEVICE, NOTHING
+
+
+class Issuer(Protocol):
+    """What an exchange of calls asks of the request of its call."""
+
+    def is_settled(self) -> bool:
+        """Return whether the program waits for the call or looks at it, or has made a later call of the group."""
+
+    def hold_back(self) -> bool:
+        """Refuse later calls of the group until the program knows the error of this call; False if a later call was made."""
 
 
 @dataclass(slots=True)
@@ -35,7 +45,7 @@ class CallDescription:
         made: the calls since the last comparison, this call included.
         closes: this is no call, but the last comparison of a group: the group was destroyed, or the program has ended.
         breaks: why the members cannot use the group after the calls differed; "" if they can.
-        is_alone: returns whether the program waits for the call, and no other call of the group is pending on this rank.
+        issuer: the request of the call, while the members may exchange their calls.
         passes: the call makes no round.
         alias: another name of the public function, under which this rank called it.
         maker: the part of another library that made the call for the program, or "".
@@ -69,7 +79,7 @@ class CallDescription:
     compared: bool = False
     wait_policy: Any = None
     device_ready: Callable[[], bool] | None = None
-    is_alone: Callable[[], bool] | None = None
+    issuer: Issuer | None = None
 
     @property
     def name(self) -> str:

@@ -71,6 +71,13 @@ class MessageCache(dict[Any, Any]):
         return again
 
 
+class PendingError(Protocol):
+    """A request that has failed, or fails when the members have exchanged their calls."""
+
+    def complete(self) -> None:
+        """Wait for the end of the request, and raise its error."""
+
+
 def _no_method(name: str) -> Callable[..., Any] | None:
     return None
 
@@ -108,6 +115,7 @@ class ProcessGroup(Membership):
         super().__init__(name, display or name, pair.ranks, rank, timeout, level, pair.receiver, pair.agreement.order)
         self.group_desc = desc or "undefined"
         self.pair = pair
+        self._unknown_mismatch: PendingError | None = None
         self.entered_block = None  # open block of a leader: the group refuses collectives
         self.stopping: Stopping | None = None  # answers signals on the group, on all members alike
         self.lock = threading.RLock()  # a thread holds it during a collective: one collective at a time
@@ -154,8 +162,31 @@ class ProcessGroup(Membership):
         if block is not None:
             self.order.closed = 1
         self._entered_block = block
-        if block is None:
+        self._open_if_free()
+
+    @property
+    def unknown_mismatch(self) -> PendingError | None:
+        """The asynchronous call that failed as the calls of the members differ, while the program does not know that, or None.
+
+        The group refuses collectives meanwhile: the other members may be told that the group can still be used.
+        """
+        return self._unknown_mismatch
+
+    @unknown_mismatch.setter
+    def unknown_mismatch(self, request: PendingError | None) -> None:
+        if request is not None:
+            self.order.closed = 1
+        self._unknown_mismatch = request
+        self._open_if_free()
+
+    def _open_if_free(self) -> None:
+        if self._entered_block is None and self._unknown_mismatch is None:
             self.order.closed = 0
+
+    def tell_mismatch(self) -> None:
+        """Raise the error of :attr:`unknown_mismatch`, if there is one. The caller has the lock, and makes a collective next."""
+        if self._unknown_mismatch is not None:
+            self._unknown_mismatch.complete()
 
     @property
     def compares(self) -> bool:

@@ -150,12 +150,14 @@ def run(
 ) -> bool:
     """Start a prepared operation and wait for it; False, and nothing done, if its memory may be in use."""
     order = group.order
-    if order.closed or is_finalized() or (order.issued != order.moving and handler_calls.found()):
+    if is_finalized() or (order.issued != order.moving and handler_calls.found()):
         return False
     if _active and group.compares and _conflicts(_claim(prepared, send, recv)):
         return False  # the general way raises on all members
     code, instruction = frame.f_code, frame.f_lasti
     with _guard, group.lock:
+        if order.closed:
+            return False
         request: Request | None = None
         try:
             request = prepared.begin(group, send, recv, code, instruction, waited=True, limit=limit, name=name)
@@ -315,13 +317,15 @@ def begin(
             if request is not None:
                 work = Work(request, request.claim)
                 return work
-        if group.order.closed or not prepared.fits(send, recv):
+        if not prepared.fits(send, recv):
             return None
         if prepared.shared is None or prepared.segment is not None:
             if prepared.lists:
                 return None
             execution.enter(group, prepared.op)
         with group.lock:
+            if group.order.closed:
+                return None
             before: Any = b""
             if group.compares:
                 if not isinstance(claim, RequestClaim):
@@ -332,17 +336,7 @@ def begin(
             _threads.add(_ident())
             began = True
             request = prepared.begin(
-                group,
-                send,
-                recv,
-                code,
-                instruction,
-                waited=False,
-                limit=limit,
-                name=name,
-                before=before,
-                arrays=arrays,
-                spread=spread,
+                group, send, recv, code, instruction, before, arrays, spread, limit=limit, name=name
             )
             request.outputs = list(outputs) if type(outputs) is list else [outputs]
             if claim is not None:

@@ -269,6 +269,7 @@ def run(
     if call.error is not None and group.level != "full":
         raise call.error  # the other members do not compare, so they do not learn of the error
     with signals.guard, group.lock:
+        group.tell_mismatch()
         try:
             group.calls = call.seq = group.calls + 1
             call.maker = group.maker_of(call.seq)

@@ -307,13 +307,13 @@ class PreparedOperation:
         recv: Any,
         code: CodeType,
         instruction: int,
-        *,
-        waited: bool,
-        limit: float | None = None,
-        name: str | None = None,
         before: bytes | Snapshot = b"",
         arrays: Any = None,
         spread: Callable[[], None] | None = None,
+        *,
+        waited: bool = False,
+        limit: float | None = None,
+        name: str | None = None,
     ) -> Request:
         """Start the call, and return its request. The caller has the lock of the group, and has checked the group.
 

@@ -89,10 +89,33 @@ class Request(RequestFields):
             found = self._call = self.prepared.describe(self)
         return found
 
-    def _is_alone(self) -> bool:
-        """Return whether the program waits for this request, or looks at it, and no other call of the group is pending here."""
+    def is_settled(self) -> bool:
+        """Return whether the program waits for this request or looks at it, or has made a later call of the group."""
         looks = self.waited or self.awaited or self.polled or self.future is not None
-        return bool(looks) and self.group.pair.agreement.order.issued == self.number + 1
+        return bool(looks) or self.group.order.issued != self.number + 1
+
+    def hold_back(self) -> bool:
+        """Refuse later calls of the group until the program knows the error of this request; False if a later call was made.
+
+        The members are about to learn that their calls differ, and then make their next calls. A call that this rank makes
+        before it knows of that would pair off with the next call of another rank. A blocking call needs no such refusal: it
+        holds the lock of the group until its error is raised.
+        """
+        group = self.group
+        if not group.lock.acquire(blocking=False):
+            return False  # a thread makes a later call
+        try:
+            alone: bool = group.order.issued == self.number + 1
+            if alone and not self.waited:
+                group.unknown_mismatch = self
+        finally:
+            group.lock.release()
+        return alone
+
+    def is_known(self) -> None:
+        """Note that the program knows the outcome of this request."""
+        if not self.waited and self.group.unknown_mismatch is self:
+            self.group.unknown_mismatch = None
 
     @property
     def done(self) -> bool:
@@ -257,7 +280,7 @@ class Request(RequestFields):
 
     def _judge(self, agreed: Agreed) -> None:
         self.agreed = agreed
-        self.call.is_alone = self._is_alone  # for an exchange here, or of sizes that do not fit, before the data
+        self.call.issuer = self  # for an exchange here, or of sizes that do not fit, before the data
         to(self, AGREED if agreed.same and not agreed.error else DISPUTED)
 
     def _release_round(self) -> None:
@@ -304,7 +327,7 @@ class Request(RequestFields):
             self.group.pair.agreement.order.pass_on(self.number)
         to(self, state)
         if self._call is not None:
-            self._call.is_alone = None  # the call and the request form no circle
+            self._call.issuer = None  # the call and the request form no circle
         future = self.future
         if future is not None:
             settle(future, self)
@@ -386,6 +409,7 @@ class Request(RequestFields):
                 self.wait(limit)
             waiting.drop(self)
             if self.error is not None:
+                self.is_known()
                 raise self.error
         except BaseException as error:
             wrong = error

@@ -24,10 +24,13 @@ _LOOK_EVERY = 0.005
 class _WorkFuture(Future[Any]):
     """A Future whose waits make progress, as no thread does."""
 
-    def __init__(self, wait: Callable[[], None], poll: Callable[[], object]) -> None:
+    def __init__(
+        self, wait: Callable[[], None], poll: Callable[[], object], known: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__()
         self._wait = wait
         self._poll = poll
+        self._known = known  # notes that the program knows the outcome
 
     def done(self) -> bool:
         """Return whether the operation is complete or failed; make progress, and never wait.
@@ -55,11 +58,13 @@ class _WorkFuture(Future[Any]):
         Raises: the error of the operation, as :meth:`Work.wait`.
         """
         self._drive(timeout)
+        self._known()
         return super().result(0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the operation and return its error, or None."""
         self._drive(timeout)
+        self._known()
         return super().exception(0)
 
     def wait(self) -> Any:
@@ -74,6 +79,7 @@ class _WorkFuture(Future[Any]):
         """
         if not self.done():
             raise RuntimeError("the operation is not done yet: call wait() before value()")
+        self._known()
         return super().result(0)
 
     def then(self, callback: Callable[[Any], Any]) -> _WorkFuture:
@@ -215,14 +221,14 @@ class Work:
     def is_success(self) -> bool:
         """Return whether the call is complete without an error."""
         try:
-            return self.is_completed() and self._request.error is None
+            return self.is_completed() and self._outcome() is None
         except DistError:
             return False
 
     def exception(self) -> BaseException | None:
         """Return the error of the call; None if the call is pending, or complete without an error."""
         try:
-            return self._request.error if self.is_completed() else None
+            return self._outcome() if self.is_completed() else None
         except DistError as error:
             return error
 
@@ -235,8 +241,9 @@ class Work:
         """
         if not self.is_completed():
             raise RuntimeError(f"{self._request.call.op} is not completed: call wait() before result()")
-        if self._request.error is not None:
-            raise self._request.error
+        error = self._outcome()
+        if error is not None:
+            raise error
         return list(self._request.outputs)
 
     def get_future(self) -> Future[Any]:
@@ -261,7 +268,7 @@ class Work:
                 request.landing = self._land
             future = request.future
             if future is None:
-                future = request.future = _WorkFuture(request.complete, partial(_poll, request))
+                future = request.future = _WorkFuture(request.complete, partial(_poll, request), request.is_known)
                 future.set_running_or_notify_cancel()
                 if request.done:
                     settle(future, request)
@@ -292,6 +299,12 @@ class Work:
     def synchronize(self) -> None:
         """Wait for the call, as :meth:`wait`."""
         self.wait()
+
+    def _outcome(self) -> BaseException | None:
+        """Return the error of the call, which is over, to the program."""
+        self._request.is_known()
+        error: BaseException | None = self._request.error
+        return error
 
     def _observe(self) -> None:
         if not self._observed:

@@ -43,7 +43,8 @@ HANDED_IN: dict[str, frozenset[str]] = {
     # A registered service, which answers questions of other ranks in every long wait.
     "poll": frozenset({"waiting.py"}),
     # Whether the program waits for a call that differs, and how the exchange after a mismatch merges what the members tell.
-    "_is_alone": frozenset({"mismatch.py"}),
+    "is_settled": frozenset({"mismatch.py"}),
+    "hold_back": frozenset({"mismatch.py"}),
     "pack": frozenset({"exchange.py"}),
     "merge": frozenset({"exchange.py"}),
     "unpack": frozenset({"exchange.py"}),

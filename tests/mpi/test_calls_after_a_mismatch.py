@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import time
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 import mpicoll as dist
+from mpicoll.runtime import waiting
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -57,9 +60,24 @@ class Program:
         else:
             check(result, number)
 
+    def look(self) -> None:
+        """Look at the call that is pending longest, without learning its error."""
+        try:
+            if not self.pending[0][0].is_completed():
+                self.pending[0][0].get_future()
+        except dist.DistError as error:  # the call can never complete
+            self.told(error)
+
+    def drop(self) -> None:
+        """Drop the call that is pending longest."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            self.pending.pop(0)
+
     def told(self, error: dist.DistError) -> None:
-        self.errors.append(error)
-        self.number = 0
+        if not any(error is known for known in self.errors):
+            self.errors.append(error)
+            self.number = 0
 
 
 def check(result: Any, number: int) -> None:
@@ -74,8 +92,12 @@ def steps_of(draw: random.Random) -> list[tuple[str, str]]:
         how = draw.choice(["blocking", "asynchronous", "asynchronous"])
         steps.append((draw.choice(kinds), how))
         pending += how == "asynchronous"
+        if pending and draw.random() < 0.3:
+            steps.append(("", "look"))
+        if draw.random() < 0.2:
+            steps.append(("", "progress"))
         while pending and draw.random() < 0.3:
-            steps.append(("", "wait"))
+            steps.append(("", draw.choice(["wait", "wait", "drop"])))
             pending -= 1
     return steps
 
@@ -85,7 +107,7 @@ def test_no_result_is_of_calls_with_another_number(seed: int) -> None:
     """A call that returns has moved the data of the calls with its number since the last error that this rank was told of."""
     draw = random.Random(seed)
     steps = steps_of(draw)
-    calls = [at for at, (_, how) in enumerate(steps) if how != "wait"]
+    calls = [at for at, (kind, _) in enumerate(steps) if kind]
     odd, at, change = (
         draw.randrange(dist.get_world_size()),
         draw.choice(calls),
@@ -101,12 +123,17 @@ def test_no_result_is_of_calls_with_another_number(seed: int) -> None:
     group = dist.new_group(timeout=LIMIT)
     program = Program(group)
     for kind, how in steps:
-        if how != "wait":
+        if kind:
             program.make(kind, how == "asynchronous")
+        elif how == "progress":
+            end = time.monotonic() + 0.1
+            while time.monotonic() < end:
+                waiting.progress()  # as a wait for something else
         elif program.pending:
-            program.wait()
+            getattr(program, how)()
     while program.pending:
         program.wait()
+    group.unwaited.clear()  # dropped calls are an error at the end
     usable = [error for error in program.errors if isinstance(error, dist.CollectiveMismatchError)]
     for error in usable:
         says = str(error)
@@ -133,3 +160,84 @@ def test_the_example_of_one_call_more() -> None:
         with pytest.raises(dist.GroupBrokenError if number else dist.CollectiveMismatchError):
             work.wait()
     assert size > 1
+
+
+@pytest.mark.parametrize("look", ["is_completed", "get_future", "dropped"])
+def test_the_next_call_tells_of_a_mismatch_that_the_program_does_not_know(look: str) -> None:
+    """A call that a rank makes before it knows that its last one failed would pair off with the next call of another rank."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group(timeout=LIMIT)
+    first, second = np.full(3, 10.0), np.full(3, 80.0)
+    if me == 0:
+        with pytest.raises(dist.CollectiveMismatchError, match="can still be used"):
+            dist.all_reduce(np.ones(7), group=group)
+        dist.barrier()
+        dist.all_reduce(first, group=group)
+        assert (first == 10 * size).all(), first
+        return
+    work: Any = dist.all_reduce(first, group=group, async_op=True)
+    if look != "dropped":
+        getattr(work, look)()
+    else:
+        with pytest.warns(ResourceWarning):
+            del work
+        group.unwaited.clear()  # else an error at the end
+    dist.barrier()
+    with pytest.raises(dist.CollectiveMismatchError, match="can still be used") as caught:
+        dist.all_reduce(second, group=group, async_op=look == "get_future")
+    assert (second == 80).all(), second
+    if look != "dropped":
+        with pytest.raises(dist.CollectiveMismatchError) as again:
+            work.wait()
+        assert again.value is caught.value
+    dist.all_reduce(first, group=group)
+    assert (first == 10 * size).all(), first
+
+
+def test_a_call_while_the_members_exchange_their_calls() -> None:
+    """A rank that makes a call while the exchange waits for another member gets the error of the exchange."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group(timeout=10 * LIMIT)
+    first, second = np.full(3, 10.0), np.full(3, 80.0)
+    if me == 0:
+        with pytest.raises(dist.CollectiveMismatchError, match="can still be used"):
+            dist.all_reduce(np.ones(7), group=group)
+    elif me == 1 and size > 2:
+        work: Any = dist.all_reduce(first, group=group, async_op=True)
+        end = time.monotonic() + 0.3
+        while time.monotonic() < end:
+            assert not work.is_completed()
+        with pytest.raises(dist.CollectiveMismatchError, match="can still be used") as caught:
+            dist.all_reduce(second, group=group, async_op=True)
+        assert work.exception() is caught.value
+    else:
+        work = dist.all_reduce(first, group=group, async_op=True)
+        time.sleep(1)
+        with pytest.raises(dist.CollectiveMismatchError, match="can still be used"):
+            work.wait()
+    dist.all_reduce(first, group=group)
+    assert (first == 10 * size).all(), first
+
+
+def test_an_outcome_that_the_program_has_looked_at_is_raised_once() -> None:
+    """After ``exception()``, ``is_success()`` or a future's ``exception()`` the next call is made."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    for number, look in enumerate(
+        (
+            lambda work: work.exception(),
+            lambda work: not work.is_success(),
+            lambda work: work.get_future().exception(),
+        )
+    ):
+        group = dist.new_group(timeout=10 * LIMIT)
+        x = np.full(3, 10.0)
+        if me == 0:
+            with pytest.raises(dist.CollectiveMismatchError):
+                dist.all_reduce(np.ones(7), group=group)
+        else:
+            work: Any = dist.all_reduce(x, group=group, async_op=True)
+            while not work.is_completed():
+                time.sleep(0.001)
+            assert look(work), number
+        dist.all_reduce(x, group=group)
+        assert (x == 10 * size).all(), (number, x)

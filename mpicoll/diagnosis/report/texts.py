@@ -134,9 +134,9 @@ UNRECEIVED = Message(
     "if one of them is the expected message, give its send and its receive the same `tag=` and `group=`",
 )
 PENDING_CALLS = Message(
-    "The group is broken now: {ranks} had asynchronous calls of the group pending, for which the program did not wait.",
+    "The group is broken now: {ranks} had later asynchronous calls of the group pending.",
     "The last line of such a report if the calls behind the different ones could be taken for one another.",
-    "wait for each asynchronous call before the next call whose mismatch is to be caught; else end the job",
+    "wait for each asynchronous call before the next call of the group whose mismatch is to be caught; else end the job",
 )
 
 NOT_LOST = ". The message is not lost: "

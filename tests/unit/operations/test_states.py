@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -55,6 +56,8 @@ class World:
         self.never = ""
         self.broken: str | None = None
         self.display, self.ranks = "WORLD", (0, 1)
+        self.lock = threading.RLock()
+        self.unknown_mismatch: Any = None
 
     def step(self, name: str, result: Any = None) -> Any:
         """Note a step; raise before it or after it if it is to be struck."""
@@ -169,6 +172,40 @@ def test_a_mismatch(make: Callable[..., Request]) -> None:
     assert (world.order.moving, world.broken) == (1, None)
     with pytest.raises(CollectiveMismatchError):
         request.complete()
+
+
+def test_a_mismatch_holds_later_calls_back_until_it_is_known(make: Callable[..., Request]) -> None:
+    """An asynchronous call holds later calls back, unless a later call was made, or another thread makes one."""
+    world = World(same=False)
+    request = make(world)
+    world.order.issue()
+    request.start(0, world.transfer)
+    assert request.hold_back()
+    assert world.unknown_mismatch is request
+    with pytest.raises(CollectiveMismatchError):
+        request.complete()
+    assert world.unknown_mismatch is None
+
+    with world.lock:
+        thread = threading.Thread(target=lambda: found.append(request.hold_back()))
+        found: list[bool] = []
+        thread.start()
+        thread.join()
+    assert (found, world.unknown_mismatch) == ([False], None)
+
+    world.order.issue()
+    assert not request.hold_back()
+    assert world.unknown_mismatch is None
+
+
+def test_a_blocking_call_holds_nothing_back(make: Callable[..., Request]) -> None:
+    """The program gets the error of a blocking call before it can make another call."""
+    world = World(same=False)
+    request = make(world, waited=True)
+    world.order.issue()
+    request.start(0, world.transfer)
+    assert request.hold_back()
+    assert world.unknown_mismatch is None
 
 
 def test_calls_of_a_broken_group_do_not_go_on(make: Callable[..., Request]) -> None:
