@@ -82,6 +82,12 @@ def guarded(test: Callable[[], bool], group: ProcessGroup, call: CallDescription
     return wrapped
 
 
+def ends_within(seconds: float, test: Callable[[], bool]) -> Callable[[], bool]:
+    """Return ``test``, which is also true after some seconds."""
+    end = time.monotonic() + seconds
+    return lambda: test() or time.monotonic() >= end
+
+
 def refuse_handler(operation: str) -> None:
     """Raise RuntimeError if a signal handler of the program makes a call while its thread is in a call of the library."""
     if threading.get_ident() not in waiting.calling and handler_calls.found():

@@ -97,13 +97,11 @@ class Request(RequestFields):
     def hold_back(self) -> bool:
         """Refuse later calls of the group until the program knows the error of this request; False if a later call was made.
 
-        The members are about to learn that their calls differ, and then make their next calls. A call that this rank makes
-        before it knows of that would pair off with the next call of another rank. A blocking call needs no such refusal: it
-        holds the lock of the group until its error is raised.
+        Such a call would pair off with the next call of another rank. A blocking call holds the lock of the group to its end.
         """
         group = self.group
         if not group.lock.acquire(blocking=False):
-            return False  # a thread makes a later call
+            return False  # another thread makes a call
         try:
             alone: bool = group.order.issued == self.number + 1
             if alone and not self.waited:
@@ -328,9 +326,8 @@ class Request(RequestFields):
         to(self, state)
         if self._call is not None:
             self._call.issuer = None  # the call and the request form no circle
-        future = self.future
-        if future is not None:
-            settle(future, self)
+        if self.future is not None:
+            settle(self.future, self)
 
     def _react(self, error: BaseException) -> None:
         """End the request with an error of its own; raise an exception that is no outcome of the call.
@@ -369,8 +366,8 @@ class Request(RequestFields):
         self.policy().withdraw(error)
 
     def _keep(self) -> None:
-        moved = self.move, self.plan
-        retain_for_ever(self._current, self.outputs, self.held, self.steps, self.send, self.recv, self.arrays, moved)
+        given = self.outputs, self.held, self.send, self.recv, self.arrays
+        retain_for_ever(self._current, self.steps, self.move, self.plan, *given)
 
     def expected(self) -> Any:
         """Return what must be in the array of the call when the program has waited; None: the array is not compared."""
@@ -386,16 +383,17 @@ class Request(RequestFields):
         Args:
             limit: seconds; None: that of the request.
         """
-        limit = self.limit if limit is None else limit
-        if self.call.wait_policy is not None:
-            return self.call.wait_policy(self.group, self.call, limit)  # type: ignore[no-any-return]
-        return CallWait(self.group, self.call, limit, self.peer, self.tag)
+        call, limit = self.call, self.limit if limit is None else limit
+        if call.wait_policy is not None:
+            return call.wait_policy(self.group, call, limit)  # type: ignore[no-any-return]
+        return CallWait(self.group, call, limit, self.peer, self.tag)
 
-    def complete(self, limit: float | None = None) -> None:
+    def complete(self, limit: float | None = None, within: float | None = None) -> None:
         """Wait until the request is over, and raise its error.
 
         Args:
             limit: seconds; None: that of the request.
+            within: seconds after which the wait ends, and the request stays pending; None: only the limit holds.
         """
         wrong: BaseException | None = None
         try:
@@ -406,7 +404,9 @@ class Request(RequestFields):
                     failures.refuse_handler(f"wait() of {self.call.name}")
                 signals.threads.add(threading.get_ident())
                 self.awaited = True
-                self.wait(limit)
+                self.wait(limit, within)
+                if self.state < COMPLETE:
+                    return
             waiting.drop(self)
             if self.error is not None:
                 self.is_known()
@@ -418,11 +418,12 @@ class Request(RequestFields):
             if signals.guard.noted is not None:
                 signals.guard.answer(wrong)
 
-    def wait(self, limit: float | None = None) -> None:
+    def wait(self, limit: float | None = None, within: float | None = None) -> None:
         """Wait until the request is over, inside a call of the library that answers signals at its end."""
         if not self._is_over_soon():
+            test = partial(self.Test, ASLEEP)
             try:
-                local_wait(partial(self.Test, ASLEEP), self.policy(limit))
+                local_wait(test if within is None else failures.ends_within(within, test), self.policy(limit))
             except BaseException as error:
                 self.abandon(error)
                 raise

@@ -25,7 +25,7 @@ class _WorkFuture(Future[Any]):
     """A Future whose waits make progress, as no thread does."""
 
     def __init__(
-        self, wait: Callable[[], None], poll: Callable[[], object], known: Callable[[], None] = lambda: None
+        self, wait: Callable[..., None], poll: Callable[[], object], known: Callable[[], None] = lambda: None
     ) -> None:
         super().__init__()
         self._wait = wait
@@ -52,8 +52,8 @@ class _WorkFuture(Future[Any]):
         """Wait for the operation and return its list of output arrays.
 
         Args:
-            timeout: seconds, after which concurrent.futures.TimeoutError is raised and the call stays pending; None: the
-                limit of the call.
+            timeout: seconds, after which concurrent.futures.TimeoutError is raised and the call stays pending; None: only the
+                limit of the call holds.
 
         Raises: the error of the operation, as :meth:`Work.wait`.
         """
@@ -84,7 +84,7 @@ class _WorkFuture(Future[Any]):
 
     def then(self, callback: Callable[[Any], Any]) -> _WorkFuture:
         """Return a Future of the value of ``callback(self)``, which is called when the operation is done."""
-        later = _WorkFuture(self._finish, self.done)
+        later = _WorkFuture(self._drive, self.done)
         later.set_running_or_notify_cancel()
 
         def call(done: Any) -> None:
@@ -98,29 +98,21 @@ class _WorkFuture(Future[Any]):
         self.add_done_callback(call)
         return later
 
-    def _finish(self) -> None:
-        self._drive(None)
-
-    def _drive(self, timeout: float | None) -> None:
-        if timeout is not None:
-            # As for every Future, the call stays pending after the limit.
-            end = time.monotonic() + timeout
-            while not self._is_over() and time.monotonic() < end:
-                with signals.guard:
-                    waiting.progress()
-                    waiting.serve()
-                time.sleep(0.0002)
-        elif not self._is_over():
-            try:
-                self._wait()
-            except Exception:
-                if not self._is_over():
-                    raise
-            while not self._is_over():  # another thread is about to set the result, or runs the callback of ``then``
-                with signals.guard:
-                    waiting.progress()
-                    waiting.serve()
-                time.sleep(0.0002)
+    def _drive(self, within: float | None) -> None:
+        if self._is_over():
+            return
+        end = None if within is None else time.monotonic() + within
+        try:
+            self._wait(within=within)
+        except Exception:
+            if not self._is_over():
+                raise
+        # Another thread may be about to set the result, or runs the callback of ``then``.
+        while not self._is_over() and (end is None or time.monotonic() < end):
+            with signals.guard:
+                waiting.progress()
+                waiting.serve()
+            time.sleep(0.0002)
 
 
 class Work:

@@ -188,6 +188,9 @@ elif outer == "large":
 elif outer == "asynchronous":
     pending = dist.all_reduce(x, async_op=True)
     pending.wait()
+elif outer == "future":
+    pending = dist.all_reduce(x, async_op=True)
+    pending.get_future().result(timeout=25)
 elif outer == "polled":
     pending = dist.all_reduce(x, async_op=True)
     while not pending.is_completed():
@@ -209,6 +212,7 @@ print("through", flush=True)
     ("outer", "inner"),
     [
         ("all_reduce", "all_reduce"),
+        ("future", "all_reduce"),
         *(
             pytest.param(outer, inner, marks=pytest.mark.slow)
             for outer, inner in (
@@ -219,6 +223,8 @@ print("through", flush=True)
                 ("large", "all_reduce"),
                 ("asynchronous", "all_reduce"),
                 ("asynchronous", "wait"),
+                ("future", "wait"),
+                ("future", "another group"),
                 ("recv", "all_reduce"),
                 ("recv", "another group"),
                 ("objects", "all_reduce"),
