@@ -285,6 +285,7 @@ class CallWait:
 
     def withdraw(self, reason: BaseException) -> None:
         """Mark the group broken and inform its members."""
+        on_exit(reason)
         text, of_program = reason_of(reason), not isinstance(reason, DistError)
         known = job_state.current()
         informed = False
@@ -351,6 +352,14 @@ class CallWait:
             closing=self.AFTERWARDS,
         )
         return [*arrived[1:], *unheard], self._with_unreceived(report)
+
+
+def _ignore(error: BaseException) -> None:
+    """Do nothing with an exception that ends a call."""
+
+
+on_exit: Callable[[BaseException], None] = _ignore
+"""Notes an exception of the program that ends a call, as it may end the program, too."""
 
 
 def _largest(entries: list[RankState], rest: RankState) -> list[RankState]:

@@ -5,14 +5,16 @@ raise an exception of this module. From Python 3.12 on the interpreter reports t
 frame (``exit_monitor``): also ``raise SystemExit(5)``, and a ``sys.exit`` that was imported earlier. An uncaught exception that
 was printed is in ``sys.last_value``, whichever hook printed it.
 
-Python 3.10 and 3.11 miss ``raise SystemExit(5)`` and a ``sys.exit`` imported earlier: the exception is gone when the exit
-handlers run, and its class, which is in C, has no hook.
+On Python 3.10 and 3.11 a SystemExit that a signal handler raises inside a call gets an attribute of this module, which notes
+the code. These versions miss ``raise SystemExit(5)``, and a ``sys.exit`` imported earlier, outside of calls: the exception is
+gone when the exit handlers run, and its class, which is in C, has no hook.
 """
 
 from __future__ import annotations
 
 import builtins
 import dis
+import gc
 import sys
 import threading
 import weakref
@@ -28,7 +30,7 @@ Note = Callable[[Any, str], None]
 _RAISE, _RERAISE, _RETURN = (dis.opmap[name] for name in ("RAISE_VARARGS", "RERAISE", "RETURN_VALUE"))
 
 _note: Note | None = None
-_last: weakref.ref[_Exit] | None = None
+_last: weakref.ref[_Exit | _Mark] | None = None
 _before: BaseException | None = None
 
 
@@ -49,15 +51,43 @@ class _Exit(SystemExit):
         self.site = site
         _last = weakref.ref(self)
 
+    def error(self) -> SystemExit:
+        """Return the exception that has ended the program, or has not."""
+        return self
+
     def __del__(self) -> None:
-        try:
-            sys._getframe(1)
-        except ValueError:
-            is_end = True
-        else:
-            is_end = _has_ended_program(self)  # the garbage collector has found it
-        if is_end and _note is not None:
-            _note(self.code, self.site)
+        _drop(self)
+
+
+class _Mark:
+    """An attribute of a SystemExit of another class, which is dropped with the exception and notes as :class:`_Exit` does.
+
+    The class refers to no exception, so that the exception is dropped as without the mark.
+    """
+
+    def __init__(self, error: SystemExit) -> None:
+        self.code, self.site = error.code, traceback_site(error.__traceback__)
+
+    def error(self) -> SystemExit | None:
+        """Return the exception with this mark; None if the garbage collector is about to drop the exception."""
+        holders = [each for fields in gc.get_referrers(self) for each in (fields, *gc.get_referrers(fields))]
+        return next((each for each in holders if isinstance(each, SystemExit)), None)
+
+    def __del__(self) -> None:
+        _drop(self)
+
+
+def _drop(last: _Exit | _Mark) -> None:
+    """Note the exception that is being dropped, if it has ended the program."""
+    try:
+        sys._getframe(2)
+    except ValueError:
+        is_end = True
+    else:
+        error = last.error()
+        is_end = error is not None and _has_ended_program(error)  # the garbage collector has found the exception
+    if is_end and _note is not None:
+        _note(last.code, last.site)
 
 
 _Exit.__name__ = _Exit.__qualname__ = "SystemExit"
@@ -72,9 +102,12 @@ def _exit(status: Any = None, /) -> None:
     raise SystemExit(status)
 
 
-def watched(error: BaseException) -> BaseException:
-    """Return an exception in place of one of a ``sys.exit`` before :func:`watch`, whose code would not be known at the end."""
-    return error if type(error) is not SystemExit else _Exit(error.code, traceback_site(error.__traceback__))
+def mark(error: BaseException) -> None:
+    """Mark an exception of a signal handler that leaves a call: if it is a SystemExit and ends the program, its code is noted."""
+    global _last
+    if isinstance(error, SystemExit) and not isinstance(error, _Exit) and sys.version_info < (3, 12):
+        found = error.__dict__["_mpicoll_mark"] = _Mark(error)
+        _last = weakref.ref(found)
 
 
 class _Quit:
@@ -115,7 +148,8 @@ def _note_outermost(error: SystemExit) -> None:
 def note_last() -> None:
     """Note the last SystemExit if it lives on and has ended the program; for exit handlers."""
     last = _last() if _last is not None else None
-    if last is not None and _note is not None and _has_ended_program(last):
+    error = last.error() if last is not None else None
+    if last is not None and error is not None and _note is not None and _has_ended_program(error):
         _note(last.code, last.site)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mpi4py import MPI
 
 from mpicoll import errors
+from mpicoll.diagnosis import wait_policy
 from mpicoll.errors import (
     ARGUMENT,
     DistError,
@@ -92,6 +93,7 @@ def install() -> None:
         _found_thread_hook, threading.excepthook = threading.excepthook, _thread_hook
         _found_unraisable_hook, sys.unraisablehook = sys.unraisablehook, _unraisable_hook
         exit_code.watch(_note_exit)
+        wait_policy.on_exit = exit_code.mark
     signals.guard.install()
 
 

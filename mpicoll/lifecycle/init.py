@@ -14,7 +14,7 @@ from mpicoll.groups import registry
 from mpicoll.launch.environment import local_rank_hint, mark_rank, read_launcher
 from mpicoll.launch.job_folder import scrub
 from mpicoll.launch.wrong_starts import ask_srun, check_before_mpi, check_child, multiprocessing_child, script_of
-from mpicoll.lifecycle.exit_code import watched
+from mpicoll.lifecycle.exit_code import mark
 from mpicoll.lifecycle.hard_deadline import within
 from mpicoll.runtime import signals
 from mpicoll.runtime.backend_names import check_backend, warn_once
@@ -229,7 +229,8 @@ def _wait_in_mpi_init_for_every_rank_of_the_job(limit: float) -> None:
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
         except BaseException as error:
             # Of a signal handler, which runs when MPI has started: the other ranks already wait for this rank.
-            if not MPI.Is_initialized() or not signals.guard.note(watched(error)):
+            mark(error)
+            if not MPI.Is_initialized() or not signals.guard.note(error):
                 raise
 
 

@@ -33,7 +33,7 @@ from mpicoll.errors import (
 from mpicoll.groups import process_group, registry
 from mpicoll.groups.communicators import CommunicatorPair, Pool, duplicate, mpi_text
 from mpicoll.launch.wrong_starts import ask_srun, check_world, script_of, unused_allocation
-from mpicoll.lifecycle import hooks, teardown, termination
+from mpicoll.lifecycle import exit_code, hooks, teardown, termination
 from mpicoll.lifecycle.endpoint import JobEndpoint, endpoints
 from mpicoll.memory.device import array as device_array
 from mpicoll.memory.device import pool as device_pool
@@ -108,7 +108,10 @@ def join(
         raise wrong from None
     except DistError:
         raise
-    except BaseException:  # of a signal handler: the other ranks wait for operations that this rank does not post
+    except (
+        BaseException
+    ) as error:  # of a signal handler: the other ranks wait for operations that this rank does not post
+        exit_code.mark(error)
         teardown.mark_unfinished()
         raise
     endpoint.job = endpoint.job or how == "job"
