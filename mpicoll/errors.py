@@ -263,16 +263,36 @@ def in_one_line(error: BaseException) -> str:
     return lines[0] if report is None else str(report.one_line())
 
 
+CAUSED_BY = ", caused by "
+"""Precedes the error of this library for which a program has ended with an error of its own."""
+_MOST_CAUSES, _CAUSE_LENGTH = 20, 400
+
+
+def cause_among(handled: BaseException | None) -> str:
+    """Return the error of this library among an exception that the program handled and its causes, after :data:`CAUSED_BY`.
+
+    Returns "" if there is none.
+    """
+    for _ in range(_MOST_CAUSES):
+        if isinstance(handled, DistError):
+            return f"{CAUSED_BY}{type(handled).__name__}: {in_one_line(handled)}"[:_CAUSE_LENGTH]
+        if handled is not None:
+            handled = handled.__cause__ or handled.__context__
+    return ""
+
+
 def reason_of(error: BaseException, *, whole: bool = False) -> str:
     """Return why a call ended: the first line of an exception's message, after the name of its class if the program raised it.
 
     Args:
-        whole: return why a rank ended: always with the name of the class, and with all lines of an error that has no report.
+        whole: return why a rank ended: always with the name of the class, with all lines of an error that has no report, and
+            with the error of this library for which the program raised ``error``.
     """
     kind, of_program = type(error).__name__, not isinstance(error, DistError)
+    cause = cause_among(error) if whole and of_program else ""
     try:
         reported = isinstance(error, DistError) and error.report is not None
-        text = str(error) if whole and not reported else in_one_line(error)
+        text = str(error) if whole and not reported and not cause else in_one_line(error)
     except Exception:  # of a class whose __str__ raises
-        return kind
-    return kind if not text else f"{kind}: {text}" if whole or of_program else text
+        return kind + cause
+    return (kind if not text else f"{kind}: {text}" if whole or of_program else text) + cause

@@ -22,10 +22,11 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from mpicoll.errors import cause_among
 from mpicoll.lifecycle import exit_monitor
 from mpicoll.runtime.call_site import CallSite, program_site, traceback_site
 
-Note = Callable[[Any, str], None]
+Note = Callable[[Any, str, str], None]
 
 _RAISE, _RERAISE, _RETURN = (dis.opmap[name] for name in ("RAISE_VARARGS", "RERAISE", "RETURN_VALUE"))
 
@@ -43,12 +44,13 @@ class _Exit(SystemExit):
 
     Attributes:
         site: file:line of the program that called sys.exit.
+        cause: the error of this library that the program handled then (``errors.cause_among``), or "".
     """
 
-    def __init__(self, code: Any = None, site: str = "") -> None:
+    def __init__(self, code: Any = None, site: str = "", cause: str = "") -> None:
         global _last
         super().__init__(code)
-        self.site = site
+        self.site, self.cause = site, cause
         _last = weakref.ref(self)
 
     def error(self) -> SystemExit:
@@ -66,7 +68,7 @@ class _Mark:
     """
 
     def __init__(self, error: SystemExit) -> None:
-        self.code, self.site = error.code, traceback_site(error.__traceback__)
+        self.code, self.site, self.cause = error.code, traceback_site(error.__traceback__), cause_among(error)
 
     def error(self) -> SystemExit | None:
         """Return the exception with this mark; None if the garbage collector is about to drop the exception."""
@@ -87,7 +89,7 @@ def _drop(last: _Exit | _Mark) -> None:
         error = last.error()
         is_end = error is not None and _has_ended_program(error)  # the garbage collector has found the exception
     if is_end and _note is not None:
-        _note(last.code, last.site)
+        _note(last.code, last.site, last.cause)
 
 
 _Exit.__name__ = _Exit.__qualname__ = "SystemExit"
@@ -98,7 +100,7 @@ def _exit(status: Any = None, /) -> None:
     """Exit the interpreter by raising SystemExit(status)."""
     if threading.current_thread() is threading.main_thread():
         # No name here refers to the exception: its traceback holds this frame, so the name would hold the exception.
-        raise _Exit(status, program_site(sys._getframe()).rpartition(" in ")[0])
+        raise _Exit(status, program_site(sys._getframe()).rpartition(" in ")[0], cause_among(sys.exc_info()[1]))
     raise SystemExit(status)
 
 
@@ -128,7 +130,7 @@ class _Quit:
 
 
 def watch(note: Note) -> None:
-    """Call ``note(code, file:line)`` if SystemExit ends the program, with the code as it was raised."""
+    """Call ``note(code, file:line, cause)`` if SystemExit ends the program, with the code as it was raised."""
     global _note
     _note = note
     if sys.exit is not _exit:
@@ -142,7 +144,11 @@ def watch(note: Note) -> None:
 
 def _note_outermost(error: SystemExit) -> None:
     if _note is not None:
-        _note(error.code, error.site if isinstance(error, _Exit) else traceback_site(error.__traceback__))
+        _note(
+            error.code,
+            error.site if isinstance(error, _Exit) else traceback_site(error.__traceback__),
+            cause_among(error),
+        )
 
 
 def note_last() -> None:
@@ -150,7 +156,7 @@ def note_last() -> None:
     last = _last() if _last is not None else None
     error = last.error() if last is not None else None
     if last is not None and error is not None and _note is not None and _has_ended_program(error):
-        _note(last.code, last.site)
+        _note(last.code, last.site, last.cause)
 
 
 def _has_ended_program(error: SystemExit) -> bool:

@@ -78,10 +78,10 @@ def never_joined(error: BaseException, grace: float) -> None:
     _never_joined = error, grace
 
 
-def _note_exit(code: Any, site: str) -> None:
+def _note_exit(code: Any, site: str, cause: str) -> None:
     ending.code = 0 if code is None else code & 0xFF if isinstance(code, int) else 1
     if ending.code and not ending.what:
-        ending.what, ending.site = f"sys.exit({code!r})", site
+        ending.what, ending.site = f"sys.exit({code!r}){cause}", site
 
 
 def install() -> None:

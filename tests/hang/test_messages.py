@@ -78,6 +78,46 @@ except dist.PeerFailedError as error:
         assert "did nothing wrong" not in told, job
 
 
+@pytest.mark.parametrize(
+    "ends",
+    [
+        'raise RuntimeError("step 17 failed") from error',
+        pytest.param('raise RuntimeError("step 17 failed")', marks=pytest.mark.slow),
+        pytest.param('raise RuntimeError("step 17 failed") from None', marks=pytest.mark.slow),
+        pytest.param("sys.exit(3)", marks=pytest.mark.slow),
+    ],
+)
+def test_an_error_of_the_program_that_another_error_caused(ends: str) -> None:
+    """A program may raise an error of its own for the error of a message: the other end is not told that it did nothing wrong."""
+    job = run_job(
+        HEAD
+        + f"""
+import sys
+try:
+    if r == 0:
+        dist.send(np.zeros(5), 1)
+    else:
+        try:
+            dist.recv(np.zeros(4), 0)
+        except dist.DistError as error:
+            {ends}
+    dist.barrier()
+except dist.PeerFailedError as error:
+    print(error, flush=True)
+    raise
+""",
+        2,
+        limit=20,
+        env={"MPICOLL_TIMEOUT": "15"},
+    )
+    assert job.returncode == (3 if "xit" in ends else 1), job
+    told = " ".join(job.out[0].split())
+    assert ("sys.exit(3)" if "xit" in ends else "RuntimeError: step 17 failed") in told, job
+    assert "caused by CollectiveMismatchError: recv on group WORLD: rank 0 sent float64, 5 elements" in told, job
+    assert "is about the calls of several ranks: compare these" in told, job
+    assert "did nothing wrong" not in told, job
+
+
 SAME_TAG, SAME_GROUP = "pass the same tag= to its send", "pass the same group= to its send"
 NEVER_COMES = {
     # what rank 0 does; what the others do; the error on rank 0, and what it says

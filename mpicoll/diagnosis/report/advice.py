@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from mpicoll.diagnosis.report.entries import Plural, RankState, Runs, count, join, name_runs
-from mpicoll.errors import Message
+from mpicoll.errors import CAUSED_BY, Message
 
 _WIDTH = 40
 _SENDS = ("send", "isend")
@@ -277,4 +277,6 @@ def after_exit(gone: Runs) -> str:
 
 def after_failure(gone: Runs, problem: str = "") -> str:
     """Return what to do about ranks that failed, the first with ``problem``."""
-    return (COMPARE_CALLS if problem.startswith(_BETWEEN_RANKS) else CAUSE_IS_THERE)(ranks=name_runs(gone, _WIDTH))
+    _, _, cause = problem.partition(CAUSED_BY)
+    between = problem.startswith(_BETWEEN_RANKS) or cause.startswith(_BETWEEN_RANKS)
+    return (COMPARE_CALLS if between else CAUSE_IS_THERE)(ranks=name_runs(gone, _WIDTH))
