@@ -26,7 +26,10 @@ from mpicoll.runtime import signals
 from mpicoll.runtime.signal_table import ALRM, CHLD, PROF, VTALRM
 
 ASK_EVERY = 1.0
-"""Seconds for which it is known what threads may call."""
+"""Seconds for which it is known what threads may call, at least."""
+
+ASK_SHARE = 1 / 50
+"""The part of the time that these questions take at most."""
 
 _CONDITION = threading.Condition.wait.__code__
 _EVENT = threading.Event.wait.__code__
@@ -123,7 +126,7 @@ def _is_timed(number: int) -> bool:
 
 
 def _may_call(threads: list[FrameType], handlers: list[Any]) -> bool:
-    """Return whether threads or handlers may make a call of the library; the answer, which takes milliseconds, holds a second."""
+    """Return whether threads or handlers may make a call of the library: a search of milliseconds, now and then."""
     global _asked
     roots = [frame for thread in threads for frame in stack(thread) if frame.f_code not in _STARTS]
     last = [list(stack(thread))[-1] for thread in threads]
@@ -132,5 +135,6 @@ def _may_call(threads: list[FrameType], handlers: list[Any]) -> bool:
     now = time.monotonic()
     if known != key or now > until:
         answer = may_call([*roots, *handlers])
-        _asked = key, now + ASK_EVERY, answer
+        over = time.monotonic()
+        _asked = key, over + max(ASK_EVERY, (over - now) / ASK_SHARE), answer
     return answer

@@ -4,7 +4,8 @@ The search goes from the frames of a thread to the functions that their code nam
 on. It knows no types. A name that any of this code mentions stands for each attribute of that name that a reached object has. So
 the search also finds calls that a thread never makes. It does not find functions whose names are computed, and functions that
 come from another process. Functions of the standard library are taken to use nothing of the program but what the program gives
-them. No code of the program runs.
+them, and those of installed packages that do not use the library nothing but that and the objects of their modules. No code of
+the program runs.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from collections.abc import Iterable
 from functools import lru_cache
 from importlib.util import resolve_name
 from types import (
+    AsyncGeneratorType,
     BuiltinFunctionType,
     ClassMethodDescriptorType,
     CodeType,
+    CoroutineType,
     FrameType,
     FunctionType,
+    GeneratorType,
     GetSetDescriptorType,
     MemberDescriptorType,
     MethodDescriptorType,
@@ -36,12 +40,12 @@ from typing import Any
 
 from mpicoll import errors
 
-MOST = 10_000
+MOST = 30_000
 """The most objects that a search visits. Of threads that reach more, it is unknown what they call."""
 
 _OWN = __name__.partition(".")[0]
 _ATOMS = {
-    *(int, float, complex, bool, bytes, bytearray, range, slice, type(None), type(...), TracebackType),
+    *(int, float, complex, bool, bytes, bytearray, range, slice, type(None), type(...), CodeType, TracebackType),
     *(ClassMethodDescriptorType, GetSetDescriptorType, MethodDescriptorType, WrapperDescriptorType),
 }
 """The types of objects that lead to nothing but their class."""
@@ -49,6 +53,9 @@ _ATOMS = {
 _STANDARD = tuple(f"{path}/" for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")} if path)
 _INSTALLED = "/site-packages/", "/dist-packages/"
 _MAKES = {"__new__", "__init__", "__post_init__"}
+_SUSPENDED = {GeneratorType: "gi_frame", CoroutineType: "cr_frame", AsyncGeneratorType: "ag_frame"}
+_SILENT = {"DistributedSampler", "ReduceOp"}
+"""Other names of the library that stand for no communication."""
 _TEXTS = {str, tuple, dict}
 """The types of attributes that describe a class, such as ``__slots__``."""
 _IMPORT = dis.opmap["IMPORT_NAME"]
@@ -110,7 +117,7 @@ class _Search:
         if kind is str or kind in _ATOMS or id(value) in self._seen:
             return
         self._seen[id(value)] = value  # the reference prevents that another object gets the same identifier
-        if len(self._seen) > MOST or issubclass(kind, CodeType):
+        if len(self._seen) > MOST:
             raise _Found
         if issubclass(kind, FunctionType):
             self._function(value)
@@ -123,6 +130,8 @@ class _Search:
             self._code(value.f_code, value.f_globals)
             if value.f_code.co_flags & _OPTIMIZED:
                 self._todo += value.f_locals.values()
+        elif kind in _SUSPENDED:
+            self._todo.append(getattr(value, _SUSPENDED[kind]))
         elif issubclass(kind, ModuleType):
             self._module_as_value(value)
         elif issubclass(kind, type):
@@ -145,8 +154,14 @@ class _Search:
         self.names |= names
         if _is_standard(code.co_filename):
             return
+        if _is_installed(code.co_filename) and _top(variables.get("__name__")) not in _users(len(sys.modules)):
+            home = variables.get("__name__")
+            found = [variables.get(name) for name in names]
+            self._todo += (each for each in found if _is_of(each, home))
+            return
+        value: Any
         for name in names:
-            value: Any = variables.get(name, vars(builtins).get(name))
+            value = variables.get(name, vars(builtins).get(name))
             if value is eval or value is exec:
                 raise _Found
             if issubclass(type(value), ModuleType):
@@ -155,8 +170,8 @@ class _Search:
                 self._todo.append(value)
         for name, level in imported:
             full = resolve_name("." * level + name, variables.get("__package__") or "") if level else name
-            known = [sys.modules[each] for each in (full, full.partition(".")[0]) if each in sys.modules]
-            if not known and full.partition(".")[0] not in sys.stdlib_module_names:
+            known = [sys.modules[each] for each in (full, _top(full)) if each in sys.modules]
+            if not known and _top(full) not in sys.stdlib_module_names:
                 raise _Found  # of a module that is not loaded
             for module in known:
                 self._module(module, names)
@@ -235,8 +250,8 @@ class _Search:
 
 
 def _judge(name: str) -> None:
-    """Raise :class:`_Found` for a name of the library, unless it is an error's, or of a function that only answers a question."""
-    if not name.startswith(("_", "get_", "is_")) and name not in vars(errors):
+    """Raise :class:`_Found` for a name of the library, unless what it names never communicates: an error, a question."""
+    if not name.startswith(("_", "get_", "is_")) and name not in vars(errors) and name not in _SILENT:
         raise _Found
 
 
@@ -255,11 +270,45 @@ def _exported(space: dict[str, Any]) -> set[str]:
 
 
 def _is_own(module: object) -> bool:
-    return type(module) is str and module.partition(".")[0] == _OWN
+    return _top(module) == _OWN
+
+
+def _top(module: object) -> str:
+    """Return the package of a module."""
+    return module.partition(".")[0] if type(module) is str else ""
 
 
 def _is_standard(file: str) -> bool:
-    return file.startswith("<frozen") or (file.startswith(_STANDARD) and not any(each in file for each in _INSTALLED))
+    return file.startswith("<frozen") or (file.startswith(_STANDARD) and not _is_installed(file))
+
+
+def _is_installed(file: str) -> bool:
+    return any(each in file for each in _INSTALLED)
+
+
+def _is_of(value: Any, module: object) -> bool:
+    """Return whether a global variable holds a function or a class of its own module, or an object that is no module."""
+    if issubclass(type(value), (FunctionType, type)):
+        return getattr(value, "__module__", None) == module
+    return not issubclass(type(value), ModuleType)
+
+
+@lru_cache(maxsize=1)
+def _users(_: int) -> set[str]:
+    """Return the packages whose modules use the library, also through other packages; asked anew if more modules are loaded."""
+    uses: dict[str, set[str]] = {}
+    for name, module in tuple(sys.modules.items()):
+        if _top(name) not in sys.stdlib_module_names:
+            values = tuple(_space(module).values())
+            found = uses.setdefault(_top(name), set())
+            found.update(_top(_space(value).get("__name__")) for value in values if issubclass(type(value), ModuleType))
+            found.update(_top(value.__module__) for value in values if type(value) in (FunctionType, type))
+    users = {_OWN, *(["torch"] if f"{_OWN}.torch" in sys.modules else [])}
+    while True:
+        more = {package for package, used in uses.items() if package not in users and not used.isdisjoint(users)}
+        if not more:
+            return users
+        users |= more
 
 
 def _names(values: Iterable[Any]) -> list[str]:

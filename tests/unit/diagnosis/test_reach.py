@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import queue
 import socket
@@ -11,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -235,6 +237,33 @@ def test_the_frames_of_a_thread(task: Callable[[], object], calls: bool) -> None
     finally:
         box.put(False)
         thread.join()
+
+
+def test_installed_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that does not use the library leads to it only by the objects that the program has left in its modules."""
+    sources = {
+        "some_scheduler": "tasks = []\ndef run():\n    for task in tasks: task()\n",
+        "some_loader": "def load():\n    import some_package_that_is_not_there\n",
+        "some_users": "import mpicoll\ndef use(): mpicoll.barrier()\n",
+        "some_wrapper": "import some_users\ndef wrap(): some_users.use()\n",
+    }
+    place = tmp_path / "site-packages"
+    place.mkdir()
+    monkeypatch.syspath_prepend(place)
+    loaded = {}
+    for name, source in sources.items():
+        (place / f"{name}.py").write_text(source)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        loaded[name] = importlib.import_module(name)
+    scheduler = loaded["some_scheduler"]
+    assert not may_call([lambda: scheduler.run()])
+    scheduler.tasks.append(HEART.add_up)
+    assert may_call([lambda: scheduler.run()])
+    assert not may_call([loaded["some_loader"].load])
+    assert may_call([loaded["some_users"].use])
+    assert may_call([loaded["some_wrapper"].wrap])
+    for name in sources:
+        monkeypatch.delitem(sys.modules, name)
 
 
 def test_what_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
