@@ -455,9 +455,8 @@ notes = SignalNotes()
 
 def handlers() -> list[tuple[int, Any]]:
     """Return the signals that the program handles, with its handlers; any thread may call the function."""
-    return program_handlers(
-        (guard._handle, signal.default_int_handler), (guard._armed, shield._replaced, notes._replaced)
-    )
+    own = guard._handle, signal.default_int_handler
+    return program_handlers(own, (guard._armed, shield._replaced, notes._replaced))
 
 
 threads: set[int] = set()
