@@ -69,7 +69,7 @@ class State:
         non_daemon: such a thread is no daemon, so the program waits for it at its end. Such a thread probably has work to do.
         groups: its groups as messages display them, by name.
         stands: place and processor time of the threads outside the library, if one of them uses the library and all of them
-            stand, in a join or on a lock of Python.
+            stand, in a join or on a lock of Python; or of those that are held, if no other thread may call the library.
         looks: how often each wait was tested and not over; grows while the state is unchanged.
     """
 

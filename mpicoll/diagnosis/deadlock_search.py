@@ -26,6 +26,9 @@ from mpicoll.runtime.watchdog import own_idents
 DESTROYED = 32
 """The most destroyed groups that a rank lists; nothing is certain about a group that the rank does not list."""
 
+HELD_AFTER = 1.0
+"""Seconds for which each wait has lasted before it is looked into which threads the waits hold; that takes milliseconds."""
+
 
 def describe_state() -> State:
     """Return the state of this rank for a search for deadlocks."""
@@ -70,9 +73,9 @@ class _Threads(NamedTuple):
     stands: tuple[tuple[str, int], ...]
 
 
-def _look_at_threads(waits: Mapping[int, object]) -> _Threads:
+def _look_at_threads(waits: Mapping[int, job_state.Waiting]) -> _Threads:
     """Return the state of the threads; ``waits`` has those that wait in the library."""
-    from mpicoll.diagnosis.standing import idles, standing  # which most ranks never load
+    from mpicoll.diagnosis import held, standing  # which most ranks never load
 
     # All threads that run Python, also threads that the threading module has not started. A reference to this function's own
     # frame would keep its objects alive until Python collects cycles.
@@ -82,15 +85,21 @@ def _look_at_threads(waits: Mapping[int, object]) -> _Threads:
     users = (signals.threads & alive) | {threading.main_thread().ident} | waiting.calling
     others = alive - users
     if users <= waits.keys():
-        idle = {ident for ident, frame in frames.items() if idles(frame)}
+        idle = {ident for ident, frame in frames.items() if standing.idles(frame)}
         return _Threads(
             free=False,
             doubtful=bool(others),
             non_daemon=any(each.ident in others - idle and not each.daemon for each in started),
             stands=(),
         )
-    # A thread that uses the library is outside of it. It may go on unless all threads stand that do not wait in the library.
-    stands = () if _runs_callbacks() else standing(frames, (alive | users) - waits.keys())
+    # A thread that uses the library is outside of it. It may go on unless all threads stand that do not wait in the library, or
+    # it is held and no thread that does not stand may make a call.
+    outside = (alive | users) - waits.keys()
+    stands: tuple[tuple[str, int], ...] = ()
+    if not _runs_callbacks():
+        stands = standing.standing(frames, outside)
+        if not stands and all(time.time() - wait.began > HELD_AFTER for wait in waits.values()):
+            stands = held.standing_beside({**frames, me: sys._getframe(1)}, outside, users, waits)
     return _Threads(free=not stands, doubtful=bool(others or stands), non_daemon=False, stands=stands)
 
 

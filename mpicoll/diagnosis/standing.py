@@ -31,14 +31,20 @@ _WAITS = {
 }
 """Methods in C that wait without a limit if they are called without arguments."""
 
-_JOIN = getattr(threading.Thread, "_wait_for_tstate_lock", threading.Thread.join).__code__
+_WORKERS = (
+    ("concurrent.futures.thread", "_worker", "work_queue", ("work_queue", "get")),
+    ("multiprocessing.pool", "worker", "inqueue", ("get",)),
+)
+"""The functions of the threads of pools: module, function, the variable of the queue of work, and what they call to take work."""
+
+JOIN = getattr(threading.Thread, "_wait_for_tstate_lock", threading.Thread.join).__code__
 """The code that calls C for a join: a function of its own up to Python 3.12."""
 
-_END = threading._shutdown.__code__  # type: ignore[attr-defined]
+END = threading._shutdown.__code__  # type: ignore[attr-defined]
 """The end of the main thread, which waits for threads that are no daemons, after it has called functions of the program."""
 
 _CALLS = {"CALL", "PRECALL", "CALL_METHOD"}  # PRECALL: of Python 3.11, which makes some calls there
-_CALLS_BY_NAME = {"CALL_KW", "CALL_FUNCTION_KW"}  # of Python 3.13, and of 3.10
+_CALLS_BY_NAME = {"CALL_KW", "CALL_FUNCTION_KW", "CALL_FUNCTION"}  # of Python 3.13, and of 3.10
 _ENTERS = {"SETUP_WITH", "BEFORE_WITH"}  # up to Python 3.13; later versions call __enter__
 _BETWEEN = {"PRECALL", "PUSH_NULL", "COPY", "SWAP", "LOAD_SPECIAL", "EXTENDED_ARG", "CACHE"}
 _ARGUMENTS = {"LOAD_CONST", "KW_NAMES"}
@@ -46,13 +52,13 @@ _ARGUMENTS = {"LOAD_CONST", "KW_NAMES"}
 
 def idles(frame: FrameType) -> bool:
     """Return whether a thread, by its innermost frame, is an idle worker of a pool: only another thread can give it work."""
-    pool = sys.modules.get("concurrent.futures.thread")
-    return (
-        pool is not None
-        and frame.f_code is pool._worker.__code__
-        and frame.f_lasti in _takes(frame.f_code)
-        and type(frame.f_locals.get("work_queue")) is queue.SimpleQueue
-    )
+    for module, function, variable, path in _WORKERS:
+        pool = sys.modules.get(module)
+        if pool is not None and frame.f_code is getattr(pool, function).__code__:
+            return (
+                frame.f_lasti in _takes(frame.f_code, path) and type(frame.f_locals.get(variable)) is queue.SimpleQueue
+            )
+    return False
 
 
 def standing(frames: dict[int, FrameType], idents: Collection[int | None]) -> tuple[tuple[str, int], ...]:
@@ -64,8 +70,11 @@ def standing(frames: dict[int, FrameType], idents: Collection[int | None]) -> tu
         frames: the frame of each thread of this process that runs Python.
         idents: the threads in question.
     """
-    if signals.handled():
-        return ()
+    return () if signals.handlers() else places(frames, idents)
+
+
+def places(frames: dict[int, FrameType], idents: Collection[int | None]) -> tuple[tuple[str, int], ...]:
+    """Return what :func:`standing` does, whether or not the program handles signals."""
     found = []
     numbers = {thread.ident: thread.native_id for thread in threading.enumerate()}
     main = threading.main_thread().ident
@@ -84,7 +93,7 @@ def standing(frames: dict[int, FrameType], idents: Collection[int | None]) -> tu
 def stands(frame: FrameType) -> bool:
     """Return whether the call in which a thread is, by its innermost frame, is a join or a lock without a limit."""
     code = frame.f_code
-    if code is _JOIN:
+    if code is JOIN:
         limits = frame.f_locals
         return limits.get("block", True) is True and limits.get("timeout") in (None, -1)
     if idles(frame):
@@ -94,7 +103,7 @@ def stands(frame: FrameType) -> bool:
     if operation not in _ENTERS and (operation not in _CALLS or count):
         return False  # most code that computes: without the time to disassemble it
     *path, method = _called(code, at) or [""]
-    if code is _END and not path and method == "_thread_shutdown":
+    if code is END and not path and method == "_thread_shutdown":
         return True  # the threads' end in C, since Python 3.13
     if not path or all(method != name for _, name in _WAITS):
         return False
@@ -128,11 +137,11 @@ def _called(code: CodeType, instruction: int) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=8)
-def _takes(code: CodeType) -> frozenset[int]:
-    """Return the instructions by which a worker of a pool calls ``work_queue.get(block=True)``."""
+def _takes(code: CodeType, method: tuple[str, ...]) -> frozenset[int]:
+    """Return the instructions by which a worker of a pool calls the method that gives it work."""
     found, path = [], [""]
     for each in dis.get_instructions(code):
-        if path == ["work_queue", "get"] and each.opname in _CALLS | _CALLS_BY_NAME:
+        if path == [*method] and each.opname in _CALLS | _CALLS_BY_NAME:
             found.append(each.offset)
         if each.opname.startswith("LOAD_FAST"):
             path = [each.argval]

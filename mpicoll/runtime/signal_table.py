@@ -169,8 +169,8 @@ class ReplacedHandlers(dict[int, tuple[Any, bytes | None, int | None]]):
             raise
 
 
-def is_handled(own: Collection[Any], tables: Collection[ReplacedHandlers]) -> bool:
-    """Return whether any signal has a handler other than those of the library, or had one that the library has replaced.
+def program_handlers(own: Collection[Any], tables: Collection[ReplacedHandlers]) -> list[tuple[int, Any]]:
+    """Return the signals and handlers of the program, also those that the library has replaced.
 
     A handler of SIGCHLD counts only while this process has a child: nothing else lets the kernel send the signal.
 
@@ -181,8 +181,10 @@ def is_handled(own: Collection[Any], tables: Collection[ReplacedHandlers]) -> bo
     own = (*own, *(table._handler for table in tables))
     found = [(number, get_handler(number)) for number in range(1, signal.NSIG)]
     found += [(number, before) for table in tables for number, (before, *_) in tuple(table.items())]
-    handled = {number for number, handler in found if callable(handler) and handler not in own}
-    return bool(handled) and (handled != {CHLD} or _has_child())
+    handlers = [(number, handler) for number, handler in found if callable(handler) and handler not in own]
+    if any(number == CHLD for number, _ in handlers) and not _has_child():
+        return [(number, handler) for number, handler in handlers if number != CHLD]
+    return handlers
 
 
 def _has_child() -> bool:

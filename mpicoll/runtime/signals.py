@@ -28,7 +28,7 @@ from mpicoll.runtime.signal_table import (
     SHIELDED,
     ReplacedHandlers,
     exchange,
-    is_handled,
+    program_handlers,
     put,
     set_default_effect,
     shielded,
@@ -453,9 +453,10 @@ shield = SignalShield()
 notes = SignalNotes()
 
 
-def handled() -> bool:
-    """Return whether the program handles any signal; any thread may call the function."""
-    return is_handled((guard._handle, signal.default_int_handler), (guard._armed, shield._replaced, notes._replaced))
+def handlers() -> list[tuple[int, Any]]:
+    """Return the signals that the program handles, with its handlers; any thread may call the function."""
+    own = guard._handle, signal.default_int_handler
+    return program_handlers(own, (guard._armed, shield._replaced, notes._replaced))
 
 
 threads: set[int] = set()

@@ -6,8 +6,9 @@ import pytest
 from jobs import JobResult, family, run_job
 
 HEAD = """
-import asyncio, queue, signal, subprocess, sys, threading, time
+import asyncio, functools, os, queue, signal, subprocess, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 import numpy as np
 import mpicoll as dist
 dist.init_process_group()
@@ -70,10 +71,48 @@ def join():
     thread = threading.Thread(target=receive); thread.start(); thread.join()
 thread = threading.Thread(target=join); thread.start(); thread.join()
 """,
+    "a join, beside a thread that sleeps": """
+def beat():
+    while True:
+        time.sleep(0.5)
+        if not r: os.stat(".")
+threading.Thread(target=beat, daemon=True).start()
+thread = threading.Thread(target=receive); thread.start(); thread.join()
+""",
+    "a future of a pool, beside a thread that waits with a limit": """
+class Monitor(threading.Thread):
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.stop = threading.Event()
+        self.start()
+    def run(self):
+        while not self.stop.wait(10):
+            print("rank", dist.get_rank(), "is alive")
+monitor = Monitor()
+with ThreadPoolExecutor(3) as pool: pool.submit(receive).result()
+""",
+    "the end of the main thread, beside a thread that computes": """
+def compute():
+    while True:
+        np.sort(np.arange(200_000)[::-1])
+threading.Thread(target=compute, daemon=True).start()
+threading.Thread(target=receive).start()
+""",
+    "a result of a pool of threads": "with ThreadPool(2) as pool: pool.apply(receive)",
+    "results of a pool of threads": "with ThreadPool(2) as pool: pool.map(lambda part: part or receive(), [0, 1, 2])",
+    "a join, with handlers of signals": """
+stops = []
+signal.signal(signal.SIGUSR1, lambda number, frame: stops.append(number))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+thread = threading.Thread(target=receive); thread.start(); thread.join()
+""",
 }
+ALWAYS = {"a join", "a join, beside a thread that sleeps"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "a join")) for name in STUCK])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ALWAYS)) for name in STUCK]
+)
 def test_a_deadlock_of_threads(name: str) -> None:
     """Every rank raises within ten seconds, and names the calls and where the other threads wait."""
     _ends(run_job(HEAD + RECEIVE + STUCK[name], 2, limit=40, env=LIMIT))
@@ -99,7 +138,7 @@ def _ends(job: JobResult) -> None:
     for rank, out in enumerate(job.out):
         assert "deadlock: ranks 0-1 wait for each other" in out, job
         for each in (0, 1):
-            assert f"rank {each}: recv float64[4] from rank {1 - each} tag 0 at job.py:15, needs rank" in out, job
+            assert f"rank {each}: recv float64[4] from rank {1 - each} tag 0 at job.py:16, needs rank" in out, job
         assert "Threads outside of mpicoll wait in a join or on a lock (on rank 0 at " in out, job
         assert float(out.split()[0]) < 10, (rank, job)
 
@@ -219,6 +258,92 @@ print("done", flush=True)
     )
     assert not job.timed_out, job
     assert job.returncode == 0, job
+    assert all("done" in out for out in job.out), job
+    assert not any(job.err), job
+
+
+RELEASED = {
+    "a thread that sleeps": """
+threading.Thread(target=lambda: (time.sleep(8), dist.send(x, other)), daemon=True).start()
+""",
+    "a timer": "threading.Timer(8, dist.send, (x, other)).start()",
+    "a thread that tries again, and its object": """
+class Sender:
+    def __init__(self):
+        self.peer, self.pauses = other, [1, 2, 5]
+    def send(self):
+        dist.send(x, self.peer)
+    def run(self):
+        for pause in self.pauses: time.sleep(pause)
+        self.send()
+threading.Thread(target=Sender().run, daemon=True).start()
+""",
+    "a thread that takes functions from a queue": """
+tasks = queue.Queue()
+def serve():
+    while True:
+        try:
+            tasks.get(timeout=0.5)()
+        except queue.Empty:
+            pass
+def give():
+    for function in (lambda: time.sleep(8), functools.partial(dist.send, x, other)): tasks.put(function)
+for target in (serve, give): threading.Thread(target=target, daemon=True).start()
+""",
+    "a thread that imports late": """
+def late():
+    time.sleep(8)
+    from mpicoll import send
+    send(x, other)
+threading.Thread(target=late, daemon=True).start()
+""",
+    "a thread that sets an event": """
+event = threading.Event()
+def wait():
+    event.wait()
+    dist.send(x, other)
+threading.Thread(target=wait, daemon=True).start()
+threading.Thread(target=lambda: (time.sleep(8), event.set()), daemon=True).start()
+""",
+    "a pool of threads": "pool = ThreadPool(1); pool.apply_async(lambda: (time.sleep(8), dist.send(x, other)))",
+    "a handler that communicates": """
+signal.signal(signal.SIGUSR1, lambda *_: dist.send(x, other))
+child = subprocess.Popen(["sh", "-c", f"sleep 8; kill -USR1 {os.getpid()}"])
+thread.join()
+child.wait()
+""",
+    "a handler of a timer's signal, which raises": """
+def end(*_): raise InterruptedError
+signal.signal(signal.SIGALRM, end)
+signal.alarm(8)
+pool = ThreadPoolExecutor(1)
+try:
+    pool.submit(thread.join).result()
+except InterruptedError:
+    dist.send(x, other)
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RELEASED)
+def test_threads_that_others_release(name: str) -> None:
+    """The main thread joins a thread that waits, and a third thread or a handler makes the missing call late: no deadlock."""
+    job = run_job(
+        HEAD
+        + "thread = threading.Thread(target=lambda: dist.recv(np.empty(4), other)); thread.start()\n"
+        + RELEASED[name]
+        + """
+thread.join()
+print("done", flush=True)
+""",
+        2,
+        limit=40,
+        env=LIMIT,
+    )
+    assert not job.timed_out, job
+    assert job.returncode == 0, job
+    assert job.seconds > 8, job
     assert all("done" in out for out in job.out), job
     assert not any(job.err), job
 
