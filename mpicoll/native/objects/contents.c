@@ -4,7 +4,7 @@
 
 enum {
     END_BYTES = 128,  /* at both ends of a sample */
-    PLACE_BYTES = 32, /* at each place in between; a place does not cross a line of the cache */
+    PLACE_BYTES = 32, /* at each place in between; a place stands in one line of the cache */
     ONE = 1 << 16,    /* so that all parts have equal lengths, and no bytes are left over */
     RULES = 4         /* at most */
 };
