@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import numpy.typing as npt
 
-from mpicoll.checks.memory_ranges import EVERYWHERE, Range, Ranges, Snapshot, bounds, contents, span
+from mpicoll.checks.memory_ranges import EVERYWHERE, Range, Ranges, Snapshot, bounds, contents, differ, span
 from mpicoll.diagnosis.report.entries import RankState
 from mpicoll.diagnosis.report.report import with_calls
 from mpicoll.errors import BufferInUseError
@@ -261,7 +261,7 @@ class RequestClaim(Claim):
         held = request.expected() if self.results is None else self.results
         changed = self._snapshot is not None and self._snapshot.is_changed()
         if not changed and held is not None:
-            changed = contents(self.array) != held if isinstance(held, bytes) else held.is_changed()
+            changed = differ(self.array, held) if isinstance(held, bytes) else held.is_changed()
         return written(self.op, self.site, self.group) if changed else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,10 @@ from mpicoll.runtime.native import found as extension
 SNAPSHOT_BYTES = 64 * 1024
 """Bytes of the largest buffer that is compared as a whole to find writes of the program; of a larger one a sample is compared."""
 
-_END_BYTES, _PLACE_BYTES, _EACH_BYTES = 128, 16, 256 * 1024
-_LEAST_PLACES, _MOST_PLACES = 4, 256
+PLACES: tuple[tuple[int, int], ...] = ((2560, 128), (16 * 1024, 1024))
+"""How many places a sample has: one for so many bytes, but at most so many. The rule that gives most places counts."""
+
+_END_BYTES, _PLACE_BYTES = 128, 32
 
 EVERYWHERE = 0, sys.maxsize
 """The bounds of memory whose addresses are not known."""
@@ -88,14 +91,15 @@ def bounds(ranges: list[Range]) -> tuple[int, int]:
 class Snapshot:
     """The contents of some arrays, to find out later whether the arrays were written. Memory of a GPU is not looked at."""
 
-    __slots__ = ("_held",)
+    __slots__ = ("_arrays", "_held")
 
     def __init__(self, arrays: Iterable[Array]) -> None:
-        self._held = [(array, contents(array)) for array in arrays if type(array) is not DeviceAddresses]
+        self._arrays = [array for array in arrays if type(array) is not DeviceAddresses]
+        self._held = contents(self._arrays)
 
     def is_changed(self) -> bool:
         """Return whether the contents of an array have changed."""
-        return any(contents(array) != held for array, held in self._held)
+        return differ(self._arrays, self._held)
 
 
 def seal(arrays: Any) -> bytes | Snapshot:
@@ -126,31 +130,72 @@ def is_sampled(arrays: Any) -> bool:
 def contents(arrays: Any) -> bytes:
     """Return the bytes of an array, or of the arrays of a list one behind the other.
 
-    Of more than ``SNAPSHOT_BYTES`` the result is a sample of each array: 128 bytes at both ends, and 16 bytes at each of 4 to
-    256 places in between, one for 256 KiB.
+    Of more than ``SNAPSHOT_BYTES`` the result is a sample of each array: 128 bytes at both ends, and 32 bytes at each of some
+    places (``PLACES``). The array is cut into as many parts of equal length, and one place stands anywhere in each part. So a
+    write to all bytes of two parts in a row is always seen. Of the places of a list one half belongs to the arrays in equal
+    shares, the other half by their bytes.
     """
     if extension is not None:
         found: bytes | None = extension.contents(arrays)
         if found is not None:
             return found
-    sampled = is_sampled(arrays)
-    return b"".join(_bytes(each, sampled) for each in (arrays if isinstance(arrays, list) else [arrays]))
+    given = arrays if isinstance(arrays, list) else [arrays]
+    if not is_sampled(given):
+        return b"".join(_bytes(each, -1) for each in given)
+    total = sum(each.nbytes for each in given)
+    half = max((min(total // each, most) for each, most in PLACES), default=0) // 2
+    return b"".join(_bytes(each, half // len(given) + half * (each.nbytes // 64) // (total // 64)) for each in given)
 
 
-def _bytes(array: Array, sampled: bool) -> bytes:
+def differ(arrays: Any, held: bytes) -> bool:
+    """Return whether an array, or the arrays of a list, have other contents than :func:`contents` has returned."""
+    if extension is not None:
+        found: bool | None = extension.differ(arrays, held)
+        if found is not None:
+            return found
+    return contents(arrays) != held
+
+
+def set_places(rules: tuple[tuple[int, int], ...]) -> None:
+    """Set ``PLACES``, also for the extension."""
+    global PLACES
+    PLACES = rules
+    if extension is not None:
+        extension.set_places(rules)
+
+
+set_places(PLACES)
+
+
+def _bytes(array: Array, places: int) -> bytes:
+    """Return the bytes of an array, or a sample with so many places; -1: all bytes."""
     if array.dtype.names is not None:
         # Field by field: bytes between fields may belong to another array, and are arbitrary in a copy.
-        return b"".join(_bytes(array[name], sampled) for name in array.dtype.names)
-    places = min(max(array.nbytes // _EACH_BYTES, _LEAST_PLACES), _MOST_PLACES)
-    if not sampled or array.nbytes <= 2 * _END_BYTES + places * _PLACE_BYTES:
+        return b"".join(_bytes(array[name], places) for name in array.dtype.names)
+    if places < 0 or array.nbytes <= 2 * _END_BYTES + (places + 1) * _PLACE_BYTES:
         return array.tobytes()
     if not array.flags.c_contiguous:
-        chosen = np.linspace(0, array.size - 1, places + 2 * _END_BYTES // _PLACE_BYTES).astype(np.intp)
+        ends, some = _END_BYTES // array.itemsize + 1, min(places, array.size)
+        chosen = np.concatenate(
+            [np.arange(ends), _scattered(some, array.size), np.arange(array.size - ends, array.size)]
+        )
         return bytes(array[np.unravel_index(chosen, array.shape)].tobytes())
     raw = array.reshape(-1).view(np.uint8)
-    step = array.nbytes // places // _PLACE_BYTES * _PLACE_BYTES
-    between = raw[: places * step].reshape(places, step)[:, :_PLACE_BYTES]
+    skew = -raw.__array_interface__["data"][0] % _PLACE_BYTES
+    lines = raw[skew : skew + (array.nbytes - skew) // _PLACE_BYTES * _PLACE_BYTES].reshape(-1, _PLACE_BYTES)
+    between = lines[_scattered(places, len(lines))]
     return bytes(raw[:_END_BYTES].tobytes() + raw[-_END_BYTES:].tobytes() + between.tobytes())
+
+
+@lru_cache(64)
+def _scattered(places: int, length: int) -> npt.NDArray[np.intp]:
+    """Return one number out of each of so many equal parts of ``range(length)``, as ``native/objects/contents.c`` does."""
+    number = np.arange(places, dtype=np.uint64)
+    part = (length << 16) // max(places, 1)
+    mixed = (number * number * np.uint64(0x85EBCA77) + number * np.uint64(0x9E3779B1)) & np.uint64(0xFFFFFFFF)
+    within = mixed * np.uint64(part >> 16) >> np.uint64(32)
+    chosen: npt.NDArray[np.intp] = ((number * np.uint64(part) >> np.uint64(16)) + within).astype(np.intp)
+    return chosen
 
 
 class Ranges:

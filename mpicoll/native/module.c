@@ -179,6 +179,11 @@ static PyMethodDef methods[] = {
     {"contents", contents, METH_O,
      "Return the bytes of an array, or of each in a list, to find writes of the program; a sample of more than SNAPSHOT_BYTES.\n"
      "None if an array is not in one piece of memory, or has fields."},
+    {"differ", (PyCFunction)(void (*)(void))differ, METH_FASTCALL,
+     "Return whether arrays have other contents than before: differ(arrays, what contents() has returned). None as contents()."},
+    {"set_places", set_places, METH_O,
+     "Set how many places contents() samples: set_places(((bytes, most), ...)), one place for so many bytes, but at most so many. The\n"
+     "rule that gives most places counts."},
     {"find_frame_outside", find_frame_outside, METH_O,
      "Return the innermost frame whose code is not in one of the files to pass: find_frame_outside({name of a file: whether to pass it}).\n"
      "None if there is no such frame, or if the dictionary does not name its file."},

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from mpicoll.checks.memory_in_use import written
-from mpicoll.checks.memory_ranges import contents, seal
+from mpicoll.checks.memory_ranges import differ, seal
 from mpicoll.diagnosis.call import CallDescription
 from mpicoll.errors import DistError
 from mpicoll.memory.arithmetic import without_warnings
@@ -89,7 +89,7 @@ def check(request: Any) -> None:
 
 def _is_changed(request: Any) -> bool:
     before = request.before
-    return contents(request.arrays) != before if isinstance(before, bytes) else bool(before.is_changed())
+    return differ(request.arrays, before) if isinstance(before, bytes) else bool(before.is_changed())
 
 
 def _changed(request: Any) -> DistError:

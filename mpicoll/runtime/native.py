@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = "fc1a7cde"
+VERSION = "e6c0dc30"
 """The CRC-32 of the sources in ``native/``. An extension that was built from other sources is not used."""
 
 

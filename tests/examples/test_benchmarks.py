@@ -14,6 +14,7 @@ from jobs import ROOT, run_job
 FOLDER = ROOT / "benchmarks"
 RUNS = {
     "checks.py": (2, ["--rounds", "5"], [r"all_reduce 8 bytes +full +\d", r"target 2.5: (met|missed)"]),
+    "sample.py": (2, ["--rounds", "5", "--sizes", "128"], [r"128 KiB +all_reduce +\d", r"lists\) .* %: (met|missed)"]),
     "objects.py": (2, ["1048576"], [r"1048576 bytes: mpi4py \d.* mpicoll \d.* times as fast"]),
     "pingpong.py": (2, ["8"], [r"8 bytes: raw \d.* mpicoll \d.* times"]),
     "pingpong.py --exchange": (2, ["--exchange", "8"], [r"8 bytes: raw \d.* mpicoll \d.* times"]),
@@ -46,6 +47,7 @@ def test_each_script_is_tried() -> None:
         "compare.py",
         "handover.py",
         "machine.py",
+        "output.py",
         "quiet.py",
         "growth_model.py",
         "bench_page.py",
@@ -85,6 +87,14 @@ def test_a_benchmark(name: str) -> None:
     for pattern in patterns:
         assert re.search(pattern, job.out[0]), job
     assert not any(job.out[1:]), job
+
+
+@pytest.mark.slow
+def test_output() -> None:
+    """The rate of the output of two ranks, with tags and without."""
+    command = [sys.executable, str(FOLDER / "output.py"), "--ranks", "2", "--megabytes", "4", "--rounds", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert len(re.findall(r"bytes.*: +\d+ .* MB/s, target 100: (?:met|missed)", done.stdout)) == 4, done
 
 
 @pytest.mark.slow

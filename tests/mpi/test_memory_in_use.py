@@ -322,3 +322,26 @@ def test_an_array_of_any_size_or_in_a_list_is_written_before_the_wait(name: str,
                 errors.append(error)
         assert len(errors) == (writes and array is not None and not unseen), (name, size, writes)
     dist.barrier()
+
+
+@pytest.mark.parametrize("nbytes", [160_000, 800_000, 8_000_000])
+def test_a_slice_of_a_tenth_is_written_before_the_wait(nbytes: int) -> None:
+    """A sample of a large array, or of a list of arrays, has a place in every slice of a tenth."""
+    size = nbytes // 8
+    for name, start in asynchronous_calls(size).items():
+        for tenth in (0, 3, 8):
+            dist.barrier()
+            works, array = start()
+            request = works[0]._request
+            unseen = name in IN_PLACE and request.state is MOVING and not isinstance(request._current, Sealed)
+            writes = array is not None and array.size == size and not unseen
+            if writes:
+                array[tenth * size // 10 + 20 : (tenth + 1) * size // 10 + 20] += 8
+            errors = []
+            for work in works:
+                try:
+                    work.wait()
+                except dist.BufferInUseError as error:
+                    errors.append(error)
+            assert len(errors) == writes, (name, nbytes, tenth)
+    dist.barrier()

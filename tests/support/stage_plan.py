@@ -77,13 +77,14 @@ SANITIZED_FILES = (
     "tests/mpi/test_async_small_calls.py",
     "tests/mpi/test_isend_irecv.py",
 )
-# The jobs that hang which Debian's MPI and the newest Python run.
+# The jobs that hang which Debian's MPI and the newest other Python run.
 FEW_HANG = ("tests/hang/test_waiting.py", "tests/hang/test_signals.py", "tests/hang/test_reports.py")
 # Debian's MPI: tests on some ranks, and a few tests of whole jobs.
 DEBIAN_SIZE = 3
-# The oldest and the newest of the other Pythons of this machine, on MPICH: unit tests. The newest also runs tests on some ranks
-# and a few tests of whole jobs.
+# The oldest and the newest of the other Pythons of this machine, on MPICH: unit tests, and jobs whose ends are recognised in ways
+# that depend on the version (bytecode, sys.monitoring, threads). The newest also runs tests on some ranks and a few more jobs.
 PYTHON_SIZE = 2
+ENDS = ("tests/hang/test_handlers.py", "tests/hang/test_joined_threads.py", "tests/hang/test_teardown.py")
 # These unit tests read the files of the repository: their results do not depend on the MPI or the Python.
 TEXTS = ("tests/unit/test_architecture.py", "tests/unit/test_words.py")
 
@@ -277,11 +278,10 @@ def _pythons(chosen: Selection) -> list[Stage]:
         venv, name = f".venv-python{version}", f"python {version}"
         unit = chosen.pytest(SHORT, "tests/unit", *(f"--ignore={file}" for file in TEXTS))
         stages.append(Stage(f"{name} unit", unit, venv, mpi="mpich"))
+        hang = (SHORT_OR_BOTH, *ENDS) if version != others[-1] else (SHORT, *ENDS, *FEW_HANG)
+        stages.append(Stage(f"{name} hang", chosen.pytest(*hang), venv, mpi="mpich"))
     if others:
         stages.append(Stage(f"{name} mpi n={PYTHON_SIZE}", on_ranks, venv, PYTHON_SIZE, mpi="mpich"))
-        # Some ways to end a process are told only by Python 3.12 and newer.
-        hang = chosen.pytest(SHORT, *FEW_HANG, "tests/hang/test_teardown.py")
-        stages.append(Stage(f"{name} hang", hang, venv, mpi="mpich"))
     return stages
 
 

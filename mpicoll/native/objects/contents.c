@@ -4,50 +4,124 @@
 
 enum {
     END_BYTES = 128,  /* at both ends of a sample */
-    PLACE_BYTES = 16, /* at each place in between */
-    EACH_BYTES = 256 * 1024, /* one place for so many bytes, */
-    LEAST_PLACES = 4, /* but at least and at most so many */
-    MOST_PLACES = 256
+    PLACE_BYTES = 32, /* at each place in between; a place stands in one line of the cache */
+    ONE = 1 << 16,    /* so that all parts have equal lengths, and no bytes are left over */
+    RULES = 4         /* at most */
 };
 
-static Py_ssize_t places_of(Py_ssize_t bytes)
-{
-    const Py_ssize_t places = bytes / EACH_BYTES;
-    return places < LEAST_PLACES ? LEAST_PLACES : places > MOST_PLACES ? MOST_PLACES : places;
-}
+/* How many places a sample has: one for so many bytes, but at most so many. The rule that gives most places counts. */
+static struct {
+    Py_ssize_t bytes, places;
+} rules[RULES];
 
-Py_ssize_t contents_size(Py_ssize_t bytes, int sampled)
-{
-    const Py_ssize_t size = 2 * END_BYTES + places_of(bytes) * PLACE_BYTES;
-    return sampled && bytes > size ? size : bytes;
-}
+typedef struct {
+    Py_ssize_t places; /* -1: all bytes are held, and no sample */
+    Py_ssize_t skew;   /* bytes before the first part */
+    uint64_t part;     /* PLACE_BYTES of a part, in each of which one place stands anywhere; times ONE */
+} Sample;
 
-void contents_copy(char *to, const char *data, Py_ssize_t bytes, int sampled)
+PyObject *set_places(PyObject *Py_UNUSED(module), PyObject *given)
 {
-    if (contents_size(bytes, sampled) == bytes) {
-        memcpy(to, data, (size_t)bytes);
-        return;
+    Py_ssize_t read[RULES][2] = {{0}};
+    if (!PyTuple_Check(given) || PyTuple_GET_SIZE(given) > RULES)
+        return PyErr_Format(PyExc_TypeError, "at most %d rules, in a tuple", RULES);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(given); i++) {
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(given, i), "nn", &read[i][0], &read[i][1]))
+            return NULL;
+        if (read[i][0] < 1 || read[i][1] < 0 || read[i][1] > UINT16_MAX)
+            return PyErr_Format(PyExc_ValueError, "a rule is a number of bytes and the largest number of places");
     }
-    const Py_ssize_t places = places_of(bytes), step = bytes / places / PLACE_BYTES * PLACE_BYTES;
-    for (Py_ssize_t i = 0; i < places; i++) /* from main memory all at once, and not one after the other */
-        __builtin_prefetch(data + i * step);
-    for (Py_ssize_t i = 0; i < END_BYTES; i += 64)
-        __builtin_prefetch(data + bytes - END_BYTES + i);
+    for (int i = 0; i < RULES; i++) {
+        rules[i].bytes = read[i][0];
+        rules[i].places = read[i][1];
+    }
+    Py_RETURN_NONE;
+}
+
+/* Of the places of a list one half belongs to the arrays in equal shares, the other half by their bytes. */
+static Sample sample_of(Py_ssize_t bytes, Together all, const char *data)
+{
+    Sample sample = {-1, 0, 0};
+    if (all.bytes <= SNAPSHOT_BYTES)
+        return sample;
+    Py_ssize_t most = 0;
+    for (int i = 0; i < RULES && rules[i].bytes > 0; i++) {
+        const Py_ssize_t wanted = all.bytes / rules[i].bytes, places = wanted < rules[i].places ? wanted : rules[i].places;
+        most = places > most ? places : most;
+    }
+    const Py_ssize_t half = most / 2, places = half / all.arrays + half * (bytes / 64) / (all.bytes / 64);
+    if (bytes <= 2 * END_BYTES + (places + 1) * PLACE_BYTES)
+        return sample;
+    sample.places = places;
+    sample.skew = (Py_ssize_t)(-(uintptr_t)data & (PLACE_BYTES - 1));
+    if (places > 0)
+        sample.part = (uint64_t)((bytes - sample.skew) / PLACE_BYTES) * ONE / (uint64_t)places;
+    return sample;
+}
+
+/* A walk over the places of a sample. */
+typedef struct {
+    const char *start;
+    uint64_t at, part, within; /* where the next part begins, its length, and the places in it, one of which is read; the first two times ONE */
+    uint32_t mixed, add;       /* which one: a quadratic sequence, as the elements that a program writes are often at equal distances */
+} Walk;
+
+static Walk walk_of(const char *data, const Sample *sample)
+{
+    return (Walk){data + sample->skew, 0, sample->part, sample->part / ONE, 0, 0x85EBCA77u + 0x9E3779B1u};
+}
+
+static inline const char *next_place(Walk *walk)
+{
+    const char *place = walk->start + (walk->at / ONE + (walk->mixed * walk->within >> 32)) * PLACE_BYTES;
+    walk->at += walk->part;
+    walk->mixed += walk->add;
+    walk->add += 2 * 0x85EBCA77u;
+    return place;
+}
+
+Py_ssize_t contents_size(Py_ssize_t bytes, Together all)
+{
+    const Py_ssize_t places = sample_of(bytes, all, NULL).places;
+    return places < 0 ? bytes : 2 * END_BYTES + places * PLACE_BYTES;
+}
+
+Py_ssize_t contents_copy(char *to, const char *data, Py_ssize_t bytes, Together all)
+{
+    const Sample sample = sample_of(bytes, all, data);
+    if (sample.places < 0) {
+        memcpy(to, data, (size_t)bytes);
+        return bytes;
+    }
     memcpy(to, data, END_BYTES);
     memcpy(to + END_BYTES, data + bytes - END_BYTES, END_BYTES);
     to += 2 * END_BYTES;
-    for (Py_ssize_t i = 0; i < places; i++)
-        memcpy(to + i * PLACE_BYTES, data + i * step, PLACE_BYTES);
+    Walk walk = walk_of(data, &sample);
+    for (Py_ssize_t i = 0; i < sample.places; i++)
+        memcpy(to + i * PLACE_BYTES, next_place(&walk), PLACE_BYTES);
+    return 2 * END_BYTES + sample.places * PLACE_BYTES;
 }
 
-int contents_differ(const char *held, const char *data, Py_ssize_t bytes, int sampled)
+/* Memory that is read in one instruction, wherever it begins. */
+typedef int64_t Word __attribute__((vector_size(16), aligned(1), may_alias));
+enum { PLACE_WORDS = PLACE_BYTES / sizeof(Word) };
+
+int contents_differ(const char *held, const char *data, Py_ssize_t bytes, Together all)
 {
-    char sample[2 * END_BYTES + MOST_PLACES * PLACE_BYTES];
-    const Py_ssize_t size = contents_size(bytes, sampled);
-    if (size == bytes)
+    const Sample sample = sample_of(bytes, all, data);
+    if (sample.places < 0)
         return memcmp(held, data, (size_t)bytes) != 0;
-    contents_copy(sample, data, bytes, sampled);
-    return memcmp(held, sample, (size_t)size) != 0;
+    if (memcmp(held, data, END_BYTES) != 0 || memcmp(held + END_BYTES, data + bytes - END_BYTES, END_BYTES) != 0)
+        return 1;
+    held += 2 * END_BYTES;
+    Walk walk = walk_of(data, &sample);
+    Word found = {0};
+    for (Py_ssize_t i = 0; i < sample.places; i++) {
+        const Word *then = (const Word *)(held + i * PLACE_BYTES), *now = (const Word *)next_place(&walk);
+        for (int word = 0; word < PLACE_WORDS; word++)
+            found |= then[word] ^ now[word];
+    }
+    return (found[0] | found[1]) != 0;
 }
 
 /* Return the bytes of an array of NumPy in one piece of memory; -1 for other objects, and for fields, as bytes between them may be of
@@ -72,27 +146,58 @@ static Py_ssize_t bytes_of(PyObject *given)
     return view.len;
 }
 
-PyObject *contents(PyObject *Py_UNUSED(module), PyObject *arrays)
+/* The arrays of an array or a list, as a C array of objects; NULL if Python has to read one of them. */
+static PyObject **arrays_of(PyObject **given, Together *all)
 {
-    const int is_list = PyList_CheckExact(arrays);
-    const Py_ssize_t count = is_list ? PyList_GET_SIZE(arrays) : 1;
-    PyObject **each = is_list ? ((PyListObject *)arrays)->ob_item : &arrays;
-    Py_ssize_t total = 0, size = 0;
-    for (Py_ssize_t i = 0; i < count; i++) {
+    const int is_list = PyList_CheckExact(*given);
+    PyObject **each = is_list ? ((PyListObject *)*given)->ob_item : given;
+    *all = (Together){0, is_list ? PyList_GET_SIZE(*given) : 1};
+    for (Py_ssize_t i = 0; i < all->arrays; i++) {
         const Py_ssize_t bytes = bytes_of(each[i]);
         if (bytes < 0)
-            Py_RETURN_NONE;
-        total += bytes;
+            return NULL;
+        all->bytes += bytes;
     }
-    const int sampled = total > SNAPSHOT_BYTES;
-    for (Py_ssize_t i = 0; i < count; i++)
-        size += contents_size(bytes_of(each[i]), sampled);
-    PyObject *found = PyBytes_FromStringAndSize(NULL, size);
+    return each;
+}
+
+static Py_ssize_t size_of(PyObject **each, Together all)
+{
+    Py_ssize_t size = 0;
+    for (Py_ssize_t i = 0; i < all.arrays; i++)
+        size += contents_size(bytes_of(each[i]), all);
+    return size;
+}
+
+PyObject *contents(PyObject *Py_UNUSED(module), PyObject *arrays)
+{
+    Together all;
+    PyObject **each = arrays_of(&arrays, &all);
+    if (each == NULL && all.arrays > 0)
+        Py_RETURN_NONE;
+    PyObject *found = PyBytes_FromStringAndSize(NULL, size_of(each, all));
     char *to = found == NULL ? NULL : PyBytes_AS_STRING(found);
-    for (Py_ssize_t i = 0; to != NULL && i < count; i++) {
-        const Py_ssize_t bytes = bytes_of(each[i]);
-        contents_copy(to, memory(each[i]), bytes, sampled);
-        to += contents_size(bytes, sampled);
-    }
+    for (Py_ssize_t i = 0; to != NULL && i < all.arrays; i++)
+        to += contents_copy(to, memory(each[i]), bytes_of(each[i]), all);
     return found;
+}
+
+PyObject *differ(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 2 || !PyBytes_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "differ(arrays, what contents() has returned)");
+        return NULL;
+    }
+    Together all;
+    PyObject *arrays = args[0], **each = arrays_of(&arrays, &all);
+    if (each == NULL && all.arrays > 0)
+        Py_RETURN_NONE;
+    int found = size_of(each, all) != PyBytes_GET_SIZE(args[1]);
+    const char *held = PyBytes_AS_STRING(args[1]);
+    for (Py_ssize_t i = 0; !found && i < all.arrays; i++) {
+        const Py_ssize_t bytes = bytes_of(each[i]);
+        found = contents_differ(held, memory(each[i]), bytes, all);
+        held += contents_size(bytes, all);
+    }
+    return PyBool_FromLong(found);
 }

@@ -226,10 +226,20 @@ void shared_given_free(Given *given);
 int shared_fits(const SharedOperation *self, const Given *wanted, PyObject *given, int flags);
 #define SHARED_CHANGED "the arrays of a call were changed while it waited for the others"
 
+/* The arrays of a call, of which one is sampled. */
+typedef struct {
+    Py_ssize_t bytes, arrays;
+} Together;
+
 /* The bytes that are held of memory to compare later: all, or a sample of both ends and places in between. */
-Py_ssize_t contents_size(Py_ssize_t bytes, int sampled);
-void contents_copy(char *to, const char *data, Py_ssize_t bytes, int sampled);
-int contents_differ(const char *held, const char *data, Py_ssize_t bytes, int sampled);
+Py_ssize_t contents_size(Py_ssize_t bytes, Together all);
+/* Copy these bytes, and return how many they are. */
+Py_ssize_t contents_copy(char *to, const char *data, Py_ssize_t bytes, Together all);
+int contents_differ(const char *held, const char *data, Py_ssize_t bytes, Together all);
+/* Return whether such arrays have other contents than contents() has returned; None for arrays that only Python can read. */
+PyObject *differ(PyObject *module, PyObject *const *args, Py_ssize_t count);
+/* Set how many places are sampled, in a tuple of rules: one place for so many bytes, but at most so many places. */
+PyObject *set_places(PyObject *module, PyObject *rules);
 /* Return the bytes of an array of NumPy or of each in a list, in one bytes object; None for arrays that only Python can read. */
 PyObject *contents(PyObject *module, PyObject *arrays);
 

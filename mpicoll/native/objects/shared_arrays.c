@@ -172,42 +172,45 @@ const char *shared_span(const SharedOperation *self, const Given *arrays, PyObje
     return start;
 }
 
-/* Return the size of the contents of such arrays, and whether they are sampled. */
-static Py_ssize_t size_of(const SharedOperation *self, const Given *arrays, Py_ssize_t count, int *sampled)
+/* Return the size of the contents of such arrays. */
+static Py_ssize_t size_of(const SharedOperation *self, const Given *arrays, Together all)
 {
     Py_ssize_t size = 0;
-    *sampled = arrays->count * self->itemsize > SNAPSHOT_BYTES;
-    for (Py_ssize_t i = 0; i < count; i++)
-        size += contents_size(bytes_of(self, arrays, i), *sampled);
+    for (Py_ssize_t i = 0; i < all.arrays; i++)
+        size += contents_size(bytes_of(self, arrays, i), all);
     return size;
+}
+
+static Together together(const SharedOperation *self, const Given *arrays, Py_ssize_t count)
+{
+    return (Together){arrays->count * self->itemsize, count};
 }
 
 PyObject *shared_contents(const SharedOperation *self, const Given *arrays, PyObject *given)
 {
     Py_ssize_t count;
-    int sampled;
     PyObject **each = items(arrays, &given, &count);
-    PyObject *found = PyBytes_FromStringAndSize(NULL, size_of(self, arrays, count, &sampled));
+    const Together all = together(self, arrays, count);
+    PyObject *found = PyBytes_FromStringAndSize(NULL, size_of(self, arrays, all));
     char *to = found == NULL ? NULL : PyBytes_AS_STRING(found);
-    for (Py_ssize_t i = 0; to != NULL && i < count; i++) {
-        contents_copy(to, memory(each[i]), bytes_of(self, arrays, i), sampled);
-        to += contents_size(bytes_of(self, arrays, i), sampled);
-    }
+    for (Py_ssize_t i = 0; to != NULL && i < count; i++)
+        to += contents_copy(to, memory(each[i]), bytes_of(self, arrays, i), all);
     return found;
 }
 
 int shared_is_changed(const SharedOperation *self, const Given *arrays, PyObject *given, PyObject *held)
 {
     Py_ssize_t count;
-    int sampled;
     PyObject **each = items(arrays, &given, &count);
-    if (!PyBytes_Check(held) || PyBytes_GET_SIZE(held) != size_of(self, arrays, count, &sampled))
+    const Together all = together(self, arrays, count);
+    if (!PyBytes_Check(held) || PyBytes_GET_SIZE(held) != size_of(self, arrays, all))
         return 0;
     const char *at = PyBytes_AS_STRING(held);
     for (Py_ssize_t i = 0; i < count; i++) {
-        if (contents_differ(at, memory(each[i]), bytes_of(self, arrays, i), sampled))
+        const Py_ssize_t bytes = bytes_of(self, arrays, i);
+        if (contents_differ(at, memory(each[i]), bytes, all))
             return 1;
-        at += contents_size(bytes_of(self, arrays, i), sampled);
+        at += contents_size(bytes, all);
     }
     return 0;
 }

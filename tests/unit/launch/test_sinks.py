@@ -7,6 +7,7 @@ import os
 import random
 import select
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -27,6 +28,26 @@ def test_a_long_line_comes_in_pieces(tag: bytes) -> None:
         assert not out or (out.startswith(tag) and out.endswith(b"\n") == bool(tag))
     count += lines.flush(end=True).count(b"x")
     assert count == 64 << 20
+
+
+def test_tags_stand_before_the_lines_that_bytes_has() -> None:
+    """Whatever carriage returns, line feeds and text like tags follow each other."""
+    numbers = random.Random(2)
+    for _ in range(2000):
+        data = bytes(numbers.choice(b"\n\r[0] x") for _ in range(numbers.randint(1, 12)))
+        found = [b"[0] " + line for line in data.splitlines(keepends=True)]
+        end = b"" if data.endswith((b"\r", b"\n")) else b"\n"
+        lines = Lines(b"[0] ")
+        assert lines.feed(data) + lines.flush(end=True) == b"".join(found) + end, data
+
+
+def test_short_lines_with_tags_pass_in_linear_time() -> None:
+    """A block of 32 MiB of short lines, and lines that come byte by byte, take about a second."""
+    lines, block, before = Lines(b"[0] "), b"1234567\n" * (4 << 20), time.process_time()
+    assert len(lines.feed(block)) == len(block) // 8 * 12
+    for _ in range(1 << 20):
+        lines.feed(b"x")
+    assert time.process_time() - before < 20
 
 
 def test_binary_output_is_intact() -> None:

@@ -6,8 +6,10 @@ import threading
 import time
 
 import pytest
+import pythons
+import stage_plan
 import stages
-from stage_plan import EXCLUSIVE, KINDS, Stage
+from stage_plan import EXCLUSIVE, KINDS, SIZES, Selection, Stage
 from stages import LACKS, Outcome, never_run, not_tested, run_all
 
 
@@ -46,6 +48,20 @@ def test_stages_of_one_kind_run_one_after_the_other(workers: int, monkeypatch: p
     assert all(outcome.passed == 1 and not outcome.notes for outcome in outcomes)
     assert sorted(ended) == sorted(names)
     assert ended[-1] == "openmpi scale"
+
+
+def test_other_pythons_run_the_jobs_that_depend_on_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How a handler's exit, or a thread, is recognised depends on the Python: the oldest and the newest run these jobs."""
+    monkeypatch.setattr(stage_plan, "_has_python", lambda version: version != "3.12")
+    made = stage_plan.plan(Selection("slow", ("mpich",), ("python",), SIZES, ()))
+    jobs = {stage.venv: stage.command for stage in made if stage.name.endswith(" hang")}
+    others = [version for version in pythons.OTHERS if version != "3.12"]
+    assert list(jobs) == [f".venv-python{others[0]}", f".venv-python{others[-1]}"]
+    for command in jobs.values():
+        assert {"tests/hang/test_handlers.py", "tests/hang/test_joined_threads.py", "tests/hang/test_teardown.py"} < {
+            *command
+        }
+    assert any(stage.size for stage in made)
 
 
 def test_stages_of_different_kinds_run_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
