@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from mpicoll._version import __version__ as __version__
+from mpicoll.runtime.child_process import leave_mpi_unstarted as _leave_mpi_unstarted
 
 if TYPE_CHECKING:
     from mpicoll.api.allocation import empty as empty
@@ -195,11 +196,15 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"mpicoll.{name}")
     if not home:
         raise AttributeError(f"module 'mpicoll' has no attribute {name!r}")
+    _leave_mpi_unstarted()
     value = getattr(importlib.import_module(home), own_name)
     globals()[name] = value
     if "torch" in sys.modules:
         importlib.import_module("mpicoll.runtime.torch_compile").exclude_from_compile()
     return value
+
+
+_leave_mpi_unstarted()
 
 
 def __dir__() -> list[str]:

@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import shutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from mpicoll.errors import LaunchError, Message
@@ -184,13 +183,6 @@ def script_of(arguments: Sequence[str], argv: Sequence[str] = ()) -> Script:
 # --- a child of multiprocessing -------------------------------------------------------------------------------------
 
 
-def multiprocessing_child() -> tuple[str, int] | None:
-    """Return the name of this process and the id of its parent if multiprocessing started it, by whatever method."""
-    process = sys.modules.get("multiprocessing.process")  # every child has it
-    parent = process.parent_process() if process is not None else None
-    return (process.current_process().name, parent.pid) if process is not None and parent is not None else None
-
-
 def check_child(
     environ: Mapping[str, str],
     child: tuple[str, int] | None,
@@ -205,7 +197,7 @@ def check_child(
 
     Args:
         environ: the environment of this process.
-        child: the result of `multiprocessing_child`.
+        child: the result of `runtime.child_process.multiprocessing_child`.
         asked_world_size: the program's ``world_size=``, or -1.
         joined: whether this process is a copy (by fork) of a process that has joined the job.
         script: the script that runs.

@@ -13,11 +13,12 @@ from mpicoll.errors import ARGUMENT, DistError, LaunchError
 from mpicoll.groups import registry
 from mpicoll.launch.environment import local_rank_hint, mark_rank, read_launcher
 from mpicoll.launch.job_folder import scrub
-from mpicoll.launch.wrong_starts import ask_srun, check_before_mpi, check_child, multiprocessing_child, script_of
+from mpicoll.launch.wrong_starts import ask_srun, check_before_mpi, check_child, script_of
 from mpicoll.lifecycle.exit_code import mark
 from mpicoll.lifecycle.hard_deadline import within
 from mpicoll.runtime import signals
 from mpicoll.runtime.backend_names import check_backend, warn_once
+from mpicoll.runtime.child_process import multiprocessing_child
 from mpicoll.runtime.settings import LEVELS, Level, Settings, need_bool, need_integer, read_settings
 
 default_pg_timeout = timedelta(seconds=1800)

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as c10d  # type: ignore[import-not-found,unused-ignore]
 
 from mpicoll.launch.environment import read_launcher
+from mpicoll.runtime.child_process import leave_mpi_unstarted
 from mpicoll.runtime.torch_compile import exclude_from_compile
 from mpicoll.torch.names import DEVICES, NAME, SCHEME
 from mpicoll.torch.sites import skip_torch
@@ -22,6 +23,7 @@ Handler = Callable[..., Iterator[tuple[Any, int, int]]]
 
 def load_backend() -> Any:
     """Return the module that makes process groups; its import loads MPI."""
+    leave_mpi_unstarted()
     from mpicoll.torch import backend as found
 
     return found

@@ -60,6 +60,43 @@ CHILDREN = """
 """
 
 
+NAMES = """
+    import multiprocessing, sys
+    import mpicoll as dist
+    from mpicoll import all_reduce, init_process_group
+    from mpicoll.device_mesh import init_device_mesh
+    from mpicoll.training import DistributedSampler
+
+    @dist.rank_zero_only
+    def log(text):
+        print(text)
+
+    def compute(number):
+        mpi = sys.modules.get("mpi4py.MPI")
+        sys.stdout.write(f"computes, MPI started: {mpi is not None and mpi.Is_initialized()}\\n")
+        sys.stdout.flush()
+
+    def run(rank, size):
+        try:
+            init_process_group(rank=rank, world_size=size)
+            sys.stdout.write("not refused\\n")
+        except dist.LaunchError as error:
+            sys.stdout.write(f"{error}\\n")
+        sys.stdout.flush()
+
+    if __name__ == "__main__":
+        context = multiprocessing.get_context(sys.argv[1])
+        if "join" in sys.argv:
+            init_process_group()
+        children = [context.Process(target=compute, args=(1,)), context.Process(target=run, args=(0, 2))]
+        for child in children:
+            child.start()
+        for child in children:
+            child.join()
+            assert child.exitcode == 0, child.exitcode
+"""
+
+
 def family() -> str:
     return find_library().family
 
@@ -112,6 +149,23 @@ def test_children_of_multiprocessing(parent: str, method: str, tmp_path: Path) -
         assert result.code == 0, result
         assert result.out.count("call `dist.spawn(run, args, nprocs)` in place of `mp.spawn`") == number, result
         assert result.out.count(f"{script} {method} {parent}`. Or start no processes") == number, result
+        assert "not refused" not in result.out
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("parent", ["alone", "join"])
+def test_children_that_import_names_at_the_top(parent: str, method: str, tmp_path: Path) -> None:
+    """A child that imports the script, and with it names of the library, starts no MPI: it may compute, and is no rank."""
+    script = write(tmp_path, NAMES)
+    mpiexec = find_mpiexec(find_library())
+    options = ["--allow-run-as-root", "--oversubscribe"] if mpiexec.family == "openmpi" else []
+    python = [sys.executable, script, method, parent]
+    jobs = [python, [*RUN, "-n", "1", *python[1:]], [mpiexec.path, *options, "-n", "2", *python]]
+    for job, number in zip(jobs, (1, 1, 2), strict=True):
+        result = call(job)
+        assert result.code == 0, result
+        assert result.out.count("computes, MPI started: False") == number, result
+        assert result.out.count("call `dist.spawn(run, args, nprocs)` in place of `mp.spawn`") == number, result
         assert "not refused" not in result.out
 
 

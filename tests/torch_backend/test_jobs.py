@@ -226,6 +226,40 @@ def test_processes_of_torchrun_without_mpi(tmp_path: Path) -> None:
     assert "mpicoll run -n 2" in result.stderr, result.stderr
 
 
+TUTORIAL = """
+import os, sys
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def run(rank, size):
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29611")
+    import mpicoll.torch
+
+    try:
+        dist.init_process_group("mpicoll", rank=rank, world_size=size)
+    except mpicoll.LaunchError as error:
+        print("dist.spawn" in str(error), flush=True)
+
+
+if __name__ == "__main__":
+    mp.spawn(run, (2,), 2)
+"""
+
+
+@pytest.mark.parametrize("launcher", [[], ["-m", "mpicoll", "run", "-n", "1"]], ids=["alone", "mpicoll run"])
+def test_ranks_that_the_program_starts_itself(launcher: list[str], tmp_path: Path) -> None:
+    """Processes of ``mp.spawn`` are told of ``mpicoll.spawn`` before MPI starts."""
+    script = tmp_path / "tutorial.py"
+    script.write_text(TUTORIAL)
+    unset = ("OMPI_", "PMI", "MPI_", "HYDRA")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
+    command = [sys.executable, *launcher, str(script)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
+    assert result.returncode == 0, result
+    assert result.stdout.split() == ["True", "True"], result
+
+
 def test_pg_options_and_devices_that_are_not_served() -> None:
     result = run_job(
         HEAD
