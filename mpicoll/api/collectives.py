@@ -24,13 +24,14 @@ from mpicoll.memory.memory import AnyArray
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
 from mpicoll.operations import dispatch
 from mpicoll.operations.prepare import collectives as prepare
-from mpicoll.operations.prepare.refusal import member
+from mpicoll.operations.prepare.refusal import member, refuse
 from mpicoll.operations.prepare.run import (
     NOT_CACHED,
     Cached,
     run_cached,
 )
 from mpicoll.operations.work import Work
+from mpicoll.runtime.call_site import call_site
 
 _ndarray = np.ndarray
 _BARRIER = Cached("barrier", None, None, [])
@@ -208,7 +209,12 @@ def monitored_barrier(
         warnings.warn(
             f"Please specify timeout arg as a timedelta: {timeout} is taken as seconds", UserWarning, stacklevel=2
         )
-        timeout = timedelta(seconds=timeout)
+        try:
+            timeout = timedelta(seconds=timeout)
+        except (OverflowError, ValueError):  # infinite, or no number
+            refuse(
+                found, "barrier", call_site(), ValueError(f"timeout must be finite, got {timeout}"), "monitored_barrier"
+            )
     limit = max(timeout, _AT_ONCE) if isinstance(timeout, timedelta) else timeout
     try:
         barrier(found, timeout=limit)

@@ -18,6 +18,7 @@ from mpicoll.api.job import (
 )
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import NON_MEMBER, state
+from mpicoll.operations import execution
 from mpicoll.operations.prepare.mesh import (
     Checked,
     Ranks,
@@ -31,7 +32,9 @@ from mpicoll.operations.prepare.mesh import (
     ranks_of,
     shape_of,
 )
-from mpicoll.runtime.settings import need_string
+from mpicoll.operations.prepare.refusal import refuse
+from mpicoll.runtime.call_site import call_site
+from mpicoll.runtime.settings import need_bool, need_string
 
 
 def init_device_mesh(
@@ -351,16 +354,23 @@ class DeviceMesh:
         """
         if self.mesh_dim_names is None:
             raise RuntimeError("Cannot flatten a DeviceMesh without mesh_dim_names!")
-        name = need_string(mesh_dim_name or "_".join(self.mesh_dim_names), "mesh_dim_name")
-        if self.mesh_dim_names == (name,):
-            return self
         root, ranks = self._root, self.mesh.reshape(-1)
-        if name in (root.mesh_dim_names or ()):
-            raise ValueError(f"{name!r} is a dimension of {root!r} already: flatten under another name")
-        known = root._flat.get(name)
-        if known is not None:
-            if known.mesh.tolist() != ranks.tolist():
+        try:
+            given = need_bool(mesh_dim_name, "mesh_dim_name")
+            name = need_string(mesh_dim_name if given else "_".join(self.mesh_dim_names), "mesh_dim_name")
+            if self.mesh_dim_names == (name,):
+                return self
+            if name in (root.mesh_dim_names or ()):
+                raise ValueError(f"{name!r} is a dimension of {root!r} already: flatten under another name")
+            known = root._flat.get(name)
+            if known is not None and known.mesh.tolist() != ranks.tolist():
                 raise ValueError(f"{name!r} is the name of another flattened mesh already: {known!r}")
+        except Exception as error:
+            if self.ndim == 1 or root._flat:  # the other ranks may communicate, or find the mesh that they name
+                raise
+            execution.enter(state().world, "all_gather_object")
+            refuse(state().world, "all_gather_object", call_site(), error, "_flatten")
+        if known is not None:
             return known
         mine = self._groups[0] if self.ndim == 1 else _everybodys(ranks, name)
         made = root._flat[name] = self._slice(ranks, (name,), [mine])

@@ -16,7 +16,10 @@ from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.lifecycle.destroy import destroy_process_group
 from mpicoll.memory.memory import AnyArray
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
+from mpicoll.operations import execution
+from mpicoll.operations.prepare.refusal import refuse
 from mpicoll.operations.work import Work
+from mpicoll.runtime.call_site import call_site
 
 Op = RedOpType | ReduceOp
 Tensors = AnyArray | list[AnyArray]
@@ -24,23 +27,31 @@ Made = Work | None
 Limit = timedelta | None
 
 
-def _one(given: Any, name: str) -> Any:
-    """Return the only element of a list, or an object that is no list unchanged."""
+def _one(given: Any, name: str, group: ProcessGroup, op: str = "") -> Any:
+    """Return the only element of a list, or an object that is no list unchanged.
+
+    Args:
+        op: the collective, whose other members learn of a list that has no single element; "": a message.
+    """
     if not isinstance(given, list):
         return given
     if len(given) != 1:
-        raise ValueError(f"{name} must hold one tensor, as there is one device in a process, got {len(given)}")
+        error = ValueError(f"{name} must hold one tensor, as there is one device in a process, got {len(given)}")
+        if not op:
+            raise error
+        execution.enter(group, op)
+        refuse(group, op, call_site(), error)
     return given[0]
 
 
-def _inner(given: Any, name: str) -> Any:
+def _inner(given: Any, name: str, group: ProcessGroup, op: str) -> Any:
     """Return the only element of a list of lists, or another object unchanged."""
-    return _one(given, name) if isinstance(given, list) and given and isinstance(given[0], list) else given
+    return _one(given, name, group, op) if isinstance(given, list) and given and isinstance(given[0], list) else given
 
 
 def allreduce(group: ProcessGroup, tensors: Tensors, op: Op = ReduceOp.SUM, timeout: Limit = None) -> Made:
     """Start :func:`mpicoll.all_reduce`."""
-    return collectives.all_reduce(_one(tensors, "tensors"), op, group, True, timeout=timeout)
+    return collectives.all_reduce(_one(tensors, "tensors", group, "all_reduce"), op, group, True, timeout=timeout)
 
 
 def allreduce_coalesced(
@@ -52,17 +63,20 @@ def allreduce_coalesced(
 
 def broadcast(group: ProcessGroup, tensors: Tensors, root: int, timeout: Limit = None) -> Made:
     """Start :func:`mpicoll.broadcast`."""
-    return collectives.broadcast(_one(tensors, "tensors"), None, group, True, root, timeout=timeout)
+    return collectives.broadcast(_one(tensors, "tensors", group, "broadcast"), None, group, True, root, timeout=timeout)
 
 
 def reduce(group: ProcessGroup, tensors: Tensors, root: int, op: Op = ReduceOp.SUM, timeout: Limit = None) -> Made:
     """Start :func:`mpicoll.reduce`."""
-    return collectives.reduce(_one(tensors, "tensors"), None, op, group, True, root, timeout=timeout)
+    return collectives.reduce(_one(tensors, "tensors", group, "reduce"), None, op, group, True, root, timeout=timeout)
 
 
 def allgather(group: ProcessGroup, output_tensors: Any, input_tensors: Tensors, timeout: Limit = None) -> Made:
     """Start :func:`mpicoll.all_gather`."""
-    outputs, source = _inner(output_tensors, "output_tensors"), _one(input_tensors, "input_tensors")
+    outputs, source = (
+        _inner(output_tensors, "output_tensors", group, "all_gather"),
+        _one(input_tensors, "input_tensors", group, "all_gather"),
+    )
     return gathering.all_gather(outputs, source, group, True, timeout=timeout)
 
 
@@ -80,7 +94,10 @@ def all_gather_single(group: ProcessGroup, output: AnyArray, input: AnyArray, ti
 
 def gather(group: ProcessGroup, output_tensors: Any, input_tensors: Tensors, root: int, timeout: Limit = None) -> Made:
     """Start :func:`mpicoll.gather`."""
-    outputs, source = _inner(output_tensors, "output_tensors"), _one(input_tensors, "input_tensors")
+    outputs, source = (
+        _inner(output_tensors, "output_tensors", group, "gather"),
+        _one(input_tensors, "input_tensors", group, "gather"),
+    )
     return gathering.gather(source, outputs, None, group, True, root, timeout=timeout)
 
 
@@ -93,7 +110,10 @@ def gather_single(
 
 def scatter(group: ProcessGroup, output_tensors: Tensors, input_tensors: Any, root: int, timeout: Limit = None) -> Made:
     """Start :func:`mpicoll.scatter`."""
-    result, inputs = _one(output_tensors, "output_tensors"), _inner(input_tensors, "input_tensors")
+    result, inputs = (
+        _one(output_tensors, "output_tensors", group, "scatter"),
+        _inner(input_tensors, "input_tensors", group, "scatter"),
+    )
     return scattering.scatter(result, inputs, None, group, True, root, timeout=timeout)
 
 
@@ -101,7 +121,10 @@ def reduce_scatter(
     group: ProcessGroup, output_tensors: Tensors, input_tensors: Any, op: Op = ReduceOp.SUM, timeout: Limit = None
 ) -> Made:
     """Start :func:`mpicoll.reduce_scatter`."""
-    result, inputs = _one(output_tensors, "output_tensors"), _inner(input_tensors, "input_tensors")
+    result, inputs = (
+        _one(output_tensors, "output_tensors", group, "reduce_scatter"),
+        _inner(input_tensors, "input_tensors", group, "reduce_scatter"),
+    )
     return scattering.reduce_scatter(result, inputs, op, group, True, timeout=timeout)
 
 
@@ -133,17 +156,17 @@ def all_to_all_single(
 
 def send(group: ProcessGroup, tensors: Tensors, dst: int, tag: int = 0) -> Made:
     """Start :func:`mpicoll.isend`."""
-    return messages.isend(_one(tensors, "tensors"), None, group, tag, dst)
+    return messages.isend(_one(tensors, "tensors", group), None, group, tag, dst)
 
 
 def recv(group: ProcessGroup, tensors: Tensors, src: int, tag: int = 0) -> Made:
     """Start :func:`mpicoll.irecv`."""
-    return messages.irecv(_one(tensors, "tensors"), None, group, tag, src)
+    return messages.irecv(_one(tensors, "tensors", group), None, group, tag, src)
 
 
 def recv_anysource(group: ProcessGroup, tensors: Tensors, tag: int = 0) -> Made:
     """Start :func:`mpicoll.irecv` of a message from any member."""
-    return messages.irecv(_one(tensors, "tensors"), None, group, tag)
+    return messages.irecv(_one(tensors, "tensors", group), None, group, tag)
 
 
 def barrier(group: ProcessGroup, timeout: Limit = None) -> Made:

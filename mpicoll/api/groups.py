@@ -17,10 +17,10 @@ from mpicoll.operations.group_creation import (
     create_group,
     group_of_node,
 )
-from mpicoll.operations.prepare.refusal import member
+from mpicoll.operations.prepare.refusal import is_group, member
 from mpicoll.runtime import signals
 from mpicoll.runtime.call_site import call_site
-from mpicoll.runtime.settings import need_integer
+from mpicoll.runtime.settings import need_bool, need_integer
 
 
 def new_group(
@@ -65,18 +65,23 @@ def new_group(
     """
     site = call_site()
     known = state()
-    execution.enter(known.world, "new_group", apart=bool(use_local_synchronization))
     problem: Exception | None = None
     members: tuple[int, ...] = ()
+    alone = False
+    try:
+        alone = need_bool(use_local_synchronization, "use_local_synchronization")
+    except Exception as error:
+        problem = error
+    execution.enter(known.world, "new_group", apart=alone)
     try:
         members = check_members(ranks, known.world.size(), sort_ranks)
         check_arguments(timeout, backend, group_desc)
         if known.world.rank() in members:
             known.pool.check_room(members)
     except Exception as error:
-        problem = error
+        problem = problem or error
     with signals.shield:
-        return create_group(known, members, problem, site, timeout, use_local_synchronization, group_desc)
+        return create_group(known, members, problem, site, timeout, alone, group_desc)
 
 
 def new_subgroups(
@@ -122,7 +127,7 @@ def new_subgroups(
         lists = _divided(found, size)
     except Exception as error:
         problem = error
-    if group is None or group is known.world:
+    if group is None or group is known.world or not is_group(group):
         return _subgroups("new_subgroups", lists, problem, timeout, backend, pg_options, group_desc)
     told: list[Any] = [None] * known.world.size()
     all_gather_object(told, None if problem else lists)

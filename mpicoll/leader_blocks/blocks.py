@@ -173,7 +173,7 @@ class LeaderBlock(Block):
         known = registry.current()
         if known is None and self._problem is not None:
             raise self._problem
-        if known is None or (hasattr(self._local_rank, "__index__") and int(self._local_rank) == -1):
+        if known is None or (isinstance(self._local_rank, (int, np.integer)) and self._local_rank == -1):
             return self._alone(0)  # -1: the program is not distributed
         members = self._members(known)
         problem = self._problem

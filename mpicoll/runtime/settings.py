@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import operator
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -59,7 +60,13 @@ def to_seconds(value: float | int | timedelta, name: str = "timeout") -> float:
 
 def need_integer(value: Any, name: str) -> None:
     """Raise TypeError, which names the parameter, unless the value is an integer; a bool is none."""
-    if not hasattr(value, "__index__") or isinstance(value, bool):
+    try:
+        operator.index(value)
+    except TypeError:  # also of an array of several elements
+        is_integer = False
+    else:
+        is_integer = not isinstance(value, bool)
+    if not is_integer:
         raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
 
 

@@ -15,6 +15,7 @@ import torch  # type: ignore[import-not-found,unused-ignore]
 from mpicoll.api import collectives, gathering, scattering
 from mpicoll.api.job import get_group_rank, get_rank, get_world_size
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
+from mpicoll.operations.prepare.refusal import refuse_group
 from mpicoll.runtime.torch_compile import exclude_from_compile
 
 __all__ = [
@@ -184,7 +185,11 @@ def all_to_all_single(
 
 
 def _member(group: Any, operation: str) -> None:
-    if get_rank(group) < 0:
+    try:
+        rank = get_rank(group)
+    except ValueError as error:
+        refuse_group(group, operation, error)
+    if rank < 0:
         raise ValueError(f"{operation}: rank {get_rank()} is not in the group, so there is no result for it")
 
 

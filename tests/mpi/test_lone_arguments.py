@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -304,3 +305,71 @@ def test_meshes_that_differ() -> None:
     on_one(lambda: dist.DeviceMesh("cpu", [0, 0]), lambda: dist.DeviceMesh("cpu", [0, 1]), RuntimeError, "at one place")
     with pytest.raises(TypeError, match="backend must be a string, not int"):
         dist.is_backend_available(5)  # type: ignore[arg-type]
+
+
+def test_arguments_of_functions_that_are_made_of_others() -> None:
+    """Groups, methods of groups, meshes, blocks: the rank with the wrong argument gets its own error, the others a mismatch."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    x, world = np.ones(4), dist.group.WORLD
+    many = [np.ones(4) for _ in range(size)]
+
+    def enter(block: Any) -> None:
+        with block:
+            pass
+
+    everybody = list(range(size))
+    calls: list[tuple[Call, Call, type[Exception], str]] = [
+        (
+            lambda: dist.new_group(everybody, use_local_synchronization=Untrue()),
+            lambda: dist.new_group(everybody),
+            ValueError,
+            "use_local_synchronization: neither",
+        ),
+        (lambda: dist.new_subgroups(1, group=5), lambda: dist.new_subgroups(1), ValueError, "group must be"),
+        (lambda: world.allreduce([x, x]), lambda: world.allreduce([x]).wait(), ValueError, "must hold one tensor"),
+        (lambda: world.broadcast([], 0), lambda: world.broadcast([x], 0).wait(), ValueError, "must hold one tensor"),
+        (
+            lambda: world.allgather([many, many], [x]),
+            lambda: world.allgather([many], [x]).wait(),
+            ValueError,
+            "must hold one tensor",
+        ),
+        (
+            lambda: world.reduce_scatter([x, x], [many]),
+            lambda: world.reduce_scatter([x], [many]).wait(),
+            ValueError,
+            "must hold one tensor",
+        ),
+        (
+            lambda: enter(dist.torch_distributed_zero_first(np.array([1, 1]))),  # type: ignore[arg-type]
+            lambda: enter(dist.torch_distributed_zero_first(rank)),
+            TypeError,
+            "local_rank must be an integer",
+        ),
+        *(
+            (
+                lambda seconds=seconds: dist.monitored_barrier(timeout=seconds),
+                dist.monitored_barrier,
+                ValueError,
+                "timeout must be finite",
+            )
+            for seconds in (float("inf"), float("nan"))
+        ),
+    ]
+    for wrong, right, error, match in calls:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of a limit in seconds
+            on_one(wrong, right, error, match)
+
+
+def test_the_name_of_a_flattened_mesh() -> None:
+    """The name of the first flattened mesh is looked at where all ranks raise."""
+    size = dist.get_world_size()
+    mesh = dist.init_device_mesh("cpu", (1, size), mesh_dim_names=("a", "b"))
+    on_one(lambda: mesh._flatten(5), lambda: mesh._flatten("c"), TypeError, "mesh_dim_name must be a string")
+    mesh = dist.init_device_mesh("cpu", (1, size), mesh_dim_names=("a", "b"))
+    on_one(lambda: mesh._flatten("a"), lambda: mesh._flatten("c"), ValueError, "is a dimension of")
+    mesh = dist.init_device_mesh("cpu", (1, size), mesh_dim_names=("a", "b"))
+    with pytest.raises(ValueError, match="is a dimension of"):
+        mesh._flatten("a")
+    assert mesh._flatten("c").size() == size
