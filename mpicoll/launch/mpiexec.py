@@ -136,7 +136,10 @@ def find_mpiexec(
         full = shutil.which(path)
         if full is None:
             raise LaunchError(f"--mpiexec {path}: there is no such program")
-        found = identify(full)
+        problems: list[str] = []
+        found = identify(full, problems)
+        if problems and "HOME" not in os.environ:  # which Open MPI's launchers need
+            raise LaunchError(f"--mpiexec {path}: {problems[0]} (HOME is not set)")
         if found is not None and library.family != "unknown" and found.family != library.family:
             name = {"openmpi": "Open MPI", "mpich": "MPICH"}.get(found.family, "an unknown MPI")
             raise LaunchError(
@@ -147,7 +150,7 @@ def find_mpiexec(
         return found or Mpiexec(full, library.family, "")
     near: Mpiexec | None = None
     asked: set[str] = set()
-    problems: list[str] = []
+    problems = []
     for candidate in candidates(library, sys.prefix, os.environ.get("PATH", os.defpath)):
         if not (os.path.isfile(candidate) and os.access(candidate, os.X_OK)):
             continue

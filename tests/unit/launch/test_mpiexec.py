@@ -128,6 +128,9 @@ def test_a_version_that_fails(
         find_mpiexec(library(str(tmp_path / "ompi/lib/libmpi.so.40")))
     why = "failed: Error: Unable to get the user home directory (HOME is not set)"
     assert str(caught.value).endswith(f": `{right} --version` {why}")
+    with pytest.raises(LaunchError) as caught:
+        find_mpiexec(library(str(tmp_path / "ompi/lib/libmpi.so.40")), str(right))
+    assert str(caught.value) == f"--mpiexec {right}: `{right} --version` {why}"
 
 
 # --- which library ---
