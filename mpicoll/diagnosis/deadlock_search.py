@@ -43,7 +43,7 @@ def describe_state() -> State:
         rank,
         search.epoch,
         tuple(wait.as_wait() for wait in waits.values()),
-        free=threads.free,
+        free=threads.free or any(getattr(wait, "ends_itself", False) for wait in waits.values()),
         calls={
             **meetings,
             **_of_destroyed("calls"),

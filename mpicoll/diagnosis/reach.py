@@ -10,9 +10,12 @@ the program runs.
 
 from __future__ import annotations
 
+import _thread
 import builtins
 import dis
 import gc
+import os
+import signal
 import sys
 import sysconfig
 import weakref
@@ -58,6 +61,8 @@ _SILENT = {"DistributedSampler", "ReduceOp"}
 """Other names of the library that stand for no communication."""
 _TEXTS = {str, tuple, dict}
 """The types of attributes that describe a class, such as ``__slots__``."""
+_SIGNALS = os.kill, os.killpg, signal.pthread_kill, signal.raise_signal, _thread.interrupt_main
+"""Functions by which a program signals itself."""
 _IMPORT = dis.opmap["IMPORT_NAME"]
 _OPTIMIZED = 1
 """The flag of code whose variables are no dictionary: of functions."""
@@ -72,9 +77,7 @@ def may_call(roots: Iterable[Any]) -> bool:
     search = _Search()
     try:
         search.run(roots)
-    except _Found:
-        return True
-    except RuntimeError:  # another thread has changed a container meanwhile
+    except Exception:  # _Found; another thread has changed a container meanwhile; an import that would fail
         return True
     return False
 
@@ -124,6 +127,8 @@ class _Search:
         elif issubclass(kind, MethodType):
             self._todo += (value.__func__, value.__self__)
         elif issubclass(kind, BuiltinFunctionType):
+            if value in _SIGNALS:
+                raise _Found  # the handler may end a wait of the main thread
             if not issubclass(type(value.__self__), ModuleType):
                 self._todo.append(value.__self__)
         elif issubclass(kind, FrameType):

@@ -59,6 +59,7 @@ class CallWait:
         "began",
         "call",
         "completes_until",
+        "ends_itself",
         "group",
         "limit",
         "looks",
@@ -87,6 +88,7 @@ class CallWait:
         self.noted = False  # the wait is on the node board
         self.verdict_until = 0.0
         self.completes_until = 0.0
+        self.ends_itself = False  # the program has given this wait a time after which the call stays pending
         self.origin: int | None = None  # the failed rank that ends the wait
         self._wait: Wait | None = None
 

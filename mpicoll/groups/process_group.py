@@ -74,8 +74,8 @@ class MessageCache(dict[Any, Any]):
 class PendingError(Protocol):
     """A request that has failed, or fails when the members have exchanged their calls."""
 
-    def complete(self) -> None:
-        """Wait for the end of the request, and raise its error."""
+    def complete(self, limit: float) -> None:
+        """Wait at most ``limit`` seconds for the end of the request, and raise its error."""
 
 
 def _no_method(name: str) -> Callable[..., Any] | None:
@@ -116,6 +116,9 @@ class ProcessGroup(Membership):
         self.group_desc = desc or "undefined"
         self.pair = pair
         self._unknown_mismatch: PendingError | None = None
+        self.waited: PendingError | None = (
+            None  # the blocking call that waits beside asynchronous calls, and holds the lock
+        )
         self.entered_block = None  # open block of a leader: the group refuses collectives
         self.stopping: Stopping | None = None  # answers signals on the group, on all members alike
         self.lock = threading.RLock()  # a thread holds it during a collective: one collective at a time
@@ -180,13 +183,17 @@ class ProcessGroup(Membership):
         self._open_if_free()
 
     def _open_if_free(self) -> None:
-        if self._entered_block is None and self._unknown_mismatch is None:
+        if self._entered_block is None and self._unknown_mismatch is None and not self.destroyed:
             self.order.closed = 0
 
-    def tell_mismatch(self) -> None:
-        """Raise the error of :attr:`unknown_mismatch`, if there is one. The caller has the lock, and makes a collective next."""
+    def tell_mismatch(self, limit: float) -> None:
+        """Raise the error of :attr:`unknown_mismatch`, if there is one. The caller has the lock, and makes a collective next.
+
+        Args:
+            limit: seconds that this rank waits if the members still exchange their calls.
+        """
         if self._unknown_mismatch is not None:
-            self._unknown_mismatch.complete()
+            self._unknown_mismatch.complete(limit)
 
     @property
     def compares(self) -> bool:

@@ -161,6 +161,7 @@ class Job:
         self._over = 0.0  # when the job had ended
         self._given_up = False
         self._launcher: subprocess.Popen[bytes] | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
         try:
             self.launch = plan_job(options, command, self.directory, os.environ if environ is None else environ)
         except BaseException:
@@ -264,12 +265,12 @@ class Job:
         except OSError as error:
             raise LaunchError(f"could not start {self.launch.argv[0]}: {error}") from None
         self._launcher = process
-        guard = start_guard(process.pid, self.launch)
+        self._guard = start_guard(process.pid, self.launch)
         try:
             printed = self._pump(process, streams)
             code = process.wait()
         finally:
-            guard.communicate(b"over\n")
+            self._end_guard()
         report = read_report(self.directory)
         if streams is None and report not in printed.recent:  # Open MPI 5.0's mpirun forwards nothing after SIGTERM
             self._sinks.err.put(report)
@@ -303,6 +304,8 @@ class Job:
         self._begun = time.monotonic()
         while process.poll() is None or own:
             ended = process.returncode is not None
+            if ended:
+                self._end_guard()
             busy = sources.poll(0.0 if ended and not sources.paused else 0.05)
             if streams is not None:
                 streams.show_unfinished()
@@ -384,6 +387,12 @@ class Job:
         if now - self._failed > GRACE:
             self._given_up, self._stop_time = True, now
 
+    def _end_guard(self) -> None:
+        """End the guard when the launcher has ended, or has been asked to end: the number of the process may be given anew."""
+        guard, self._guard = self._guard, None
+        if guard is not None:
+            guard.communicate(b"over\n")
+
     def _escalate(self, process: subprocess.Popen[bytes]) -> None:
         """After `stop`, ask the launcher to end its ranks; after the grace time, kill all processes of the job."""
         if self._stop_time is None:
@@ -392,6 +401,7 @@ class Job:
             self._asked = True
             if self._stop_code in CAUSES:
                 write_cause(self.directory, CAUSES[self._stop_code].format(name=self._name))
+            self._end_guard()
             send_signal(process.pid, signal.SIGTERM)
         elif self._hurry or time.monotonic() - self._stop_time > (GRACE if self.launch.local else FAR_GRACE):
             for pid in processes_of(self.directory):
@@ -438,7 +448,7 @@ def run_job_for_spawn(options: Options, command: Sequence[str], directory: Path)
     return Job(options, command, directory=directory, lifeline=0, name="spawn").run_with_signals()
 
 
-def start_guard(pid: int, launch: Launch) -> subprocess.Popen[bytes]:
+def start_guard(pid: int, launch: Launch) -> subprocess.Popen[bytes] | None:
     """Start a shell that sends one signal to the launcher if this process is killed, and ends when it reads a line.
 
     The kernel's own way (PR_SET_PDEATHSIG) sends a signal for each thread of this process, and Open MPI's launcher leaves its
@@ -446,13 +456,16 @@ def start_guard(pid: int, launch: Launch) -> subprocess.Popen[bytes]:
     """
     # MPICH's proxies kill their ranks if mpiexec has been killed; on SIGTERM the proxies only ask the ranks to end.
     signal_name = "TERM" if launch.srun or launch.family == "openmpi" else "KILL"
-    return subprocess.Popen(
-        ["/bin/sh", "-c", 'read -r line || kill -s "$1" "$2"', "mpicoll-guard", signal_name, f"{pid}"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    try:
+        return subprocess.Popen(
+            ["/bin/sh", "-c", 'read -r line || kill -s "$1" "$2"', "mpicoll-guard", signal_name, f"{pid}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    except OSError:  # too many processes: the job runs without the guard
+        return None
 
 
 def send_signal(pid: int, number: int) -> None:

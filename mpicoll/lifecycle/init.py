@@ -18,7 +18,7 @@ from mpicoll.lifecycle.exit_code import mark
 from mpicoll.lifecycle.hard_deadline import within
 from mpicoll.runtime import signals
 from mpicoll.runtime.backend_names import check_backend, warn_once
-from mpicoll.runtime.child_process import multiprocessing_child
+from mpicoll.runtime.child_process import is_in_job, multiprocessing_child
 from mpicoll.runtime.settings import LEVELS, Level, Settings, need_bool, need_integer, read_settings
 
 default_pg_timeout = timedelta(seconds=1800)
@@ -130,10 +130,11 @@ def init_process_group(
 
 
 def _check_child(world_size: Any) -> None:
-    """Raise LaunchError in a child of multiprocessing, unless it is a new process that has started MPI itself."""
+    """Raise LaunchError in a child of multiprocessing, unless it is a new process of a job that has started MPI itself."""
     child = multiprocessing_child()
     mpi = sys.modules.get("mpi4py.MPI")
-    if child is None or (mpi is not None and mpi.Is_initialized() and "--multiprocessing-fork" in sys.orig_argv):
+    started = mpi is not None and mpi.Is_initialized() and "--multiprocessing-fork" in sys.orig_argv
+    if child is None or (started and is_in_job(os.environ)):
         return
     asked, script = world_size if isinstance(world_size, int) else -1, script_of(sys.orig_argv, sys.argv)
     check_child(os.environ, child, asked, joined=registry.current() is not None, script=script)

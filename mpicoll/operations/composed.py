@@ -58,7 +58,7 @@ def _make(group: ProcessGroup, call: CallDescription, steps: Callable[[Agreed], 
     if steps is not None and call.error is not None and group.level != "full":
         raise call.error  # the other members do not compare, so they do not learn of the error
     with signals.guard, group.lock:
-        group.tell_mismatch()
+        group.tell_mismatch(limit)
         try:
             group.calls += 1
             call.seq = group.calls

@@ -269,7 +269,7 @@ def run(
     if call.error is not None and group.level != "full":
         raise call.error  # the other members do not compare, so they do not learn of the error
     with signals.guard, group.lock:
-        group.tell_mismatch()
+        group.tell_mismatch(limit)
         try:
             group.calls = call.seq = group.calls + 1
             call.maker = group.maker_of(call.seq)
@@ -420,7 +420,11 @@ def issue(
         raise
     if async_op:
         return Work(request)
-    request.complete(limit)
+    group.waited = request
+    try:
+        request.complete(limit)
+    finally:
+        group.waited = None
     return None
 
 

@@ -100,8 +100,8 @@ class Request(RequestFields):
         Such a call would pair off with the next call of another rank. A blocking call holds the lock of the group to its end.
         """
         group = self.group
-        if not group.lock.acquire(blocking=False):
-            return False  # another thread makes a call
+        if group.waited is self or not group.lock.acquire(blocking=False):
+            return group.waited is self  # else another thread makes a call
         try:
             alone: bool = group.order.issued == self.number + 1
             if alone and not self.waited:
@@ -421,9 +421,10 @@ class Request(RequestFields):
     def wait(self, limit: float | None = None, within: float | None = None) -> None:
         """Wait until the request is over, inside a call of the library that answers signals at its end."""
         if not self._is_over_soon():
-            test = partial(self.Test, ASLEEP)
+            test, policy = partial(self.Test, ASLEEP), self.policy(limit)
+            policy.ends_itself = within is not None
             try:
-                local_wait(test if within is None else failures.ends_within(within, test), self.policy(limit))
+                local_wait(test if within is None else failures.ends_within(within, test), policy)
             except BaseException as error:
                 self.abandon(error)
                 raise

@@ -58,13 +58,13 @@ class _WorkFuture(Future[Any]):
         Raises: the error of the operation, as :meth:`Work.wait`.
         """
         self._drive(timeout)
-        self._known()
+        self._tell()
         return super().result(0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the operation and return its error, or None."""
         self._drive(timeout)
-        self._known()
+        self._tell()
         return super().exception(0)
 
     def wait(self) -> Any:
@@ -79,7 +79,7 @@ class _WorkFuture(Future[Any]):
         """
         if not self.done():
             raise RuntimeError("the operation is not done yet: call wait() before value()")
-        self._known()
+        self._tell()
         return super().result(0)
 
     def then(self, callback: Callable[[Any], Any]) -> _WorkFuture:
@@ -97,6 +97,10 @@ class _WorkFuture(Future[Any]):
 
         self.add_done_callback(call)
         return later
+
+    def _tell(self) -> None:
+        if self._is_over():
+            self._known()
 
     def _drive(self, within: float | None) -> None:
         if self._is_over():

@@ -236,7 +236,7 @@ def should_stop(group: Any = None, *, before: float | None = None) -> bool:
         if found is None:
             return False
     stopping: Any = found.stopping
-    if stopping is not None and stopping.passes and found.broken is None and found.entered_block is None:
+    if stopping is not None and stopping.passes and found.broken is None and not found.order.closed:
         stopping.passes -= 1
         return bool(stopping.stopped)
     call, made = CallDescription("should_stop", (), call_site()), None

@@ -155,7 +155,7 @@ def test_children_of_multiprocessing(parent: str, method: str, tmp_path: Path) -
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 @pytest.mark.parametrize("parent", ["alone", "join"])
 def test_children_that_import_names_at_the_top(parent: str, method: str, tmp_path: Path) -> None:
-    """A child that imports the script, and with it names of the library, starts no MPI: it may compute, and is no rank."""
+    """A child that imports the script with names of the library starts no MPI in a job: it may compute, and is no rank."""
     script = write(tmp_path, NAMES)
     mpiexec = find_mpiexec(find_library())
     options = ["--allow-run-as-root", "--oversubscribe"] if mpiexec.family == "openmpi" else []
@@ -164,7 +164,8 @@ def test_children_that_import_names_at_the_top(parent: str, method: str, tmp_pat
     for job, number in zip(jobs, (1, 1, 2), strict=True):
         result = call(job)
         assert result.code == 0, result
-        assert result.out.count("computes, MPI started: False") == number, result
+        assert result.out.count("computes, MPI started: ") == number, result
+        assert result.out.count("computes, MPI started: False") == number or job is python, result
         assert result.out.count("call `dist.spawn(run, args, nprocs)` in place of `mp.spawn`") == number, result
         assert "not refused" not in result.out
 

@@ -207,6 +207,8 @@ def test_a_call_while_the_members_exchange_their_calls() -> None:
         end = time.monotonic() + 0.3
         while time.monotonic() < end:
             assert not work.is_completed()
+        with pytest.raises(TimeoutError):
+            work.get_future().result(timeout=0.05)
         with pytest.raises(dist.CollectiveMismatchError, match="can still be used") as caught:
             dist.all_reduce(second, group=group, async_op=True)
         assert work.exception() is caught.value

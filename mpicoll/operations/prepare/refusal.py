@@ -47,6 +47,8 @@ def refuse_group(given: Any, op: str, error: Exception, alias: str = "") -> NoRe
     known = registry.current()
     if known is None or is_group(given) or known.world.gone():
         raise error
+    with known.world.lock:
+        known.world.tell_mismatch(GUESS_SECONDS)
     try:
         execution.enter(known.world, op)
         wait = _CallOfOthers(known)

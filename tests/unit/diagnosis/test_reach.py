@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import os
 import queue
 import socket
 import sys
@@ -207,6 +208,20 @@ NO_CALLS: dict[str, object] = {
     "a timer": threading.Timer(1, print).run,
     "a method of an object that also communicates": Plain(HEART.beat, Plain(dist.barrier, None).run).run,
 }
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), 2)
+
+
+def _without_package() -> Callable[[], object]:
+    variables: dict[str, Any] = {"__name__": "__main__"}
+    exec("def run():\n    from . import neighbour", variables)
+    found: Callable[[], object] = variables["run"]
+    return found
+
+
+CALLS |= {"a signal to itself": _stop, "an import that fails": _without_package()}
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -8,6 +8,7 @@ import pytest
 
 from mpicoll.errors import LaunchError
 from mpicoll.launch.environment import (
+    _VARIABLES,
     Launcher,
     allocated_tasks,
     local_rank_hint,
@@ -24,6 +25,7 @@ from mpicoll.launch.wrong_starts import (
     script_of,
     unused_allocation,
 )
+from mpicoll.runtime.child_process import RANK_VARIABLES, is_in_job
 
 OPENMPI_LIBRARY = "Open MPI v5.0.11, package: Open MPI user@host Distribution, ident: 5.0.11, Sep 16, 2026"
 MPICH_LIBRARY = "MPICH Version:      5.0.2\nMPICH Device:   ch4:ucx ofi\nMPICH configure: --with-pm=hydra:gforker"
@@ -482,3 +484,11 @@ def test_ranks_started_by_hand() -> None:
         check_world(environ, 1, 0, mpi_library="Open MPI v5.0.11")
     check_world(environ, 2, 1, mpi_library="Open MPI v5.0.11")
     check_world({**environ, "WORLD_SIZE": "1", "RANK": "0"}, 1, 0, mpi_library="Open MPI v5.0.11")
+
+
+def test_the_variables_of_a_rank() -> None:
+    """A child of multiprocessing is in a job if a launcher that starts MPI has passed the rank to its parent."""
+    with_mpi = [names[0] for kind, names in _VARIABLES.items() if kind not in ("slurm", "torchrun")]
+    assert set(RANK_VARIABLES) == set(with_mpi)
+    assert not is_in_job({"RANK": "1", "SLURM_PROCID": "1"})
+    assert is_in_job({"PMI_RANK": "0"})

@@ -58,6 +58,7 @@ class World:
         self.display, self.ranks = "WORLD", (0, 1)
         self.lock = threading.RLock()
         self.unknown_mismatch: Any = None
+        self.waited: Any = None
 
     def step(self, name: str, result: Any = None) -> Any:
         """Note a step; raise before it or after it if it is to be struck."""
@@ -192,6 +193,14 @@ def test_a_mismatch_holds_later_calls_back_until_it_is_known(make: Callable[...,
         thread.start()
         thread.join()
     assert (found, world.unknown_mismatch) == ([False], None)
+
+    world.waited = request  # a blocking call beside asynchronous calls, whose thread has the lock
+    with world.lock:
+        thread = threading.Thread(target=lambda: found.append(request.hold_back()))
+        thread.start()
+        thread.join()
+    assert (found, world.unknown_mismatch) == ([False, True], None)
+    world.waited = None
 
     world.order.issue()
     assert not request.hold_back()
