@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import mpicoll as dist
+from mpicoll.groups.registry import state
 from mpicoll.operations.prepare import refusal
 from mpicoll.pytest_plugin import collective_raises
 from mpicoll.training import broadcast_parameters
@@ -308,15 +309,10 @@ def test_meshes_that_differ() -> None:
 
 
 def test_arguments_of_functions_that_are_made_of_others() -> None:
-    """Groups, methods of groups, meshes, blocks: the rank with the wrong argument gets its own error, the others a mismatch."""
-    size, rank = dist.get_world_size(), dist.get_rank()
+    """Groups and methods of groups: the rank with the wrong argument gets its own error, the others a mismatch."""
+    size = dist.get_world_size()
     x, world = np.ones(4), dist.group.WORLD
     many = [np.ones(4) for _ in range(size)]
-
-    def enter(block: Any) -> None:
-        with block:
-            pass
-
     everybody = list(range(size))
     calls: list[tuple[Call, Call, type[Exception], str]] = [
         (
@@ -340,12 +336,6 @@ def test_arguments_of_functions_that_are_made_of_others() -> None:
             ValueError,
             "must hold one tensor",
         ),
-        (
-            lambda: enter(dist.torch_distributed_zero_first(np.array([1, 1]))),  # type: ignore[arg-type]
-            lambda: enter(dist.torch_distributed_zero_first(rank)),
-            TypeError,
-            "local_rank must be an integer",
-        ),
         *(
             (
                 lambda seconds=seconds: dist.monitored_barrier(timeout=seconds),
@@ -360,6 +350,18 @@ def test_arguments_of_functions_that_are_made_of_others() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # of a limit in seconds
             on_one(wrong, right, error, match)
+
+
+def test_a_local_rank_that_is_no_integer() -> None:
+    """The last rank of each node has the wrong argument: the other ranks of its node get a mismatch."""
+    local_ranks = state().topology.local_ranks
+    is_wrong = dist.get_rank() == local_ranks[-1]
+    told = "must be an integer" if is_wrong else f"arguments are wrong on rank {local_ranks[-1]}"
+    with collective_raises(TypeError if is_wrong else dist.CollectiveMismatchError, match=told):
+        local_rank: Any = np.array([1, 1]) if is_wrong else dist.get_node_local_rank()
+        with dist.torch_distributed_zero_first(local_rank) as turn:
+            assert turn.is_leader
+    dist.barrier()
 
 
 def test_the_name_of_a_flattened_mesh() -> None:
