@@ -327,10 +327,11 @@ def _await_ends(endpoint: JobEndpoint, reason: str, totals: Any, closings: list[
 
 
 def _report_lost_messages(endpoint: JobEndpoint) -> None:
-    """Print which messages were never received, and end with an error, or warn. All ranks have reached their end."""
+    """Print which messages were never received, and end with an error, or warn. All ranks have reached their end.
+
+    The ranks count again: when the end began, a thread of a rank may not yet have counted the message that it had just sent.
+    """
     board, warns = endpoint.board, leftover == "warn"
-    if not warns:
-        ending.code, ending.unfinished = 1, True
     live, sent = endpoint.live_groups(), endpoint.all_sent()
     places = {**endpoint.places, **{group.group_name: group.by_rank(group.known_sites.places) for group in live}}
     displays = {**endpoint.displays, **{group.group_name: group.display for group in live}}
@@ -349,17 +350,32 @@ def _report_lost_messages(endpoint: JobEndpoint) -> None:
     all_ended, least = board.comm.Ibarrier(), time.monotonic() + 0.1
     poll_until(lambda: all_ended.Test() and time.monotonic() >= least, board, 5.0)
     board.poll()
-    received = endpoint.all_received()
+    lost = _lost_messages(endpoint)
+    ranks_with_lost = np.array([bool(lost)], np.int64)
+    summed = board.comm.Iallreduce(MPI.IN_PLACE, ranks_with_lost, MPI.SUM)
+    if not poll_until(summed.Test, board, 5.0):
+        retain_for_ever(summed, ranks_with_lost)
+    elif not ranks_with_lost[0]:
+        return
+    if not warns:
+        ending.code, ending.unfinished = 1, True
+    for text in lost:
+        say(f"{prefix()}mpicoll: {'warning: ' if warns else ''}{text}\n")
+
+
+def _lost_messages(endpoint: JobEndpoint) -> list[str]:
+    """Return a line on each place from which messages to this rank were never received; all ranks have sent their numbers."""
+    board, received, found = endpoint.board, endpoint.all_received(), []
     for sender, by_group in sorted(board.sent.items()):
         for (name, display), there in by_group.items():
             for tag, (count, place) in there.items():
                 left = count - received.get(name, {}).get((sender, tag), 0)
                 if left > 0:
-                    what = f"the program ended, and {left} message{'s' if left > 1 else ''}"
-                    say(
-                        f"{prefix()}mpicoll: {'warning: ' if warns else ''}{what} from rank {sender} to rank {board.rank} with "
-                        f"tag {tag} on group {display} had not been received{f' ({place})' if place else ''}\n"
+                    found.append(
+                        f"the program ended, and {left} message{'s' if left > 1 else ''} from rank {sender} to rank "
+                        f"{board.rank} with tag {tag} on group {display} had not been received{f' ({place})' if place else ''}"
                     )
+    return found
 
 
 def _close(endpoint: JobEndpoint) -> list[Closing]:

@@ -348,6 +348,32 @@ print("done", flush=True)
     assert not any(job.err), job
 
 
+def test_a_thread_that_has_sent_while_the_program_ends() -> None:
+    """The message is received before the thread that sent the message has counted it: no message is lost."""
+    job = run_job(
+        HEAD
+        + """
+from mpicoll.diagnosis.membership import Membership
+count_sent = Membership.count_sent
+def late(*arguments):
+    time.sleep(0.5)
+    count_sent(*arguments)
+Membership.count_sent = late
+def send():
+    time.sleep(0.5)
+    dist.send(x, other)
+threading.Thread(target=send, daemon=True).start()
+dist.recv(np.empty(4), other)
+print("done", flush=True)
+""",
+        2,
+        limit=40,
+    )
+    assert job.returncode == 0, job
+    assert all("done" in out for out in job.out), job
+    assert not any(job.err), job
+
+
 @pytest.mark.slow
 def test_functions_at_the_end_of_the_main_thread() -> None:
     """The main thread calls functions, then waits for threads: a function in C is no wait for them."""
