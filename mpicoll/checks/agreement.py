@@ -11,6 +11,7 @@ the time at which a member sees the end of a round.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,9 @@ from mpicoll.checks.order import make_order
 from mpicoll.diagnosis.call import CallDescription
 from mpicoll.errors import CollectiveMismatchError
 from mpicoll.runtime.call_site import CallSite
-from mpicoll.runtime.waiting import Pollable
+from mpicoll.runtime.waiting import GIVE_UP_AFTER, STALL, Pollable
 from mpicoll.transports.control import ControlChannel, Round, Words, make_words
-from mpicoll.transports.mpi.control import MpiControl
+from mpicoll.transports.mpi.control import Meeting, MpiControl
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -111,6 +112,26 @@ class Agreement:
     def free(self) -> None:
         """Free the persistent requests of the channel, before MPI is finalised; a pending round stays pending."""
         self.channel.free()
+
+
+def meet(agreement: Agreement, data: MPI.Intracomm, call: CallDescription) -> Generator[Pollable, None, None]:
+    """Wait until all members are here and none of them can withdraw: afterwards they may enter a blocking call of MPI.
+
+    A member that has posted a round can still withdraw before a late member posts, and what was posted to MPI cannot be taken
+    back. So each member stays for twice the time by which the posting times may spread. If these spread by more, all members
+    post again, with twice as much time.
+
+    Args:
+        data: the data communicator.
+    """
+    spread_limit = STALL
+    while True:
+        call.stays_until = time.monotonic() + GIVE_UP_AFTER / STALL * spread_limit
+        meeting = Meeting(data, agreement.epoch)
+        yield meeting
+        if meeting.spread() <= spread_limit:
+            return
+        spread_limit *= 2
 
 
 def is_usual(made: Round, words: Words) -> bool:

@@ -92,6 +92,11 @@ class CallWait:
         self.origin: int | None = None  # the failed rank that ends the wait
         self._wait: Wait | None = None
 
+    @property
+    def stays_until(self) -> float:
+        """time.monotonic() before which this rank does not withdraw."""
+        return self.call.stays_until
+
     def describe(self) -> str:
         """Return the call, its group and its place in the program."""
         number = f", call {self.call.seq}" if self.call.seq else ""
@@ -209,7 +214,9 @@ class CallWait:
 
     def came(self) -> set[int]:
         """Return ranks that are known to have made this call, whatever they do now."""
-        return set()
+        return (
+            set(self.group.ranks) if self.call.stays_until else set()
+        )  # a rank that stays knows that all have made the call
 
     def note(self) -> None:
         """Write the collectives that this rank waits in to the node board, once; it takes some microseconds."""
@@ -317,12 +324,13 @@ class CallWait:
         wanted = members if self.peer is None or self.peer < 0 else (self.peer,)
         answers, came = board.ask(name, wanted), self.came()
         noted = self._noted() if None in answers.values() else {}
-        arrived, unheard = [board.rank], []
+        arrived = [board.rank]
+        unheard: list[int] = []
         late, silent, left = [], [], []
         for rank, where in answers.items():
             ranks = ((rank, rank),)
             if rank in came or (where is not None and self.peer is None and where.calls >= seq):
-                arrived.append(rank)
+                (arrived if where is not None or rank in board.exited else unheard).append(rank)
             elif rank in board.exited:
                 left.append(self._end(board.exited[rank]))
             elif where is not None:

@@ -380,6 +380,7 @@ class _InitWait:
     """Wait policy of ``init_process_group``: the ranks have no group yet, so no rank can be asked."""
 
     stall_warn = 60.0
+    stays_until = 0.0
 
     def __init__(self, limit: float, site: str, rank: int, size: int, board: Board | None) -> None:
         self.limit = limit

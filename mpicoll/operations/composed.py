@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+from mpicoll.checks.agreement import meet
 from mpicoll.diagnosis.call import CallDescription, fingerprint
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.operations import execution
@@ -69,7 +70,7 @@ def _make(group: ProcessGroup, call: CallDescription, steps: Callable[[Agreed], 
                 call.print = fingerprint(call.op, call.key)
             request = Request(group, call, [], limit, waited=True)
             with nullcontext() if steps is None else signals.shield:
-                request.start(group.pair.agreement.order.issue(), partial(_meet_and_move, group, steps))
+                request.start(group.pair.agreement.order.issue(), partial(_meet_and_move, group, call, steps))
                 request.complete()
             agreed: Agreed | None = request.agreed
             assert agreed is not None
@@ -79,9 +80,11 @@ def _make(group: ProcessGroup, call: CallDescription, steps: Callable[[Agreed], 
             raise
 
 
-def _meet_and_move(group: ProcessGroup, steps: Callable[[Agreed], Steps] | None, agreed: Agreed) -> Steps:
+def _meet_and_move(
+    group: ProcessGroup, call: CallDescription, steps: Callable[[Agreed], Steps] | None, agreed: Agreed
+) -> Steps:
     if agreed.stalled:
-        yield group.pair.data.Ibarrier()
+        yield from meet(group.pair.agreement, group.pair.data, call)
     if steps is not None:
         yield from steps(agreed)
 
@@ -98,7 +101,7 @@ def move_once(
     Returns:
         Bytes moved since the last wait that this rank could leave.
     """
-    engine, data = group.pair.native, group.pair.data
+    engine = group.pair.native
     size, nbytes = group.size(), block_bytes(move, group.size())
     node = group.pair.through(move.kind, nbytes) if not agreed.device else None
     if node is not None:
@@ -115,7 +118,7 @@ def move_once(
         moved += step
         if moved > execution.NATIVE_BYTES:
             moved = step
-            yield data.Ibarrier()  # as in execution
+            yield from meet(group.pair.agreement, group.pair.data, call)  # as in execution
         with BlockingCall(group, call, group.timeout):
             engine.blocking(piece)
     return moved

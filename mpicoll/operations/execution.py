@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpicoll.checks.agreement import meet
 from mpicoll.checks.levels import EVERY
 from mpicoll.checks.mismatch import explain
 from mpicoll.diagnosis.call import CallDescription, fingerprint
@@ -82,8 +83,7 @@ def move_agreed(
     if agreed.behind and call.device_ready is None:
         call.device_ready = move.is_ready  # other members may wait for their GPUs
     if agreed.stalled:
-        # A member may have withdrawn after posting: such a member never posts this second request.
-        yield data.Ibarrier()
+        yield from meet(group.pair.agreement, data, call)  # a member may have withdrawn after it posted the round
     if call.preferred is not None:
         if agreed.preferred:
             if agreed.block_bytes != call.block_bytes:  # at check level "off" nobody compares them
@@ -159,7 +159,7 @@ def _move(
             if place or agreed.behind:
                 # A rank can leave this wait, but not a blocking call. So the wait stands before each further call, and before
                 # the first if a member may still wait for its GPU.
-                yield group.pair.data.Ibarrier()
+                yield from meet(group.pair.agreement, group.pair.data, call)
             with BlockingCall(group, call, limit):
                 engine.blocking(piece)
 

@@ -65,10 +65,14 @@ class WaitPolicy(Protocol):
     Attributes:
         limit: seconds until the error of :meth:`timed_out` is raised.
         stall_warn: seconds until :meth:`stalled` is called.
+        stays_until: time.monotonic() before which this rank does not withdraw, neither for the limit nor for a signal.
     """
 
     limit: float
     stall_warn: float
+
+    @property
+    def stays_until(self) -> float: ...
 
     def check(self, waited: float) -> BaseException | None:
         """Return an error if this wait can never end (a peer failed or left, a deadlock); called every few milliseconds."""
@@ -292,7 +296,7 @@ def _wait_long(
             reason = guard.pop() or reason
             if test():
                 break  # also if this rank wants to withdraw: once a round is complete, other ranks enter the transfer
-            if reason is not None and waited >= GIVE_UP_AFTER:
+            if reason is not None and waited >= GIVE_UP_AFTER and now >= policy.stays_until:
                 if isinstance(reason, Terminated):
                     reason = policy.check(waited) or reason  # a launcher ends the job if a rank has died
                 if not isinstance(reason, Terminated) or time.monotonic() > reason.at + TERMINATED_LOOKS:
@@ -310,7 +314,7 @@ def _wait_long(
                 if waited > SERVICE_EVERY:
                     serve()
                 if reason is None:
-                    reason = _verdict(test, policy, waited)
+                    reason = _verdict(test, policy, waited, now)
                     if reason is not None:
                         policy.withdraw(reason)
                         raise reason
@@ -336,9 +340,9 @@ def _wait_long(
         guard.noted = reason  # the call is complete after all: raised when it returns
 
 
-def _verdict(test: Callable[[], bool], policy: WaitPolicy, waited: float) -> BaseException | None:
+def _verdict(test: Callable[[], bool], policy: WaitPolicy, waited: float, now: float) -> BaseException | None:
     failure = policy.check(waited)
-    if failure is None and waited >= policy.limit and waited >= GIVE_UP_AFTER:
+    if failure is None and waited >= policy.limit and waited >= GIVE_UP_AFTER and now >= policy.stays_until:
         failure = policy.timed_out(waited)
     if failure is not None and test():
         return None

@@ -230,6 +230,41 @@ while True:
     assert "past its limit" in job.err[0] or "Timed out waiting 2 s" in job.err[0], job
 
 
+@pytest.mark.parametrize("engine", [pytest.param("auto", id="auto engine"), pytest.param("mpi", id="engine of MPI")])
+def test_late_again_after_it_agreed(engine: str) -> None:
+    """A rank is late, and again once all ranks know the call: ranks that meanwhile pass their limit leave it outside of MPI."""
+    job = run_job(
+        HEAD
+        + """
+from mpi4py import MPI
+from mpicoll.operations import execution
+move_agreed = execution.move_agreed
+def late_to_move(group, call, *arguments):
+    if late and "all_gather" in call.op:
+        time.sleep(3)
+    yield from move_agreed(group, call, *arguments)
+execution.move_agreed = late_to_move
+dist.init_process_group(timeout=timedelta(seconds=1), comm=MPI.COMM_WORLD, on_failure="raise")
+late = dist.get_rank() == 1
+x = np.ones(200_000)
+dist.barrier()
+time.sleep(0.8 * late)
+try:
+    dist.all_gather_into_tensor(np.empty(2 * x.size), x)
+except dist.DistError as error:
+    print(f"{type(error).__name__}: {error}", flush=True)
+""",
+        2,
+        limit=30,
+        env={"MPICOLL_ENGINE": engine},
+    )
+    assert not job.timed_out, job
+    assert job.out[1].startswith("GroupBrokenError: "), job
+    assert "rank 0 gave the group up: time limit" in job.out[1], job
+    assert job.out[0].startswith("CollectiveTimeoutError: "), job
+    assert "rank 1: made this call, and does not answer" in job.out[0], job
+
+
 @pytest.mark.slow
 def test_a_rank_never_initialises() -> None:
     """When one rank never calls init_process_group the others end at their limit."""

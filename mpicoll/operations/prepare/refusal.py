@@ -70,6 +70,7 @@ class _CallOfOthers:
     """
 
     stall_warn = math.inf
+    stays_until = 0.0
 
     def __init__(self, known: JobState) -> None:
         self.limit = GUESS_SECONDS

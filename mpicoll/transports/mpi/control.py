@@ -95,6 +95,32 @@ class MpiRound:
             self.request.Free()
 
 
+class Meeting:
+    """A barrier that tells by how much the times differ at which the members posted it (a Pollable).
+
+    Args:
+        comm: communicator; all its members post the meeting, in the order of its other collectives.
+        epoch: as of :class:`MpiControl`.
+    """
+
+    __slots__ = ("_request", "_times")
+
+    def __init__(self, comm: MPI.Intracomm, epoch: float) -> None:
+        now = int((time.monotonic() - epoch) * 1e6)
+        self._times = np.array([now, -now], np.int64)
+        self._request = comm.Iallreduce(MPI.IN_PLACE, self._times, MPI.MAX)
+
+    def Test(self) -> bool:
+        """Return whether all members have posted the meeting."""
+        done: bool = self._request.Test()
+        return done
+
+    def spread(self) -> float:
+        """Return the seconds between the first and the last post of a complete meeting."""
+        last, first = self._times.tolist()
+        return float(last + first) / 1e6
+
+
 class MpiControl:
     """Rounds over MPI.
 

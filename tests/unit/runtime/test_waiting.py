@@ -40,6 +40,7 @@ class WaitPolicy:
     def __init__(self, limit: float = 1e9, stall_warn: float = 1e9) -> None:
         self.limit = limit
         self.stall_warn = stall_warn
+        self.stays_until = 0.0
         self.stalls: list[float] = []
         self.given_up: list[BaseException] = []
         self.verdict: Callable[[float], BaseException | None] = lambda waited: None
@@ -127,6 +128,18 @@ def test_nobody_gives_up_before_twice_the_stall_time() -> None:
     with pytest.raises(CollectiveTimeoutError):
         waiting.wait_long(lambda: False, policy, clock=clock, sleep=clock.sleep)
     assert clock.now - 1000.0 >= waiting.GIVE_UP_AFTER == 2 * waiting.STALL
+
+
+@pytest.mark.parametrize("by_signal", [False, True])
+def test_nobody_gives_up_before_the_time_that_the_policy_gives(by_signal: bool) -> None:
+    """A rank that has posted again during its wait stays for that time, whatever its limit is or its handler raises."""
+    clock, policy = Clock(), WaitPolicy(limit=1e9 if by_signal else 1.0)
+    policy.stays_until = clock.now + 3.0
+    reason = KeyboardInterrupt() if by_signal else None
+    with pytest.raises(KeyboardInterrupt if by_signal else CollectiveTimeoutError):
+        waiting.wait_long(lambda: False, policy, reason, clock=clock, sleep=clock.sleep)
+    assert 3.0 <= clock.now - 1000.0 < 3.1
+    assert len(policy.given_up) == 1
 
 
 def test_a_call_that_completes_at_the_last_moment_is_complete() -> None:
