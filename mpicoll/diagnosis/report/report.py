@@ -213,7 +213,7 @@ NO_ANSWER = Message(
 )
 UNHEARD = Message(
     "made this call, and {n:does/do} not answer (stopped, or without a processor)",
-    "The rank's record on its node says that the rank waits in the call; the rank does not answer questions.",
+    "The rank has made the call, by the record on its node or as all ranks know the call; the rank does not answer questions.",
 )
 NO_CALL = Message("in no call of mpicoll", "The rank is in no call of the library at this moment.")
 WITHDREW = Message("gave the group up: {problem}", "The rank withdrew from its call, and the group was broken.")
