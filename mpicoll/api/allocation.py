@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from mpicoll.diagnosis.call import CallDescription
-from mpicoll.errors import ARGUMENT
-from mpicoll.groups.registry import member_or_warn
+from mpicoll.errors import wrong_argument
 from mpicoll.memory.dtypes import element
 from mpicoll.operations import composed, execution
+from mpicoll.operations.prepare.refusal import member
 from mpicoll.runtime.call_site import call_site
+from mpicoll.runtime.settings import need_bool
 from mpicoll.runtime.waiting import Pollable
 from mpicoll.transports.control import Agreed
 
@@ -44,21 +45,26 @@ def empty(shape: Any, dtype: Any = float, *, group: Any = None, shared: bool = T
 
     Source: torch.distributed._symmetric_memory.empty; MPI_Win_allocate_shared (MPI-4.1 section 12.2.3).
     """
-    if not shared:
+    size: tuple[int, ...] = ()
+    kind = np.dtype(float)
+    error: Exception | None = None
+    try:
+        shared = need_bool(shared, "shared")
+    except Exception as wrong:
+        error = wrong
+    if error is None and not shared:
         return np.empty(shape, dtype)
-    found = member_or_warn(group, "empty")
+    found = member(group, "empty")
     if found is None:
         return None
     execution.enter(found, "empty")
-    error: Exception | None = None
-    size: tuple[int, ...] = ()
-    kind = np.dtype(float)
     try:
+        if error is not None:
+            raise error
         size, kind = _shape(shape), np.dtype(dtype)
         element(kind)
     except Exception as wrong:
-        setattr(wrong, ARGUMENT, True)
-        error = wrong
+        error = wrong_argument(wrong)
     nbytes = math.prod(size) * kind.itemsize
     call = CallDescription("empty", (size, str(kind)) if error is None else (), call_site(), error=error)
     node = found.pair.node

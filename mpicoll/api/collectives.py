@@ -205,17 +205,19 @@ def monitored_barrier(
     found = member(group, "monitored_barrier")
     if found is None:
         return
-    if isinstance(timeout, float):
+    limit: Any = timeout
+    if issubclass(type(timeout), float):  # not isinstance(), which looks at the object: it may raise
         warnings.warn(
             f"Please specify timeout arg as a timedelta: {timeout} is taken as seconds", UserWarning, stacklevel=2
         )
         try:
-            timeout = timedelta(seconds=timeout)
+            limit = timeout = timedelta(seconds=limit)
         except (OverflowError, ValueError):  # infinite, or no number
             refuse(
                 found, "barrier", call_site(), ValueError(f"timeout must be finite, got {timeout}"), "monitored_barrier"
             )
-    limit = max(timeout, _AT_ONCE) if isinstance(timeout, timedelta) else timeout
+    if issubclass(type(limit), timedelta):
+        limit = max(limit, _AT_ONCE)
     try:
         barrier(found, timeout=limit)
     except (CollectiveTimeoutError, PeerFailedError, PeerExitedError) as error:

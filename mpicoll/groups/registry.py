@@ -82,13 +82,14 @@ def resolve(group: Any) -> ProcessGroup | None:
     known = state()
     if group is None:
         return known.world
-    if isinstance(group, ProcessGroup):
+    # The type is looked at, not the object: an object that raises when looked at is no group.
+    if issubclass(type(group), ProcessGroup):
         if known.groups.get(group.group_name) is not group:
             raise ValueError(
                 f"Invalid process group specified: group {group.display} was destroyed or is no group of this process"
             )
         return group
-    if isinstance(group, int) and group == NON_MEMBER:
+    if issubclass(type(group), int) and group == NON_MEMBER:
         return None
     raise ValueError(
         f"Invalid process group specified: group must be a ProcessGroup or None, not {type(group).__name__}"

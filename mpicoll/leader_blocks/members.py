@@ -28,13 +28,14 @@ class Members:
     def __init__(self, known: JobWithGroups, scope: Any) -> None:
         self.known = known
         self.me = known.world.rank()
-        if isinstance(scope, str) and scope == "node":
+        is_name = issubclass(type(scope), str)  # not isinstance(), which looks at the object: it may raise
+        if is_name and scope == "node":
             self.ranks, self.key, self.known_group = known.topology.local_ranks, "node", known.node
             self.display = f"node {known.topology.hosts[known.topology.node]}"
             return
-        if isinstance(scope, str) and scope != "world":
+        if is_name and scope != "world":
             raise ValueError(f'scope must be "world", "node" or a ProcessGroup, not {scope!r}')
-        group = known.world if isinstance(scope, str) else registry.resolve(scope)
+        group = known.world if is_name else registry.resolve(scope)
         if group is None:
             raise ValueError(f"rank {self.me} is not in the group given as scope: only members may run the block")
         self.ranks, self.key, self.known_group, self.display = group.ranks, group.group_name, group, group.display

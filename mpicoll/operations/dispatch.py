@@ -114,13 +114,17 @@ def again(
         found = known.prepared[key]
     except (KeyError, AttributeError, TypeError):  # not made before; no group, or not a member
         return False
+    except Exception:
+        if issubclass(type(known), ProcessGroup):
+            raise  # of a signal handler
+        return False  # no group, and raises when looked at
     if _inside:  # then the general way raises
         return False
     frame = caller(depth)
     plain = timeout is None and name is None
     limit = None
     if not plain:
-        if (name is not None and type(name) is not str) or not isinstance(timeout, (timedelta, type(None))):
+        if (name is not None and type(name) is not str) or not issubclass(type(timeout), (timedelta, type(None))):
             return False
         limit = None if timeout is None else execution.call_limit(known, timeout)
     if async_op is not False:

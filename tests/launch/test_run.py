@@ -284,6 +284,7 @@ def test_the_termination_report_names_the_signal(number: int, cause: str, tmp_pa
         stderr=subprocess.PIPE,
         env=environment({LAUNCH_MARK: mark}),
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # the tests may run under nohup
     )
     try:
         assert process.stdout is not None

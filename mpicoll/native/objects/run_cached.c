@@ -12,14 +12,19 @@ static PyObject *held(PyObject *arrays)
     return PyList_CheckExact(arrays) ? PyList_GetSlice(arrays, 0, PyList_GET_SIZE(arrays)) : Py_NewRef(arrays);
 }
 
-/* Return the prepared operation of a signature, or NULL: none, no group, or not a member; or with an exception of a signal handler. */
+/* Return the prepared operation of a signature, or NULL: none, no group, or not a member; or with an exception of a signal handler. The
+   attribute of a group is a slot: only an object that is no group raises when it is looked at, which the general way reports. */
 static PyObject *find_prepared(PyObject *group, PyObject *key)
 {
     PyObject *all = PyObject_GetAttr(group, known.prepared), *found = NULL;
-    if (all != NULL && PyDict_CheckExact(all))
+    if (all == NULL) {
+        PyErr_Clear();
+        return NULL;
+    }
+    if (PyDict_CheckExact(all))
         found = Py_XNewRef(PyDict_GetItemWithError(all, key));
-    Py_XDECREF(all);
-    if (PyErr_ExceptionMatches(PyExc_AttributeError) || PyErr_ExceptionMatches(PyExc_TypeError))
+    Py_DECREF(all);
+    if (PyErr_ExceptionMatches(PyExc_TypeError)) /* the signature has no hash */
         PyErr_Clear();
     return found;
 }

@@ -36,7 +36,8 @@ def refuse(
 
 def is_group(given: Any) -> bool:
     """Return whether a ``group=`` argument is a group, also a group that was destroyed or that this rank is not in."""
-    return given is None or isinstance(given, ProcessGroup) or (isinstance(given, int) and given == NON_MEMBER)
+    of = type(given)  # not isinstance(), which looks at the object: it may raise
+    return given is None or issubclass(of, ProcessGroup) or (issubclass(of, int) and given == NON_MEMBER)
 
 
 def refuse_group(given: Any, op: str, error: Exception, alias: str = "") -> NoReturn:
