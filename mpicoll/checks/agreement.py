@@ -28,6 +28,9 @@ from mpicoll.transports.mpi.control import Meeting, MpiControl
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+MEETINGS = 6
+"""Times that members meet at most before a blocking call: clocks of hosts that differ look like members that are late."""
+
 
 class Agreement:
     """The rounds of one group.
@@ -119,19 +122,18 @@ def meet(agreement: Agreement, data: MPI.Intracomm, call: CallDescription) -> Ge
 
     A member that has posted a round can still withdraw before a late member posts, and what was posted to MPI cannot be taken
     back. So each member stays for twice the time by which the posting times may spread. If these spread by more, all members
-    post again, with twice as much time.
+    post again, with twice as much time, ``MEETINGS`` times at most.
 
     Args:
         data: the data communicator.
     """
-    spread_limit = STALL
-    while True:
+    for number in range(MEETINGS):
+        spread_limit = STALL * 2**number
         call.stays_until = time.monotonic() + GIVE_UP_AFTER / STALL * spread_limit
         meeting = Meeting(data, agreement.epoch)
         yield meeting
         if meeting.spread() <= spread_limit:
-            return
-        spread_limit *= 2
+            break
 
 
 def is_usual(made: Round, words: Words) -> bool:
