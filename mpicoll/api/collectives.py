@@ -32,6 +32,7 @@ from mpicoll.operations.prepare.run import (
 )
 from mpicoll.operations.work import Work
 from mpicoll.runtime.call_site import call_site
+from mpicoll.runtime.settings import has_type
 
 _ndarray = np.ndarray
 _BARRIER = Cached("barrier", None, None, [])
@@ -206,7 +207,7 @@ def monitored_barrier(
     if found is None:
         return
     limit: Any = timeout
-    if issubclass(type(timeout), float):  # not isinstance(), which looks at the object: it may raise
+    if has_type(timeout, float):
         warnings.warn(
             f"Please specify timeout arg as a timedelta: {timeout} is taken as seconds", UserWarning, stacklevel=2
         )
@@ -216,7 +217,7 @@ def monitored_barrier(
             refuse(
                 found, "barrier", call_site(), ValueError(f"timeout must be finite, got {timeout}"), "monitored_barrier"
             )
-    if issubclass(type(limit), timedelta):
+    if has_type(limit, timedelta):
         limit = max(limit, _AT_ONCE)
     try:
         barrier(found, timeout=limit)

@@ -128,11 +128,10 @@ def meet(agreement: Agreement, data: MPI.Intracomm, call: CallDescription) -> Ge
         data: the data communicator.
     """
     for number in range(MEETINGS):
-        spread_limit = STALL * 2**number
-        call.stays_until = time.monotonic() + GIVE_UP_AFTER / STALL * spread_limit
+        call.stays_until = time.monotonic() + GIVE_UP_AFTER * 2**number
         meeting = Meeting(data, agreement.epoch)
         yield meeting
-        if meeting.spread() <= spread_limit:
+        if meeting.spread() <= STALL * 2**number:
             break
 
 

@@ -214,9 +214,8 @@ class CallWait:
 
     def came(self) -> set[int]:
         """Return ranks that are known to have made this call, whatever they do now."""
-        return (
-            set(self.group.ranks) if self.call.stays_until else set()
-        )  # a rank that stays knows that all have made the call
+        # A rank has been told to stay only after all ranks had agreed to the call.
+        return set(self.group.ranks) if self.call.stays_until else set()
 
     def note(self) -> None:
         """Write the collectives that this rank waits in to the node board, once; it takes some microseconds."""

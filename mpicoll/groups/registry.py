@@ -11,7 +11,7 @@ from mpicoll.diagnosis.job_state import JobState
 from mpicoll.diagnosis.membership import OpenBlock
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.runtime.call_site import program_level
-from mpicoll.runtime.settings import need_integer
+from mpicoll.runtime.settings import has_type, need_integer
 
 if TYPE_CHECKING:
     from mpicoll.groups.communicators import Pool
@@ -82,14 +82,13 @@ def resolve(group: Any) -> ProcessGroup | None:
     known = state()
     if group is None:
         return known.world
-    # The type is looked at, not the object: an object that raises when looked at is no group.
-    if issubclass(type(group), ProcessGroup):
+    if has_type(group, ProcessGroup):
         if known.groups.get(group.group_name) is not group:
             raise ValueError(
                 f"Invalid process group specified: group {group.display} was destroyed or is no group of this process"
             )
         return group
-    if issubclass(type(group), int) and group == NON_MEMBER:
+    if has_type(group, int) and group == NON_MEMBER:
         return None
     raise ValueError(
         f"Invalid process group specified: group must be a ProcessGroup or None, not {type(group).__name__}"

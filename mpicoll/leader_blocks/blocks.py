@@ -34,7 +34,7 @@ from mpicoll.operations import execution
 from mpicoll.operations.prepare.refusal import is_group, refuse
 from mpicoll.runtime import signals
 from mpicoll.runtime.call_site import call_site
-from mpicoll.runtime.settings import need_bool, need_integer, to_seconds
+from mpicoll.runtime.settings import has_type, need_bool, need_integer, to_seconds
 from mpicoll.transports.base import Kind, Movement
 
 _END, _FAILURE = "end of ", "failure in "
@@ -136,7 +136,7 @@ class LeaderBlock(Block):
             self._problem, self._rejoin = error, True
         self._arguments = name, timeout, publish, visibility_timeout
         self._local_rank = local_rank
-        self._name: str | None = name if issubclass(type(name), str) else None
+        self._name: str | None = name if has_type(name, str) else None
         self._limit: float | None = None
         self._paths: list[str] = []
         self._visible = 0.0
@@ -173,7 +173,7 @@ class LeaderBlock(Block):
         known = registry.current()
         if known is None and self._problem is not None:
             raise self._problem
-        if known is None or (issubclass(type(self._local_rank), (int, np.integer)) and self._local_rank == -1):
+        if known is None or (has_type(self._local_rank, int, np.integer) and self._local_rank == -1):
             return self._alone(0)  # -1: the program is not distributed
         members = self._members(known)
         problem = self._problem

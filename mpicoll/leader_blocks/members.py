@@ -10,6 +10,7 @@ from mpicoll.groups.registry import JobWithGroups
 from mpicoll.operations import execution
 from mpicoll.operations.group_creation import Watch, group_of_node
 from mpicoll.runtime.call_site import CallSite
+from mpicoll.runtime.settings import has_type
 
 Scope = Literal["world", "node"] | ProcessGroup
 
@@ -28,7 +29,7 @@ class Members:
     def __init__(self, known: JobWithGroups, scope: Any) -> None:
         self.known = known
         self.me = known.world.rank()
-        is_name = issubclass(type(scope), str)  # not isinstance(), which looks at the object: it may raise
+        is_name = has_type(scope, str)
         if is_name and scope == "node":
             self.ranks, self.key, self.known_group = known.topology.local_ranks, "node", known.node
             self.display = f"node {known.topology.hosts[known.topology.node]}"

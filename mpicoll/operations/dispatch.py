@@ -34,6 +34,7 @@ from mpicoll.runtime import handler_calls, signals, waiting
 from mpicoll.runtime.call_site import CallSite, caller, passes_through
 from mpicoll.runtime.mpi_library import retain_frames
 from mpicoll.runtime.native import found as extension
+from mpicoll.runtime.settings import has_type
 from mpicoll.transports.base import Kind
 from mpicoll.transports.control import Words
 
@@ -115,7 +116,7 @@ def again(
     except (KeyError, AttributeError, TypeError):  # not made before; no group, or not a member
         return False
     except Exception:
-        if issubclass(type(known), ProcessGroup):
+        if has_type(known, ProcessGroup):
             raise  # of a signal handler
         return False  # no group, and raises when looked at
     if _inside:  # then the general way raises
@@ -124,7 +125,7 @@ def again(
     plain = timeout is None and name is None
     limit = None
     if not plain:
-        if (name is not None and type(name) is not str) or not issubclass(type(timeout), (timedelta, type(None))):
+        if (name is not None and type(name) is not str) or not has_type(timeout, timedelta, type(None)):
             return False
         limit = None if timeout is None else execution.call_limit(known, timeout)
     if async_op is not False:

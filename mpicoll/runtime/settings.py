@@ -58,6 +58,11 @@ def to_seconds(value: float | int | timedelta, name: str = "timeout") -> float:
     return seconds
 
 
+def has_type(value: Any, *types: type) -> bool:
+    """Return whether a value is of one of the types. The value is not looked at, as ``isinstance`` does: it may raise."""
+    return issubclass(type(value), types)
+
+
 def need_integer(value: Any, name: str) -> None:
     """Raise TypeError, which names the parameter, unless the value is an integer; a bool is none."""
     try:

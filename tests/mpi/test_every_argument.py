@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bad_values import Shy, Untrue
 from mpi4py import MPI
 
 import mpicoll as dist
@@ -19,20 +20,6 @@ from mpicoll.groups.registry import state
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.mpi_timeout(20), pytest.mark.slow]
 
 WRONG_RANK = 1
-
-
-class Shy:
-    """An object that raises when looked at."""
-
-    def __getattribute__(self, name: str) -> Any:
-        raise RuntimeError(f"do not look at {name}")
-
-
-class Untrue:
-    """An object without a truth value."""
-
-    def __bool__(self) -> bool:
-        raise ValueError("neither true nor false")
 
 
 WRONG = [Shy(), object(), Untrue(), 5, -3, 10**30, "x", b"x", float("nan"), np.array([1, 1]), [5]]

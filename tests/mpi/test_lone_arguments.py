@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bad_values import Shy, Untrue
 
 import mpicoll as dist
 from mpicoll.groups.registry import state
@@ -19,23 +20,6 @@ from mpicoll.training import broadcast_parameters
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.mpi_timeout(30)]
 
 Call = Callable[[], Any]
-
-
-class Untrue:
-    """An object without a truth value, as an array of two elements is."""
-
-    def __bool__(self) -> bool:
-        raise ValueError("neither true nor false")
-
-
-class Shy:
-    """An object that raises when looked at."""
-
-    def __getattribute__(self, name: str) -> Any:
-        raise RuntimeError(f"do not look at {name}")
-
-    def __call__(self) -> None:
-        raise AssertionError("not reached")
 
 
 def on_one(wrong: Call, right: Call, error: type[Exception], match: str, wrong_rank: int = 1) -> str:

@@ -14,6 +14,7 @@ from mpicoll.groups.registry import NON_MEMBER, member_or_warn
 from mpicoll.operations import execution
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import CallSite, call_site
+from mpicoll.runtime.settings import has_type
 
 GUESS_SECONDS = 10.0
 """How long a rank waits for a call on the world if its ``group=`` is no group: the other ranks may be in no such call."""
@@ -36,8 +37,7 @@ def refuse(
 
 def is_group(given: Any) -> bool:
     """Return whether a ``group=`` argument is a group, also a group that was destroyed or that this rank is not in."""
-    of = type(given)  # not isinstance(), which looks at the object: it may raise
-    return given is None or issubclass(of, ProcessGroup) or (issubclass(of, int) and given == NON_MEMBER)
+    return given is None or has_type(given, ProcessGroup) or (has_type(given, int) and given == NON_MEMBER)
 
 
 def refuse_group(given: Any, op: str, error: Exception, alias: str = "") -> NoReturn:
