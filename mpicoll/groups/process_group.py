@@ -186,6 +186,11 @@ class ProcessGroup(Membership):
         if self._entered_block is None and self._unknown_mismatch is None and not self.destroyed:
             self.order.closed = 0
 
+    def untold(self) -> list[Any]:
+        """Return the asynchronous calls that the program has not waited for, or whose error the program does not know."""
+        unknown = self._unknown_mismatch
+        return [*dict.fromkeys([*self.unwaited.values(), *([] if unknown is None else [unknown])])]
+
     def tell_mismatch(self, limit: float) -> None:
         """Raise the error of :attr:`unknown_mismatch`, if there is one. The caller has the lock, and makes a collective next.
 

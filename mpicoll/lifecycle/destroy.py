@@ -27,7 +27,8 @@ def destroy_process_group(group: Any = None) -> None:
     Raises:
         AssertionError: there is no default group (as torch).
         ValueError: the group is destroyed already, or is no group of this process.
-        DistError: operations of the group were issued and never waited for; the group stays usable.
+        DistError: operations of the group were issued and never waited for; the group stays usable. If one of these operations
+            has failed, its error is raised.
         CollectiveMismatchError: inside a block that one rank runs first while the other ranks wait for its end.
 
     Errors of other ranks are not raised here. Messages that no rank has received, and at check level ``roll`` calls that differed
@@ -64,11 +65,15 @@ def destroy_process_group(group: Any = None) -> None:
 
 
 def _refuse_unwaited(doomed: list[ProcessGroup]) -> None:
-    unwaited = [operation.call for group in doomed for operation in group.unwaited.values()]
-    if unwaited:
+    untold = [operation for group in doomed for operation in group.untold()]
+    for operation in untold:
+        if operation.error is not None:
+            operation.group.unwaited.pop(id(operation), None)
+            operation.complete()
+    if untold:
         raise DistError(
             "destroy_process_group: operations were issued and never waited for: "
-            + "; ".join(f"{call.op} issued at {call.site}" for call in unwaited)
+            + "; ".join(f"{operation.call.op} issued at {operation.call.site}" for operation in untold)
             + ". Call wait() on each of them first"
         )
 

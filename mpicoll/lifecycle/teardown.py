@@ -157,11 +157,12 @@ def leave(reason: str) -> None:
         waiting.progress_thread.stop()
         waiting.progress_thread = None
     known = registry.current()
-    never = never_waited(known) if known is not None and not ending.code else ""
+    operations = untold(known) if known is not None and not ending.code else []
+    never = never_waited(operations)
     if never and known is not None and known.on_failure == "job" and not ending.code:
         ending.code, ending.what, ending.unfinished = 1, never, True
-    if never:
-        say(f"{prefix()}{never}\n")
+    if known is not None and never:
+        say(f"{prefix()}{never}{_first_error(operations, known.world.rank())}\n")
     together = True
     try:
         for endpoint in endpoints:
@@ -216,14 +217,27 @@ def _post_exit(endpoint: JobEndpoint, reason: str) -> None:
             endpoint.board.post("exited", (*endpoint.counters(rank), reason), [rank])
 
 
-def never_waited(known: registry.JobWithGroups) -> str:
+def untold(known: registry.JobWithGroups) -> list[Any]:
+    """Return the operations that the program has not waited for, or whose error the program does not know."""
+    return [operation for group in tuple(known.groups.values()) for operation in group.untold()]
+
+
+def never_waited(operations: list[Any]) -> str:
     """Return a sentence about operations that were never waited for, or ""."""
-    calls = [op.call for group in tuple(known.groups.values()) for op in tuple(group.unwaited.values())]
-    if not calls:
+    if not operations:
         return ""
     return "the program ended with operations that were never waited for: " + "; ".join(
-        f"{call.op} issued at {call.site}" for call in calls
+        f"{op.call.op} issued at {op.call.site}" for op in operations
     )
+
+
+def _first_error(operations: list[Any], me: int) -> str:
+    """Return the first error of these operations, in one line if another rank prints this error; "" if none has failed."""
+    error = next((op.error for op in operations if op.error is not None), None)
+    if error is None:
+        return ""
+    whole = not isinstance(error, DistError) or error.reporter in (None, me)
+    return f"\n{type(error).__name__}: {error if whole else in_one_line(error)}"
 
 
 def _leave_job(endpoint: JobEndpoint, reason: str, grace: float) -> None:

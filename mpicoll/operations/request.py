@@ -84,10 +84,9 @@ class Request(RequestFields):
     @property
     def call(self) -> CallDescription:
         """The description of the call; that of a prepared operation is made when it is needed."""
-        found: CallDescription | None = self._call
-        if found is None:
-            found = self._call = self.prepared.describe(self)
-        return found
+        if self._call is None:
+            self._call = self.prepared.describe(self)
+        return self._call  # type: ignore[no-any-return]
 
     def is_settled(self) -> bool:
         """Return whether the program waits for this request or looks at it, or has made a later call of the group."""
@@ -111,7 +110,8 @@ class Request(RequestFields):
         return alone
 
     def is_known(self) -> None:
-        """Note that the program knows the outcome of this request."""
+        """Note that the program knows the outcome of this request, which is over."""
+        self.told = True
         if not self.waited and self.group.unknown_mismatch is self:
             self.group.unknown_mismatch = None
 

@@ -108,6 +108,7 @@ class PythonRequestFields:
         limit: seconds until a wait raises CollectiveTimeoutError.
         waited: the caller waits at once: the request is never pending, and may make blocking calls of MPI.
         awaited: the program has begun to wait for an asynchronous request.
+        told: the program knows the error.
         peer, tag: of a message: the global rank at the other end (-1: any), and the tag; ``peer`` is None for a collective.
         words: of the round; None for a call without a round.
         prepared: the prepared operation; None for other calls.
@@ -170,6 +171,7 @@ class PythonRequestFields:
         "state",
         "steps",
         "tag",
+        "told",
         "unpack",
         "waited",
         "words",
@@ -188,6 +190,7 @@ class PythonRequestFields:
     peer: int | None
     waited: bool
     awaited: bool
+    told: bool
     error: BaseException | None
     _advancing: bool
     _call: Any
@@ -233,7 +236,7 @@ class PythonRequestFields:
 
 _NOT_NONE: dict[str, Any] = {
     **dict.fromkeys(("seq", "tag", "instruction", "limit", "polled", "next_look"), 0),
-    **dict.fromkeys(("waited", "awaited", "_in_effect", "_advancing"), False),
+    **dict.fromkeys(("waited", "awaited", "told", "_in_effect", "_advancing"), False),
     "number": -1,
 }
 _first_values = [(vars(PythonRequestFields)[name], _NOT_NONE.get(name)) for name in PythonRequestFields.__slots__]

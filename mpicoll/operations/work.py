@@ -12,7 +12,6 @@ from typing import Any
 
 from mpicoll.checks.memory_in_use import Claim, claims
 from mpicoll.diagnosis.call import CallDescription
-from mpicoll.errors import DistError
 from mpicoll.operations.failures import over, settle
 from mpicoll.operations.request import Request
 from mpicoll.runtime import handler_calls, signals, waiting
@@ -194,39 +193,35 @@ class Work:
             self._request.complete(timeout.total_seconds() or None)
         finally:
             self._land()
-        if self._request.error is not None:
-            raise self._request.error
+        error = self._outcome()
+        if error is not None:
+            raise error
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the call is complete or failed; make progress, and never wait.
+        """Return whether the call is complete, or has failed with an error that the program knows; make progress, and never wait.
 
         Raises:
+            CollectiveMismatchError, BufferInUseError, DistBackendError: the call has failed, and the program has not been told
+                the error, as ``wait`` raises it.
             PeerFailedError, PeerExitedError, GroupBrokenError: the call can never complete, as a necessary member has failed, has
                 ended, or withdrew from a call of the group: a program that polls would never stop.
             CollectiveTimeoutError: the limit of the call has passed since the first ``is_completed``.
         """
-        done, lost = _poll(self._request)
-        if done or lost:
-            self._observe()
-            self._land()
-        if lost and self._request.error is not None:
-            raise self._request.error
-        return done or lost
+        over = is_over(self)
+        if over and not self._request.told:
+            error = self._outcome()
+            if error is not None:
+                raise error
+        return over
 
     def is_success(self) -> bool:
         """Return whether the call is complete without an error."""
-        try:
-            return self.is_completed() and self._outcome() is None
-        except DistError:
-            return False
+        return is_over(self) and self._outcome() is None
 
     def exception(self) -> BaseException | None:
         """Return the error of the call; None if the call is pending, or complete without an error."""
-        try:
-            return self._outcome() if self.is_completed() else None
-        except DistError as error:
-            return error
+        return self._outcome() if is_over(self) else None
 
     def result(self) -> list[Any]:
         """Return the output arrays of a completed call.
@@ -235,7 +230,7 @@ class Work:
             RuntimeError: the call is not done yet (as in torch).
             Others as :meth:`wait`, for a call that failed.
         """
-        if not self.is_completed():
+        if not is_over(self):
             raise RuntimeError(f"{self._request.call.op} is not completed: call wait() before result()")
         error = self._outcome()
         if error is not None:
@@ -298,6 +293,7 @@ class Work:
 
     def _outcome(self) -> BaseException | None:
         """Return the error of the call, which is over, to the program."""
+        self._observe()
         self._request.is_known()
         error: BaseException | None = self._request.error
         return error
@@ -386,6 +382,14 @@ class _Attended:
 
 
 _attended: set[_Attended] = set()
+
+
+def is_over(work: Work) -> bool:
+    """Return whether the call of a Work is complete or failed; make progress, do not wait, and tell the program no error."""
+    over = any(_poll(work._request))
+    if over:
+        work._land()
+    return over
 
 
 def attend(work: Work, thread: waiting.BackgroundProgress) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = "1c3f9ba6"
+VERSION = "a0b08993"
 """The CRC-32 of the sources in ``native/``. An extension that was built from other sources is not used."""
 
 

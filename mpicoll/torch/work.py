@@ -10,7 +10,7 @@ from typing import Any
 import torch  # type: ignore[import-not-found,unused-ignore]
 import torch.distributed as c10d  # type: ignore[import-not-found,unused-ignore]
 
-from mpicoll.errors import DistError, pass_to_c
+from mpicoll.errors import pass_to_c
 from mpicoll.lifecycle.join import background_progress
 from mpicoll.operations import work as works
 
@@ -64,11 +64,8 @@ class Work(c10d.Work):  # type: ignore[misc,unused-ignore]
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return whether the call is complete or failed; make progress, and never wait."""
-        try:
-            return self._work.is_completed()
-        except DistError:
-            return True  # exception() and wait() have the error
+        """Return whether the call is complete or failed, as in torch; make progress, and never wait."""
+        return works.is_over(self._work)
 
     def is_success(self) -> bool:
         """Return whether the call is complete without an error."""

@@ -462,6 +462,23 @@ def test_never_waited_for_at_the_end() -> None:
     assert "job.py:7\n" in job.err[0], job
 
 
+@pytest.mark.parametrize("end", ["", "dist.destroy_process_group()"])
+@pytest.mark.parametrize("look", ["", "; future = work.get_future()"])
+def test_a_mismatch_that_nobody_has_waited_for(look: str, end: str) -> None:
+    """The program fails at its end if its ranks have dropped calls that differed, and one rank prints the report."""
+    source = f"""
+work = dist.all_reduce(np.ones(2 + r), async_op=True){look}
+while not is_over(work):
+    time.sleep(0.01)
+{end}
+"""
+    job = run_job(HEAD + "import time\nfrom mpicoll.operations.work import is_over\n" + source, 2, limit=20)
+    assert not job.timed_out, job
+    assert job.returncode == 1, job
+    assert ["rank 0: all_reduce #1" in err for err in job.err] == [True, False], job
+    assert "its ranks made different calls" in job.err[1], job
+
+
 @pytest.mark.slow
 def test_what_was_given_up_goes_in_silence() -> None:
     """A program that handles its errors and ends prints nothing of the operations that were given up with them."""

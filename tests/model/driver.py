@@ -189,7 +189,7 @@ class Runner:
             if not isinstance(error, (dist.DistError, ValueError, TypeError, WrongData)):
                 traceback.print_exc()
             return Ending(type(error).__name__, at, str(error))
-        never = teardown.never_waited(registry.state())
+        never = teardown.never_waited(teardown.untold(registry.state()))
         return Ending("done", text=never, unwaited=bool(never))
 
     def call(self, step: Step, members: tuple[int, ...]) -> tuple[Any, Callable[[], None]]:

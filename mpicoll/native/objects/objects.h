@@ -87,7 +87,7 @@ typedef struct {
     int64_t posted_round;    /* by begin() */
     int64_t number, seq, tag, instruction;
     double limit, polled, next_look;
-    char waited, awaited, in_effect, advancing;
+    char waited, awaited, told, in_effect, advancing;
 } Request;
 
 enum Result { NOTHING, REDUCED, COPIED, ROWS, LIST };

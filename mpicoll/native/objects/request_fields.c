@@ -114,6 +114,7 @@ static PyMemberDef request_members[] = {
     {"next_look", T_DOUBLE, offsetof(Request, next_look), 0, NULL},
     {"waited", T_BOOL, offsetof(Request, waited), 0, NULL},
     {"awaited", T_BOOL, offsetof(Request, awaited), 0, NULL},
+    {"told", T_BOOL, offsetof(Request, told), 0, NULL},
     {"_in_effect", T_BOOL, offsetof(Request, in_effect), 0, NULL},
     {"_advancing", T_BOOL, offsetof(Request, advancing), 0, NULL},
     {NULL},
