@@ -193,9 +193,9 @@ class Work:
             self._request.complete(timeout.total_seconds() or None)
         finally:
             self._land()
-        error = self._outcome()
-        if error is not None:
-            raise error
+        if self._request.error is not None:
+            self._request.is_known()
+            raise self._request.error
         return True
 
     def is_completed(self) -> bool:
