@@ -7,13 +7,16 @@ are not encrypted. Until the proof a frame may have ``MOST_GREETING`` bytes, aft
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import math
 import socket
 import struct
 import time
+from typing import Any
 
-from mpicoll.stores.base import progress
+from mpicoll.runtime.watchdog import OwnThread
+from mpicoll.stores.base import longest_rest, progress
 from mpicoll.stores.table import decode, encode
 
 LARGEST = 64 << 20
@@ -40,7 +43,7 @@ def frame(parts: list[bytes]) -> bytes:
 def connect(host: str, port: int, end: float) -> socket.socket:
     """Connect to the first address of a host that accepts, until ``end`` (time.monotonic)."""
     failure = OSError(f"{host} has no address")
-    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+    for family, kind, protocol, _, address in _addresses(host, port, end):
         connection = None
         try:
             connection = socket.socket(family, kind, protocol)
@@ -52,6 +55,37 @@ def connect(host: str, port: int, end: float) -> socket.socket:
             if connection is not None:
                 connection.close()
     raise failure
+
+
+def _addresses(host: str, port: int, end: float) -> list[Any]:
+    """Return the addresses of a host, as ``getaddrinfo``, until ``end``. A thread waits for a name server, without a limit.
+
+    Raises:
+        OSError, ValueError: the host has no address, or no answer came until ``end``.
+    """
+    with contextlib.suppress(socket.gaierror):
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    answers: list[Any] = []
+
+    def ask() -> None:
+        try:
+            answers.append(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        except Exception as error:
+            answers.append(error)
+
+    thread = OwnThread(target=ask, name="mpicoll-name", daemon=True)
+    thread.start()
+    end = max(end, time.monotonic() + 0.05)
+    while not answers:
+        left = end - time.monotonic()
+        if left <= 0:
+            raise OSError(f"no name server has told the address of {host}")
+        thread.join(min(left, longest_rest(), 60.0))
+        if not answers:
+            progress()
+    if isinstance(answers[0], Exception):
+        raise answers[0]
+    return answers[0]  # type: ignore[no-any-return]
 
 
 def tune(connection: socket.socket) -> None:

@@ -345,3 +345,25 @@ def test_a_server_that_is_stopped() -> None:
         server.process.send_signal(signal.SIGCONT)
     assert client.add("n", 1) == 1
     assert server.end() == ""
+
+
+def test_a_name_server_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit holds while the address of the host is looked up, and an address that comes is used."""
+    over, real = threading.Event(), socket.getaddrinfo
+
+    def getaddrinfo(host: str, *args: int, flags: int = 0, **more: int) -> object:
+        if host != "far.example" or flags & socket.AI_NUMERICHOST:
+            return real(host, *args, flags=flags, **more)
+        assert over.wait(60)
+        return real("localhost", *args, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    server = dist.TCPStore("localhost", 0, is_master=True, secret=SECRET)
+    with pytest.raises(dist.DistNetworkError, match=r"no name server has told the address of far\.example"):
+        dist.TCPStore("far.example", server.port, secret=SECRET, timeout=timedelta(seconds=0.3))
+    assert not over.is_set()
+    over.set()
+    assert dist.TCPStore("far.example", server.port, secret=SECRET).num_keys() == 0
+    with pytest.raises(dist.DistNetworkError, match=r"no server at nowhere\.invalid:"):
+        dist.TCPStore("nowhere.invalid", server.port, secret=SECRET, timeout=timedelta(seconds=0.3))
+    server.close()
