@@ -162,7 +162,8 @@ def leave(reason: str) -> None:
     if never and known is not None and known.on_failure == "job" and not ending.code:
         ending.code, ending.what, ending.unfinished = 1, never, True
     if known is not None and never:
-        say(f"{prefix()}{never}{_first_error(operations, known.world.rank())}\n")
+        text = never + _first_error(operations, known.world.rank())
+        say("".join(f"{prefix()}{line}\n" for line in text.splitlines()))
     together = True
     try:
         for endpoint in endpoints:

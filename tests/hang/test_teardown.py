@@ -477,6 +477,7 @@ while not is_over(work):
     assert job.returncode == 1, job
     assert ["rank 0: all_reduce #1" in err for err in job.err] == [True, False], job
     assert "its ranks made different calls" in job.err[1], job
+    assert all(line.startswith("[rank 0] ") for line in job.err[0].splitlines() if "rank 1: all_reduce" in line), job
 
 
 @pytest.mark.slow
