@@ -80,7 +80,7 @@ class StoreTable:
         return self.put({key: value})
 
     def _get(self, key: bytes) -> list[bytes] | None:
-        return [self.values[key]] if key in self.values else None
+        return [self.values[key]] if key in self.values else _not_yet(key)
 
     def _add(self, key: bytes, amount: bytes) -> list[bytes]:
         self.put({key: b"%d" % (int(self.values.get(key, b"0")) + int(amount))})
@@ -111,13 +111,13 @@ class StoreTable:
         return [b"1" if all(key in self.values or self.queues.get(key) for key in keys) else b"0"]
 
     def _wait(self, *keys: bytes) -> list[bytes] | None:
-        return [] if self._check(*keys) == [b"1"] else None
+        return [] if self._check(*keys) == [b"1"] else _not_yet(*keys)
 
     def _append(self, key: bytes, value: bytes) -> list[bytes]:
         return self.put({key: self.values.get(key, b"") + value})
 
     def _multi_get(self, *keys: bytes) -> list[bytes] | None:
-        return [self.values[key] for key in keys] if all(key in self.values for key in keys) else None
+        return [self.values[key] for key in keys] if all(key in self.values for key in keys) else _not_yet(*keys)
 
     def _multi_set(self, *pairs: bytes) -> list[bytes]:
         if len(pairs) % 2:
@@ -133,7 +133,7 @@ class StoreTable:
     def _queue_pop(self, key: bytes, block: bytes) -> list[bytes] | None:
         queue = self.queues.get(key)
         if not queue:
-            return None if block == b"1" else []
+            return _not_yet(key) if block == b"1" else []
         value = queue.popleft()
         self.grow(-1, -len(key) - len(value))
         if not queue:
@@ -155,6 +155,13 @@ def _need_sizes(key: bytes, value: bytes) -> None:
     for what, size, most in (("key", len(key), LARGEST_KEY), ("value", len(value), LARGEST_VALUE)):
         if size > most:
             raise ValueError(f"the {what} would have {size} bytes; a {what} may have {most}")
+
+
+def _not_yet(*keys: bytes) -> list[bytes] | None:
+    """Return None, for an operation that is not possible before another operation sets keys; raise if a key is too large."""
+    for key in keys:
+        _need_sizes(key, b"")
+    return None
 
 
 def encode(parts: Sequence[bytes]) -> bytes:

@@ -344,6 +344,7 @@ def test_time_limit_and_closed_output(tmp_path: Path) -> None:
             "no option --bind-to. Options of mpiexec go into one string",
         ),
         (["-n", "2", "--hostfile", "/nonexistent", __file__], "--hostfile /nonexistent: the file does not exist"),
+        (["-n", "2", "--hostfile", "/", __file__], "--hostfile /: the path is a folder"),
     ],
 )
 def test_mistakes_are_told_before_the_start(arguments: list[str], words: str) -> None:
@@ -352,6 +353,19 @@ def test_mistakes_are_told_before_the_start(arguments: list[str], words: str) ->
     assert result.code == 2
     assert words in result.err
     assert "Traceback" not in result.err
+
+
+def test_a_hostfile_without_hosts(tmp_path: Path) -> None:
+    """A file with comments only is refused: MPICH would run the job as without the file. A pipe is left to the launcher."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("# none yet\n\n")
+    result = call([*RUN, "-n", "1", "--hostfile", str(hosts), __file__])
+    assert (result.code, result.out) == (2, ""), result
+    assert f"--hostfile {hosts}: the file names no host" in result.err
+    command = " ".join([*RUN, "-n", "1", "--dry-run", "--hostfile", "<(echo localhost)", __file__])
+    result = call(["bash", "-c", command])
+    assert result.code == 0, result
+    assert "/dev/fd/" in result.out + result.err, result
 
 
 @pytest.mark.parametrize(

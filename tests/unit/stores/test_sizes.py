@@ -39,6 +39,10 @@ def test_sizes(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (lambda: store.append("n", bytes(11)), "the value would have 1001 bytes; " + most),
         (lambda: store.multi_set(["k", "l"], ["x", bytes(1001)]), most),
         (lambda: store.queue_push("q", bytes(1001)), most),
+        (lambda: store.get("k" * 21), "a key may have 20"),
+        (lambda: store.wait(["n", "k" * 21]), "a key may have 20"),
+        (lambda: store.multi_get(["n", "k" * 21]), "a key may have 20"),
+        (lambda: store.queue_pop("k" * 21), "a key may have 20"),
     ):
         with pytest.raises(dist.DistStoreError, match=why):
             call()
