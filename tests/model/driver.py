@@ -144,6 +144,8 @@ class Runner:
             if time.monotonic() - start > LIMIT:
                 raise RuntimeError("the ranks do not meet on the board")
         self.together()
+        for group in registry.state().groups.values():
+            group.unknown_mismatch = None  # the program has ended with this error, or beside the error
         dist.destroy_process_group()
         for known in (
             "failed",
