@@ -20,6 +20,7 @@ from mpicoll.launch.job_folder import RUN_DIR, read_records, read_report, write_
 from mpicoll.launch.mpi_library import MpiLibrary, conflicting_wheels, find_library
 from mpicoll.launch.mpiexec import (
     Launch,
+    check_hostfile,
     find_mpiexec,
     is_local,
     launch_command,
@@ -63,21 +64,6 @@ class Options:
     launcher: Literal["auto", "mpiexec", "srun"] = "auto"
 
 
-def _check_hostfile(path: str) -> None:
-    """Raise LaunchError if a hostfile cannot be read or names no host. A pipe is not read: only the launcher may read a pipe."""
-    why = ""
-    if os.path.isdir(path):
-        why = "the path is a folder"
-    elif not os.access(path, os.R_OK):
-        why = "the file cannot be read" if os.path.exists(path) else "the file does not exist"
-    elif os.path.isfile(path):
-        with open(path, errors="replace") as lines:
-            if not any(line.partition("#")[0].strip() for line in lines):
-                why = "the file names no host"
-    if why:
-        raise LaunchError(f"--hostfile {path}: {why}")
-
-
 def plan_job(options: Options, command: Sequence[str], run_dir: Path, environ: Mapping[str, str]) -> Launch:
     """Find the MPI library and its launcher on this machine, and plan the job.
 
@@ -85,7 +71,7 @@ def plan_job(options: Options, command: Sequence[str], run_dir: Path, environ: M
         LaunchError: there is no MPI, no mpiexec belongs to it, or two MPIs have overwritten each other.
     """
     if options.hostfile is not None:
-        _check_hostfile(options.hostfile)
+        check_hostfile(options.hostfile)
     conflict = conflicting_wheels()
     if conflict is not None:
         raise LaunchError(conflict)

@@ -195,6 +195,21 @@ _HOST_VARIABLES = (
 )
 
 
+def check_hostfile(path: str) -> None:
+    """Raise LaunchError if a hostfile cannot be read or names no host. A pipe is not read: only the launcher may read a pipe."""
+    why = ""
+    if os.path.isdir(path):
+        why = "the path is a folder"
+    elif not os.access(path, os.R_OK):
+        why = "the file cannot be read" if os.path.exists(path) else "the file does not exist"
+    elif os.path.isfile(path):
+        with open(path, errors="replace") as lines:
+            if not any(line.partition("#")[0].strip() for line in lines):
+                why = "the file names no host"
+    if why:
+        raise LaunchError(f"--hostfile {path}: {why}")
+
+
 def is_local(environ: Mapping[str, str], host: str | None, hostfile: str | None, extra: Sequence[str]) -> bool:
     """Return whether all ranks are certain to run on this host: no hosts are named, and no allocation has several nodes."""
     if host is not None:
