@@ -54,6 +54,7 @@ class CallDescription:
         preferred: the schedule of this rank (``transports.base.Preferred``) that is used if all members have one, or None.
         wait_policy: makes its wait policy, if it is not :class:`mpicoll.diagnosis.wait_policy.CallWait`.
         device_ready: returns whether this rank's GPU has reached the call; None if no rank is known to have an array on a GPU.
+        is_sealed: False in the start of the call, then True; looks for writes of the program before data moves in shared memory.
         stays_until: time.monotonic() before which this rank does not withdraw from the call, except if the call can never end.
     """
 
@@ -81,6 +82,7 @@ class CallDescription:
     wait_policy: Any = None
     device_ready: Callable[[], bool] | None = None
     issuer: Issuer | None = None
+    is_sealed: Callable[[], bool] | None = None
     stays_until: float = 0.0
 
     @property

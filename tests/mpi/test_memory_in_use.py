@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from mpicoll.checks.memory_in_use import claims
 from mpicoll.operations.schedules import Sealed
 from mpicoll.operations.states import MOVING
 from mpicoll.pytest_plugin import collective_raises
+from mpicoll.transports.base import Kind
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -345,3 +347,30 @@ def test_a_slice_of_a_tenth_is_written_before_the_wait(nbytes: int) -> None:
                     errors.append(error)
             assert len(errors) == writes, (name, nbytes, tenth)
     dist.barrier()
+
+
+def test_a_late_rank_writes_straight_after_the_start_of_the_first_call() -> None:
+    """The data of a large array in place may move at once, as the other members are there. On one node the write is found.
+
+    The first call of a group is not prepared: it moves in the general way.
+    """
+    me = dist.get_rank()
+    for size in (20_011, 150_001, 1_000_003):
+        for late in range(dist.get_world_size()):
+            group = dist.new_group()
+            assert not isinstance(group, int)
+            if group.pair.node is None or group.pair.through(Kind.ALL_REDUCE, 1 << 20) is None:
+                dist.destroy_process_group(group)
+                pytest.skip("the data moves through MPI, and MPI may read it during the start")
+            x = np.full(size, me + 1.0)
+            dist.barrier()
+            if me == late:
+                time.sleep(0.01)
+            work = dist.all_reduce(x, group=group, async_op=True)
+            if me != late:
+                work.wait()
+            else:
+                x += 9
+                with pytest.raises(dist.BufferInUseError, match="was written before its wait"):
+                    work.wait()
+            dist.destroy_process_group(group)

@@ -72,6 +72,7 @@ class Prepared:
         cached: how the call is cached.
         memories: memories of all arrays of the call.
         average: this rank divides the result by the number of members.
+        is_sealed: compares a large result that moves in place once more, at the first test behind the start; None if none does.
     """
 
     key: tuple[Any, ...]
@@ -89,6 +90,7 @@ class Prepared:
     cached: Cached = NOT_CACHED
     memories: tuple[Memory, ...] = ()
     average: bool = False
+    is_sealed: Callable[[], bool] | None = None
 
 
 def _run_cached(
@@ -175,7 +177,9 @@ def run_prepared(
     except Exception as error:
         refuse(found, op, site, error, alias)
     key = ready.key if name is None else (*ready.key, ("name", name))
-    call = CallDescription(op, key, site, uneven=ready.uneven, detail=ready.detail, alias=alias)
+    call = CallDescription(
+        op, key, site, uneven=ready.uneven, detail=ready.detail, alias=alias, is_sealed=ready.is_sealed
+    )
     carried: Any = None
     if ready.stopping is not None:
         call.signal, carried = ready.stopping.brings(), ready.stopping.carried
@@ -276,7 +280,8 @@ def _watch_results(claim: Claim, ready: Prepared, arrays: list[Array]) -> None:
     """Let an asynchronous call find writes of the program to its results.
 
     Small results move through memory of the library, so that they are compared until they are there. Large results that move in
-    place are compared until the data moves.
+    place are compared until the data moves: in shared memory at the first test behind the start, when the program may have
+    written.
     """
     move, result, found_before, found_after = ready.move, ready.move.recv, ready.before, ready.after
     assert result is not None
@@ -286,7 +291,15 @@ def _watch_results(claim: Claim, ready: Prepared, arrays: list[Array]) -> None:
     compares = not (in_place and sampled)
     own = np.empty_like(result) if in_place and not sampled else result
     seal = Snapshot(arrays)
-    dirty = False
+    dirty = tested = False
+
+    def is_sealed() -> bool:
+        nonlocal dirty, tested
+        if tested:
+            dirty = dirty or seal.is_changed()
+            return True
+        tested = True
+        return False
 
     def before() -> None:
         nonlocal seal, dirty
@@ -308,6 +321,7 @@ def _watch_results(claim: Claim, ready: Prepared, arrays: list[Array]) -> None:
         claim.snapshot_results()
 
     ready.move, ready.before, ready.after = move.into(own), before, after
+    ready.is_sealed = None if compares else is_sealed
 
 
 def result_unpacker(memories: list[Memory], packed: Array | None = None) -> Callable[[], None] | None:
