@@ -16,6 +16,7 @@ from mpicoll.operations.group_creation import (
     create_by_members,
     create_group,
     group_of_node,
+    lists_of_ranks,
 )
 from mpicoll.operations.prepare.refusal import is_group, member
 from mpicoll.runtime import signals
@@ -183,6 +184,7 @@ def new_subgroups_by_enumeration(
         group that this rank is not in).
 
     Raises:
+        TypeError: ``ranks_per_subgroup_list`` is no list of lists of integers.
         ValueError: the list is empty, or a rank is in two groups; no group is made (torch makes the groups before the error).
         Others as :func:`new_group`.
 
@@ -192,10 +194,9 @@ def new_subgroups_by_enumeration(
     problem: Exception | None = None
     lists: list[list[int]] = []
     try:
-        if not ranks_per_subgroup_list:
+        lists = lists_of_ranks(ranks_per_subgroup_list, "ranks_per_subgroup_list")
+        if not lists:
             raise ValueError("The arg 'ranks_per_subgroup_list' cannot be empty")
-        lists = [list(ranks) for ranks in ranks_per_subgroup_list]
-        _apart(lists, "subgroup")
     except Exception as error:
         problem = error
     return _subgroups("new_subgroups_by_enumeration", lists, problem, timeout, backend, pg_options, group_desc)
@@ -225,6 +226,7 @@ def _subgroups(
     if problem is None:
         try:
             lists = [list(check_members(ranks, known.world.size(), False)) for ranks in lists]
+            _apart(lists, "subgroup")
             check_arguments(timeout, backend, group_desc)
         except Exception as error:
             problem = error
@@ -258,7 +260,8 @@ def split_group(
         The new group that this rank is in; None if this rank is in no new group.
 
     Raises:
-        ValueError: no ranks, a rank that is not in the parent, or a rank in two groups; other members raise
+        TypeError: ``split_ranks`` is no list of lists of integers.
+        ValueError: no ranks, a rank that is not in the parent, or a rank in two groups. After these errors other members raise
             CollectiveMismatchError.
         Others as :func:`new_group`, on the parent.
 
@@ -271,9 +274,10 @@ def split_group(
     problem: Exception | None = None
     lists: list[list[int]] = []
     try:
-        if not split_ranks or not all(split_ranks):
+        given = lists_of_ranks(split_ranks, "split_ranks")
+        if not given or not all(given):
             raise ValueError("split_ranks cannot be None or empty")
-        lists = [list(check_members(ranks, parent.size(), True)) for ranks in split_ranks]
+        lists = [list(check_members(ranks, parent.size(), True)) for ranks in given]
         _apart(lists, "split")
         check_arguments(timeout, backend, group_desc)
     except Exception as error:

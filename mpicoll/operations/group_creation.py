@@ -154,6 +154,25 @@ def check_members(ranks: Any, size: int, sort_ranks: bool) -> tuple[int, ...]:
     return tuple(sorted(given) if sort_ranks else given)
 
 
+def lists_of_ranks(given: Any, name: str) -> list[list[Any]]:
+    """Return the ranks of several groups as lists; no list for None.
+
+    Raises:
+        TypeError: ``given``, the argument ``name`` of the program, is no list of lists.
+    """
+    kind = type(given).__name__
+    lists = []
+    try:
+        if isinstance(given, (str, bytes)):
+            raise TypeError
+        for ranks in () if given is None else given:
+            kind = f"{type(given).__name__} with a value of type {type(ranks).__name__}"
+            lists.append(list(ranks))
+    except TypeError as error:
+        raise TypeError(f"{name} must be a list of lists of integers, not {kind}") from error
+    return lists
+
+
 def check_arguments(timeout: Any, backend: Any, group_desc: Any) -> None:
     """Raise TypeError or ValueError if an argument of ``new_group`` is wrong."""
     if group_desc is not None and not isinstance(group_desc, str):

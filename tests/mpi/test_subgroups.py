@@ -100,6 +100,19 @@ def test_wrong_lists() -> None:
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    ("wrong", "kind"), [(5, "int"), ("01", "str"), ([0, 1], "list with a value of type int"), ([None], "NoneType")]
+)
+def test_what_is_no_list_of_lists(wrong: Any, kind: str) -> None:
+    """The error has the name of the argument, and is raised on all ranks."""
+    for op, name in ((dist.new_subgroups_by_enumeration, "ranks_per_subgroup_list"), (dist.split_group, "split_ranks")):
+        with collective_raises(TypeError, match=f"{name} must be a list of lists of integers, not .*{kind}"):
+            op(**{name: wrong})
+        with collective_raises((TypeError, dist.CollectiveMismatchError), match="list of lists"):
+            op(**{name: wrong if dist.get_rank() == 0 else [[0], [1]]})
+
+
+@pytest.mark.mpi(min_size=2)
 def test_split() -> None:
     """Ranks are those of the parent; who is in no part gets None."""
     size = dist.get_world_size()
