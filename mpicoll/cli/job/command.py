@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpicoll.cli.job.model import JobMap, Place, link_rows, place_here, rows
 from mpicoll.cli.outputs import Output, picture_format
@@ -24,35 +24,66 @@ def show_map(plot: str | None = None) -> int:
     """
     import mpicoll as dist
 
-    code = 0
     started = not dist.is_initialized()
     if started:
         dist.init_process_group()
     try:
-        job = _collect()
-        if dist.get_rank() == 0:
-            _print(job)
-            code = 0 if plot is None else _draw(job, plot)
-            sys.stdout.flush()
-        dist.barrier()
+        with _Picture(plot if dist.get_rank() == 0 else None) as picture:
+            job = _collect()
+            if dist.get_rank() == 0:
+                _print(job)
+                picture.draw(job)
+                sys.stdout.flush()
+            dist.barrier()
     finally:
         if started and sys.exc_info()[0] is None:
             dist.destroy_process_group()
-    return code
+    return picture.code
 
 
-def _draw(job: JobMap, path: str) -> int:
-    from mpicoll.cli.job.picture import draw
+class _Picture:
+    """The file of the picture, opened before the measurement. An error is printed, and the map is shown without a picture.
 
-    try:
-        kind = picture_format("--plot", path)
-        with Output("--plot", path) as output:
-            output.write(draw(job, kind))
-    except LaunchError as error:
-        print(f"mpicoll: could not draw the map: {error}", file=sys.stderr)
-        return 1
-    print(f"The picture is in {path}")
-    return 0
+    Args:
+        path: the file; None: there is no picture.
+
+    Attributes:
+        code: the exit code: 1 after an error.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self.code = 0
+        self._output: Output | None = None
+        if path is None:
+            return
+        try:
+            self._format = picture_format("--plot", path)
+            self._output = Output("--plot", path)
+        except LaunchError as error:
+            self._tell(error)
+
+    def __enter__(self) -> _Picture:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._output is not None:
+            self._output.__exit__(*error)
+
+    def draw(self, job: JobMap) -> None:
+        """Draw the map, if there is a file for the picture."""
+        if self._output is None:
+            return
+        from mpicoll.cli.job.picture import draw
+
+        try:
+            self._output.write(draw(job, self._format))
+            print(f"The picture is in {self._output.path}")
+        except LaunchError as error:
+            self._tell(error)
+
+    def _tell(self, error: LaunchError) -> None:
+        print(f"mpicoll: could not draw the map: {error}", file=sys.stderr, flush=True)
+        self.code = 1
 
 
 def _collect() -> JobMap:
