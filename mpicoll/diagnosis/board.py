@@ -55,13 +55,17 @@ class Failure:
         return f"rank {self.rank} failed: {self.what}" + (f" (at {self.site}{after})" if self.site else "")
 
 
+EARLIER_TAGS = -1
+"""What stands for the tags of many earlier messages, which an ended rank does not list."""
+
+
 @dataclass(frozen=True)
 class Exit:
     """A rank that makes no more calls.
 
     Attributes:
         calls: number of calls made on each group.
-        sent: messages sent to this rank on each group, by tag; under -1 the messages of all earlier tags.
+        sent: messages sent to this rank on each group, by tag; under ``EARLIER_TAGS`` the messages of all earlier tags.
         last: its last call on each group, with its place in the program.
         reason: what the rank did, as the end of a sentence.
     """
@@ -71,10 +75,6 @@ class Exit:
     sent: dict[str, dict[int, int]]
     last: dict[str, str]
     reason: str
-
-    def sent_on(self, group: str) -> int:
-        """Return how many messages the rank has sent to this rank on a group."""
-        return sum(self.sent.get(group, {}).values())
 
     def describe(self, group: str | None) -> str:
         """Return what the rank did, and after which calls on ``group``; None: without the calls."""

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from mpicoll.diagnosis import job_state
-from mpicoll.diagnosis.board import Board, Exit, Failure
+from mpicoll.diagnosis.board import EARLIER_TAGS, Board, Exit, Failure
 from mpicoll.diagnosis.call import CallDescription, fingerprint
 from mpicoll.diagnosis.deadlock import Wait
 from mpicoll.diagnosis.deadlock_search import catch_up, search
@@ -115,13 +115,18 @@ class CallWait:
             return None  # members that have posted their calls raise, and may end before other members have read them
         return search.verdict(board) or self.ended(board, waited) or search.look(waited)
 
-    def ended(self, board: Board, waited: float) -> BaseException | None:
-        """Return an error if a needed rank or this rank has failed, a needed rank has ended, or a rank gave the group up."""
+    def ended(self, board: Board, waited: float, polled: bool = False) -> BaseException | None:
+        """Return an error if a needed rank or this rank has failed, a needed rank has ended, or a rank gave the group up.
+
+        Args:
+            polled: the program polls the call. Then a receive needs a message with its tag. For a receive that waits, the search
+                for deadlocks looks at the tags, and lists the messages with other tags.
+        """
         if job_state.doomed and waited > DOOMED_AFTER:
             return GroupBrokenError(
                 f"{self.describe()}: this rank has failed ({job_state.doomed}), so no rank makes this call with it"
             )
-        gone = [exit_.rank for exit_ in tuple(board.exited.values()) if self._needs(exit_)]
+        gone = [exit_.rank for exit_ in tuple(board.exited.values()) if self._needs(exit_, polled)]
         for failure in tuple(board.failed.values()):
             if failure.rank in self.group.ranks or failure.rank not in board.announced:
                 if gone and failure.what.startswith(PeerExitedError.__name__):
@@ -266,7 +271,7 @@ class CallWait:
             )
         return self._wait
 
-    def _needs(self, exit_: Exit) -> bool:
+    def _needs(self, exit_: Exit, polled: bool) -> bool:
         name = self.group.group_name
         if self.peer is None:
             return exit_.rank in self.group.ranks and exit_.calls.get(name, 0) < self.call.seq
@@ -277,8 +282,16 @@ class CallWait:
         if exit_.rank not in sources or not sources <= exited.keys():
             return False
         catch_up(self.group)
-        received = self.group.by_peer(self.group.received)
-        return all(exited[rank].sent_on(name) <= received.get(self.group.ranks.index(rank), 0) for rank in sources)
+        tag = self.tag if polled else None
+        return not any(self._has_unreceived(exited[rank], tag) for rank in sources)
+
+    def _has_unreceived(self, exit_: Exit, tag: int | None) -> bool:
+        """Return whether a rank that has ended has sent a message, with this tag or any, that this rank has not received."""
+        sent = exit_.sent.get(self.group.group_name, {})
+        peer, received = self.group.ranks.index(exit_.rank), self.group.received
+        if tag is None or EARLIER_TAGS in sent:
+            return sum(sent.values()) > self.group.by_peer(received).get(peer, 0)
+        return sent.get(tag, 0) > received.get((peer, tag), 0)
 
     def stalled(self, waited: float) -> None:
         """Print which ranks are missing: once a job, on the lowest rank that waits."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
+from mpicoll.diagnosis.board import EARLIER_TAGS
 from mpicoll.groups import process_group, registry
 from mpicoll.transports.topology import node_communicator
 
@@ -122,7 +123,7 @@ def _by_tag(sent: Counts, peer: int) -> dict[int, int]:
     """Return the messages to a rank by tag: of the last MOST_TAGS tags, and of all earlier tags under -1."""
     counts = [(tag, n) for (to, tag), n in sent.items() if to == peer]
     before = sum(n for _, n in counts[:-MOST_TAGS])
-    return dict(counts[-MOST_TAGS:]) | ({-1: before} if before else {})
+    return dict(counts[-MOST_TAGS:]) | ({EARLIER_TAGS: before} if before else {})
 
 
 endpoints: list[JobEndpoint] = []

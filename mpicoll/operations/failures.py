@@ -177,7 +177,9 @@ def over(policy: CallWait, polled: float) -> BaseException | None:
     waiting.serve()
     if policy.call.explaining and polled < policy.limit:
         return None
-    return policy.ended(known.board, polled) or (policy.timed_out(polled) if polled >= policy.limit else None)
+    return policy.ended(known.board, polled, polled=True) or (
+        policy.timed_out(polled) if polled >= policy.limit else None
+    )
 
 
 def settle(future: Future[Any], request: Any) -> None:

@@ -141,6 +141,16 @@ NEVER_COMES = {
         "dist.send(x, 0, tag=r); time.sleep(4)",
         ("CollectiveTimeoutError", "Not received so far: tag 1 from rank 1, tag 2 from rank 2.", SAME_TAG, "py-spy"),
     ),
+    "polled": (
+        "poll(dist.irecv(x, tag=9))",
+        "dist.send(x, 0, tag=r) if r == 1 else None",
+        ("PeerExitedError", "Not received so far: tag 1 from rank 1.", "ranks 1-2: ended the program", SAME_TAG),
+    ),
+    "polled, from one rank": (
+        "y = x.copy(); works = [dist.irecv(each, 1, tag=9) for each in (x, y)]; poll(works[0]); poll(works[1])",
+        "[dist.send(x, 0, tag=tag) for tag in (5, 9)] if r == 1 else None",
+        ("PeerExitedError", "Not received so far: tag 5 from rank 1.", SAME_TAG),
+    ),
     "another group": (
         "dist.recv(x, 1, tag=9)",
         "dist.send(x, 0, group, tag=9); dist.barrier()",
@@ -157,7 +167,7 @@ NEVER_COMES = {
         ("CollectiveTimeoutError", "Not received so far: tag 0 from rank 1 on group WORLD.", SAME_GROUP, "py-spy"),
     ),
 }
-FEW = ("all have ended", "another group, ended")
+FEW = ("all have ended", "polled", "another group, ended")
 """Those of `make test`."""
 
 
@@ -178,6 +188,13 @@ def test_a_message_that_never_comes(case: str, env: dict[str, str]) -> None:
 from datetime import timedelta
 group = dist.new_group()
 x = np.ones(3)
+
+
+def poll(work):
+    while not work.is_completed():
+        time.sleep(0.01)
+
+
 if r == 0:
     try:
         {receives}
