@@ -174,7 +174,7 @@ def join(
     state.world.calls, state.world.last = 0, None  # messages number only the program's own calls
     state.world.group_name = str(flags.block_bytes)
     state.groups = {state.world.group_name: state.world}
-    waiting.oversubscribed = topology.oversubscribed
+    waiting.set_oversubscribed(topology.oversubscribed)
     endpoint.board.state = describe_state
     waiting.add_service(endpoint.board.poll)
     if write_place not in watchdog.services:

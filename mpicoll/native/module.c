@@ -161,6 +161,15 @@ static PyObject *reduce_rows(PyObject *Py_UNUSED(module), PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *set_yields(PyObject *Py_UNUSED(module), PyObject *yields)
+{
+    const int whether = PyObject_IsTrue(yields);
+    if (whether < 0)
+        return NULL;
+    poll_yields = whether;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"check_arrays", check_arrays, METH_VARARGS,
      "Check how NumPy lays out arrays: check_arrays(array, address of its data). TypeError: not as expected."},
@@ -184,6 +193,8 @@ static PyMethodDef methods[] = {
     {"set_places", set_places, METH_O,
      "Set how many places contents() samples: set_places(((bytes, most), ...)), one place for so many bytes, but at most so many. The\n"
      "rule that gives most places counts."},
+    {"set_yields", set_yields, METH_O,
+     "Set whether what polls for other members yields the core: True if more ranks than cores share the node."},
     {"find_frame_outside", find_frame_outside, METH_O,
      "Return the innermost frame whose code is not in one of the files to pass: find_frame_outside({name of a file: whether to pass it}).\n"
      "None if there is no such frame, or if the dictionary does not name its file."},

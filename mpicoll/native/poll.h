@@ -3,6 +3,7 @@
 #ifndef MPICOLL_POLL_H
 #define MPICOLL_POLL_H
 
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <time.h>
@@ -14,6 +15,9 @@
 #endif
 
 enum { POLLS_BETWEEN_CLOCKS = 32 };
+
+/* Whether a poll yields the core each time it has read the clock: the process that is waited for may need this core. */
+extern int poll_yields;
 
 static inline int64_t load(const char *at)
 {
@@ -43,6 +47,8 @@ static inline int poll_for(const char *at, int64_t value, int64_t began, int64_t
             polls = 0;
             if (now_ns() - began > budget)
                 return 0;
+            if (poll_yields)
+                sched_yield();
         }
         RELAX();
     }

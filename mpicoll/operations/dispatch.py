@@ -201,9 +201,11 @@ def start_and_complete(group: ProcessGroup, prepared: PreparedOperation, array: 
             # The last call is let go when this call is over: its end may run code of the program.
             _before, group.last = group.last, (prepared.op, frame.f_code, frame.f_lasti)
             made = agreement.post(prepared.words)
-            polls, test = 2 if waiting.oversubscribed else waiting.SPIN_POLLS, made.Test
-            for _ in range(polls):
+            test = made.Test
+            for _ in range(waiting.SPIN_POLLS):
                 if not test():
+                    if waiting.oversubscribed:
+                        os.sched_yield()
                     continue
                 break
             if not test() or not is_usual(made, prepared.words):
@@ -219,11 +221,7 @@ def start_and_complete(group: ProcessGroup, prepared: PreparedOperation, array: 
                 flat = array.reshape(-1)
                 moved = plan.start_in_place(flat)
                 test = moved.Test
-                for _ in range(polls):
-                    if not test():
-                        continue
-                    break
-                else:
+                if not waiting.comes_soon(test):
                     request = _describe(group, prepared, frame)
                     local_wait(guarded(test, group, request.call), request.policy())
                 plan.finish_in_place(flat)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from os import sched_yield
 from types import FrameType
 from typing import Any
 
@@ -88,6 +89,8 @@ def send_prepared(tensor: Any, dst: Any, group: Any, tag: Any) -> bool:
                 if not again.test():  # in most cases MPI has copied the message
                     for _ in _spins:
                         if not again.test():
+                            if waiting.oversubscribed:
+                                sched_yield()
                             continue
                         break
                     else:
@@ -140,6 +143,8 @@ def receive_prepared(tensor: Any, src: Any, group: Any, tag: Any) -> bool:
             _threads.add(_get_ident())
             for _ in _spins:
                 if not again.test():
+                    if waiting.oversubscribed:
+                        sched_yield()
                     continue
                 break
             else:
@@ -219,6 +224,8 @@ def _poll(group: ProcessGroup, again: PersistentMessage, tensor: Array, test: Ca
     for _ in again.polls:
         if test():
             break
+        if waiting.oversubscribed:
+            sched_yield()
     else:
         finish(group, again, tensor, test)
 

@@ -431,12 +431,12 @@ class Request(RequestFields):
 
     def _is_over_soon(self) -> bool:
         """Return whether the request is over after the first polls, as most small calls are: then no wait is noted anywhere."""
-        polls = 2 if waiting.oversubscribed else waiting.SPIN_POLLS
         try:
-            for _ in range(polls):
+            for _ in range(waiting.SPIN_POLLS):
                 if not self.Test():
-                    if self._is_late(polls):
+                    if self._is_late():
                         break
+                    waiting.between_polls(self)
                     continue
                 return True
         except BaseException as error:
@@ -450,7 +450,7 @@ class Request(RequestFields):
                 raise
         return False
 
-    def _is_late(self, polls: int) -> bool:
+    def _is_late(self) -> bool:
         """Poll what the request waits for; return whether that is not over after the polls."""
         made = self.round if self.state is POSTED else self._current if self.state is MOVING else None
         if made is None or not self.waited:  # another thread may poll a request that is not waited for at once
@@ -460,8 +460,7 @@ class Request(RequestFields):
             return False
         if self.prepared is not None and made is self.round and self.prepared.poll(made):
             return False
-        test = made.Test
-        return all(not test() for _ in range(polls))
+        return waiting.has_others(self) or not waiting.comes_soon(made.Test)  # the wait progresses other requests, too
 
     @contextmanager
     def still(self) -> Iterator[None]:

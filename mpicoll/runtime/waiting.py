@@ -18,6 +18,7 @@ from threading import get_ident
 from typing import Any, Protocol
 
 from mpicoll.errors import DistError
+from mpicoll.runtime.native import found as extension
 from mpicoll.runtime.signals import Terminated, guard, shield
 
 STALL = 0.05
@@ -231,7 +232,38 @@ def callbacks() -> Iterator[None]:
 
 
 oversubscribed = False
-"""Whether this node has more ranks than cores; set once the node is known."""
+"""Whether this node has more ranks than cores."""
+
+
+def set_oversubscribed(value: bool) -> None:
+    """Set :data:`oversubscribed`, once the node is known; then polls of the extension yield the core, too."""
+    global oversubscribed
+    oversubscribed = value
+    if extension is not None:
+        extension.set_yields(value)
+
+
+def comes_soon(test: Callable[[], bool]) -> bool:
+    """Poll for a moment, and return whether ``test()`` is true. Ranks that share cores yield the core between the polls."""
+    for _ in range(SPIN_POLLS):
+        if test():
+            return True
+        if oversubscribed:
+            os.sched_yield()
+    return False
+
+
+def between_polls(item: Pollable | None = None) -> None:
+    """Progress the other pending requests, which ``item`` may need; yield the core if ranks share cores."""
+    if has_others(item):
+        progress()
+    if oversubscribed:
+        os.sched_yield()
+
+
+def has_others(item: Pollable | None) -> bool:
+    """Return whether other requests than ``item`` are pending."""
+    return bool(pending) and (len(pending) > 1 or pending[0] is not item)
 
 
 def wait(test: Callable[[], bool], policy: WaitPolicy) -> None:
@@ -247,8 +279,9 @@ def wait(test: Callable[[], bool], policy: WaitPolicy) -> None:
     """
     reason: BaseException | None = None
     try:
-        for _ in range(2 if oversubscribed else SPIN_POLLS):
+        for _ in range(SPIN_POLLS):
             if not test():
+                between_polls()
                 continue
             return
     except DistError as error:

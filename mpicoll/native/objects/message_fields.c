@@ -225,6 +225,8 @@ static int message_poll(const Message *self)
         Py_DECREF(done);
         if (done == Py_True)
             return 1;
+        if (poll_yields)
+            sched_yield();
     }
     return 0;
 }

@@ -169,8 +169,8 @@ class PersistentMessage(MessageFields):
             self._datatype = MPI.Datatype.fromcode(dtype.char)
         self.payloads = {}
         self._make, self._post = make, post
-        self.polls = range(2 if waiting.oversubscribed else min(size >> 9, _MOST_POLLS))
-        self.spins = 2 if waiting.oversubscribed else waiting.SPIN_POLLS
+        self.polls = range(min(size >> 9, waiting.SPIN_POLLS if waiting.oversubscribed else _MOST_POLLS))
+        self.spins = waiting.SPIN_POLLS
         self.begun, self.count, self.instruction = 0, 0, -1
         self.rank = rank
         self.peer, self.tag = peer, tag

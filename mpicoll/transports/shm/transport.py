@@ -30,8 +30,8 @@ SMALLEST_BUFFER = 32 * 1024
 PIECE = 256 * 1024
 """Bytes of a piece of a larger movement (measured): while one piece is read the next is written."""
 
-POLL_NS, POLL_NS_OVERSUBSCRIBED = 20_000, 500
-"""Nanoseconds for which the extension polls for other members before it returns."""
+POLL_NS, POLL_NS_OVERSUBSCRIBED = 20_000, 200_000
+"""Nanoseconds for which the extension polls for other members before it returns; ranks that share cores yield meanwhile."""
 
 WHOLE_BYTES, WHOLE_BYTES_OVERSUBSCRIBED = 64 * 1024, 512 * 1024
 """Most bytes that a member reduces in addition to save a step: then each member reduces all elements."""
@@ -41,8 +41,8 @@ DIRECT_BYTES = 64 * 1024
 
 
 def poll_ns(nbytes: int, oversubscribed: bool) -> int:
-    """Return the time for which the extension polls for members that move ``nbytes``: 20 us and 0.5 ns a byte."""
-    return POLL_NS_OVERSUBSCRIBED if oversubscribed else POLL_NS + nbytes // 2
+    """Return the time for which the extension polls for members that move ``nbytes``: 20 us (200 us) and 0.5 ns a byte."""
+    return (POLL_NS_OVERSUBSCRIBED if oversubscribed else POLL_NS) + nbytes // 2
 
 
 class SharedMemoryTransport:

@@ -178,8 +178,11 @@ def rings(extension: Any, size: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("size", [1, *SIZES])
-def test_rounds(extension: Any, size: int) -> None:
+@pytest.mark.parametrize("yields", [False, True])
+def test_rounds(extension: Any, size: int, yields: bool, request: pytest.FixtureRequest) -> None:
     """A round is over when all have posted; it says whether the words are the same, and the largest of each."""
+    request.addfinalizer(lambda: extension.set_yields(False))
+    extension.set_yields(yields)
     members = rings(extension, size)
     for number in range(1, 3 * extension.PLACES):
         odd = number % (2 * size)
@@ -191,7 +194,7 @@ def test_rounds(extension: Any, size: int) -> None:
             ring.post(number)
             over = [all(other <= rank or other == me for other in range(size)) for me in range(size)]
             assert [each.is_over(number) for each in members] == over
-            assert members[0].poll(number, 1000) == over[0]
+            assert members[0].poll(number, 100_000 if yields else 1000) == over[0]
         for rank, ring in enumerate(members):
             assert ring.is_unanimous(number) == (len(set(words)) == 1)
             largest, spread, waited = ring.maxima(number)

@@ -1,0 +1,5 @@
+/* The setting of all polls of this process. */
+
+#include "poll.h"
+
+int poll_yields;
