@@ -12,6 +12,7 @@ from typing import Any
 
 from mpicoll.checks.memory_in_use import Claim, claims
 from mpicoll.diagnosis.call import CallDescription
+from mpicoll.errors import CollectiveTimeoutError
 from mpicoll.operations.failures import over, settle
 from mpicoll.operations.request import Request
 from mpicoll.runtime import handler_calls, signals, waiting
@@ -408,6 +409,8 @@ def _is_lost(request: Request) -> bool:
     error = over(policy, now - request.polled)
     if error is None or request.Test():
         return request.done
+    if isinstance(error, CollectiveTimeoutError) and time.monotonic() < policy.stays_until:
+        return False  # other members came meanwhile, and rely on this rank
     policy.withdraw(error)
     request.abandon(error)
     return True

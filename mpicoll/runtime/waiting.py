@@ -376,7 +376,9 @@ def _wait_long(
 def _verdict(test: Callable[[], bool], policy: WaitPolicy, waited: float, now: float) -> BaseException | None:
     failure = policy.check(waited)
     if failure is None and waited >= policy.limit and waited >= GIVE_UP_AFTER and now >= policy.stays_until:
-        failure = policy.timed_out(waited)
-    if failure is not None and test():
+        failure = policy.timed_out(waited)  # takes a while, in which other ranks may have come
+        if test() or time.monotonic() < policy.stays_until:
+            return None
+    elif failure is not None and test():
         return None
     return failure

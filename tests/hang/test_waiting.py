@@ -265,6 +265,47 @@ except dist.DistError as error:
     assert "rank 1: made this call, and does not answer" in job.out[0], job
 
 
+@pytest.mark.parametrize("polls", [False, True])
+@pytest.mark.parametrize("engine", [pytest.param("auto", id="auto engine"), pytest.param("mpi", id="engine of MPI")])
+def test_a_rank_comes_while_its_place_is_asked_for(engine: str, polls: bool) -> None:
+    """A rank past its limit asks where the late rank is. If that rank makes the call meanwhile, the call completes on both.
+
+    Otherwise the late rank would be alone in a call of MPI, which it cannot leave.
+    """
+    job = run_job(
+        HEAD
+        + f"""
+from mpi4py import MPI
+from mpicoll.diagnosis.wait_policy import CallWait
+timed_out = CallWait.timed_out
+def asks_for_long(self, waited):
+    error = timed_out(self, waited)
+    time.sleep(max(0, start + 1.5 - time.time()))
+    return error
+CallWait.timed_out = asks_for_long
+dist.init_process_group(timeout=timedelta(seconds=1), comm=MPI.COMM_WORLD, on_failure="raise")
+x = np.ones(1 << 13)
+dist.barrier()
+start = time.time()
+time.sleep(1.2 * dist.get_rank())
+try:
+    if {polls}:
+        work = dist.all_reduce(x, async_op=True)
+        while not work.is_completed():
+            time.sleep(0.001)
+    else:
+        dist.all_reduce(x)
+    print("complete", x[0], flush=True)
+except dist.DistError as error:
+    print(f"{{type(error).__name__}}: {{error}}", flush=True)
+""",
+        2,
+        limit=30,
+        env={"MPICOLL_ENGINE": engine},
+    )
+    assert job.out == ["complete 2.0\n"] * 2, job
+
+
 @pytest.mark.slow
 def test_a_rank_never_initialises() -> None:
     """When one rank never calls init_process_group the others end at their limit."""
