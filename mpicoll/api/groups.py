@@ -194,9 +194,11 @@ def new_subgroups_by_enumeration(
     problem: Exception | None = None
     lists: list[list[int]] = []
     try:
-        lists = lists_of_ranks(ranks_per_subgroup_list, "ranks_per_subgroup_list")
-        if not lists:
+        given = lists_of_ranks(ranks_per_subgroup_list, "ranks_per_subgroup_list")
+        if not given:
             raise ValueError("The arg 'ranks_per_subgroup_list' cannot be empty")
+        lists = [list(check_members(ranks, state().world.size(), False)) for ranks in given]
+        _apart(lists, "subgroup")
     except Exception as error:
         problem = error
     return _subgroups("new_subgroups_by_enumeration", lists, problem, timeout, backend, pg_options, group_desc)
@@ -226,7 +228,6 @@ def _subgroups(
     if problem is None:
         try:
             lists = [list(check_members(ranks, known.world.size(), False)) for ranks in lists]
-            _apart(lists, "subgroup")
             check_arguments(timeout, backend, group_desc)
         except Exception as error:
             problem = error

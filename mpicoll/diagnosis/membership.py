@@ -39,6 +39,7 @@ class Membership:
         last: its last call as op, code and instruction, or an object with these as ``place``; None before the first call.
         receiver: the receives of this rank.
         unwaited: asynchronous calls that the program has not waited for.
+        futures: asynchronous calls with a future, while they are pending, or have an error that the program does not know.
         persistent: persistent sends and receives, which count their messages themselves.
         broken: why the group cannot be used any more, or None.
         destroyed: whether ``destroy_process_group`` was called on it.
@@ -65,6 +66,7 @@ class Membership:
         self.last: tuple[str, CodeType, int] | Any | None = None
         self.receiver = receiver
         self.unwaited: dict[int, Any] = {}
+        self.futures: dict[int, Any] = {}
         self.persistent: list[Any] = []
         self.broken: str | None = None
         self.destroyed = False

@@ -77,6 +77,9 @@ class PendingError(Protocol):
     def complete(self, limit: float) -> None:
         """Wait at most ``limit`` seconds for the end of the request, and raise its error."""
 
+    def is_known(self) -> None:
+        """Note that the program knows the outcome of the request, which is over."""
+
 
 def _no_method(name: str) -> Callable[..., Any] | None:
     return None
@@ -186,10 +189,16 @@ class ProcessGroup(Membership):
         if self._entered_block is None and self._unknown_mismatch is None and not self.destroyed:
             self.order.closed = 0
 
+    def started(self) -> list[Any]:
+        """Return the asynchronous calls whose end the program does not know."""
+        unknown = self._unknown_mismatch
+        calls = *self.unwaited.values(), *self.futures.values(), *([] if unknown is None else [unknown])
+        return [*dict.fromkeys(calls)]
+
     def untold(self) -> list[Any]:
         """Return the asynchronous calls that the program has not waited for, or whose error the program does not know."""
-        unknown = self._unknown_mismatch
-        return [*dict.fromkeys([*self.unwaited.values(), *([] if unknown is None else [unknown])])]
+        pending = [each for each in self.futures.values() if each.error is None]
+        return [each for each in self.started() if each not in pending]
 
     def tell_mismatch(self, limit: float) -> None:
         """Raise the error of :attr:`unknown_mismatch`, if there is one. The caller has the lock, and makes a collective next.
@@ -197,8 +206,13 @@ class ProcessGroup(Membership):
         Args:
             limit: seconds that this rank waits if the members still exchange their calls.
         """
-        if self._unknown_mismatch is not None:
-            self._unknown_mismatch.complete(limit)
+        unknown = self._unknown_mismatch
+        if unknown is not None:
+            try:
+                unknown.complete(limit)
+            finally:
+                if self._unknown_mismatch is None:
+                    unknown.is_known()
 
     @property
     def compares(self) -> bool:

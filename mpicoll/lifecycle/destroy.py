@@ -11,6 +11,7 @@ from mpicoll.diagnosis.job_state import Counters
 from mpicoll.errors import DistError, GroupBrokenError
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
+from mpicoll.lifecycle.untold import untold
 from mpicoll.memory.device import pool as device_pool
 from mpicoll.runtime import waiting
 from mpicoll.runtime.call_site import call_site
@@ -65,15 +66,16 @@ def destroy_process_group(group: Any = None) -> None:
 
 
 def _refuse_unwaited(doomed: list[ProcessGroup]) -> None:
-    untold = [operation for group in doomed for operation in group.untold()]
-    for operation in untold:
-        if operation.error is not None:
-            operation.group.unwaited.pop(id(operation), None)
-            operation.complete()
-    if untold:
+    calls = untold(doomed)
+    failed = [call for call in calls if call.error is not None]
+    for call in failed:
+        call.is_known()
+    if failed:
+        failed[0].complete()
+    if calls:
         raise DistError(
             "destroy_process_group: operations were issued and never waited for: "
-            + "; ".join(f"{operation.call.op} issued at {operation.call.site}" for operation in untold)
+            + "; ".join(f"{call.call.op} issued at {call.call.site}" for call in calls)
             + ". Call wait() on each of them first"
         )
 

@@ -30,6 +30,7 @@ from mpicoll.groups import registry
 from mpicoll.launch.job_folder import append_record
 from mpicoll.lifecycle.endpoint import JobEndpoint, endpoints
 from mpicoll.lifecycle.hard_deadline import afterwards
+from mpicoll.lifecycle.untold import untold
 from mpicoll.runtime import waiting, watchdog
 from mpicoll.runtime.call_site import NOWHERE
 from mpicoll.runtime.mpi_library import retain_for_ever
@@ -157,7 +158,7 @@ def leave(reason: str) -> None:
         waiting.progress_thread.stop()
         waiting.progress_thread = None
     known = registry.current()
-    operations = untold(known) if known is not None and not ending.code else []
+    operations = untold(known.groups.values()) if known is not None and not ending.code else []
     never = never_waited(operations)
     if never and known is not None and known.on_failure == "job" and not ending.code:
         ending.code, ending.what, ending.unfinished = 1, never, True
@@ -216,11 +217,6 @@ def _post_exit(endpoint: JobEndpoint, reason: str) -> None:
     for rank in range(endpoint.board.size):
         if rank != endpoint.board.rank:
             endpoint.board.post("exited", (*endpoint.counters(rank), reason), [rank])
-
-
-def untold(known: registry.JobWithGroups) -> list[Any]:
-    """Return the operations that the program has not waited for, or whose error the program does not know."""
-    return [operation for group in tuple(known.groups.values()) for operation in group.untold()]
 
 
 def never_waited(operations: list[Any]) -> str:

@@ -188,4 +188,5 @@ def settle(future: Future[Any], request: Any) -> None:
         if request.error is not None:
             future.set_exception(request.error)
         else:
+            request.group.futures.pop(id(request), None)
             future.set_result(request.outputs)

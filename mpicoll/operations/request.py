@@ -112,6 +112,8 @@ class Request(RequestFields):
     def is_known(self) -> None:
         """Note that the program knows the outcome of this request, which is over."""
         self.told = True
+        self.group.unwaited.pop(id(self), None)
+        self.group.futures.pop(id(self), None)
         if not self.waited and self.group.unknown_mismatch is self:
             self.group.unknown_mismatch = None
 
@@ -454,9 +456,8 @@ class Request(RequestFields):
         """Poll what the request waits for; return whether that is not over after the polls."""
         made = self.round if self.state is POSTED else self._current if self.state is MOVING else None
         if made is None or not self.waited:  # another thread may poll a request that is not waited for at once
-            posted = self.round
-            if self.prepared is not None and self.prepared.shared is not None and posted is not None:
-                self.prepared.poll(posted)
+            if self.prepared is not None and self.prepared.shared is not None and self.round is not None:
+                self.prepared.poll(self.round)
             return False
         if self.prepared is not None and made is self.round and self.prepared.poll(made):
             return False

@@ -194,8 +194,9 @@ class Work:
             self._request.complete(timeout.total_seconds() or None)
         finally:
             self._land()
+            if self._request.error is not None:
+                self._request.is_known()
         if self._request.error is not None:
-            self._request.is_known()
             raise self._request.error
         return True
 
@@ -218,7 +219,7 @@ class Work:
 
     def is_success(self) -> bool:
         """Return whether the call is complete without an error."""
-        return is_over(self) and self._outcome() is None
+        return is_over(self) and self._request.error is None
 
     def exception(self) -> BaseException | None:
         """Return the error of the call; None if the call is pending, or complete without an error."""
@@ -262,6 +263,8 @@ class Work:
             if future is None:
                 future = request.future = _WorkFuture(request.complete, partial(_poll, request), request.is_known)
                 future.set_running_or_notify_cancel()
+                if not request.told:
+                    request.group.futures[id(request)] = request
                 if request.done:
                     settle(future, request)
                 elif request not in waiting.pending:
@@ -390,6 +393,8 @@ def is_over(work: Work) -> bool:
     over = any(_poll(work._request))
     if over:
         work._land()
+        if work._request.error is None:
+            work._outcome()
     return over
 
 

@@ -463,12 +463,16 @@ def test_never_waited_for_at_the_end() -> None:
 
 
 @pytest.mark.parametrize("end", ["", "dist.destroy_process_group()"])
-@pytest.mark.parametrize("look", ["", "; future = work.get_future()"])
-def test_a_mismatch_that_nobody_has_waited_for(look: str, end: str) -> None:
-    """The program fails at its end if its ranks have dropped calls that differed, and one rank prints the report."""
+@pytest.mark.parametrize("look", ["", "; future = work.get_future()", "; work.get_future()"])
+@pytest.mark.parametrize("over", [False, True])
+def test_a_mismatch_that_nobody_has_waited_for(over: bool, look: str, end: str) -> None:
+    """The program fails at its end if its ranks have dropped calls that differed, and one rank prints the report.
+
+    The ranks may know the difference before the end, or learn of the difference at the end.
+    """
     source = f"""
 work = dist.all_reduce(np.ones(2 + r), async_op=True){look}
-while not is_over(work):
+while {over} and not is_over(work):
     time.sleep(0.01)
 {end}
 """
@@ -478,6 +482,32 @@ while not is_over(work):
     assert ["rank 0: all_reduce #1" in err for err in job.err] == [True, False], job
     assert "its ranks made different calls" in job.err[1], job
     assert all(line.startswith("[rank 0] ") for line in job.err[0].splitlines() if "rank 1: all_reduce" in line), job
+
+
+@pytest.mark.parametrize("end", ["", "dist.destroy_process_group()"])
+@pytest.mark.parametrize(
+    "look", ["future.exception()", "works[0].exception()", "while not future.done(): pass\nfuture.exception()"]
+)
+def test_an_error_that_the_program_has_looked_at(look: str, end: str) -> None:
+    """Is not told again; futures of calls that ended well need no look."""
+    source = f"""
+works = [dist.all_reduce(np.ones(2 + (r if differ else 0)), async_op=True) for differ in (False, True)]
+future = works[1].get_future()
+other = works[0].get_future()
+other.result()
+try:
+    works[1].wait()
+except dist.CollectiveMismatchError:
+    {look.replace(chr(10), chr(10) + "    ")}
+third = dist.all_reduce(np.ones(2), async_op=True).get_future()
+while not third.done():
+    time.sleep(0.001)
+{end}
+"""
+    job = run_job(HEAD + "import time\n" + source, 2, limit=20)
+    assert not job.timed_out, job
+    assert job.returncode == 0, job
+    assert job.err == ["", ""], job
 
 
 @pytest.mark.slow

@@ -41,6 +41,7 @@ from mpicoll.diagnosis.deadlock import State, blocked_set
 from mpicoll.groups import process_group, registry
 from mpicoll.lifecycle import teardown
 from mpicoll.lifecycle.endpoint import endpoint_of
+from mpicoll.lifecycle.untold import untold
 from mpicoll.operations import execution, prepared
 from mpicoll.runtime import waiting
 
@@ -191,7 +192,7 @@ class Runner:
             if not isinstance(error, (dist.DistError, ValueError, TypeError, WrongData)):
                 traceback.print_exc()
             return Ending(type(error).__name__, at, str(error))
-        never = teardown.never_waited(teardown.untold(registry.state()))
+        never = teardown.never_waited(untold(registry.state().groups.values()))
         return Ending("done", text=never, unwaited=bool(never))
 
     def call(self, step: Step, members: tuple[int, ...]) -> tuple[Any, Callable[[], None]]:

@@ -235,12 +235,11 @@ def test_a_call_while_the_members_exchange_their_calls() -> None:
 
 
 def test_an_outcome_that_the_program_has_looked_at_is_raised_once() -> None:
-    """After ``exception()``, ``is_success()`` or a future's ``exception()`` the next call is made."""
+    """After ``exception()`` or a future's ``exception()`` the next call is made."""
     me, size = dist.get_rank(), dist.get_world_size()
     for number, look in enumerate(
         (
             lambda work: work.exception(),
-            lambda work: not work.is_success(),
             lambda work: work.get_future().exception(),
         )
     ):
@@ -267,6 +266,23 @@ def test_polling_raises_the_mismatch() -> None:
         while not work.is_completed():
             time.sleep(0.001)
     assert work.is_completed()
+
+
+def test_is_success_tells_no_error() -> None:
+    """False is returned for a pending call, too: the error is raised later."""
+    me = dist.get_rank()
+    group = dist.new_group(timeout=10 * LIMIT)
+    work: Any = dist.all_reduce(np.ones(3 + (me == 1)), group=group, async_op=True)
+    while not is_over(work):
+        assert not work.is_success()
+        time.sleep(0.001)
+    assert not work.is_success()
+    with pytest.raises(dist.CollectiveMismatchError, match="can still be used"):
+        work.is_completed()
+    assert not work.is_success()
+    x = np.full(3, 10.0)
+    dist.all_reduce(x, group=group)
+    assert (x == 10 * dist.get_world_size()).all()
     assert isinstance(work.exception(), dist.CollectiveMismatchError)
     assert not work.is_success()
     dist.all_reduce(np.ones(3), group=group)

@@ -87,6 +87,26 @@ dist.destroy_process_group()
         assert lines[1:] == ["True True False", "[2.0, 2.0]"], result
 
 
+def test_a_work_that_is_only_polled() -> None:
+    """The library lets a Work go that is complete, and the program needs no wait()."""
+    result = run_job(
+        HEAD
+        + """
+import mpicoll.torch
+for _ in range(3):
+    x = torch.ones(2)
+    work = dist.all_reduce(x, async_op=True)
+    while not work.is_completed():
+        pass
+    print(x.tolist(), len(mpicoll.torch.group_of(dist.group.WORLD).unwaited))
+""",
+        2,
+        limit=90,
+    )
+    assert result.returncode == 0, result
+    assert result.out == ["[2.0, 2.0] 0\n" * 3] * 2, result
+
+
 STEPS = """
 for step in range(3):
     if rank == 1 and step == 2:

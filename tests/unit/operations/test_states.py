@@ -53,6 +53,8 @@ class World:
         self.transfer_error = transfer
         self.order = CallOrder()
         self.pair = SimpleNamespace(agreement=self, control=self)
+        self.unwaited: dict[int, Any] = {}
+        self.futures: dict[int, Any] = {}
         self.never = ""
         self.broken: str | None = None
         self.display, self.ranks = "WORLD", (0, 1)
