@@ -139,9 +139,13 @@ def place_of(board: Board, rank: int) -> Place:
     return board.slots.place(rank) if board.slots is not None and rank in board.slots.ranks else Place()
 
 
+SEEN_NOW = 1.0
+"""Seconds since a rank wrote its place, within which the rank runs: a thread of the rank writes the place."""
+
+
 def seen_ago(ago: float, where: str) -> str:
     """Return where a rank is, or was some seconds ago, as the end of a sentence."""
-    if ago < 1.0:
+    if ago < SEEN_NOW:
         return f"it is at {where}"
     return f"it was last seen {ago:.0f} s ago at {where} (stopped, or in native code)"
 

@@ -19,7 +19,7 @@ from mpicoll.diagnosis.board import EARLIER_TAGS, Board, Exit, Failure
 from mpicoll.diagnosis.call import CallDescription, fingerprint
 from mpicoll.diagnosis.deadlock import Wait
 from mpicoll.diagnosis.deadlock_search import catch_up, search
-from mpicoll.diagnosis.job_state import note_waits, place_of, seen_ago
+from mpicoll.diagnosis.job_state import SEEN_NOW, note_waits, place_of, seen_ago
 from mpicoll.diagnosis.membership import Membership
 from mpicoll.diagnosis.report.entries import RankState, Runs, Table, entry_of, holds, join, runs_of, table_of
 from mpicoll.diagnosis.report.report import MESSAGE_WIDTH, Report, show
@@ -338,11 +338,16 @@ class CallWait:
         noted = self._noted() if None in answers.values() else {}
         arrived = [board.rank]
         unheard: list[int] = []
-        late, silent, left = [], [], []
+        late, silent, left, computing = [], [], [], []
         for rank, where in answers.items():
             ranks = ((rank, rank),)
             if rank in came or (where is not None and self.peer is None and where.calls >= seq):
-                (arrived if where is not None or rank in board.exited else unheard).append(rank)
+                if where is not None or rank in board.exited:
+                    arrived.append(rank)
+                elif (place := place_of(board, rank)).site and place.ago < SEEN_NOW:
+                    computing.append(RankState(ranks, state="unheard", problem=seen_ago(place.ago, place.site)))
+                else:
+                    unheard.append(rank)
             elif rank in board.exited:
                 left.append(self._end(board.exited[rank]))
             elif where is not None:
@@ -358,6 +363,7 @@ class CallWait:
             *_largest(late, RankState((), state="late")),
             *_largest(silent, RankState((), state="silent")),
             *_largest(left, RankState((), state="exited")),
+            *_largest(computing, RankState((), state="unheard")),
             *([RankState(runs_of(unheard), state="unheard")] if unheard else []),
             RankState(runs_of(arrived), state="waits", waited=(waited, waited)),
         ]
@@ -373,6 +379,7 @@ class CallWait:
             behind=None if self.call.device_ready is None else not self.call.device_ready(),
             closing=self.AFTERWARDS,
         )
+        unheard += [run[0] for row in computing for run in row.ranks]
         return [*arrived[1:], *unheard], self._with_unreceived(report)
 
 

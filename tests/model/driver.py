@@ -147,6 +147,7 @@ class Runner:
         self.together()
         for group in registry.state().groups.values():
             group.unknown_mismatch = None  # the program has ended with this error, or beside the error
+            group.futures.clear()
         dist.destroy_process_group()
         for known in (
             "failed",

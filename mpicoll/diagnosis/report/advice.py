@@ -143,6 +143,11 @@ IS_STOPPED = Message(
     "the transfer does not end: check whether {ranks} {n:is/are} stopped (ps: state T)",
     "A time limit: no rank is late, and ranks that made the call do not answer.",
 )
+COMPUTES = Message(
+    "call wait() or is_completed() of the started call earlier on {ranks}, or set MPICOLL_PROGRESS=thread; if {ranks} "
+    "{n:is/are} only slow, increase the limit: timeout= or MPICOLL_TIMEOUT",
+    "A time limit: ranks that started the call compute, and do not progress the call.",
+)
 WHY_ELSEWHERE = Message(
     "find why {ranks} {n:is/are} elsewhere: for example at a call that only some ranks make, or after a skipped call",
     "A time limit: the late ranks are in other calls, or in none.",
@@ -262,6 +267,9 @@ def after_time_limit(rows: Iterable[RankState], late: Runs, unasked: int = 0, be
         if unasked:
             return READ_OTHERS.text
         unheard = join(run for row in rows if row.state == "unheard" for run in row.ranks)
+        computing = join(run for row in rows if row.state == "unheard" and row.problem for run in row.ranks)
+        if computing:
+            return COMPUTES(ranks=name_runs(computing, _WIDTH), n=Plural(count(computing)))
         if unheard:
             return IS_STOPPED(ranks=name_runs(unheard, _WIDTH), n=Plural(count(unheard)))
         return (TRANSFER if behind is None else OWN_GPU if behind else OTHER_GPU).text

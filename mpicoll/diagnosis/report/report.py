@@ -215,6 +215,10 @@ UNHEARD = Message(
     "made this call, and {n:does/do} not answer (stopped, or without a processor)",
     "The rank has made the call, by the record on its node or as all ranks know the call; the rank does not answer questions.",
 )
+STARTED = Message(
+    "made this call, and does not progress the call: {problem}",
+    "The rank has made the call with `async_op=True`, and computes; `problem` is the place of its main thread.",
+)
 NO_CALL = Message("in no call of mpicoll", "The rank is in no call of the library at this moment.")
 WITHDREW = Message("gave the group up: {problem}", "The rank withdrew from its call, and the group was broken.")
 ENDED = Message("ended the program", "The rank's program ended without the call.")
@@ -247,7 +251,7 @@ def row_text(report: Report, row: RankState, expected: RankState | None, places:
     elif row.state == "waits":
         text = call if report.kind in ("deadlock", "calls") else WAITS(n=n, call=call or "this call")
     elif row.state == "unheard":
-        text = UNHEARD(n=n)
+        text = STARTED(problem=row.problem) if row.problem else UNHEARD(n=n)
     elif report.kind == "calls":
         text = (row.problem or NO_CALL.text) + (LAST_CALL(call=call) if row.op else "")
     elif row.state in ("late", "silent"):
