@@ -154,7 +154,8 @@ class Plan:
         A started call that is complete or failed is not pending. Nevertheless ``wait`` must be called before the next ``start``.
 
         Raises:
-            PeerFailedError, PeerExitedError, GroupBrokenError, CollectiveTimeoutError: as :meth:`mpicoll.Work.is_completed`.
+            CollectiveMismatchError, BufferInUseError, DistBackendError, PeerFailedError, PeerExitedError, GroupBrokenError,
+                CollectiveTimeoutError: as :meth:`mpicoll.Work.is_completed`.
         """
         return self._work is None or self._work.is_completed()
 

@@ -203,9 +203,12 @@ def check_hostfile(path: str) -> None:
     elif not os.access(path, os.R_OK):
         why = "the file cannot be read" if os.path.exists(path) else "the file does not exist"
     elif os.path.isfile(path):
-        with open(path, errors="replace") as lines:
-            if not any(line.partition("#")[0].strip() for line in lines):
-                why = "the file names no host"
+        try:
+            text = Path(path).read_text(errors="replace")
+            names = any(line.partition("#")[0].strip() for line in text.splitlines())
+            why = "" if names else "the file names no host"
+        except OSError as error:
+            why = f"the file cannot be read: {error.strerror}"
     if why:
         raise LaunchError(f"--hostfile {path}: {why}")
 

@@ -337,6 +337,9 @@ def _await_ends(endpoint: JobEndpoint, reason: str, totals: Any, closings: list[
     return True
 
 
+UNRECEIVED = "had not been received"
+
+
 def _report_lost_messages(endpoint: JobEndpoint) -> None:
     """Print which messages were never received, and end with an error, or warn. All ranks have reached their end.
 
@@ -362,12 +365,16 @@ def _report_lost_messages(endpoint: JobEndpoint) -> None:
     poll_until(lambda: all_ended.Test() and time.monotonic() >= least, board, 5.0)
     board.poll()
     lost = _lost_messages(endpoint)
-    ranks_with_lost = np.array([bool(lost)], np.int64)
-    summed = board.comm.Iallreduce(MPI.IN_PLACE, ranks_with_lost, MPI.SUM)
+    totals = np.array([len(lost), endpoint.balance()], np.int64)
+    summed = board.comm.Iallreduce(MPI.IN_PLACE, totals, MPI.SUM)
     if not poll_until(summed.Test, board, 5.0):
-        retain_for_ever(summed, ranks_with_lost)
-    elif not ranks_with_lost[0]:
+        retain_for_ever(summed, totals)
+        lost = lost or [f"the program ended, and other ranks did not tell within 5 s which messages {UNRECEIVED}"]
+    elif not totals.any():
         return
+    elif not totals[0]:
+        many = totals[1] != 1
+        lost = [f"the program ended, and {totals[1]} message{'s' * many} {UNRECEIVED}"] * (board.rank == 0)
     if not warns:
         ending.code, ending.unfinished = 1, True
     for text in lost:
@@ -384,7 +391,7 @@ def _lost_messages(endpoint: JobEndpoint) -> list[str]:
                 if left > 0:
                     found.append(
                         f"the program ended, and {left} message{'s' if left > 1 else ''} from rank {sender} to rank "
-                        f"{board.rank} with tag {tag} on group {display} had not been received{f' ({place})' if place else ''}"
+                        f"{board.rank} with tag {tag} on group {display} {UNRECEIVED}{f' ({place})' if place else ''}"
                     )
     return found
 

@@ -74,7 +74,10 @@ def _addresses(host: str, port: int, end: float) -> list[Any]:
             answers.append(error)
 
     thread = OwnThread(target=ask, name="mpicoll-name", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:  # no more threads
+        raise OSError(f"the address of {host} cannot be asked for: {error}") from error
     end = max(end, time.monotonic() + 0.05)
     while not answers:
         left = end - time.monotonic()

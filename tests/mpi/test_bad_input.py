@@ -670,3 +670,18 @@ def test_mismatches_in_a_row_without_other_calls() -> None:
 def test_every_collective_after_all_that() -> None:
     """The world still makes every collective."""
     cases.every_collective(None)
+
+
+def test_ctrl_c_while_a_wrong_group_is_looked_at() -> None:
+    """Is raised: only errors of the wrong group are replaced by the ValueError of a wrong group."""
+
+    class Wrong:
+        def __getattr__(self, name: str) -> object:
+            raise KeyboardInterrupt
+
+    x = np.ones(4)
+    for _ in range(3):
+        dist.all_reduce(x)
+        with pytest.raises(KeyboardInterrupt):
+            dist.all_reduce(x, group=Wrong())  # type: ignore[arg-type]
+    dist.barrier()

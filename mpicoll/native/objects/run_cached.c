@@ -18,7 +18,8 @@ static PyObject *find_prepared(PyObject *group, PyObject *key)
 {
     PyObject *all = PyObject_GetAttr(group, known.prepared), *found = NULL;
     if (all == NULL) {
-        PyErr_Clear();
+        if (PyErr_ExceptionMatches(PyExc_Exception))
+            PyErr_Clear();
         return NULL;
     }
     if (PyDict_CheckExact(all))
