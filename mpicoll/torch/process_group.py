@@ -413,7 +413,7 @@ class ProcessGroup(NamedGroup):
         pending = [
             each for each in waiting.pending if isinstance(each, Request) and each.group is group and not each.done
         ]
-        for request in dict.fromkeys([*group.unwaited.values(), *pending]):
+        for request in dict.fromkeys([*group.started(), *pending]):
             try:
                 works.Work(request).wait()
             except DistError as error:

@@ -107,6 +107,27 @@ for _ in range(3):
     assert result.out == ["[2.0, 2.0] 0\n" * 3] * 2, result
 
 
+def test_an_error_that_nobody_knows_at_the_end_of_the_group() -> None:
+    """destroy_process_group does not stop half-way: the error is a warning."""
+    result = run_job(
+        HEAD
+        + """
+import mpicoll, mpicoll.torch
+group = mpicoll.torch.group_of(dist.group.WORLD)
+future = mpicoll.all_reduce(torch.ones(3 + rank), group=group, async_op=True).get_future()
+while not future.done():
+    pass
+dist.destroy_process_group()
+print(dist.is_initialized())
+""",
+        2,
+        limit=90,
+    )
+    assert result.returncode == 0, result
+    assert result.out == ["False\n"] * 2, result
+    assert all("RuntimeWarning: destroy_process_group: call 1 on group" in each for each in result.err), result
+
+
 STEPS = """
 for step in range(3):
     if rank == 1 and step == 2:
