@@ -10,8 +10,8 @@ from mpicoll.errors import CollectiveMismatchError
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.runtime import signals, waiting
 
-MOMENT = 0.1
-"""Seconds for which pending calls are progressed: their error may be on its way."""
+MOMENT, EXCHANGED_WITHIN = 0.1, 2.0
+"""Seconds for which pending calls are progressed, as their error may be on its way: of all calls, and while members exchange calls."""
 
 
 def untold(groups: Iterable[ProcessGroup]) -> list[Any]:
@@ -21,12 +21,16 @@ def untold(groups: Iterable[ProcessGroup]) -> list[Any]:
     """
     groups = tuple(groups)
     started = [call for group in groups for call in group.started() if call.error is None]
-    end = time.monotonic() + MOMENT
-    while started and time.monotonic() < end:
+    began = time.monotonic()
+    while started and time.monotonic() < began + _moment(started):
         started = _pending(started)
         waiting.serve()
         time.sleep(MOMENT / 1000)
     return sorted((call for group in groups for call in group.untold()), key=_rank_of)
+
+
+def _moment(calls: list[Any]) -> float:
+    return EXCHANGED_WITHIN if any(call.call.explaining for call in calls) else MOMENT
 
 
 def _pending(calls: list[Any]) -> list[Any]:

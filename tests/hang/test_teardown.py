@@ -474,9 +474,11 @@ def test_a_mismatch_that_nobody_has_waited_for(over: bool, look: str, end: str) 
 work = dist.all_reduce(np.ones(2 + r), async_op=True){look}
 while {over} and not is_over(work):
     time.sleep(0.01)
+MPI.COMM_WORLD.Barrier()  # both calls are posted
 {end}
 """
-    job = run_job(HEAD + "import time\nfrom mpicoll.operations.work import is_over\n" + source, 2, limit=20)
+    head = HEAD + "import time\nfrom mpi4py import MPI\nfrom mpicoll.operations.work import is_over\n"
+    job = run_job(head + source, 2, limit=20)
     assert not job.timed_out, job
     assert job.returncode == 1, job
     assert ["rank 0: all_reduce #1" in err for err in job.err] == [True, False], job
