@@ -11,7 +11,7 @@ from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.runtime import signals, waiting
 
 MOMENT, EXCHANGED_WITHIN = 0.1, 2.0
-"""Seconds for which pending calls are progressed, as their error may be on its way: of all calls, and while members exchange calls."""
+"""Seconds for which pending calls are progressed, as an error may be on its way: all calls, and while members exchange calls."""
 
 
 def untold(groups: Iterable[ProcessGroup]) -> list[Any]:
