@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
+from types import FrameType
 from typing import Any, NamedTuple
 
 from mpicoll.diagnosis import job_state
@@ -21,6 +22,7 @@ from mpicoll.diagnosis.report.report import Report
 from mpicoll.diagnosis.report.texts import OTHERS_ALIVE, OTHERS_STAND
 from mpicoll.errors import DeadlockError
 from mpicoll.runtime import signals, waiting
+from mpicoll.runtime.call_site import stacks
 from mpicoll.runtime.watchdog import own_idents
 
 DESTROYED = 32
@@ -75,12 +77,14 @@ class _Threads(NamedTuple):
 
 def _look_at_threads(waits: Mapping[int, job_state.Waiting]) -> _Threads:
     """Return the state of the threads; ``waits`` has those that wait in the library."""
+    with stacks() as frames:  # of all threads that run Python, also threads that the threading module has not started
+        return _threads(frames, waits)
+
+
+def _threads(frames: dict[int, FrameType], waits: Mapping[int, job_state.Waiting]) -> _Threads:
     from mpicoll.diagnosis import held, standing  # which most ranks never load
 
-    # All threads that run Python, also threads that the threading module has not started. A reference to this function's own
-    # frame would keep its objects alive until Python collects cycles.
-    frames, started, me = sys._current_frames(), threading.enumerate(), threading.get_ident()
-    del frames[me]
+    started, me = threading.enumerate(), threading.get_ident()
     alive = {*frames, me} - own_idents()
     users = (signals.threads & alive) | {threading.main_thread().ident} | waiting.calling
     others = alive - users
@@ -99,7 +103,7 @@ def _look_at_threads(waits: Mapping[int, job_state.Waiting]) -> _Threads:
     if not _runs_callbacks():
         stands = standing.standing(frames, outside)
         if not stands and all(time.time() - wait.began > HELD_AFTER for wait in waits.values()):
-            stands = held.standing_beside({**frames, me: sys._getframe(1)}, outside, users, waits)
+            stands = held.standing_beside({**frames, me: sys._getframe(2)}, outside, users, waits)
     return _Threads(free=not stands, doubtful=bool(others or stands), non_daemon=False, stands=stands)
 
 
@@ -122,7 +126,7 @@ def _of_destroyed(what: str) -> dict[Any, int]:
 
 def catch_up(group: Membership) -> None:
     """Count the messages of receives that are complete and that the program has not waited for."""
-    for operation in tuple(group.unwaited.values()):
+    for operation in (*group.unwaited.values(), *group.futures.values()):
         operation.Test()
 
 

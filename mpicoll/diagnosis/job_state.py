@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from mpicoll.diagnosis.membership import Membership
 from mpicoll.diagnosis.place import Place
 from mpicoll.diagnosis.report.entries import RankState, entry_of
 from mpicoll.runtime import watchdog
-from mpicoll.runtime.call_site import program_site
+from mpicoll.runtime.call_site import thread_site
 
 if TYPE_CHECKING:
     from mpicoll.diagnosis.board import Board
@@ -163,7 +162,7 @@ def write_place() -> None:
     known = current()
     if known is None or known.board.slots is None:
         return
-    site = program_site(sys._current_frames().get(known.thread))
+    site = thread_site(known.thread)
     known.board.slots.write_place(site, *_last_call(known)[:2])
 
 

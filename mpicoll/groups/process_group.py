@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from mpicoll.diagnosis.membership import Membership, OpenBlock, count
-from mpicoll.errors import GroupBrokenError
+from mpicoll.errors import CollectiveMismatchError, GroupBrokenError
+from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.mpi_library import retain_for_ever
 from mpicoll.transports.mpi.envelope import KnownSites
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MOST_PLANS = 128
+MOMENT, EXCHANGED_WITHIN = 0.1, 2.0
+"""Seconds for which pending calls are progressed, as an error may be on its way: all calls, and while members exchange calls."""
 
 _NEVER = -(1 << 62)
 
@@ -196,8 +200,11 @@ class ProcessGroup(Membership):
         return [*dict.fromkeys(calls)]
 
     def untold(self) -> list[Any]:
-        """Return the asynchronous calls that the program has not waited for, or whose error the program does not know."""
-        pending = [each for each in self.futures.values() if each.error is None]
+        """Return the asynchronous calls that the program has not waited for, or whose error the program does not know.
+
+        A future that failed as the group is broken does not count: the group broke by another error.
+        """
+        pending = [each for each in self.futures.values() if isinstance(each.error, (type(None), GroupBrokenError))]
         return [each for each in self.started() if each not in pending]
 
     def tell_mismatch(self, limit: float) -> None:
@@ -301,3 +308,32 @@ class ProcessGroup(Membership):
         for plans in (self.plans, self.own_plans):
             while plans:
                 plans.popitem()[1].free()
+
+
+def untold(groups: Iterable[ProcessGroup]) -> list[Any]:
+    """Progress the pending calls of groups for a moment, and return the calls that the program does not know the end of.
+
+    The calls whose members made different calls come first, then other calls that have failed: later errors follow from them.
+    """
+    groups = tuple(groups)
+    started = [call for group in groups for call in group.started() if call.error is None]
+    began = time.monotonic()
+    while started and time.monotonic() < began + _moment(started):
+        started = _pending(started)
+        waiting.serve()
+        time.sleep(MOMENT / 1000)
+    return sorted((call for group in groups for call in group.untold()), key=_rank_of)
+
+
+def _moment(calls: list[Any]) -> float:
+    return EXCHANGED_WITHIN if any(call.call.explaining for call in calls) else MOMENT
+
+
+def _pending(calls: list[Any]) -> list[Any]:
+    with signals.guard:
+        is_over = [call.Test() for call in calls]
+    return [call for call, over in zip(calls, is_over, strict=True) if not over]
+
+
+def _rank_of(call: Any) -> int:
+    return 0 if isinstance(call.error, CollectiveMismatchError) else 1 if call.error is not None else 2

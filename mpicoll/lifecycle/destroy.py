@@ -10,8 +10,7 @@ from typing import Any
 from mpicoll.diagnosis.job_state import Counters
 from mpicoll.errors import DistError, GroupBrokenError
 from mpicoll.groups import registry
-from mpicoll.groups.process_group import ProcessGroup
-from mpicoll.lifecycle.untold import untold
+from mpicoll.groups.process_group import ProcessGroup, untold
 from mpicoll.memory.device import pool as device_pool
 from mpicoll.runtime import waiting
 from mpicoll.runtime.call_site import call_site

@@ -27,10 +27,10 @@ from mpicoll.diagnosis import job_state
 from mpicoll.diagnosis.report.report import painted
 from mpicoll.errors import DistError, in_one_line
 from mpicoll.groups import registry
+from mpicoll.groups.process_group import untold
 from mpicoll.launch.job_folder import append_record
 from mpicoll.lifecycle.endpoint import JobEndpoint, endpoints
 from mpicoll.lifecycle.hard_deadline import afterwards
-from mpicoll.lifecycle.untold import untold
 from mpicoll.runtime import waiting, watchdog
 from mpicoll.runtime.call_site import NOWHERE
 from mpicoll.runtime.mpi_library import retain_for_ever
@@ -158,7 +158,7 @@ def leave(reason: str) -> None:
         waiting.progress_thread.stop()
         waiting.progress_thread = None
     known = registry.current()
-    operations = untold(known.groups.values()) if known is not None and not ending.code else []
+    operations = _untold(known) if known is not None and not ending.code else []
     never = never_waited(operations)
     if never and known is not None and known.on_failure == "job" and not ending.code:
         ending.code, ending.what, ending.unfinished = 1, never, True
@@ -193,6 +193,18 @@ def leave(reason: str) -> None:
         if known is not None:
             for group in tuple(known.groups.values()):
                 group.free_plans()
+
+
+def _untold(known: registry.JobWithGroups) -> list[Any]:
+    """Return what ``untold`` does. Ctrl-C, or an exception of a callback of the program, does not stop this end half-way."""
+    try:
+        return untold(known.groups.values())
+    except KeyboardInterrupt:
+        ending.code, ending.unfinished = 128 + signal.SIGINT, True
+        return []
+    except BaseException as error:
+        say(f"{prefix()}{type(error).__name__}: {in_one_line(error)}\n")
+        return [call for group in tuple(known.groups.values()) for call in group.untold()]
 
 
 def _leave_as_guest(endpoint: JobEndpoint, reason: str) -> bool:

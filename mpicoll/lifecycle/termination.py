@@ -22,7 +22,6 @@ import pickle
 import select
 import signal
 import stat
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -38,7 +37,7 @@ from mpicoll.groups import registry
 from mpicoll.launch.job_folder import read_cause, save_report
 from mpicoll.lifecycle import teardown
 from mpicoll.lifecycle.endpoint import endpoints
-from mpicoll.runtime.call_site import program_site
+from mpicoll.runtime.call_site import thread_site
 from mpicoll.runtime.output import flush_streams
 from mpicoll.runtime.signals import Terminated, end_by, guard, notes
 from mpicoll.runtime.watchdog import OwnThread
@@ -249,7 +248,7 @@ def _where(known: registry.JobWithGroups, rank: int) -> RankState:
     entry = job_state.calls_now(rank)[0]
     if entry.state == "waits":
         return entry
-    site = program_site(sys._current_frames().get(known.thread))
+    site = thread_site(known.thread)
     file, _, function = site.partition(" in ")
     short = short_paths([file])[file] if file else ""
     place = f"at {short} in {function}" if function else "at its end"

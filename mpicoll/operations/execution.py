@@ -131,8 +131,9 @@ def _move(
     size, engine = group.size(), group.pair.native
     if way is Way.SHARED_MEMORY:
         assert group.pair.node is not None
-        if call.is_sealed is not None:
-            yield waiting.Condition(call.is_sealed)
+        is_sealed, call.is_sealed = call.is_sealed, None  # before the first of several pieces only
+        if is_sealed is not None:
+            yield waiting.Condition(is_sealed)
         waiting.transfer_hint(_hint(move, nbytes, size))
         yield from group.pair.node.steps(move, nbytes)
     elif way is Way.IN_RANK_ORDER:

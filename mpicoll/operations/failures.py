@@ -177,9 +177,8 @@ def over(policy: CallWait, polled: float) -> BaseException | None:
     waiting.serve()
     if policy.call.explaining and polled < policy.limit:
         return None
-    return policy.ended(known.board, polled, polled=True) or (
-        policy.timed_out(polled) if polled >= policy.limit else None
-    )
+    is_over = polled >= policy.limit and time.monotonic() >= policy.stays_until
+    return policy.ended(known.board, polled, polled=True) or (policy.timed_out(polled) if is_over else None)
 
 
 def settle(future: Future[Any], request: Any) -> None:

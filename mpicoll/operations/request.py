@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from mpicoll.groups.process_group import ProcessGroup
     from mpicoll.transports.control import Agreed, Round, Words
 
-
 ASLEEP, STILL_WITHIN = 0.001, 1.0
 """Seconds that a wait sleeps at a time while another thread progresses the request, and that it waits for this thread at most."""
 
@@ -435,12 +434,11 @@ class Request(RequestFields):
         """Return whether the request is over after the first polls, as most small calls are: then no wait is noted anywhere."""
         try:
             for _ in range(waiting.SPIN_POLLS):
-                if not self.Test():
-                    if self._is_late():
-                        break
-                    waiting.between_polls(self)
-                    continue
-                return True
+                if self.Test():
+                    return True
+                if self._is_late() or (not self.waited and waiting.has_others(self)):
+                    break  # the wait progresses the other requests, too
+                waiting.give_way()
         except BaseException as error:
             if self.state >= COMPLETE:
                 raise
@@ -456,12 +454,14 @@ class Request(RequestFields):
         """Poll what the request waits for; return whether that is not over after the polls."""
         made = self.round if self.state is POSTED else self._current if self.state is MOVING else None
         if made is None or not self.waited:  # another thread may poll a request that is not waited for at once
-            if self.prepared is not None and self.prepared.shared is not None and self.round is not None:
-                self.prepared.poll(self.round)
-            return False
+            posted = self.round
+            polls = self.prepared is not None and self.prepared.shared is not None and posted is not None
+            return (
+                polls and not self.prepared.poll(posted) and waiting.oversubscribed
+            )  # then the polls yielded the core
         if self.prepared is not None and made is self.round and self.prepared.poll(made):
             return False
-        return waiting.has_others(self) or not waiting.comes_soon(made.Test)  # the wait progresses other requests, too
+        return not waiting.comes_soon(made.Test)
 
     @contextmanager
     def still(self) -> Iterator[None]:

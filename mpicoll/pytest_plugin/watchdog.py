@@ -21,6 +21,7 @@ from mpicoll.diagnosis.report.entries import name_ranks
 from mpicoll.pytest_plugin.calls import account_of, lines_of
 from mpicoll.pytest_plugin.ranks import Ranks
 from mpicoll.pytest_plugin.verdicts import prefixed
+from mpicoll.runtime.call_site import stacks
 from mpicoll.runtime.watchdog import OwnThread, own_idents
 
 AFTER_FAILURE = 1 / 3  # the share of the limit that the other ranks have to finish a test after a rank has failed
@@ -146,8 +147,9 @@ class Watchdog(OwnThread):
         # Without the threads of this plugin and of the library, which wait on purpose.
         own = own_idents()
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        frames = sys._current_frames()
-        return {names.get(ident, str(ident)): _stack(frame) for ident, frame in frames.items() if ident not in own}
+        with stacks() as frames:
+            found = {ident: _stack(frame) for ident, frame in frames.items()}
+        return {names.get(ident, str(ident)): text for ident, text in found.items() if ident not in own}
 
     def _report(self, accounts: dict[int, dict[str, Any]]) -> str:
         failed = [rank for rank, account in accounts.items() if account["words"]]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType, FrameType, TracebackType
 
@@ -120,14 +122,21 @@ def _outside(depth: int = 0) -> FrameType:
         return frame
     # A file that is seen for the first time, or the end of the stack.
     first, main = sys._getframe(1), threading.main_thread().ident or 0
-    for frame in (first, None if threading.get_ident() == main else sys._current_frames().get(main)):
-        while frame is not None:
-            if not _is_passed(frame.f_code.co_filename):
-                return frame
-            frame = frame.f_back
+    frame = _outside_of(first)
+    if frame is None:
+        with stacks() as frames:
+            frame = _outside_of(frames.get(main))
+    if frame is not None:
+        return frame
     while first.f_back is not None:
         first = first.f_back
     return first
+
+
+def _outside_of(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and _is_passed(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
 
 
 def call_site() -> CallSite:
@@ -154,6 +163,53 @@ def caller(depth: int = 1) -> FrameType:
         return _frame(depth + 1)
     except ValueError:
         return _frame(depth)
+
+
+_collected: list[bool] = []
+"""Whether garbage was collected before each of the blocks of ``stacks`` that are open."""
+
+
+@contextmanager
+def stacks() -> Iterator[dict[int, FrameType]]:
+    """Give the innermost frame of each other thread, by its ``threading.get_ident()``, to a block that looks at their stacks.
+
+    CPython 3.11 makes an object of a frame when ``f_back`` is read. If that collects garbage, a finalizer may let the thread
+    run whose frame is read; if the frame ends meanwhile, the process crashes or ``f_back`` never returns. So no collection
+    starts inside the block.
+    """
+    is_unsafe = sys.version_info[:2] == (3, 11)
+    if is_unsafe:
+        _collected.append(gc.isenabled())
+        gc.disable()
+    try:
+        frames = sys._current_frames()
+        del frames[threading.get_ident()]
+        yield frames
+    finally:
+        if is_unsafe:
+            _collect_again()
+
+
+def _collect_again() -> None:
+    is_on = _collected.pop()
+    if is_on and not _collected:
+        gc.enable()
+
+
+def _in_child() -> None:
+    while _collected:  # blocks of other threads, which the child does not have
+        _collect_again()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+def thread_site(ident: int) -> str:
+    """Return the innermost place of the stack of a thread that is neither in this package nor in an installed one, or ""."""
+    if ident == threading.get_ident():
+        return program_site(sys._getframe())
+    with stacks() as frames:
+        return program_site(frames.get(ident))
 
 
 def program_site(frame: FrameType | None) -> str:

@@ -253,17 +253,16 @@ def comes_soon(test: Callable[[], bool]) -> bool:
     return False
 
 
-def between_polls(item: Pollable | None = None) -> None:
-    """Progress the other pending requests, which ``item`` may need; yield the core if ranks share cores."""
-    if has_others(item):
-        progress()
+def has_others(item: Pollable) -> bool:
+    """Return whether other requests than ``item`` are pending."""
+    first = pending[:2]  # another thread may drop requests meanwhile
+    return len(first) > 1 or (bool(first) and first[0] is not item)
+
+
+def give_way() -> None:
+    """Yield the core if ranks share cores."""
     if oversubscribed:
         os.sched_yield()
-
-
-def has_others(item: Pollable | None) -> bool:
-    """Return whether other requests than ``item`` are pending."""
-    return bool(pending) and (len(pending) > 1 or pending[0] is not item)
 
 
 def wait(test: Callable[[], bool], policy: WaitPolicy) -> None:
@@ -281,7 +280,8 @@ def wait(test: Callable[[], bool], policy: WaitPolicy) -> None:
     try:
         for _ in range(SPIN_POLLS):
             if not test():
-                between_polls()
+                progress()
+                give_way()
                 continue
             return
     except DistError as error:

@@ -416,7 +416,7 @@ class ProcessGroup(NamedGroup):
         for request in dict.fromkeys([*group.started(), *pending]):
             try:
                 works.Work(request).wait()
-            except DistError as error:
+            except Exception as error:
                 warnings.warn(f"destroy_process_group: {error}", RuntimeWarning, stacklevel=3)
         self._dropped.clear()
         if self._owns:

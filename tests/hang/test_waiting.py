@@ -280,7 +280,7 @@ from mpicoll.diagnosis.wait_policy import CallWait
 timed_out = CallWait.timed_out
 def asks_for_long(self, waited):
     error = timed_out(self, waited)
-    time.sleep(max(0, start + 1.5 - time.time()))
+    time.sleep(max(0, start + 1.9 - time.time()))
     return error
 CallWait.timed_out = asks_for_long
 dist.init_process_group(timeout=timedelta(seconds=1), comm=MPI.COMM_WORLD, on_failure="raise")

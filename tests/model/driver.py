@@ -39,9 +39,9 @@ import mpicoll as dist
 from mpicoll.diagnosis import deadlock_search
 from mpicoll.diagnosis.deadlock import State, blocked_set
 from mpicoll.groups import process_group, registry
+from mpicoll.groups.process_group import untold
 from mpicoll.lifecycle import teardown
 from mpicoll.lifecycle.endpoint import endpoint_of
-from mpicoll.lifecycle.untold import untold
 from mpicoll.operations import execution, prepared
 from mpicoll.runtime import waiting
 

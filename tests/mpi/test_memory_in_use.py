@@ -374,3 +374,21 @@ def test_a_late_rank_writes_straight_after_the_start_of_the_first_call() -> None
                 with pytest.raises(dist.BufferInUseError, match="was written before its wait"):
                     work.wait()
             dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("size", [10, 20_011, 150_001])
+def test_scaled_input_is_no_write_of_the_program(size: int) -> None:
+    """PREMUL_SUM scales the elements in place before they move."""
+    n = dist.get_world_size()
+    for op in (dist.ReduceOp.PREMUL_SUM(2.0), dist.ReduceOp.AVG):
+        expected = 2.0 * n if op is not dist.ReduceOp.AVG else 1.0
+        x, y, z = np.ones(size), np.ones(size), np.ones(3)
+        for work in (
+            dist.all_reduce(x, op, async_op=True),
+            dist.reduce(y, 0, op, async_op=True),
+            dist.all_reduce_coalesced([z], op, async_op=True),
+        ):
+            work.wait()
+        assert (x == expected).all()
+        assert dist.get_rank() != 0 or (y == expected).all()
+        assert (z == expected).all()

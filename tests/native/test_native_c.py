@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = [str(ROOT / "mpicoll" / "native" / f"{name}.c") for name in ("ring", "segment", "reduce", "copy")]
+SOURCES = [str(ROOT / "mpicoll" / "native" / f"{name}.c") for name in ("ring", "segment", "reduce", "copy", "poll")]
 TURNS = 300
 
 

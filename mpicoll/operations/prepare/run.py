@@ -308,7 +308,7 @@ def _watch_results(claim: Claim, ready: Prepared, arrays: list[Array]) -> None:
             found_before()
         if own is not result:
             own[...] = result
-        if compares:
+        if compares or found_before is not None:  # that may have scaled the elements in place
             seal = Snapshot(arrays)
 
     def after() -> None:

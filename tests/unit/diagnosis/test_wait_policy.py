@@ -228,7 +228,13 @@ def test_a_certificate_is_waited_for(board: SyntheticBoard, monkeypatch: pytest.
 def test_a_receive_from_any_rank_when_all_have_ended(board: SyntheticBoard, sent: dict[str, Any], ends: bool) -> None:
     """It ends when the last rank has ended, unless any of them has sent a message that is not received."""
     group: Any = SimpleNamespace(
-        group_name="1", display="WORLD", ranks=(ME, 499, 501), received={}, by_peer=lambda counts: counts, unwaited={}
+        group_name="1",
+        display="WORLD",
+        ranks=(ME, 499, 501),
+        received={},
+        by_peer=lambda counts: counts,
+        unwaited={},
+        futures={},
     )
     waiting = CallWait(group, CallDescription("recv", (), call_site()), 3.0, peer=-1, tag=3)
     board._read("exited", 499, ({}, sent, {}, "ended the program"))

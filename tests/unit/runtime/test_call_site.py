@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -70,3 +72,70 @@ def test_a_thread_without_a_line_of_the_program(tmp_path: Path, passing: Callabl
     thread.start()
     thread.join()
     assert found[0].startswith(__file__)
+
+
+LOOKS_AT_A_THREAD = """
+import gc, threading, time
+from mpicoll.runtime.call_site import thread_site
+
+class Garbage:
+    def __init__(self):
+        self.itself = self
+    def __del__(self):
+        may_return.set()
+        others_run.wait(1.0)
+
+def look():
+    while not waits:
+        time.sleep(0.001)
+    time.sleep(0.01)
+    gc.collect()
+    Garbage()
+    gc.set_threshold(allocations)
+    places.add(thread_site(main).partition(" in ")[2])
+    gc.set_threshold(1000)
+    gc.collect()
+
+passed = "def one(): two()\\ndef two(): waits.append(1), may_return.wait()\\ndef deep(n): return deep(n - 1) if n else None"
+exec(compile(passed, "<passed>", "exec"))
+main, places = threading.get_ident(), set()
+for allocations in range(1, 40):
+    waits, may_return, others_run = [], threading.Event(), threading.Event()
+    thread = threading.Thread(target=look)
+    thread.start()
+    one()
+    deep(500)
+    others_run.set()
+    thread.join()
+print(*places)
+"""
+
+
+def test_the_stack_of_a_thread_that_runs(tmp_path: Path) -> None:
+    """A finalizer that lets the thread run does no harm while its frames are read: CPython 3.11 would crash or loop."""
+    script = tmp_path / "looks.py"
+    script.write_text(LOOKS_AT_A_THREAD)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=50)
+    assert (done.stdout, done.stderr) == ("<module>()\n", "")
+
+
+def test_no_collection_while_stacks_are_read() -> None:
+    """Garbage is collected again when the last of several blocks has ended, if it was before."""
+    unsafe = sys.version_info[:2] == (3, 11)
+    assert gc.isenabled()
+    with call_site.stacks() as frames, call_site.stacks():
+        assert threading.get_ident() not in frames
+        assert gc.isenabled() is not unsafe
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with call_site.stacks():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_the_place_of_this_thread() -> None:
+    """A thread that asks for its own place gets the innermost line that is not of the library."""
+    assert call_site.thread_site(threading.get_ident()).endswith("in test_the_place_of_this_thread()")
