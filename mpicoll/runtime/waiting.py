@@ -47,7 +47,7 @@ def pause(waited: float, polls: int, oversubscribed: bool) -> float | None:
     Args:
         waited: seconds waited so far.
         polls: polls made so far.
-        oversubscribed: more ranks than cores share this node.
+        oversubscribed: ranks of this node share cores.
     """
     if polls < SPIN_POLLS and not oversubscribed:
         return None
@@ -232,7 +232,7 @@ def callbacks() -> Iterator[None]:
 
 
 oversubscribed = False
-"""Whether this node has more ranks than cores."""
+"""Whether ranks of this node share cores."""
 
 
 def set_oversubscribed(value: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ class Topology:
         node_of: number of the node of each rank; nodes are numbered by their lowest ranks.
         hosts: name of each node, for display.
         rank: this rank.
-        cores: least number of cores that a rank of this node has found; the same on all these ranks.
+        oversubscribed: whether ranks of this node share cores (``share_cores``); the same on all ranks of the node.
         devices: GPU that each rank had selected when the table was made, and number of GPUs that it saw.
         secret: bytes that only the ranks of the job know.
     """
@@ -33,7 +34,7 @@ class Topology:
     node_of: tuple[int, ...]
     hosts: tuple[str, ...]
     rank: int
-    cores: int = 1 << 30
+    oversubscribed: bool = False
     devices: tuple[tuple[str, int], ...] = ()
     secret: bytes = b""
 
@@ -51,11 +52,6 @@ class Topology:
     def local_rank(self) -> int:
         """This rank's place among the ranks of its node."""
         return self.local_ranks.index(self.rank)
-
-    @property
-    def oversubscribed(self) -> bool:
-        """Whether this node has more ranks than cores; the same on all ranks of the node."""
-        return len(self.local_ranks) > self.cores
 
 
 def node_communicator(topology: Topology, parent: MPI.Intracomm) -> MPI.Intracomm:
@@ -75,9 +71,14 @@ def node_communicator(topology: Topology, parent: MPI.Intracomm) -> MPI.Intracom
 NODE_TAG = 32700
 
 
-def cores() -> int:
-    """Return the number of cores of this node, not only of those that this rank is bound to."""
-    return os.cpu_count() or 1
+def share_cores(bound: list[frozenset[int]]) -> bool:
+    """Return whether there are more ranks than logical cores, of all ranks together or of those with the same cores.
+
+    Args:
+        bound: the logical cores on which each rank of a node may run.
+    """
+    every = frozenset[int]().union(*bound)
+    return len(bound) > len(every) or any(count > len(cores) for cores, count in Counter(bound).items())
 
 
 def discover(comm: MPI.Intracomm, device: tuple[str, int] = ("", 0)) -> Topology:
@@ -92,10 +93,11 @@ def discover(comm: MPI.Intracomm, device: tuple[str, int] = ("", 0)) -> Topology
     supposed = comm.Split_type(MPI.COMM_TYPE_SHARED, rank)
     try:
         leader = _confirmed_leader(supposed, rank)
+        shared = share_cores(supposed.allgather(frozenset(os.sched_getaffinity(0))))
     finally:
         supposed.Free()
     table = np.empty((size, 2), np.int64)
-    comm.Allgather(np.array([leader, cores()], np.int64), table)
+    comm.Allgather(np.array([leader, shared], np.int64), table)
     leaders = table[:, 0]
     own = secrets.token_bytes(32) if rank == 0 else b""
     facts = comm.allgather((os.uname().nodename if leader == rank else None, device, own))
@@ -105,7 +107,7 @@ def discover(comm: MPI.Intracomm, device: tuple[str, int] = ("", 0)) -> Topology
         tuple(number[lead] for lead in leaders.tolist()),
         tuple(str(facts[lead][0]) for lead in order),
         rank,
-        int(table[leaders == leader, 1].min()),
+        bool(table[leaders == leader, 1].any()),
         tuple(gpu for _, gpu, _ in facts),
         facts[0][2],
     )

@@ -137,3 +137,21 @@ dist.all_reduce(np.ones(50_000))
     assert job.returncode != 0, job
     assert "KeyboardInterrupt" in job.err[0], job
     assert not left_in_memory() - before, job
+
+
+def test_ranks_that_are_bound_to_the_same_core_yield_the_core() -> None:
+    """Ranks share cores, also on a node with more cores than ranks, if they are bound to fewer cores, or two of them to one."""
+    job = run_job(
+        """
+import os
+import mpicoll as dist
+from mpi4py import MPI
+from mpicoll.runtime import waiting
+os.sched_setaffinity(0, {0})
+dist.init_process_group()
+print(waiting.oversubscribed, flush=True)
+""",
+        2,
+        limit=20,
+    )
+    assert (job.returncode, job.out[0], job.out[1]) == (0, "True\n", "True\n"), job
