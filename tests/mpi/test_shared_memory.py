@@ -731,13 +731,13 @@ def test_wrong_arguments_of_empty() -> None:
     assert dist.empty((4, 0, 2), "float32").shape == (4, 0, 2)
 
 
-def test_ranks_that_count_their_cores_differently(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether a node is crowded is agreed, since what is done depends on it."""
+def test_ranks_that_are_bound_to_different_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether ranks of a node share cores is agreed, since what is done depends on it."""
     from mpi4py import MPI
 
     from mpicoll.transports.topology import discover
 
     me = dist.get_rank()
-    monkeypatch.setattr(os, "cpu_count", lambda: 64 if me == 0 else 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)) if me == 0 else {5})
     found = discover(MPI.COMM_WORLD)
-    assert found.cores == (1 if len(found.local_ranks) > 1 or me else 64)
+    assert found.oversubscribed is (len({*found.local_ranks} - {0}) > 1)
