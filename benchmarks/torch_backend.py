@@ -324,9 +324,8 @@ def draw(told: Mapping[str, Any], path: Path) -> None:
         quarters = [statistics.quantiles(each["ratios"] * (1 + (len(each["ratios"]) < 2)), n=4) for each in rows]
         below.axhline(1, color="#20252b", lw=1)
         below.plot(sizes, [half for _, half, _ in quarters], color="#d64541", lw=1.8, marker="o", ms=3)
-        below.fill_between(
-            sizes, *zip(*((low, high) for low, _, high in quarters), strict=True), color="#d64541", alpha=0.15
-        )
+        low, high = [low for low, _, _ in quarters], [high for _, _, high in quarters]
+        below.fill_between(sizes, low, high, color="#d64541", alpha=0.15)
         below.set(yscale="log")
         shown = [each for at, each in enumerate(rows) if at % max(1, len(rows) // 4) == 0]
         for axis, labels in ((above, [""] * len(shown)), (below, [each["size"] for each in shown])):

@@ -82,6 +82,17 @@ def test_the_page_and_the_picture(script: Any, told: dict[str, Any], tmp_path: P
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_picture_of_a_call_whose_rounds_were_all_disturbed(script: Any, told: dict[str, Any], tmp_path: Path) -> None:
+    """The cores changed their distance in each round: the call has no row, and its axes stay empty."""
+    rows, picture = told["runs"][0]["rows"], tmp_path / "plot.png"
+    for name in rows:
+        if name.startswith("broadcast"):
+            rows[name] = [{**each, "latencies": [90.0, 500.0]} for each in rows[name]]
+    assert not any(name.startswith("broadcast") for name in script.kept(rows, False))
+    script.draw(told, picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_page_of_the_docs_shows_what_is_kept(script: Any, tmp_path: Path) -> None:
     """``docs/torch.md`` has the table of ``benchmarks/results/torch-backend.json``, and a place for it."""
     text, file = (ROOT / "docs" / "torch.md").read_text(), ROOT / "benchmarks" / "results" / "torch-backend.json"
