@@ -243,7 +243,8 @@ def figures(run: Mapping[str, Any]) -> list[dict[str, Any]]:
             add(STEP, "", label, ours, gloo, [])
             ours, gloo = ([one - own for one, own in zip(each, reducer, strict=True)] for each in (ours, gloo))
             add(LESS_REDUCER, "", label, ours, gloo, [])
-            found[-1]["ratios"] = [statistics.median(gloo) / max(1.0, statistics.median(ours))]
+            middle_of_ours = statistics.median(ours)
+            found[-1]["ratios"] = [statistics.median(gloo) / middle_of_ours] if middle_of_ours >= 1.0 else []
         else:
             op, _, size = name.partition(" ")
             ours, gloo, own = ([each[kind] for each in row] for kind in KINDS)
@@ -296,7 +297,9 @@ def markdown(told: Mapping[str, Any]) -> str:
             more = middle(each["more"], 1) if each["more"] else ""
             cells = [str(each_run["ranks"]), each["op"], each["size"], time_of(each["mpicoll"]), time_of(each["gloo"])]
             label = "shared" if each_run["crowded"] else each["label"]
-            ratio = middle(each["ratios"], 1) if each["op"] != LESS_REDUCER else f"{each['ratios'][0]:.1f}"
+            ratio = (
+                middle(each["ratios"], 1) if each["op"] != LESS_REDUCER else "".join(f"{a:.1f}" for a in each["ratios"])
+            )
             lines.append(f"| {' | '.join([*cells, ratio, more, label])} |")
     return "\n".join([*lines, ""])
 

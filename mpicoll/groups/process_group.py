@@ -204,8 +204,9 @@ class ProcessGroup(Membership):
 
         A future that failed as the group is broken does not count: the group broke by another error.
         """
-        pending = [each for each in self.futures.values() if isinstance(each.error, (type(None), GroupBrokenError))]
-        return [each for each in self.started() if each not in pending]
+        futures = tuple(self.futures.values())  # another thread may drop futures meanwhile
+        pending = {id(each) for each in futures if isinstance(each.error, (type(None), GroupBrokenError))}
+        return [each for each in self.started() if id(each) not in pending]
 
     def tell_mismatch(self, limit: float) -> None:
         """Raise the error of :attr:`unknown_mismatch`, if there is one. The caller has the lock, and makes a collective next.

@@ -25,7 +25,7 @@ from mpi4py import run as mpi4py_run
 
 from mpicoll.diagnosis import job_state
 from mpicoll.diagnosis.report.report import painted
-from mpicoll.errors import DistError, in_one_line
+from mpicoll.errors import DistError, in_one_line, reason_of
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import untold
 from mpicoll.launch.job_folder import append_record
@@ -158,7 +158,12 @@ def leave(reason: str) -> None:
         waiting.progress_thread.stop()
         waiting.progress_thread = None
     known = registry.current()
-    operations = _untold(known) if known is not None and not ending.code else []
+    operations: list[Any] = []
+    try:
+        operations = untold(known.groups.values()) if known is not None and not ending.code else []
+    except BaseException as error:
+        _note_raised(error, reason)
+        ending.what = reason_of(error) if ending.code else ""
     never = never_waited(operations)
     if never and known is not None and known.on_failure == "job" and not ending.code:
         ending.code, ending.what, ending.unfinished = 1, never, True
@@ -172,8 +177,8 @@ def leave(reason: str) -> None:
                 _leave_job(endpoint, reason, known.settings.exit_grace if known is not None else 30.0)
             else:
                 together = (ending.code != 0 or _leave_as_guest(endpoint, reason)) and together
-    except KeyboardInterrupt:
-        ending.code, ending.unfinished = 128 + signal.SIGINT, True
+    except BaseException as error:
+        _note_raised(error, reason)
     watchdog.stop()
     mapping.remove()  # a file of shared memory that was given up while it was made
     notes.end()
@@ -195,16 +200,19 @@ def leave(reason: str) -> None:
                 group.free_plans()
 
 
-def _untold(known: registry.JobWithGroups) -> list[Any]:
-    """Return what ``untold`` does. Ctrl-C, or an exception of a callback of the program, does not stop this end half-way."""
-    try:
-        return untold(known.groups.values())
-    except KeyboardInterrupt:
-        ending.code, ending.unfinished = 128 + signal.SIGINT, True
-        return []
-    except BaseException as error:
-        say(f"{prefix()}{type(error).__name__}: {in_one_line(error)}\n")
-        return [call for group in tuple(known.groups.values()) for call in group.untold()]
+def _note_raised(error: BaseException, reason: str) -> None:
+    """Note what a signal handler has raised at this end: this rank ends the job, unless the handler exits with code 0."""
+    code: Any = error.code if isinstance(error, SystemExit) else 128 + signal.SIGINT
+    if not isinstance(error, (SystemExit, KeyboardInterrupt)) or not isinstance(code, (int, type(None))):
+        code = 1
+        say(f"{prefix()}{reason_of(error)}\n")
+    if code:
+        ending.code, ending.unfinished = ending.code or code, True
+        return
+    for endpoint in endpoints:
+        if endpoint.job:
+            _post_exit(endpoint, reason)
+            endpoint.board.flush(SAY_SO_AFTER)
 
 
 def _leave_as_guest(endpoint: JobEndpoint, reason: str) -> bool:

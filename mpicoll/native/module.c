@@ -194,7 +194,7 @@ static PyMethodDef methods[] = {
      "Set how many places contents() samples: set_places(((bytes, most), ...)), one place for so many bytes, but at most so many. The\n"
      "rule that gives most places counts."},
     {"set_yields", set_yields, METH_O,
-     "Set whether what polls for other members yields the core: True if more ranks than cores share the node."},
+     "Set whether what polls for other members yields the core: True if ranks of this node share cores."},
     {"find_frame_outside", find_frame_outside, METH_O,
      "Return the innermost frame whose code is not in one of the files to pass: find_frame_outside({name of a file: whether to pass it}).\n"
      "None if there is no such frame, or if the dictionary does not name its file."},

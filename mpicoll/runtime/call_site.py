@@ -7,6 +7,7 @@ import os
 import sys
 import sysconfig
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -165,8 +166,18 @@ def caller(depth: int = 1) -> FrameType:
         return _frame(depth)
 
 
-_collected: list[bool] = []
-"""Whether garbage was collected before each of the blocks of ``stacks`` that are open."""
+class _Block:
+    """A block of ``stacks``."""
+
+    __slots__ = ("__weakref__",)
+
+
+_open: weakref.WeakSet[_Block] = weakref.WeakSet()
+"""Blocks that are open. A block that a signal handler has left before its end was noted is dropped with its generator."""
+_collects: bool | None = None
+"""Whether garbage was collected before the first open block; None: no block has stopped the collection."""
+_changes = threading.RLock()
+"""Held by the thread that opens or ends a block. A signal handler may open one meanwhile."""
 
 
 @contextmanager
@@ -177,28 +188,42 @@ def stacks() -> Iterator[dict[int, FrameType]]:
     run whose frame is read; if the frame ends meanwhile, the process crashes or ``f_back`` never returns. So no collection
     starts inside the block.
     """
-    is_unsafe = sys.version_info[:2] == (3, 11)
-    if is_unsafe:
-        _collected.append(gc.isenabled())
-        gc.disable()
+    block = _Block()
     try:
+        if sys.version_info[:2] == (3, 11):
+            _stop_collecting(block)
         frames = sys._current_frames()
         del frames[threading.get_ident()]
         yield frames
     finally:
-        if is_unsafe:
-            _collect_again()
+        if block in _open:
+            _collect_again(block)
 
 
-def _collect_again() -> None:
-    is_on = _collected.pop()
-    if is_on and not _collected:
-        gc.enable()
+def _stop_collecting(block: _Block) -> None:
+    global _collects
+    with _changes:
+        if _collects is None:
+            _collects = gc.isenabled()
+        _open.add(block)
+        gc.disable()
+
+
+def _collect_again(block: _Block) -> None:
+    global _collects
+    with _changes:
+        _open.discard(block)
+        if not _open:
+            if _collects:
+                gc.enable()
+            _collects = None
 
 
 def _in_child() -> None:
-    while _collected:  # blocks of other threads, which the child does not have
-        _collect_again()
+    global _changes
+    _changes = threading.RLock()
+    for block in tuple(_open):  # blocks of other threads, which the child does not have
+        _collect_again(block)
 
 
 os.register_at_fork(after_in_child=_in_child)

@@ -7,7 +7,7 @@ import signal
 import sys
 
 import pytest
-from jobs import RunningJob, family, run_job
+from jobs import JobResult, RunningJob, family, run_job
 
 HEAD = """
 import atexit, os, sys, time
@@ -896,3 +896,62 @@ except dist.PeerExitedError as error:
     assert job.returncode == 0, job
     assert job.out == (["told True\n", "", "told True\n"] if early else ["through\n"] * 3), job
     assert not job.left_running, job
+
+
+STRUCK_AT_THE_END = """
+import atexit, os, signal, sys, threading, time
+import numpy as np
+import mpicoll as dist
+dist.init_process_group()
+dist.barrier()
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(CODE))
+begins = threading.Event()
+def strike():
+    begins.wait()
+    time.sleep(DELAY)
+    os.kill(os.getpid(), signal.NUMBER)
+if dist.get_rank() == 0:
+    if PENDING:
+        future = dist.all_reduce(np.ones(4), async_op=True).get_future()
+    threading.Thread(target=strike, daemon=True).start()
+    atexit.register(begins.set)  # before the library's own end
+else:
+    time.sleep(1.0)
+    if PENDING:
+        dist.all_reduce(np.ones(4))
+    dist.barrier()
+"""
+
+
+def struck(*, code: int, delay: float, pending: bool, number: str = "SIGTERM") -> JobResult:
+    """Run a job whose rank 0 gets a signal at its end, while rank 1 still makes calls."""
+    program = STRUCK_AT_THE_END
+    for name, value in {"CODE": code, "DELAY": delay, "PENDING": pending, "NUMBER": number}.items():
+        program = program.replace(name, str(value))
+    job = run_job(program, 2, limit=30, env={"MPICOLL_TIMEOUT": "60"})
+    assert not job.timed_out, job
+    assert not job.left_running, job
+    assert job.seconds < 20, job
+    return job
+
+
+@pytest.mark.parametrize("pending", [False, True])
+@pytest.mark.parametrize("delay", [0.04, 0.3])
+def test_a_handler_that_exits_at_the_end(delay: float, pending: bool) -> None:
+    """The job ends with the code of the handler: rank 1 does not wait for a rank that has left its end half-way."""
+    assert struck(code=5, delay=delay, pending=pending).returncode == 5
+
+
+@pytest.mark.parametrize("delay", [0.04, 0.3])
+def test_a_handler_that_exits_with_zero_at_the_end(delay: float) -> None:
+    """Rank 1 is told that rank 0 has ended."""
+    job = struck(code=0, delay=delay, pending=False)
+    assert job.returncode == 1, job
+    assert "rank 0 ended the program after 1 call on this group" in " ".join(job.err[1].split()), job
+
+
+def test_control_c_while_errors_on_their_way_are_awaited() -> None:
+    """The other rank is told of the interrupt."""
+    job = struck(code=0, delay=0.04, pending=True, number="SIGINT")
+    assert job.returncode == 130, job
+    assert "rank 0 failed: KeyboardInterrupt" in " ".join(job.err[1].split()), job

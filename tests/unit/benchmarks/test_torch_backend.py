@@ -57,6 +57,12 @@ def test_a_row_is_the_median_of_the_rounds_of_its_label(script: Any, told: dict[
     assert f"| 2 | {script.LESS_REDUCER} |  | 250.0 us | 1.25 ms | 5.0 |  | near |" in lines
 
 
+def test_a_step_without_the_reducer_that_is_below_the_noise_has_no_ratio(script: Any, told: dict[str, Any]) -> None:
+    for each in told["runs"][0]["rows"][script.STEP]:
+        each[script.STEPS[0]] = 900.0
+    assert f"| 2 | {script.LESS_REDUCER} |  | -249.0 us | 1.25 ms |  |  | near |" in script.markdown(told).splitlines()
+
+
 def test_the_verdicts(script: Any, told: dict[str, Any]) -> None:
     lines = script.verdicts(told["runs"][0])
     assert "2 ranks, all_reduce 4 B: 10 times as fast as gloo: met (12.0)" in lines
