@@ -53,7 +53,10 @@ def test_fsdp(tmp_path: Path) -> None:
 
 
 def test_benchmark(tmp_path: Path) -> None:
-    """The quick form prints a row for each call, writes the rounds, and draws."""
+    """The quick form prints a row for each call, writes the rounds, and draws.
+
+    A difference of two times, as in the row of DistributedDataParallel, may be below zero on a busy machine.
+    """
     told, picture = tmp_path / "told.json", tmp_path / "plot.png"
     script = str(ROOT / "benchmarks" / "torch_backend.py")
     command = [sys.executable, script, "--quick", "--ranks", "2", "--json", str(told), "--plot", str(picture)]
@@ -65,7 +68,7 @@ def test_benchmark(tmp_path: Path) -> None:
         "barrier | ",
         "DistributedDataParallel: communication of a step | ",
     ):
-        assert re.search(rf"^\| 2 \| {re.escape(row)} \| [\d.]+ [um]s \| ", done.stdout, re.MULTILINE), done
+        assert re.search(rf"^\| 2 \| {re.escape(row)} \| -?[\d.]+ [um]s \| ", done.stdout, re.MULTILINE), done
     assert json.loads(told.read_text())["runs"][0]["ranks"] == 2
     assert picture.read_bytes().startswith(b"\x89PNG")
 
