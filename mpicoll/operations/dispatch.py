@@ -204,8 +204,7 @@ def start_and_complete(group: ProcessGroup, prepared: PreparedOperation, array: 
             test = made.Test
             for _ in range(waiting.SPIN_POLLS):
                 if not test():
-                    if waiting.oversubscribed:
-                        os.sched_yield()
+                    waiting.give_way()
                     continue
                 break
             if not test() or not is_usual(made, prepared.words):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from os import sched_yield
 from types import FrameType
 from typing import Any
 
@@ -31,6 +30,7 @@ from mpicoll.operations.work import Work, answer
 from mpicoll.runtime import handler_calls, signals, waiting
 from mpicoll.runtime.call_site import CallSite, FrameFinder, follow
 from mpicoll.runtime.native import found as extension
+from mpicoll.runtime.waiting import give_way
 from mpicoll.transports.mpi.messages import Busy, PersistentMessage, PersistentReceive, PersistentSend, matches
 
 # Objects that each call uses, as globals of this module.
@@ -89,8 +89,7 @@ def send_prepared(tensor: Any, dst: Any, group: Any, tag: Any) -> bool:
                 if not again.test():  # in most cases MPI has copied the message
                     for _ in _spins:
                         if not again.test():
-                            if waiting.oversubscribed:
-                                sched_yield()
+                            give_way()
                             continue
                         break
                     else:
@@ -143,8 +142,7 @@ def receive_prepared(tensor: Any, src: Any, group: Any, tag: Any) -> bool:
             _threads.add(_get_ident())
             for _ in _spins:
                 if not again.test():
-                    if waiting.oversubscribed:
-                        sched_yield()
+                    give_way()
                     continue
                 break
             else:
@@ -224,8 +222,7 @@ def _poll(group: ProcessGroup, again: PersistentMessage, tensor: Array, test: Ca
     for _ in again.polls:
         if test():
             break
-        if waiting.oversubscribed:
-            sched_yield()
+        give_way()
     else:
         finish(group, again, tensor, test)
 

@@ -454,11 +454,10 @@ class Request(RequestFields):
         """Poll what the request waits for; return whether that is not over after the polls."""
         made = self.round if self.state is POSTED else self._current if self.state is MOVING else None
         if made is None or not self.waited:  # another thread may poll a request that is not waited for at once
-            posted = self.round
-            polls = self.prepared is not None and self.prepared.shared is not None and posted is not None
-            return (
-                polls and not self.prepared.poll(posted) and waiting.oversubscribed
-            )  # then the polls yielded the core
+            posted, prepared = self.round, self.prepared
+            if prepared is None or prepared.shared is None or posted is None:
+                return False
+            return not prepared.poll(posted) and waiting.oversubscribed  # then the polls yielded the core
         if self.prepared is not None and made is self.round and self.prepared.poll(made):
             return False
         return not waiting.comes_soon(made.Test)

@@ -248,8 +248,7 @@ def comes_soon(test: Callable[[], bool]) -> bool:
     for _ in range(SPIN_POLLS):
         if test():
             return True
-        if oversubscribed:
-            os.sched_yield()
+        give_way()
     return False
 
 
