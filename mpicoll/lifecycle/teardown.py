@@ -163,7 +163,6 @@ def leave(reason: str) -> None:
         operations = untold(known.groups.values()) if known is not None and not ending.code else []
     except BaseException as error:
         _note_raised(error, reason)
-        ending.what = reason_of(error) if ending.code else ""
     never = never_waited(operations)
     if never and known is not None and known.on_failure == "job" and not ending.code:
         ending.code, ending.what, ending.unfinished = 1, never, True
@@ -201,13 +200,18 @@ def leave(reason: str) -> None:
 
 
 def _note_raised(error: BaseException, reason: str) -> None:
-    """Note what a signal handler has raised at this end: this rank ends the job, unless the handler exits with code 0."""
+    """Note what a signal handler has raised at this end.
+
+    This rank ends the job, with the code of the handler or else its own; if both are 0, it tells the other ranks that it ends.
+    """
     code: Any = error.code if isinstance(error, SystemExit) else 128 + signal.SIGINT
     if not isinstance(error, (SystemExit, KeyboardInterrupt)) or not isinstance(code, (int, type(None))):
         code = 1
         say(f"{prefix()}{reason_of(error)}\n")
     if code:
-        ending.code, ending.unfinished = ending.code or code, True
+        ending.code, ending.what = code, reason_of(error)
+    if ending.code:
+        ending.unfinished = True
         return
     for endpoint in endpoints:
         if endpoint.job:
