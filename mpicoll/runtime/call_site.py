@@ -1,4 +1,4 @@
-"""Find the line of the program that calls the library."""
+"""Find the line of the program that calls the library, and the places of its other threads."""
 
 from __future__ import annotations
 

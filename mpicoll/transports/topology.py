@@ -93,11 +93,11 @@ def discover(comm: MPI.Intracomm, device: tuple[str, int] = ("", 0)) -> Topology
     supposed = comm.Split_type(MPI.COMM_TYPE_SHARED, rank)
     try:
         leader = _confirmed_leader(supposed, rank)
-        shared = share_cores(supposed.allgather(frozenset(os.sched_getaffinity(0))))
+        sharing = share_cores(supposed.allgather(frozenset(os.sched_getaffinity(0))))
     finally:
         supposed.Free()
     table = np.empty((size, 2), np.int64)
-    comm.Allgather(np.array([leader, shared], np.int64), table)
+    comm.Allgather(np.array([leader, sharing], np.int64), table)
     leaders = table[:, 0]
     own = secrets.token_bytes(32) if rank == 0 else b""
     facts = comm.allgather((os.uname().nodename if leader == rank else None, device, own))
