@@ -347,9 +347,6 @@ def _poll(request: Request) -> tuple[bool, bool]:
         return False, _is_lost(request)
 
 
-handler_calls.waits.add(_poll.__code__)
-
-
 class _Attended:
     """A request that the progress thread progresses to its end, for a program that waits without calling the library.
 
@@ -396,6 +393,10 @@ def is_over(work: Work) -> bool:
         if work._request.error is None:
             work._outcome()
     return over
+
+
+# The whole of a poll, with its first and last instructions: a loop of polls spends some percent of its time in those.
+handler_calls.waits.update({_poll.__code__, is_over.__code__, Work.is_completed.__code__})
 
 
 def attend(work: Work, thread: waiting.BackgroundProgress) -> None:
