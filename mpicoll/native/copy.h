@@ -1,11 +1,34 @@
-/* Copies into memory that other processes read. */
+/* Copies into memory that other processes read.
+
+   A store into a cache line that another core has read waits until that core has given the line up: on one machine 9 ns a line in
+   some jobs and 31 ns in others, which may differ in where their memory lies. A non-temporal store does not wait: it goes to the main
+   memory, 2 to 5 ns a line, from where the reader gets the line a little later. Which is faster depends on the machine, on the
+   size of a copy and on where the processes are. So each writer takes the time of both, for each size, and uses the faster one. */
 
 #ifndef MPICOLL_COPY_H
 #define MPICOLL_COPY_H
 
 #include <stddef.h>
+#include <stdint.h>
 
-/* Copy private memory to shared memory. Every byte is written before the next atomic store of this thread. */
-void copy_out(char *to, const char *from, ptrdiff_t bytes);
+enum { STORES_LEAST = 4096, STORES_SIZES = 8 }; /* bytes of a copy whose time is taken; ranges of sizes, each twice the one before */
+
+/* How long copies of about one size take. */
+typedef struct {
+    int64_t ns[2]; /* for 64 KiB, by ordinary and by non-temporal stores */
+    int64_t best;  /* the same of the copies of this run */
+    uint32_t count;
+} StoreTimes;
+
+typedef struct {
+    StoreTimes of_size[STORES_SIZES];
+} Stores;
+
+/* Return whether a write of so many bytes shall use non-temporal stores. */
+int stores_pass_cache(const Stores *stores, ptrdiff_t bytes);
+/* Copy private memory to shared memory. Every byte is written before the next atomic store of this thread. NULL: ordinary stores. */
+void copy_out(Stores *stores, char *to, const char *from, ptrdiff_t bytes);
+/* As copy_out, by non-temporal stores, where the processor has them. */
+void copy_past_cache(char *to, const char *from, ptrdiff_t bytes);
 
 #endif

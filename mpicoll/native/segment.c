@@ -2,12 +2,11 @@
 
 #include "segment.h"
 
-#include "copy.h"
 #include "poll.h"
 
 #include <string.h>
 
-enum { IN_PLACE_BYTES = 4096 }; /* reduced at once: a copy of the own terms stays in the nearest cache */
+enum { BLOCK_BYTES = 8192 }; /* reduced at once where the result is then copied: the block stays in the nearest cache */
 
 char *segment_counter(const Segment *segment, int rank)
 {
@@ -71,7 +70,7 @@ static int write_blocks(Transfer *transfer)
     char *buffer = segment_buffer(segment, segment->me, segment->step + 1);
     for (int i = 0; i < transfer->writes; i++) {
         const Block *block = &transfer->blocks[i];
-        copy_out(buffer + block->at, block->memory + transfer->done, piece_of(transfer, block->bytes));
+        copy_out(&segment->stores, buffer + block->at, block->memory + transfer->done, piece_of(transfer, block->bytes));
     }
     segment_advance(segment);
     return 1;
@@ -148,6 +147,28 @@ static int reduce_step(Transfer *transfer)
     return 1;
 }
 
+/* Reduce the elements from `low` to `high` of the piece into this member's buffer of the next step. */
+static void reduce_part(const Transfer *transfer, ptrdiff_t low, ptrdiff_t high)
+{
+    const Segment *segment = transfer->segment;
+    const char *send = transfer->send + transfer->done;
+    char *result = segment_buffer(segment, segment->me, segment->step + 1);
+    char block[BLOCK_BYTES] __attribute__((aligned(64)));
+    const int passes_cache = stores_pass_cache(&segment->stores, high - low);
+    const ptrdiff_t most = passes_cache ? BLOCK_BYTES / transfer->itemsize * transfer->itemsize : high - low;
+    for (ptrdiff_t at = low; at < high; at += most) {
+        const ptrdiff_t bytes = least(most, high - at);
+        char *out = passes_cache ? block : result + at;
+        for (int rank = 1; rank < segment->size; rank++) {
+            const char *one = rank > 1 ? out : (segment->me == 0 ? send : segment_buffer(segment, 0, segment->step)) + at;
+            const char *other = (rank == segment->me ? send : segment_buffer(segment, rank, segment->step)) + at;
+            transfer->reduce(out, one, other, bytes / transfer->part);
+        }
+        if (passes_cache)
+            copy_past_cache(result + at, block, bytes);
+    }
+}
+
 static int reduce_parts_step(Transfer *transfer)
 {
     Segment *segment = transfer->segment;
@@ -159,27 +180,19 @@ static int reduce_parts_step(Transfer *transfer)
     switch (transfer->phase) {
     case 0: { /* write the parts of the others */
         char *buffer = segment_buffer(segment, segment->me, segment->step + 1);
-        copy_out(buffer, send, low);
-        copy_out(buffer + high, send + high, bytes - high);
+        copy_out(&segment->stores, buffer, send, low);
+        copy_out(&segment->stores, buffer + high, send + high, bytes - high);
         segment_advance(segment);
         transfer->phase = 1;
         return 1;
     }
-    case 1: { /* reduce this member's part. All are at this step: the buffer of the next one is not read any more */
-        char *out = segment_buffer(segment, segment->me, segment->step + 1) + low;
-        const ptrdiff_t count = (high - low) / transfer->part;
-        for (int rank = 1; count && rank < segment->size; rank++) {
-            const char *mine = send + low;
-            const char *one = rank > 1 ? out : segment->me == 0 ? mine : segment_buffer(segment, 0, segment->step) + low;
-            const char *other = rank == segment->me ? mine : segment_buffer(segment, rank, segment->step) + low;
-            transfer->reduce(out, one, other, count);
-        }
+    case 1: /* all are at this step: the buffer of the next one is not read any more */
+        reduce_part(transfer, low, high);
         segment_advance(segment);
         transfer->phase = 2;
         if (transfer->recv != NULL)
             return 1;
         break;
-    }
     default: /* read all parts */
         for (int rank = 0; rank < segment->size; rank++) {
             const ptrdiff_t at = edge(transfer, bytes, rank), end = edge(transfer, bytes, rank + 1);
@@ -207,17 +220,17 @@ static int announce_step(Transfer *transfer)
 }
 
 /* Reduce the elements from `at` on of the arrays of all members into this member's. */
-static void reduce_arrays(const Transfer *transfer, ptrdiff_t at, ptrdiff_t bytes)
+static void reduce_arrays(const Transfer *transfer, ptrdiff_t at, ptrdiff_t bytes, int passes_cache)
 {
     const int me = transfer->segment->me;
-    char mine[IN_PLACE_BYTES] __attribute__((aligned(64)));
-    char *out = transfer->arrays[me] + at;
-    if (me > 1)
-        memcpy(mine, out, (size_t)bytes);
-    for (int rank = 1; rank < transfer->segment->size; rank++) {
-        const char *other = rank == me && me > 1 ? mine : transfer->arrays[rank] + at;
-        transfer->reduce(out, rank > 1 ? out : transfer->arrays[0] + at, other, bytes / transfer->part);
-    }
+    char block[BLOCK_BYTES] __attribute__((aligned(64)));
+    char *mine = transfer->arrays[me] + at, *out = passes_cache || me > 1 ? block : mine; /* the third terms are read later */
+    for (int rank = 1; rank < transfer->segment->size; rank++)
+        transfer->reduce(out, rank > 1 ? out : transfer->arrays[0] + at, transfer->arrays[rank] + at, bytes / transfer->part);
+    if (passes_cache)
+        copy_past_cache(mine, block, bytes);
+    else if (out != mine)
+        memcpy(mine, block, (size_t)bytes);
 }
 
 static int reduce_in_place_step(Transfer *transfer)
@@ -225,10 +238,11 @@ static int reduce_in_place_step(Transfer *transfer)
     Segment *segment = transfer->segment;
     if (transfer->phase == 0) { /* `done` goes through this member's part */
         const ptrdiff_t low = edge(transfer, transfer->total, segment->me), high = edge(transfer, transfer->total, segment->me + 1);
-        const ptrdiff_t most = IN_PLACE_BYTES / transfer->itemsize * transfer->itemsize;
+        const ptrdiff_t most = BLOCK_BYTES / transfer->itemsize * transfer->itemsize;
         const ptrdiff_t end = low + least(transfer->done + transfer->width, high - low);
+        const int passes_cache = stores_pass_cache(&segment->stores, least(transfer->width, high - low));
         for (ptrdiff_t at = low + transfer->done; at < end; at += most)
-            reduce_arrays(transfer, at, least(most, end - at));
+            reduce_arrays(transfer, at, least(most, end - at), passes_cache);
         transfer->done += transfer->width;
         if (low + transfer->done < high)
             return 1;
@@ -245,7 +259,7 @@ static int reduce_in_place_step(Transfer *transfer)
             ptrdiff_t at = edge(transfer, transfer->total, rank), stop = least(edge(transfer, transfer->total, rank + 1), end);
             at = at < transfer->done ? transfer->done : at;
             if (rank != segment->me && at < stop)
-                memcpy(transfer->arrays[segment->me] + at, transfer->arrays[rank] + at, (size_t)(stop - at));
+                copy_out(&segment->stores, transfer->arrays[segment->me] + at, transfer->arrays[rank] + at, stop - at);
         }
         if (end < transfer->total) {
             transfer->done = end;

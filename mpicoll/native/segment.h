@@ -13,6 +13,7 @@
 #ifndef MPICOLL_SEGMENT_H
 #define MPICOLL_SEGMENT_H
 
+#include "copy.h"
 #include "reduce.h"
 
 #include <stddef.h>
@@ -26,6 +27,7 @@ typedef struct {
     ptrdiff_t room;  /* bytes of a buffer */
     int me, size;
     int64_t step;    /* the last one of this member */
+    Stores stores;   /* how this member writes into its buffers */
 } Segment;
 
 char *segment_counter(const Segment *segment, int rank);

@@ -157,11 +157,12 @@ static Py_ssize_t piece(const SharedOperation *self, Py_ssize_t from)
 void shared_write_data(const SharedOperation *self, int64_t at, PyObject *send, Py_ssize_t from)
 {
     char *to = data_of(self, self->ring->ring.me, at);
+    Stores *stores = self->segment == NULL ? NULL : &self->segment->segment.stores;
     if (self->send.arrays < 0)
-        copy_out(to, memory(send) + from, self->width < self->block ? piece(self, from) : self->sends);
+        copy_out(stores, to, memory(send) + from, self->width < self->block ? piece(self, from) : self->sends);
     for (Py_ssize_t i = 0; i < self->send.arrays; i++) {
         const Py_ssize_t bytes = self->send.counts[i] * self->itemsize;
-        copy_out(to, memory(PyList_GET_ITEM(send, i)), bytes);
+        copy_out(stores, to, memory(PyList_GET_ITEM(send, i)), bytes);
         to += is_packed(self) ? bytes : self->block;
     }
 }

@@ -448,6 +448,26 @@ def test_copies(extension: Any) -> None:
                         assert got[me][rank].tolist() == [77, *sent[rank][me], 77]
 
 
+def test_copies_by_ordinary_and_by_non_temporal_stores(extension: Any) -> None:
+    """The first 16 copies of a size use ordinary stores, the next 16 non-temporal ones: no byte is lost, none beside is written."""
+    order, room = random.Random(11), 3 << 13
+    writer, reader = segments(extension, 2, room)
+    for at, start, length in ((0, 0, 4096), (1, 3, 4099), (63, 1, 9000), (16, 17, 16384), (8192, 0, 3 << 12)):
+        for number in range(40):
+            source = values("u1", length + start, number)[start:]
+            target = np.full(length + 2, 77, np.uint8)
+            block = [(0, at, source)], [(0, at, target[1:-1])]
+            moved(
+                [
+                    extension.SharedTransfer(writer, "copy", length, room, LOOK_ONCE, block[0], []),
+                    extension.SharedTransfer(reader, "copy", length, room, LOOK_ONCE, [], block[1]),
+                ],
+                order,
+            )
+            assert target[0] == target[-1] == 77
+            assert np.array_equal(target[1:-1], source), (at, start, length, number)
+
+
 def test_a_root_that_writes_ahead(extension: Any) -> None:
     """A member that only writes is one piece ahead at most; one that only reads may come first; each says for whom it waits."""
     source, target = np.arange(1000, dtype=np.uint16).view(np.uint8)[:1000], np.zeros(1000, np.uint8)
