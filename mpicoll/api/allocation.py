@@ -23,8 +23,9 @@ def empty(shape: Any, dtype: Any = float, *, group: Any = None, shared: bool = T
     """Return an array without initial values, in memory that the members share if they are on one node.
 
     All members call this function with the same arguments. An ``all_reduce`` of such an array, or of the same contiguous part of
-    the array on all members, reduces in place: no element is copied into other memory first. Other calls use the array as any
-    array. Between start and end of a call on the array, its contents may change, as those of any array of a call.
+    the array on all members, reduces 64 KiB and more in place (on two members 2 MiB and more): no element is copied into other
+    memory first. Other calls use the array as any array. Between start and end of a call on the array, its contents may change,
+    as those of any array of a call.
 
     Args:
         shape: an int or a tuple of ints, as for numpy.empty.

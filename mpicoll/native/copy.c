@@ -15,7 +15,7 @@
 
 enum {
     LINE = 64,
-    UNIT = 64 * 1024,   /* bytes for which a time is kept */
+    UNIT = 64 * 1024,   /* bytes to which a time refers */
     READER_NS = 600,    /* what the reader waits longer, if the data come from the main memory: for the first line, */
     READER_LINE_NS = 4, /* and for each line (measured: 1.5 to 3; what hardly pays is not done) */
     RUN = 16,           /* copies in sequence by one kind of stores: the first still meet the caches that the other kind has left */

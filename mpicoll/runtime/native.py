@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = "b5e1c40b"
+VERSION = "a9993c93"
 """The CRC-32 of the sources in ``native/``. An extension that was built from other sources is not used."""
 
 

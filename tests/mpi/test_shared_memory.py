@@ -680,7 +680,7 @@ def test_what_is_chosen() -> None:
     assert not chosen.node(Kind.GATHER, 1 << 40)
 
 
-@pytest.mark.parametrize("size", [1, 3000, 70_001])
+@pytest.mark.parametrize("size", [1, 3000, 70_001, 400_001])
 def test_arrays_in_shared_memory(size: int) -> None:
     """all_reduce in place of shared arrays, of parts of them, mixed with others, and again when arrays have gone."""
     me, world = dist.get_rank(), dist.get_world_size()

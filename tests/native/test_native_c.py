@@ -1,4 +1,4 @@
-"""The sources without Python, also under the thread sanitizer: threads are the members of a group, on one ring and one segment."""
+"""The sources without Python, also under the thread sanitizer: threads are the members of a group, on a ring and a segment."""
 
 from __future__ import annotations
 

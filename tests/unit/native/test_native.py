@@ -449,7 +449,7 @@ def test_copies(extension: Any) -> None:
 
 
 def test_copies_by_ordinary_and_by_non_temporal_stores(extension: Any) -> None:
-    """The first 16 copies of a size use ordinary stores, the next 16 non-temporal ones: no byte is lost, none beside is written."""
+    """The first 16 copies of a size use ordinary stores, the next 16 non-temporal ones: all bytes arrive, and no other."""
     order, room = random.Random(11), 3 << 13
     writer, reader = segments(extension, 2, room)
     for at, start, length in ((0, 0, 4096), (1, 3, 4099), (63, 1, 9000), (16, 17, 16384), (8192, 0, 3 << 12)):
