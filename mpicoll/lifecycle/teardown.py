@@ -202,13 +202,14 @@ def leave(reason: str) -> None:
 def _note_raised(error: BaseException, reason: str) -> None:
     """Note what a signal handler has raised at this end.
 
-    This rank ends the job, with the code of the handler or else its own; if both are 0, it tells the other ranks that it ends.
+    This rank ends the job: with the code that it has reported, else with that of the handler, else with its own. If all are 0, it
+    tells the other ranks that it ends.
     """
     code: Any = error.code if isinstance(error, SystemExit) else 128 + signal.SIGINT
     if not isinstance(error, (SystemExit, KeyboardInterrupt)) or not isinstance(code, (int, type(None))):
         code = 1
         say(f"{prefix()}{reason_of(error)}\n")
-    if code:
+    if code and not any(endpoint.failure_posted for endpoint in endpoints):
         ending.code, ending.what = code, reason_of(error)
     if ending.code:
         ending.unfinished = True
