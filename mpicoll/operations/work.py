@@ -395,8 +395,19 @@ def is_over(work: Work) -> bool:
     return over
 
 
-# The whole of a poll, with its first and last instructions: a loop of polls spends some percent of its time in those.
-handler_calls.waits.update({_poll.__code__, is_over.__code__, Work.is_completed.__code__})
+# With the first and last instructions of what a program polls: a loop of polls spends some percent of its time in those.
+handler_calls.waits.update(
+    each.__code__
+    for each in (
+        _poll,
+        is_over,
+        Work.is_completed,
+        Work.is_success,
+        Work.exception,
+        _WorkFuture.done,
+        _WorkFuture.running,
+    )
+)
 
 
 def attend(work: Work, thread: waiting.BackgroundProgress) -> None:
