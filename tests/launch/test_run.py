@@ -341,7 +341,7 @@ def test_time_limit_and_closed_output(tmp_path: Path) -> None:
         (["-n", "2", "--mpiexec", "/bin/false", "--mpiexec", "/nonexistent", __file__], "no such program"),
         (
             ["-n", "2", "--bind-to", "core", __file__],
-            "no option --bind-to. Options of mpiexec go into one string",
+            "no option --bind-to. Options of mpiexec go into one string: --mpiexec-args=",
         ),
         (["-n", "2", "--hostfile", "/nonexistent", __file__], "--hostfile /nonexistent: the file does not exist"),
         (["-n", "2", "--hostfile", "/", __file__], "--hostfile /: the path is a folder"),

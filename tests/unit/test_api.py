@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,3 +68,20 @@ def test_every_public_function_is_documented() -> None:
             assert inspect.getdoc(value), name
     for name in FUNCTIONS:
         assert "torch.distributed" in (inspect.getdoc(getattr(mpicoll, name)) or ""), name
+
+
+def test_no_mpi_library() -> None:
+    """``is_mpi_available()`` says whether mpi4py is installed; the start says that no MPI library could be loaded."""
+    program = """
+import mpicoll as dist
+assert dist.is_mpi_available()
+try:
+    dist.init_process_group()
+except dist.LaunchError as error:
+    assert "no MPI could be loaded" in str(error)
+    print("told")
+"""
+    environment = {**os.environ, "MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "told"), done

@@ -267,6 +267,17 @@ def test_the_picture_tells_what_is_red_and_why() -> None:
     assert (said["ranks 0-1"], said["threads: not set"]) == (False, True)
 
 
+def test_a_slow_link_has_a_red_frame() -> None:
+    """Both places of the link in each heat map have a frame; without a slow link none has."""
+    usual = [Link((0, n), (0, n), 2e-6, 1e10) for n in range(1, 5)]
+    frames = []
+    for links in (usual, [*usual, Link((1, 2), (1, 2), 2e-6, 1e9)]):
+        pytest.importorskip("matplotlib")
+        svg = draw(job(5, 1, tuple(links)), "svg").decode().lower()
+        frames.append(len(re.findall(rf"<path [^>]*style=\"fill: none; stroke: {RED.lower()}; stroke-width: 2", svg)))
+    assert frames == [0, 4]
+
+
 def test_the_picture_names_the_ranks_of_nodes_with_one_name() -> None:
     """The heat maps have units, and tell two nodes of one name apart."""
     places = tuple(dataclasses.replace(place(i, i % 2, i // 2, (i // 2,)), host="vm") for i in range(4))
