@@ -32,7 +32,7 @@ static int size_of(ptrdiff_t bytes)
     return size;
 }
 
-/* Return whether non-temporal stores are so much faster that the time is made up for by which their reader takes longer. */
+/* Return whether non-temporal stores save more time than their reader loses. */
 static int faster(const Stores *stores, int size)
 {
     const StoreTimes *times = &stores->of_size[size];

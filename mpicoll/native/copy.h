@@ -3,7 +3,8 @@
    A store into a cache line that another core has read waits until that core has given the line up: on one machine 9 ns a line in
    some jobs and 31 ns in others, which may differ in where their memory lies. A non-temporal store does not wait: it goes to the main
    memory, 2 to 5 ns a line, from where the reader gets the line a little later. Which is faster depends on the machine, on the
-   size of a copy and on where the processes are. So each writer takes the time of both, for each size, and uses the faster one. */
+   size of a copy and on where the processes are. So each writer takes the time of both, for each size. It uses non-temporal stores if
+   these save more time than the reader may lose: 600 ns a copy, and 4 ns a line. */
 
 #ifndef MPICOLL_COPY_H
 #define MPICOLL_COPY_H
@@ -26,7 +27,7 @@ typedef struct {
 
 /* Return whether a write of so many bytes shall use non-temporal stores. */
 int stores_pass_cache(const Stores *stores, ptrdiff_t bytes);
-/* Copy private memory to shared memory. Every byte is written before the next atomic store of this thread. NULL: ordinary stores. */
+/* Copy into shared memory, from memory that no other process writes meanwhile. Every byte is written before the next atomic store of this thread. NULL: ordinary stores. */
 void copy_out(Stores *stores, char *to, const char *from, ptrdiff_t bytes);
 /* As copy_out, by non-temporal stores, where the processor has them. */
 void copy_past_cache(char *to, const char *from, ptrdiff_t bytes);

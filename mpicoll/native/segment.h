@@ -27,7 +27,7 @@ typedef struct {
     ptrdiff_t room;  /* bytes of a buffer */
     int me, size;
     int64_t step;    /* the last one of this member */
-    Stores stores;   /* how this member writes into its buffers */
+    Stores stores;   /* how this member writes into memory that others read */
 } Segment;
 
 char *segment_counter(const Segment *segment, int rank);

@@ -716,6 +716,27 @@ def test_arrays_in_shared_memory(size: int) -> None:
     dist.destroy_process_group(group)
 
 
+def test_what_is_reduced_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An all_reduce of shared arrays is, from a size on; smaller ones and other arrays are copied."""
+    least = transport.DIRECT_BYTES_OF_TWO if dist.get_world_size() == 2 else transport.DIRECT_BYTES
+    group = dist.new_group()
+    x, plain = dist.empty(least // 8, group=group), np.ones(least // 8)
+    node, kinds = group.pair.node, []
+    if node is None or not node.usable or group.pair.selection.mode == "mpi":
+        pytest.skip("the ranks share no memory")
+    transfer = node._transfer
+    monkeypatch.setattr(
+        node, "_transfer", lambda kind, *rest, **more: kinds.append(kind) or transfer(kind, *rest, **more)
+    )
+    for array, in_place in ((x, True), (x[1:], False), (plain, False)):
+        array[...] = 1
+        dist.all_reduce(array, group=group)
+        assert (array == dist.get_world_size()).all()
+        assert ("in place" in kinds) is in_place, kinds
+        kinds.clear()
+    dist.destroy_process_group(group)
+
+
 def test_wrong_arguments_of_empty() -> None:
     """What cannot be allocated raises on all ranks; without ``shared`` nothing is communicated."""
     me = dist.get_rank()

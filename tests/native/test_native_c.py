@@ -47,7 +47,7 @@ def test_threads(sanitized: Path, size: int) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_non_temporal_stores(size: int, tmp_path: Path) -> None:
     """The same with larger pieces, where some members write by non-temporal stores: what is read is right."""
-    program = build(tmp_path, "-O2", "-DROOM_BYTES=16384")
+    program = build(tmp_path, "-O2", "-DROOM_BYTES=32768")
     for seed in range(3):
         run(program, size, seed)
 

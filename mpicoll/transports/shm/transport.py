@@ -38,7 +38,8 @@ WHOLE_BYTES, WHOLE_BYTES_OVERSUBSCRIBED = 64 * 1024, 512 * 1024
 
 DIRECT_BYTES, DIRECT_BYTES_OF_TWO = 64 * 1024, 2 * 1024 * 1024
 """Bytes of the smallest buffer for which the members find out, in one step, whether it is in an array that they share. Two
-members reduce less faster through their buffers, by a call that the extension makes (measured: 64 KiB 11 us, in place 44 us)."""
+members reduce smaller arrays faster through their buffers, as the extension makes the whole call. Measured: 64 KiB 11 us, in
+place 44 us; 1 MiB 130 and 170 us; 4 MiB 510 and 270 us."""
 
 
 def poll_ns(nbytes: int, oversubscribed: bool) -> int:

@@ -365,7 +365,7 @@ def test_reductions_in_place(extension: Any, dtype: str) -> None:
     for size in SIZES:
         members = segments(extension, size)
         for op in ops_of(extension, dtype):
-            for count in (1, size - 1, 4096 // itemsize + 1, size * 4096 // itemsize + 3):
+            for count in (1, size - 1, 8192 // itemsize + 1, size * 8192 // itemsize + 3):
                 terms = [values(dtype, count, rank) for rank in range(size)]
                 expected, arrays = fold(op, terms), [raw(term) for term in terms]
                 moved(
@@ -451,12 +451,17 @@ def test_copies(extension: Any) -> None:
 def test_copies_by_ordinary_and_by_non_temporal_stores(extension: Any) -> None:
     """The first 16 copies of a size use ordinary stores, the next 16 non-temporal ones: all bytes arrive, and no other."""
     order, room = random.Random(11), 3 << 13
-    writer, reader = segments(extension, 2, room)
     for at, start, length in ((0, 0, 4096), (1, 3, 4099), (63, 1, 9000), (16, 17, 16384), (8192, 0, 3 << 12)):
-        for number in range(40):
+        memory = mmap.mmap(-1, FIRST + 4 * room)
+        writer, reader = (extension.Segment(memory, me, 2, FIRST, room) for me in range(2))
+        buffers = np.frombuffer(memory, np.uint8)[FIRST : FIRST + 2 * room].reshape(
+            2, room
+        )  # of the writer, used in turns
+        for number in range(32):
             source = values("u1", length + start, number)[start:]
             target = np.full(length + 2, 77, np.uint8)
             block = [(0, at, source)], [(0, at, target[1:-1])]
+            buffers[...] = 78
             moved(
                 [
                     extension.SharedTransfer(writer, "copy", length, room, LOOK_ONCE, block[0], []),
@@ -466,6 +471,9 @@ def test_copies_by_ordinary_and_by_non_temporal_stores(extension: Any) -> None:
             )
             assert target[0] == target[-1] == 77
             assert np.array_equal(target[1:-1], source), (at, start, length, number)
+            written = buffers[writer.step % 2]
+            assert (written[:at] == 78).all(), (at, start, length, number)
+            assert (written[at + length :] == 78).all(), (at, start, length, number)
 
 
 def test_a_root_that_writes_ahead(extension: Any) -> None:
