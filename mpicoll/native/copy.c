@@ -1,4 +1,4 @@
-/* Copies into memory that other processes read: by ordinary or by non-temporal stores, whichever are faster. See copy.h. */
+/* Copies into memory that other processes read: by ordinary or by non-temporal stores. copy.h says when. */
 
 #include "copy.h"
 
@@ -48,11 +48,6 @@ static int kind_of(const Stores *stores, int size, uint32_t run)
     return run < 2 ? (int)run : run % each == each / 2 ? !best : best;
 }
 
-static int64_t least(int64_t one, int64_t other)
-{
-    return one < other ? one : other;
-}
-
 int stores_pass_cache(const Stores *stores, ptrdiff_t bytes)
 {
     return PASSES_CACHE && bytes >= STORES_LEAST && faster(stores, size_of(bytes));
@@ -61,7 +56,7 @@ int stores_pass_cache(const Stores *stores, ptrdiff_t bytes)
 void copy_past_cache(char *to, const char *from, ptrdiff_t bytes)
 {
 #if PASSES_CACHE
-    const ptrdiff_t head = least(bytes, -(uintptr_t)to % LINE);
+    const ptrdiff_t before = -(uintptr_t)to % LINE, head = bytes < before ? bytes : before;
     memcpy(to, from, (size_t)head);
     ptrdiff_t at = head;
     for (; at + LINE <= bytes; at += LINE) {
@@ -113,7 +108,8 @@ void copy_out(Stores *stores, char *to, const char *from, ptrdiff_t bytes)
     const int64_t began = now_ns();
     copy(kind, to, from, bytes);
     const int64_t ns = (now_ns() - began) * UNIT / bytes;
-    times->best = place == RUN - TIMED ? ns : least(times->best, ns);
+    if (place == RUN - TIMED || ns < times->best)
+        times->best = ns;
     if (place < RUN - 1)
         return;
     int64_t *known = &times->ns[kind];

@@ -27,7 +27,8 @@ typedef struct {
 
 /* Return whether a write of so many bytes shall use non-temporal stores. */
 int stores_pass_cache(const Stores *stores, ptrdiff_t bytes);
-/* Copy into shared memory, from memory that no other process writes meanwhile. Every byte is written before the next atomic store of this thread. NULL: ordinary stores. */
+/* Copy into shared memory, from memory that no other process writes meanwhile. Every byte is written before the next atomic store of
+   this thread. NULL: by ordinary stores. */
 void copy_out(Stores *stores, char *to, const char *from, ptrdiff_t bytes);
 /* As copy_out, by non-temporal stores, where the processor has them. */
 void copy_past_cache(char *to, const char *from, ptrdiff_t bytes);

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = "eef8760c"
+VERSION = "92d58ebf"
 """The CRC-32 of the sources in ``native/``. An extension that was built from other sources is not used."""
 
 
