@@ -18,7 +18,7 @@ from mpicoll.runtime.native import found as extension
 SNAPSHOT_BYTES = 64 * 1024
 """Bytes of the largest buffer that is compared as a whole to find writes of the program; of a larger one a sample is compared."""
 
-PLACES: tuple[tuple[int, int], ...] = ((2560, 32), (4096, 128), (16 * 1024, 1024))
+PLACES: tuple[tuple[int, int], ...] = ((2560, 32), (4096, 128), (24 * 1024, 1024))
 """How many places a sample has: one for so many bytes, but at most so many. The rule that gives most places counts."""
 
 _END_BYTES, _PLACE_BYTES = 128, 32

@@ -24,7 +24,7 @@ from mpicoll.transports.shm import transport
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = (ROOT / "docs" / "order-checks.md").read_text()
-SAMPLES = {"66 KB": 24, "160 kB": 38, "512 KiB to 2 MiB": 128, "8 MiB": 512, "16 MiB and more": 1024}
+SAMPLES = {"66 KB": 24, "160 kB": 38, "512 KiB to 2 MiB": 128, "8 MiB": 340, "24 MiB and more": 1024}
 """Places of a sample, by the size of an array, as docs/order-checks.md has them."""
 CALLS, STEP, EVERY = 300, 100e-3, 16
 _ROW = re.compile(
