@@ -5,6 +5,7 @@ than float16, and 16 bits more than bfloat16. Elements are 16-bit words here, so
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpicoll.memory.dtypes import HALVES, Floats, Words
+from mpicoll.memory.scratch import scratch
+from mpicoll.runtime.native import convert_half
 
 if TYPE_CHECKING:
     from mpicoll.memory.memory import Memory
@@ -25,16 +28,19 @@ _STEP = 1 << 16  # elements converted at a time, so that temporary memory is sma
 
 def widen(name: str, words: Words, out: Floats) -> None:
     """Convert elements of a half type, as 16-bit words, to float32 without rounding."""
-    convert = HALVES[name][0]
-    for at in range(0, words.size, _STEP):
-        convert(words[at : at + _STEP], out[at : at + _STEP])
+    _convert(name, HALVES[name][0], words, out)
 
 
 def narrow(name: str, values: Floats, out: Words) -> None:
     """Round float32 to a half type: to nearest, ties to even."""
-    convert = HALVES[name][1]
-    for at in range(0, values.size, _STEP):
-        convert(values[at : at + _STEP], out[at : at + _STEP])
+    _convert(name, HALVES[name][1], values, out)
+
+
+def _convert(name: str, by_numpy: Callable[[Any, Any], None], source: Any, out: Any) -> None:
+    for at in range(0, source.size, _STEP):
+        part, result = source[at : at + _STEP], out[at : at + _STEP]
+        if not convert_half(name, part, result):
+            by_numpy(part, result)
 
 
 def wide(memory: Memory) -> Memory:
@@ -45,7 +51,7 @@ def wide(memory: Memory) -> Memory:
         addresses: Any = memory.flat
         wider = addresses.widened(WIDE, partial(widen, memory.named), partial(narrow, memory.named))
         return replace(memory, flat=wider, origin=memory.own)
-    name, words, values = memory.named, memory.flat, np.empty(memory.flat.size, WIDE)
+    name, words, values = memory.named, memory.flat, scratch(memory.flat.size, WIDE)
 
     def pack() -> None:
         widen(name, memory.filled(), values)

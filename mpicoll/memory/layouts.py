@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicoll.memory.dtypes import Element
+from mpicoll.memory.scratch import scratch
 
 Array = npt.NDArray[Any]
 
@@ -19,10 +20,10 @@ def packed(value: Array, element: Element) -> tuple[Array, Callable[[], None], C
     Bytes in gaps between fields of the array are not overwritten: they may be fields of another view.
     """
     if element.swapped:
-        source, own = value, np.empty(value.shape, value.dtype.newbyteorder("="))
+        source, own = value, scratch(value.shape, value.dtype.newbyteorder("="))
     else:
         source = value.view(element.wire)  # NumPy would copy a structured dtype field by field
-        own = np.empty(value.shape, element.wire)
+        own = scratch(value.shape, element.wire)
     target = own.view(value.dtype) if element.gaps else own
 
     def pack() -> None:

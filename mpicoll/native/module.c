@@ -161,6 +161,30 @@ static PyObject *reduce_rows(PyObject *Py_UNUSED(module), PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* Convert between words of a half type and float32: from the first to the second memory, by the sizes of their elements. */
+static PyObject *convert_half(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    const char *name;
+    Py_buffer from, to;
+    if (!PyArg_ParseTuple(args, "sy*w*", &name, &from, &to))
+        return NULL;
+    const HalfType *type = find_half_type(name);
+    const int widens = to.len == 2 * from.len, wrong = !widens && from.len != 2 * to.len;
+    if (type != NULL && !wrong) {
+        if (widens)
+            type->widen(to.buf, from.buf, from.len / (Py_ssize_t)sizeof(uint16_t));
+        else
+            type->narrow(to.buf, from.buf, to.len / (Py_ssize_t)sizeof(uint16_t));
+    }
+    PyBuffer_Release(&from);
+    PyBuffer_Release(&to);
+    if (wrong) {
+        PyErr_SetString(PyExc_ValueError, "convert_half: one memory must be twice as large as the other");
+        return NULL;
+    }
+    return PyBool_FromLong(type != NULL);
+}
+
 static PyObject *set_yields(PyObject *Py_UNUSED(module), PyObject *yields)
 {
     const int whether = PyObject_IsTrue(yields);
@@ -203,6 +227,8 @@ static PyMethodDef methods[] = {
      "None for a tensor that Python has to look at."},
     {"reduce_rows", reduce_rows, METH_VARARGS,
      "Reduce rows in their order: reduce_rows(rows, number of rows, out, \"SUM f8\")."},
+    {"convert_half", convert_half, METH_VARARGS,
+     "Convert words of a half type to float32, or back, and return whether that was possible: convert_half(\"float16\", from, to)."},
     {NULL},
 };
 

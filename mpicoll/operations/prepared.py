@@ -22,6 +22,7 @@ from mpicoll.diagnosis.call import CallDescription, fingerprint
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.memory.layouts import joined
+from mpicoll.memory.scratch import concatenated, scratch
 from mpicoll.operations import execution
 from mpicoll.operations.request import Request, collectives_are_pending
 from mpicoll.operations.schedules import (
@@ -227,7 +228,7 @@ class PreparedOperation:
         send, recv = None if self.send_shapes is None else send, None if self.recv_shapes is None else recv
         if kind is Kind.ALL_REDUCE and isinstance(recv, list):
             whole = joined(recv)
-            flat = np.concatenate([each.reshape(-1) for each in recv]) if whole is None else whole
+            flat = concatenated([each.reshape(-1) for each in recv]) if whole is None else whole
             return Movement(kind, recv=flat, op=self.mpi_op), partial(_unpack, flat, recv) if whole is None else None
         if kind in (Kind.ALL_REDUCE, Kind.BROADCAST) or (kind is Kind.REDUCE and recv is not None):
             flat = _flat(send if recv is None else recv)
@@ -236,13 +237,13 @@ class PreparedOperation:
         if isinstance(recv, list):
             into: Any = joined(recv)
             if into is None:
-                into = np.empty(sum(each.size for each in recv), self.dtype)
+                into = scratch(sum(each.size for each in recv), self.dtype)
                 after = partial(_unpack, into, recv)
         else:
             into = None if recv is None else _flat(recv)
         if isinstance(send, list):
             whole = joined(send)
-            send = np.concatenate([each.reshape(-1) for each in send]) if whole is None else whole
+            send = concatenated([each.reshape(-1) for each in send]) if whole is None else whole
         elif send is not None:
             send = _flat(send)
         if send is not None and into is not None and not (send.base is None and into.base is None and send is not into):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = "92d58ebf"
+VERSION = "fc27f324"
 """The CRC-32 of the sources in ``native/``. An extension that was built from other sources is not used."""
 
 
@@ -38,3 +38,8 @@ def name_of(op: str, dtype: Any) -> str:
 def reduce_rows(op: str, rows: Any, size: int, out: Any) -> None:
     """Reduce ``size`` rows, which follow each other in an array, into another array in the order of the rows."""
     found.reduce_rows(rows, size, out, name_of(op, out.dtype))
+
+
+def convert_half(name: str, source: Any, out: Any) -> bool:
+    """Convert contiguous words of a half type to float32, or back, and return whether the extension did so."""
+    return found is not None and bool(found.convert_half(name, source, out))

@@ -12,6 +12,7 @@
 
 #include "../copy.h"
 #include "../poll.h"
+#include "../half.h"
 #include "../reduce.h"
 #include "../ring.h"
 #include "../segment.h"

@@ -28,6 +28,7 @@ from mpicoll.memory.half import wide
 from mpicoll.memory.memory import AnyArray, Memory
 from mpicoll.memory.protocols import as_numpy
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
+from mpicoll.memory.scratch import scratch
 from mpicoll.operations import dispatch
 from mpicoll.operations.prepare.run import Prepared, result_unpacker
 from mpicoll.operations.prepared import PreparedOperation, are_disjoint
@@ -446,7 +447,7 @@ def all_gather_coalesced(
     texts = [layout([inputs[0].name] * len(row), row) for row in shapes]
     words = texts[0] if len(set(texts)) == 1 else tuple(texts)
     key = (inputs[0].name, ("arrays", len(inputs)), ("layout", words))
-    send, packed = np.empty(counts[g.rank()], dtype), np.empty(sum(counts), dtype)
+    send, packed = scratch(counts[g.rank()], dtype), scratch(sum(counts), dtype)
 
     def before() -> None:
         np.concatenate([memory.flat for memory in inputs], out=send)

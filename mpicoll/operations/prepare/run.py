@@ -21,6 +21,7 @@ from mpicoll.memory.layouts import joined
 from mpicoll.memory.lists import ListMemory
 from mpicoll.memory.memory import Array, Memory, StreamOrder
 from mpicoll.memory.reduce_op import RedOpType
+from mpicoll.memory.scratch import concatenated, scratch
 from mpicoll.operations import dispatch, execution
 from mpicoll.operations.prepare.refusal import refuse, refuse_group
 from mpicoll.operations.prepared import PreparedOperation
@@ -360,7 +361,7 @@ def one_result_buffer(argument: ListMemory, others: Sequence[Memory]) -> tuple[A
     whole = _own_buffer(memories, others)
     if whole is not None:
         return whole, None
-    packed = np.empty(sum(memory.flat.size for memory in memories), memories[0].dtype)
+    packed = scratch(sum(memory.flat.size for memory in memories), memories[0].dtype)
     return packed, result_unpacker(memories, packed)
 
 
@@ -373,7 +374,7 @@ def one_source_buffer(argument: ListMemory, others: Sequence[Memory]) -> Array:
     if argument.whole is not None:
         return argument.whole  # filled when the call begins
     whole = _own_buffer(argument.memories, others)
-    return np.concatenate([memory.filled() for memory in argument.memories]) if whole is None else whole
+    return concatenated([memory.filled() for memory in argument.memories]) if whole is None else whole
 
 
 def _own_buffer(memories: list[Memory], others: Sequence[Memory]) -> Array | None:

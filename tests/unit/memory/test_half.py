@@ -9,8 +9,17 @@ import pytest
 
 from mpicoll.memory.half import narrow, wide, widen
 from mpicoll.memory.memory import Memory
+from mpicoll.runtime import native
 
 WORDS = np.arange(1 << 16, dtype=np.uint16)
+
+
+@pytest.fixture(autouse=True, params=["extension", "NumPy"])
+def converter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "NumPy":
+        monkeypatch.setattr(native, "found", None)
+    elif native.found is None:
+        pytest.skip("no C extension")
 
 
 def reference(name: str) -> Any:
@@ -57,6 +66,26 @@ def test_float32_is_rounded_to_nearest_even(name: str) -> None:
     narrow(name, values, out)
     with np.errstate(all="ignore"):
         same_or_nan(out.view(reference(name)), values.astype(reference(name)))
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_any_number_of_elements(name: str) -> None:
+    """Numbers of elements that the instructions do not divide, at any address: no element beyond the last one is touched."""
+    for count in range(20):
+        for start in range(3):
+            words, out, back = (
+                WORDS[start : start + count] + 0x3C00,
+                np.full(24, -1, np.float32),
+                np.full(24, 7, np.uint16),
+            )
+            widen(name, words, out[start : start + count])
+            same_or_nan(out[start : start + count], words.view(reference(name)).astype(np.float32))
+            assert (out[:start] == -1).all()
+            assert (out[start + count :] == -1).all()
+            narrow(name, out[start : start + count], back[start : start + count])
+            assert (back[start : start + count] == words).all()
+            assert (back[:start] == 7).all()
+            assert (back[start + count :] == 7).all()
 
 
 def test_the_corners_of_bfloat16() -> None:

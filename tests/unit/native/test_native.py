@@ -867,3 +867,19 @@ def test_rows(extension: Any, dtype: str) -> None:
     for size, name in ((3, "SUM f8"), (1, "SUM f8"), (-1, "SUM f8"), (4, "SUM f2"), (4, "")):
         with pytest.raises(ValueError):
             extension.reduce_rows(np.zeros((4, 9)), size, np.zeros(9), name)
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float8", ""])
+def test_memory_of_half_types(extension: Any, name: str) -> None:
+    """Memory of another size is refused; a name that the extension does not know leaves the result as it was."""
+    words = np.arange(37, dtype=np.uint16) + 0x3C00
+    wide, narrow = np.zeros(37, np.float32), np.zeros(37, np.uint16)
+    known = extension.convert_half(name, words, wide)
+    assert extension.convert_half(name, wide, narrow) is known
+    assert known or (name != "bfloat16" and not wide.any())
+    assert not known or (narrow == words).all()
+    for source, out in ((words, wide[1:]), (words[1:], wide), (wide, narrow[1:]), (words, narrow)):
+        with pytest.raises(ValueError):
+            extension.convert_half(name, source, out)
+    with pytest.raises(TypeError):
+        extension.convert_half(name, words, wide.data.toreadonly())
