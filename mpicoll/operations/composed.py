@@ -109,14 +109,15 @@ def move_once(
         if node.usable:
             yield from node.steps(move, nbytes)
             return moved
-    for piece in pieces(move, size, nbytes, execution.NATIVE_BYTES):
+    most = execution.native_bytes(move.kind)
+    for piece in pieces(move, size, nbytes, most):
         step = block_bytes(piece, size)
         if agreed.nonblocking:
             waiting.transfer_hint(step)
             yield engine.nonblocking(piece)
             continue
         moved += step
-        if moved > execution.NATIVE_BYTES:
+        if moved > most:
             moved = step
             yield from meet(group.pair.agreement, group.pair.data, call)  # as in execution
         with BlockingCall(group, call, group.timeout):

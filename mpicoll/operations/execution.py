@@ -28,12 +28,20 @@ from mpicoll.runtime import handler_calls, signals, waiting
 from mpicoll.runtime.native import reduce_rows
 from mpicoll.runtime.waiting import Pollable, Steps
 from mpicoll.transports import large_counts
-from mpicoll.transports.base import SMALL_BYTES, Kind, Movement, block_bytes, pieces
+from mpicoll.transports.base import SMALL_BYTES, WHOLE, Kind, Movement, block_bytes, pieces
 from mpicoll.transports.control import BEHIND, IN_PIECES, Agreed
 from mpicoll.transports.selection import NEVER, Facts, Way, select, stage
 
 NATIVE_BYTES = 32 * 1024 * 1024
 """Most bytes of one blocking call of MPI, so that the call ends within about half a second."""
+
+BLOCKS = 8
+"""So many times as many bytes if each member has a block: pieces of blocks are slower than whole ones (docs/performance.md)."""
+
+
+def native_bytes(kind: Kind) -> int:
+    """Return the most bytes of host memory that a rank passes to one blocking call of MPI."""
+    return min(NATIVE_BYTES * (1 if kind in WHOLE else BLOCKS), large_counts.COUNT_LIMIT)
 
 
 def call_limit(group: ProcessGroup, timeout: Any) -> float:
@@ -153,7 +161,7 @@ def _move(
         yield plan.start(move)
         plan.finish(move)
     elif way is Way.BLOCKING:
-        most = min(NATIVE_BYTES, large_counts.COUNT_LIMIT)
+        most = native_bytes(move.kind)
         for place, piece in enumerate(pieces(move, size, nbytes, most)):
             if agreed.nonblocking:  # in order, and the data of later calls after the last piece
                 waiting.transfer_hint(most)

@@ -23,7 +23,7 @@ def handler(*_):
     raise Stop
 
 signal.signal(signal.SIGALRM, handler)
-execution.NATIVE_BYTES = 1 << 18  # many pieces
+execution.NATIVE_BYTES, execution.BLOCKS = 1 << 18, 1  # many pieces
 own = MPI.COMM_WORLD.Dup()  # the test's own
 me, size = own.rank, own.size
 rng = random.Random(int(sys.argv[1]))

@@ -235,6 +235,7 @@ def test_in_pieces(name: str, beyond: bool, gpu: Gpu, monkeypatch: pytest.Monkey
     """What is cut into pieces is handed to MPI, too; of a reduce_scatter each piece is packed on the device."""
     size = dist.get_world_size()
     monkeypatch.setattr(execution, "NATIVE_BYTES", 40_000)
+    monkeypatch.setattr(execution, "BLOCKS", 1)
     if beyond:
         monkeypatch.setattr(
             large_counts, "COUNT_LIMIT", size * 112_000
@@ -259,6 +260,7 @@ def test_in_pieces(name: str, beyond: bool, gpu: Gpu, monkeypatch: pytest.Monkey
 def test_no_memory_for_a_piece(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device without memory for the pieces of a reduce_scatter that has begun: they go by way of the host."""
     monkeypatch.setattr(execution, "NATIVE_BYTES", 40_000)
+    monkeypatch.setattr(execution, "BLOCKS", 1)
     monkeypatch.setattr(cases, "dist", OnGpu(gpu))
     gpu.memory = dist.get_rank() > 0
     cases.run("reduce_scatter_single", iter([Case("d", 2 * MANY)]))

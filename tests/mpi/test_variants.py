@@ -45,16 +45,24 @@ def test_every_collective_on_subgroups() -> None:
             assert group == dist.GroupMember.NON_GROUP_MEMBER
 
 
-@pytest.mark.parametrize("mode", ["pieces", "one piece", "one byte a piece", "owned buffers", "without MPI-4"])
+@pytest.mark.parametrize(
+    "mode", ["pieces", "one piece", "one byte a piece", "owned buffers", "without MPI-4", "posted", "linear"]
+)
 def test_every_way_of_moving_gives_the_same(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocking calls whole or in pieces, polled requests, persistent or not: all of them agree with NumPy."""
+    """Blocking calls whole or in pieces, posted and waited for, or polled, persistent or not: or linear: all agree with NumPy."""
     if mode == "without MPI-4":
         monkeypatch.setattr("mpicoll.transports.mpi.collectives.persistent_collectives", lambda: False)
         monkeypatch.setattr("mpicoll.transports.mpi.control.persistent_collectives", lambda: False)
     elif mode != "owned buffers":
-        limit = {"pieces": 300, "one piece": 1 << 20, "one byte a piece": 1}[mode]
+        limit = {"pieces": 300, "one byte a piece": 1}.get(mode, 1 << 20)
         monkeypatch.setattr(execution, "SMALL_BYTES", 0)
         monkeypatch.setattr(execution, "NATIVE_BYTES", limit)
+        monkeypatch.setattr(execution, "BLOCKS", 1)
+        if mode == "linear":
+            chosen = (Kind.GATHER, Kind.SCATTER)
+            monkeypatch.setattr("mpicoll.transports.mpi.collectives._is_linear", lambda move, size: move.kind in chosen)
+        if mode == "posted":
+            monkeypatch.setattr("mpicoll.transports.mpi.collectives._is_posted", lambda name, arguments: True)
     group = dist.new_group()
     counts = (0, 1, 5) if mode == "one byte a piece" else (0, 5, 37)
     cases.every_collective(group, counts)
