@@ -7,7 +7,8 @@ as into memory that was written before (docs/performance.md).
 from __future__ import annotations
 
 import math
-import sys
+import weakref
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,21 +18,48 @@ import numpy.typing as npt
 LEAST_BYTES = 128 * 1024
 """From so many bytes on memory is used again. The C library uses smaller memory again by itself."""
 MOST_BYTES = 64 * 1024 * 1024
-"""Most bytes of the memory that a process retains."""
+"""Most bytes of the memory that is used again, of a process."""
 
-_retained: list[npt.NDArray[np.uint8]] = []
+Bytes = npt.NDArray[np.uint8]
+
+
+class _Owner:
+    """What an array and all views of it refer to."""
+
+    __slots__ = ("__array_interface__", "__weakref__")
+
+    def __init__(self, memory: Bytes, nbytes: int) -> None:
+        self.__array_interface__ = {**memory.__array_interface__, "shape": (nbytes,)}
+
+
+class _Lent(weakref.ref[_Owner]):
+    """Memory that an array uses: when nothing refers to its owner any more, this object is appended to ``_released``.
+
+    The callback is a function of C. A function of Python could be interrupted by a signal handler, whose exception would be lost.
+    """
+
+    __slots__ = ("memory",)
+    memory: Bytes
+
+
+_lent: set[_Lent] = set()
+_released: deque[_Lent] = deque()
+_unused: deque[Bytes] = deque()
 
 
 def scratch(shape: int | tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """Return an array without initial values. Its memory is used again when nothing refers to the array or to a view of it."""
     nbytes = (math.prod(shape) if isinstance(shape, tuple) else shape) * dtype.itemsize
-    if not LEAST_BYTES <= nbytes <= MOST_BYTES or not _COUNTS:
+    if not LEAST_BYTES <= nbytes <= MOST_BYTES:
         return np.empty(shape, dtype)
-    memory = _unused(nbytes)
+    memory = _taken(nbytes)
     if memory is None:
-        memory = np.empty(nbytes, np.uint8)
-    array: npt.NDArray[Any] = memory[:nbytes].view(dtype).reshape(shape)
-    _retain(memory)
+        return np.empty(shape, dtype)
+    owner = _Owner(memory, nbytes)
+    lent = _Lent(owner, _released.append)
+    lent.memory = memory
+    _lent.add(lent)
+    array: npt.NDArray[Any] = np.asarray(owner).view(dtype).reshape(shape)
     return array
 
 
@@ -40,46 +68,30 @@ def concatenated(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     return np.concatenate(arrays, out=scratch(sum(each.size for each in arrays), arrays[0].dtype))
 
 
-def _taken(memories: list[npt.NDArray[np.uint8]]) -> tuple[npt.NDArray[np.uint8], int] | None:
-    """Return the first memory, which is no longer in the list, and the references to the memory; None if the list is empty."""
+def _taken(nbytes: int) -> Bytes | None:
+    """Return memory of at least ``nbytes``, and less than twice as many; None if all memory would be more than ``MOST_BYTES``."""
+    while (lent := _first(_released)) is not None:
+        _lent.discard(lent)
+        _unused.append(lent.memory)
+    for _ in range(len(_unused)):
+        memory: Bytes | None = _first(_unused)
+        if memory is None:
+            break
+        if nbytes <= memory.nbytes < 2 * nbytes:
+            return memory
+        _unused.append(memory)
+    while (
+        nbytes + sum(each.memory.nbytes for each in list(_lent)) + sum(each.nbytes for each in list(_unused))
+        > MOST_BYTES
+    ):
+        if _first(_unused) is None:
+            return None
+    return np.empty(nbytes, np.uint8)
+
+
+def _first(queue: deque[Any]) -> Any:
+    """Take the first object of a queue, at once, so that no other thread gets it; None if the queue is empty."""
     try:
-        memory = memories.pop(0)  # at once, so that no other thread gets this memory
+        return queue.popleft()
     except IndexError:
         return None
-    return memory, sys.getrefcount(memory)
-
-
-def _unused(nbytes: int) -> npt.NDArray[np.uint8] | None:
-    """Return memory of at least ``nbytes``, and less than twice as many, that no array uses, or None."""
-    for _ in range(len(_retained)):
-        taken = _taken(_retained)
-        if taken is None:
-            return None
-        memory, references = taken
-        if references == _ALONE and nbytes <= memory.nbytes < 2 * nbytes:
-            return memory
-        _retained.append(memory)
-    return None
-
-
-def _retain(memory: npt.NDArray[np.uint8]) -> None:
-    """Retain memory for later calls instead of what has not been used for longest."""
-    _retained.append(memory)
-    total = sum(each.nbytes for each in list(_retained))
-    while total > MOST_BYTES:
-        taken = _taken(_retained)
-        if taken is None:
-            return
-        total -= taken[0].nbytes
-
-
-def _references_to_one() -> int:
-    taken = _taken([np.empty(1, np.uint8)])
-    assert taken is not None
-    return taken[1]
-
-
-_ALONE = _references_to_one()
-"""What ``sys.getrefcount`` returns for memory that nothing else refers to; the number depends on the version of Python."""
-_COUNTS = getattr(sys, "_is_gil_enabled", lambda: True)()
-"""Whether the counts are exact, as they are with the interpreter lock."""

@@ -1,17 +1,23 @@
-/* Conversions of half types: float16 where the processor has instructions for that, bfloat16 everywhere. */
+/* Conversions of half types, on x86-64 with the instructions AVX2 and F16C. Other processors convert bfloat16 only. */
 
 #include "half.h"
 
 #include <string.h>
 
 #if defined(__x86_64__) && defined(__GNUC__)
+#include <cpuid.h>
 #include <immintrin.h>
 #define HAS_FLOAT16 1
-#define FOR_AVX2 __attribute__((target("avx2,f16c"))) /* a processor with AVX2 has F16C */
+#define FOR_AVX2 __attribute__((target("avx2,f16c")))
 
 static int is_able(void)
 {
-    return __builtin_cpu_supports("avx2");
+    static int able = -1; /* a virtual machine may take long for the instruction CPUID */
+    if (able < 0) {
+        unsigned a, b, c = 0, d;
+        able = __builtin_cpu_supports("avx2") && __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) != 0;
+    }
+    return able;
 }
 
 FOR_AVX2 static void widen_eight(float *to, const uint16_t *from)
@@ -62,7 +68,9 @@ static int is_able(void)
 FOR_AVX2 static void widen_bfloat16(float *to, const uint16_t *from, ptrdiff_t count)
 {
     for (ptrdiff_t i = 0; i < count; i++) {
-        const uint32_t bits = (uint32_t)from[i] << 16;
+        uint16_t word; /* the memory need not be aligned */
+        memcpy(&word, from + i, sizeof word);
+        const uint32_t bits = (uint32_t)word << 16;
         memcpy(to + i, &bits, sizeof bits);
     }
 }
@@ -75,7 +83,8 @@ FOR_AVX2 static void narrow_bfloat16(uint16_t *to, const float *from, ptrdiff_t 
         uint32_t bits;
         memcpy(&bits, from + i, sizeof bits);
         const uint32_t upper = bits >> 16, rounded = (bits + 0x7FFF + (upper & 1)) >> 16;
-        to[i] = (uint16_t)((bits & 0x7FFFFFFF) > 0x7F800000 ? upper | 0x0040 : rounded);
+        const uint16_t word = (uint16_t)((bits & 0x7FFFFFFF) > 0x7F800000 ? upper | 0x0040 : rounded);
+        memcpy(to + i, &word, sizeof word);
     }
 }
 

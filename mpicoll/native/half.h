@@ -1,4 +1,4 @@
-/* Half types, as 16-bit words, to float32 and back, as NumPy and ml_dtypes convert: rounded to nearest, ties to even. */
+/* Half types, as 16-bit words, to float32 and back, rounded to nearest, ties to even. A NaN stays a NaN, with its sign. */
 
 #ifndef MPICOLL_HALF_H
 #define MPICOLL_HALF_H

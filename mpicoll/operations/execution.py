@@ -33,14 +33,15 @@ from mpicoll.transports.control import BEHIND, IN_PIECES, Agreed
 from mpicoll.transports.selection import NEVER, Facts, Way, select, stage
 
 NATIVE_BYTES = 32 * 1024 * 1024
-"""Most bytes of one blocking call of MPI, so that the call ends within about half a second."""
+"""Most bytes of one blocking call of MPI that moves one array: the call usually ends within half a second."""
 
-BLOCKS = 8
-"""So many times as many bytes if each member has a block: pieces of blocks are slower than whole ones (docs/performance.md)."""
+BLOCKS = 4
+"""By how much ``NATIVE_BYTES`` is multiplied for calls with a block of each member, whose pieces take longer than the whole
+(docs/performance.md)."""
 
 
 def native_bytes(kind: Kind) -> int:
-    """Return the most bytes of host memory that a rank passes to one blocking call of MPI."""
+    """Return the most bytes that a rank passes to one blocking call of MPI."""
     return min(NATIVE_BYTES * (1 if kind in WHOLE else BLOCKS), large_counts.COUNT_LIMIT)
 
 
@@ -116,7 +117,7 @@ def move_agreed(
         way = select(facts)
     staged = None
     if facts.device:
-        staged = stage(facts, move, group.rank(), min(NATIVE_BYTES, large_counts.COUNT_LIMIT))
+        staged = stage(facts, move, group.rank(), native_bytes(move.kind))
     if staged is None:
         yield from _move(group, call, number, limit, agreed, way, agreed.block_bytes, move)
     else:
@@ -164,7 +165,7 @@ def _move(
         most = native_bytes(move.kind)
         for place, piece in enumerate(pieces(move, size, nbytes, most)):
             if agreed.nonblocking:  # in order, and the data of later calls after the last piece
-                waiting.transfer_hint(most)
+                waiting.transfer_hint(_hint(piece, block_bytes(piece, size), size))
                 yield engine.nonblocking(piece)
                 continue
             if place or agreed.behind:
@@ -172,7 +173,7 @@ def _move(
                 # the first if a member may still wait for its GPU.
                 yield from meet(group.pair.agreement, group.pair.data, call)
             with BlockingCall(group, call, limit):
-                engine.blocking(piece)
+                engine.blocking(piece, posted=not agreed.device)
 
 
 def _facts(group: ProcessGroup, move: Movement, agreed: Agreed, fixed: bool) -> Facts:

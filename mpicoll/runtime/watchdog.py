@@ -59,7 +59,7 @@ services: list[Callable[[], None]] = []
 
 _EVERY = 0.25
 LOOK_AFTER = 1.0
-"""Seconds in one blocking MPI call (which is cut to take half a second) after which its members are checked."""
+"""Seconds in one blocking MPI call (which usually takes less than half a second) after which its members are checked."""
 HOPELESS_FOR = 2.0
 """Seconds after which a call that can never end ends the process: it may have been about to return when a member died."""
 EXIT_CODE = 70

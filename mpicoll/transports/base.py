@@ -130,8 +130,12 @@ class Movement:
 class Engine(Protocol):
     """A transport: a way to move bytes between the members of one group."""
 
-    def blocking(self, move: Movement) -> None:
-        """Move the data; return when the part of this rank is complete. All members are known to make the same call."""
+    def blocking(self, move: Movement, posted: bool = True) -> None:
+        """Move the data; return when the part of this rank is complete. All members are known to make the same call.
+
+        Args:
+            posted: the transport may post a nonblocking call of MPI and wait; the same on all members.
+        """
 
     def nonblocking(self, move: Movement) -> Pollable:
         """Post the movement, and return its request at once."""

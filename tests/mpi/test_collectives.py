@@ -90,6 +90,17 @@ def test_barrier_holds_everybody_until_the_last_has_come() -> None:
     dist.barrier(dist.group.WORLD)
 
 
+@pytest.mark.parametrize(
+    "name", ["gather", "scatter", "all_gather", "all_gather_uneven", "all_gather_single", "reduce_scatter"]
+)
+def test_blocks_that_other_calls_of_mpi_move(name: str) -> None:
+    """Blocks beyond the sizes from which Gatherv, Scatterv, Iallgatherv and Ireduce_scatter are used, for each root."""
+    for root in range(dist.get_world_size() if name in ("gather", "scatter") else 1):
+        for count in (20_000, 70_001, 600_001):  # from 64 KiB, 512 KiB in all, and 2 MiB on
+            for async_op in (False, True):
+                cases.run(name, iter((cases.Case("f", count, root=root, async_op=async_op),)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*cases.ALL])
 def test_blocks_above_the_limit_of_one_native_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

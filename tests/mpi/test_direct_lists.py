@@ -257,6 +257,30 @@ def test_in_pieces(name: str, beyond: bool, gpu: Gpu, monkeypatch: pytest.Monkey
         assert gpu.packed > 0
 
 
+@several
+@pytest.mark.parametrize("name", ["all_gather_uneven", "all_gather_single"])
+def test_nothing_is_posted(name: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one rank has its array on a GPU, a call that all wait for makes no nonblocking call, which MPI may not support."""
+    asked: list[bool] = []
+    call = MpiTransport.blocking
+
+    def noted(self: MpiTransport, move: Any, posted: bool = True) -> None:
+        asked.append(posted)
+        call(self, move, posted)
+
+    monkeypatch.setattr(MpiTransport, "blocking", noted)
+    monkeypatch.setattr(execution, "NATIVE_BYTES", 40_000)
+    monkeypatch.setattr(execution, "BLOCKS", 1)
+    count = many("d") * 2
+    cases.run(name, iter([Case("d", count)]))
+    assert set(asked) <= {True}
+    asked.clear()
+    monkeypatch.setattr(cases, "dist", OnGpu(gpu) if dist.get_rank() == 0 else dist)
+    cases.run(name, iter([Case("d", count)]))
+    assert asked
+    assert not any(asked)
+
+
 def test_no_memory_for_a_piece(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device without memory for the pieces of a reduce_scatter that has begun: they go by way of the host."""
     monkeypatch.setattr(execution, "NATIVE_BYTES", 40_000)

@@ -37,8 +37,8 @@ def _is_mpich() -> bool:
 def _is_posted(name: str, arguments: tuple[Any, ...]) -> bool:
     """Return whether a call is posted and waited for, as that is faster than the blocking call; the same on all members.
 
-    Allgatherv of MPICH moves messages of 32 KiB if there are 512 KiB in all. On 2 and 4 ranks Iallgatherv takes 0.26 to 0.67 of
-    the time. Open MPI takes 0.65 to 1.0 of the time for 32 MiB, and up to 4 times as long for less (benchmarks/mpi_calls.py).
+    Allgatherv of MPICH moves messages of 32 KiB from 512 KiB in all on: Iallgatherv takes 0.26 to 0.84 of the time.
+    With Open MPI Iallgatherv takes 0.4 to 1.0 from 32 MiB on, and up to 4 times as long below (benchmarks/mpi_calls.py).
     """
     if name != "Allgatherv":
         return False
@@ -212,14 +212,14 @@ class MpiTransport:
         self._comm = comm
         self._types: dict[str, MPI.Datatype] = {}
 
-    def blocking(self, move: Movement) -> None:
-        """Make the blocking call."""
+    def blocking(self, move: Movement, posted: bool = True) -> None:
+        """Make the blocking call, or post and wait for the nonblocking call where that is faster."""
         if move.kind is Kind.BARRIER:
             self._comm.Barrier()
             return
         moved = large_counts.near(move) if move.vector else None
         name, arguments = self.call(move if moved is None else moved[0])
-        if _is_posted(name, arguments):
+        if posted and _is_posted(name, arguments):
             getattr(self._comm, "I" + name.lower())(*arguments).Wait()
         else:
             getattr(self._comm, name)(*arguments)
@@ -233,7 +233,7 @@ class MpiTransport:
         moved = large_counts.near(move) if move.vector else None
         name, arguments = self.call(move if moved is None else moved[0])
         if name == "Reduce_scatter_block" and _is_mpich():
-            # MPICH 5.0.2: Ireduce_scatter_block of 512 KiB to 3 MiB in all takes 7 to 10 times as long (benchmarks/mpi_calls.py).
+            # MPICH 5.0.2: Ireduce_scatter_block of 512 KiB to 3 MiB in all takes 6 to 11 times as long (benchmarks/mpi_calls.py).
             sending, receiving, op = arguments
             name, arguments = "Reduce_scatter", (sending, receiving, [receiving[0].size] * self._comm.Get_size(), op)
         request: MPI.Request = getattr(self._comm, "I" + name.lower())(*arguments)

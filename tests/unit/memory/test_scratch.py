@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,15 +15,12 @@ from mpicoll.memory.scratch import LEAST_BYTES, MOST_BYTES, concatenated, scratc
 
 BYTE, REAL = np.dtype(np.uint8), np.dtype(np.float64)
 
-pytestmark = pytest.mark.skipif(not module._COUNTS, reason="without the interpreter lock no memory is used again")
-
 
 @pytest.fixture(autouse=True)
-def none_retained() -> Iterator[None]:
-    before = module._retained[:]
-    module._retained.clear()
-    yield
-    module._retained[:] = before
+def no_memory_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_lent", set())
+    monkeypatch.setattr(module, "_released", deque())
+    monkeypatch.setattr(module, "_unused", deque())
 
 
 def address(array: Any) -> int:
@@ -60,23 +57,23 @@ def test_memory_in_use_stays(holder: str) -> None:
     del array
     other = scratch(LEAST_BYTES, BYTE)
     assert address(other) != at
-    del held, other
-    assert {address(scratch(LEAST_BYTES, BYTE)) for _ in range(3)} <= {at, *map(address, module._retained)}
-    assert len(module._retained) == 2
+    del held
+    assert address(scratch(LEAST_BYTES, BYTE)) == at
 
 
-def test_what_is_retained_is_bounded() -> None:
-    """Small and very large arrays are not retained, and of the others only so many bytes; what is in use is never lost."""
-    del_later = weakref.ref(scratch(LEAST_BYTES - 1, BYTE))
-    assert del_later() is None
+def test_the_memory_is_bounded() -> None:
+    """Small and very large arrays have memory of their own, and so has what exceeds the bound; memory in use is never lost."""
+    assert scratch(LEAST_BYTES - 1, BYTE).base is None
     assert scratch(MOST_BYTES + 1, BYTE).base is None
-    assert not module._retained
     arrays = [scratch(MOST_BYTES // 4, BYTE) for _ in range(7)]
     assert len({address(array) for array in arrays}) == 7
-    assert sum(memory.nbytes for memory in module._retained) <= MOST_BYTES
+    assert [array.base is None for array in arrays] == [False] * 4 + [True] * 3
     for number, array in enumerate(arrays):
         array[:] = number
     assert [int(array.min()) for array in arrays] == [int(array.max()) for array in arrays] == list(range(7))
+    arrays.clear()
+    assert scratch(MOST_BYTES, BYTE).base is not None  # instead of the four
+    assert sum(memory.nbytes for memory in module._unused) == 0
 
 
 def test_much_memory_is_not_used_for_little() -> None:
