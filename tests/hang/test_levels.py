@@ -111,6 +111,10 @@ def test_a_rank_at_its_end_tells_those_who_compare_later() -> None:
     assert not job.timed_out, job
     assert job.returncode == 1, job
     assert job.stderr.count("next:") == 1, job
+    if "PeerExitedError" in job.stderr:  # on a busy machine the other ranks may come when rank 2 has gone
+        assert all("PeerExitedError: broadcast #16" in err for err in job.err[:2]), job
+        assert "rank 2 ended the program after 15 calls on this group" in job.err[0], job
+        return
     for err in job.err[:2]:
         assert "CollectiveMismatchError: call 16 on group WORLD" in err, job
     assert re.search("rank 2: >?end of the program", job.err[0]), job
