@@ -30,29 +30,21 @@ FOR_AVX2 static void narrow_eight(uint16_t *to, const float *from)
     _mm_storeu_si128((__m128i *)to, _mm256_cvtps_ph(_mm256_loadu_ps(from), _MM_FROUND_TO_NEAREST_INT));
 }
 
-FOR_AVX2 static void widen_float16(float *to, const uint16_t *from, ptrdiff_t count)
-{
-    const ptrdiff_t whole = count - count % 8, rest = count - whole;
-    for (ptrdiff_t i = 0; i < whole; i += 8)
-        widen_eight(to + i, from + i);
-    uint16_t words[8] = {0};
-    float values[8];
-    memcpy(words, from + whole, (size_t)rest * sizeof *words);
-    widen_eight(values, words);
-    memcpy(to + whole, values, (size_t)rest * sizeof *values);
-}
+#define IN_EIGHTS(NAME, EIGHT, TO, FROM)                                \
+    FOR_AVX2 static void NAME(TO *to, const FROM *from, ptrdiff_t count) \
+    {                                                                   \
+        const ptrdiff_t whole = count - count % 8, rest = count - whole; \
+        for (ptrdiff_t i = 0; i < whole; i += 8)                        \
+            EIGHT(to + i, from + i);                                    \
+        FROM last[8] = {0};                                             \
+        TO converted[8];                                                \
+        memcpy(last, from + whole, (size_t)rest * sizeof *last);        \
+        EIGHT(converted, last);                                         \
+        memcpy(to + whole, converted, (size_t)rest * sizeof *converted); \
+    }
 
-FOR_AVX2 static void narrow_float16(uint16_t *to, const float *from, ptrdiff_t count)
-{
-    const ptrdiff_t whole = count - count % 8, rest = count - whole;
-    for (ptrdiff_t i = 0; i < whole; i += 8)
-        narrow_eight(to + i, from + i);
-    float values[8] = {0};
-    uint16_t words[8];
-    memcpy(values, from + whole, (size_t)rest * sizeof *values);
-    narrow_eight(words, values);
-    memcpy(to + whole, words, (size_t)rest * sizeof *words);
-}
+IN_EIGHTS(widen_float16, widen_eight, float, uint16_t)
+IN_EIGHTS(narrow_float16, narrow_eight, uint16_t, float)
 
 #else
 #define HAS_FLOAT16 0
