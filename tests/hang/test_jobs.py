@@ -39,10 +39,13 @@ def test_hang_is_killed_at_the_limit() -> None:
 def test_signals_reach_one_rank() -> None:
     """A signal sent in the middle of a job hits the rank that it is meant for."""
     source = START + (
-        "signal.signal(signal.SIGUSR1, lambda *_: print('hit', flush=True))\n"
+        "hits = []\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: hits.append('hit'))\n"
         "print('ready', flush=True)\n"
-        "time.sleep(1 if rank else 0.5)\n"
+        "while rank == 1 and not hits:\n"
+        "    time.sleep(0.01)\n"
         "MPI.COMM_WORLD.barrier()\n"
+        "print(*hits, flush=True)\n"
     )
 
     def hit(job: RunningJob) -> None:
@@ -51,7 +54,7 @@ def test_signals_reach_one_rank() -> None:
 
     result = run_job(source, 2, limit=60, meanwhile=hit)
     assert result.returncode == 0
-    assert result.out == ["ready\n", "ready\nhit\n"]
+    assert result.out == ["ready\n\n", "ready\nhit\n"]
 
 
 def test_a_group_that_is_none_and_partners_on_another_group() -> None:
