@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,69 @@ def joined(arrays: Sequence[Array]) -> Array | None:
     return np.lib.stride_tricks.as_strided(first, (count,), (first.itemsize,), writeable=first.flags.writeable)
 
 
+class _Owner:
+    """What the memory that arrays stand in refers to, so that the arrays live as long."""
+
+    __slots__ = ("__array_interface__", "_arrays")
+
+    def __init__(self, arrays: Sequence[Array], start: int, nbytes: int, readonly: bool) -> None:
+        self._arrays = list(arrays)
+        self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (start, readonly), "version": 3}
+
+
+def spanned(arrays: Sequence[Array]) -> tuple[Array, list[int]] | None:
+    """Return one flat array from the lowest address of some arrays to the highest, and the element at which each array starts.
+
+    There may be no memory between the arrays, so only the arrays themselves may be read or written. None if they do not stand at
+    whole elements of the flat array.
+
+    Args:
+        arrays: contiguous arrays of one dtype, of which one at least has elements.
+    """
+    dtype = arrays[0].dtype
+    places = [each.__array_interface__["data"][0] for each in arrays]
+    start = min(place for place, each in zip(places, arrays, strict=True) if each.size)
+    starts, rests = np.divmod([place - start for place in places], dtype.itemsize)
+    filled = np.array([each.size > 0 for each in arrays])
+    if rests[filled].any():
+        return None
+    starts[~filled] = 0
+    count = max(int(at) + each.size for at, each in zip(starts, arrays, strict=True))
+    owner = _Owner(arrays, start, count * dtype.itemsize, not all(each.flags.writeable for each in arrays))
+    return np.asarray(owner).view(dtype), starts.tolist()
+
+
+def one_buffer(
+    arrays: Sequence[Array], others: Sequence[Array], apart: int
+) -> tuple[Array, list[int] | None] | tuple[None, None]:
+    """Return one flat array over a list of arrays, and the element at which each array starts; None for the latter if the arrays
+    stand one behind the other. Return None twice if there is no such array, or if the arrays share memory with ``others``.
+
+    Args:
+        arrays: contiguous arrays of one dtype.
+        apart: the arrays may stand apart if one of them has at least so many bytes.
+    """
+    whole = joined(arrays)
+    if whole is not None:
+        return (None, None) if any(np.may_share_memory(whole, other) for other in others) else (whole, None)
+    if max(each.nbytes for each in arrays) < apart or not are_disjoint([*arrays, *others]):
+        return None, None
+    return spanned(arrays) or (None, None)
+
+
+def are_disjoint(arrays: list[Any]) -> bool:
+    """Return whether certainly no two arrays of a list have bytes in common."""
+    if any(type(each) is not np.ndarray for each in arrays):
+        return False
+    if all(each.base is None for each in arrays):  # each has memory of its own
+        return len(set(map(id, arrays))) == len(arrays)
+    if len(arrays) <= _FEW:
+        return not any(np.may_share_memory(one, other) for one, other in combinations(arrays, 2))
+    places = sorted((each.__array_interface__["data"][0], each.nbytes) for each in arrays)
+    return all(start + nbytes <= after for (start, nbytes), (after, _) in pairwise(places))
+
+
+_FEW = 3
 _MOST_COMPARED = 4096
 _MOST_WORK: Any = 10_000
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from itertools import combinations, pairwise
 from types import CodeType
 from typing import Any
 
@@ -21,7 +20,7 @@ from mpicoll.checks.memory_ranges import Snapshot, is_sampled
 from mpicoll.diagnosis.call import CallDescription, fingerprint
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
-from mpicoll.memory.layouts import joined
+from mpicoll.memory.layouts import are_disjoint, joined, one_buffer
 from mpicoll.memory.scratch import concatenated, scratch
 from mpicoll.operations import execution
 from mpicoll.operations.request import Request, collectives_are_pending
@@ -46,7 +45,7 @@ from mpicoll.runtime.native import name_of
 from mpicoll.runtime.waiting import Steps
 from mpicoll.transports.base import EAGER_BYTES, SMALL_BYTES, Kind, Movement
 from mpicoll.transports.control import NOTHING, Words, make_words
-from mpicoll.transports.selection import Facts, Way, select
+from mpicoll.transports.selection import NEVER, Facts, Way, select
 from mpicoll.transports.shm.transport import poll_ns
 
 MOST = 256
@@ -54,8 +53,6 @@ MOST = 256
 
 LARGEST = execution.NATIVE_BYTES
 """Most bytes that all members move in a prepared operation, so that one blocking call of MPI moves them."""
-
-_FEW = 3
 
 _ndarray = np.ndarray
 
@@ -80,6 +77,7 @@ class PreparedOperation:
     """
 
     __slots__ = (
+        "_apart",
         "_named",
         "_way",
         "agreement",
@@ -136,6 +134,9 @@ class PreparedOperation:
         self.words = make_words(print_, self.nbytes, detail=self.detail)
         shared, carries_data = group.pair.through(kind, self.nbytes) is not None, agreement.channel.carries_data
         self._way = select(Facts(kind, size, self.nbytes, bool(self.mpi_op), shared, carries_data))
+        # In a reduction the blocks stand one behind the other.
+        through_mpi = self._way is Way.BLOCKING and not self.mpi_op
+        self._apart = group.pair.native.apart_from(kind) if through_mpi else NEVER
         self.eager_words = self.words
         self.segment = self.shared = self.places = None
         in_place = kind in (Kind.BARRIER, Kind.ALL_REDUCE, Kind.BROADCAST)
@@ -233,26 +234,35 @@ class PreparedOperation:
         if kind in (Kind.ALL_REDUCE, Kind.BROADCAST) or (kind is Kind.REDUCE and recv is not None):
             flat = _flat(send if recv is None else recv)
             return Movement(kind, recv=flat, op=self.mpi_op, root=self.root), None
-        after = None
+        after = senddispls = recvdispls = None
+        into: Any = None if recv is None or isinstance(recv, list) else _flat(recv)
+        results = [recv] if into is not None else recv or []
         if isinstance(recv, list):
-            into: Any = joined(recv)
+            into, recvdispls = one_buffer(recv, (), self._apart)
             if into is None:
-                into = scratch(sum(each.size for each in recv), self.dtype)
+                into, results = scratch(sum(each.size for each in recv), self.dtype), []
                 after = partial(_unpack, into, recv)
-        else:
-            into = None if recv is None else _flat(recv)
         if isinstance(send, list):
-            whole = joined(send)
+            whole, senddispls = one_buffer(send, results, self._apart)
             send = concatenated([each.reshape(-1) for each in send]) if whole is None else whole
         elif send is not None:
-            send = _flat(send)
-        if send is not None and into is not None and not (send.base is None and into.base is None and send is not into):
-            send = send.copy() if np.may_share_memory(send, into) else send  # MPI forbids that its buffers overlap
+            flat = _flat(send)
+            send = flat if are_disjoint([send, *results]) else flat.copy()  # MPI forbids that its buffers overlap
         counts = None
-        if kind is Kind.ALL_TO_ALL:
-            counts = [self.detail] * self.agreement.comm.Get_size()
+        if kind is Kind.ALL_TO_ALL or senddispls or recvdispls:
+            block = self.detail if kind is Kind.ALL_TO_ALL else self.nbytes // self.dtype.itemsize
+            counts = [block] * self.agreement.comm.Get_size()
         move = Movement(
-            kind, send=send, recv=into, sendcounts=counts, recvcounts=counts, op=self.mpi_op, root=self.root
+            kind,
+            send=send,
+            recv=into,
+            sendcounts=counts,
+            recvcounts=counts,
+            senddispls=senddispls,
+            recvdispls=recvdispls,
+            op=self.mpi_op,
+            root=self.root,
+            apart=self.lists,
         )
         return move, after
 
@@ -446,18 +456,6 @@ def _readable(given: Any) -> bool:
         return False
     flags = given.flags
     return bool(flags.c_contiguous and flags.aligned)
-
-
-def are_disjoint(arrays: list[Any]) -> bool:
-    """Return whether certainly no two arrays of a list have bytes in common."""
-    if any(type(each) is not _ndarray for each in arrays):
-        return False
-    if all(each.base is None for each in arrays):  # each has memory of its own
-        return len(set(map(id, arrays))) == len(arrays)
-    if len(arrays) <= _FEW:
-        return not any(np.may_share_memory(one, other) for one, other in combinations(arrays, 2))
-    places = sorted((each.__array_interface__["data"][0], each.nbytes) for each in arrays)
-    return all(start + nbytes <= after for (start, nbytes), (after, _) in pairwise(places))
 
 
 def _unpack(packed: Any, arrays: list[Any]) -> None:

@@ -63,6 +63,7 @@ class Movement:
         root: rank in the group; -1 if there is none.
         op: name of the MPI operation; "" if the call does not reduce.
         vector: blocks of some rank may differ in size; the same on all members (MPI does not match Gather with Gatherv).
+        apart: the program passes blocks in lists; the same on all members.
         more: further movements of the same call, made afterwards; each member knows the sizes of their blocks from its own
             arguments.
     """
@@ -77,6 +78,7 @@ class Movement:
     root: int = -1
     op: str = ""
     vector: bool = False
+    apart: bool = False
     more: tuple[Movement, ...] = ()
 
     @property
@@ -118,6 +120,7 @@ class Movement:
             self.root,
             self.op,
             self.vector,
+            self.apart,
             self.more,
         )
 
@@ -129,6 +132,9 @@ class Movement:
 
 class Engine(Protocol):
     """A transport: a way to move bytes between the members of one group."""
+
+    def apart_from(self, kind: Kind) -> int:
+        """Return the bytes of a block from which on the arrays of a list may stand apart; the same on all members."""
 
     def blocking(self, move: Movement, posted: bool = True) -> None:
         """Move the data; return when the part of this rank is complete. All members are known to make the same call.

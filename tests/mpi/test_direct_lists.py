@@ -260,7 +260,10 @@ def test_in_pieces(name: str, beyond: bool, gpu: Gpu, monkeypatch: pytest.Monkey
 @several
 @pytest.mark.parametrize(
     "name",
-    [pytest.param("all_gather_uneven", marks=pytest.mark.mpi(min_size=3)), "all_gather_single"],  # 2 ranks: all blocks are small
+    [
+        pytest.param("all_gather_uneven", marks=pytest.mark.mpi(min_size=3)),
+        "all_gather_single",
+    ],  # 2 ranks: all blocks are small
 )
 def test_nothing_is_posted(name: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one rank has its array on a GPU, a call that all wait for makes no nonblocking call, which MPI may not support."""

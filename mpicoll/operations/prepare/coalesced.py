@@ -25,13 +25,14 @@ from mpicoll.groups.registry import resolve
 from mpicoll.memory.adapt import adapt, adapt_list, apart, same_dtype, viewed
 from mpicoll.memory.dtypes import Reduction, dtype_name, is_native, resolve_reduction
 from mpicoll.memory.half import wide
+from mpicoll.memory.layouts import are_disjoint
 from mpicoll.memory.memory import AnyArray, Memory
 from mpicoll.memory.protocols import as_numpy
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
 from mpicoll.memory.scratch import scratch
 from mpicoll.operations import dispatch
 from mpicoll.operations.prepare.run import Prepared, result_unpacker
-from mpicoll.operations.prepared import PreparedOperation, are_disjoint
+from mpicoll.operations.prepared import PreparedOperation
 from mpicoll.operations.work import Work
 from mpicoll.runtime import signals
 from mpicoll.runtime.settings import need_integer

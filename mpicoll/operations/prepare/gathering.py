@@ -38,12 +38,22 @@ def all_gather(
             f"{counts[g.rank()]}"
         )
     uneven = len(set(counts)) > 1
-    packed, after = one_result_buffer(results, () if async_op else (memory,))
+    packed, displs, after = one_result_buffer(
+        results, () if async_op else (memory,), g.pair.native.apart_from(Kind.ALL_GATHER)
+    )
     agreed = (memory.name, ("blocks", counts) if uneven else ("elements", counts[0]))
-    blocks = counts if uneven else None
+    blocks = counts if uneven or displs else None
     return Prepared(
         agreed,
-        Movement(Kind.ALL_GATHER, send=source.flat, recv=packed, recvcounts=blocks, vector=uneven),
+        Movement(
+            Kind.ALL_GATHER,
+            send=source.flat,
+            recv=packed,
+            recvcounts=blocks,
+            recvdispls=displs,
+            vector=uneven,
+            apart=True,
+        ),
         list(tensor_list),
         inputs=(memory,),
         before=source.gather,
@@ -112,10 +122,19 @@ def gather(
     values = need_values(gather_list, "gather_list", "destination", writable=True)
     (result,) = results
     check_same_size("gather_list", result.memories, memory)
-    packed, after = one_result_buffer(result, () if async_op else inputs)
+    packed, displs, after = one_result_buffer(result, () if async_op else inputs, g.pair.native.apart_from(Kind.GATHER))
+    counts = [memory.flat.size] * g.size() if displs else None
     return Prepared(
         agreed,
-        Movement(Kind.GATHER, send=source.flat, recv=packed, root=root),
+        Movement(
+            Kind.GATHER,
+            send=source.flat,
+            recv=packed,
+            recvcounts=counts,
+            recvdispls=displs,
+            root=root,
+            apart=True,
+        ),
         list(values),
         inputs=inputs,
         before=source.gather,

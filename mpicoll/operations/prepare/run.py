@@ -17,7 +17,7 @@ from mpicoll.groups.process_group import ProcessGroup, Stopping
 from mpicoll.groups.registry import default, member_or_warn
 from mpicoll.memory.adapt import adapt_list, same_dtype, viewed
 from mpicoll.memory.dtypes import Reduction
-from mpicoll.memory.layouts import joined
+from mpicoll.memory.layouts import one_buffer
 from mpicoll.memory.lists import ListMemory
 from mpicoll.memory.memory import Array, Memory, StreamOrder
 from mpicoll.memory.reduce_op import RedOpType
@@ -347,41 +347,50 @@ def _plain(memory: Memory) -> bool:
     return memory.pack is None and memory.unpack is None and not memory.named
 
 
-def one_result_buffer(argument: ListMemory, others: Sequence[Memory]) -> tuple[Array, Callable[[], None] | None]:
-    """Return one buffer for a list of results, and the function to call when the buffer is filled, or None.
+def one_result_buffer(
+    argument: ListMemory, others: Sequence[Memory], apart: int
+) -> tuple[Array, list[int] | None, Callable[[], None] | None]:
+    """Return one buffer for a list of results, the start of each in it, and the function to call when it is filled, or None.
 
-    The buffer is the memory of the results themselves if that is one piece.
+    The buffer is the memory of the results themselves if they are plain. The starts are None if the results stand one behind the
+    other in the buffer.
 
     Args:
         others: memories that the call reads, which must not overlap the buffer; empty for a call that is not waited for.
+        apart: the results may stand apart if one of them has at least so many bytes.
     """
     if argument.whole is not None:
-        return argument.whole, argument.spread
+        return argument.whole, None, argument.spread
     memories = argument.memories
-    whole = _own_buffer(memories, others)
+    whole, displs = _own_buffer(memories, others, apart)
     if whole is not None:
-        return whole, None
+        return whole, displs, None
     packed = scratch(sum(memory.flat.size for memory in memories), memories[0].dtype)
-    return packed, result_unpacker(memories, packed)
+    return packed, None, result_unpacker(memories, packed)
 
 
-def one_source_buffer(argument: ListMemory, others: Sequence[Memory]) -> Array:
-    """Return the elements of a list in one buffer: the memory of the arrays themselves if that is one piece.
+def one_source_buffer(argument: ListMemory, others: Sequence[Memory], apart: int) -> tuple[Array, list[int] | None]:
+    """Return one buffer with the elements of a list, and the start of each array in it, as :func:`one_result_buffer` does.
 
     Args:
         others: memories that the call writes, which must not overlap the buffer; empty for a call that is not waited for.
+        apart: the arrays may stand apart if one of them has at least so many bytes.
     """
     if argument.whole is not None:
-        return argument.whole  # filled when the call begins
-    whole = _own_buffer(argument.memories, others)
-    return concatenated([memory.filled() for memory in argument.memories]) if whole is None else whole
+        return argument.whole, None  # filled when the call begins
+    whole, displs = _own_buffer(argument.memories, others, apart)
+    if whole is None:
+        return concatenated([memory.filled() for memory in argument.memories]), None
+    return whole, displs
 
 
-def _own_buffer(memories: list[Memory], others: Sequence[Memory]) -> Array | None:
-    """Return the memory of a list if it is one piece that shares no memory with ``others``; otherwise None."""
-    whole = joined([memory.flat for memory in memories]) if others and all(map(_plain, memories)) else None
-    shares = whole is not None and any(np.may_share_memory(whole, other.flat) for other in others)
-    return None if shares else whole
+def _own_buffer(
+    memories: list[Memory], others: Sequence[Memory], apart: int
+) -> tuple[Array, list[int] | None] | tuple[None, None]:
+    """Return the memory of a list of plain arrays, as :func:`mpicoll.memory.layouts.one_buffer` does."""
+    if not others or not all(map(_plain, memories)):
+        return None, None
+    return one_buffer([memory.flat for memory in memories], [other.flat for other in others], apart)
 
 
 def source_apart_from(result: Memory, source: ListMemory) -> Array:

@@ -33,6 +33,7 @@ from mpicoll.operations.prepare.run import (
 )
 from mpicoll.transports.base import Kind, Movement
 from mpicoll.transports.control import NOTHING
+from mpicoll.transports.selection import NEVER
 
 
 def scatter(
@@ -60,10 +61,19 @@ def scatter(
     need_values(scatter_list, "scatter_list", "source", writable=False)
     (source,) = sources
     check_same_size("scatter_list", source.memories, memory)
-    packed = one_source_buffer(source, () if async_op else (memory,))
+    packed, displs = one_source_buffer(source, () if async_op else (memory,), g.pair.native.apart_from(Kind.SCATTER))
+    counts = [memory.flat.size] * g.size() if displs else None
     return Prepared(
         agreed,
-        Movement(Kind.SCATTER, send=packed, recv=memory.flat, root=root),
+        Movement(
+            Kind.SCATTER,
+            send=packed,
+            recv=memory.flat,
+            sendcounts=counts,
+            senddispls=displs,
+            root=root,
+            apart=True,
+        ),
         [tensor],
         inputs=source.waits,
         before=source.gather,
@@ -95,7 +105,7 @@ def reduce_scatter(
         raise ValueError(
             f"reduce_scatter: output has {memory.flat.size} elements, but input_list[{g.rank()}] has {counts[g.rank()]}"
         )
-    packed = one_source_buffer(source, () if async_op else (memory,))
+    packed, _ = one_source_buffer(source, () if async_op else (memory,), NEVER)  # MPI has no starts of these blocks
     return _reduced(g, cached, "reduce_scatter", memory, source, packed, op, counts, output, source.waits)
 
 
@@ -199,9 +209,11 @@ def all_to_all(
     outputs, inputs = result.memories, source.memories
     same_dtype(*outputs, *inputs)
     received, sent = [o.flat.size for o in outputs], [i.flat.size for i in inputs]
-    packed, after = one_result_buffer(result, () if async_op else inputs)
-    send = one_source_buffer(source, () if async_op else outputs)
+    least = g.pair.native.apart_from(Kind.ALL_TO_ALL)
+    packed, recvdispls, after = one_result_buffer(result, () if async_op else inputs, least)
+    send, senddispls = one_source_buffer(source, () if async_op else outputs, least)
     ready = _exchange(cached, source, send, packed, sent, received, (*outputs, *inputs))
+    ready.move.senddispls, ready.move.recvdispls, ready.move.apart = senddispls, recvdispls, True
     ready.outputs, ready.inputs, ready.after = list(output_tensor_list), source.waits, after
     return ready
 

@@ -34,6 +34,10 @@ def _is_mpich() -> bool:
     return library_name(MPI.Get_library_version()).startswith("MPICH")
 
 
+_POSTED_FROM = 32 * 1024 * 1024
+"""Bytes in all from which on Iallgatherv and a wait take less time than Allgatherv, with other libraries than MPICH."""
+
+
 def _is_posted(name: str, arguments: tuple[Any, ...]) -> bool:
     """Return whether a call is posted and waited for, as that is faster than the blocking call; the same on all members.
 
@@ -43,17 +47,7 @@ def _is_posted(name: str, arguments: tuple[Any, ...]) -> bool:
     if name != "Allgatherv":
         return False
     _, (counts, _), datatype = arguments[1]
-    return bool(sum(counts) * datatype.Get_size() >= (512 * 1024 if _is_mpich() else 32 * 1024 * 1024))
-
-
-def _is_linear(move: Movement, size: int) -> bool:
-    """Return whether Gatherv or Scatterv moves equal blocks, as that is faster than Gather or Scatter; the same on all members.
-
-    In Gather and Scatter blocks pass through other members, in Gatherv and Scatterv each goes straight to its destination. With 8
-    ranks on a node and blocks of 16 MiB, Scatterv of MPICH takes 0.04 of the time, and Gatherv of both MPIs 0.2
-    (benchmarks/mpi_calls.py). For small blocks the trees have fewer messages.
-    """
-    return move.kind in (Kind.GATHER, Kind.SCATTER) and block_bytes(move, size) >= (64 if _is_mpich() else 2048) * 1024
+    return bool(sum(counts) * datatype.Get_size() >= (512 * 1024 if _is_mpich() else _POSTED_FROM))
 
 
 @lru_cache
@@ -212,12 +206,36 @@ class MpiTransport:
         self._comm = comm
         self._types: dict[str, MPI.Datatype] = {}
 
+    def apart_from(self, kind: Kind) -> int:
+        """Return the bytes of a block from which on the arrays of a list may stand apart; the same on all members.
+
+        MPI's call for unequal blocks moves them: for another call they would have to be copied, one behind the other. From 2 MiB
+        on that takes longer, compared to Allgatherv from 32 MiB in all on (docs/performance.md).
+        """
+        least = 2 * 1024 * 1024
+        return max(least, _POSTED_FROM // self._comm.Get_size()) if kind is Kind.ALL_GATHER else least
+
+    def _passes_counts(self, move: Movement) -> bool:
+        """Return whether MPI's call for unequal blocks moves a movement; the same on all members.
+
+        In Gather and Scatter blocks pass through other members, in Gatherv and Scatterv each goes straight to its destination.
+        With 8 ranks on a node and blocks of 16 MiB, Scatterv of MPICH takes 0.04 of the time, and Gatherv of both MPIs 0.2
+        (benchmarks/mpi_calls.py). For small blocks the trees have fewer messages.
+        """
+        if move.vector:
+            return True
+        linear = move.kind in (Kind.GATHER, Kind.SCATTER)
+        if move.op or not (linear or move.apart):
+            return False
+        least = self.apart_from(move.kind)
+        return block_bytes(move, self._comm.Get_size()) >= (min(64 * 1024, least) if linear and _is_mpich() else least)
+
     def blocking(self, move: Movement, posted: bool = True) -> None:
         """Make the blocking call, or post and wait for the nonblocking call where that is faster."""
         if move.kind is Kind.BARRIER:
             self._comm.Barrier()
             return
-        moved = large_counts.near(move) if move.vector else None
+        moved = large_counts.near(move) if move.vector or move.apart else None
         name, arguments = self.call(move if moved is None else moved[0])
         if posted and _is_posted(name, arguments):
             getattr(self._comm, "I" + name.lower())(*arguments).Wait()
@@ -230,7 +248,7 @@ class MpiTransport:
         """Post the nonblocking call."""
         if move.kind is Kind.BARRIER:
             return self._comm.Ibarrier()
-        moved = large_counts.near(move) if move.vector else None
+        moved = large_counts.near(move) if move.vector or move.apart else None
         name, arguments = self.call(move if moved is None else moved[0])
         if name == "Reduce_scatter_block" and _is_mpich():
             # MPICH 5.0.2: Ireduce_scatter_block of 512 KiB to 3 MiB in all takes 6 to 11 times as long (benchmarks/mpi_calls.py).
@@ -272,7 +290,7 @@ class MpiTransport:
             if recv is None:
                 return "Reduce", (sending, None, self._op(move), move.root)
             return "Reduce", (MPI.IN_PLACE if send is None else sending, receiving, self._op(move), move.root)
-        vector = move.vector or _is_linear(move, self._comm.Get_size())
+        vector = self._passes_counts(move)
         name = (_UNEVEN if vector else _EVEN)[kind]
         if kind is Kind.REDUCE_SCATTER:
             if move.vector:
