@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from mpicoll.memory.arithmetic import without_warnings
 from mpicoll.memory.protocols import bare_name, type_name
-from mpicoll.memory.reduce_op import RedOpType, ReduceOp
+from mpicoll.memory.reduce_op import RedOpType, ReduceOp, WholeAverage
 
 Array = npt.NDArray[Any]
 
@@ -161,12 +161,18 @@ def element_of(dtype: np.dtype[Any], name: str) -> Element:
 
 @dataclass(frozen=True)
 class Reduction:
-    """One reduction on one dtype: the name of the MPI operation, and the work before and after it."""
+    """One reduction on one dtype: the name of the MPI operation, and the work before and after it.
+
+    Attributes:
+        factor: of PREMUL_SUM.
+        average: the result is divided by the number of members; it ``rounds`` if it holds integers.
+    """
 
     mpi_op: str
     op: RedOpType
     factor: Any = None
     average: bool = False
+    rounds: bool = False
 
     def before(self, send: Array) -> Array:
         """Return the input of this rank: ``send`` itself, or a new array for PREMUL_SUM."""
@@ -178,8 +184,11 @@ class Reduction:
         return scaled
 
     def after(self, result: Array, size: int) -> None:
-        """Finish ``result`` in place: AVG divides by the number of members, and rounds once."""
-        if self.average:
+        """Finish ``result`` in place: AVG divides by the number of members, and rounds once, integers toward zero."""
+        if self.rounds:
+            total = result.astype(f"{result.dtype.kind}8")
+            result[...] = (total - np.fmod(total, size)) // size
+        elif self.average:
             without_warnings(np.divide, result, size, out=result)
 
 
@@ -231,6 +240,8 @@ def resolve_reduction(function: str, op: Any, dtype: np.dtype[Any], name: str = 
     if not isinstance(op, ReduceOp):
         raise TypeError(f"{function}: op must be a mpicoll.ReduceOp such as ReduceOp.SUM, not {type_name(op)}")
     full = ReduceOp(op) if isinstance(op, RedOpType) else op
+    if type(full) is WholeAverage and dtype.kind in "iu" and not name:
+        return Reduction("SUM", full.op, average=True, rounds=True)
     if full.op is not RedOpType.PREMUL_SUM:
         return resolve_reduction(function, full.op, dtype, name)
     return Reduction(_mpi_op(function, full.op, dtype, name), full.op, factor=_factor(function, full.factor, dtype))

@@ -92,6 +92,15 @@ class ReduceOp(metaclass=_AnyOp):
         return str(self.op) if self.factor is None else f"{self.op}({self.factor!r})"
 
 
+class WholeAverage(ReduceOp):
+    """AVG that averages integers as well, rounded toward zero, as NCCL does: for programs of torch."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(RedOpType.AVG)
+
+
 def premul_sum(factor: Any) -> ReduceOp:
     """Return PREMUL_SUM with its factor (the private function of torch that programs for NCCL use)."""
     return RedOpType.PREMUL_SUM(factor)

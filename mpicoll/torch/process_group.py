@@ -19,7 +19,7 @@ from mpicoll.diagnosis.wait_policy import CallWait
 from mpicoll.errors import DistError
 from mpicoll.groups.process_group import ProcessGroup as Group
 from mpicoll.lifecycle.destroy import destroy_process_group
-from mpicoll.memory.reduce_op import RedOpType
+from mpicoll.memory.reduce_op import RedOpType, WholeAverage
 from mpicoll.operations import work as works
 from mpicoll.operations.request import Request
 from mpicoll.runtime import waiting
@@ -39,14 +39,15 @@ Made = Any
 _OPS = {getattr(c10d.ReduceOp, op.name).value: op for op in RedOpType if hasattr(c10d.ReduceOp, op.name)}
 """The reductions by the numbers of torch's: the hash of an enumeration of C++ takes 2 us."""
 _SUM = c10d.ReduceOp.SUM
+_WHOLE_AVERAGE = WholeAverage()
 _MOST_DROPPED = 32
 """Works that a part of torch has dropped and may still wait for."""
 _NO_TIME = timedelta(0)
 _is_profiled = torch.autograd._profiler_enabled
 
 
-def reduce_op(opts: Any) -> Any:
-    """Return the reduction of this library for one of torch, or for the options of a call."""
+def reduce_op(opts: Any, tensor: Tensor) -> Any:
+    """Return the reduction of this library for one of torch, or for the options of a call, and for the dtype of a tensor."""
     op = getattr(opts, "reduceOp", opts)
     if op == _SUM:  # 1 us, and to find the number of another reduction 2.5 us
         return RedOpType.SUM
@@ -54,6 +55,8 @@ def reduce_op(opts: Any) -> Any:
     if found is RedOpType.PREMUL_SUM:
         factor = op.__getstate__()[1]
         return RedOpType.PREMUL_SUM(factor.item() if isinstance(factor, torch.Tensor) else factor)
+    if found is RedOpType.AVG and not (tensor.is_floating_point() or tensor.is_complex()):
+        return _WHOLE_AVERAGE  # Lightning passes integers to every backend but gloo
     if found is None:
         raise ValueError(f"the backend {NAME} has no reduction {op}")
     return found
@@ -169,7 +172,8 @@ class ProcessGroup(NamedGroup):
 
     def allreduce(self, tensors: Any, opts: Any = _SUM, timeout: timedelta | None = None, *, op: Any = None) -> Made:
         """Reduce a tensor over all members, in place: :func:`mpicoll.all_reduce`; also a sparse COO tensor."""
-        tensor, op = _one(tensors, "tensors"), reduce_op(opts if op is None else op)
+        tensor = _one(tensors, "tensors")
+        op = reduce_op(opts if op is None else op, tensor)
         if tensor.is_sparse:
             all_reduce_sparse(tensor, op, self.group)
             return Joint((), tensors)
@@ -177,12 +181,12 @@ class ProcessGroup(NamedGroup):
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = _SUM) -> Made:
         """Reduce each tensor of a list over all members, in place: :func:`mpicoll.all_reduce_coalesced` for each dtype."""
-        op = reduce_op(opts)
         alike: dict[Any, list[Tensor]] = {}
         for tensor in tensors:
             alike.setdefault(tensor.dtype, []).append(tensor)
         if len(alike) == 1:
-            return self._make(coalesced.all_reduce_coalesced, (tensors, op), tensors, opts)
+            given = tensors, reduce_op(opts, tensors[0])
+            return self._make(coalesced.all_reduce_coalesced, given, tensors, opts)
         return self._make_each(ProcessGroup.allreduce_coalesced, ((each,) for each in alike.values()), tensors, opts)
 
     def broadcast(
@@ -204,7 +208,8 @@ class ProcessGroup(NamedGroup):
         """Reduce a tensor over all members to one rank: :func:`mpicoll.reduce`."""
         if op is None:
             op = opts if hasattr(opts, "reduceOp") else _SUM
-        given = _one(tensors, "tensors"), self._root(opts, root), reduce_op(op)
+        tensor = _one(tensors, "tensors")
+        given = tensor, self._root(opts, root), reduce_op(op, tensor)
         return self._make(collectives.reduce, given, tensors, opts, timeout)
 
     def allgather(
@@ -270,13 +275,13 @@ class ProcessGroup(NamedGroup):
         op: Any = None,
     ) -> Made:
         """Reduce over all members, one tensor of a list for each member: :func:`mpicoll.reduce_scatter`."""
-        op = reduce_op(opts if op is None else op)
-        given = _one(output_tensors, "output_tensors"), _inner(input_tensors), op
+        output = _one(output_tensors, "output_tensors")
+        given = output, _inner(input_tensors), reduce_op(opts if op is None else op, output)
         return self._make(scattering.reduce_scatter, given, output_tensors, opts, timeout)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = _SUM) -> Made:
         """Reduce over all members, one block of a tensor for each member: :func:`mpicoll.reduce_scatter_single`."""
-        given = _one(output, "output"), _one(input, "input"), reduce_op(opts)
+        given = _one(output, "output"), _one(input, "input"), reduce_op(opts, _one(output, "output"))
         return self._make(scattering.reduce_scatter_single, given, output, opts)
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = _SUM) -> Made:

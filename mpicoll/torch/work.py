@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -47,9 +48,9 @@ class Work(c10d.Work):  # type: ignore[misc,unused-ignore]
         self._future: Any = None
         self._dropped = dropped
 
-    def __del__(self) -> None:
+    def __del__(self, _is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
         # Without the object of Python the methods below do not exist for C++, and its own wait() never returns.
-        if self._dropped is not None and self._future is None:
+        if self._dropped is not None and self._future is None and not _is_ending():
             thread = None if self._work.get_future().done() else _other_thread()
             if thread is not None:
                 works.attend(self._work, thread)

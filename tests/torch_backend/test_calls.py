@@ -130,6 +130,40 @@ def test_sparse(dense: int, asynchronous: bool) -> None:
         dist.all_reduce(sparse(dist.get_rank()), dist.ReduceOp.MAX)
 
 
+@pytest.mark.parametrize("count", [1, 2, 3000, 100_000])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int8, torch.uint8])
+def test_average_of_integers(dtype: torch.dtype, count: int) -> None:
+    """It is rounded toward zero, as with NCCL, in every call that reduces; an average of bools is refused."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    base = (torch.arange(count * size) % 23 - (11 if dtype.is_signed else 0)).to(dtype)
+    total = base.long() * size + size * (size - 1) // 2
+    want = torch.div(total, size, rounding_mode="trunc").to(dtype)
+    for asynchronous in (False, True, False):
+        for turn in range(2):
+            tensor = base + rank
+            work = dist.all_reduce(tensor, dist.ReduceOp.AVG, async_op=asynchronous)
+            if work is not None:
+                assert torch.equal(work.get_future().wait()[0], want) if turn else work.wait()
+            assert torch.equal(tensor, want)
+    tensor = base + rank
+    dist.reduce(tensor, 0, dist.ReduceOp.AVG)
+    assert rank or torch.equal(tensor, want)
+    part = torch.empty(count, dtype=dtype)
+    dist.reduce_scatter_tensor(part, base + rank, dist.ReduceOp.AVG)
+    assert torch.equal(part, want.chunk(size)[rank])
+    dist.reduce_scatter(part, list((base + rank).chunk(size)), dist.ReduceOp.AVG)
+    assert torch.equal(part, want.chunk(size)[rank])
+    tensors = [base + rank, base + rank, torch.full((2,), float(rank))]
+    with dist._coalescing_manager():
+        for each in tensors:
+            dist.all_reduce(each, dist.ReduceOp.AVG)
+    assert torch.equal(tensors[0], want)
+    assert torch.equal(tensors[1], want)
+    assert (tensors[2] == (size - 1) / 2).all()
+    with pytest.raises(RuntimeError, match="AVG"):
+        dist.all_reduce(torch.ones(2, dtype=torch.bool), dist.ReduceOp.AVG)
+
+
 def test_reductions() -> None:
     """Every reduction of torch on integers; AVG and PREMUL_SUM on floats; half types."""
     own = [torch.tensor([rank + 1, 5 - rank, 3]) for rank in ranks()]

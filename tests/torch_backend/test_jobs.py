@@ -107,6 +107,25 @@ for _ in range(3):
     assert result.out == ["[2.0, 2.0] 0\n" * 3] * 2, result
 
 
+@pytest.mark.parametrize("end", ["", "dist.destroy_process_group()\n"])
+def test_a_model_that_lives_to_the_end(end: str) -> None:
+    """The Work that DistributedDataParallel holds goes when Python ends, without a word."""
+    result = run_job(
+        HEAD
+        + MODEL
+        + """
+model = DistributedDataParallel(model, find_unused_parameters=True)
+for _ in range(3):
+    model(torch.ones(1, 10)).sum().backward()
+"""
+        + end,
+        2,
+        limit=90,
+    )
+    assert result.returncode == 0, result
+    assert not any("Exception ignored" in each or "Traceback" in each for each in result.err), result
+
+
 def test_an_error_that_nobody_knows_at_the_end_of_the_group() -> None:
     """destroy_process_group does not stop half-way: the error is a warning."""
     result = run_job(

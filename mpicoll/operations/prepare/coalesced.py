@@ -287,7 +287,7 @@ def _learn(
     Few small arrays on one node are reduced where they stand. Other arrays go through the flat buffer.
     """
     plain = len(plan.buckets) == 1 and not plan.buckets[0].alone and given.memories is None
-    if not plain or reductions[0].factor is not None:
+    if not plain or reductions[0].factor is not None or reductions[0].rounds:
         return
     (reduction,), (bucket,), flats = reductions, plan.buckets, plan.take()
     assert flats[0] is not None

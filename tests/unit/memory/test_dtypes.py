@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mpicoll.memory.dtypes import FOREIGN, MOVABLE, Element, element, resolve_reduction
-from mpicoll.memory.reduce_op import RedOpType, ReduceOp
+from mpicoll.memory.reduce_op import RedOpType, ReduceOp, WholeAverage
 
 OPS = [op for op in RedOpType if op is not RedOpType.PREMUL_SUM]
 
@@ -127,6 +127,18 @@ def test_before_and_after_do_what_the_op_says() -> None:
         x = np.array([1, 2, 3], char)
         resolve_reduction("all_reduce", ReduceOp.AVG, x.dtype).after(x, 2)
         assert (x == [0.5, 1, 1.5]).all()
+    for char in "bBhHiIqQ":
+        x = np.array([0, 1, 5, 100], char)
+        resolve_reduction("all_reduce", WholeAverage(), x.dtype).after(x, 3)
+        assert (x == [0, 0, 1, 33]).all()
+        x = np.array([-7, 7, -1, -6]).astype(char)
+        want = np.trunc(x.astype("O") / 3).astype("O") if x.dtype.kind == "i" else x // 3
+        resolve_reduction("all_reduce", WholeAverage(), x.dtype).after(x, 3)
+        assert (x == want).all()
+    x = np.array([127, -128], np.int8)
+    resolve_reduction("all_reduce", WholeAverage(), x.dtype).after(x, 1000)
+    assert (x == 0).all()
+    assert refusal(WholeAverage(), "?") is RuntimeError
 
 
 def test_what_only_moves_is_not_reduced() -> None:
