@@ -165,7 +165,8 @@ class Reduction:
 
     Attributes:
         factor: of PREMUL_SUM.
-        average: the result is divided by the number of members; it ``rounds`` if it holds integers.
+        average: the result is divided by the number of members.
+        rounds: the elements are integers, and the average is rounded toward zero.
     """
 
     mpi_op: str
@@ -186,8 +187,11 @@ class Reduction:
     def after(self, result: Array, size: int) -> None:
         """Finish ``result`` in place: AVG divides by the number of members, and rounds once, integers toward zero."""
         if self.rounds:
-            total = result.astype(f"{result.dtype.kind}8")
-            result[...] = (total - np.fmod(total, size)) // size
+            total = result.astype(f"{result.dtype.kind}8", copy=False)
+            quotient = np.fmod(total, size)
+            np.subtract(total, quotient, out=quotient)
+            np.floor_divide(quotient, size, out=quotient)
+            result[...] = quotient
         elif self.average:
             without_warnings(np.divide, result, size, out=result)
 

@@ -72,7 +72,7 @@ def joined(arrays: Sequence[Array]) -> Array | None:
 
 
 class _Owner:
-    """What the memory that arrays stand in refers to, so that the arrays live as long."""
+    """What a span refers to, so that its arrays live as long as the span."""
 
     __slots__ = ("__array_interface__", "_arrays")
 
@@ -81,11 +81,16 @@ class _Owner:
         self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (start, readonly), "version": 3}
 
 
+_FARTHEST = 2**30 - 1
+"""Elements: counts of MPI-3 are C ints, and a clongdouble moves as two elements."""
+
+
 def spanned(arrays: Sequence[Array]) -> tuple[Array, list[int]] | None:
     """Return one flat array from the lowest address of some arrays to the highest, and the element at which each array starts.
 
-    There may be no memory between the arrays, so only the arrays themselves may be read or written. None if they do not stand at
-    whole elements of the flat array.
+    Addresses between the arrays may be unmapped: only the bytes of the arrays may be read or written. (MPI-4.1 section 5.1.12
+    asks for one variable. All addresses of a process are one range on the machines of MPI's libraries.) None if an array does
+    not start at a whole element of the flat array, or starts farther away than MPI counts.
 
     Args:
         arrays: contiguous arrays of one dtype, of which one at least has elements.
@@ -95,9 +100,9 @@ def spanned(arrays: Sequence[Array]) -> tuple[Array, list[int]] | None:
     start = min(place for place, each in zip(places, arrays, strict=True) if each.size)
     starts, rests = np.divmod([place - start for place in places], dtype.itemsize)
     filled = np.array([each.size > 0 for each in arrays])
-    if rests[filled].any():
-        return None
     starts[~filled] = 0
+    if rests[filled].any() or starts.max() > _FARTHEST:
+        return None
     count = max(int(at) + each.size for at, each in zip(starts, arrays, strict=True))
     owner = _Owner(arrays, start, count * dtype.itemsize, not all(each.flags.writeable for each in arrays))
     return np.asarray(owner).view(dtype), starts.tolist()
@@ -106,8 +111,10 @@ def spanned(arrays: Sequence[Array]) -> tuple[Array, list[int]] | None:
 def one_buffer(
     arrays: Sequence[Array], others: Sequence[Array], apart: int
 ) -> tuple[Array, list[int] | None] | tuple[None, None]:
-    """Return one flat array over a list of arrays, and the element at which each array starts; None for the latter if the arrays
-    stand one behind the other. Return None twice if there is no such array, or if the arrays share memory with ``others``.
+    """Return one flat array over a list of arrays, and the element at which each array starts.
+
+    The starts are None if the arrays stand one behind the other. Both are None if there is no such array, or if the arrays share
+    memory with ``others``.
 
     Args:
         arrays: contiguous arrays of one dtype.

@@ -236,12 +236,14 @@ class PreparedOperation:
             return Movement(kind, recv=flat, op=self.mpi_op, root=self.root), None
         after = senddispls = recvdispls = None
         into: Any = None if recv is None or isinstance(recv, list) else _flat(recv)
-        results = [recv] if into is not None else recv or []
+        results = [] if into is None else [recv]
         if isinstance(recv, list):
             into, recvdispls = one_buffer(recv, (), self._apart)
             if into is None:
-                into, results = scratch(sum(each.size for each in recv), self.dtype), []
+                into = scratch(sum(each.size for each in recv), self.dtype)
                 after = partial(_unpack, into, recv)
+            else:
+                results = [into] if recvdispls is None else recv
         if isinstance(send, list):
             whole, senddispls = one_buffer(send, results, self._apart)
             send = concatenated([each.reshape(-1) for each in send]) if whole is None else whole
@@ -262,7 +264,7 @@ class PreparedOperation:
             recvdispls=recvdispls,
             op=self.mpi_op,
             root=self.root,
-            apart=self.lists,
+            apart=isinstance(recv, list) and kind is not Kind.GATHER,
         )
         return move, after
 

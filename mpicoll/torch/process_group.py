@@ -47,7 +47,7 @@ _is_profiled = torch.autograd._profiler_enabled
 
 
 def reduce_op(opts: Any, tensor: Tensor) -> Any:
-    """Return the reduction of this library for one of torch, or for the options of a call, and for the dtype of a tensor."""
+    """Return the reduction of this library for a reduction of torch, or for the options of a call; ``tensor`` gives the dtype."""
     op = getattr(opts, "reduceOp", opts)
     if op == _SUM:  # 1 us, and to find the number of another reduction 2.5 us
         return RedOpType.SUM
@@ -55,8 +55,9 @@ def reduce_op(opts: Any, tensor: Tensor) -> Any:
     if found is RedOpType.PREMUL_SUM:
         factor = op.__getstate__()[1]
         return RedOpType.PREMUL_SUM(factor.item() if isinstance(factor, torch.Tensor) else factor)
-    if found is RedOpType.AVG and not (tensor.is_floating_point() or tensor.is_complex()):
-        return _WHOLE_AVERAGE  # Lightning passes integers to every backend but gloo
+    if found is RedOpType.AVG and isinstance(tensor, torch.Tensor):
+        # Lightning passes integers to every backend but gloo.
+        return found if tensor.is_floating_point() or tensor.is_complex() else _WHOLE_AVERAGE
     if found is None:
         raise ValueError(f"the backend {NAME} has no reduction {op}")
     return found

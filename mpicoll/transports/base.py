@@ -63,7 +63,7 @@ class Movement:
         root: rank in the group; -1 if there is none.
         op: name of the MPI operation; "" if the call does not reduce.
         vector: blocks of some rank may differ in size; the same on all members (MPI does not match Gather with Gatherv).
-        apart: the program passes blocks in lists; the same on all members.
+        apart: an ``all_gather`` or ``all_to_all`` of lists, whose arrays may stand apart; the same on all members.
         more: further movements of the same call, made afterwards; each member knows the sizes of their blocks from its own
             arguments.
     """

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from mpi4py import MPI
 
+from mpicoll.memory.scratch import concatenated, scratch
 from mpicoll.runtime.waiting import Pollable
 from mpicoll.transports.base import WHOLE, Array, Kind, Movement, block_bytes, starts
 
@@ -41,25 +41,30 @@ def exceeds_count(move: Movement, size: int, largest: int) -> bool:
     return move.kind is not Kind.BARRIER and largest * (1 if move.kind in WHOLE else size) > COUNT_LIMIT
 
 
-def near(move: Movement) -> tuple[Movement, Callable[[], None]] | None:
-    """Return a movement without large displacements, and the function that copies its result; None if there are none."""
+def near(move: Movement, least: int | None = None) -> tuple[Movement, Callable[[], None]] | None:
+    """Return a movement without large displacements, and the function that copies its result; None if there are none.
+
+    Args:
+        least: displacements of more elements are large; default ``COUNT_LIMIT``.
+    """
     send, recv = move.send, move.recv
     buffer = recv if recv is not None else send
     # The transport moves a clongdouble as two elements.
     limit = COUNT_LIMIT // 2 if buffer is not None and buffer.dtype.char == "G" else COUNT_LIMIT
+    limit = limit if least is None else least
     send_far = send is not None and _far(send, move.sendcounts, move.senddispls, limit)
     recv_far = recv is not None and _far(recv, move.recvcounts, move.recvdispls, limit)
     if not (send_far or recv_far):
         return None
     if send_far:
         assert send is not None
-        packed = np.concatenate([send[part] for part in _parts(move.sendcounts, move.senddispls)])
+        packed = concatenated([send[part] for part in _parts(move.sendcounts, move.senddispls)])
         move = replace(move, send=packed, senddispls=None)
     if not recv_far:
         return move, lambda: None
     assert recv is not None
     parts = _parts(move.recvcounts, move.recvdispls)
-    received = np.empty(sum(part.stop - part.start for part in parts), recv.dtype)
+    received = scratch(sum(part.stop - part.start for part in parts), recv.dtype)
 
     def finish() -> None:
         at = 0

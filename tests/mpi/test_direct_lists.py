@@ -215,6 +215,35 @@ def test_ranks_that_differ(name: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch)
 
 
 @several
+@pytest.mark.parametrize(
+    "name", ["all_gather", "all_to_all", "all_gather_uneven", "all_to_all_uneven", "gather", "scatter"]
+)
+def test_arrays_apart_on_the_host(name: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank whose arrays of the host could be passed as they are meets ranks with a GPU in the same calls of MPI."""
+    monkeypatch.setattr(MpiTransport, "apart_from", lambda self, kind: 24_000)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group()
+    assert group is not None
+    monkeypatch.setattr(group.pair, "through", lambda kind, nbytes: None)
+    calls: list[str] = []
+    call = MpiTransport.call
+
+    def noted(self: MpiTransport, move: Any) -> tuple[str, tuple[Any, ...]]:
+        found = call(self, move)
+        calls.append(found[0])
+        return found
+
+    monkeypatch.setattr(MpiTransport, "call", noted)
+    for on_host in (True, False):
+        monkeypatch.setattr(cases, "dist", dist if on_host and rank == size - 1 else OnGpu(gpu))
+        for turn in range(4):
+            cases.run(name, iter([Case("d", MANY, group=group, root=turn % size, async_op=turn == 3, seed=turn)]))
+    if name in ("all_gather", "all_to_all"):
+        assert not any(each.endswith("v") for each in calls)
+    dist.destroy_process_group(group)
+
+
+@several
 @pytest.mark.parametrize("name", NAMES)
 def test_nonblocking_forms_that_fail(name: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """What Open MPI must not have in a nonblocking call goes by way of the host then, whichever rank is asynchronous."""

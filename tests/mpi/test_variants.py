@@ -18,6 +18,7 @@ from mpicoll.operations.prepare import collectives, gathering, run, scattering
 from mpicoll.runtime.call_site import call_site
 from mpicoll.transports.base import Kind, Movement
 from mpicoll.transports.control import AS_IT_IS
+from mpicoll.transports.mpi.collectives import MpiTransport
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("rounds_of_mpi")]
 
@@ -60,7 +61,7 @@ def test_every_way_of_moving_gives_the_same(mode: str, monkeypatch: pytest.Monke
         monkeypatch.setattr(execution, "BLOCKS", 1)
         if mode == "linear":
             chosen = (Kind.GATHER, Kind.SCATTER)
-            monkeypatch.setattr("mpicoll.transports.mpi.collectives._is_linear", lambda move, size: move.kind in chosen)
+            monkeypatch.setattr(MpiTransport, "_passes_counts", lambda _, move: move.vector or move.kind in chosen)
         if mode == "posted":
             monkeypatch.setattr("mpicoll.transports.mpi.collectives._is_posted", lambda name, arguments: True)
     group = dist.new_group()

@@ -133,7 +133,6 @@ def gather(
             recvcounts=counts,
             recvdispls=displs,
             root=root,
-            apart=True,
         ),
         list(values),
         inputs=inputs,

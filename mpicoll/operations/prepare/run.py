@@ -352,8 +352,8 @@ def one_result_buffer(
 ) -> tuple[Array, list[int] | None, Callable[[], None] | None]:
     """Return one buffer for a list of results, the start of each in it, and the function to call when it is filled, or None.
 
-    The buffer is the memory of the results themselves if they are plain. The starts are None if the results stand one behind the
-    other in the buffer.
+    The buffer is the memory of the results themselves if the program waits for the call, if no result is packed or overlaps, and
+    if the results stand one behind the other, or are large. The starts are None if they stand one behind the other.
 
     Args:
         others: memories that the call reads, which must not overlap the buffer; empty for a call that is not waited for.

@@ -72,7 +72,6 @@ def scatter(
             sendcounts=counts,
             senddispls=displs,
             root=root,
-            apart=True,
         ),
         [tensor],
         inputs=source.waits,

@@ -209,8 +209,9 @@ class MpiTransport:
     def apart_from(self, kind: Kind) -> int:
         """Return the bytes of a block from which on the arrays of a list may stand apart; the same on all members.
 
-        MPI's call for unequal blocks moves them: for another call they would have to be copied, one behind the other. From 2 MiB
-        on that takes longer, compared to Allgatherv from 32 MiB in all on (docs/performance.md).
+        MPI's call for unequal blocks moves them. For the other call they are copied, one behind the other, which takes longer
+        from 2 MiB a block on, in an all_gather from 32 MiB in all on (docs/performance.md). The number is larger than
+        ``SMALL_BYTES``: smaller movements are copied as a whole (:class:`EagerMpiSchedule`).
         """
         least = 2 * 1024 * 1024
         return max(least, _POSTED_FROM // self._comm.Get_size()) if kind is Kind.ALL_GATHER else least
@@ -235,7 +236,7 @@ class MpiTransport:
         if move.kind is Kind.BARRIER:
             self._comm.Barrier()
             return
-        moved = large_counts.near(move) if move.vector or move.apart else None
+        moved = large_counts.near(move) if move.vector else None
         name, arguments = self.call(move if moved is None else moved[0])
         if posted and _is_posted(name, arguments):
             getattr(self._comm, "I" + name.lower())(*arguments).Wait()
@@ -248,7 +249,7 @@ class MpiTransport:
         """Post the nonblocking call."""
         if move.kind is Kind.BARRIER:
             return self._comm.Ibarrier()
-        moved = large_counts.near(move) if move.vector or move.apart else None
+        moved = large_counts.near(move) if move.vector else None
         name, arguments = self.call(move if moved is None else moved[0])
         if name == "Reduce_scatter_block" and _is_mpich():
             # MPICH 5.0.2: Ireduce_scatter_block of 512 KiB to 3 MiB in all takes 6 to 11 times as long (benchmarks/mpi_calls.py).

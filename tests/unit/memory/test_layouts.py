@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 from numpy.lib.stride_tricks import as_strided, sliding_window_view
 
 from mpicoll.memory.adapt import adapt, adapt_list, same_dtype
-from mpicoll.memory.layouts import in_common, overlaps
+from mpicoll.memory.layouts import in_common, one_buffer, overlaps, spanned
 
 
 def views(base: Any) -> dict[str, Any]:
@@ -134,3 +136,51 @@ def test_arrays_of_a_list_that_share_memory() -> None:
     assert in_common([*alone, x[2:4]]) in ((4, 8), (5, 8))
     assert in_common([matrix[:, 5], matrix[::-1, 4:6]]) == (0, 1)
     assert in_common([matrix[:, i] for i in range(40)] * 2) is not None
+
+
+def test_a_span_of_arrays() -> None:
+    """It has the place of each array, and lives as long; arrays at parts of elements, or too far away, have none."""
+    memory = np.zeros(1000)
+    arrays = [memory[700:710], memory[3:5], memory[3:3], memory[100:400].reshape(3, 100)]
+    found = spanned(arrays)
+    assert found is not None
+    span, starts = found
+    assert (starts, span.size) == ([697, 0, 0, 97], 707)
+    for number, (start, array) in enumerate(zip(starts, arrays, strict=True)):
+        span[start : start + array.size] = number + 1
+        assert (array == number + 1).all()
+    assert (memory != 0).sum() == 312
+    alive = weakref.ref(memory)
+    del memory, arrays, array, found
+    assert alive() is not None
+    del span
+    assert alive() is None
+    odd = np.zeros(800, np.uint8)
+    assert spanned([odd[:80].view("d"), odd[84:164].view("d")]) is None
+    readonly = np.zeros(10)
+    readonly.flags.writeable = False
+    for first, writeable in ((readonly, False), (np.zeros(10), True)):
+        found = spanned([first, np.zeros(5)])
+        assert found is not None
+        assert found[0].flags.writeable == writeable
+    layouts = sys.modules[spanned.__module__]
+    far = np.zeros(3000, np.uint8)
+    assert spanned([far[:10], far[2990:]]) is not None
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(layouts, "_FARTHEST", 2989)
+        assert spanned([far[:10], far[2990:]]) is None
+
+
+def test_one_buffer_of_a_list() -> None:
+    """Arrays one behind the other, or large enough, that share no memory with others nor with one another."""
+    memory = np.arange(100.0)
+    one, two, other = memory[:50], memory[50:100], np.zeros(50)
+    assert one_buffer([one, two], [other], 1)[1] is None
+    assert one_buffer([two, one], [other], 400)[1] == [50, 0]
+    for arrays, others, least in (
+        ([two, one], [other], 401),
+        ([one, two], [memory[99:]], 1),
+        ([two, one], [memory[99:]], 1),
+        ([one, one], [], 1),
+    ):
+        assert one_buffer(arrays, others, least) == (None, None)
