@@ -287,13 +287,7 @@ def test_in_pieces(name: str, beyond: bool, gpu: Gpu, monkeypatch: pytest.Monkey
 
 
 @several
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("all_gather_uneven", marks=pytest.mark.mpi(min_size=3)),
-        "all_gather_single",
-    ],  # 2 ranks: all blocks are small
-)
+@pytest.mark.parametrize("name", ["all_gather_uneven", "all_gather_single"])
 def test_nothing_is_posted(name: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one rank has its array on a GPU, a call that all wait for makes no nonblocking call, which MPI may not support."""
     asked: list[bool] = []
@@ -312,7 +306,8 @@ def test_nothing_is_posted(name: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch)
     asked.clear()
     monkeypatch.setattr(cases, "dist", OnGpu(gpu) if dist.get_rank() == 0 else dist)
     cases.run(name, iter([Case("d", count)]))
-    assert asked
+    small = "uneven" in name and dist.get_world_size() == 2  # no block is large enough for a blocking call
+    assert bool(asked) != small
     assert not any(asked)
 
 
