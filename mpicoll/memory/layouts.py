@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicoll.memory.dtypes import Element
-from mpicoll.memory.scratch import scratch
+from mpicoll.memory.scratch import Owner, scratch
 
 Array = npt.NDArray[Any]
 
@@ -71,16 +71,6 @@ def joined(arrays: Sequence[Array]) -> Array | None:
     return np.lib.stride_tricks.as_strided(first, (count,), (first.itemsize,), writeable=first.flags.writeable)
 
 
-class _Owner:
-    """What a span refers to, so that its arrays live as long as the span."""
-
-    __slots__ = ("__array_interface__", "_arrays")
-
-    def __init__(self, arrays: Sequence[Array], start: int, nbytes: int, readonly: bool) -> None:
-        self._arrays = list(arrays)
-        self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (start, readonly), "version": 3}
-
-
 _FARTHEST = 2**30 - 1
 """Elements: counts of MPI-3 are C ints, and a clongdouble moves as two elements."""
 
@@ -104,7 +94,8 @@ def spanned(arrays: Sequence[Array]) -> tuple[Array, list[int]] | None:
     if rests[filled].any() or starts.max() > _FARTHEST:
         return None
     count = max(int(at) + each.size for at, each in zip(starts, arrays, strict=True))
-    owner = _Owner(arrays, start, count * dtype.itemsize, not all(each.flags.writeable for each in arrays))
+    readonly = not all(each.flags.writeable for each in arrays)
+    owner = Owner(start, count * dtype.itemsize, readonly, held=list(arrays))
     return np.asarray(owner).view(dtype), starts.tolist()
 
 

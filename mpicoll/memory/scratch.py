@@ -23,16 +23,17 @@ MOST_BYTES = 64 * 1024 * 1024
 Bytes = npt.NDArray[np.uint8]
 
 
-class _Owner:
-    """What an array and all views of it refer to."""
+class Owner:
+    """What an array over some bytes and all views of the array refer to. It retains ``held`` as long as they live."""
 
-    __slots__ = ("__array_interface__", "__weakref__")
+    __slots__ = ("__array_interface__", "__weakref__", "_held")
 
-    def __init__(self, memory: Bytes, nbytes: int) -> None:
-        self.__array_interface__ = {**memory.__array_interface__, "shape": (nbytes,)}
+    def __init__(self, start: int, nbytes: int, readonly: bool = False, held: Any = None) -> None:
+        self._held = held
+        self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (start, readonly), "version": 3}
 
 
-class _Lent(weakref.ref[_Owner]):
+class _Lent(weakref.ref[Owner]):
     """Memory that an array uses: when nothing refers to its owner any more, this object is appended to ``_released``.
 
     The callback is a function of C. A function of Python could be interrupted by a signal handler, whose exception would be lost.
@@ -55,7 +56,7 @@ def scratch(shape: int | tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[A
     memory = _taken(nbytes)
     if memory is None:
         return np.empty(shape, dtype)
-    owner = _Owner(memory, nbytes)
+    owner = Owner(memory.__array_interface__["data"][0], nbytes)
     lent = _Lent(owner, _released.append)
     lent.memory = memory
     _lent.add(lent)
