@@ -47,8 +47,10 @@ if world.rank == 0:
     cuda = [sorted({operation for operation, _ in found.direct}), found.evidence, [bad.why for bad in found.bad]]
     off = "MPICOLL_EXTENSION=off" if read_settings().extension == "off" else ""
     without = "" if registry.state().pool.extension else off or native.why_not or "the other rank lacks it"
-    facts = {"sum": float(x[0]), "no extension": without, "size": world.size, "hosts": sorted(set(hosts)), "cuda": cuda,
-            "threads": levels[order.index(MPI.Query_thread())]}
+    copies = registry.state().pool.single_copy
+    refused = "" if copies or without else "the setting" if read_settings().single_copy == "off" else "the kernel"
+    facts = {"sum": float(x[0]), "no extension": without, "no single copy": refused, "size": world.size,
+            "hosts": sorted(set(hosts)), "cuda": cuda, "threads": levels[order.index(MPI.Query_thread())]}
     print("self-check:" + json.dumps(facts), flush=True)
 dist.destroy_process_group()
 """
@@ -276,6 +278,15 @@ def self_check() -> tuple[dict[str, Any] | None, str]:
     return facts, ""
 
 
+_REFUSED = {
+    "the kernel": "The processes cannot read each other's memory (process_vm_readv), so large arrays are copied twice on a node. "
+    "In a container this needs the capability SYS_PTRACE or a kernel that allows the call to one user; on a host, "
+    "/proc/sys/kernel/yama/ptrace_scope must be 0",
+    "the setting": "MPICOLL_SINGLE_COPY=off: large arrays are copied twice on a node, or move through MPI",
+}
+"""Advice if ranks of a node do not copy from process to process, by what refuses that."""
+
+
 def judge_self_check(report: Report, facts: dict[str, Any] | None, problem: str) -> None:
     """Add the result of the self-check to the report."""
     section = "self-check"
@@ -291,6 +302,10 @@ def judge_self_check(report: Report, facts: dict[str, Any] | None, problem: str)
             "note" if why_not else "ok",
             NO_EXTENSION if why_not else "",
         )
+        refused = facts["no single copy"]
+        if not why_not:
+            value = f"refused by {refused}" if refused else "available, for large arrays"
+            report.add(section, "single copy", value, "note" if refused else "ok", _REFUSED.get(refused, ""))
         operations, evidence, bad = facts["cuda"]
         report.add(
             section, "memory of a GPU", ("passed to MPI" if operations else "copied through the host") + f": {evidence}"

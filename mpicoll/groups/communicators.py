@@ -20,7 +20,7 @@ from mpicoll.runtime.waiting import Pollable
 from mpicoll.transports.base import SMALL_BYTES, Engine, Kind
 from mpicoll.transports.mpi.collectives import MpiTransport
 from mpicoll.transports.mpi.matching import Receiver
-from mpicoll.transports.selection import DEFAULT, Ranges, Selection
+from mpicoll.transports.selection import DEFAULT, Ranges, Selection, single_copy_from
 from mpicoll.transports.shm.control import MOST_MEMBERS, PART, RingControl, make_ring
 from mpicoll.transports.shm.transport import Budget, SharedMemoryTransport
 from mpicoll.transports.topology import Topology
@@ -143,6 +143,7 @@ class Pool:
     Attributes:
         profile: limits measured on this machine; the same on all ranks.
         extension: all ranks have the C extension; otherwise there is no shared memory.
+        single_copy: all ranks can read and write the memory of the ranks of their nodes.
     """
 
     def __init__(self) -> None:
@@ -155,7 +156,7 @@ class Pool:
         self._floor: dict[tuple[int, ...], int] = {}
         self._budget: Budget | None = None
         self.profile: Mapping[Kind, Ranges] | None = None
-        self.extension = False
+        self.extension = self.single_copy = False
 
     def add(self, pair: CommunicatorPair) -> None:
         """Add a new pair, which is in use."""
@@ -171,13 +172,15 @@ class Pool:
 
     def open_transports(self, pair: CommunicatorPair, topology: Topology, settings: Settings, level: Level) -> None:
         """Set the transports of a pair for a new group; all members have the same settings."""
-        pair.selection = Selection(settings.engine, 1 if level == "full" else SMALL_BYTES + 1, self.profile or DEFAULT)
+        least = 1 if level == "full" else SMALL_BYTES + 1
+        once = single_copy_from(topology.oversubscribed) if self.single_copy else {}
+        pair.selection = Selection(settings.engine, least, self.profile or DEFAULT, once)
         if self._budget is None:
             self._budget = Budget((settings.shm_mb << 20) // len(topology.local_ranks))
         nodes = {topology.node_of[rank] for rank in pair.ranks}
         pair.on_node = len(nodes) == 1 and len(pair.ranks) > 1
         if pair.node is None and pair.on_node and self.extension:
-            pair.node = SharedMemoryTransport(pair.data, self._budget, topology.oversubscribed)
+            pair.node = SharedMemoryTransport(pair.data, self._budget, topology.oversubscribed, once)
 
     def open_channel(self, pair: CommunicatorPair) -> Generator[Pollable, None, None]:
         """Set the control channel of a pair for a new group: shared memory if possible, otherwise MPI.

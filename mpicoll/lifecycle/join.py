@@ -47,7 +47,7 @@ from mpicoll.runtime.progress import ProgressThread
 from mpicoll.runtime.settings import LEVELS, Level, Settings, warn_caller
 from mpicoll.runtime.torch_compile import exclude_from_compile
 from mpicoll.transports.device.capability import allows
-from mpicoll.transports.selection import share_extension, share_profile
+from mpicoll.transports.selection import share_extension, share_profile, share_single_copy
 from mpicoll.transports.topology import Topology, discover
 
 Steps = Generator[MPI.Request, None, tuple[JobEndpoint, CommunicatorPair]]
@@ -231,6 +231,9 @@ def _look_around(endpoint: JobEndpoint, pair: CommunicatorPair, settings: Settin
     endpoint.pool.profile = share_profile(pair.data, settings.profile, on_node)
     is_off = settings.extension == "off"
     endpoint.pool.extension = share_extension(pair.data, native.found is not None, is_off, settings.engine, on_node)
+    if endpoint.pool.extension:
+        is_off = settings.single_copy == "off"
+        endpoint.pool.single_copy = share_single_copy(pair.data, topology.local_ranks, is_off)
 
 
 def _node_board(comm: MPI.Intracomm, topology: Topology) -> NodeBoard | None:

@@ -185,6 +185,20 @@ static PyObject *convert_half(PyObject *Py_UNUSED(module), PyObject *args)
     return PyBool_FromLong(type != NULL);
 }
 
+static PyObject *get_peer_word(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(nothing))
+{
+    const PeerWord word = peer_word();
+    return Py_BuildValue("LLL", (long long)word.pid, (long long)word.address, (long long)word.value);
+}
+
+static PyObject *can_read_peer(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    long long pid, address, value;
+    if (!PyArg_ParseTuple(args, "LLL", &pid, &address, &value))
+        return NULL;
+    return PyBool_FromLong(peer_can_be_read((PeerWord){pid, address, value}));
+}
+
 static PyObject *set_yields(PyObject *Py_UNUSED(module), PyObject *yields)
 {
     const int whether = PyObject_IsTrue(yields);
@@ -217,6 +231,10 @@ static PyMethodDef methods[] = {
     {"set_places", set_places, METH_O,
      "Set how many places contents() samples: set_places(((bytes, most), ...)), one place for so many bytes, but at most so many. The\n"
      "rule that gives most places counts."},
+    {"peer_word", get_peer_word, METH_NOARGS,
+     "Return the number of this process, and the address and the value of a word in its memory that no other process has there."},
+    {"can_read_peer", can_read_peer, METH_VARARGS,
+     "Return whether this process can read the memory of another process: can_read_peer(*what peer_word() has returned there)."},
     {"set_yields", set_yields, METH_O,
      "Set whether what polls for other members yields the core: True if ranks of this node share cores."},
     {"find_frame_outside", find_frame_outside, METH_O,
@@ -252,7 +270,7 @@ PyMODINIT_FUNC PyInit__native(void)
         long value;
     } constants[] = {
         {"AHEAD", RING_AHEAD},           {"PLACES", RING_PLACES}, {"EAGER_BYTES", RING_EAGER_BYTES}, {"RING_BYTES", RING_BYTES},
-        {"COMPARED", RING_COMPARED}, {"SAID", RING_SAID}, {"SEGMENT_LINE", SEGMENT_LINE}, {"BUFFERS", SEGMENT_BUFFERS}, {"SNAPSHOT_BYTES", SNAPSHOT_BYTES}};
+        {"COMPARED", RING_COMPARED}, {"SAID", RING_SAID}, {"SEGMENT_LINE", SEGMENT_LINE}, {"BUFFERS", SEGMENT_BUFFERS}, {"SINGLE_COPY_ENTRY", SINGLE_COPY_ENTRY}, {"SNAPSHOT_BYTES", SNAPSHOT_BYTES}};
     known.last = PyUnicode_InternFromString("last");
     known.f_lasti = PyUnicode_InternFromString("f_lasti");
     known.broken = PyUnicode_InternFromString("broken");

@@ -6,6 +6,8 @@
 
 #include <string.h>
 
+int poll_yields;
+
 char *ring_record(const Ring *ring, int rank, int64_t number)
 {
     return ring->base + rank * ring->stride + (number % RING_PLACES) * (8 * RING_WORDS);

@@ -276,8 +276,8 @@ static int reduce_in_place_step(Transfer *transfer)
 int transfer_advance(Transfer *transfer)
 {
     static int (*const steps[])(Transfer *) = {
-        [COPY_BLOCKS] = copy_blocks_step, [REDUCE] = reduce_step,     [REDUCE_PARTS] = reduce_parts_step,
-        [ANNOUNCE] = announce_step,       [REDUCE_IN_PLACE] = reduce_in_place_step,
+        [COPY_BLOCKS] = copy_blocks_step,   [SINGLE_COPY] = single_copy_step, [REDUCE] = reduce_step,
+        [REDUCE_PARTS] = reduce_parts_step, [ANNOUNCE] = announce_step,       [REDUCE_IN_PLACE] = reduce_in_place_step,
     };
     const int64_t began = now_ns(), budget = transfer->budget;
     int moved = 1;

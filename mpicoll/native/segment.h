@@ -14,12 +14,14 @@
 #define MPICOLL_SEGMENT_H
 
 #include "copy.h"
+#include "peer_memory.h"
 #include "reduce.h"
 
 #include <stddef.h>
 #include <stdint.h>
 
 enum { SEGMENT_LINE = 128, SEGMENT_BUFFERS = 2 }; /* bytes between two counters: two cache lines */
+enum { SINGLE_COPY_ENTRY = 64 }; /* bytes of a member's buffer for each member, in a transfer that copies once */
 
 typedef struct {
     char *base;      /* counters of all members, then from `first` on their buffers */
@@ -46,10 +48,12 @@ typedef struct {
     ptrdiff_t bytes;
     int rank;     /* whose buffer */
     ptrdiff_t at; /* bytes from its start */
+    int peer;     /* of a block that is written: the member that reads the block; -1: all others */
 } Block;
 
 enum TransferKind {
     COPY_BLOCKS,     /* write blocks, then read blocks of others */
+    SINGLE_COPY,     /* the same blocks, from process to process (single_copy.c) */
     REDUCE,          /* write blocks; each member that wants the result reduces all terms */
     REDUCE_PARTS,    /* each member reduces its part of a piece, then reads the parts of the others: two steps a piece */
     ANNOUNCE,        /* tell the others two words */
@@ -62,7 +66,8 @@ typedef struct {
     ptrdiff_t total, width; /* bytes of the largest block, and of a piece */
     int writes, reads;      /* number of blocks: `writes` of them, then `reads` */
     Block *blocks;
-    const char *send;       /* terms of this member, and where the result goes (NULL: this member wants none) */
+    const char *send;       /* terms of this member, and where the result goes (NULL: this member wants none); of SINGLE_COPY, the block */
+                            /* of this member for itself, and where this block goes */
     char *recv;
     ptrdiff_t result;       /* bytes of the result of this member */
     ptrdiff_t read_at;      /* where the terms stand in the buffers of others */
@@ -74,6 +79,7 @@ typedef struct {
     /* state */
     ptrdiff_t done;         /* bytes of the pieces that are complete */
     int phase;
+    int exchange;           /* of SINGLE_COPY: with which member, and in which direction */
     int is_late;            /* a member did not come within the budget */
     int64_t wanted;         /* the step that others have to reach */
 } Transfer;
@@ -83,5 +89,11 @@ enum { TRANSFER_NS = 50 * 1000 * 1000 };
 int transfer_advance(Transfer *transfer);
 /* Return whether member `rank` is one for which the transfer waits. */
 int transfer_waits_for(const Transfer *transfer, int rank);
+/* Write where the blocks of SINGLE_COPY stand, for a step that this member has not reached. */
+void single_copy_announce(const Transfer *transfer, int64_t step);
+/* Make one step of SINGLE_COPY, as far as the others are; return whether anything was done. */
+int single_copy_step(Transfer *transfer);
+/* Before this member gives a transfer up: no other member copies into its memory any more. */
+void single_copy_revoke(Transfer *transfer);
 
 #endif

@@ -308,8 +308,8 @@ def begin(
             return None
         places = prepared.places
         if places is not None and spread is None:
-            seconds, shared = group.timeout if limit is None else limit, prepared.shared  # type: Any, Any
-            words = None if name is None else prepared.words_named(group, name)
+            seconds, shared = group.timeout if limit is None else limit, prepared.later  # type: Any, Any
+            words = None if name is None else prepared.words_named(group, name, True)
             if group.level == "full":  # a claim of one array is made by the extension, which takes less time
                 simple = prepared.recv_shapes is not None and (send is recv or send is None)
                 claim = True if simple else _snapshot(_claim(prepared, send, recv, arrays))

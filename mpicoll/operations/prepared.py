@@ -7,7 +7,6 @@ start makes a :class:`mpicoll.operations.request.Request`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from types import CodeType
@@ -65,8 +64,10 @@ class PreparedOperation:
         kind, mpi_op, root: of the movement.
         nbytes: of the largest block that this rank moves to or from one peer.
         average: divide the result by the number of members.
-        words, eager_words: of a round without data, and of a round with the data of this rank.
+        words, eager_words: of a round without data, and of a round with the data of this rank, or with the places of its
+            blocks if the call copies from process to process.
         shared: the operation of the extension; None if the call goes through MPI.
+        later, later_words: the same for a call that is not waited for at once: its data comes with the round.
         segment: the memory of a call whose data has no room beside a record; otherwise None.
         width: bytes of a piece, if the extension makes the call in several pieces; otherwise 0.
         places: of the rounds of the group, if the extension starts the call; otherwise None.
@@ -90,6 +91,8 @@ class PreparedOperation:
         "in_place",
         "key",
         "kind",
+        "later",
+        "later_words",
         "lists",
         "mpi_op",
         "nbytes",
@@ -137,60 +140,81 @@ class PreparedOperation:
         # In a reduction the blocks stand one behind the other.
         through_mpi = self._way is Way.BLOCKING and not self.mpi_op
         self._apart = group.pair.native.apart_from(kind) if through_mpi else NEVER
-        self.eager_words = self.words
-        self.segment = self.shared = self.places = None
+        self.eager_words = self.later_words = self.words
+        self.segment = self.shared = self.later = self.places = None
         in_place = kind in (Kind.BARRIER, Kind.ALL_REDUCE, Kind.BROADCAST)
         over_mpi = not agreement.channel.carries_data and group.level == "full"
         self.in_place = in_place and over_mpi and self.nbytes <= SMALL_BYTES
         self.width = self.poll_ns = 0
-        self._named: tuple[str | None, Words] = None, self.words
-        brings = self.nbytes * (size if kind in _PARTED else 1)
-        if not agreement.channel.carries_data or not registry.state().thread_multiple:
-            return self
+        self._named: tuple[Any, Words] = None, self.words
+        if agreement.channel.carries_data and registry.state().thread_multiple:
+            self._bind_shared(group, print_, send, recv)
+        return self
+
+    def _bind_shared(self, group: ProcessGroup, print_: int, send: Any, recv: Any) -> None:
+        """Make the operations of the extension, unless the data of the call moves through MPI."""
+        kind = self.kind
+        brings, place, may_copy = self.nbytes * (group.size() if kind in _PARTED else 1), -1, True
         self.poll_ns = poll_ns(brings, waiting.oversubscribed)
         if brings > EAGER_BYTES:
             node = group.pair.through(kind, self.nbytes)
             if node is not None:
-                if not self.lists:
-                    self.segment, self.width = node.in_pieces(kind, brings, dtype)
-                self.segment = self.segment or node.in_one_step(kind, brings)
+                copied = node.in_one_step(kind, brings)
+                self.segment, self.width, place = node.in_single_copy(kind, self.nbytes)
+                if self.segment is None and not self.lists:
+                    self.segment, self.width = node.in_pieces(kind, brings, self.dtype)
+                self.segment, may_copy = self.segment or copied, copied is not None
             if self.segment is None:
-                return self
+                return
         if send is recv or not self.lists:
-            self.places = agreement.channel.places  # type: ignore[attr-defined]
+            self.places = self.agreement.channel.places  # type: ignore[attr-defined]
+        # If the data of a member does not come with the round, its word for eager bytes is 0: then all move the general way.
+        self.later_words = make_words(print_, self.nbytes, detail=self.detail, eager=self.nbytes + 1)
+        if place >= 0 and may_copy:
+            self.later = self._shared(group, send, recv, self.later_words, 0, -1)
         if self.width:  # for the bytes of a piece: the extension holds the interpreter lock while it polls
             self.poll_ns = poll_ns(self.width, waiting.oversubscribed)
-        # If the data of a member does not come with the round, its word for eager bytes is 0: then all move the general way.
-        self.eager_words = make_words(print_, self.nbytes, detail=self.detail, eager=self.nbytes + 1)
+        self.eager_words = self.later_words
+        if place >= 0:
+            self.eager_words = make_words(print_, self.nbytes, detail=self.detail, eager=-self.nbytes - 1)
+        self.shared = self._shared(group, send, recv, self.eager_words, self.width, place)
+        self.later = self.later or self.shared
+
+    def _shared(self, group: ProcessGroup, send: Any, recv: Any, words: Words, width: int, place: int) -> Any:
+        """Return an operation of the extension.
+
+        Args:
+            words: of its round.
+            width: bytes of a piece; 0 for a call in one piece.
+            place: of a call that copies from process to process, as ``in_single_copy`` returns it; otherwise -1.
+        """
+        kind, channel = self.kind, self.agreement.channel  # type: Any, Any
         rows = isinstance(self.recv_shapes, tuple) and kind in (Kind.ALL_GATHER, Kind.GATHER, Kind.ALL_TO_ALL)
         result = "reduced" if self.mpi_op else "list" if isinstance(recv, list) else "rows" if rows else "copied"
-        self.shared = extension.SharedOperation(
+        parted = kind in _PARTED
+        return extension.SharedOperation(
             op=self.op,
             lock=group.lock,
-            ring=agreement.channel.ring,  # type: ignore[attr-defined]
+            ring=channel.ring,
             segment=self.segment,
-            order=agreement.order,
-            words=self.eager_words,
-            dtype=dtype,
-            itemsize=max(dtype.itemsize, 1),
-            sends=math.prod(self.send_shapes) * dtype.itemsize
-            if isinstance(self.send_shapes, tuple)
-            else brings
-            if self.send_shapes
-            else 0,
-            offset=group.rank() * self.nbytes if kind in _PARTED else 0,
+            order=self.agreement.order,
+            words=words,
+            dtype=self.dtype,
+            itemsize=max(self.dtype.itemsize, 1),
+            sends=0 if self.send_shapes is None else self.nbytes * (group.size() if parted else 1),
+            offset=group.rank() * self.nbytes if parted else 0,
             block=self.nbytes,
-            width=self.width or max(self.nbytes, 1),
+            width=width or max(self.nbytes, 1),
             root=self.root,
             send=self.send_shapes,
             recv=self.recv_shapes,
             result="" if recv is None else result,
-            reduction=name_of(self.mpi_op, dtype),
+            reduction=name_of(self.mpi_op, self.dtype),
             average=self.average,
             in_place=kind in (Kind.ALL_REDUCE, Kind.REDUCE),
             poll_ns=self.poll_ns,
+            place=place,
         )
-        return self
 
     def fits(self, send: Any, recv: Any) -> bool:
         """Return whether arrays fit the prepared operation, and can be moved without a copy.
@@ -342,14 +366,14 @@ class PreparedOperation:
         )
         request.before, request.spread, request.arrays = before, spread, recv if spread is None else arrays
         group.last = self.op, code, instruction
-        shared, channel = self.shared, self.agreement.channel  # type: Any, Any
+        shared, channel = self.later, self.agreement.channel  # type: Any, Any
         eager = shared is not None and self.segment is None
         may_post = eager and not waited and name is None and order.posted == order.issued
         if may_post and channel.room(order.round + 1):
             number, posted = order.issued, shared.start(send)
             if posted >= 0:
                 request.seq = order.calls
-                request.start_prepared(self, number, self.eager_words, at_once, channel.take(posted))
+                request.start_prepared(self, number, self.later_words, at_once, channel.take(posted))
                 return request
         order.calls = request.seq = order.calls + 1
         number = order.issue()
@@ -371,25 +395,26 @@ class PreparedOperation:
         The data of all earlier calls has moved, and all members have read the step before.
         """
         segment = self.segment
-        if segment is None or self.width or self.agreement.order.moving != number:
+        in_steps = self.width and self.later is self.shared
+        if segment is None or in_steps or self.agreement.order.moving != number:
             return False
         free: bool = segment.has_reached(segment.step)
         return free
 
-    def words_named(self, group: ProcessGroup, name: str) -> Words:
+    def words_named(self, group: ProcessGroup, name: str, later: bool = False) -> Words:
         """Return the words of an eager round of a call to which the program gives a name."""
         last, words = self._named
-        if last == name:
+        if last == (name, later):
             return words
         print_ = execution.plain_print(group, self.op, fingerprint(self.op, (*self.key, ("name", name))))
-        words = (print_, -print_, *self.eager_words[2:])
-        self._named = name, words
+        words = (print_, -print_, *(self.later_words if later else self.eager_words)[2:])
+        self._named = (name, later), words
         return words
 
     def _words(self, group: ProcessGroup, request: Request, eager: bool) -> Words | None:
         """Return the words of the round of one start; None: the call makes no round."""
         level, print_ = group.level, self.fingerprint
-        words: Words = self.eager_words if eager else self.words
+        words: Words = self.later_words if eager else self.words
         if request.name is not None:
             print_ = fingerprint(self.op, (*self.key, ("name", request.name)))
         if level == "full" or self.agreement.channel.carries_data:

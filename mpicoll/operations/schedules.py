@@ -164,7 +164,7 @@ class _Eager(_Meeting):
     def put(self, request: Any, number: int) -> None:
         """Write the data of this rank beside the record of its round, or into the segment."""
         prepared: Any = request.prepared
-        prepared.shared.write(number, request.send)
+        prepared.later.write(number, request.send)
 
     def serves(self, request: Any, made: Any) -> bool | None:
         """Return whether all members make the call; then the data of all members is there."""
@@ -183,11 +183,11 @@ class _Eager(_Meeting):
             segment.advance()  # also if an error of this rank follows: the other members go on
         if request.before:
             check(request)
-        if prepared.width:
+        if prepared.width and request.waited:
             prepared.shared.run_rest(request.group, prepared, request.send, request.recv, request)
         else:
             try:
-                prepared.shared.read(made.number if segment is None else segment.step, request.recv)
+                prepared.later.read(made.number if segment is None else segment.step, request.recv)
             except ValueError:
                 raise _changed(request) from None
         land(request)
@@ -202,7 +202,7 @@ class _AtOnce(_Eager):
     def serves(self, request: Any, made: Any) -> bool | None:
         """Read the data of all members, if all members make the call."""
         prepared: Any = request.prepared
-        found = prepared.shared.complete(request.number, made.number, request.recv, request.before)
+        found = prepared.later.complete(request.number, made.number, request.recv, request.before)
         if found == 1:
             land(request)
             return True

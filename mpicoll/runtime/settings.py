@@ -32,6 +32,10 @@ CudaIpc = Literal["auto", "off"]
 CUDA_IPC: tuple[CudaIpc, ...] = ("auto", "off")
 """Whether ranks that share a GPU reduce on it; see MPICOLL_CUDA_IPC."""
 
+SingleCopy = Literal["auto", "off"]
+SINGLE_COPY: tuple[SingleCopy, ...] = ("auto", "off")
+"""Whether ranks of a node copy from the memory of one process into that of another; see MPICOLL_SINGLE_COPY."""
+
 Extension = Literal["auto", "off"]
 EXTENSION: tuple[Extension, ...] = ("auto", "off")
 """Whether the C extension is used; see MPICOLL_EXTENSION."""
@@ -206,6 +210,12 @@ class Settings:
         "auto",
         "auto or off",
         "whether the ranks of a node use shared memory, by the C extension: if all ranks have it, or never (then MPI)",
+    )
+    single_copy: SingleCopy = _setting(
+        _one_of(SINGLE_COPY),
+        "auto",
+        "auto or off",
+        "whether ranks of a node copy large arrays from process to process: if the kernel allows that to all ranks, or never",
     )
     progress: Progress = _setting(
         _one_of(PROGRESS),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpicoll.memory.device.array import movable_array, on_device, permits
+from mpicoll.runtime import native
 from mpicoll.runtime.mpi_library import library_name
 from mpicoll.runtime.output import say
 from mpicoll.transports.base import EAGER_BYTES, SMALL_BYTES, Kind, Movement
@@ -41,6 +42,7 @@ DEFAULT: Mapping[Kind, Ranges] = {
     Kind.REDUCE_SCATTER: ((65, NEVER),),
     # To move without a reduction, both MPIs copy once, from the memory of the other process; shared memory needs two copies, but
     # the extension makes the whole call: an all_gather of two blocks of 128 KiB takes 50 us, and 115 to 130 us through MPI.
+    # If the kernel copies between the processes, these five have no last size (single_copy_from).
     Kind.BROADCAST: ((2 * _KIB + 1, 4 * 1024 * _KIB),),
     Kind.ALL_GATHER: ((2 * _KIB + 1, 256 * _KIB),),
     Kind.GATHER: ((2 * _KIB + 1, 1024 * _KIB),),
@@ -52,6 +54,19 @@ DEFAULT: Mapping[Kind, Ranges] = {
 Only kinds with a row move through shared memory, or are reduced in the order of the ranks: other kinds go through MPI only.
 """
 
+_EXCHANGES = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
+
+
+def single_copy_from(oversubscribed: bool) -> Mapping[Kind, int]:
+    """Return the bytes of the largest block from which a call copies once, from process to process (measured).
+
+    For a smaller block two copies take less time than system calls and the wait for all members. Ranks that share cores wait
+    longer.
+    """
+    exchange = 512 * _KIB if oversubscribed else 64 * _KIB
+    found = dict.fromkeys((Kind.GATHER, Kind.SCATTER), 64 * _KIB) | dict.fromkeys(_EXCHANGES, exchange)
+    return {Kind.BROADCAST: 1024 * _KIB + 1, **found}
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -61,17 +76,26 @@ class Selection:
         mode: ``auto``, ``mpi`` or ``node``.
         least: smaller calls do not move through shared memory: small calls that are not compared move through MPI.
         ranges: bytes of the largest block for which shared memory moves a call.
+        single_copy: bytes of the largest block from which a call copies once; empty if the processes of a node cannot read each
+            other's memory.
     """
 
     mode: str = "auto"
     least: int = 1
     ranges: Mapping[Kind, Ranges] = field(default_factory=lambda: DEFAULT)
+    single_copy: Mapping[Kind, int] = field(default_factory=dict)
 
     def node(self, kind: Kind, nbytes: int) -> bool:
         """Return whether a group on one node moves a call with blocks of ``nbytes`` through shared memory."""
         if self.mode == "mpi" or kind not in DEFAULT or nbytes < self.least:
             return False
-        return self.mode == "node" or any(first <= nbytes <= last for first, last in self.ranges.get(kind, ()))
+        if self.mode == "node" or (self.ranges is DEFAULT and self.copies_once(kind, nbytes)):
+            return True
+        return any(first <= nbytes <= last for first, last in self.ranges.get(kind, ()))
+
+    def copies_once(self, kind: Kind, nbytes: int) -> bool:
+        """Return whether a call with blocks of ``nbytes`` that moves through shared memory copies once."""
+        return nbytes >= self.single_copy.get(kind, NEVER)
 
 
 class Way(enum.Enum):
@@ -238,6 +262,21 @@ def share_profile(comm: MPI.Intracomm, setting: str, ranks: int) -> Mapping[Kind
             say(f"mpicoll: {path}: {error}\n")
     shared: Mapping[Kind, Ranges] | None = comm.bcast(found, 0)
     return shared
+
+
+def share_single_copy(comm: MPI.Intracomm, on_node: Sequence[int], is_off: bool) -> bool:
+    """Return whether all ranks can read and write the memory of all other ranks of their nodes, and none has this switched off.
+
+    All ranks of ``comm`` call this function, and are known to (it uses blocking MPI calls); all have the C extension.
+
+    Args:
+        on_node: the ranks of this node.
+        is_off: this rank must not copy from process to process.
+    """
+    words = np.empty((comm.Get_size(), 3), np.int64)
+    comm.Allgather(np.array(native.found.peer_word(), np.int64), words)
+    can = not is_off and all(native.found.can_read_peer(*words[rank].tolist()) for rank in on_node)
+    return bool(comm.allreduce(int(can)) == comm.Get_size())
 
 
 def share_extension(comm: MPI.Intracomm, is_there: bool, is_off: bool, engine: str, ranks: int) -> bool:

@@ -15,6 +15,8 @@ who, how = sys.argv[1:]
 if who == "all" or who == str(me):
     if how == "off":
         os.environ["MPICOLL_EXTENSION"] = "off"
+    elif how == "copies":
+        os.environ["MPICOLL_SINGLE_COPY"] = "off"
     else:
         sys.modules["mpicoll._native"] = None
 import hashlib
@@ -40,7 +42,7 @@ for turn in range(3):
             dist.broadcast(x, turn)
             digest.update(x.astype("c16").tobytes())
     dist.barrier()
-print(registry.state().pool.extension, digest.hexdigest())
+print(registry.state().pool.extension, digest.hexdigest(), registry.state().pool.single_copy)
 """
 
 
@@ -80,10 +82,17 @@ def digest() -> str:
 def test_all_go_through_mpi(who: str, how: str, engine: str, line: str, digest: str) -> None:
     """The results are those with the extension; rank 0 says one line unless all switched it off and did not ask for it."""
     result = job(who, how, engine)
-    assert [out.split() for out in result.out] == [["False", digest]] * 3, result
+    assert [out.split() for out in result.out] == [["False", digest, "False"]] * 3, result
     assert line in result.err[0], result
     assert result.err[0].count("\n") == bool(line), result
     assert not result.err[1] + result.err[2], result
+
+
+def test_no_rank_copies_from_process_to_process(digest: str) -> None:
+    """One rank has this switched off: none copies once, none prints a line, and the results are those of other jobs."""
+    result = job("1", "copies")
+    assert [out.split() for out in result.out] == [["True", digest, "False"]] * 3, result
+    assert not any(result.err), result
 
 
 @pytest.mark.slow

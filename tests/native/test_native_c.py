@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = [str(ROOT / "mpicoll" / "native" / f"{name}.c") for name in ("ring", "segment", "reduce", "copy", "poll")]
+SOURCES = [
+    str(ROOT / "mpicoll" / "native" / f"{name}.c")
+    for name in ("ring", "segment", "single_copy", "peer_memory", "reduce", "copy")
+]
 TURNS = 300
 
 

@@ -168,15 +168,44 @@ static void copy(Member *member, int64_t turn)
         }
     for (int to = 0; to < size; to++) {
         fill(sent[to], member->me, turn + to, 0, lengths[member->me][to]);
-        blocks[transfer.writes++] = (Block){(char *)sent[to], 8 * lengths[member->me][to], member->me, to * place};
+        blocks[transfer.writes++] = (Block){(char *)sent[to], 8 * lengths[member->me][to], member->me, to * place, to};
     }
     for (int from = 0; from < size; from++)
         blocks[transfer.writes + transfer.reads++] =
-            (Block){(char *)got[from], 8 * lengths[from][member->me], from, member->me * place};
+            (Block){(char *)got[from], 8 * lengths[from][member->me], from, member->me * place, -1};
     complete(member, &transfer);
     for (int from = 0; from < size; from++)
         for (ptrdiff_t i = 0; i < lengths[from][member->me]; i++)
             check(got[from][i] == element(from, turn + member->me, i), "copy", member, turn);
+}
+
+/* Each member sends a block to some, from process to process; two members share the pieces of a block. */
+static void copy_once(Member *member, int64_t turn)
+{
+    enum { LONGEST = 2500 };
+    static int64_t sent[MOST][MOST][LONGEST], got[MOST][MOST][LONGEST];
+    Block blocks[2 * MOST];
+    int lengths[MOST][MOST];
+    const int me = member->me;
+    Transfer transfer = {.kind = SINGLE_COPY, .total = 8 * LONGEST, .width = 64, .blocks = blocks};
+    for (int from = 0; from < size; from++)
+        for (int to = 0; to < size; to++)
+            lengths[from][to] = any(member, 3) ? any(member, LONGEST) : 0;
+    for (int to = 0; to < size; to++) {
+        fill(sent[me][to], me, turn + to, 0, lengths[me][to]);
+        if (to != me)
+            blocks[transfer.writes++] = (Block){(char *)sent[me][to], 8 * lengths[me][to], me, 0, to};
+    }
+    for (int from = 0; from < size; from++)
+        if (from != me)
+            blocks[transfer.writes + transfer.reads++] = (Block){(char *)got[me][from], 8 * lengths[from][me], from, 0, -1};
+    transfer.send = (char *)sent[me][me];
+    transfer.recv = (char *)got[me][me];
+    transfer.result = 8 * lengths[me][me];
+    complete(member, &transfer);
+    for (int from = 0; from < size; from++)
+        for (ptrdiff_t i = 0; i < lengths[from][me]; i++)
+            check(got[me][from][i] == element(from, turn + me, i), "single copy", member, turn);
 }
 
 /* Sums for all or for one, in place or not, whole or in parts. */
@@ -186,7 +215,7 @@ static void reduce(Member *member, int64_t turn, enum TransferKind kind)
     const ptrdiff_t count = 1 + any(member, ELEMENTS - 1);
     const int root = any(member, size + 1) - 1, in_place = any(member, 2);
     int64_t *out = in_place ? send : recv;
-    Block block = {(char *)send, 8 * count, member->me, 0};
+    Block block = {(char *)send, 8 * count, member->me, 0, -1};
     Transfer transfer = {.kind = kind, .total = 8 * count, .width = 8 * (1 + any(member, ROOM / 8)), .blocks = &block};
     transfer.writes = kind == REDUCE;
     transfer.send = (char *)send;
@@ -231,7 +260,7 @@ static void *run(void *given)
 {
     Member *member = given;
     for (int64_t turn = 0; turn < turns; turn++)
-        switch (any(member, 7)) {
+        switch (any(member, 8)) {
         case 0:
             rounds(member);
             break;
@@ -249,6 +278,9 @@ static void *run(void *given)
             break;
         case 5:
             reduce_in_place(member, turn);
+            break;
+        case 6:
+            copy_once(member, turn);
             break;
         default:
             announce(member, turn);

@@ -116,6 +116,9 @@ struct SharedOperation {
     Py_ssize_t sends;         /* bytes that this member writes */
     Py_ssize_t offset, block; /* bytes: where that begins what this member reads of the data of another, and its length */
     Py_ssize_t width;         /* bytes of a piece; `block` if the call has one piece only */
+    int copies_once;          /* blocks move from process to process, and in pieces where the kernel does not copy them */
+    Py_ssize_t place;         /* bytes between the pieces for two members in the buffer of a member that sends each another block; else 0 */
+    Block *blocks;            /* room for two blocks a member */
     int root;
     enum Result result;
     int in_place; /* the terms of this member stand where the result goes */
@@ -149,6 +152,12 @@ typedef struct {
 extern Known known;
 
 /* ---- what several files use ---- */
+
+/* Whether the extension moves the data of a call in several steps. */
+static inline int is_in_steps(const SharedOperation *self)
+{
+    return self->copies_once || self->width < self->block;
+}
 
 extern PyTypeObject MessageType, OrderType, RingType, SegmentType, TransferType, RequestType, SharedOperationType;
 
@@ -255,6 +264,10 @@ int shared_is_changed(const SharedOperation *self, const Given *arrays, PyObject
 void shared_write_data(const SharedOperation *self, int64_t at, PyObject *send, Py_ssize_t from);
 /* Read the piece of the result that begins at `from`. */
 void shared_read_result(const SharedOperation *self, int64_t at, PyObject *recv, Py_ssize_t from);
+/* Make the transfer of a call that copies once, whose arrays fit; the blocks are those of the operation. */
+Transfer shared_transfer(const SharedOperation *self, PyObject *send, PyObject *recv);
+/* Return whether a member writes no bytes that it also sends: the arrays share at most the block of the member for itself. */
+int shared_is_apart(const SharedOperation *self, PyObject *send, PyObject *recv);
 /* Note that this thread makes calls, if it has not made the last one; return -1 and an exception without memory. */
 int note_thread(unsigned long *last);
 

@@ -1,4 +1,5 @@
-/* The arrays that a SharedOperation was prepared for, and whether those that a program passes are such. */
+/* The arrays that a SharedOperation was prepared for, whether those that a program passes are such, and the blocks in them of a call that
+   copies once, from process to process. */
 
 #include "objects.h"
 
@@ -213,4 +214,81 @@ int shared_is_changed(const SharedOperation *self, const Given *arrays, PyObject
         at += contents_size(bytes, all);
     }
     return 0;
+}
+
+/* ---- of a call that copies once ---- */
+
+/* Return where the block for or of a member begins in arrays that have one for each, and the bytes of the block. */
+static char *part_of(const SharedOperation *self, const Given *arrays, PyObject *given, int rank, ptrdiff_t *bytes)
+{
+    if (arrays->arrays < 0) {
+        *bytes = self->block;
+        return memory(given) + rank * self->block;
+    }
+    *bytes = arrays->counts[rank] * self->itemsize;
+    return memory(PyList_GET_ITEM(given, rank));
+}
+
+Transfer shared_transfer(const SharedOperation *self, PyObject *send, PyObject *recv)
+{
+    Segment *segment = &self->segment->segment;
+    Transfer transfer = {.segment = segment, .kind = SINGLE_COPY, .total = self->block, .width = self->width, .itemsize = 1,
+                         .blocks = self->blocks, .budget = self->budget + self->block / 2};
+    Block *next = self->blocks;
+    const int me = segment->me, copied = self->result == COPIED;
+    ptrdiff_t bytes;
+    if (self->send.arrays && !self->place) {
+        *next++ = (Block){memory(send), self->sends, me, 0, -1};
+        transfer.send = memory(send);
+    } else if (self->send.arrays)
+        for (int rank = 0; rank < segment->size; rank++) {
+            char *part = part_of(self, &self->send, send, rank, &bytes);
+            if (rank == me)
+                transfer.send = part;
+            else
+                *next++ = (Block){part, bytes, me, rank * self->place, rank};
+        }
+    transfer.writes = (int)(next - self->blocks);
+    for (int rank = 0; self->result != NOTHING && rank < segment->size; rank++) {
+        if (copied && rank != self->root)
+            continue;
+        char *part = copied ? memory(recv) : part_of(self, &self->recv, recv, rank, &bytes);
+        if (copied)
+            bytes = self->recv.count * self->itemsize;
+        if (rank == me) {
+            transfer.recv = part;
+            transfer.result = bytes;
+        } else
+            *next++ = (Block){part, bytes, rank, me * self->place, -1};
+    }
+    transfer.reads = (int)(next - self->blocks) - transfer.writes;
+    return transfer;
+}
+
+static int overlap(const char *one, ptrdiff_t bytes, const char *other, ptrdiff_t others)
+{
+    return one < other + others && other < one + bytes;
+}
+
+int shared_is_apart(const SharedOperation *self, PyObject *send, PyObject *recv)
+{
+    Py_ssize_t sent, received;
+    if (!self->send.arrays || self->result == NOTHING)
+        return 1;
+    const char *from = shared_span(self, &self->send, send, &sent), *to = shared_span(self, &self->recv, recv, &received);
+    if (!overlap(from, sent, to, received))
+        return 1;
+    const Transfer transfer = shared_transfer(self, send, recv);
+    const Block *writes = transfer.blocks, *reads = transfer.blocks + transfer.writes;
+    for (int i = 0; i < transfer.writes; i++) {
+        if (overlap(writes[i].memory, writes[i].bytes, transfer.recv, transfer.result) && writes[i].memory != transfer.recv)
+            return 0;
+        for (int j = 0; j < transfer.reads; j++)
+            if (overlap(writes[i].memory, writes[i].bytes, reads[j].memory, reads[j].bytes))
+                return 0;
+    }
+    for (int j = 0; j < transfer.reads; j++)
+        if (overlap(transfer.send, transfer.result, reads[j].memory, reads[j].bytes))
+            return 0;
+    return 1;
 }

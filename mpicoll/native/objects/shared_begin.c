@@ -48,7 +48,7 @@ static int complete(SharedOperation *self, int64_t call, int64_t number, PyObjec
         return 0;
     if (!ring_is_unanimous(ring, number))
         return 2;
-    if (self->width < self->block || !shared_fits(self, &self->recv, recv, WRITABLE))
+    if (is_in_steps(self) || !shared_fits(self, &self->recv, recv, WRITABLE))
         return 4;
     if (self->recv.arrays && shared_is_changed(self, &self->recv, recv, before))
         return 3;
@@ -209,7 +209,7 @@ PyObject *shared_begin(SharedOperation *self, PyObject *const *args, Py_ssize_t 
         PyErr_SetString(PyExc_TypeError, "begin(group, prepared, send, recv, code, instruction, limit, outputs, places, name, words, claim)");
         return NULL;
     }
-    if (known.request == NULL || self->width < self->block || PyList_GET_SIZE(known.observers) != 0 || !fits(self, args))
+    if (known.request == NULL || is_in_steps(self) || PyList_GET_SIZE(known.observers) != 0 || !fits(self, args))
         Py_RETURN_NONE;
     int64_t given[RING_SAID], *words = self->words;
     if (args[BEGIN_WORDS] != Py_None && !ring_parse_words(args[BEGIN_WORDS], words = given))

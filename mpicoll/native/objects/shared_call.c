@@ -96,6 +96,42 @@ static int advance(const SharedOperation *self, PyObject *send, PyObject *recv, 
         }
 }
 
+/* Wait in Python for members to reach a step, and check that the arrays are still those of the call; -1 and an exception if not. */
+static int await(PyObject *const *args, Py_ssize_t count, SharedOperation *self, int64_t step, PyObject *root_only)
+{
+    PyObject *wanted = PyLong_FromLongLong(step);
+    if (wanted == NULL)
+        return -1;
+    PyObject *waited = PyObject_CallFunctionObjArgs(known.await, args[GROUP], args[PREPARED], args[FRAME], wanted, root_only,
+                                                    extra(args, count, LIMIT), extra(args, count, NAME), extra(args, count, WORDS), NULL);
+    Py_DECREF(wanted);
+    if (waited == NULL)
+        return -1;
+    Py_DECREF(waited);
+    if (shared_fits(self, &self->send, args[SEND], READABLE) && shared_fits(self, &self->recv, args[RECV], WRITABLE))
+        return 0;
+    PyErr_SetString(PyExc_ValueError, SHARED_CHANGED);
+    return -1;
+}
+
+/* Copy the blocks of a call whose round is over, and whose members have announced them; the caller has copied lists. -1 and an exception: the others do not come. */
+static int move_blocks(PyObject *const *args, Py_ssize_t count, SharedOperation *self)
+{
+    Transfer transfer = shared_transfer(self, args[SEND], args[RECV]);
+    int over, failed = 0;
+    transfer.phase = 1;
+    for (;;) {
+        Py_BEGIN_ALLOW_THREADS
+        over = transfer_advance(&transfer);
+        Py_END_ALLOW_THREADS
+        if (over || (failed = await(args, count, self, transfer.wanted, Py_False)) < 0)
+            break;
+    }
+    if (failed)
+        single_copy_revoke(&transfer);
+    return failed;
+}
+
 /* Read the first piece of a call whose round is over, and move the others. -1 and an exception: the others do not come. */
 static int move_pieces(PyObject *const *args, Py_ssize_t count, SharedOperation *self)
 {
@@ -108,22 +144,16 @@ static int move_pieces(PyObject *const *args, Py_ssize_t count, SharedOperation 
         Py_END_ALLOW_THREADS
         if (over)
             return 0;
-        PyObject *wanted = PyLong_FromLongLong(progress.wanted);
-        if (wanted == NULL)
-            return -1;
         PyObject *root_only = progress.next == AWAIT && self->result == COPIED ? Py_True : Py_False;
-        PyObject *waited = PyObject_CallFunctionObjArgs(known.await, args[GROUP], args[PREPARED], args[FRAME], wanted, root_only,
-                                                        extra(args, count, LIMIT), extra(args, count, NAME),
-                                                        extra(args, count, WORDS), NULL);
-        Py_DECREF(wanted);
-        if (waited == NULL)
+        if (await(args, count, self, progress.wanted, root_only) < 0)
             return -1;
-        Py_DECREF(waited);
-        if (!shared_fits(self, &self->send, send, READABLE) || !shared_fits(self, &self->recv, recv, WRITABLE)) {
-            PyErr_SetString(PyExc_ValueError, SHARED_CHANGED);
-            return -1;
-        }
     }
+}
+
+/* Move all data of a call in several steps whose round is over. */
+static int move(PyObject *const *args, Py_ssize_t count, SharedOperation *self)
+{
+    return self->copies_once ? move_blocks(args, count, self) : move_pieces(args, count, self);
 }
 
 /* Return whether the arguments are as many as run() takes, and the module was configured. */
@@ -139,13 +169,13 @@ PyObject *shared_run_rest(SharedOperation *self, PyObject *const *args, Py_ssize
 {
     if (!are_arguments(args, count, "run_rest(group, prepared, send, recv, request)"))
         return NULL;
-    if (self->width >= self->block || !shared_fits(self, &self->send, args[SEND], READABLE) ||
+    if (!is_in_steps(self) || !shared_fits(self, &self->send, args[SEND], READABLE) ||
         !shared_fits(self, &self->recv, args[RECV], WRITABLE)) {
         PyErr_SetString(PyExc_ValueError, SHARED_CHANGED);
         return NULL;
     }
     Py_INCREF(self);
-    const int failed = move_pieces(args, count, self);
+    const int failed = move(args, count, self);
     Py_DECREF(self);
     if (failed)
         return NULL;
@@ -167,6 +197,8 @@ static PyObject *make(PyObject *const *args, Py_ssize_t count, SharedOperation *
         Py_RETURN_FALSE;
     if (!shared_fits(self, &self->send, send, READABLE) || !shared_fits(self, &self->recv, recv, WRITABLE))
         Py_RETURN_FALSE;
+    if (self->copies_once && !shared_is_apart(self, send, recv))
+        Py_RETURN_FALSE;
     if (segment != NULL && !segment_all_at(segment, segment->step, now_ns(), self->budget)) /* a member may still read */
         Py_RETURN_FALSE;
     if (note_thread(&self->thread) < 0)
@@ -175,7 +207,11 @@ static PyObject *make(PyObject *const *args, Py_ssize_t count, SharedOperation *
     if (*old == NULL || PyObject_SetAttr(group, known.last, site) < 0)
         return NULL;
     const int64_t number = order->round + 1, at = segment == NULL ? number : segment->step + 1;
-    shared_write_data(self, at, send, 0);
+    if (self->copies_once) {
+        const Transfer transfer = shared_transfer(self, send, recv);
+        single_copy_announce(&transfer, at);
+    } else
+        shared_write_data(self, at, send, 0);
     const int64_t began = ring_write(ring, number, words);
     ring_post(ring, number); /* from here on the others may go on */
     order->issued = call + 1;
@@ -196,9 +232,9 @@ static PyObject *make(PyObject *const *args, Py_ssize_t count, SharedOperation *
     if (segment != NULL)
         segment_advance(segment);
     order->posted = order->moving = call + 1;
-    if (self->width >= self->block)
+    if (!is_in_steps(self))
         shared_read_result(self, at, recv, 0);
-    else if (move_pieces(args, count, self) < 0) {
+    else if (move(args, count, self) < 0) {
         withdraw(args, count, call + 1);
         return NULL;
     }

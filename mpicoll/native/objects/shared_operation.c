@@ -29,6 +29,7 @@ static void shared_dealloc(SharedOperation *self)
     Py_CLEAR(self->segment);
     shared_given_free(&self->send);
     shared_given_free(&self->recv);
+    PyMem_Free(self->blocks);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
@@ -36,6 +37,11 @@ static void shared_dealloc(SharedOperation *self)
 static int is_packed(const SharedOperation *self)
 {
     return self->result == REDUCED && self->recv.arrays > 0;
+}
+
+static int segment_me(const SharedOperation *self)
+{
+    return self->segment->segment.me;
 }
 
 /* Whether all that is written and read stays in the room of a member, and the arrays are those of the result. */
@@ -48,7 +54,13 @@ static int is_consistent(const SharedOperation *self)
         return 0;
     if (self->segment != NULL && (self->segment->segment.size != size || self->segment->segment.me != self->ring->ring.me))
         return 0;
-    if (self->width < self->block) { /* one array in several pieces */
+    if (self->copies_once) {
+        const int parted = self->place > 0; /* blocks for each member; the places are those of the pieces */
+        if (self->segment == NULL || size < 2 || room / SINGLE_COPY_ENTRY < size || self->width > (parted ? self->place : room) ||
+            self->place < 0 || self->place > room / size || self->reduction != NULL || self->sends != (send->arrays ? self->block * (parted ? size : 1) : 0) ||
+            (send->arrays > 0 && (!parted || send->arrays != size)) || (self->result == COPIED && self->root == segment_me(self) && !(parted && send->arrays)))
+            return 0;
+    } else if (self->width < self->block) { /* one array in several pieces */
         if (self->segment == NULL || self->width > room || self->width % self->itemsize || self->offset != 0 ||
             (self->sends != 0 && self->sends != self->block) || send->arrays > 0 || recv->arrays > 0 || self->result == ROWS ||
             (recv->arrays < 0 && recv->count * self->itemsize != self->block))
@@ -84,17 +96,18 @@ static int is_consistent(const SharedOperation *self)
 static PyObject *shared_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"op", "lock", "ring", "segment", "order", "words", "dtype", "itemsize", "sends", "offset", "block", "width", "root",
-                            "send", "recv", "result", "reduction", "average", "in_place", "poll_ns", NULL};
+                            "send", "recv", "result", "reduction", "average", "in_place", "poll_ns", "place", NULL};
     static const char *const results[] = {
         [NOTHING] = "", [REDUCED] = "reduced", [COPIED] = "copied", [ROWS] = "rows", [LIST] = "list"};
     PyObject *op, *lock, *ring, *segment, *order, *words, *dtype, *send, *recv;
     const char *result, *reduction;
     Py_ssize_t itemsize, sends, offset, block, width;
     int root, average, in_place;
+    Py_ssize_t place = -1;
     long long budget;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "UOO!OO!O!OnnnnniOOssppL", names, &op, &lock, &RingType, &ring, &segment, &OrderType, &order, &PyTuple_Type,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "UOO!OO!O!OnnnnniOOssppL|n", names, &op, &lock, &RingType, &ring, &segment, &OrderType, &order, &PyTuple_Type,
                                      &words, &dtype, &itemsize, &sends, &offset, &block, &width, &root, &send, &recv, &result,
-                                     &reduction, &average, &in_place, &budget))
+                                     &reduction, &average, &in_place, &budget, &place))
         return NULL;
     if (!is_made(((RingObject *)ring)->ring.base, "ring") ||
         (segment != Py_None && Py_IS_TYPE(segment, &SegmentType) && !is_made(((SegmentObject *)segment)->segment.base, "segment")))
@@ -124,6 +137,11 @@ static PyObject *shared_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     self->average = average;
     self->in_place = in_place;
     self->budget = budget;
+    self->copies_once = place >= 0;
+    self->place = place < 0 ? 0 : place;
+    self->blocks = PyMem_Calloc(2 * (size_t)self->ring->ring.size, sizeof *self->blocks);
+    if (self->blocks == NULL)
+        PyErr_NoMemory();
     self->reduction = find_reduction(reduction);
     if (PyErr_Occurred() || shared_given_init(&self->send, send) < 0 || shared_given_init(&self->recv, recv) < 0)
         goto failed;
@@ -224,7 +242,7 @@ static PyObject *shared_write(SharedOperation *self, PyObject *args)
     PyObject *send;
     if (!PyArg_ParseTuple(args, "LO", &number, &send))
         return NULL;
-    if (number < 0 || self->width < self->block || !shared_fits(self, &self->send, send, READABLE)) {
+    if (number < 0 || is_in_steps(self) || !shared_fits(self, &self->send, send, READABLE)) {
         PyErr_SetString(PyExc_ValueError, "the arrays are not those that the call was prepared for");
         return NULL;
     }
@@ -238,7 +256,7 @@ static PyObject *shared_read(SharedOperation *self, PyObject *args)
     PyObject *recv;
     if (!PyArg_ParseTuple(args, "LO", &at, &recv))
         return NULL;
-    if (at < 0 || self->width < self->block || !shared_fits(self, &self->recv, recv, WRITABLE)) {
+    if (at < 0 || is_in_steps(self) || !shared_fits(self, &self->recv, recv, WRITABLE)) {
         PyErr_SetString(PyExc_ValueError, SHARED_CHANGED);
         return NULL;
     }

@@ -4,6 +4,8 @@
 
 static void transfer_dealloc(TransferObject *self)
 {
+    if (self->transfer.segment != NULL)
+        single_copy_revoke(&self->transfer);
     for (Py_ssize_t i = 0; i < self->holds; i++)
         PyBuffer_Release(&self->held[i]);
     PyMem_Free(self->held);
@@ -29,10 +31,11 @@ static int add_blocks(TransferObject *self, PyObject *given, int flags, int *cou
         Block *block = &transfer->blocks[transfer->writes + transfer->reads];
         PyObject *memory, *tuple = PyList_GET_ITEM(given, i);
         if (!PyTuple_Check(tuple)) {
-            PyErr_SetString(PyExc_TypeError, "a block is a tuple: the member whose buffer it is in, where in it, the memory");
+            PyErr_SetString(PyExc_TypeError, "a block is a tuple: the member whose buffer it is in, where in it, the memory[, who reads it]");
             return -1;
         }
-        if (!PyArg_ParseTuple(tuple, "inO", &block->rank, &block->at, &memory))
+        block->peer = -1;
+        if (!PyArg_ParseTuple(tuple, "inO|i", &block->rank, &block->at, &memory, &block->peer))
             return -1;
         const Py_buffer *buffer = hold(self, memory, flags);
         if (buffer == NULL)
@@ -56,8 +59,10 @@ static int is_wrong(const Transfer *transfer, const Segment *segment, Py_ssize_t
         wrong |= block->rank < 0 || block->rank >= segment->size || block->at < 0 || block->at > segment->room - most;
         wrong |= block->bytes > transfer->total || (i < transfer->writes && block->rank != segment->me);
     }
+    if (transfer->kind == SINGLE_COPY)
+        wrong |= segment->size < 2 || segment->room / SINGLE_COPY_ENTRY < segment->size || sent != transfer->result;
     if (!is_reduction)
-        return wrong || (transfer->kind != COPY_BLOCKS && transfer->kind != ANNOUNCE);
+        return wrong || (transfer->kind != COPY_BLOCKS && transfer->kind != SINGLE_COPY && transfer->kind != ANNOUNCE);
     wrong |= transfer->reduce == NULL || segment->size < 2 || transfer->reads > 0 || transfer->width % transfer->itemsize != 0;
     wrong |= transfer->read_at < 0 || transfer->read_at > segment->room - (transfer->result < transfer->width ? transfer->result : transfer->width);
     wrong |= transfer->result > transfer->total || transfer->result % transfer->itemsize != 0;
@@ -79,7 +84,7 @@ static int transfer_init(TransferObject *self, PyObject *args, PyObject *kwargs)
     long long budget, words[2] = {0, 0};
     Py_ssize_t sent = 0, itemsize = 1, read_at = 0, many = 0;
     static const char *const kinds[] = {
-        [COPY_BLOCKS] = "copy", [REDUCE] = "reduce", [REDUCE_PARTS] = "parts", [ANNOUNCE] = "announce",
+        [COPY_BLOCKS] = "copy", [SINGLE_COPY] = "single copy", [REDUCE] = "reduce", [REDUCE_PARTS] = "parts", [ANNOUNCE] = "announce",
         [REDUCE_IN_PLACE] = "in place",
     };
     if (self->segment != NULL) {

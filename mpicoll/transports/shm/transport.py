@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 import mmap
 import weakref
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -50,13 +51,20 @@ def poll_ns(nbytes: int, oversubscribed: bool) -> int:
 class SharedMemoryTransport:
     """Moves host memory between the members of one group on one node.
 
+    Args:
+        single_copy: bytes of the largest block from which calls of a kind copy once, from process to process; the same on all
+            members.
+
     Attributes:
         usable: False if there is no shared memory for this group; the same on all members.
         why: why there is none, if this member knows.
     """
 
-    def __init__(self, comm: MPI.Intracomm, budget: Budget, oversubscribed: bool) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, budget: Budget, oversubscribed: bool, single_copy: Mapping[Kind, int] | None = None
+    ) -> None:
         self._comm = comm
+        self._single_copy = single_copy or {}
         self._budget = budget
         self._oversubscribed = oversubscribed
         self._segment: Any = None
@@ -82,6 +90,21 @@ class SharedMemoryTransport:
         reduces_all = kind in (Kind.ALL_REDUCE, Kind.REDUCE)
         most = WHOLE_BYTES_OVERSUBSCRIBED if self._oversubscribed or kind is Kind.REDUCE else WHOLE_BYTES
         return None if reduces_all and brings * (segment.size - 2) > most else segment
+
+    def in_single_copy(self, kind: Kind, nbytes: int) -> tuple[Any, int, int]:
+        """Return the segment of a call that copies from process to process; if there is none: None, 0 and -1.
+
+        Also return the bytes of a piece, and the bytes between the pieces for two members: for calls that the kernel refuses.
+        """
+        if self._segment is None or not self._copies_once(kind, nbytes):
+            return None, 0, -1
+        place = self._place() if kind in _PARTED else 0
+        return self._segment, _even(nbytes, min(place or self._segment.room, PIECE)), place
+
+    def _place(self) -> int:
+        """Return the bytes of a buffer for each member, if a member has other bytes for each."""
+        place: int = self._segment.room // self._segment.size // 16 * 16
+        return place
 
     def in_pieces(self, kind: Kind, brings: int, dtype: np.dtype[Any]) -> tuple[Any, int]:
         """Return the segment of a call of one array in several steps, and the bytes of a piece; None and 0 if there is none.
@@ -186,11 +209,15 @@ class SharedMemoryTransport:
             return self._reduce_whole(send, recv, op)
         return self._reduce_parts(send, recv, op)
 
+    def _copies_once(self, kind: Kind, largest: int) -> bool:
+        """Return whether a call copies from process to process; the same on all members."""
+        least = self._single_copy.get(kind)
+        return least is not None and largest >= least and self._segment.room >= self._segment.size * _ENTRY
+
     def _transfer(self, kind: str, total: int, width: int, **more: Any) -> Pollable:
         """Return a transfer of ``total`` bytes in pieces of ``width`` (``native/segment.h``)."""
-        made: Pollable = native.found.SharedTransfer(
-            self._segment, kind, total, width, poll_ns(width, self._oversubscribed), **more
-        )
+        budget = poll_ns(total if kind == "single copy" else width, self._oversubscribed)
+        made: Pollable = native.found.SharedTransfer(self._segment, kind, total, width, budget, **more)
         return made
 
     def _reduce_shared(self, send: Array, recv: Array, op: str) -> Steps:
@@ -235,7 +262,7 @@ class SharedMemoryTransport:
         assert send is not None
         assert recv is not None
         me, size, itemsize = self._segment.me, self._segment.size, send.itemsize
-        room = self._segment.room // size // 16 * 16
+        room = self._place()
         blocks = _cut(send, move.sendcounts, None, size)
         width = _even(-(-largest // itemsize), room // itemsize) * itemsize
         writes = [(me, rank * room, blocks[rank]) for rank in range(size) if rank != me]
@@ -253,61 +280,78 @@ class SharedMemoryTransport:
         )
 
     def _broadcast(self, memory: Array, root: int) -> Steps:
-        """Write on the root, one piece ahead of the members that read."""
+        """Write on the root, one piece ahead of the members that read; or copy once."""
         width = _even(memory.size, min(self._segment.room, PIECE))
         block = [(root, 0, memory)]
         is_root = self._segment.me == root
-        yield self._transfer(
-            "copy", memory.size, width, writes=block if is_root else [], reads=[] if is_root else block
-        )
+        kind = "single copy" if self._copies_once(Kind.BROADCAST, memory.size) else "copy"
+        yield self._transfer(kind, memory.size, width, writes=block if is_root else [], reads=[] if is_root else block)
 
     def _exchange(self, move: Movement, largest: int) -> Steps:
-        """Move blocks as bytes: each member writes blocks for other members, and reads its blocks."""
+        """Move blocks as bytes: each member writes blocks for other members, and reads its blocks; or copies them once."""
         me = self._segment.me
-        writes, reads, room = self._blocks(move)
+        blocks = self._blocks(move)
+        once = self._copies_once(move.kind, largest)
+        own: dict[str, Array] = {}
+        if blocks.own is not None:
+            target, source = blocks.own
+            if once:
+                own = {"send": source, "recv": target}  # copied while other members copy
+            else:
+                target[:] = source
+        place = blocks.place
         yield self._transfer(
-            "copy",
+            "single copy" if once else "copy",
             largest,
-            _even(largest, min(room, PIECE)),
-            writes=[(me, place * room, block) for place, block in writes],
-            reads=[(rank, place * room, block) for rank, place, block in reads],
+            _even(largest, min(place or self._segment.room, PIECE)),
+            writes=[(me, at * place, block, at if place else -1) for at, block in blocks.writes],
+            reads=[(rank, at * place, block) for rank, at, block in blocks.reads],
+            **own,
         )
 
-    def _blocks(self, move: Movement) -> tuple[list[tuple[int, Array]], list[tuple[int, int, Array]], int]:
-        """Return the blocks that this member writes (place, block) and reads (rank, place, block), and the bytes of a place.
-
-        The member copies its own block directly.
-        """
+    def _blocks(self, move: Movement) -> _Blocks:
+        """Return the blocks of a member."""
         me, size, kind, root = self._segment.me, self._segment.size, move.kind, move.root
         others = [rank for rank in range(size) if rank != me]
-        writes: list[tuple[int, Array]] = []
-        reads: list[tuple[int, int, Array]] = []
-        whole = self._segment.room
-        shared = whole // size // 16 * 16
         if kind in (Kind.ALL_GATHER, Kind.GATHER):
-            if move.send is not None and root != me:
-                writes = [(0, _bytes(move.send))]
+            send = None if move.send is None else _bytes(move.send)
+            found = _Blocks(0, [(0, send)] if send is not None and root != me else [])
             if move.recv is not None:
                 blocks = _cut(move.recv, move.recvcounts, move.recvdispls, size)
-                reads = [(rank, 0, blocks[rank]) for rank in others]
-                if move.send is not None:
-                    blocks[me][:] = _bytes(move.send)
-            return writes, reads, whole
+                found.reads = [(rank, 0, blocks[rank]) for rank in others]
+                found.own = None if send is None else (blocks[me], send)
+            return found
+        assert move.recv is not None
+        found = _Blocks(self._place())
         blocks = _cut(move.send, move.sendcounts, move.senddispls, size) if move.send is not None else []
         if kind is Kind.SCATTER:
-            assert move.recv is not None
-            if me == root:
-                writes = [(rank, blocks[rank]) for rank in others]
-                _bytes(move.recv)[:] = blocks[me]
-            else:
-                reads = [(root, me, _bytes(move.recv))]
-            return writes, reads, shared
-        assert kind is Kind.ALL_TO_ALL
-        assert move.recv is not None
-        targets = _cut(move.recv, move.recvcounts, move.recvdispls, size)
-        targets[me][:] = blocks[me]
-        writes = [(rank, blocks[rank]) for rank in others]
-        return writes, [(rank, me, targets[rank]) for rank in others], shared
+            targets = {me: _bytes(move.recv)}
+            found.reads = [] if me == root else [(root, me, targets[me])]
+        else:
+            assert kind is Kind.ALL_TO_ALL
+            targets = dict(enumerate(_cut(move.recv, move.recvcounts, move.recvdispls, size)))
+            found.reads = [(rank, me, targets[rank]) for rank in others]
+        if blocks and root in (-1, me):
+            found.writes = [(rank, blocks[rank]) for rank in others]
+            found.own = targets[me], blocks[me]
+        return found
+
+
+@dataclass
+class _Blocks:
+    """The blocks that a member writes and reads.
+
+    Attributes:
+        place: bytes between the blocks for two members in a buffer; 0 if all members read the same block.
+        writes: place and memory of each block for other members.
+        reads: the member that writes a block, the place, and the memory for the block.
+        own: where the member copies its own block, and the block.
+    """
+
+    place: int
+    writes: list[tuple[int, Array]] = field(default_factory=list)
+    reads: list[tuple[int, int, Array]] = field(default_factory=list)
+    own: tuple[Array, Array] | None = None
 
 
 class _Shared:
@@ -363,6 +407,12 @@ class Budget:
 
 _LINE, _BUFFERS, _PAGE = 128, 2, mmap.PAGESIZE
 """Bytes between the counters of two members, and buffers of each (``native/segment.h``; a test compares the numbers)."""
+
+_ENTRY = 64
+"""Bytes of a buffer for each member, in a transfer that copies once (``native/single_copy.c``; a test compares the numbers)."""
+
+_PARTED = (Kind.SCATTER, Kind.ALL_TO_ALL)
+"""Kinds in which a member has another block for each member."""
 
 _UNIT = 1024
 """Pieces of a call are multiples of so many bytes: whole elements of each dtype of numbers."""

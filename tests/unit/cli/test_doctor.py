@@ -20,6 +20,7 @@ TOLD = {
     "cuda": [[], "nothing says that this MPI knows of GPUs", []],
     "threads": "MULTIPLE",
     "no extension": "",
+    "no single copy": "",
 }
 
 
@@ -31,6 +32,9 @@ TOLD = {
         (TOLD, "", 0, "available, for shared memory"),
         ({**TOLD, "no extension": "No module named 'mpicoll._native'"}, "", 0, "a C compiler"),
         ({**TOLD, "no extension": "MPICOLL_EXTENSION=off"}, "", 0, "none: MPICOLL_EXTENSION=off"),
+        (TOLD, "", 0, "available, for large arrays"),
+        ({**TOLD, "no single copy": "the kernel"}, "", 0, "ptrace_scope must be 0"),
+        ({**TOLD, "no single copy": "the setting"}, "", 0, "MPICOLL_SINGLE_COPY=off"),
         ({**TOLD, "size": 1, "sum": 1.0}, "", 1, "do not work together"),
         (None, "the job ended with exit code 3:\nboom", 1, "boom"),
         (None, "", 1, "no output"),

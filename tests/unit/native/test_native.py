@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import random
@@ -129,6 +130,7 @@ def test_its_numbers_are_those_of_the_library(extension: Any) -> None:
     assert extension.RING_BYTES <= control.PART
     assert transport._LINE == extension.SEGMENT_LINE
     assert transport._BUFFERS == extension.BUFFERS
+    assert transport._ENTRY == extension.SINGLE_COPY_ENTRY
 
 
 def test_it_is_told_of_the_library_right(extension: Any) -> None:
@@ -496,6 +498,101 @@ def test_a_root_that_writes_ahead(extension: Any) -> None:
     assert members[0].step == 16
 
 
+def once(segment: Any, total: int, writes: Any, reads: Any, **own: Any) -> Any:
+    """Return the transfer of a member that copies from process to process; its peers are segments of this process."""
+    assert native.found is not None
+    return native.found.SharedTransfer(segment, "single copy", total, 64, LOOK_ONCE, writes, reads, **own)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_single_copies(extension: Any, size: int) -> None:
+    """Blocks of different lengths for each member, or one for all: they arrive whole, and nothing else is written."""
+    order = random.Random(5)
+    for longest in (1, 300, 9000, 70_000):
+        members = segments(extension, size)
+        lengths = [[order.randrange(longest + 1) for _ in range(size)] for _ in range(size)]
+        sent = [[values("u1", lengths[me][to], 10 * me + to) for to in range(size)] for me in range(size)]
+        got = [[np.full(lengths[rank][me] + 2, 77, np.uint8) for rank in range(size)] for me in range(size)]
+        moved(
+            [
+                once(
+                    segment,
+                    longest,
+                    [(me, 0, sent[me][to], to) for to in range(size) if to != me],
+                    [(rank, 0, got[me][rank][1:-1]) for rank in range(size) if rank != me],
+                    send=sent[me][me],
+                    recv=got[me][me][1:-1],
+                )
+                for me, segment in enumerate(members)
+            ],
+            order,
+        )
+        assert [segment.step for segment in members] == [2] * size
+        for me in range(size):
+            for rank in range(size):
+                assert got[me][rank].tolist() == [77, *sent[rank][me], 77], (me, rank)
+        root, source, targets = size - 1, values("u1", longest, 3), [np.zeros(longest, np.uint8) for _ in range(size)]
+        to_all = [once(members[root], longest, [(root, 0, source)], [])]
+        moved([*(once(members[me], longest, [], [(root, 0, targets[me])]) for me in range(root)), *to_all], order)
+        assert all((each == source).all() for each in targets[:root])
+
+
+def test_a_single_copy_that_the_kernel_refuses(extension: Any) -> None:
+    """Memory that the process can read and the kernel cannot copy: the blocks move in pieces, and the next call is as usual."""
+    with open("/proc/self/maps", encoding="ascii") as maps:
+        found = [line.split()[0].split("-") for line in maps if line.rstrip().endswith("[vvar]")]
+    if not found:
+        pytest.skip("this kernel shows no memory of its own in the process")
+    start = int(found[0][0], 16)
+    special = np.ctypeslib.as_array((ctypes.c_ubyte * 4096).from_address(start))
+    members, target, source = segments(extension, 2), np.full(4096, 77, np.uint8), values("u1", 4096, 1)
+    own = np.zeros(4096, np.uint8)
+    transfers = [
+        once(members[0], 4096, [(0, 0, special, 1)], []),
+        once(members[1], 4096, [], [(0, 0, target)], send=source, recv=own),
+    ]
+    moved(transfers, random.Random(0))
+    assert [segment.step for segment in members] == [2 + 4096 // 64] * 2
+    assert (target[-1000:] == special[-1000:]).all()
+    assert (target[-1000:] == 0).all()
+    assert (own == source).all()
+    moved(
+        [once(members[0], 4096, [(0, 0, source)], []), once(members[1], 4096, [], [(0, 0, target)])], random.Random(0)
+    )
+    assert (target == source).all()
+    assert [segment.step for segment in members] == [4 + 4096 // 64] * 2
+
+
+def test_a_single_copy_that_is_given_up(extension: Any) -> None:
+    """When a member has given its transfer up, the other member writes nothing into its memory."""
+    members, target, source = segments(extension, 2), np.full(70_000, 77, np.uint8), values("u1", 70_000, 1)
+    reader = once(members[1], 70_000, [], [(0, 0, target)])
+    writer = once(members[0], 70_000, [(0, 0, source)], [])
+    assert not reader.Test()  # has written where its memory is
+    del reader
+    assert not writer.Test()
+    assert writer.waits_for == (2, [1])
+    assert (target == 77).all()
+
+
+def test_the_word_of_a_process(extension: Any) -> None:
+    """A process reads its own word, and not that of a process that does not exist, nor another value."""
+    pid, address, value = extension.peer_word()
+    assert pid == os.getpid()
+    assert extension.peer_word() == (pid, address, value)
+    assert extension.can_read_peer(pid, address, value)
+    assert not extension.can_read_peer(pid, address, value + 1)
+    assert not extension.can_read_peer(pid, 8, value)
+    assert not extension.can_read_peer(2**22 + 1, address, value)
+    other = subprocess.run(
+        [sys.executable, "-c", "from mpicoll._native import peer_word as w; print(w())"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert not extension.can_read_peer(*eval(other.stdout))
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_announcements(extension: Any, size: int) -> None:
     """All learn the two words of each."""
@@ -588,6 +685,10 @@ F8 = {"send": bytes(64), "recv": bytearray(64), "total": 64, **SUM}
         {"kind": "in place", **SUM, "total": 64, "arrays": [bytearray(64), bytearray(56)]},
         {"kind": "in place", **SUM, "total": 60, "arrays": [bytearray(60), bytearray(60)]},
         {"kind": "in place", "total": 64, "arrays": [bytearray(64)] * 2},
+        {"kind": "single copy", **SUM},
+        {"kind": "single copy", "send": bytes(8)},
+        {"kind": "single copy", "send": bytes(8), "recv": bytearray(9)},
+        {"kind": "single copy", "reads": [(2, 0, bytearray(8))]},
         {"kind": "copy", **SUM},
         {"kind": "announce", **SUM},
     ],

@@ -1,5 +1,0 @@
-/* The setting of all polls of this process. */
-
-#include "poll.h"
-
-int poll_yields;
