@@ -54,7 +54,7 @@ PeerWord peer_word(void)
     static int64_t word, owner;
     const int64_t pid = getpid();
     if (owner != pid) {
-        word = now_ns() * 4194304 + pid; /* pids are less than 2^22 */
+        word = (int64_t)((uint64_t)now_ns() << 22 | (uint64_t)pid); /* pids are less than 2^22 */
         owner = pid;
     }
     return (PeerWord){pid, (int64_t)(uintptr_t)&word, word};
