@@ -54,6 +54,7 @@ LEAST = 5
 """Pairs with which near decides about ``--limit``; with fewer near pairs the label with more pairs decides."""
 
 ONE, TWO, PARTS = "x = array({n})", "x, y = array({n}), array({n})", "x, y = array({n} // size), array({n})"
+LISTS = "x, y = array({n} // size), [array({n} // size) for _ in range(size)]\nat_root = y if dist.get_rank() == 0 else None"
 LARGE = "1 KiB, 64 KiB, 1 MiB, 64 MiB"
 # Name; code that is run once on each rank; the statement that is timed; bytes of the largest array.
 KINDS = (
@@ -68,12 +69,15 @@ KINDS = (
     ("coalesced async two", TWO, "dist.all_reduce_coalesced([x, y], async_op=True).wait()", "8 B"),
     ("broadcast async", ONE, "dist.broadcast(x, 0, async_op=True).wait()", "8 B"),
     ("all_gather async", PARTS, "dist.all_gather_into_tensor(y, x, async_op=True).wait()", "1 KiB, 1 MiB"),
+    ("all_gather list async", LISTS, "dist.all_gather(y, x, async_op=True).wait()", "1 KiB, 64 KiB"),
     ("barrier async", "", "dist.barrier(async_op=True).wait()", ""),
     ("reduce", ONE, "dist.reduce(x, 0)", "8 B, 1 MiB"),
     ("broadcast", ONE, "dist.broadcast(x, 0)", "8 B, 64 KiB, 1 MiB, 64 MiB"),
     ("all_gather", PARTS, "dist.all_gather_into_tensor(y, x)", LARGE),
     ("reduce_scatter", PARTS, "dist.reduce_scatter_tensor(x, y)", LARGE),
     ("all_to_all_single", TWO, "dist.all_to_all_single(y, x)", LARGE),
+    ("gather list", LISTS, "dist.gather(x, at_root, 0)", "8 B, 1 MiB, 64 MiB"),
+    ("scatter list", LISTS, "dist.scatter(x, at_root, 0)", "8 B, 1 MiB, 64 MiB"),
     ("barrier", "", "dist.barrier()", ""),
     ("ping-pong", ONE + "\nfirst, second = ways", "first(x, peer); second(x, peer)", "8 B, 1 MiB, 64 MiB"),
     ("exchange", TWO, "a = dist.irecv(y, peer); b = dist.isend(x, peer); a.wait(); b.wait()", "8 B, 1 MiB"),

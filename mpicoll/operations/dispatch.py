@@ -322,7 +322,7 @@ def begin(
         if not prepared.fits(send, recv):
             return None
         if prepared.shared is None or prepared.segment is not None:
-            if prepared.lists:
+            if prepared.lists and not prepared.in_one_step:
                 return None
             execution.enter(group, prepared.op)
         with group.lock:

@@ -19,7 +19,7 @@ from mpicoll.checks.memory_ranges import Snapshot, is_sampled
 from mpicoll.diagnosis.call import CallDescription, fingerprint
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
-from mpicoll.memory.layouts import are_disjoint, joined, one_buffer
+from mpicoll.memory.layouts import are_disjoint, joined, may_share, one_buffer
 from mpicoll.memory.scratch import concatenated, scratch
 from mpicoll.operations import execution
 from mpicoll.operations.request import Request, collectives_are_pending
@@ -216,6 +216,11 @@ class PreparedOperation:
             place=place,
         )
 
+    @property
+    def in_one_step(self) -> bool:
+        """Whether one step of the segment takes all data of a call that is not waited for at once."""
+        return self.segment is not None and (not self.width or self.later is not self.shared)
+
     def fits(self, send: Any, recv: Any) -> bool:
         """Return whether arrays fit the prepared operation, and can be moved without a copy.
 
@@ -271,7 +276,7 @@ class PreparedOperation:
             send = concatenated([each.reshape(-1) for each in send]) if whole is None else whole
         elif send is not None:
             send = _flat(send)
-            send = send.copy() if _share(send, results) else send  # MPI forbids that its buffers overlap
+            send = send.copy() if may_share(send, results) else send  # MPI forbids that its buffers overlap
         counts = None
         if kind is Kind.ALL_TO_ALL or senddispls or recvdispls:
             counts = [self.nbytes // self.dtype.itemsize] * self.agreement.comm.Get_size()
@@ -395,8 +400,7 @@ class PreparedOperation:
         The data of all earlier calls has moved, and all members have read the step before.
         """
         segment = self.segment
-        in_steps = self.width and self.later is self.shared
-        if segment is None or in_steps or self.agreement.order.moving != number:
+        if segment is None or not self.in_one_step or self.agreement.order.moving != number:
             return False
         free: bool = segment.has_reached(segment.step)
         return free
@@ -480,16 +484,6 @@ def _readable(given: Any) -> bool:
         return False
     flags = given.flags
     return bool(flags.c_contiguous and flags.aligned)
-
-
-def _share(array: Any, others: list[Any]) -> bool:
-    """Return whether an array may have bytes in common with others; of two arrays this takes a tenth of :func:`are_disjoint`."""
-    if len(others) > 1:
-        return not are_disjoint([array, *others])
-    for other in others:
-        if not (array.base is None and other.base is None and array is not other):
-            return bool(np.may_share_memory(array, other))
-    return False
 
 
 def _unpack(packed: Any, arrays: list[Any]) -> None:

@@ -162,6 +162,82 @@ def test_a_list_that_is_reduced_where_it_stands() -> None:
         dist.all_reduce_coalesced([shared[:3], shared[1:].reshape(3)])
 
 
+def list_calls(me: int, size: int, turn: int) -> dict[str, Any]:
+    """Return calls of lists of 12 KB arrays, what each writes, what it reads, and what it gives."""
+    ins = [np.full(1500, 100.0 * turn + 10 * me + peer) for peer in range(size)]
+    outs = [np.zeros((3, 500)) for _ in range(size)]
+    one, root = np.zeros(1500), turn % size
+    of_all, at_root = [100.0 * turn + 10 * peer for peer in range(size)], me == root
+    return {
+        "all_gather": (lambda **more: dist.all_gather(outs, ins[0], **more), outs, ins[0], of_all),
+        "all_to_all": (
+            lambda **more: dist.all_to_all(outs, ins, **more),
+            outs,
+            ins[-1],
+            [each + me for each in of_all],
+        ),
+        "gather": (
+            lambda **more: dist.gather(ins[0], outs if at_root else None, root, **more),
+            outs if at_root else [],
+            ins[0],
+            of_all if at_root else [],
+        ),
+        "scatter": (
+            lambda **more: dist.scatter(one, ins if at_root else None, root, **more),
+            [one],
+            ins[-1] if at_root else None,
+            [of_all[root] + me],
+        ),
+    }
+
+
+def test_lists_of_one_step() -> None:
+    """Lists that the segment takes in one step: prepared calls, alone and several at once, whose lists the program may change."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    is_shared = group().pair.agreement.channel.carries_data
+    for name in list_calls(me, size, 0):
+        for turn in range(4 * size):
+            call, outs, _, expected = list_calls(me, size, turn)[name]
+            if turn < 2 * size:
+                call()  # prepares the call, with each root
+                continue
+            work = call(async_op=True)
+            if is_shared:
+                assert isinstance(work._request.prepared, PreparedOperation), name
+            results = [*outs]
+            if name != "scatter":
+                outs.clear()
+            work.wait()
+            assert [each.reshape(-1).tolist() for each in results] == [[value] * 1500 for value in expected], name
+        several = [list_calls(me, size, turn)[name] for turn in range(2 * size)]
+        works = [call(async_op=True, name=f"turn {turn}") for turn, (call, *_) in enumerate(several)]
+        for work, (_, outs, _, expected) in zip(works[::-1], several[::-1], strict=True):
+            work.wait()
+            assert [each.reshape(-1).tolist() for each in outs] == [[value] * 1500 for value in expected], name
+
+
+def test_writes_of_lists_of_one_step() -> None:
+    """The wait finds writes of what such a call reads, and of what it writes; no other call gets memory in use."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    for name in list_calls(me, size, 0):
+        for turn in range(2 * size):
+            list_calls(me, size, turn)[name][0]()
+        call, outs, reads, _ = list_calls(me, size, size)[name]
+        for memory in (reads, outs[-1].reshape(-1) if outs else None):
+            work = call(async_op=True)
+            if memory is None:
+                work.wait()
+            else:
+                memory[-1] += 1
+                with pytest.raises(dist.BufferInUseError, match="written before its wait"):
+                    work.wait()
+            dist.barrier()
+        work = call(async_op=True)
+        with collective_raises(dist.BufferInUseError, match=f"memory that {name}"):
+            dist.all_reduce(outs[0] if outs else reads)
+        work.wait()
+
+
 def test_what_is_not_eager() -> None:
     """Arrays that are no plain ones of NumPy's, or large, and what is wrong, move after the round."""
     size = dist.get_world_size()
