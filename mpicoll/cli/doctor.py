@@ -279,10 +279,10 @@ def self_check() -> tuple[dict[str, Any] | None, str]:
 
 
 _REFUSED = {
-    "the kernel": "The processes cannot read each other's memory (process_vm_readv), so large arrays are copied twice on a node. "
+    "the kernel": "The processes cannot read and write each other's memory (process_vm_readv), so large arrays move through MPI. "
     "In a container this needs the capability SYS_PTRACE or a kernel that allows the call to one user; on a host, "
     "/proc/sys/kernel/yama/ptrace_scope must be 0",
-    "the setting": "MPICOLL_SINGLE_COPY=off: large arrays are copied twice on a node, or move through MPI",
+    "the setting": "MPICOLL_SINGLE_COPY=off: large arrays move through MPI",
 }
 """Advice if ranks of a node do not copy from process to process, by what refuses that."""
 

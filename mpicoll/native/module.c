@@ -191,12 +191,12 @@ static PyObject *get_peer_word(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(
     return Py_BuildValue("LLL", (long long)word.pid, (long long)word.address, (long long)word.value);
 }
 
-static PyObject *can_read_peer(PyObject *Py_UNUSED(module), PyObject *args)
+static PyObject *allows_copies(PyObject *Py_UNUSED(module), PyObject *args)
 {
     long long pid, address, value;
     if (!PyArg_ParseTuple(args, "LLL", &pid, &address, &value))
         return NULL;
-    return PyBool_FromLong(peer_can_be_read((PeerWord){pid, address, value}));
+    return PyBool_FromLong(peer_allows_copies((PeerWord){pid, address, value}));
 }
 
 static PyObject *set_yields(PyObject *Py_UNUSED(module), PyObject *yields)
@@ -233,8 +233,8 @@ static PyMethodDef methods[] = {
      "rule that gives most places counts."},
     {"peer_word", get_peer_word, METH_NOARGS,
      "Return the number of this process, and the address and the value of a word in its memory that no other process has there."},
-    {"can_read_peer", can_read_peer, METH_VARARGS,
-     "Return whether this process can read the memory of another process: can_read_peer(*what peer_word() has returned there)."},
+    {"allows_copies", allows_copies, METH_VARARGS,
+     "Return whether this process can read and write the memory of another process: allows_copies(*what peer_word() has returned there)."},
     {"set_yields", set_yields, METH_O,
      "Set whether what polls for other members yields the core: True if ranks of this node share cores."},
     {"find_frame_outside", find_frame_outside, METH_O,

@@ -60,8 +60,9 @@ PeerWord peer_word(void)
     return (PeerWord){pid, (int64_t)(uintptr_t)&word, word};
 }
 
-int peer_can_be_read(PeerWord word)
+int peer_allows_copies(PeerWord word)
 {
     int64_t found = 0;
-    return peer_read(word.pid, (char *)&found, word.address, sizeof found) && found == word.value;
+    return peer_read(word.pid, (char *)&found, word.address, sizeof found) && found == word.value &&
+           peer_write(word.pid, (const char *)&found, word.address, sizeof found);
 }

@@ -14,8 +14,8 @@ typedef struct {
 
 /* Return the word of this process. A forked process has its own. */
 PeerWord peer_word(void);
-/* Return whether this process can read the memory of the process with this word. */
-int peer_can_be_read(PeerWord word);
+/* Return whether this process can read and write the memory of the process with this word. The word stays as it is. */
+int peer_allows_copies(PeerWord word);
 /* Copy bytes from or to the memory of a process; return 0 if the kernel does not copy all of them. */
 int peer_read(int64_t pid, char *local, int64_t remote, ptrdiff_t bytes);
 int peer_write(int64_t pid, const char *local, int64_t remote, ptrdiff_t bytes);

@@ -16,7 +16,7 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { NUMBERED_PIECES = 1 << 30, REVOKE_NS = 1000 * 1000 * 1000 };
+enum { GIVEN_UP = 2, NUMBERED_PIECES = 1 << 30, REVOKE_NS = 1000 * 1000 * 1000 };
 enum { MOST_AT_ONCE = 4 * 1024 * 1024 }; /* bytes of one system call: some milliseconds */
 
 /* What a member writes of its blocks with another member. Its own entry has the process in `sends`, and in `failed` whether a copy failed. */
@@ -24,7 +24,8 @@ typedef struct {
     int64_t sends, sent_bytes, receives, received_bytes;
     _Atomic int64_t next; /* number of the next piece of the block that is received */
     _Atomic int64_t busy; /* whether the sender may be writing a piece */
-    int64_t failed, unused;
+    _Atomic int64_t failed; /* 1: the kernel has not copied all; or GIVEN_UP */
+    int64_t unused;
 } Entry;
 
 _Static_assert(sizeof(Entry) == SINGLE_COPY_ENTRY, "the bytes of an entry");
@@ -104,8 +105,12 @@ static void copy_next(Transfer *transfer)
 {
     Segment *segment = transfer->segment;
     if (transfer->result) {
-        memmove(transfer->recv, transfer->send, (size_t)transfer->result);
-        transfer->result = 0;
+        const ptrdiff_t most = MOST_AT_ONCE, many = transfer->result < most ? transfer->result : most;
+        memmove(transfer->recv, transfer->send, (size_t)many); /* may be the same memory */
+        transfer->send += many;
+        transfer->recv += many;
+        transfer->result -= many;
+        return;
     }
     const int size = segment->size, others = size - 1, distance = transfer->exchange % others + 1;
     const int reads = transfer->exchange < others, peer = (segment->me + (reads ? distance : size - distance)) % size;
@@ -136,8 +141,12 @@ int single_copy_step(Transfer *transfer)
         return 1;
     }
     int failed = 0;
-    for (int rank = 0; rank < segment->size; rank++)
-        failed |= entry_of(segment, segment->step, rank, rank)->failed != 0;
+    for (int rank = 0; rank < segment->size; rank++) {
+        const int64_t found = atomic_load(&entry_of(segment, segment->step, rank, rank)->failed);
+        if (found == GIVEN_UP) /* what was read there may have changed meanwhile: the call is never complete */
+            return 0;
+        failed |= found != 0;
+    }
     transfer->phase = 0;
     transfer->kind = COPY_BLOCKS;
     transfer->done = failed ? 0 : transfer->total;
@@ -149,6 +158,8 @@ void single_copy_revoke(Transfer *transfer)
     const Segment *segment = transfer->segment;
     if (transfer->kind != SINGLE_COPY || transfer->phase == 0)
         return;
+    if (transfer->phase == 2)
+        atomic_store(&entry_of(segment, segment->step, segment->me, segment->me)->failed, GIVEN_UP);
     const int64_t began = now_ns(), step = transfer->phase == 1 ? segment->step : segment->step - 1;
     for (int rank = 0; rank < segment->size; rank++) {
         Entry *entry = entry_of(segment, step, segment->me, rank);

@@ -345,7 +345,8 @@ def begin(
                 request.claim = claim
                 claim.request = request
             is_over = request.round is None and request.Test()  # a round that has just been posted is not over
-            if request.state is MOVING and before and request.schedule is IN_SHARED_MEMORY:
+            may_seal = not group.pair.selection.copies_once(prepared.kind, prepared.nbytes)  # other members may write
+            if request.state is MOVING and before and request.schedule is IN_SHARED_MEMORY and may_seal:
                 request._current = Sealed(request)  # before another thread can test the request
             if not is_over:
                 _pending.append(request)

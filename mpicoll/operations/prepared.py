@@ -178,7 +178,8 @@ class PreparedOperation:
         if place >= 0:
             self.eager_words = make_words(print_, self.nbytes, detail=self.detail, eager=-self.nbytes - 1)
         self.shared = self._shared(group, send, recv, self.eager_words, self.width, place)
-        self.later = self.later or self.shared
+        if self.later is None:
+            self.later, self.later_words = self.shared, self.eager_words
 
     def _shared(self, group: ProcessGroup, send: Any, recv: Any, words: Words, width: int, place: int) -> Any:
         """Return an operation of the extension.

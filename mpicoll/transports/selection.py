@@ -89,7 +89,8 @@ class Selection:
         """Return whether a group on one node moves a call with blocks of ``nbytes`` through shared memory."""
         if self.mode == "mpi" or kind not in DEFAULT or nbytes < self.least:
             return False
-        if self.mode == "node" or (self.ranges is DEFAULT and self.copies_once(kind, nbytes)):
+        measured = self.ranges is not DEFAULT  # by mpicoll tune, with single copies
+        if self.mode == "node" or (self.copies_once(kind, nbytes) and not measured):
             return True
         return any(first <= nbytes <= last for first, last in self.ranges.get(kind, ()))
 
@@ -275,7 +276,7 @@ def share_single_copy(comm: MPI.Intracomm, on_node: Sequence[int], is_off: bool)
     """
     words = np.empty((comm.Get_size(), 3), np.int64)
     comm.Allgather(np.array(native.found.peer_word(), np.int64), words)
-    can = not is_off and all(native.found.can_read_peer(*words[rank].tolist()) for rank in on_node)
+    can = not is_off and all(native.found.allows_copies(*words[rank].tolist()) for rank in on_node)
     return bool(comm.allreduce(int(can)) == comm.Get_size())
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import collective_cases as cases
@@ -96,6 +98,76 @@ def test_blocks_that_overlap(group: Any) -> None:
         source.reshape(n, count)[:] = 10 * me + np.arange(n)[:, None]
         dist.all_to_all_single(target, source, group=group)
         assert (target.reshape(n, count) == 10 * np.arange(n)[:, None] + me).all()
+
+
+def test_blocks_that_overlap_whole(group: Any) -> None:
+    """The place of this rank's result is its block for another rank, in prepared calls as well."""
+    n, me, count = dist.get_world_size(), dist.get_rank(), 6_000
+    for turn in range(4):
+        parts = np.zeros((n, count))
+        parts[:] = 10 * turn + np.arange(n)[:, None]
+        result = parts[1] if me == 0 else np.zeros(count)
+        dist.scatter(result, list(parts) if me == 0 else None, 0, group=group)
+        assert (result == 10 * turn + me).all(), turn
+        both = np.zeros((n + 1, count))
+        both[:-1] = 100 * turn + 10 * me + np.arange(n)[:, None]
+        dist.all_to_all_single(both[1:], both[:-1], group=group)
+        assert (both[1:] == 100 * turn + 10 * np.arange(n)[:, None] + me).all(), turn
+        ins = [np.full(count, 100.0 * turn + 10 * me + peer) for peer in range(n)]
+        outs = [ins[1] if peer == me else np.zeros(count) for peer in range(n)]
+        dist.all_to_all(outs, ins, group=group)
+        assert all((outs[peer] == 100 * turn + 10 * peer + me).all() for peer in range(n)), turn
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_wait_long_after_the_start(group: Any, late: int) -> None:
+    """Other members write into the results between start and wait: that is no write of the program."""
+    n, me, count = dist.get_world_size(), dist.get_rank(), 300_000
+    out, block, one = np.zeros((n, count)), np.zeros(count), np.zeros(count)
+    for turn in range(6):
+        block[:], out[:], one[:] = 10 * turn + me + 1, -1, -1
+        dist.barrier()
+        for call in (
+            lambda: dist.all_gather_single(out, block, group=group, async_op=True),
+            lambda: dist.scatter(one, list(out) if me == late else None, late, group=group, async_op=True),
+        ):
+            time.sleep(0.0005 if me == late else 0)
+            work = call()
+            time.sleep(0.02 if turn % 2 else 0)
+            work.is_completed()
+            time.sleep(0.02 if me != late else 0)
+            work.wait()
+        assert (out == 10 * turn + np.arange(n)[:, None] + 1).all(), turn
+        assert (one == 10 * turn + me + 1).all(), turn
+
+
+def test_a_member_that_gives_up(group: Any) -> None:
+    """The memory of a call that has raised is not written any more, also if the other members go on later."""
+    n, me, count = dist.get_world_size(), dist.get_rank(), 500_000
+    other: Any = dist.new_group()
+    other.pair.selection, other.pair.node._single_copy = group.pair.selection, group.pair.node._single_copy
+    out, block = np.zeros((n, count)), np.full(count, me + 1.0)
+    for _ in range(3):
+        dist.all_gather_single(out, block, group=other)
+    dist.barrier()
+    if me == 0:
+        time.sleep(0.2)  # the others have posted the call, and make no progress
+    limit = timedelta(seconds=0.3 if me == 0 else 60)
+    work = dist.all_gather_single(out, block, group=other, async_op=True, timeout=limit)
+    if me == 0:
+        with pytest.raises(dist.DistError):
+            work.wait()
+        out[:] = -5
+    else:
+        time.sleep(1.5)
+        work._request.Test()
+    dist.barrier()
+    if me == 0:
+        assert (out == -5).all()
+    else:
+        with pytest.raises(dist.DistError):
+            work.wait()
+    dist.barrier()
 
 
 def test_ranks_that_wait_at_once_and_later(group: Any) -> None:

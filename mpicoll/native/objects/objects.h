@@ -119,6 +119,7 @@ struct SharedOperation {
     int copies_once;          /* blocks move from process to process, and in pieces where the kernel does not copy them */
     Py_ssize_t place;         /* bytes between the pieces for two members in the buffer of a member that sends each another block; else 0 */
     Block *blocks;            /* room for two blocks a member */
+    int64_t announced;        /* shared_places() of the last call */
     int root;
     enum Result result;
     int in_place; /* the terms of this member stand where the result goes */
@@ -266,6 +267,8 @@ void shared_write_data(const SharedOperation *self, int64_t at, PyObject *send, 
 void shared_read_result(const SharedOperation *self, int64_t at, PyObject *recv, Py_ssize_t from);
 /* Make the transfer of a call that copies once, whose arrays fit; the blocks are those of the operation. */
 Transfer shared_transfer(const SharedOperation *self, PyObject *send, PyObject *recv);
+/* Return a number of the addresses of the blocks: that of other addresses is another one, in all likelihood. */
+int64_t shared_places(const Transfer *transfer);
 /* Return whether a member writes no bytes that it also sends: the arrays share at most the block of the member for itself. */
 int shared_is_apart(const SharedOperation *self, PyObject *send, PyObject *recv);
 /* Note that this thread makes calls, if it has not made the last one; return -1 and an exception without memory. */

@@ -218,6 +218,8 @@ int shared_is_changed(const SharedOperation *self, const Given *arrays, PyObject
 
 /* ---- of a call that copies once ---- */
 
+enum { MOST_POLLING_NS = 5 * 1000 * 1000 }; /* signal handlers wait so long */
+
 /* Return where the block for or of a member begins in arrays that have one for each, and the bytes of the block. */
 static char *part_of(const SharedOperation *self, const Given *arrays, PyObject *given, int rank, ptrdiff_t *bytes)
 {
@@ -233,7 +235,8 @@ Transfer shared_transfer(const SharedOperation *self, PyObject *send, PyObject *
 {
     Segment *segment = &self->segment->segment;
     Transfer transfer = {.segment = segment, .kind = SINGLE_COPY, .total = self->block, .width = self->width, .itemsize = 1,
-                         .blocks = self->blocks, .budget = self->budget + self->block / 2};
+                         .blocks = self->blocks};
+    transfer.budget = self->budget + (self->block / 2 < MOST_POLLING_NS ? self->block / 2 : MOST_POLLING_NS);
     Block *next = self->blocks;
     const int me = segment->me, copied = self->result == COPIED;
     ptrdiff_t bytes;
@@ -265,6 +268,14 @@ Transfer shared_transfer(const SharedOperation *self, PyObject *send, PyObject *
     return transfer;
 }
 
+int64_t shared_places(const Transfer *transfer)
+{
+    uint64_t found = (uint64_t)(uintptr_t)transfer->send * 31 + (uint64_t)(uintptr_t)transfer->recv;
+    for (int i = 0; i < transfer->writes + transfer->reads; i++)
+        found = found * 31 + (uint64_t)(uintptr_t)transfer->blocks[i].memory;
+    return (int64_t)found;
+}
+
 static int overlap(const char *one, ptrdiff_t bytes, const char *other, ptrdiff_t others)
 {
     return one < other + others && other < one + bytes;
@@ -280,8 +291,11 @@ int shared_is_apart(const SharedOperation *self, PyObject *send, PyObject *recv)
         return 1;
     const Transfer transfer = shared_transfer(self, send, recv);
     const Block *writes = transfer.blocks, *reads = transfer.blocks + transfer.writes;
+    const int in_place = transfer.send == transfer.recv; /* the copy of the own block changes nothing */
+    if (!in_place && overlap(transfer.send, transfer.result, transfer.recv, transfer.result))
+        return 0;
     for (int i = 0; i < transfer.writes; i++) {
-        if (overlap(writes[i].memory, writes[i].bytes, transfer.recv, transfer.result) && writes[i].memory != transfer.recv)
+        if (!in_place && overlap(writes[i].memory, writes[i].bytes, transfer.recv, transfer.result))
             return 0;
         for (int j = 0; j < transfer.reads; j++)
             if (overlap(writes[i].memory, writes[i].bytes, reads[j].memory, reads[j].bytes))

@@ -114,22 +114,36 @@ static int await(PyObject *const *args, Py_ssize_t count, SharedOperation *self,
     return -1;
 }
 
-/* Copy the blocks of a call whose round is over, and whose members have announced them; the caller has copied lists. -1 and an exception: the others do not come. */
+/* Return whether the arrays of a call are where the other members were told; else 0 and an exception. */
+static int are_in_place(const SharedOperation *self, PyObject *const *args)
+{
+    const Transfer now = shared_transfer(self, args[SEND], args[RECV]);
+    if (shared_places(&now) == self->announced)
+        return 1;
+    PyErr_SetString(PyExc_ValueError, SHARED_CHANGED);
+    return 0;
+}
+
+/* Copy the blocks of a call whose round is over, and whose members have announced them; the caller has copied lists. -1 and an exception:
+   the others do not come, or an array has moved, as only ndarray.resize(refcheck=False) in a signal handler can let it. */
 static int move_blocks(PyObject *const *args, Py_ssize_t count, SharedOperation *self)
 {
     Transfer transfer = shared_transfer(self, args[SEND], args[RECV]);
-    int over, failed = 0;
+    int over = 0, failed = 0;
     transfer.phase = 1;
-    for (;;) {
+    while (!failed && !over) {
+        failed = !are_in_place(self, args);
+        if (failed)
+            break;
         Py_BEGIN_ALLOW_THREADS
         over = transfer_advance(&transfer);
         Py_END_ALLOW_THREADS
-        if (over || (failed = await(args, count, self, transfer.wanted, Py_False)) < 0)
-            break;
+        if (!over)
+            failed = await(args, count, self, transfer.wanted, Py_False) < 0;
     }
     if (failed)
         single_copy_revoke(&transfer);
-    return failed;
+    return -failed;
 }
 
 /* Read the first piece of a call whose round is over, and move the others. -1 and an exception: the others do not come. */
@@ -209,6 +223,7 @@ static PyObject *make(PyObject *const *args, Py_ssize_t count, SharedOperation *
     const int64_t number = order->round + 1, at = segment == NULL ? number : segment->step + 1;
     if (self->copies_once) {
         const Transfer transfer = shared_transfer(self, send, recv);
+        self->announced = shared_places(&transfer);
         single_copy_announce(&transfer, at);
     } else
         shared_write_data(self, at, send, 0);

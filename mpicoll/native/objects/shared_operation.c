@@ -39,9 +39,30 @@ static int is_packed(const SharedOperation *self)
     return self->result == REDUCED && self->recv.arrays > 0;
 }
 
-static int segment_me(const SharedOperation *self)
+/* Whether the arrays of a list have as many bytes each as a block. */
+static int are_blocks(const SharedOperation *self, const Given *arrays)
 {
-    return self->segment->segment.me;
+    for (Py_ssize_t i = 0; i < arrays->arrays; i++)
+        if (arrays->counts[i] * self->itemsize != self->block)
+            return 0;
+    return 1;
+}
+
+/* Whether the blocks of a call that copies once, and the pieces of these, are in its arrays and in the room of a member. */
+static int is_single_copy(const SharedOperation *self, Py_ssize_t room)
+{
+    const int size = self->ring->ring.size, parted = self->place > 0; /* another block for each member */
+    if (self->segment == NULL || size < 2 || room / SINGLE_COPY_ENTRY < size || self->place > room / size || self->reduction != NULL)
+        return 0;
+    if (self->width > (parted ? self->place : room) || !are_blocks(self, &self->send) || !are_blocks(self, &self->recv))
+        return 0;
+    if (self->send.arrays ? self->sends != self->block * (parted ? size : 1) : self->sends != 0)
+        return 0;
+    if (self->send.arrays > 0 && (!parted || self->send.arrays != size))
+        return 0;
+    /* A member that receives of all copies its own block, and so does the root of a scatter. */
+    const int has_own = self->result == ROWS || self->result == LIST || (self->result == COPIED && self->root == self->ring->ring.me);
+    return !has_own || (self->send.arrays && (self->result != COPIED || parted));
 }
 
 /* Whether all that is written and read stays in the room of a member, and the arrays are those of the result. */
@@ -55,10 +76,7 @@ static int is_consistent(const SharedOperation *self)
     if (self->segment != NULL && (self->segment->segment.size != size || self->segment->segment.me != self->ring->ring.me))
         return 0;
     if (self->copies_once) {
-        const int parted = self->place > 0; /* blocks for each member; the places are those of the pieces */
-        if (self->segment == NULL || size < 2 || room / SINGLE_COPY_ENTRY < size || self->width > (parted ? self->place : room) ||
-            self->place < 0 || self->place > room / size || self->reduction != NULL || self->sends != (send->arrays ? self->block * (parted ? size : 1) : 0) ||
-            (send->arrays > 0 && (!parted || send->arrays != size)) || (self->result == COPIED && self->root == segment_me(self) && !(parted && send->arrays)))
+        if (!is_single_copy(self, room))
             return 0;
     } else if (self->width < self->block) { /* one array in several pieces */
         if (self->segment == NULL || self->width > room || self->width % self->itemsize || self->offset != 0 ||

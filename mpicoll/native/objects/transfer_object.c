@@ -4,8 +4,6 @@
 
 static void transfer_dealloc(TransferObject *self)
 {
-    if (self->transfer.segment != NULL)
-        single_copy_revoke(&self->transfer);
     for (Py_ssize_t i = 0; i < self->holds; i++)
         PyBuffer_Release(&self->held[i]);
     PyMem_Free(self->held);
@@ -56,7 +54,7 @@ static int is_wrong(const Transfer *transfer, const Segment *segment, Py_ssize_t
     for (int i = 0; i < transfer->writes + transfer->reads; i++) {
         const Block *block = &transfer->blocks[i];
         const ptrdiff_t most = block->bytes < transfer->width ? block->bytes : transfer->width;
-        wrong |= block->rank < 0 || block->rank >= segment->size || block->at < 0 || block->at > segment->room - most;
+        wrong |= block->rank < 0 || block->rank >= segment->size || block->peer >= segment->size || block->at < 0 || block->at > segment->room - most;
         wrong |= block->bytes > transfer->total || (i < transfer->writes && block->rank != segment->me);
     }
     if (transfer->kind == SINGLE_COPY)
@@ -193,7 +191,21 @@ static PyObject *transfer_waiting(TransferObject *self, void *Py_UNUSED(closure)
     return ranks == NULL ? NULL : Py_BuildValue("LN", (long long)self->transfer.wanted, ranks);
 }
 
+static PyObject *transfer_revoke(TransferObject *self, PyObject *Py_UNUSED(nothing))
+{
+    if (!is_made(self->transfer.segment, "transfer"))
+        return NULL;
+    if (!self->is_running) {
+        Py_BEGIN_ALLOW_THREADS
+        single_copy_revoke(&self->transfer);
+        Py_END_ALLOW_THREADS
+    }
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef transfer_methods[] = {
+    {"revoke", (PyCFunction)transfer_revoke, METH_NOARGS,
+     "Before this member gives the transfer up: no other member copies into its memory any more."},
     {"Test", (PyCFunction)transfer_test, METH_NOARGS,
      "Move on as far as the others are, without the interpreter lock. Return whether the transfer is complete."},
     {NULL},

@@ -98,7 +98,7 @@ class SharedMemoryTransport:
         """
         if self._segment is None or not self._copies_once(kind, nbytes):
             return None, 0, -1
-        place = self._place() if kind in _PARTED else 0
+        place = self._place() if kind in _SEPARATE else 0
         return self._segment, _even(nbytes, min(place or self._segment.room, PIECE)), place
 
     def _place(self) -> int:
@@ -216,7 +216,7 @@ class SharedMemoryTransport:
 
     def _transfer(self, kind: str, total: int, width: int, **more: Any) -> Pollable:
         """Return a transfer of ``total`` bytes in pieces of ``width`` (``native/segment.h``)."""
-        budget = poll_ns(total if kind == "single copy" else width, self._oversubscribed)
+        budget = poll_ns(width, self._oversubscribed)
         made: Pollable = native.found.SharedTransfer(self._segment, kind, total, width, budget, **more)
         return made
 
@@ -411,7 +411,7 @@ _LINE, _BUFFERS, _PAGE = 128, 2, mmap.PAGESIZE
 _ENTRY = 64
 """Bytes of a buffer for each member, in a transfer that copies once (``native/single_copy.c``; a test compares the numbers)."""
 
-_PARTED = (Kind.SCATTER, Kind.ALL_TO_ALL)
+_SEPARATE = (Kind.SCATTER, Kind.ALL_TO_ALL)
 """Kinds in which a member has another block for each member."""
 
 _UNIT = 1024

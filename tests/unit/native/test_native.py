@@ -568,11 +568,20 @@ def test_a_single_copy_that_is_given_up(extension: Any) -> None:
     members, target, source = segments(extension, 2), np.full(70_000, 77, np.uint8), values("u1", 70_000, 1)
     reader = once(members[1], 70_000, [], [(0, 0, target)])
     writer = once(members[0], 70_000, [(0, 0, source)], [])
-    assert not reader.Test()  # has written where its memory is
-    del reader
+    reader.revoke()  # has told nobody where its memory is
+    assert not reader.Test()
+    reader.revoke()
     assert not writer.Test()
     assert writer.waits_for == (2, [1])
     assert (target == 77).all()
+    again = segments(extension, 2)
+    reader, writer = once(again[1], 70_000, [], [(0, 0, target)]), once(again[0], 70_000, [(0, 0, source)], [])
+    while again[0].step < 2:  # the sender has copied all it could, and waits
+        reader.Test()
+        writer.Test()
+    writer.revoke()
+    assert not reader.Test()  # may have read what the sender has changed since: never complete
+    assert not reader.Test()
 
 
 def test_the_word_of_a_process(extension: Any) -> None:
@@ -580,17 +589,17 @@ def test_the_word_of_a_process(extension: Any) -> None:
     pid, address, value = extension.peer_word()
     assert pid == os.getpid()
     assert extension.peer_word() == (pid, address, value)
-    assert extension.can_read_peer(pid, address, value)
-    assert not extension.can_read_peer(pid, address, value + 1)
-    assert not extension.can_read_peer(pid, 8, value)
-    assert not extension.can_read_peer(2**22 + 1, address, value)
+    assert extension.allows_copies(pid, address, value)
+    assert not extension.allows_copies(pid, address, value + 1)
+    assert not extension.allows_copies(pid, 8, value)
+    assert not extension.allows_copies(2**22 + 1, address, value)
     other = subprocess.run(
         [sys.executable, "-c", "from mpicoll._native import peer_word as w; print(w())"],
         capture_output=True,
         text=True,
         check=True,
     )
-    assert not extension.can_read_peer(*eval(other.stdout))
+    assert not extension.allows_copies(*eval(other.stdout))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -689,6 +698,7 @@ F8 = {"send": bytes(64), "recv": bytearray(64), "total": 64, **SUM}
         {"kind": "single copy", "send": bytes(8)},
         {"kind": "single copy", "send": bytes(8), "recv": bytearray(9)},
         {"kind": "single copy", "reads": [(2, 0, bytearray(8))]},
+        {"kind": "single copy", "writes": [(0, 0, bytes(8), 2)]},
         {"kind": "copy", **SUM},
         {"kind": "announce", **SUM},
     ],
