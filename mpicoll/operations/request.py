@@ -367,11 +367,7 @@ class Request(RequestFields):
         self.policy().withdraw(error)
 
     def _keep(self) -> None:
-        revoke = getattr(
-            self._current, "revoke", None
-        )  # of a transfer in which other members may write into the arrays
-        if revoke is not None:
-            revoke()
+        getattr(self._current, "revoke", bool)()  # other members may write into the arrays
         given = self.outputs, self.held, self.send, self.recv, self.arrays
         retain_for_ever(self._current, self.steps, self.move, self.plan, *given)
 
