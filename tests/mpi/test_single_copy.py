@@ -6,12 +6,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import collective_cases as cases
 import numpy as np
 import pytest
 from collective_cases import Case
+from mpi4py import MPI
 
 import mpicoll as dist
 from mpicoll.groups import registry
@@ -150,16 +152,21 @@ def test_a_member_that_gives_up(group: Any) -> None:
     for _ in range(3):
         dist.all_gather_single(out, block, group=other)
     dist.barrier()
-    if me == 0:
-        time.sleep(0.2)  # the others have posted the call, and make no progress
-    limit = timedelta(seconds=0.3 if me == 0 else 60)
-    work = dist.all_gather_single(out, block, group=other, async_op=True, timeout=limit)
-    if me == 0:
+    call = partial(dist.all_gather_single, out, block, group=other, async_op=True)
+    others, comm = range(1, n), MPI.COMM_WORLD
+    if me == 0:  # the others have posted the call, and then make no progress
+        for peer in others:
+            comm.recv(source=peer)
+        work = call(timeout=timedelta(seconds=0.3))
         with pytest.raises(dist.DistError):
             work.wait()
         out[:] = -5
+        for peer in others:
+            comm.send(None, peer)
     else:
-        time.sleep(1.5)
+        work = call(timeout=timedelta(seconds=60))
+        comm.send(None, 0)
+        comm.recv(source=0)
         work._request.Test()
     dist.barrier()
     if me == 0:
