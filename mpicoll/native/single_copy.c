@@ -143,8 +143,10 @@ int single_copy_step(Transfer *transfer)
     int failed = 0;
     for (int rank = 0; rank < segment->size; rank++) {
         const int64_t found = atomic_load(&entry_of(segment, segment->step, rank, rank)->failed);
-        if (found == GIVEN_UP) /* what was read there may have changed meanwhile: the call is never complete */
+        if (found == GIVEN_UP) { /* what was read there may have changed meanwhile: wait for a step that this member never reaches */
+            transfer->wanted = segment->step + 1;
             return 0;
+        }
         failed |= found != 0;
     }
     transfer->phase = 0;

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = "79c4f546"
+VERSION = "9f1174c1"
 """The CRC-32 of the sources in ``native/``. An extension that was built from other sources is not used."""
 
 

@@ -581,6 +581,8 @@ def test_a_single_copy_that_is_given_up(extension: Any) -> None:
         writer.Test()
     writer.revoke()
     assert not reader.Test()  # may have read what the sender has changed since: never complete
+    assert reader.waits_for == (3, [0])
+    assert not again[1].has_reached(3)  # so that who waits for this step does not go round at once
     assert not reader.Test()
 
 
