@@ -283,6 +283,8 @@ PyMODINIT_FUNC PyInit__native(void)
     known.found = PyUnicode_InternFromString("_found");
     known.start = PyUnicode_InternFromString("start");
     known.end = PyUnicode_InternFromString("end");
+    known.start_mpi = PyUnicode_InternFromString("Start");
+    known.test_mpi = PyUnicode_InternFromString("Test");
     known.writes = Py_BuildValue("(s)", "writes");
     known.nothing = PyTuple_New(0);
     known.prepared = PyUnicode_InternFromString("prepared");

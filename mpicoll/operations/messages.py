@@ -230,7 +230,7 @@ def _poll(group: ProcessGroup, again: PersistentMessage, tensor: Array, test: Ca
 def start_prepared(tensor: Any, rank: Any, group: Any, tag: Any, receives: bool) -> Work | None:
     """Start a message by a persistent request; return None, and do nothing, if there is none that can be used now.
 
-    The extension starts a message whose elements are in its envelope, if no claim of memory may be in conflict with the message.
+    The extension starts a message if no claim of memory may be in conflict with the message.
 
     Args:
         receives: the message is received.
@@ -244,17 +244,14 @@ def start_prepared(tensor: Any, rank: Any, group: Any, tag: Any, receives: bool)
     if _inside:
         return None  # the general way raises if a signal handler makes the call
     again = cache.last
-    if again is None or again.rank is not rank or again.tag is not tag:
+    other = again is None or again.rank is not rank or again.tag is not tag
+    if other or not _matches(tensor, again.dtype, again.shape, receives):
         again = _find(cache, tensor, rank, tag, receives)
         if again is None:
             return None
     work = _begin(known, again, tensor, frame)
     if work is not None:
         return work
-    if not _matches(tensor, again.dtype, again.shape, receives):
-        again = _find(cache, tensor, rank, tag, receives)
-        if again is None:
-            return None
     return (_start_receive if receives else _start_send)(known, again, tensor, frame)
 
 
@@ -267,6 +264,8 @@ def _begin(group: ProcessGroup, again: PersistentMessage, tensor: Array, frame: 
         request = again.begin(group, tensor, frame.f_code, frame.f_lasti)
         if request is not None:
             work = Work(request, request.claim)
+            if again.sending:
+                waiting.transfer_hint(again.nbytes)
     except BaseException as error:
         wrong = error
         request = again.current
@@ -456,11 +455,14 @@ class _PreparedReceive(_PreparedMessage):
                 return self._run_steps()
             if again.elements is None:
                 self._current = again.start_payload(array, again.payload_of(array))
-                waiting.transfer_hint(array.nbytes)
+                waiting.transfer_hint(again.nbytes)
             elif array.shape == again.shape:
                 array[...] = again.elements
             else:  # the program has changed the shape meanwhile
                 array.reshape(-1)[...] = again.elements.reshape(-1)
+        elif again.current is self:  # the extension has requested the elements
+            again.current = None
+            waiting.transfer_hint(again.nbytes)
         if self._current is not None and not self._current.Test():
             return False
         again.count += 1

@@ -195,6 +195,8 @@ def learn(group: ProcessGroup, peer: int, tensor: Any, rank: Any, tag: Any, *, r
         made.compares = group.compares
         if isinstance(made, PersistentReceive):
             made.attach(group.pair.receiver)
+        else:
+            made.acquire, made.release = group.posting.acquire, group.posting.release
         group.persistent.append(made)
         cache[key] = made
 

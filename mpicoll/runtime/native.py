@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = "9f1174c1"
+VERSION = "5d82d922"
 """The CRC-32 of the sources in ``native/``. An extension that was built from other sources is not used."""
 
 

@@ -37,7 +37,11 @@ RUNS = {
     ),
     "pieces.py": (2, ["--sizes", "16", "--rounds", "2"], [r"\| 16 MiB \| 4 \| \d.* \| \d+\.\d\d \|"]),
     "mpi_calls.py": (2, ["8"], [r"Allgatherv, 8 KiB +[\d,]+ us +nonblocking \d", r"4 pieces \d.*, nonblocking \d"]),
-    "packed.py": (2, ["8"], [r"all_to_all, lists, 8 KiB +[\d,]+ us +mpicoll \d", r"float16, 8 KiB +[\d,]+ us +mpicoll \d"]),
+    "packed.py": (
+        2,
+        ["8"],
+        [r"all_to_all, lists, 8 KiB +[\d,]+ us +mpicoll \d", r"float16, 8 KiB +[\d,]+ us +mpicoll \d"],
+    ),
     "searches.py": (2, [], ["2 real ranks, 0 on other nodes", r"a message takes \d"]),
 }
 

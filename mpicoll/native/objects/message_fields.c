@@ -1,5 +1,5 @@
 /* MessageFields: the fields of a persistent message (transports/mpi/messages.py has the same class for ranks without the extension), and
-   the start and the end of a message whose elements are in its envelope.
+   the start and the end of a message. Python makes the persistent requests of elements that move apart.
 
    From the start of the request of MPI on nothing can fail but MPI, and no code of the program runs on this thread. */
 
@@ -18,6 +18,7 @@ typedef struct {
     PyObject *objects[MESSAGE_OBJECTS];
     int64_t peer, begun, spins, expected;
     Py_ssize_t inside; /* bytes of the elements in the envelope; -1: the elements move apart */
+    Py_ssize_t nbytes; /* of the elements */
     unsigned long thread; /* that started the message last */
     char compares, taken;
 } Message;
@@ -86,6 +87,44 @@ static int receives(const Message *self)
     return !is_none(self->objects[MESSAGE_posted]);
 }
 
+static int is_apart(const Message *self)
+{
+    return self->inside < 0;
+}
+
+/* The persistent request of the elements of an array, which move apart; NULL: Python has to make the request, or an exception is set. */
+static PyObject *payload_of(const Message *self, PyObject *array)
+{
+    PyObject *payloads = self->objects[MESSAGE_payloads], *address = PyLong_FromVoidPtr(memory(array));
+    PyObject *found = address == NULL || !PyDict_CheckExact(payloads) ? NULL : PyDict_GetItemWithError(payloads, address);
+    Py_XDECREF(address);
+    return Py_XNewRef(found);
+}
+
+/* Call a method of a request of MPI without arguments. Return -1 and an exception if MPI fails, 1 if the result is True, or else 0. */
+static int call_mpi(PyObject *request, PyObject *name)
+{
+    PyObject *done = PyObject_CallMethodNoArgs(request, name);
+    Py_XDECREF(done); /* True stays */
+    return done == NULL ? -1 : done == Py_True;
+}
+
+/* The contents of an array, to find writes of the program; NULL and an exception without memory. */
+static PyObject *message_contents(const Message *self, PyObject *array)
+{
+    const Together all = {self->nbytes, 1};
+    PyObject *found = PyBytes_FromStringAndSize(NULL, contents_size(self->nbytes, all));
+    if (found != NULL)
+        contents_copy(PyBytes_AS_STRING(found), memory(array), self->nbytes, all);
+    return found;
+}
+
+/* Whether an array that fits has other contents than message_contents() has returned. */
+static int message_is_changed(const Message *self, PyObject *array, PyObject *held)
+{
+    return is_none(held) || contents_differ(PyBytes_AS_STRING(held), memory(array), self->nbytes, (Together){self->nbytes, 1});
+}
+
 /* Whether the request of MPI may be started now: no other call has it, and no other receive may get its message. -1: an exception. */
 static int is_free(const Message *self, PyObject *const *args, int64_t instruction)
 {
@@ -131,28 +170,33 @@ static Request *message_request(Message *self, PyObject *const *args, int64_t in
     return request;
 }
 
-/* Start the request of MPI. Return 1, 0 if that is impossible now, or -1 and an exception. */
+/* Start the requests of MPI. Return 1, 0 if that is impossible now, or -1 and an exception. */
 static int message_start(Message *self, PyObject *const *args, Request *request)
 {
-    PyObject **objects = self->objects, *array = args[MESSAGE_ARRAY];
-    const int receiving = receives(self), free = is_free(self, args, request->instruction);
+    PyObject **objects = self->objects, *array = args[MESSAGE_ARRAY], *payload = NULL;
+    const int receiving = receives(self), sends_apart = !receiving && is_apart(self), free = is_free(self, args, request->instruction);
     if (free != 1 || !message_fits(self, array, receiving ? WRITABLE : READABLE))
         return free < 0 ? -1 : 0;
-    const int apart = self->compares ? claims_are_apart(memory(array), self->inside) : 1;
+    const int apart = self->compares ? claims_are_apart(memory(array), self->nbytes) : 1;
     if (apart != 1)
         return apart;
-    if (receiving && self->compares && !request_give(request, REQUEST_before, PyBytes_FromStringAndSize(memory(array), self->inside)))
-        return -1;
-    if (note_thread(&self->thread) < 0)
-        return -1;
-    if (request_add_claim(request, memory(array), self->inside) < 0 ||
-        (receiving && (PyList_Append(known.pending, (PyObject *)request) < 0 ||
-                       PyList_Append(objects[MESSAGE_posted], objects[MESSAGE_key]) < 0))) {
+    if (sends_apart && (payload = payload_of(self, array)) == NULL)
+        return PyErr_Occurred() ? -1 : 0;
+    int failed = self->compares && (receiving || sends_apart) &&
+                 !request_give(request, receiving ? REQUEST_before : REQUEST_after, message_contents(self, array));
+    failed = failed || note_thread(&self->thread) < 0;
+    if (!failed && (request_add_claim(request, memory(array), self->nbytes) < 0 ||
+                    (receiving && (PyList_Append(known.pending, (PyObject *)request) < 0 ||
+                                   PyList_Append(objects[MESSAGE_posted], objects[MESSAGE_key]) < 0)))) {
         PyObject *type, *value, *traceback;
         PyErr_Fetch(&type, &value, &traceback);
         if (request_release(request) < 0)
             PyErr_Clear();
         PyErr_Restore(type, value, traceback);
+        failed = 1;
+    }
+    if (failed) {
+        Py_XDECREF(payload);
         return -1;
     }
     if (receiving) {
@@ -161,14 +205,18 @@ static int message_start(Message *self, PyObject *const *args, Request *request)
     } else {
         self->taken = 1;
         self->begun++;
-        memcpy(elements(self), memory(array), (size_t)self->inside);
+        if (!sends_apart)
+            memcpy(elements(self), memory(array), (size_t)self->nbytes);
     }
     Py_XSETREF(objects[MESSAGE_current], Py_NewRef((PyObject *)request));
     request->advancing = 1; /* MPI starts the message without the interpreter lock: no other thread may test it meanwhile */
     PyObject *done = PyObject_CallNoArgs(objects[MESSAGE_start]);
+    failed = done == NULL || (sends_apart && call_mpi(payload, known.start_mpi) < 0);
+    request_set(request, REQUEST__current, payload);
     request->advancing = 0;
+    Py_XDECREF(payload);
     Py_XDECREF(done);
-    return done == NULL ? -1 : 1;
+    return failed ? -1 : 1;
 }
 
 static PyObject *message_begin(Message *self, PyObject *const *args, Py_ssize_t count)
@@ -177,27 +225,27 @@ static PyObject *message_begin(Message *self, PyObject *const *args, Py_ssize_t 
         PyErr_SetString(PyExc_TypeError, "begin(group, array, code, instruction)");
         return NULL;
     }
-    if (known.request == NULL || known.send == NULL || self->inside < 0 || PyList_GET_SIZE(known.observers) != 0)
+    if (known.request == NULL || known.send == NULL || PyList_GET_SIZE(known.observers) != 0)
         Py_RETURN_NONE;
-    const int receiving = receives(self);
+    const int receiving = receives(self), locks = receiving || is_apart(self);
     const int64_t instruction = PyLong_AsLongLong(args[MESSAGE_INSTRUCTION]);
     if (instruction == -1 && PyErr_Occurred())
         return NULL;
     const int free = is_free(self, args, instruction);
     if (free != 1 || !message_fits(self, args[MESSAGE_ARRAY], receiving ? WRITABLE : READABLE))
         return free < 0 ? NULL : Py_NewRef(Py_None);
-    const int apart = self->compares ? claims_are_apart(memory(args[MESSAGE_ARRAY]), self->inside) : 1;
+    const int apart = self->compares ? claims_are_apart(memory(args[MESSAGE_ARRAY]), self->nbytes) : 1;
     if (apart != 1)
         return apart < 0 ? NULL : Py_NewRef(Py_None);
     Request *request = message_request(self, args, instruction);
     if (request == NULL)
         return NULL;
-    PyObject *no[] = {Py_False}, *lock = receiving ? PyObject_Vectorcall(self->objects[MESSAGE_acquire], no, 1, NULL) : Py_NewRef(Py_True);
+    PyObject *no[] = {Py_False}, *lock = locks ? PyObject_Vectorcall(self->objects[MESSAGE_acquire], no, 1, NULL) : Py_NewRef(Py_True);
     int made = lock == NULL ? -1 : lock == Py_True;
     Py_XDECREF(lock);
     if (made == 1) {
         made = message_start(self, args, request);
-        if (receiving) {
+        if (locks) {
             PyObject *type, *value, *traceback;
             PyErr_Fetch(&type, &value, &traceback);
             Py_XDECREF(PyObject_CallNoArgs(self->objects[MESSAGE_release]));
@@ -215,24 +263,109 @@ static PyObject *message_begin(Message *self, PyObject *const *args, Py_ssize_t 
 
 /* ---- the end ---- */
 
-/* Poll the request of MPI. Return 1 if it is complete, 0 if not, -1 and an exception. */
-static int message_poll(const Message *self)
+enum { PENDING, MOVED, OTHERWISE }; /* what a test found; OTHERWISE: Python has to go on */
+
+/* Request the elements that move apart of a message whose envelope has been received. Return 1; 0, and nothing was done, if the message is
+   not as expected, or the program has written the array, or Python has to make the request; or -1 and an exception. */
+static int receive_elements(Message *self, Request *request)
 {
-    for (int64_t i = 0; i <= self->spins; i++) {
+    PyObject *array = request->objects[REQUEST_arrays];
+    if (*(int64_t *)memory(self->objects[MESSAGE_buffer]) != self->expected || !message_fits(self, array, WRITABLE) ||
+        (!is_none(request->objects[REQUEST_claim]) && message_is_changed(self, array, request->objects[REQUEST_before])))
+        return 0;
+    PyObject *payload = payload_of(self, array);
+    if (payload == NULL)
+        return PyErr_Occurred() ? -1 : 0;
+    request_set(request, REQUEST_before, NULL);
+    const int failed = call_mpi(payload, known.start_mpi) < 0;
+    request_set(request, REQUEST__current, payload);
+    Py_DECREF(payload);
+    return failed ? -1 : 1;
+}
+
+/* Test the requests of MPI of a message, with the request of the message advancing. Return what was found, or -1 and an exception. */
+static int message_test(Message *self, Request *request)
+{
+    PyObject *const *objects = request->objects;
+    const int receiving = receives(self);
+    if (!receiving || is_none(objects[REQUEST__current])) {
         PyObject *done = PyObject_CallNoArgs(self->objects[MESSAGE_test]);
-        if (done == NULL)
-            return -1;
-        Py_DECREF(done);
-        if (done == Py_True)
-            return 1;
+        Py_XDECREF(done); /* True stays */
+        if (done != Py_True)
+            return done == NULL ? -1 : PENDING;
+        if (!is_apart(self))
+            return MOVED;
+        const int requested = receiving ? receive_elements(self, request) : 1;
+        if (requested != 1)
+            return requested < 0 ? -1 : OTHERWISE;
+    }
+    return call_mpi(objects[REQUEST__current], known.test_mpi);
+}
+
+/* End a request with the exception that is set, which MPI has raised; return -1 if the exception is no outcome of the message. */
+static int message_fail(Request *request)
+{
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    PyObject *stored = value == NULL ? NULL : PyObject_CallMethod((PyObject *)request, "_react", "O", value);
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(traceback);
+    Py_XDECREF(stored);
+    return stored == NULL ? -1 : 0;
+}
+
+/* Request the elements of other receives whose envelopes have been received, as their senders may wait for that and send to this rank
+   afterwards. Return 1; 0 if a pending request has to progress in Python; or -1 and an exception. */
+static int advance_others(const Request *mine)
+{
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(known.pending); i++) {
+        Request *request = (Request *)PyList_GET_ITEM(known.pending, i);
+        if (request == mine)
+            continue;
+        if (!PyObject_TypeCheck((PyObject *)request, &RequestType) || !is_message(request->objects[REQUEST_held]))
+            return 0;
+        Message *self = (Message *)request->objects[REQUEST_held];
+        if (request->objects[REQUEST_state] != known.moving || request->advancing)
+            continue; /* it is over, or another thread tests it */
+        if (self->objects[MESSAGE_current] != (PyObject *)request)
+            return 0;
+        if (!is_apart(self) || !is_none(request->objects[REQUEST__current]))
+            continue; /* MPI itself progresses all that has been posted */
+        Py_INCREF(request);
+        request->advancing = 1;
+        int found = message_test(self, request);
+        request->advancing = 0;
+        if (found < 0)
+            found = message_fail(request) < 0 ? -1 : OTHERWISE;
+        Py_DECREF(request);
+        if (found < 0 || found == OTHERWISE)
+            return found < 0 ? -1 : 0;
+    }
+    return 1;
+}
+
+/* Test a message until all of it has moved, for some polls; return what was found last, or -1 and an exception. */
+static int message_poll(Message *self, Request *request)
+{
+    int found, alone = 1;
+    request->advancing = 1; /* MPI is polled without the interpreter lock: no other thread may test the message meanwhile */
+    for (int64_t left = self->spins; (found = message_test(self, request)) == PENDING && left > 0; left--) {
+        alone = is_apart(self) ? advance_others(request) : 1;
+        if (alone != 1)
+            break;
         if (poll_yields)
             sched_yield();
     }
-    return 0;
+    request->advancing = 0;
+    if (alone < 0 || (found < 0 && message_fail(request) < 0))
+        return -1;
+    return found < 0 ? OTHERWISE : found;
 }
 
-/* Complete a request of a message that message_begin() has started. Return 1; 0 and change nothing if the message is not complete, or
-   is not as expected, or the array was written; or -1 and an exception. */
+/* Complete a request of a message that message_begin() has started. Return 1; 0 if the message is not complete, or is not as expected, or
+   the array was written: Python goes on from there; or -1 and an exception. */
 int message_finish(Request *request)
 {
     Message *self = (Message *)request->objects[REQUEST_held];
@@ -240,30 +373,17 @@ int message_finish(Request *request)
     const int receiving = receives(self);
     if (self->objects[MESSAGE_current] != (PyObject *)request)
         return 0;
-    request->advancing = 1; /* MPI is polled without the interpreter lock */
-    const int done = message_poll(self);
-    request->advancing = 0;
-    if (done < 0) {
-        PyObject *type, *value, *traceback;
-        PyErr_Fetch(&type, &value, &traceback);
-        PyErr_NormalizeException(&type, &value, &traceback);
-        PyObject *stored = value == NULL ? NULL : PyObject_CallMethod((PyObject *)request, "_react", "O", value);
-        Py_XDECREF(type);
-        Py_XDECREF(value);
-        Py_XDECREF(traceback);
-        Py_XDECREF(stored);
-        return stored == NULL ? -1 : 0;
-    }
+    const int found = message_poll(self, request);
+    if (found != MOVED)
+        return found < 0 ? -1 : 0;
     const int compares = !is_none(request->objects[REQUEST_claim]);
     /* Another thread may have asked for a future meanwhile. A request of MPI that is complete is complete in Python's test, too. */
-    const int may = done ? request_may_finish(request, known.moving) : 0;
+    const int may = request_may_finish(request, known.moving);
     if (may != 1 || !message_fits(self, array, receiving ? WRITABLE : READABLE))
         return may < 0 ? -1 : 0;
     if (receiving) {
-        PyObject *before = request->objects[REQUEST_before];
-        const size_t bytes = (size_t)self->inside;
-        if (*(int64_t *)memory(self->objects[MESSAGE_buffer]) != self->expected ||
-            (compares && (is_none(before) || memcmp(memory(array), PyBytes_AS_STRING(before), bytes) != 0)))
+        if (!is_apart(self) && (*(int64_t *)memory(self->objects[MESSAGE_buffer]) != self->expected ||
+                                (compares && message_is_changed(self, array, request->objects[REQUEST_before]))))
             return 0;
         PyObject *peer = PyLong_FromLongLong(self->peer);
         if (peer == NULL || drop_item(self->objects[MESSAGE_posted], self->objects[MESSAGE_key]) < 0) {
@@ -271,10 +391,12 @@ int message_finish(Request *request)
             return -1;
         }
         request_give(request, REQUEST_returned, peer);
-        memcpy(memory(array), elements(self), bytes);
+        if (!is_apart(self))
+            memcpy(memory(array), elements(self), (size_t)self->nbytes);
         self->begun++;
     } else {
-        if (compares && memcmp(memory(array), elements(self), (size_t)self->inside) != 0)
+        if (compares && (is_apart(self) ? message_is_changed(self, array, request->objects[REQUEST_after])
+                                        : memcmp(memory(array), elements(self), (size_t)self->nbytes) != 0))
             return 0;
         self->taken = 0;
     }
@@ -298,6 +420,7 @@ static PyMemberDef message_members[] = {
     {"spins", T_LONGLONG, offsetof(Message, spins), 0, NULL},
     {"expected", T_LONGLONG, offsetof(Message, expected), 0, NULL},
     {"inside", T_PYSSIZET, offsetof(Message, inside), 0, NULL},
+    {"nbytes", T_PYSSIZET, offsetof(Message, nbytes), 0, NULL},
     {"compares", T_BOOL, offsetof(Message, compares), 0, NULL},
     {NULL},
 };
@@ -309,7 +432,7 @@ static PyMethodDef message_methods[] = {
     {"give_back", (PyCFunction)message_give_back, METH_NOARGS, "Release the right to use the message."},
     {"begin", (PyCFunction)(void (*)(void))message_begin, METH_FASTCALL,
      "Start the message on an array of the program: begin(group, array, code, instruction). Return its request; None, with nothing\n"
-     "done, if another call uses the message, or its elements move apart, or the array does not fit or may be in use."},
+     "done, if another call uses the message, or the array does not fit, may be in use, or has no persistent request to be sent by."},
     {NULL},
 };
 

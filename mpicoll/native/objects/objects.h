@@ -144,6 +144,7 @@ typedef struct {
     PyObject *send, *receive, *moving;         /* the types of the requests of messages, and their state */
     PyTypeObject *array;
     PyObject *last, *broken, *busy, *number, *of_claim, *reads, *verdict, *found, *start, *end, *f_lasti, *timeout; /* names */
+    PyObject *start_mpi, *test_mpi;            /* names of the methods of mpi4py */
     PyObject *writes, *nothing;                /* a name in a tuple, and an empty one */
     PyObject *run_cached, *frame;              /* in Python: the function that makes any call, and sys._getframe */
     PyObject *default_group;                   /* its attribute `world` is the group of calls without group= */
@@ -223,8 +224,8 @@ int request_release(Request *request);
 /* Remove an item from a list, if it is there; return -1 and an exception if that fails. */
 int drop_item(PyObject *list, PyObject *item);
 
-/* Complete the request of a message that the extension has started. Return 1; 0 with nothing changed if the message is not complete,
-   not as expected, or if the program has written the array; or -1 and an exception. */
+/* Complete the request of a message that the extension has started. Return 1; 0 if the message is not complete, not as expected, or if
+   the program has written the array: Python goes on from there; or -1 and an exception. */
 int message_finish(Request *request);
 int is_message(PyObject *held);
 

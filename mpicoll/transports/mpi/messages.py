@@ -48,6 +48,7 @@ class PythonMessageFields:
         payloads: persistent requests of elements that move apart, by the address of the array; they refer to no memory.
         words: the words of the envelope in ``buffer``.
         polls, spins: numbers of polls before a wait like any other: for elements that move apart, and of the extension.
+        nbytes: bytes of the elements.
         rank, tag, shape, dtype: the arguments of the program. ``rank`` is None once the group has dropped the message.
         peer: the rank in the group.
         count, begun: numbers of starts, the second by the extension, in addition to the numbers of the group.
@@ -57,14 +58,27 @@ class PythonMessageFields:
         request, start, test: the persistent request of MPI, and its methods.
         key: of a receive: (source, tag).
         expected: of a receive: first word of a message that fits and has no text of a call site.
-        acquire, release, posted, waiting, queues: of a receive: of the receiver of its group, and of the lock of this receiver.
+        acquire, release: of the lock under which messages of this kind are posted.
+        posted, waiting, queues: of a receive: of the receiver of its group.
         inside: bytes of the elements in the envelope; -1 if the elements move apart.
         current: the request that the extension has started and not completed.
     """
 
     __slots__ = (
         *("_datatype", "_free", "_make", "_post", "acquire", "begun", "buffer", "code", "compares", "count", "current"),
-        *("described", "dtype", "elements", "expected", "inside", "instruction", "key", "payloads", "peer", "polls"),
+        *(
+            "described",
+            "dtype",
+            "elements",
+            "expected",
+            "inside",
+            "instruction",
+            "key",
+            "nbytes",
+            "payloads",
+            "peer",
+            "polls",
+        ),
         *(
             "posted",
             "queues",
@@ -109,6 +123,7 @@ class PythonMessageFields:
     expected: int
     inside: int
     instruction: int
+    nbytes: int
     peer: int
     polls: range
     spins: int
@@ -161,6 +176,7 @@ class PersistentMessage(MessageFields):
         size = _size(shape, dtype)
         self.buffer = buffer
         self.words = buffer[: WORDS.size].data.cast("q")
+        self.nbytes = size
         self.inside = size if size <= SMALL_BYTES else -1
         if size <= SMALL_BYTES:
             self.elements = buffer[WORDS.size : WORDS.size + size].view(dtype).reshape(shape)
@@ -170,7 +186,7 @@ class PersistentMessage(MessageFields):
         self.payloads = {}
         self._make, self._post = make, post
         self.polls = range(min(size >> 9, waiting.SPIN_POLLS if waiting.oversubscribed else _MOST_POLLS))
-        self.spins = waiting.SPIN_POLLS
+        self.spins = max(waiting.SPIN_POLLS, len(self.polls))
         self.begun, self.count, self.instruction = 0, 0, -1
         self.rank = rank
         self.peer, self.tag = peer, tag
