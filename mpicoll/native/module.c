@@ -285,6 +285,8 @@ PyMODINIT_FUNC PyInit__native(void)
     known.end = PyUnicode_InternFromString("end");
     known.start_mpi = PyUnicode_InternFromString("Start");
     known.test_mpi = PyUnicode_InternFromString("Test");
+    known.acquire = PyUnicode_InternFromString("acquire");
+    known.release = PyUnicode_InternFromString("release");
     known.writes = Py_BuildValue("(s)", "writes");
     known.nothing = PyTuple_New(0);
     known.prepared = PyUnicode_InternFromString("prepared");

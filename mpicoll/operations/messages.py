@@ -431,7 +431,8 @@ class _PreparedReceive(_PreparedMessage):
     """A receive: MPI writes the message into memory of the library, and a test copies the elements into the array.
 
     ``before`` is what the array held at the start, to find writes of the program; None if they are not looked for, and once the
-    message has come and there were none. ``move`` is the general receive of a message that was not as expected.
+    message has come and there were none. ``after`` is what the extension found there when the elements had arrived, if it looked
+    before the program waited. ``move`` is the general receive of a message that was not as expected.
     """
 
     __slots__ = ()
@@ -472,7 +473,7 @@ class _PreparedReceive(_PreparedMessage):
         self.returned = again.peer
         if self.before is not None:
             raise written(self.name, self.call.site, self.group.display)
-        if self.claim is not None:
+        if self.claim is not None and not self.after:
             self.claim.snapshot_results()
         return True
 

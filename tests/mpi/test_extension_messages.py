@@ -301,3 +301,66 @@ def test_mpi_fails_while_elements_are_requested() -> None:
     dist.destroy_process_group(group)
     assert not claims.active
     assert not waiting.pending
+
+
+@pytest.mark.parametrize("tag_of_wait", [30, 31], ids=["that receive", "another receive"])
+def test_a_write_after_the_elements_have_come(tag_of_wait: int) -> None:
+    """``wait`` finds the write also if the elements came while the program waited for another message."""
+    rank, x = dist.get_rank(), np.full(APART, 7.0)
+    arrays = {tag: np.zeros(APART) for tag in (30, 31)}
+    for turn in range(8):
+        dist.barrier()
+        if rank == 1:
+            for tag in arrays:
+                dist.send(x, 0, tag=tag)
+        if rank == 0:
+            for y in arrays.values():
+                y[...] = 0
+            works: dict[int, Any] = {tag: dist.irecv(y, 1, tag=tag) for tag, y in arrays.items()}
+            other = 61 - tag_of_wait
+            works[tag_of_wait].wait()
+            if turn > 3:
+                request, claim = works[other]._request, works[other]._claim
+                assert request.held is not None
+                while not (request.after or request.done):
+                    waiting.progress()
+                assert request.after or claim.results
+                arrays[other][-1] = 8
+                with pytest.raises(dist.BufferInUseError, match=r"irecv at .* was written before its wait"):
+                    works[other].wait()
+            else:
+                works[other].wait()
+            assert arrays[tag_of_wait].sum() == 7 * APART
+    assert not claims.active
+    assert not waiting.pending
+    dist.barrier()
+
+
+def test_a_receive_that_another_thread_ends() -> None:
+    """No wait for another message tests a request of MPI while a thread gives its message up."""
+    rank, x = dist.get_rank(), np.ones(APART)
+    arrays = {tag: np.zeros(APART) for tag in (32, 33)}
+    for turn in range(4):
+        dist.barrier()
+        if rank == 1:
+            for tag in arrays:
+                dist.send(x, 0, tag=tag)
+        elif rank == 0:
+            first, second = [dist.irecv(y, 1, tag=tag) for tag, y in arrays.items()]  # type: ignore[misc]
+            assert first is not None
+            assert second is not None
+            if turn == 3:
+                assert is_of_extension(first)
+                with first._request.still():
+                    thread = threading.Thread(target=waiting.progress)
+                    thread.start()
+                    thread.join()
+                    other = threading.Thread(target=second._request.finish)
+                    other.start()
+                    other.join()
+                    assert first._request._current is None
+            first.wait()
+            second.wait()
+            assert (arrays[32] == 1).all()
+            assert (arrays[33] == 1).all()
+    dist.barrier()

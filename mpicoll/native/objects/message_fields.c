@@ -283,7 +283,33 @@ static int receive_elements(Message *self, Request *request)
     return failed ? -1 : 1;
 }
 
-/* Test the requests of MPI of a message, with the request of the message advancing. Return what was found, or -1 and an exception. */
+/* Acquire the right to test a request, as Request.Test does. Return 1, 0 if it is being tested or given up, or -1 and an exception. */
+static int hold(Request *request)
+{
+    PyObject *held = PyObject_CallMethodOneArg(request->objects[REQUEST__lock], known.acquire, Py_False);
+    Py_XDECREF(held); /* True stays */
+    if (held != Py_True)
+        return held == NULL ? -1 : 0;
+    if (request->advancing || request->objects[REQUEST_state] != known.moving) {
+        PyObject *done = PyObject_CallMethodNoArgs(request->objects[REQUEST__lock], known.release);
+        Py_XDECREF(done);
+        return done == NULL ? -1 : 0;
+    }
+    request->advancing = 1;
+    return 1;
+}
+
+/* Release the right; an exception that is set stays. */
+static void let_go(Request *request)
+{
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    request->advancing = 0;
+    Py_XDECREF(PyObject_CallMethodNoArgs(request->objects[REQUEST__lock], known.release));
+    PyErr_Restore(type, value, traceback);
+}
+
+/* Test the requests of MPI of a message, which this thread holds. Return what was found, or -1 and an exception. */
 static int message_test(Message *self, Request *request)
 {
     PyObject *const *objects = request->objects;
@@ -316,41 +342,58 @@ static int message_fail(Request *request)
     return stored == NULL ? -1 : 0;
 }
 
-/* Request the elements of other receives whose envelopes have been received, as their senders may wait for that and send to this rank
-   afterwards. Return 1; 0 if a pending request has to progress in Python; or -1 and an exception. */
+/* Progress another receive whose elements move apart: request them, as their sender may wait for that and send to this rank afterwards; and
+   hold the contents of the array once they have arrived, as the program may not write the array before it has waited. Return 1; 0 if
+   Python has to go on; or -1 and an exception. */
+static int advance_receive(Message *self, Request *request)
+{
+    PyObject *array = request->objects[REQUEST_arrays];
+    const int held = hold(request);
+    if (held != 1)
+        return held < 0 ? -1 : 1;
+    int found = message_test(self, request);
+    if (found == MOVED && !is_none(request->objects[REQUEST_claim]))
+        found = !message_fits(self, array, READABLE)                                       ? OTHERWISE
+                : request_give(request, REQUEST_after, message_contents(self, array)) ? MOVED
+                                                                                      : -1;
+    let_go(request);
+    if (found < 0)
+        found = message_fail(request) < 0 ? -1 : OTHERWISE;
+    return found < 0 ? -1 : found != OTHERWISE;
+}
+
+/* Progress the other receives that are pending. Return 1; 0 if a pending request has to progress in Python; or -1 and an exception. */
 static int advance_others(const Request *mine)
 {
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(known.pending); i++) {
+    int alone = 1;
+    for (Py_ssize_t i = 0; alone == 1 && i < PyList_GET_SIZE(known.pending); i++) {
         Request *request = (Request *)PyList_GET_ITEM(known.pending, i);
         if (request == mine)
             continue;
         if (!PyObject_TypeCheck((PyObject *)request, &RequestType) || !is_message(request->objects[REQUEST_held]))
             return 0;
         Message *self = (Message *)request->objects[REQUEST_held];
-        if (request->objects[REQUEST_state] != known.moving || request->advancing)
-            continue; /* it is over, or another thread tests it */
+        if (request->objects[REQUEST_state] != known.moving)
+            continue; /* it is over */
         if (self->objects[MESSAGE_current] != (PyObject *)request)
             return 0;
-        if (!is_apart(self) || !is_none(request->objects[REQUEST__current]))
+        if (!is_apart(self) || (!is_none(request->objects[REQUEST__current]) &&
+                                (is_none(request->objects[REQUEST_claim]) || !is_none(request->objects[REQUEST_after]))))
             continue; /* MPI itself progresses all that has been posted */
         Py_INCREF(request);
-        request->advancing = 1;
-        int found = message_test(self, request);
-        request->advancing = 0;
-        if (found < 0)
-            found = message_fail(request) < 0 ? -1 : OTHERWISE;
+        alone = advance_receive(self, request);
         Py_DECREF(request);
-        if (found < 0 || found == OTHERWISE)
-            return found < 0 ? -1 : 0;
     }
-    return 1;
+    return alone;
 }
 
 /* Test a message until all of it has moved, for some polls; return what was found last, or -1 and an exception. */
 static int message_poll(Message *self, Request *request)
 {
-    int found, alone = 1;
-    request->advancing = 1; /* MPI is polled without the interpreter lock: no other thread may test the message meanwhile */
+    int found = OTHERWISE, alone = 1;
+    const int held = hold(request); /* MPI is polled without the interpreter lock: no other thread may test the message meanwhile */
+    if (held != 1)
+        return held < 0 ? -1 : OTHERWISE;
     for (int64_t left = self->spins; (found = message_test(self, request)) == PENDING && left > 0; left--) {
         alone = is_apart(self) ? advance_others(request) : 1;
         if (alone != 1)
@@ -358,7 +401,7 @@ static int message_poll(Message *self, Request *request)
         if (poll_yields)
             sched_yield();
     }
-    request->advancing = 0;
+    let_go(request);
     if (alone < 0 || (found < 0 && message_fail(request) < 0))
         return -1;
     return found < 0 ? OTHERWISE : found;
@@ -382,6 +425,9 @@ int message_finish(Request *request)
     if (may != 1 || !message_fits(self, array, receiving ? WRITABLE : READABLE))
         return may < 0 ? -1 : 0;
     if (receiving) {
+        if (is_apart(self) && !is_none(request->objects[REQUEST_after]) &&
+            message_is_changed(self, array, request->objects[REQUEST_after]))
+            return 0;
         if (!is_apart(self) && (*(int64_t *)memory(self->objects[MESSAGE_buffer]) != self->expected ||
                                 (compares && message_is_changed(self, array, request->objects[REQUEST_before]))))
             return 0;

@@ -145,6 +145,7 @@ typedef struct {
     PyTypeObject *array;
     PyObject *last, *broken, *busy, *number, *of_claim, *reads, *verdict, *found, *start, *end, *f_lasti, *timeout; /* names */
     PyObject *start_mpi, *test_mpi;            /* names of the methods of mpi4py */
+    PyObject *acquire, *release;               /* and of those of a lock */
     PyObject *writes, *nothing;                /* a name in a tuple, and an empty one */
     PyObject *run_cached, *frame;              /* in Python: the function that makes any call, and sys._getframe */
     PyObject *default_group;                   /* its attribute `world` is the group of calls without group= */

@@ -195,10 +195,12 @@ class PersistentMessage(MessageFields):
         self.start, self.test = request.Start, request.Test
 
     def payload_of(self, tensor: Array) -> MPI.Prequest | None:
-        """Return the persistent request of the elements of an array, not started; None if they have none.
+        """Return the persistent request of the elements of an array, not started; None if they have none, or have another size.
 
         The request is cached by the address of the array, and is only started while there is an array at that address.
         """
+        if tensor.nbytes != self.nbytes:
+            return None
         address = _address(tensor)
         found = self.payloads.get(address)
         if found is None and self._datatype is not None:

@@ -122,6 +122,20 @@ def test_the_limit_ends_a_wait() -> None:
     assert 2.0 <= clock.now - 1000.0 < 2.1
 
 
+def test_the_limit_ends_a_wait_whose_test_always_raises() -> None:
+    """Each exception could be one of a signal handler, after which the wait goes on; at the limit the last one is raised."""
+    clock, policy, raised = Clock(), WaitPolicy(limit=2.0), []
+
+    def test() -> bool:
+        raised.append(ValueError(len(raised)))
+        raise raised[-1]
+
+    with pytest.raises(ValueError, match=r"^\d+$") as caught:
+        waiting.wait_long(test, policy, clock=clock, sleep=clock.sleep)
+    assert policy.given_up == [caught.value] == raised[-1:]
+    assert 2.0 <= clock.now - 1000.0 < 2.1
+
+
 def test_nobody_gives_up_before_twice_the_stall_time() -> None:
     """A limit shorter than twice the stall time is kept only then: a peer may be inside the blocking call until then."""
     clock, policy = Clock(), WaitPolicy(limit=0.001)
