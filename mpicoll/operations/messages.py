@@ -244,15 +244,17 @@ def start_prepared(tensor: Any, rank: Any, group: Any, tag: Any, receives: bool)
     if _inside:
         return None  # the general way raises if a signal handler makes the call
     again = cache.last
-    other = again is None or again.rank is not rank or again.tag is not tag
-    if other or not _matches(tensor, again.dtype, again.shape, receives):
+    if again is None or again.rank is not rank or again.tag is not tag:
         again = _find(cache, tensor, rank, tag, receives)
         if again is None:
             return None
     work = _begin(known, again, tensor, frame)
-    if work is not None:
-        return work
-    return (_start_receive if receives else _start_send)(known, again, tensor, frame)
+    if work is None and not _matches(tensor, again.dtype, again.shape, receives):
+        again = _find(cache, tensor, rank, tag, receives)
+        if again is None:
+            return None
+        work = _begin(known, again, tensor, frame)
+    return work or (_start_receive if receives else _start_send)(known, again, tensor, frame)
 
 
 def _begin(group: ProcessGroup, again: PersistentMessage, tensor: Array, frame: FrameType) -> Work | None:
@@ -264,7 +266,7 @@ def _begin(group: ProcessGroup, again: PersistentMessage, tensor: Array, frame: 
         request = again.begin(group, tensor, frame.f_code, frame.f_lasti)
         if request is not None:
             work = Work(request, request.claim)
-            if again.sending:
+            if again.inside < 0 and again.sending:
                 waiting.transfer_hint(again.nbytes)
     except BaseException as error:
         wrong = error
