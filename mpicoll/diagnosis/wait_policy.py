@@ -234,7 +234,7 @@ class CallWait:
         now = time.time()
         for rank, (began, site) in self._noted(gone).items():
             same = RankState((), state="waits")
-            call = same if mine.site.endswith(site) else replace(mine, site=site, state="waits")
+            call = same if mine.site.endswith(site) else replace(mine, site=site, called_from="", state="waits")
             found.append(replace(call, ranks=((rank, rank),), waited=(now - began, now - began)))
         return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import site
 import sys
 import sysconfig
 import threading
@@ -15,7 +16,9 @@ from types import CodeType, FrameType, TracebackType
 
 from mpicoll.runtime.native import found as extension
 
-_INSTALLED = tuple({os.path.join(path, "") for path in sysconfig.get_paths().values()})
+_INSTALLED = tuple({os.path.join(path, "") for path in (*sysconfig.get_paths().values(), site.getusersitepackages())})
+_PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+"""Folders of installed packages that are no paths of this Python: those of a cluster's modules, for example."""
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
@@ -229,6 +232,32 @@ def _in_child() -> None:
 os.register_at_fork(after_in_child=_in_child)
 
 
+def _is_installed(name: str) -> bool:
+    """Return whether a file of code belongs to Python or to an installed package, or is no file."""
+    return name.startswith((*_INSTALLED, "<")) or any(folder in name for folder in _PACKAGES)
+
+
+def caller_of(call: CallSite) -> str:
+    """Return file:line of the program that has called the installed package in which a call stands.
+
+    Returns:
+        "" if the call stands in the program, or if no thread is in the call.
+    """
+    if not _is_installed(call.code.co_filename):
+        return ""
+    with stacks() as frames:
+        return next(filter(None, (_caller_on(stack, call) for stack in (sys._getframe(1), *frames.values()))), "")
+
+
+def _caller_on(frame: FrameType | None, call: CallSite) -> str:
+    """Return the same of one stack."""
+    while frame is not None and not (frame.f_code is call.code and frame.f_lasti == call.instruction):
+        frame = frame.f_back
+    while frame is not None and _is_installed(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
 def thread_site(ident: int) -> str:
     """Return the innermost place of the stack of a thread that is neither in this package nor in an installed one, or ""."""
     if ident == threading.get_ident():
@@ -244,7 +273,7 @@ def program_site(frame: FrameType | None) -> str:
         name = frame.f_code.co_filename
         if not name.startswith(PACKAGE):
             text = f"{name}:{frame.f_lineno} in {frame.f_code.co_name}()"
-            if not name.startswith(_INSTALLED) and not name.startswith("<"):
+            if not _is_installed(name):
                 return text
             innermost = innermost or text
         frame = frame.f_back
@@ -258,7 +287,7 @@ def traceback_site(trace: TracebackType | None) -> str:
         code = trace.tb_frame.f_code
         if not CallSite.inside(code):
             innermost = f"{code.co_filename}:{trace.tb_lineno}"
-            if not code.co_filename.startswith((*_INSTALLED, "<")):
+            if not _is_installed(code.co_filename):
                 own = innermost
         trace = trace.tb_next
     return own or innermost

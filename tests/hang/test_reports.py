@@ -125,8 +125,8 @@ CHECK = (
 from datetime import timedelta
 
 KEYS = {
-    "ranks": list, "op": str, "arguments": dict, "seq": int, "site": str, "group": str, "async": bool, "state": str,
-    "problem": str, "needs": str, "waited": (tuple, type(None)), "text": str,
+    "ranks": list, "op": str, "arguments": dict, "seq": int, "site": str, "called_from": str, "group": str, "async": bool,
+    "state": str, "problem": str, "needs": str, "waited": (tuple, type(None)), "text": str,
 }
 
 def expect(kind, call, *states, op, ranks, place=True):
@@ -244,3 +244,57 @@ def test_every_error_says_the_calls_as_data(source: str) -> None:
     assert not job.timed_out, job
     ranks = (0, 1) if "sys.exit" in source else (0, 1, 2)
     assert all("done" in job.out[rank] for rank in ranks), job
+
+
+OF_A_PACKAGE = (
+    HEAD
+    + """
+from pathlib import Path
+package = Path(__file__).parent / "site-packages"
+if r == 0:
+    package.mkdir()
+    code = "import mpicoll as dist\\ndef step(x, op=dist.ReduceOp.SUM):\\n    dist.all_reduce(x, op)\\n"
+    (package / "trainer.py").write_text(code)
+dist.barrier()
+sys.path.insert(0, str(package))
+import trainer
+x = np.ones(4)
+trainer.step(x)
+if r == 0:
+    trainer.step(x)  # THE CALL
+else:
+    OTHER  # THE OTHER
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("other", "error", "told"),
+    [
+        (
+            "trainer.step(x, dist.ReduceOp.MAX)",
+            "CollectiveMismatchError",
+            "rank 1: all_reduce #3 float64[4] >MAX< at trainer.py:3, called from OTHER",
+        ),
+        (
+            "dist.recv(x, 0)",
+            "DeadlockError",
+            "rank 1: recv float64[4] from rank 0 tag 0 at OTHER, needs rank 0 to send",
+        ),
+        ("pass", "PeerExitedError", "rank 1: ended the program after 2 calls on this group"),
+    ],
+)
+def test_calls_of_an_installed_package(other: str, error: str, told: str) -> None:
+    """Reports name the line of the package and, on every rank, the line of the program that called the package."""
+    program = OF_A_PACKAGE.replace("OTHER", other, 1)
+    lines = {
+        mark: f"job.py:{next(at for at, line in enumerate(program.splitlines(), 1) if f'# THE {mark}' in line)}"
+        for mark in ("CALL", "OTHER")
+    }
+    job = run_job(program, 2, limit=30)
+    assert not job.timed_out, job
+    assert job.returncode == 1, job
+    report = " ".join(job.err[0].replace("[rank 0]", "").split())
+    assert f"{error}: " in report, job
+    assert f"at trainer.py:3, called from {lines['CALL']}" in report, job
+    assert told.replace("OTHER", lines["OTHER"]) in report, job

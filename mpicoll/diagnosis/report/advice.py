@@ -213,7 +213,7 @@ def after_mismatch(
     names = frozenset().union(*differs)
     if "function" in names:
         return DIFFERENT_FUNCTIONS.text
-    first = SKIPPED(ranks=ranks) if len({row.site for row in (expected, *rows)}) > 1 else ""
+    first = SKIPPED(ranks=ranks) if len({(row.site, row.called_from) for row in (expected, *rows)}) > 1 else ""
     if len(names) > 1:
         return first + MAKE_ALIKE(parts=", ".join(sorted(name or "options" for name in names)))
     name = next(iter(names), "")

@@ -1,9 +1,10 @@
 """States of ranks, and the table of them that is merged up a tree of ranks; its size is bounded for any number of ranks.
 
-Pure: no MPI, no effects. A :class:`RankState` is the state of one rank, or of many ranks in one state; a :class:`Table` holds
-the distinct entries. Merging tables is associative and commutative, so a tree of any shape gives the same table. The table has
-at most ``MOST_ROWS`` entries. The choice depends on the entries only, never on the order of merging, so each chosen entry has all
-its ranks. Of the other entries the table has the ranks, and up to ``MOST_COUNTED`` fingerprints, which give their number.
+Pure: no MPI, no effects; only :func:`entry_of` reads the stacks of the threads. A :class:`RankState` is the state of one rank,
+or of many ranks in one state; a :class:`Table` holds the distinct entries. Merging tables is associative and commutative, so a
+tree of any shape gives the same table. The table has at most ``MOST_ROWS`` entries. The choice depends on the entries only, never
+on the order of merging, so each chosen entry has all its ranks. Of the other entries the table has the ranks, and up to
+``MOST_COUNTED`` fingerprints, which give their number.
 
 The call that more than half of the ranks made must be in the table. So the table counts the fingerprints of all calls bit by
 bit, and :meth:`Table.missing` returns the fingerprint of the call that a second reduction must collect.
@@ -15,21 +16,22 @@ import pickle
 import re
 import zlib
 from array import array
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, Literal
 
 from mpicoll.diagnosis.call import CallDescription
-from mpicoll.diagnosis.report.text_layout import clip, columns
+from mpicoll.diagnosis.report.text_layout import clip, columns, short_paths
+from mpicoll.runtime.call_site import caller_of
 from mpicoll.transports.control import NOTHING
 
 MOST_ROWS = 24
 MOST_COUNTED = 256
 _BITS = 62
 _MOST_PARTS = 10
-_LENGTHS = {"op": 48, "site": 300, "group": 60, "problem": 500, "needs": 160}
+_LENGTHS = {"op": 48, "site": 300, "called_from": 300, "group": 60, "problem": 500, "needs": 160}
 _PART_NAME, _PART_TEXT = 24, 80
 _ROW_BYTES = 4 * (sum(_LENGTHS.values()) + _MOST_PARTS * (_PART_NAME + _PART_TEXT)) + 512
 
@@ -127,6 +129,7 @@ class RankState:
         needs: the ranks or the message that the ranks wait for.
         peer: the rank at the other end of a point-to-point call; -1: any rank.
         waited: the least and the most seconds that one of the ranks has waited.
+        called_from: file:line of the program, if the call stands in an installed package; "" if it is not known.
     """
 
     ranks: Runs
@@ -141,12 +144,13 @@ class RankState:
     needs: str = ""
     peer: int | None = None
     waited: tuple[float, float] | None = None
+    called_from: str = ""
 
     def __post_init__(self) -> None:
         for name, length in _LENGTHS.items():
             text = getattr(self, name)
             if text:
-                tail = length - 1 if name == "site" else length // 3
+                tail = length - 1 if name in ("site", "called_from") else length // 3
                 object.__setattr__(self, name, clip(text, length, tail=tail))
         parts = [(clip(name, _PART_NAME), _short(text)) for name, text in self.key]
         if len(parts) > _MOST_PARTS:
@@ -159,6 +163,15 @@ class RankState:
     def content(self) -> tuple[Any, ...]:
         """Return the facts that are equal in all entries of one row: all but the ranks and their waiting times."""
         return tuple(getattr(self, name) for name in _CONTENT)
+
+    def place(self, short: Mapping[str, str]) -> str:
+        """Return where the call is, or "": ``ddp.py:80, called from train.py:12``.
+
+        Args:
+            short: the places in short (see :func:`short_sites`).
+        """
+        place = short.get(self.site, "")
+        return f"{place}, called from {short[self.called_from]}" if place and self.called_from else place
 
     def call(self) -> tuple[Any, ...]:
         """Return the facts that are equal in two entries of the same call, at any place of the program."""
@@ -178,6 +191,11 @@ class RankState:
     def fingerprint(self) -> int:
         """Return 62 bits of :meth:`call` (see :meth:`Table.missing`)."""
         return _digest(self.call())
+
+
+def short_sites(rows: Iterable[RankState]) -> dict[str, str]:
+    """Return the places of some entries in short: no two places have the same short form."""
+    return short_paths(site for row in rows for site in (row.site, row.called_from))
 
 
 _FOR_GOOD = (
@@ -224,6 +242,7 @@ def entry_of(
         key=tuple(parts),
         seq=0 if call.closes else call.seq,
         site=str(call.site),
+        called_from=caller_of(call.site),
         group=group,
         asynchronous=call.asynchronous,
         state=state,

@@ -24,8 +24,9 @@ from mpicoll.diagnosis.report.entries import (
     join,
     listed,
     name_runs,
+    short_sites,
 )
-from mpicoll.diagnosis.report.text_layout import clip, clip_line, columns, short_paths, wrap
+from mpicoll.diagnosis.report.text_layout import clip, clip_line, columns, wrap
 from mpicoll.errors import DistError, Message
 
 Kind = Literal["mismatch", "blocks", "deadlock", "time limit", "peer failed", "peer exited", "calls"]
@@ -127,8 +128,7 @@ class Report:
             head.append(_expected_line(self, expected, width))
         room = most - len(head) - len(foot)
         rows = _ordered(self)
-        site = self.waiting.site if self.waiting is not None else ""
-        places = short_paths([site, *(row.site for row in rows)])
+        places = short_sites([*([] if self.waiting is None else [self.waiting]), *rows])
         shown: list[list[str]] = []
         for lines_a_row in (4, 2, 1):
             shown = _rows(self, rows, expected, places, me, width, lines_a_row)
@@ -150,6 +150,7 @@ def _as_data(rows: Iterable[RankState], group: str) -> list[dict[str, Any]]:
             "arguments": dict(row.key),
             "seq": row.seq,
             "site": row.site,
+            "called_from": row.called_from,
             "group": row.group or group,
             "async": row.asynchronous,
             "state": row.state,
@@ -242,8 +243,8 @@ def row_text(report: Report, row: RankState, expected: RankState | None, places:
         if row.group and row.group != report.group:
             call += f" on group {row.group}"
         if row.site:
-            call += f" at {places[row.site]}"
-    place = f" (at {places[row.site]})" if row.site and not row.op else ""
+            call += f" at {row.place(places)}"
+    place = f" (at {row.place(places)})" if row.site and not row.op else ""
     last = LAST_CALL(call=call) if row.op else place
     if row.state == "called":
         message = BLOCKS if report.kind == "blocks" else CALLED_WRONG

@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from mpicoll.diagnosis.report import advice
-from mpicoll.diagnosis.report.entries import RankState, Runs, Table, count, join, name_runs, table_of
+from mpicoll.diagnosis.report.entries import RankState, Runs, Table, count, join, name_runs, short_sites, table_of
 from mpicoll.diagnosis.report.report import Report, call_text, differing, made_by_most, reference_call
-from mpicoll.diagnosis.report.text_layout import clip, short_paths
+from mpicoll.diagnosis.report.text_layout import clip
 from mpicoll.errors import Message
 
 _FEWEST_FOLDED = 6
@@ -277,7 +277,7 @@ def _cycle(needs: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
 
 
 def _called(waiting: RankState, group: str, table: Table) -> str:
-    place = short_paths([waiting.site, *(row.site for row in table.rows)]).get(waiting.site, "")
+    place = waiting.place(short_sites([waiting, *table.rows]))
     return f"{call_text(waiting)} on group {group}{f' at {place}' if place else ''}"
 
 
@@ -402,7 +402,7 @@ def peer_failed(waiting: RankState, group: str, members: Runs, table: Table, clo
     gone = join(run for row in rows for run in row.ranks)
     first = min(rows, key=lambda row: row.ranks)
     how = f"{'was killed' if first.state == 'killed' else 'failed'}: {clip(first.problem, 240, tail=100)}"
-    place = short_paths([waiting.site, *(row.site for row in table.rows)]).get(first.site, "")
+    place = first.place(short_sites([waiting, *table.rows]))
     site = f", after its last call {first.op} at {place}" if first.op else f" (at {place})" if place else ""
     return Report(
         "peer failed",

@@ -505,6 +505,7 @@ def test_the_calls_as_data() -> None:
         "arguments": {"op": "SUM", "dtype": "float64", "elements": "1024"},
         "seq": 41,
         "site": f"{TRAIN}:88",
+        "called_from": "",
         "group": "WORLD",
         "async": False,
         "state": "called",
@@ -513,6 +514,26 @@ def test_the_calls_as_data() -> None:
         "waited": (0.0, 0.0),
         "text": "all_reduce #41 float64[1024] SUM",
     }
+
+
+def test_calls_of_an_installed_package() -> None:
+    """A row, and the headline of a wait, name the line of the package and the line of the program that called the package."""
+    package = "/env/lib/python3.12/site-packages/trainer/steps.py:7"
+    first, second, waiting = (
+        usual(ranks, site=package, called_from=f"/home/ada/{file}", state=state)
+        for ranks, file, state in (
+            ([0], "train.py:5", "called"),
+            ([1], "evaluate.py:9", "called"),
+            ([2], "train.py:6", "waits"),
+        )
+    )
+    text = mismatch("WORLD", runs_of(range(2)), 41, table_of([first, second])).text()
+    assert " rank 0: all_reduce #41 float32[1024] SUM at steps.py:7, called from train.py:5\n" in text
+    assert " rank 1: all_reduce #41 float32[1024] SUM at steps.py:7, called from evaluate.py:9\n" in text
+    assert Table.unpack(table_of([first]).pack()).rows[0].called_from == "/home/ada/train.py:5"
+    gone = RankState(((1, 1),), state="exited")
+    text = peer_exited(waiting, "WORLD", runs_of(range(3)), table_of([gone])).text()
+    assert "SUM on group WORLD at steps.py:7, called from train.py:6:" in text.splitlines()[0]
 
 
 def test_this_rank_is_the_only_difference() -> None:

@@ -139,3 +139,44 @@ def test_no_collection_while_stacks_are_read() -> None:
 def test_the_place_of_this_thread() -> None:
     """A thread that asks for its own place gets the innermost line that is not of the library."""
     assert call_site.thread_site(threading.get_ident()).endswith("in test_the_place_of_this_thread()")
+
+
+def test_the_program_that_called_an_installed_package(tmp_path: Path) -> None:
+    """The line of the program is found while the call of the package is on the stack, and not for a call of the program."""
+    package = between(tmp_path / "site-packages" / "trainer.py")
+    sites: list[call_site.CallSite] = []
+
+    def call() -> str:
+        frame = sys._getframe(1)
+        sites.append(call_site.CallSite(frame.f_code, frame.f_lasti))
+        return call_site.caller_of(sites[-1])
+
+    line = sys._getframe().f_lineno + 1
+    assert package(call) == f"{__file__}:{line}"
+    assert call_site.caller_of(sites[-1]) == ""  # it is over
+    assert call() == ""  # the call stands in the program
+
+
+def test_the_program_of_another_thread(tmp_path: Path) -> None:
+    """The call of a thread that waits is found, and a thread with no line of the program has none."""
+    package = between(tmp_path / "dist-packages" / "trainer.py")
+    found: list[call_site.CallSite] = []
+    here, go_on = threading.Event(), threading.Event()
+
+    def note() -> None:
+        frame = sys._getframe(1)
+        found.append(call_site.CallSite(frame.f_code, frame.f_lasti))
+        here.set()
+        go_on.wait(10)
+
+    def program() -> None:
+        package(note)  # the line of the program
+
+    thread = threading.Thread(target=program)
+    thread.start()
+    assert here.wait(10)
+    line = program.__code__.co_firstlineno + 1
+    assert call_site.caller_of(found[0]) == f"{__file__}:{line}"
+    go_on.set()
+    thread.join()
+    assert call_site.caller_of(found[0]) == ""
