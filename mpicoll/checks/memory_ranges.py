@@ -189,7 +189,7 @@ def _bytes(array: Array, places: int) -> bytes:
 
 @lru_cache(64)
 def _scattered(places: int, length: int) -> npt.NDArray[np.intp]:
-    """Return one number out of each of so many equal parts of ``range(length)``, as ``native/objects/contents.c`` does."""
+    """Return one number out of each of so many equal parts of ``range(length)``, as ``native/objects/memory_in_use.c`` does."""
     number = np.arange(places, dtype=np.uint64)
     part = (length << 16) // max(places, 1)
     mixed = (number * number * np.uint64(0x85EBCA77) + number * np.uint64(0x9E3779B1)) & np.uint64(0xFFFFFFFF)

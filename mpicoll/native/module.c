@@ -285,6 +285,7 @@ PyMODINIT_FUNC PyInit__native(void)
     known.end = PyUnicode_InternFromString("end");
     known.start_mpi = PyUnicode_InternFromString("Start");
     known.test_mpi = PyUnicode_InternFromString("Test");
+    known.payload_of = PyUnicode_InternFromString("payload_of");
     known.acquire = PyUnicode_InternFromString("acquire");
     known.release = PyUnicode_InternFromString("release");
     known.writes = Py_BuildValue("(s)", "writes");

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -30,7 +29,6 @@ from mpicoll.operations.work import Work, answer
 from mpicoll.runtime import handler_calls, signals, waiting
 from mpicoll.runtime.call_site import CallSite, FrameFinder, follow
 from mpicoll.runtime.native import found as extension
-from mpicoll.runtime.waiting import give_way
 from mpicoll.transports.mpi.messages import Busy, PersistentMessage, PersistentReceive, PersistentSend, matches
 
 # Objects that each call uses, as globals of this module.
@@ -43,7 +41,6 @@ _matches = matches
 _ndarray = np.ndarray
 _new_lock = threading.RLock
 _pending = waiting.pending
-_spins = range(waiting.SPIN_POLLS)
 _inside = handler_calls.inside
 _threads = signals.threads
 
@@ -57,56 +54,21 @@ follow(_find_frames)
 
 
 def send_prepared(tensor: Any, dst: Any, group: Any, tag: Any) -> bool:
-    """Send an array by a persistent request; return False, and do nothing, if there is none that can be used now.
-
-    The whole send stands in this function: a call of a function takes as long as MPI takes to post the message.
-    """
+    """Send an array by a persistent request; return False, and do nothing, if there is none that can be used now."""
     known: Any = _default.world if group is None else group
     try:
         again = known.sends.last
-        other = again is None or again.rank is not dst or again.tag is not tag
-        if other or not _matches(tensor, again.dtype, again.shape, False):
+        if again is None or again.rank is not dst or again.tag is not tag:
             again = _find(known.sends, tensor, dst, tag, False)
         frame = _frame(2)
     except (AttributeError, ValueError):  # no group, or not a member; called from C
         return False
     if again is None or _pending or _claims or _inside:
         return False
-    taken = False
-    wrong: BaseException | None = None
-    try:
-        same = again.instruction == frame.f_lasti and again.code is frame.f_code
-        if same or again.move_to(known.known_sites, frame):
-            again.take()
-            taken = True
-            elements = again.elements
-            if elements is not None:
-                elements[...] = tensor
-                again.start()
-                again.count += 1
-                known.last = again
-                _threads.add(_get_ident())
-                if not again.test():  # in most cases MPI has copied the message
-                    for _ in _spins:
-                        if not again.test():
-                            give_way()
-                            continue
-                        break
-                    else:
-                        finish(known, again, tensor, again.test)
-            else:
-                _send_apart(known, again, tensor)
-            again.give_back()
-            return True
-    except BaseException as error:
-        if taken or not isinstance(error, Busy):
-            wrong = error
-            give_up(known, again, tensor, error)
-            raise
-    finally:
-        if _guard.noted is not None:
-            _guard.answer(wrong)
-    return False
+    if _send(known, again, tensor, frame):
+        return True
+    again = _find(known.sends, tensor, dst, tag, False)
+    return again is not None and again.move_to(known.known_sites, frame) and _send(known, again, tensor, frame)
 
 
 def receive_prepared(tensor: Any, src: Any, group: Any, tag: Any) -> bool:
@@ -114,69 +76,96 @@ def receive_prepared(tensor: Any, src: Any, group: Any, tag: Any) -> bool:
     known: Any = _default.world if group is None else group
     try:
         again = known.receives.last
-        other = again is None or again.rank is not src or again.tag is not tag
-        if other or not _matches(tensor, again.dtype, again.shape, True):
+        if again is None or again.rank is not src or again.tag is not tag:
             again = _find(known.receives, tensor, src, tag, True)
         frame = _frame(2)
     except (AttributeError, ValueError):
         return False
     if again is None or _pending or _claims or _inside:
         return False
-    receiver = known.pair.receiver
-    posted = receiver.posted
-    locked = False
+    if _receive(known, again, tensor, frame):
+        return True
+    other = _find(known.receives, tensor, src, tag, True)
+    return other is not None and other is not again and _receive(known, other, tensor, frame)
+
+
+def _send(group: ProcessGroup, again: PersistentSend, tensor: Array, frame: FrameType) -> bool:
+    """Send by a persistent request; return False, and do nothing, if that is impossible now."""
     wrong: BaseException | None = None
     try:
-        # One receive at a time: no other thread uses this request, or another receive that could get its message.
-        locked = receiver.lock.acquire(False)
-        if locked and not (posted or receiver.waiting or receiver.queues) and again.rank == src:
-            if again.instruction != frame.f_lasti or again.code is not frame.f_code:
-                again.code, again.instruction = frame.f_code, frame.f_lasti
-            posted.append(again.key)
-            again.start()
-            receiver.lock.release()
-            locked = False
-            elements = again.elements
-            payload = None if elements is not None else again.payload_of(tensor)
-            known.last = again
-            _threads.add(_get_ident())
-            for _ in _spins:
-                if not again.test():
-                    give_way()
-                    continue
-                break
-            else:
-                finish(known, again, tensor, again.test)
-            if again.words[0] != again.expected:
-                memory, receive = adopt(known, again, tensor)
-                call = call_of(again)
-                receive_operation(known, call, memory, receive, tensor, known.timeout).complete(known.timeout)
-                return True
-            if elements is not None:
-                tensor[...] = elements
-                again.count += 1
-            else:
-                _receive_apart(known, again, tensor, payload)
-            posted.remove(again.key)
-            return True
+        moved = again.move(tensor, frame.f_code, frame.f_lasti)
+        if moved is None:
+            return False
+        group.last = again
+        if not moved:
+            _complete_send(group, again, tensor)
+    except BaseException as error:
+        wrong = error
+        give_up(group, again, tensor, error)
+        raise
+    finally:
+        if _guard.noted is not None:
+            _guard.answer(wrong)
+    return True
+
+
+def _receive(group: ProcessGroup, again: PersistentReceive, tensor: Array, frame: FrameType) -> bool:
+    """Receive by a persistent request; return False, and do nothing, if that is impossible now."""
+    wrong: BaseException | None = None
+    try:
+        moved = again.move(tensor, frame.f_code, frame.f_lasti)
+        if moved is None:
+            return False
+        group.last = again
+        if moved is not True:
+            _complete_receive(group, again, tensor, moved or None)
     except CollectiveMismatchError as error:
         wrong = error
         raise  # the message does not fit; nothing has changed
     except BaseException as error:
         wrong = error
-        give_up(known, again, tensor, error)
+        give_up(group, again, tensor, error)
         raise
     finally:
-        if locked:
-            receiver.lock.release()
         if _guard.noted is not None:
             _guard.answer(wrong)
-    return False
+    return True
 
 
 # Ctrl-C in these functions is noted, and answered at their end or in a wait. To enter the guard would take 0.1 us, of the 1 us
 # that they take in addition to MPI.
-_guard.inside.update((send_prepared.__code__, receive_prepared.__code__))
+_guard.inside.update((_send.__code__, _receive.__code__))
+
+
+def _complete_send(group: ProcessGroup, again: PersistentSend, tensor: Array) -> None:
+    """Wait for what is pending of a send."""
+    for request in (again.request, again.payload_of(tensor)):
+        if request is not None and not request.Test():
+            finish(group, again, tensor, request.Test)
+    again.give_back()
+
+
+def _complete_receive(group: ProcessGroup, again: PersistentReceive, tensor: Array, payload: Any) -> None:
+    """Wait for what is pending of a receive.
+
+    Args:
+        payload: the request of the elements that move apart; None: the envelope is pending, or is not as expected.
+    """
+    if payload is None:
+        if not again.test():
+            finish(group, again, tensor, again.test)
+        if again.words[0] != again.expected:
+            memory, receive = adopt(group, again, tensor)
+            receive_operation(group, call_of(again), memory, receive, tensor, group.timeout).complete(group.timeout)
+            return
+        if again.elements is not None:
+            tensor[...] = again.elements
+        else:
+            payload = again.start_payload(tensor, again.payload_of(tensor))
+    if payload is not None and not payload.Test():
+        finish(group, again, tensor, payload.Test)
+    again.posted.remove(again.key)
+    again.count += 1
 
 
 def _find(cache: MessageCache, tensor: Any, rank: Any, tag: Any, writes: bool) -> Any:
@@ -197,34 +186,6 @@ def _find(cache: MessageCache, tensor: Any, rank: Any, tag: Any, writes: bool) -
     if found is not None:
         cache.last = found
     return found
-
-
-def _send_apart(group: ProcessGroup, again: PersistentSend, tensor: Array) -> None:
-    """Send the envelope and then the elements, with no other message of the tag between them."""
-    request = again.start_apart(tensor, group.posting)
-    again.count += 1
-    group.last = again
-    _threads.add(_get_ident())
-    # The envelope is sent before the elements, which the receiver requests: to test the elements first takes longer.
-    for test in (again.test, request.Test):
-        _poll(group, again, tensor, test)
-
-
-def _receive_apart(group: ProcessGroup, again: PersistentReceive, tensor: Array, payload: Any) -> None:
-    """Receive the elements whose envelope has been received."""
-    request = again.start_payload(tensor, payload)
-    again.count += 1
-    _poll(group, again, tensor, request.Test)
-
-
-def _poll(group: ProcessGroup, again: PersistentMessage, tensor: Array, test: Callable[[], bool]) -> None:
-    """Poll a request for as long as its elements may take, and then wait for it."""
-    for _ in again.polls:
-        if test():
-            break
-        give_way()
-    else:
-        finish(group, again, tensor, test)
 
 
 def start_prepared(tensor: Any, rank: Any, group: Any, tag: Any, receives: bool) -> Work | None:
@@ -263,7 +224,7 @@ def _begin(group: ProcessGroup, again: PersistentMessage, tensor: Array, frame: 
     wrong: BaseException | None = None
     before = again.current
     try:
-        request = again.begin(group, tensor, frame.f_code, frame.f_lasti)
+        request = again.begin(tensor, frame.f_code, frame.f_lasti, group)
         if request is not None:
             work = Work(request, request.claim)
             if again.inside < 0 and again.sending:

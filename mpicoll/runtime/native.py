@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = "ac03a169"
+VERSION = "5915c94c"
 """The CRC-32 of the sources in ``native/``. An extension that was built from other sources is not used."""
 
 

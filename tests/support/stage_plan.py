@@ -77,6 +77,7 @@ SANITIZED_FILES = (
     "tests/mpi/test_async_small_calls.py",
     "tests/mpi/test_isend_irecv.py",
     "tests/mpi/test_extension_messages.py",
+    "tests/mpi/test_repeated_messages.py",
     "tests/mpi/test_single_copy.py",
 )
 # The jobs that hang which Debian's MPI and the newest other Python run.

@@ -91,6 +91,24 @@ typedef struct {
     char waited, awaited, told, in_effect, advancing;
 } Request;
 
+#define MESSAGE_FIELDS(_) \
+    _(request) _(start) _(test) _(buffer) _(words) _(elements) _(payloads) _(code) _(described) _(rank) _(tag) _(shape) _(dtype) \
+    _(key) _(acquire) _(release) _(posted) _(waiting) _(queues) _(current) _(polls) _(instruction) _(count) _(_datatype) _(_make) _(_post)
+
+#define FIELD(name) MESSAGE_##name,
+enum { MESSAGE_FIELDS(FIELD) MESSAGE_OBJECTS };
+#undef FIELD
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *objects[MESSAGE_OBJECTS];
+    int64_t peer, begun, spins, expected;
+    Py_ssize_t inside; /* bytes of the elements in the envelope; -1: the elements move apart */
+    Py_ssize_t nbytes; /* of the elements */
+    unsigned long thread; /* that started the message last */
+    char compares, taken;
+} Message;
+
 enum Result { NOTHING, REDUCED, COPIED, ROWS, LIST };
 
 /* The arrays that a member passes, or that its result goes to. */
@@ -145,6 +163,7 @@ typedef struct {
     PyTypeObject *array;
     PyObject *last, *broken, *busy, *number, *of_claim, *reads, *verdict, *found, *start, *end, *f_lasti, *timeout; /* names */
     PyObject *start_mpi, *test_mpi;            /* names of the methods of mpi4py */
+    PyObject *payload_of;                      /* name of a method of messages in Python */
     PyObject *acquire, *release;               /* and of those of a lock */
     PyObject *writes, *nothing;                /* a name in a tuple, and an empty one */
     PyObject *run_cached, *frame;              /* in Python: the function that makes any call, and sys._getframe */
@@ -187,6 +206,7 @@ int claims_remove(PyObject *claim);
 
 PyObject *request_new(PyTypeObject *type, PyObject *args, PyObject *kwargs);
 PyObject *request_finish(Request *self, PyObject *nothing);
+PyObject *message_move(Message *self, PyObject *const *args, Py_ssize_t count);
 /* Return whether finish() may complete a request of a state: nothing else is to be done at its end, and its group is not broken. -1 and
    an exception if that cannot be found out. */
 int request_may_finish(const Request *self, PyObject *state);
@@ -225,13 +245,57 @@ int request_release(Request *request);
 /* Remove an item from a list, if it is there; return -1 and an exception if that fails. */
 int drop_item(PyObject *list, PyObject *item);
 
+/* Return whether an object is an array with these flags, this very dtype, and the shape in a tuple of integers. */
+int array_matches(PyObject *given, PyObject *dtype, PyObject *shape, int flags);
+
+/* The elements of a message in its envelope, which stand behind two words. */
+static inline char *message_elements(const Message *self)
+{
+    return memory(self->objects[MESSAGE_buffer]) + 2 * sizeof(int64_t);
+}
+
+static inline int message_receives(const Message *self)
+{
+    return !is_none(self->objects[MESSAGE_posted]);
+}
+
+static inline int message_is_apart(const Message *self)
+{
+    return self->inside < 0;
+}
+
+/* Return whether an array of the program can be moved as it is by the message. */
+static inline int message_fits(const Message *self, PyObject *given, int flags)
+{
+    return array_matches(given, self->objects[MESSAGE_dtype], self->objects[MESSAGE_shape], flags);
+}
+
+/* The arguments of begin() and move(): the group only for begin(). */
+enum { MESSAGE_ARRAY, MESSAGE_CODE, MESSAGE_INSTRUCTION, MESSAGE_GROUP, MESSAGE_ARGUMENTS };
+
+/* Return whether the request of MPI may be started now: no other call has it, and no other receive may get its message. -1 and an exception
+   if that cannot be found out. */
+int message_is_free(const Message *self, PyObject *const *args, int64_t instruction);
+/* Return the persistent request of the elements of an array, which move apart; NULL: Python has to make it, or an exception is set. */
+PyObject *message_payload(const Message *self, PyObject *array);
+/* Return the contents of an array, to find writes of the program; NULL and an exception without memory. */
+PyObject *message_contents(const Message *self, PyObject *array);
+/* Return whether an array that fits has other contents than message_contents() has returned. */
+int message_is_changed(const Message *self, PyObject *array, PyObject *held);
+/* Acquire the lock under which such messages are posted. Return 1, 0 if another thread has it, or -1 and an exception. */
+int message_lock(const Message *self);
+/* Release the lock; an exception that is set stays. */
+void message_unlock(const Message *self);
+/* Write the envelope of a message, and start the requests of MPI: of the message, and of elements that are sent apart. Return -1 and an
+   exception if MPI fails. */
+int message_post(Message *self, PyObject *const *args, PyObject *payload);
+/* Call a method of a request of MPI without arguments. Return -1 and an exception if MPI fails, 1 if the result is True, or else 0. */
+int call_mpi(PyObject *request, PyObject *name);
 /* Complete the request of a message that the extension has started. Return 1; 0 if the message is not complete, not as expected, or if
    the program has written the array: Python goes on from there; or -1 and an exception. */
 int message_finish(Request *request);
 int is_message(PyObject *held);
 
-/* Return whether an object is an array with these flags, this very dtype, and the shape in a tuple of integers. */
-int array_matches(PyObject *given, PyObject *dtype, PyObject *shape, int flags);
 /* Make `given` from None, the shape of an array, or a list of shapes; return -1 and an exception if it is none of them. */
 int shared_given_init(Given *given, PyObject *shapes);
 void shared_given_free(Given *given);

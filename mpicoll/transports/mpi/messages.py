@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from threading import get_ident
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll.memory.memory import Array
-from mpicoll.runtime import waiting
+from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import CallSite
 from mpicoll.runtime.native import found as extension
 from mpicoll.transports import large_counts
@@ -35,6 +36,7 @@ MOST_PAYLOADS = 4
 
 _MOST_POLLS = 4096
 _address = MPI.Get_address
+_threads = signals.threads
 
 Busy = IndexError
 """The error of ``take``."""
@@ -47,7 +49,7 @@ class PythonMessageFields:
         elements: the few elements of a message in ``buffer``; None if the elements move apart.
         payloads: persistent requests of elements that move apart, by the address of the array; they refer to no memory.
         words: the words of the envelope in ``buffer``.
-        polls, spins: numbers of polls before a wait like any other: for elements that move apart, and of the extension.
+        spins: the number of polls before a wait like any other.
         nbytes: bytes of the elements.
         rank, tag, shape, dtype: the arguments of the program. ``rank`` is None once the group has dropped the message.
         peer: the rank in the group.
@@ -77,7 +79,6 @@ class PythonMessageFields:
             "nbytes",
             "payloads",
             "peer",
-            "polls",
         ),
         *(
             "posted",
@@ -125,7 +126,6 @@ class PythonMessageFields:
     instruction: int
     nbytes: int
     peer: int
-    polls: range
     spins: int
     begun: int
     tag: int
@@ -149,6 +149,91 @@ class PythonMessageFields:
         """Return None: only the extension starts a message in one step."""
         return None
 
+    def move(self, array: Array, code: CodeType, instruction: int) -> Any:
+        """Make the message, and poll MPI until all of it has moved.
+
+        Args:
+            code, instruction: the call site; that of a send must be the one in its envelope.
+
+        Returns:
+            True: the message has moved. None, with nothing done: another call uses the message, the array does not fit, or
+            another receive may get the message. False: the message itself is pending, or a received one is not as expected.
+            Otherwise the request of the elements, which are received apart and are pending.
+        """
+        if not matches_in_python(array, self.dtype, self.shape, self.posted is not None) or self.rank is None:
+            return None
+        apart = self.elements is None
+        if self.posted is not None:
+            return self._receive(array, apart, code, instruction)
+        return self._send(array, apart) if self.code is code and self.instruction == instruction else None
+
+    def payload_of(self, tensor: Array) -> MPI.Prequest | None:
+        """See :class:`PersistentMessage`."""
+        raise NotImplementedError
+
+    def _send(self, array: Array, apart: bool) -> Any:
+        try:
+            self.take()
+        except Busy:
+            return None
+        payload = self.payload_of(array) if apart else None
+        if apart and (payload is None or not self.acquire(False)):
+            self.give_back()
+            return None
+        try:
+            if not apart:
+                self.elements[...] = array
+            self.start()
+            if payload is not None:
+                payload.Start()
+        finally:
+            if apart:  # no other message of the tag may stand between the envelope and the elements
+                self.release()
+        self.count += 1
+        _threads.add(get_ident())
+        moved = self._poll(self.test) and (payload is None or self._poll(payload.Test))
+        if moved:
+            self.give_back()
+        return moved
+
+    def _receive(self, array: Array, apart: bool, code: CodeType, instruction: int) -> Any:
+        if not self.acquire(False):
+            return None
+        try:
+            if self.waiting or self.queues or self.key in self.posted or self.rank is None:
+                return None
+            payload = self.payload_of(array) if apart else None
+            if apart and payload is None:
+                return None
+            self.code, self.instruction = code, instruction
+            self.posted.append(self.key)
+            self.start()
+        finally:
+            self.release()
+        _threads.add(get_ident())
+        if not self._poll(self.test) or self.words[0] != self.expected:
+            return False
+        if payload is None:
+            array[...] = self.elements
+        else:
+            payload.Start()
+            if not self._poll(payload.Test):
+                return payload
+        self.posted.remove(self.key)
+        self.count += 1
+        return True
+
+    def _poll(self, test: Callable[[], bool]) -> bool:
+        """Poll a request for as long as its elements may take."""
+        for _ in range(self.spins):
+            if test():
+                return True
+            waiting.give_way()
+        return test()
+
+
+# Ctrl-C in these functions is noted, and answered by the call of the message.
+signals.guard.inside.update((PythonMessageFields.begin.__code__, PythonMessageFields.move.__code__))
 
 MessageFields = PythonMessageFields
 if extension is not None and not TYPE_CHECKING:
@@ -185,8 +270,8 @@ class PersistentMessage(MessageFields):
             self._datatype = MPI.Datatype.fromcode(dtype.char)
         self.payloads = {}
         self._make, self._post = make, post
-        self.polls = range(min(size >> 9, waiting.SPIN_POLLS if waiting.oversubscribed else _MOST_POLLS))
-        self.spins = max(waiting.SPIN_POLLS, len(self.polls))
+        most = waiting.SPIN_POLLS if waiting.oversubscribed else _MOST_POLLS
+        self.spins = max(waiting.SPIN_POLLS, min(size >> 9, most))
         self.begun, self.count, self.instruction = 0, 0, -1
         self.rank = rank
         self.peer, self.tag = peer, tag

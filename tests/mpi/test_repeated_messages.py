@@ -1,0 +1,139 @@
+"""Blocking messages that are made again, by a persistent request: late ranks, failures of MPI, and other threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+from ranks import give_up
+
+import mpicoll as dist
+from mpicoll.operations import messages
+from mpicoll.runtime import waiting
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+INSIDE, APART, SYNCHRONOUS = 4, 1000, 40_000
+"""Numbers of elements: in the envelope; apart from the envelope; and so many that a send waits for its receive."""
+
+
+def make(x: Any, group: Any = None, tag: int = 0) -> None:
+    """Make one message from rank 0 to rank 1, always from the same lines."""
+    if dist.get_rank() == 0:
+        dist.send(x, 1, group, tag)
+    elif dist.get_rank() == 1:
+        dist.recv(x, 0, group, tag)
+
+
+def learn(x: Any, group: Any = None, tag: int = 0) -> Any:
+    """Make the message until it has a persistent request, and return the persistent message."""
+    for _ in range(4):
+        make(x, group, tag)
+    dist.barrier()
+    known = group or dist.group.WORLD
+    return known.sends.last if dist.get_rank() == 0 else known.receives.last
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("spins", [0, None], ids=["no polls", "polls"])
+@pytest.mark.parametrize("count", [INSIDE, APART, SYNCHRONOUS])
+def test_a_rank_that_is_late(count: int, spins: int | None, late: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call whose message does not come within its polls waits like every call."""
+    rank, x = dist.get_rank(), np.zeros(count)
+    again = learn(x, tag=1)
+    waits: list[Any] = []
+    finish = messages.finish
+    monkeypatch.setattr(messages, "finish", lambda *args: (waits.append(args), finish(*args)))
+    if again is not None and spins is not None:
+        monkeypatch.setattr(again, "spins", spins)
+    for turn in range(6):
+        x[...] = turn if rank == 0 else -1
+        dist.barrier()
+        if rank == late:
+            time.sleep(0.02)
+        make(x, tag=1)
+        assert (x == (turn if rank < 2 else -1)).all()
+    if rank == 1 and late == 0:
+        assert waits, "the receive waited for the late send"
+    if rank == 0 and late == 1 and count == SYNCHRONOUS:
+        assert waits, "the send waited for the late receive"
+    assert not waiting.pending
+    dist.barrier()
+
+
+@pytest.mark.parametrize("count", [INSIDE, APART, SYNCHRONOUS])
+@pytest.mark.parametrize("fails", [0, 1])
+def test_mpi_fails_in_a_start(count: int, fails: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group is given up, and the receive is no longer posted."""
+    group: Any = dist.new_group()
+    rank, x = dist.get_rank(), np.ones(count)
+    again = learn(x, group)
+
+    def failing() -> None:
+        raise MPI.Exception(MPI.ERR_OTHER)
+
+    if rank == fails:
+        monkeypatch.setattr(again, "start", failing)
+        with pytest.raises(dist.DistBackendError, match="send" if rank == 0 else "recv"):
+            make(x, group)
+        assert group.broken is not None
+        assert not group.pair.receiver.posted
+        monkeypatch.undo()
+    dist.barrier()
+    give_up(group, "MPI failed in a call on it")
+    dist.destroy_process_group(group)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("count", [INSIDE, APART, SYNCHRONOUS])
+def test_a_thread_that_waits_for_another_tag(count: int) -> None:
+    """Messages of one thread are made while another thread waits for a message of the same rank."""
+    rank, x, y = dist.get_rank(), np.zeros(count), np.zeros(count)
+    learn(x, tag=2)
+    learn(y, tag=3)
+    if rank == 1:
+        waits = threading.Thread(target=make, args=(y, None, 3))
+        waits.start()
+    for turn in range(20):
+        x[...] = turn if rank == 0 else -1
+        make(x, tag=2)
+        if rank == 1:
+            assert (x == turn).all()
+    if rank == 0:
+        y[...] = 8
+        make(y, tag=3)
+    elif rank == 1:
+        waits.join(20)
+        assert not waits.is_alive()
+        assert (y == 8).all()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("count", [INSIDE, APART])
+def test_two_lines_that_alternate(count: int) -> None:
+    """An error names the line of the send whose message it is about, whichever of two lines sent the message."""
+    rank, x = dist.get_rank(), np.zeros(count)
+    source = Path(__file__).read_text().splitlines()
+    lines = [
+        f"{__file__}:{source.index(f'            dist.send(x + turn, 1, tag=4)  # {word}') + 1}"
+        for word in ("even", "odd")
+    ]
+    for turn in range(12):
+        if rank == 0 and turn % 2:
+            dist.send(x + turn, 1, tag=4)  # odd
+        elif rank == 0:
+            dist.send(x + turn, 1, tag=4)  # even
+        elif rank == 1:
+            if turn > 6:
+                with pytest.raises(dist.CollectiveMismatchError) as told:
+                    dist.recv(np.zeros(count, "f"), 0, tag=4)
+                assert f"send at {lines[turn % 2]})" in str(told.value)
+            dist.recv(x, 0, tag=4)
+            assert (x == turn).all()
+            x[...] = 0
+    dist.barrier()
