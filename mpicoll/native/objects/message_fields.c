@@ -114,12 +114,15 @@ void message_unlock(const Message *self)
     PyErr_Restore(type, value, traceback);
 }
 
+void message_note_site(Message *self, PyObject *const *args)
+{
+    Py_XSETREF(self->objects[MESSAGE_code], Py_NewRef(args[MESSAGE_CODE]));
+    Py_XSETREF(self->objects[MESSAGE_instruction], Py_NewRef(args[MESSAGE_INSTRUCTION]));
+}
+
 int message_post(Message *self, PyObject *const *args, PyObject *payload)
 {
-    if (message_receives(self)) {
-        Py_XSETREF(self->objects[MESSAGE_code], Py_NewRef(args[MESSAGE_CODE]));
-        Py_XSETREF(self->objects[MESSAGE_instruction], Py_NewRef(args[MESSAGE_INSTRUCTION]));
-    } else {
+    if (!message_receives(self)) {
         self->taken = 1;
         self->begun++;
         if (!message_is_apart(self))
@@ -192,6 +195,8 @@ static int message_start(Message *self, PyObject *const *args, Request *request)
         Py_XDECREF(payload);
         return -1;
     }
+    if (receiving)
+        message_note_site(self, args);
     Py_XSETREF(objects[MESSAGE_current], Py_NewRef((PyObject *)request));
     request->advancing = 1; /* MPI starts the message without the interpreter lock: no other thread may test it meanwhile */
     failed = message_post(self, args, payload) < 0;

@@ -223,6 +223,8 @@ static int move_post(Message *self, PyObject *const *args, int64_t instruction, 
     const int receiving = message_receives(self), free = message_is_free(self, args, instruction);
     if (free != 1 || !message_fits(self, args[MESSAGE_ARRAY], receiving ? WRITABLE : READABLE))
         return free < 0 ? -1 : 0;
+    if (receiving)
+        message_note_site(self, args);
     if (message_is_apart(self)) {
         *payload = message_payload(self, args[MESSAGE_ARRAY]);
         if (*payload == NULL && !PyErr_Occurred()) {

@@ -286,8 +286,10 @@ int message_is_changed(const Message *self, PyObject *array, PyObject *held);
 int message_lock(const Message *self);
 /* Release the lock; an exception that is set stays. */
 void message_unlock(const Message *self);
-/* Write the envelope of a message, and start the requests of MPI: of the message, and of elements that are sent apart. Return -1 and an
-   exception if MPI fails. */
+/* Note the call site of a receive. */
+void message_note_site(Message *self, PyObject *const *args);
+/* Copy the elements that are sent in the envelope, and start the requests of MPI: of the message, and of elements that are sent apart.
+   Return -1 and an exception if MPI fails. */
 int message_post(Message *self, PyObject *const *args, PyObject *payload);
 /* Call a method of a request of MPI without arguments. Return -1 and an exception if MPI fails, 1 if the result is True, or else 0. */
 int call_mpi(PyObject *request, PyObject *name);

@@ -202,10 +202,10 @@ class PythonMessageFields:
         try:
             if self.waiting or self.queues or self.key in self.posted or self.rank is None:
                 return None
+            self.code, self.instruction = code, instruction
             payload = self.payload_of(array) if apart else None
             if apart and payload is None:
                 return None
-            self.code, self.instruction = code, instruction
             self.posted.append(self.key)
             self.start()
         finally:
