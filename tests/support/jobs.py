@@ -162,7 +162,7 @@ class JobResult:
 
     ``stdout`` and ``stderr`` hold all output: each rank's lines after ``[rank N] ``, the launcher's lines without prefix.
     ``out`` and ``err`` hold only the lines of each rank. ``left_running`` names the processes that still ran ``settle``
-    seconds after the end of the launcher (they are killed).
+    seconds after the end of the launcher (they are killed). ``launcher_signal`` is the signal that ended the launcher, or 0.
     """
 
     returncode: int
@@ -172,6 +172,7 @@ class JobResult:
     err: list[str]
     launcher: str
     left_running: list[str] = field(default_factory=list)
+    launcher_signal: int = 0
 
     @property
     def stdout(self) -> str:
@@ -183,6 +184,7 @@ class JobResult:
 
     def __str__(self) -> str:
         state = "killed at its limit" if self.timed_out else f"exit code {self.returncode}"
+        state += f" (the launcher itself was ended by signal {self.launcher_signal})" if self.launcher_signal else ""
         left = f"\nleft running: {self.left_running}" if self.left_running else ""
         return f"{state} after {self.seconds:.1f} s{left}\n--- stdout ---\n{self.stdout}--- stderr ---\n{self.stderr}"
 
@@ -324,6 +326,7 @@ def _run_once(
             err=[_text(folder / f"err.{rank}") for rank in range(n)],
             launcher=_text(folder / "launcher"),
             left_running=left,
+            launcher_signal=max(0, -process.returncode),
         )
     FINISHED.append(result)
     if problem is not None:
