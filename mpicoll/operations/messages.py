@@ -68,7 +68,7 @@ def send_prepared(tensor: Any, dst: Any, group: Any, tag: Any) -> bool:
     if _send(known, again, tensor, frame):
         return True
     again = _find(known.sends, tensor, dst, tag, False)
-    return again is not None and again.move_to(known.known_sites, frame) and _send(known, again, tensor, frame)
+    return again is not None and _send(known, again, tensor, frame, moves_site=True)
 
 
 def receive_prepared(tensor: Any, src: Any, group: Any, tag: Any) -> bool:
@@ -85,22 +85,31 @@ def receive_prepared(tensor: Any, src: Any, group: Any, tag: Any) -> bool:
         return False
     if _receive(known, again, tensor, frame):
         return True
-    other = _find(known.receives, tensor, src, tag, True)
-    return other is not None and other is not again and _receive(known, other, tensor, frame)
+    again = _find(known.receives, tensor, src, tag, True)
+    return again is not None and _receive(known, again, tensor, frame)
 
 
-def _send(group: ProcessGroup, again: PersistentSend, tensor: Array, frame: FrameType) -> bool:
-    """Send by a persistent request; return False, and do nothing, if that is impossible now."""
+def _send(
+    group: ProcessGroup, again: PersistentSend, tensor: Array, frame: FrameType, moves_site: bool = False
+) -> bool:
+    """Send by a persistent request; return False, and do nothing, if that is impossible now.
+
+    Args:
+        moves_site: change the call site of the message first.
+    """
     wrong: BaseException | None = None
     try:
+        if moves_site and not again.move_to(group.known_sites, frame):
+            return False
         moved = again.move(tensor, frame.f_code, frame.f_lasti)
         if moved is None:
             return False
         group.last = again
-        if not moved:
-            _complete_send(group, again, tensor)
+        if moved is not True:
+            _complete_send(group, again, tensor, moved or None)
     except BaseException as error:
         wrong = error
+        again.code, again.instruction = frame.f_code, frame.f_lasti
         give_up(group, again, tensor, error)
         raise
     finally:
@@ -124,6 +133,7 @@ def _receive(group: ProcessGroup, again: PersistentReceive, tensor: Array, frame
         raise  # the message does not fit; nothing has changed
     except BaseException as error:
         wrong = error
+        again.code, again.instruction = frame.f_code, frame.f_lasti
         give_up(group, again, tensor, error)
         raise
     finally:
@@ -137,9 +147,13 @@ def _receive(group: ProcessGroup, again: PersistentReceive, tensor: Array, frame
 _guard.inside.update((_send.__code__, _receive.__code__))
 
 
-def _complete_send(group: ProcessGroup, again: PersistentSend, tensor: Array) -> None:
-    """Wait for what is pending of a send."""
-    for request in (again.request, again.payload_of(tensor)):
+def _complete_send(group: ProcessGroup, again: PersistentSend, tensor: Array, payload: Any) -> None:
+    """Wait for what is pending of a send.
+
+    Args:
+        payload: the request of the elements that move apart, or None.
+    """
+    for request in (again.request, payload):
         if request is not None and not request.Test():
             finish(group, again, tensor, request.Test)
     again.give_back()
@@ -184,6 +198,7 @@ def _find(cache: MessageCache, tensor: Any, rank: Any, tag: Any, writes: bool) -
         return None
     found = cache.get((rank, tag, tensor.shape, tensor.dtype))
     if found is not None:
+        found.dtype = tensor.dtype  # an equal dtype may be another object, as that of an unpickled array
         cache.last = found
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 
@@ -458,3 +459,23 @@ sys.exit(7)
     assert not job.timed_out, job
     assert "late" in job.out[1], job
     assert all("deadlock" in out for out in job.out), job
+
+
+def test_the_tests_of_messages_without_the_extension() -> None:
+    """Ranks on which the extension was not built make and repeat messages in Python."""
+    job = run_job(
+        """
+import sys
+sys.modules["mpicoll._native"] = None
+import pytest
+from mpicoll.runtime import native
+assert native.found is None
+files = ("test_repeated_messages", "test_p2p", "test_isend_irecv")
+sys.exit(pytest.main(["-q", "--with-mpi", "-p", "no:cacheprovider", *(f"tests/mpi/{name}.py" for name in files)]))
+""",
+        2,
+        limit=120,
+    )
+    assert not job.timed_out, job
+    assert job.returncode == 0, job
+    assert re.search(r"\d\d passed", job.out[0]), job

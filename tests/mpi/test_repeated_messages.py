@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import signal
 import threading
 import time
 from pathlib import Path
@@ -13,8 +16,10 @@ from mpi4py import MPI
 from ranks import give_up
 
 import mpicoll as dist
+from mpicoll.api import messages as messages_api
 from mpicoll.operations import messages
 from mpicoll.runtime import waiting
+from mpicoll.transports.mpi.envelope import KnownSites
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -87,6 +92,58 @@ def test_mpi_fails_in_a_start(count: int, fails: int, monkeypatch: pytest.Monkey
     dist.barrier()
     give_up(group, "MPI failed in a call on it")
     dist.destroy_process_group(group)
+    dist.barrier()
+
+
+def test_ctrl_c_while_the_call_site_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The send is made, the interrupt is raised after it, and the persistent request is free."""
+    rank, x = dist.get_rank(), np.ones(INSIDE)
+    again = learn(x, tag=5)
+    if rank == 0:
+        sites = dist.group.WORLD.known_sites
+
+        def interrupted(*args: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGINT)
+            return KnownSites.known(sites, *args)
+
+        def elsewhere() -> None:
+            dist.send(x, 1, tag=5)
+
+        elsewhere()  # the receiver learns this line
+        make(x, tag=5)
+        with monkeypatch.context() as changed:
+            changed.setattr(sites, "known", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                elsewhere()
+        assert dist.group.WORLD.broken is None
+        again.take()
+        again.give_back()
+        make(x, tag=5)
+    else:
+        for _ in range(4):
+            make(x, tag=5)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("first", ["plain", "unpickled"])
+@pytest.mark.parametrize("count", [INSIDE, APART])
+def test_an_equal_dtype_that_is_another_object(count: int, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays that were unpickled use the same persistent request as other arrays."""
+    rank, tag = dist.get_rank(), 6 if first == "plain" else 7
+    plain, unpickled = np.ones(count), pickle.loads(pickle.dumps(np.ones(count)))
+    assert plain.dtype is not unpickled.dtype
+    again = learn(plain if first == "plain" else unpickled, tag=tag)
+    general = messages_api.start_send if rank == 0 else messages_api.start_receive
+    made: list[Any] = []
+    name = general.__name__
+    monkeypatch.setattr(messages_api, name, lambda *args: (made.append(args), general(*args))[1])
+    for turn in range(6):
+        x = (plain, unpickled)[turn % 2]
+        x[...] = turn if rank == 0 else -1
+        make(x, tag=tag)
+        assert (x == (turn if rank < 2 else -1)).all()
+    assert not made
+    assert again is None or rank > 1 or again.dtype == plain.dtype
     dist.barrier()
 
 

@@ -170,7 +170,8 @@ static Request *message_request(Message *self, PyObject *const *args, int64_t in
 static int message_start(Message *self, PyObject *const *args, Request *request)
 {
     PyObject **objects = self->objects, *array = args[MESSAGE_ARRAY], *payload = NULL;
-    const int receiving = message_receives(self), sends_apart = !receiving && message_is_apart(self), free = message_is_free(self, args, request->instruction);
+    const int receiving = message_receives(self), sends_apart = !receiving && message_is_apart(self);
+    const int free = message_is_free(self, args, request->instruction);
     if (free != 1 || !message_fits(self, array, receiving ? WRITABLE : READABLE))
         return free < 0 ? -1 : 0;
     const int apart = self->compares ? claims_are_apart(memory(array), self->nbytes) : 1;
@@ -265,8 +266,8 @@ static PyMethodDef message_methods[] = {
     {"give_back", (PyCFunction)message_give_back, METH_NOARGS, "Release the right to use the message."},
     {"move", (PyCFunction)(void (*)(void))message_move, METH_FASTCALL,
      "Make the message, and poll MPI until all of it has moved: move(array, code, instruction). Return True if all has moved; None, with\n"
-     "nothing done, as begin() does; False if the message itself is pending, or a received one is not as expected; and the persistent\n"
-     "request of the elements if these are received apart, and pending."},
+     "nothing done, as begin() does; False or the persistent request of the elements that move apart if something is pending: False if\n"
+     "there is no such request, or if the envelope of a receive is pending or not as expected."},
     {"begin", (PyCFunction)(void (*)(void))message_begin, METH_FASTCALL,
      "Start the message on an array of the program: begin(array, code, instruction, group). Return its request; None, with nothing\n"
      "done, if another call uses the message, or the array does not fit, may be in use, or has no persistent request to be sent by."},

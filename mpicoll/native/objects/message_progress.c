@@ -245,9 +245,12 @@ static PyObject *complete_send(Message *self, PyObject *payload)
     int done = poll_mpi(self, NULL);
     if (done == 1 && payload != NULL)
         done = poll_mpi(self, payload);
-    if (done == 1)
-        self->taken = 0;
-    return done < 0 ? NULL : PyBool_FromLong(done);
+    if (done < 0)
+        return NULL;
+    if (done == 0)
+        return Py_NewRef(payload == NULL ? Py_False : payload);
+    self->taken = 0;
+    return Py_NewRef(Py_True);
 }
 
 static PyObject *complete_receive(Message *self, PyObject *array, PyObject *payload)

@@ -157,8 +157,9 @@ class PythonMessageFields:
 
         Returns:
             True: the message has moved. None, with nothing done: another call uses the message, the array does not fit, or
-            another receive may get the message. False: the message itself is pending, or a received one is not as expected.
-            Otherwise the request of the elements, which are received apart and are pending.
+            another receive may get the message. Otherwise something is pending: of a send without a request of its elements,
+            or of a receive whose envelope is pending or not as expected, False; else the request of the elements, which move
+            apart.
         """
         if not matches_in_python(array, self.dtype, self.shape, self.posted is not None) or self.rank is None:
             return None
@@ -191,10 +192,10 @@ class PythonMessageFields:
                 self.release()
         self.count += 1
         _threads.add(get_ident())
-        moved = self._poll(self.test) and (payload is None or self._poll(payload.Test))
-        if moved:
-            self.give_back()
-        return moved
+        if not self._poll(self.test) or not (payload is None or self._poll(payload.Test)):
+            return payload or False
+        self.give_back()
+        return True
 
     def _receive(self, array: Array, apart: bool, code: CodeType, instruction: int) -> Any:
         if not self.acquire(False):
