@@ -461,6 +461,7 @@ sys.exit(7)
     assert all("deadlock" in out for out in job.out), job
 
 
+@pytest.mark.slow
 def test_the_tests_of_messages_without_the_extension() -> None:
     """Ranks on which the extension was not built make and repeat messages in Python."""
     job = run_job(

@@ -276,12 +276,18 @@ else:
             "CollectiveMismatchError",
             "rank 1: all_reduce #3 float64[4] >MAX< at trainer.py:3, called from OTHER",
         ),
-        (
+        pytest.param(
             "dist.recv(x, 0)",
             "DeadlockError",
             "rank 1: recv float64[4] from rank 0 tag 0 at OTHER, needs rank 0 to send",
+            marks=pytest.mark.slow,
         ),
-        ("pass", "PeerExitedError", "rank 1: ended the program after 2 calls on this group"),
+        pytest.param(
+            "pass",
+            "PeerExitedError",
+            "rank 1: ended the program after 2 calls on this group",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_calls_of_an_installed_package(other: str, error: str, told: str) -> None:

@@ -7,6 +7,7 @@ import pickle
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,16 @@ INSIDE, APART, SYNCHRONOUS = 4, 1000, 40_000
 """Numbers of elements: in the envelope; apart from the envelope; and so many that a send waits for its receive."""
 
 
-def make(x: Any, group: Any = None, tag: int = 0) -> None:
+@pytest.fixture
+def group() -> Iterator[Any]:
+    """Return a group of its own: that of all tests may have as many persistent messages as a group has."""
+    made = dist.new_group()
+    yield made
+    dist.barrier(made)
+    dist.destroy_process_group(made)
+
+
+def make(x: Any, group: Any, tag: int = 0) -> None:
     """Make one message from rank 0 to rank 1, always from the same lines."""
     if dist.get_rank() == 0:
         dist.send(x, 1, group, tag)
@@ -35,22 +45,23 @@ def make(x: Any, group: Any = None, tag: int = 0) -> None:
         dist.recv(x, 0, group, tag)
 
 
-def learn(x: Any, group: Any = None, tag: int = 0) -> Any:
+def learn(x: Any, group: Any, tag: int = 0) -> Any:
     """Make the message until it has a persistent request, and return the persistent message."""
     for _ in range(4):
         make(x, group, tag)
     dist.barrier()
-    known = group or dist.group.WORLD
-    return known.sends.last if dist.get_rank() == 0 else known.receives.last
+    return group.sends.last if dist.get_rank() == 0 else group.receives.last
 
 
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("spins", [0, None], ids=["no polls", "polls"])
 @pytest.mark.parametrize("count", [INSIDE, APART, SYNCHRONOUS])
-def test_a_rank_that_is_late(count: int, spins: int | None, late: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_late(
+    count: int, spins: int | None, late: int, group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A call whose message does not come within its polls waits like every call."""
     rank, x = dist.get_rank(), np.zeros(count)
-    again = learn(x, tag=1)
+    again = learn(x, group, tag=1)
     waits: list[Any] = []
     finish = messages.finish
     monkeypatch.setattr(messages, "finish", lambda *args: (waits.append(args), finish(*args)))
@@ -61,7 +72,7 @@ def test_a_rank_that_is_late(count: int, spins: int | None, late: int, monkeypat
         dist.barrier()
         if rank == late:
             time.sleep(0.02)
-        make(x, tag=1)
+        make(x, group, tag=1)
         assert (x == (turn if rank < 2 else -1)).all()
     if rank == 1 and late == 0:
         assert waits, "the receive waited for the late send"
@@ -95,44 +106,46 @@ def test_mpi_fails_in_a_start(count: int, fails: int, monkeypatch: pytest.Monkey
     dist.barrier()
 
 
-def test_ctrl_c_while_the_call_site_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_the_call_site_changes(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The send is made, the interrupt is raised after it, and the persistent request is free."""
     rank, x = dist.get_rank(), np.ones(INSIDE)
-    again = learn(x, tag=5)
+    again = learn(x, group, tag=5)
     if rank == 0:
-        sites = dist.group.WORLD.known_sites
+        sites = group.known_sites
 
         def interrupted(*args: Any) -> Any:
             os.kill(os.getpid(), signal.SIGINT)
             return KnownSites.known(sites, *args)
 
         def elsewhere() -> None:
-            dist.send(x, 1, tag=5)
+            dist.send(x, 1, group, tag=5)
 
         elsewhere()  # the receiver learns this line
-        make(x, tag=5)
+        make(x, group, tag=5)
         with monkeypatch.context() as changed:
             changed.setattr(sites, "known", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 elsewhere()
-        assert dist.group.WORLD.broken is None
+        assert group.broken is None
         again.take()
         again.give_back()
-        make(x, tag=5)
+        make(x, group, tag=5)
     else:
         for _ in range(4):
-            make(x, tag=5)
+            make(x, group, tag=5)
     dist.barrier()
 
 
 @pytest.mark.parametrize("first", ["plain", "unpickled"])
 @pytest.mark.parametrize("count", [INSIDE, APART])
-def test_an_equal_dtype_that_is_another_object(count: int, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_equal_dtype_that_is_another_object(
+    count: int, first: str, group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Arrays that were unpickled use the same persistent request as other arrays."""
     rank, tag = dist.get_rank(), 6 if first == "plain" else 7
     plain, unpickled = np.ones(count), pickle.loads(pickle.dumps(np.ones(count)))
     assert plain.dtype is not unpickled.dtype
-    again = learn(plain if first == "plain" else unpickled, tag=tag)
+    again = learn(plain if first == "plain" else unpickled, group, tag=tag)
     general = messages_api.start_send if rank == 0 else messages_api.start_receive
     made: list[Any] = []
     name = general.__name__
@@ -140,7 +153,7 @@ def test_an_equal_dtype_that_is_another_object(count: int, first: str, monkeypat
     for turn in range(6):
         x = (plain, unpickled)[turn % 2]
         x[...] = turn if rank == 0 else -1
-        make(x, tag=tag)
+        make(x, group, tag=tag)
         assert (x == (turn if rank < 2 else -1)).all()
     assert not made
     assert again is None or rank > 1 or again.dtype == plain.dtype
@@ -148,22 +161,22 @@ def test_an_equal_dtype_that_is_another_object(count: int, first: str, monkeypat
 
 
 @pytest.mark.parametrize("count", [INSIDE, APART, SYNCHRONOUS])
-def test_a_thread_that_waits_for_another_tag(count: int) -> None:
+def test_a_thread_that_waits_for_another_tag(count: int, group: Any) -> None:
     """Messages of one thread are made while another thread waits for a message of the same rank."""
     rank, x, y = dist.get_rank(), np.zeros(count), np.zeros(count)
-    learn(x, tag=2)
-    learn(y, tag=3)
+    learn(x, group, tag=2)
+    learn(y, group, tag=3)
     if rank == 1:
-        waits = threading.Thread(target=make, args=(y, None, 3))
+        waits = threading.Thread(target=make, args=(y, group, 3))
         waits.start()
     for turn in range(20):
         x[...] = turn if rank == 0 else -1
-        make(x, tag=2)
+        make(x, group, tag=2)
         if rank == 1:
             assert (x == turn).all()
     if rank == 0:
         y[...] = 8
-        make(y, tag=3)
+        make(y, group, tag=3)
     elif rank == 1:
         waits.join(20)
         assert not waits.is_alive()
@@ -172,25 +185,25 @@ def test_a_thread_that_waits_for_another_tag(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [INSIDE, APART])
-def test_two_lines_that_alternate(count: int) -> None:
+def test_two_lines_that_alternate(count: int, group: Any) -> None:
     """An error names the line of the send whose message it is about, whichever of two lines sent the message."""
     rank, x = dist.get_rank(), np.zeros(count)
     source = Path(__file__).read_text().splitlines()
     lines = [
-        f"{__file__}:{source.index(f'            dist.send(x + turn, 1, tag=4)  # {word}') + 1}"
+        f"{__file__}:{source.index(f'            dist.send(x + turn, 1, group, tag=4)  # {word}') + 1}"
         for word in ("even", "odd")
     ]
     for turn in range(12):
         if rank == 0 and turn % 2:
-            dist.send(x + turn, 1, tag=4)  # odd
+            dist.send(x + turn, 1, group, tag=4)  # odd
         elif rank == 0:
-            dist.send(x + turn, 1, tag=4)  # even
+            dist.send(x + turn, 1, group, tag=4)  # even
         elif rank == 1:
             if turn > 6:
                 with pytest.raises(dist.CollectiveMismatchError) as told:
-                    dist.recv(np.zeros(count, "f"), 0, tag=4)
+                    dist.recv(np.zeros(count, "f"), 0, group, tag=4)
                 assert f"send at {lines[turn % 2]})" in str(told.value)
-            dist.recv(x, 0, tag=4)
+            dist.recv(x, 0, group, tag=4)
             assert (x == turn).all()
             x[...] = 0
     dist.barrier()

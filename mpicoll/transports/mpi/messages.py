@@ -233,9 +233,6 @@ class PythonMessageFields:
         return test()
 
 
-# Ctrl-C in these functions is noted, and answered by the call of the message.
-signals.guard.inside.update((PythonMessageFields.begin.__code__, PythonMessageFields.move.__code__))
-
 MessageFields = PythonMessageFields
 if extension is not None and not TYPE_CHECKING:
     MessageFields = extension.MessageFields  # which starts a message in one step
