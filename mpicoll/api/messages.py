@@ -10,7 +10,7 @@ from mpicoll.groups.registry import member_or_warn, need_member, peer_rank, reso
 from mpicoll.memory.adapt import adapt
 from mpicoll.memory.memory import AnyArray
 from mpicoll.operations.execution import call_limit
-from mpicoll.operations.messages import receive_prepared, send_prepared, start_prepared
+from mpicoll.operations.messages import move_prepared, start_prepared
 from mpicoll.operations.prepare_messages import (
     learn,
     learn_pending,
@@ -60,7 +60,7 @@ def send(
     Source: torch.distributed.send; MPI-4.1 section 3.2.1.
     """
     plain = group_dst is None and timeout is None
-    if plain and send_prepared(tensor, dst, group, tag):
+    if plain and move_prepared(tensor, dst, group, tag, False):
         return
     found = need_member(group)
     peer = peer_rank(found, dst, group_dst, "dst")
@@ -105,7 +105,7 @@ def recv(
     Source: torch.distributed.recv; MPI-4.1 section 3.2.4.
     """
     plain = group_src is None and timeout is None
-    if plain and receive_prepared(tensor, src, group, tag):
+    if plain and move_prepared(tensor, src, group, tag, True):
         assert src is not None
         return src
     found = member_or_warn(group, "recv")

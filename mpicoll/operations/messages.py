@@ -53,49 +53,34 @@ def _find_frames(find: FrameFinder) -> None:
 follow(_find_frames)
 
 
-def send_prepared(tensor: Any, dst: Any, group: Any, tag: Any) -> bool:
-    """Send an array by a persistent request; return False, and do nothing, if there is none that can be used now."""
+def move_prepared(tensor: Any, rank: Any, group: Any, tag: Any, receives: bool) -> bool:
+    """Send or receive an array by a persistent request; return False, and do nothing, if there is none that can be used now.
+
+    Args:
+        receives: the message is received.
+    """
     known: Any = _default.world if group is None else group
     try:
-        again = known.sends.last
-        if again is None or again.rank is not dst or again.tag is not tag:
-            again = _find(known.sends, tensor, dst, tag, False)
+        cache = known.receives if receives else known.sends
+        again = cache.last
+        if again is None or again.rank is not rank or again.tag is not tag:
+            again = _find(cache, tensor, rank, tag, receives)
         frame = _frame(2)
     except (AttributeError, ValueError):  # no group, or not a member; called from C
         return False
     if again is None or _pending or _claims or _inside:
         return False
-    if _send(known, again, tensor, frame):
+    if _move(known, again, tensor, frame):
         return True
-    again = _find(known.sends, tensor, dst, tag, False)
-    return again is not None and _send(known, again, tensor, frame, moves_site=True)
+    again = _find(cache, tensor, rank, tag, receives)
+    return again is not None and _move(known, again, tensor, frame, moves_site=not receives)
 
 
-def receive_prepared(tensor: Any, src: Any, group: Any, tag: Any) -> bool:
-    """Receive into an array by a persistent request; return False, and do nothing, if none can be used now."""
-    known: Any = _default.world if group is None else group
-    try:
-        again = known.receives.last
-        if again is None or again.rank is not src or again.tag is not tag:
-            again = _find(known.receives, tensor, src, tag, True)
-        frame = _frame(2)
-    except (AttributeError, ValueError):
-        return False
-    if again is None or _pending or _claims or _inside:
-        return False
-    if _receive(known, again, tensor, frame):
-        return True
-    again = _find(known.receives, tensor, src, tag, True)
-    return again is not None and _receive(known, again, tensor, frame)
-
-
-def _send(
-    group: ProcessGroup, again: PersistentSend, tensor: Array, frame: FrameType, moves_site: bool = False
-) -> bool:
-    """Send by a persistent request; return False, and do nothing, if that is impossible now.
+def _move(group: ProcessGroup, again: Any, tensor: Array, frame: FrameType, moves_site: bool = False) -> bool:
+    """Make a message by its persistent request; return False, and do nothing, if that is impossible now.
 
     Args:
-        moves_site: change the call site of the message first.
+        moves_site: change the call site of a send first.
     """
     wrong: BaseException | None = None
     try:
@@ -106,11 +91,13 @@ def _send(
             return False
         group.last = again
         if moved is not True:
-            _complete_send(group, again, tensor, moved or None)
+            (_complete_send if again.sending else _complete_receive)(group, again, tensor, moved or None)
     except BaseException as error:
         wrong = error
-        again.code, again.instruction = frame.f_code, frame.f_lasti
-        give_up(group, again, tensor, error)
+        # After a received message that does not fit nothing has changed.
+        if again.sending or not isinstance(error, CollectiveMismatchError):
+            again.code, again.instruction = frame.f_code, frame.f_lasti
+            give_up(group, again, tensor, error)
         raise
     finally:
         if _guard.noted is not None:
@@ -118,33 +105,9 @@ def _send(
     return True
 
 
-def _receive(group: ProcessGroup, again: PersistentReceive, tensor: Array, frame: FrameType) -> bool:
-    """Receive by a persistent request; return False, and do nothing, if that is impossible now."""
-    wrong: BaseException | None = None
-    try:
-        moved = again.move(tensor, frame.f_code, frame.f_lasti)
-        if moved is None:
-            return False
-        group.last = again
-        if moved is not True:
-            _complete_receive(group, again, tensor, moved or None)
-    except CollectiveMismatchError as error:
-        wrong = error
-        raise  # the message does not fit; nothing has changed
-    except BaseException as error:
-        wrong = error
-        again.code, again.instruction = frame.f_code, frame.f_lasti
-        give_up(group, again, tensor, error)
-        raise
-    finally:
-        if _guard.noted is not None:
-            _guard.answer(wrong)
-    return True
-
-
-# Ctrl-C in these functions is noted, and answered at their end or in a wait. To enter the guard would take 0.1 us, of the 1 us
-# that they take in addition to MPI.
-_guard.inside.update((_send.__code__, _receive.__code__))
+# Ctrl-C in this function is noted, and answered at its end or in a wait. To enter the guard would take 0.1 us, of the 1 us that
+# the function takes in addition to MPI.
+_guard.inside.add(_move.__code__)
 
 
 def _complete_send(group: ProcessGroup, again: PersistentSend, tensor: Array, payload: Any) -> None:
