@@ -19,13 +19,24 @@ from ranks import give_up
 import mpicoll as dist
 from mpicoll.api import messages as messages_api
 from mpicoll.operations import messages
-from mpicoll.runtime import waiting
+from mpicoll.runtime import signals, waiting
 from mpicoll.transports.mpi.envelope import KnownSites
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
 INSIDE, APART, SYNCHRONOUS = 4, 1000, 40_000
 """Numbers of elements: in the envelope; apart from the envelope; and so many that a send waits for its receive."""
+
+
+@pytest.fixture
+def handles_ctrl_c() -> Iterator[None]:
+    """Handle Ctrl-C as in a job of its own: an earlier test may have started the library with ``comm=``, without a handler."""
+    before = signals.guard.installed
+    signals.guard.install()
+    assert signals.guard.installed
+    yield
+    if not before:
+        signals.guard.uninstall()
 
 
 @pytest.fixture
@@ -106,6 +117,7 @@ def test_mpi_fails_in_a_start(count: int, fails: int, monkeypatch: pytest.Monkey
     dist.barrier()
 
 
+@pytest.mark.usefixtures("handles_ctrl_c")
 def test_ctrl_c_while_the_call_site_changes(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The send is made, the interrupt is raised after it, and the persistent request is free."""
     rank, x = dist.get_rank(), np.ones(INSIDE)
