@@ -23,6 +23,7 @@ from mpicoll.checks.memory_ranges import EVERYWHERE, Range, Ranges, Snapshot, bo
 from mpicoll.diagnosis.report.entries import RankState
 from mpicoll.diagnosis.report.report import with_calls
 from mpicoll.errors import BufferInUseError
+from mpicoll.memory.layouts import may_share
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import CallSite
 
@@ -187,7 +188,7 @@ class RequestClaim(Claim):
         results: the contents that the array must have when the program has waited; None: those of ``request.expected()``.
     """
 
-    __slots__ = ("_found", "_writes", "array", "reads", "request", "results")
+    __slots__ = ("_found", "_only_reads", "_writes", "array", "reads", "request", "results")
 
     def __init__(self, array: Any, *, writes: bool, reads: Sequence[Array] = ()) -> None:
         self.request: Claimer | None = None
@@ -197,24 +198,32 @@ class RequestClaim(Claim):
         self._writes = writes
         self._found: list[Range] | None = None
         self._snapshot = None
-        self.reads = bool(reads)
-        if reads:
-            self._found = self.ranges
-            self._found += _only_read(reads, self, self._found)
+        self._only_reads, self.reads = reads, bool(reads)
 
     @property
     def ranges(self) -> list[Range]:  # type: ignore[override]
         """The memory, found when another claim is compared with this claim: most claims end before."""
         if self._found is None:
-            arrays = self.array if isinstance(self.array, list) else [] if self.array is None else [self.array]
-            self._found = [Range(array, self, self._writes) for array in arrays if array.size]
+            self._found = [Range(array, self, self._writes) for array in self._own() if array.size]
+            self._found += _only_read(self._only_reads, self, self._found)
         return self._found
+
+    def _own(self) -> list[Array]:
+        return self.array if isinstance(self.array, list) else [] if self.array is None else [self.array]
 
     def bounds(self) -> tuple[int, int]:
         """Return addresses between which all memory of the claim stands; ``EVERYWHERE`` for a list whose ranges are not known."""
-        if self._found is None and self.array is not None:
+        if self._found is None and self.array is not None and not self.reads:
             return EVERYWHERE if isinstance(self.array, list) else span(self.array)
         return bounds(self.ranges)
+
+    def snapshot_reads(self) -> None:
+        """Record the contents of arrays that the request only reads."""
+        reads, own = self._only_reads, self._own()
+        if any(may_share(each, own) for each in reads):
+            super().snapshot_reads()
+        else:  # which takes less time than to find the ranges
+            self._snapshot = Snapshot(reads)
 
     @property
     def op(self) -> str:  # type: ignore[override]

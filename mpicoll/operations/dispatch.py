@@ -306,9 +306,10 @@ def begin(
     try:
         if (thread is not None and thread.every) or group.broken is not None or group.destroyed:
             return None
-        places = prepared.places
-        if places is not None and spread is None:
-            seconds, shared = group.timeout if limit is None else limit, prepared.later  # type: Any, Any
+        places, shared = prepared.places, prepared.later  # type: Any, Any
+        # A claim is made of arrays only, and nothing is known of what is in a list.
+        if places is not None and spread is None and (not prepared.lists or shared.accepts(send, recv)):
+            seconds = group.timeout if limit is None else limit
             words = None if name is None else prepared.words_named(group, name, True)
             if group.level == "full":  # a claim of one array is made by the extension, which takes less time
                 simple = prepared.recv_shapes is not None and (send is recv or send is None)
@@ -322,8 +323,6 @@ def begin(
         if not prepared.fits(send, recv):
             return None
         if prepared.shared is None or prepared.segment is not None:
-            if prepared.lists and not prepared.in_one_step:
-                return None
             execution.enter(group, prepared.op)
         with group.lock:
             if group.order.closed:

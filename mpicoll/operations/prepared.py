@@ -137,9 +137,9 @@ class PreparedOperation:
         self.words = make_words(print_, self.nbytes, detail=self.detail)
         shared, carries_data = group.pair.through(kind, self.nbytes) is not None, agreement.channel.carries_data
         self._way = select(Facts(kind, size, self.nbytes, bool(self.mpi_op), shared, carries_data))
-        # In a reduction the blocks stand one behind the other.
-        through_mpi = self._way is Way.BLOCKING and not self.mpi_op
-        self._apart = group.pair.native.apart_from(kind) if through_mpi else NEVER
+        self._apart = NEVER  # in a reduction, and in a call of few bytes, the blocks stand one behind the other
+        if not self.mpi_op and self._way in (Way.SHARED_MEMORY, Way.BLOCKING):
+            self._apart = 0 if self._way is Way.SHARED_MEMORY else group.pair.native.apart_from(kind)
         self.eager_words = self.later_words = self.words
         self.segment = self.shared = self.later = self.places = None
         in_place = kind in (Kind.BARRIER, Kind.ALL_REDUCE, Kind.BROADCAST)
@@ -166,8 +166,7 @@ class PreparedOperation:
                 self.segment, may_copy = self.segment or copied, copied is not None
             if self.segment is None:
                 return
-        if send is recv or not self.lists:
-            self.places = self.agreement.channel.places  # type: ignore[attr-defined]
+        self.places = self.agreement.channel.places  # type: ignore[attr-defined]
         # If the data of a member does not come with the round, its word for eager bytes is 0: then all move the general way.
         self.later_words = make_words(print_, self.nbytes, detail=self.detail, eager=self.nbytes + 1)
         if place >= 0 and may_copy:

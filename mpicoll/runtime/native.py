@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = "ce31825a"
+VERSION = "5796c33c"
 """The CRC-32 of the sources in ``native/``. An extension that was built from other sources is not used."""
 
 

@@ -357,6 +357,7 @@ PyObject *shared_run_rest(SharedOperation *self, PyObject *const *args, Py_ssize
 PyObject *shared_start(SharedOperation *self, PyObject *send);
 PyObject *shared_state(SharedOperation *self, PyObject *args);
 PyObject *shared_complete(SharedOperation *self, PyObject *const *args, Py_ssize_t count);
+PyObject *shared_accepts(SharedOperation *self, PyObject *const *args, Py_ssize_t count);
 PyObject *shared_begin(SharedOperation *self, PyObject *const *args, Py_ssize_t count);
 
 #endif

@@ -147,9 +147,19 @@ static int is_apart(const SharedOperation *self, PyObject *const *args)
     return start == NULL ? 1 : claims_are_apart(start, bytes);
 }
 
-static int fits(const SharedOperation *self, PyObject *const *args)
+/* Whether the input and the output are such as the call was prepared for. */
+static int fits(const SharedOperation *self, PyObject *const pair[2])
 {
-    return shared_fits(self, &self->send, args[SEND], READABLE) && shared_fits(self, &self->recv, args[RECV], WRITABLE);
+    return shared_fits(self, &self->send, pair[0], READABLE) && shared_fits(self, &self->recv, pair[1], WRITABLE);
+}
+
+PyObject *shared_accepts(SharedOperation *self, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 2 || known.array == NULL) {
+        PyErr_SetString(PyExc_TypeError, "accepts(send, recv)");
+        return NULL;
+    }
+    return PyBool_FromLong(fits(self, args));
 }
 
 /* Post the call with the group's lock held. Return 1, 0 if that is impossible, or -1 and an exception. Nothing is allocated here that the
@@ -160,7 +170,7 @@ static int begin(SharedOperation *self, PyObject *const *args, const int64_t wor
     const CallOrder *order = self->order;
     PyObject *claim = request->objects[REQUEST_claim];
     const int64_t number = order->round + 1;
-    if (order->closed || order->posted != order->issued || !fits(self, args))
+    if (order->closed || order->posted != order->issued || !fits(self, args + SEND))
         return 0;
     const Segment *segment = self->segment == NULL ? NULL : &self->segment->segment;
     if (segment != NULL && (order->moving != order->issued || !segment_all_at(segment, segment->step, 0, -1)))
@@ -209,7 +219,7 @@ PyObject *shared_begin(SharedOperation *self, PyObject *const *args, Py_ssize_t 
         PyErr_SetString(PyExc_TypeError, "begin(group, prepared, send, recv, code, instruction, limit, outputs, places, name, words, claim)");
         return NULL;
     }
-    if (known.request == NULL || is_in_steps(self) || PyList_GET_SIZE(known.observers) != 0 || !fits(self, args))
+    if (known.request == NULL || is_in_steps(self) || PyList_GET_SIZE(known.observers) != 0 || !fits(self, args + SEND))
         Py_RETURN_NONE;
     int64_t given[RING_SAID], *words = self->words;
     if (args[BEGIN_WORDS] != Py_None && !ring_parse_words(args[BEGIN_WORDS], words = given))

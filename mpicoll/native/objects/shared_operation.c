@@ -290,6 +290,8 @@ static PyMethodDef shared_methods[] = {
      "Read the result of a posted call in one piece: complete(call, number of the round, recv, before). Return 0 while the data may\n"
      "not be read, 1 if it was, 2 if not all members made the call, 3 if the bytes of recv are not those of before, unless that is empty,\n"
      "4 if recv is not what the call was prepared for."},
+    {"accepts", (PyCFunction)(void (*)(void))shared_accepts, METH_FASTCALL,
+     "Return whether the arrays are such as the call was prepared for: accepts(send, recv)."},
     {"begin", (PyCFunction)(void (*)(void))shared_begin, METH_FASTCALL,
      "Start the call in one piece, for a wait later: begin(group, prepared, send, recv, code, instruction, limit, outputs, places, name,\n"
      "words, claim). Return the request, pending and with its claim of memory; None, with nothing done, if that is impossible. The places\n"

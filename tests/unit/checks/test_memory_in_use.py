@@ -178,6 +178,26 @@ def test_all_memory_of_a_claim_stands_between_its_bounds() -> None:
     assert not registry.conflicts(RequestClaim([x[3], x[1]], writes=True))
 
 
+def test_arrays_that_are_only_read_are_compared() -> None:
+    """Those that share memory with an array that is written are not, wherever they stand in a list."""
+    x, y = np.zeros(8), np.zeros(8)
+    for own in (x[:4], [y[:1], x[:4]], [x[:4], x[6:]]):
+        for reads, changed, seen in (
+            ((x[4:6],), x[4:5], True),
+            ((x[2:6],), x[4:5], False),
+            ([x[2:6], y[4:]], y[5:6], True),
+            ([x[2:6], y[4:]], x[4:5], False),
+            ((x[4:4], x[5:6]), x[5:6], True),
+        ):
+            claim = RequestClaim(own, writes=True, reads=reads)
+            claim.snapshot_reads()
+            assert claim._snapshot is not None
+            assert not claim._snapshot.is_changed()
+            changed += 1
+            assert claim._snapshot.is_changed() == seen
+            assert claim.reads
+
+
 def test_ten_thousand_at_once() -> None:
     """The time for one more does not grow with the number under way."""
     memory = np.zeros(20_000)

@@ -821,14 +821,20 @@ def test_a_list_of_arrays_is_reduced_where_it_stands(extension: Any, size: int) 
             for i, array in enumerate(arrays):
                 assert (array == (size - 1) / 2 + 10.0 * i).all(), (number, i)
     same = np.zeros(3)
+    assert calls[0].accepts(given[0], given[-1])
     for wrong in (
+        None,
         same,
         [same],
+        [*given[0][:3], [0.0]],
         [same, np.zeros(()), np.zeros((2, 2)), np.zeros((0,), "f4")],
         [same, same[1:2].reshape(()), np.zeros((2, 2)), np.zeros(0)],
     ):
+        assert not calls[0].accepts(given[0], wrong)
         with pytest.raises(ValueError):
             calls[0].read(2, wrong)
+    with pytest.raises(TypeError, match="accepts"):
+        calls[0].accepts(given[0])
 
 
 def test_other_prepared_results(extension: Any) -> None:
