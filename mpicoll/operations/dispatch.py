@@ -323,6 +323,8 @@ def begin(
         if not prepared.fits(send, recv):
             return None
         if prepared.shared is None or prepared.segment is not None:
+            if prepared.lists and not prepared.in_shared_memory:
+                return None
             execution.enter(group, prepared.op)
         with group.lock:
             if group.order.closed:

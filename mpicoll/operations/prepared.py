@@ -137,9 +137,9 @@ class PreparedOperation:
         self.words = make_words(print_, self.nbytes, detail=self.detail)
         shared, carries_data = group.pair.through(kind, self.nbytes) is not None, agreement.channel.carries_data
         self._way = select(Facts(kind, size, self.nbytes, bool(self.mpi_op), shared, carries_data))
-        self._apart = NEVER  # in a reduction, and in a call of few bytes, the blocks stand one behind the other
-        if not self.mpi_op and self._way in (Way.SHARED_MEMORY, Way.BLOCKING):
-            self._apart = 0 if self._way is Way.SHARED_MEMORY else group.pair.native.apart_from(kind)
+        # In a reduction the blocks stand one behind the other.
+        through_mpi = self._way is Way.BLOCKING and not self.mpi_op
+        self._apart = group.pair.native.apart_from(kind) if through_mpi else NEVER
         self.eager_words = self.later_words = self.words
         self.segment = self.shared = self.later = self.places = None
         in_place = kind in (Kind.BARRIER, Kind.ALL_REDUCE, Kind.BROADCAST)
@@ -217,6 +217,11 @@ class PreparedOperation:
         )
 
     @property
+    def in_shared_memory(self) -> bool:
+        """Whether the data moves through shared memory, if all members make the call in the same way."""
+        return self._way is Way.SHARED_MEMORY
+
+    @property
     def in_one_step(self) -> bool:
         """Whether one step of the segment takes all data of a call that is not waited for at once."""
         return self.segment is not None and (not self.width or self.later is not self.shared)
@@ -250,9 +255,15 @@ class PreparedOperation:
                 return False
         return True
 
-    def movement(self, send: Any, recv: Any) -> tuple[Movement, Callable[[], None] | None]:
-        """Return the movement of the general way, and the function that copies its result to ``recv``, or None."""
-        kind = self.kind
+    def movement(
+        self, send: Any, recv: Any, in_shared_memory: bool = False
+    ) -> tuple[Movement, Callable[[], None] | None]:
+        """Return the movement of the call, and the function that copies its result to ``recv``, or None.
+
+        Args:
+            in_shared_memory: the data moves through shared memory, where the arrays of a list need not stand one behind the other.
+        """
+        kind, apart = self.kind, 0 if in_shared_memory and not self.mpi_op else self._apart
         if kind is Kind.BARRIER:
             return Movement(kind), None
         send, recv = None if self.send_shapes is None else send, None if self.recv_shapes is None else recv
@@ -266,13 +277,13 @@ class PreparedOperation:
         after = senddispls = recvdispls = None
         into: Any = None if recv is None or isinstance(recv, list) else _flat(recv)
         if isinstance(recv, list):
-            into, recvdispls = one_buffer(recv, (), self._apart)
+            into, recvdispls = one_buffer(recv, (), apart)
             if into is None:
                 into = scratch(sum(each.size for each in recv), self.dtype)
                 after = partial(_unpack, into, recv)
         results = recv if recvdispls else [] if into is None else [into]
         if isinstance(send, list):
-            whole, senddispls = one_buffer(send, results, self._apart)
+            whole, senddispls = one_buffer(send, results, apart)
             send = concatenated([each.reshape(-1) for each in send]) if whole is None else whole
         elif send is not None:
             send = _flat(send)

@@ -56,10 +56,10 @@ class Prepared(Protocol):
         """Poll a round for a limited time; return whether it is over."""
 
 
-def movement(request: Any) -> Movement:
+def movement(request: Any, in_shared_memory: bool = False) -> Movement:
     """Return the movement of a start of a prepared operation."""
     move: Movement
-    move, request.unpack = request.prepared.movement(request.send, request.recv)
+    move, request.unpack = request.prepared.movement(request.send, request.recv, in_shared_memory)
     request.move = move
     return move
 
@@ -229,7 +229,7 @@ class _InSharedMemory(_Meeting):
         if not request.waited:
             waiting.transfer_hint(prepared.nbytes)
             note_writes(request)
-        request.steps = node.steps(movement(request), prepared.nbytes)
+        request.steps = node.steps(movement(request, True), prepared.nbytes)
         return None
 
     def finish(self, request: Any) -> None:
