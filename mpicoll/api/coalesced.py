@@ -66,7 +66,8 @@ def average_gradients(
 
     All members call this function with the same number of arrays with the same shapes and dtypes in the same order. There may be
     several dtypes. A list that differs is an error on all members, before anything moves. The arrays move in flat buffers of
-    ``bucket_bytes``, one collective each, after one agreement. The buffers are cached for the next call with such arrays.
+    ``bucket_bytes``, one collective each, after one agreement. The buffers are cached for the next call with such arrays. No copy
+    is made of an array of 1 MiB or more, and of up to 32 arrays that move through the shared memory of a node in one step.
 
     A blocking call is faster than an asynchronous call and its wait, or as fast with ``MPICOLL_PROGRESS=thread``. To average
     layer by layer with ``async_op=True``, during the computation of the next layer, is faster with that thread, large layers and
@@ -75,7 +76,7 @@ def average_gradients(
     Args:
         arrays: a list of floating-point or complex arrays; or an object with ``parameters()``, such as a module of torch: the
             ``grad`` of each parameter is averaged, except if it is None, for the same parameters on all members.
-        bucket_bytes: bytes of a bucket, the same on all members; a larger array moves without a copy.
+        bucket_bytes: bytes of a bucket, the same on all members.
         group, timeout, name, stream: as in :func:`broadcast`.
         async_op: return a :class:`Work` of the whole at once.
 

@@ -150,7 +150,8 @@ def _move(
         if is_sealed is not None:
             yield waiting.Condition(is_sealed)
         waiting.transfer_hint(_hint(move, nbytes, size))
-        yield from group.pair.node.steps(move, nbytes)
+        for part in move.parts:
+            yield from group.pair.node.steps(part, block_bytes(part, size) if move.more else nbytes)
     elif way is Way.IN_RANK_ORDER:
         yield from _reduce_in_order(group, number, move)
     elif way is Way.NONBLOCKING:

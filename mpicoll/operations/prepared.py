@@ -261,7 +261,7 @@ class PreparedOperation:
         """Return the movement of the call, and the function that copies its result to ``recv``, or None.
 
         Args:
-            in_shared_memory: the data moves through shared memory, where the arrays of a list need not stand one behind the other.
+            in_shared_memory: the data moves through shared memory, where the arrays of a list may stand apart.
         """
         kind, apart = self.kind, 0 if in_shared_memory and not self.mpi_op else self._apart
         if kind is Kind.BARRIER:

@@ -119,7 +119,7 @@ class Facts:
         size: of the group.
         block_bytes: of the largest block of any member.
         reduces: the movement reduces.
-        shared: shared memory moves the call, if the call has one movement, in host memory.
+        shared: shared memory moves the call, if its memory is of the host.
         carries_data: data can be sent with a round.
         several: the call has several movements.
         uneven: the blocks may differ in size.
@@ -160,12 +160,16 @@ def select(facts: Facts) -> Way:
         return Way.ROUND  # no member sees the end of the round before all have posted it
     if facts.device and facts.in_pieces:
         return Way.SHARED_MEMORY if facts.shared else Way.BLOCKING
-    apart = facts.several or facts.device
-    if facts.shared and not apart:
+    if facts.shared and not facts.device:
         return Way.SHARED_MEMORY
     brings = facts.block_bytes * (facts.size if facts.kind is Kind.REDUCE_SCATTER else 1)
     in_order = facts.reduces and facts.kind in DEFAULT
-    if in_order and facts.carries_data and brings <= EAGER_BYTES and not (apart or facts.uneven):
+    if (
+        in_order
+        and facts.carries_data
+        and brings <= EAGER_BYTES
+        and not (facts.several or facts.device or facts.uneven)
+    ):
         return Way.IN_RANK_ORDER  # as a call whose data comes with the round, so that the result has the same bits
     if facts.nonblocking and not facts.exceeds_count:
         return Way.NONBLOCKING

@@ -49,7 +49,7 @@ def reduces(dtype: str, op: Any, async_op: bool, group: Any = None) -> None:
             assert (result == total).all(), (dtype, async_op, place)
 
 
-@pytest.mark.parametrize("count", [3, 3000, 100_000])
+@pytest.mark.parametrize("count", [3, 3000, 20_000, 100_000, 200_000])
 def test_asynchronous_calls_that_are_made_again(count: int) -> None:
     """Results are in the arrays after the wait, also with several calls pending; a write before the wait is an error."""
     me, size = dist.get_rank(), dist.get_world_size()
@@ -77,7 +77,24 @@ def test_asynchronous_calls_that_are_made_again(count: int) -> None:
         dist.barrier()
 
 
-@pytest.mark.parametrize("count", [3, 100_000])
+@pytest.mark.parametrize("async_op", [False, True])
+def test_large_arrays_beside_small_ones(async_op: bool) -> None:
+    """Large arrays move by themselves, those of a dtype that are small together; each result is that of a call alone."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    lengths = [("d", 200_000), ("d", 5), ("f", 300_001), ("d", 150_000), ("f", 70_000), ("f", 3), ("d", 131_072)]
+    for turn in range(3):
+        arrays = [np.full(length, me + place + turn, dtype) for place, (dtype, length) in enumerate(lengths)]
+        done(dist.average_gradients(arrays, async_op=async_op), async_op, arrays)
+        for place, array in enumerate(arrays):
+            assert (array == place + turn + (size - 1) / 2).all(), (turn, place)
+    for turn in range(3):
+        arrays = [np.full(length, me + place + turn, "d") for place, (_, length) in enumerate(lengths)]
+        done(dist.all_reduce_coalesced(arrays, ReduceOp.MAX, async_op=async_op), async_op, arrays)
+        for place, array in enumerate(arrays):
+            assert (array == place + turn + size - 1).all(), (turn, place)
+
+
+@pytest.mark.parametrize("count", [3, 100_000, 200_000])
 def test_the_list_changes_while_the_call_is_pending(count: int) -> None:
     """The arrays that the list held when the call was made are reduced, the first time and later."""
     size = dist.get_world_size()

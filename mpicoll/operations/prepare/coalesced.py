@@ -1,7 +1,7 @@
 """Prepare coalesced reductions and gathers, and the average of gradients: many arrays in few collectives.
 
 The arrays of a bucket are copied into one flat buffer, and each bucket is one movement of the call. So the members agree once
-on the number, order, shapes and dtypes of all arrays. The array of a bucket with one array moves without a copy.
+on the number, order, shapes and dtypes of all arrays. A large array is a bucket of its own, and moves without a copy.
 """
 
 from __future__ import annotations
@@ -36,16 +36,19 @@ from mpicoll.operations.prepared import PreparedOperation
 from mpicoll.operations.work import Work
 from mpicoll.runtime import signals
 from mpicoll.runtime.settings import need_integer
-from mpicoll.transports.base import Kind, Movement
+from mpicoll.transports.base import EAGER_BYTES, Kind, Movement
 
 BUCKET_BYTES = 25 * 1024 * 1024
 """Bytes of a bucket (the same as in DistributedDataParallel of torch)."""
+
+ALONE_BYTES = 1024 * 1024
+"""Bytes of an array that moves by itself, since the two copies of its elements take longer than one movement more (measured)."""
 
 CACHED_BYTES = 256 * 1024 * 1024
 """Most bytes of all flat buffers that are cached for lists of the same shapes and dtypes."""
 
 FEW = 32
-"""Most arrays of a small call that are reduced where they stand, without a flat buffer."""
+"""Most arrays that are reduced where they stand, without a flat buffer."""
 
 _MOST_PLANS = 16
 _MOST_WORDS = 60
@@ -125,6 +128,10 @@ class Plan:
         filling: dict[tuple[np.dtype[Any], str], _Bucket] = {}
         for place, (dtype, name, shape) in enumerate(zip(dtypes, names, shapes, strict=True)):
             elements = int(np.prod(shape, dtype=np.int64))
+            if elements * dtype.itemsize >= ALONE_BYTES:
+                self.buckets.append(_Bucket(dtype, name))
+                self.buckets[-1].add(place, elements)
+                continue
             bucket = filling.get((dtype, name))
             if bucket is None or (bucket.places and bucket.nbytes + elements * dtype.itemsize > bytes_):
                 bucket = filling[dtype, name] = _Bucket(dtype, name)
@@ -284,21 +291,26 @@ def _learn(
 ) -> None:
     """Prepare a call with one bucket, so that the next such call costs less.
 
-    Few small arrays on one node are reduced where they stand. Other arrays go through the flat buffer.
+    Few arrays on one node that move in one step are reduced where they stand. Other arrays go through the flat buffer.
     """
     plain = len(plan.buckets) == 1 and not plan.buckets[0].alone and given.memories is None
     if not plain or reductions[0].factor is not None or reductions[0].rounds:
         return
     (reduction,), (bucket,), flats = reductions, plan.buckets, plan.take()
     assert flats[0] is not None
-    small = len(given.arrays) <= FEW and bucket.nbytes <= SNAPSHOT_BYTES and g.pair.agreement.channel.carries_data
-    moves: Any = given.arrays if small else flats[0].whole
+    few = len(given.arrays) <= FEW and g.pair.agreement.channel.carries_data
+    moves: Any = given.arrays if few and _in_one_step(g, bucket.nbytes) else flats[0].whole
     again = PreparedOperation(
         function, key, Kind.ALL_REDUCE, bucket.nbytes, mpi_op=reduction.mpi_op, average=reduction.average
     )
     signature = _signature(function, reduction.op, plan.bytes, [bucket.dtype] * len(given.arrays), plan.shapes)
     dispatch.cache(g, signature, again, bucket.dtype, moves, moves)
     plan.give_back(flats)
+
+
+def _in_one_step(g: ProcessGroup, nbytes: int) -> bool:
+    node = g.pair.through(Kind.ALL_REDUCE, nbytes)
+    return nbytes <= EAGER_BYTES or (node is not None and node.in_one_step(Kind.ALL_REDUCE, nbytes) is not None)
 
 
 def _signature(function: str, op: Any, bytes_: int, dtypes: Iterable[Any], shapes: Iterable[Any]) -> tuple[Any, ...]:

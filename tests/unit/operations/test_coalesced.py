@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 
-from mpicoll.operations.prepare.coalesced import Plan, layout
+from mpicoll.operations.prepare.coalesced import ALONE_BYTES, Plan, layout
 
 DTYPES = [np.dtype(char) for char in "dfD"]
 
@@ -28,6 +28,17 @@ def test_every_array_stands_in_one_bucket_of_its_dtype() -> None:
         for kind in set(dtypes):
             order = [place for bucket in plan.buckets if bucket.dtype == kind for place in bucket.places]
             assert order == sorted(order)
+
+
+def test_a_large_array_moves_by_itself() -> None:
+    """It needs no buffer, and the arrays around it stand in one bucket."""
+    d = np.dtype("d")
+    large = ALONE_BYTES // d.itemsize
+    plan = Plan([d] * 5, [(3,), (large,), (large - 1,), (4,), (large, 2)], 25 * ALONE_BYTES)
+    assert [bucket.places for bucket in plan.buckets] == [[0, 2, 3], [1], [4]]
+    assert [flat is None for flat in plan.take()] == [False, True, True]
+    plan = Plan([d] * 2, [(large,), (3,)], 10)
+    assert [bucket.places for bucket in plan.buckets] == [[0], [1]]
 
 
 def test_buffers_have_one_user_at_a_time() -> None:

@@ -186,7 +186,7 @@ def test_what_a_way_needs() -> None:
         assert (way is Way.ROUND) == (facts.kind is Kind.BARRIER)
         if way is Way.SHARED_MEMORY:
             assert facts.shared
-            assert facts.in_pieces or not any((facts.several, facts.device))
+            assert facts.in_pieces or not facts.device
         if way is Way.IN_RANK_ORDER:
             assert facts.reduces
             assert facts.block_bytes <= EAGER_BYTES
