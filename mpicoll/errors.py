@@ -61,24 +61,48 @@ _passed_to_c: deque[BaseException] = deque(maxlen=16)
 """The last errors that code in C++ may raise again as a RuntimeError with their text, as of the futures of torch."""
 
 
+_unseen: deque[BaseException] = deque(maxlen=16)
+"""Those of them that no uncaught exception has shown."""
+
 RAISED_AGAIN = "Got the following error when running the callback: "
 """How torch begins the text of an error that a callback of a future has raised."""
 
 
 def pass_to_c(error: BaseException) -> None:
     """Note an error that code in C++ is about to raise again; without the frames of its traceback, which refer to arrays."""
-    _passed_to_c.append(copy.copy(error))
+    passed = copy.copy(error)
+    _passed_to_c.append(passed)
+    _unseen.append(passed)
+
+
+def unseen() -> list[BaseException]:
+    """Return the errors that code in C++ has, and that no uncaught exception has shown: the program may not know them."""
+    return [*_unseen]
 
 
 def before_c(error: BaseException) -> BaseException:
-    """Return the error that code in C++ has raised again, or ``error`` itself."""
+    """Return the error that code in C++ has raised again, or ``error`` itself; an uncaught exception shows this error."""
     alone = error.__cause__ is None and error.__context__ is None
     if type(error) is RuntimeError and alone and str(error).startswith(RAISED_AGAIN):
         text = str(error)
         for found in _passed_to_c:
             if f"{type(found).__name__}: {found}" in text:
-                return found.with_traceback(error.__traceback__)
+                error = found.with_traceback(error.__traceback__)
+                break
+    shown = _texts(error)
+    for each in [*_unseen]:
+        if f"{type(each).__name__}: {each}" in shown:
+            _unseen.remove(each)
     return error
+
+
+def _texts(error: BaseException | None) -> str:
+    """Return the texts of an error and of the errors that it was raised from or behind."""
+    texts: dict[int, str] = {}
+    while error is not None and id(error) not in texts:
+        texts[id(error)] = f"{type(error).__name__}: {error}"
+        error = error.__cause__ or error.__context__
+    return "\n".join(texts.values())
 
 
 @dataclass(frozen=True, slots=True)

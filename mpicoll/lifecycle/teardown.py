@@ -25,7 +25,7 @@ from mpi4py import run as mpi4py_run
 
 from mpicoll.diagnosis import job_state
 from mpicoll.diagnosis.report.report import painted
-from mpicoll.errors import DistError, in_one_line, reason_of
+from mpicoll.errors import DistError, GroupBrokenError, PeerFailedError, in_one_line, reason_of, unseen
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import untold
 from mpicoll.launch.job_folder import append_record
@@ -169,6 +169,11 @@ def leave(reason: str) -> None:
     if known is not None and never:
         text = never + _first_error(operations, known.world.rank())
         say("".join(f"{prefix()}{line}\n" for line in text.splitlines()))
+    failed = [error for error in unseen() if not isinstance(error, _FOLLOWING)]
+    if failed:
+        text = _IN_A_FUTURE.format(n=len(failed), s="" if len(failed) == 1 else "s")
+        text += _whole_or_line(failed[0], None if known is None else known.world.rank())
+        say("".join(f"{prefix()}{line}\n" for line in text.splitlines()))
     together = True
     try:
         for endpoint in endpoints:
@@ -258,7 +263,21 @@ def _first_error(operations: list[Any], me: int) -> str:
     error = next((op.error for op in operations if op.error is not None), None)
     if error is None:
         return ""
-    whole = not isinstance(error, DistError) or error.reporter in (None, me)
+    return _whole_or_line(error, me)
+
+
+_FOLLOWING = GroupBrokenError, PeerFailedError
+"""Errors that follow from another error."""
+
+_IN_A_FUTURE = (
+    "errors of {n} asynchronous call{s} went into Futures of torch. If the program has not read these Futures, the results are "
+    "not what it expects. The first error:"
+)
+
+
+def _whole_or_line(error: BaseException, me: int | None) -> str:
+    """Return a line break and an error, in one line if another rank than ``me`` prints the whole error."""
+    whole = me is None or not isinstance(error, DistError) or error.reporter in (None, me)
     return f"\n{type(error).__name__}: {error if whole else in_one_line(error)}"
 
 

@@ -16,7 +16,7 @@ from mpicoll.api import coalesced, collectives, gathering, messages, scattering
 from mpicoll.api.groups import new_group
 from mpicoll.diagnosis.call import CallDescription
 from mpicoll.diagnosis.wait_policy import CallWait
-from mpicoll.errors import DistError
+from mpicoll.errors import BufferInUseError, DistError
 from mpicoll.groups.process_group import ProcessGroup as Group
 from mpicoll.lifecycle.destroy import destroy_process_group
 from mpicoll.memory.reduce_op import RedOpType, WholeAverage
@@ -27,7 +27,7 @@ from mpicoll.runtime.call_site import call_site
 from mpicoll.torch import hooks
 from mpicoll.torch.named_group import NamedGroup
 from mpicoll.torch.names import DEVICES, NAME
-from mpicoll.torch.sites import DDP, maker
+from mpicoll.torch.sites import DDP, PIPELINING, maker
 from mpicoll.torch.sparse import all_reduce_sparse
 from mpicoll.torch.work import Joint, Work, tensors_in
 from mpicoll.torch.world import add_to_world, store_of
@@ -352,8 +352,14 @@ class ProcessGroup(NamedGroup):
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Made:
         """Start to receive a tensor from a rank of the group: :func:`mpicoll.irecv`."""
-        tensor = _one(tensors, "tensors")
-        return self._started(messages.irecv(tensor, self.group.ranks[srcRank], self.group, tag), tensors)
+        tensor, source = _one(tensors, "tensors"), self.group.ranks[srcRank]
+        try:
+            return self._started(messages.irecv(tensor, source, self.group, tag), tensors)
+        except BufferInUseError:
+            if maker() != PIPELINING:
+                raise
+        # A stage of torch.distributed.pipelining receives its first two messages into one tensor, and never reads the tensor.
+        return self._started(messages.irecv(torch.empty_like(tensor), source, self.group, tag), tensors)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Made:
         """Start to receive a tensor from any rank of the group: :func:`mpicoll.irecv`."""

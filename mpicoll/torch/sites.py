@@ -17,7 +17,7 @@ _WRAPPERS = tuple(module.__file__ for module in (typing_extensions, warnings) if
 """Files of the function that is around each deprecated function of torch."""
 _TESTING = os.path.join(_TORCH, "testing", "")
 
-DDP = "DDP"
+DDP, PIPELINING = "DDP", "torch.distributed.pipelining"
 
 _MAKERS = {
     os.path.join("nn", "parallel", ""): DDP,
@@ -26,7 +26,7 @@ _MAKERS = {
     os.path.join("distributed", "fsdp", ""): "FSDP",
     os.path.join("distributed", "tensor", ""): "DTensor",
     os.path.join("distributed", "checkpoint", ""): "torch.distributed.checkpoint",
-    os.path.join("distributed", "pipelining", ""): "torch.distributed.pipelining",
+    os.path.join("distributed", "pipelining", ""): PIPELINING,
     os.path.join("distributed", "optim", ""): "torch.distributed.optim",
 }
 """Names of the parts of torch that make calls of their own, by the folders of their code."""

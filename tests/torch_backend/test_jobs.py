@@ -429,3 +429,29 @@ except RuntimeError as error:
     )
     assert result.returncode == 1, result
     assert "RuntimeError: in file data.pt: Got" in result.stdout + result.stderr, result
+    assert "went into Futures" not in result.stdout + result.stderr, result
+
+
+def test_an_error_in_a_future_that_no_code_reads() -> None:
+    """A hook of DDP whose callback does not read its Future: the report is printed when the program ends."""
+    result = run_job(
+        HEAD
+        + MODEL
+        + """
+model = DistributedDataParallel(model)
+def hook(state, bucket):
+    part = bucket.buffer()[: 5 + rank]
+    return dist.all_reduce(part, async_op=True).get_future().then(lambda future: bucket.buffer())  # THE LINE
+model.register_comm_hook(None, hook)
+model(torch.ones(2, 10)).sum().backward()
+print("went on", flush=True)
+dist.destroy_process_group()
+""",
+        2,
+        limit=90,
+    )
+    assert result.returncode == 0, result
+    whole = result.stdout + result.stderr
+    assert whole.count("went on") == 2, result
+    assert whole.count("errors of 1 asynchronous call went into Futures of torch") == 2, result
+    assert "rank 1: all_reduce" in whole, result

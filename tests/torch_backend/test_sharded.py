@@ -14,6 +14,7 @@ from mpi4py import MPI
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, SplitPoint, pipeline
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -254,3 +255,20 @@ def test_two_dimensions() -> None:
             each(own).square().mean().backward()
             optimizer.step()
     same(model, alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:`isinstance")  # torch's own
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
+def test_a_traced_pipeline(schedule: Any) -> None:
+    """The first messages of a stage in the middle are received into one tensor. The result is that of one process."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(4)
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(size)))
+    x = torch.randn(8 * ROWS, WIDTH)
+    splits = {str(place): SplitPoint.BEGINNING for place in range(1, size)}
+    stages = pipeline(model, mb_args=(x.chunk(8)[0],), split_spec=splits)
+    run = schedule(stages.build_stage(rank, torch.device("cpu")), n_microbatches=8, loss_fn=torch.nn.MSELoss())
+    target = torch.ones(8 * ROWS, WIDTH)
+    got = run.step(*[x] * (rank == 0), **{"target": target} if rank == size - 1 else {})
+    if rank == size - 1:
+        torch.testing.assert_close(got, model(x))
