@@ -194,7 +194,7 @@ class Board:
 
     def _bury(self, rank: int, place: Place, *, ended: bool = False) -> None:
         self.dead.add(rank)
-        what = "its process ended without a report: killed by a signal, or os._exit"
+        what = "its process ended without a report: killed by a signal, or os._exit or os.exec"
         if ended:
             what = "its process was ended by SIGTERM"
         self.failed.setdefault(rank, Failure(rank, what, place.site, 1, place.op, place.last))

@@ -183,7 +183,7 @@ def await_death(board: Board) -> str:
     waits = [wait.describe() for wait in _waits()]
     waits += [call.describe() for call in tuple(watchdog.active.values())]
     return (
-        f"rank {rank}'s process ended without a report: killed by a signal, or os._exit"
+        f"rank {rank}'s process ended without a report: killed by a signal, or os._exit or os.exec"
         + (f" (at {place})" if place.site else "")
         + (f"; rank {board.rank} waits in {waits[0]}" if waits else "")
     )

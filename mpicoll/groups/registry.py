@@ -145,4 +145,7 @@ def peer_rank(
     try:
         return group.ranks.index(global_rank)
     except ValueError:
-        raise ValueError(f"Global rank {global_rank} is not part of group {group.display}") from None
+        raise ValueError(
+            f"Global rank {global_rank} is not part of group {group.display}: {name} is a rank of the world, and "
+            f"group_{name} a rank of the group"
+        ) from None

@@ -241,21 +241,32 @@ def caller_of(call: CallSite) -> str:
     """Return file:line of the program that has called the installed package in which a call stands.
 
     Returns:
-        "" if the call stands in the program, or if no thread is in the call.
+        "thread NAME" if no line of the program has, as in a thread of an executor; "" if the call stands in the program, or if no
+        thread is in the call.
     """
     if not _is_installed(call.code.co_filename):
         return ""
     with stacks() as frames:
-        return next(filter(None, (_caller_on(stack, call) for stack in (sys._getframe(1), *frames.values()))), "")
+        for ident, stack in ((threading.get_ident(), sys._getframe(1)), *frames.items()):
+            found = _caller_on(stack, call)
+            if found is not None:
+                return found or f"thread {_name_of(ident)}"
+    return ""
 
 
-def _caller_on(frame: FrameType | None, call: CallSite) -> str:
-    """Return the same of one stack."""
+def _caller_on(frame: FrameType | None, call: CallSite) -> str | None:
+    """Return the same of one stack: None if the call is not on the stack, "" if no line of the program is."""
     while frame is not None and not (frame.f_code is call.code and frame.f_lasti == call.instruction):
         frame = frame.f_back
+    if frame is None:
+        return None
     while frame is not None and _is_installed(frame.f_code.co_filename):
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _name_of(ident: int) -> str:
+    return next((thread.name for thread in threading.enumerate() if thread.ident == ident), str(ident))
 
 
 def thread_site(ident: int) -> str:

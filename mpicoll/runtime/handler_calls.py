@@ -5,11 +5,13 @@ Python runs signal handlers between two instructions of the main thread. The oth
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 import weakref
 from threading import get_ident
 from types import CodeType, FrameType
+from typing import Any
 
 from mpicoll.runtime.call_site import CallSite
 
@@ -43,6 +45,23 @@ def found() -> bool:
     if not is_inside:
         inside.clear()  # a handler that raised has left a wait before its end was noted
     return False
+
+
+def raised(error: BaseException) -> bool:
+    """Return whether a signal handler of the program has raised an error, by the frames of its traceback."""
+    handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()}
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in handlers:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _code_of(handler: Any) -> CodeType | None:
+    function = getattr(handler, "func", handler)  # of functools.partial
+    function = function if hasattr(function, "__code__") else type(function).__call__
+    return getattr(function, "__code__", None)
 
 
 def _is_part_of_call(frame: FrameType) -> bool:

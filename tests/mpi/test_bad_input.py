@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import signal
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -685,3 +686,44 @@ def test_ctrl_c_while_a_wrong_group_is_looked_at() -> None:
         with pytest.raises(KeyboardInterrupt):
             dist.all_reduce(x, group=Wrong())  # type: ignore[arg-type]
     dist.barrier()
+
+
+@pytest.mark.parametrize("kind", ["function", "method", "partial", "object"])
+def test_a_signal_handler_raises_while_arguments_are_read(kind: str) -> None:
+    """The error says nothing about the arguments: the call is not made, and the rank can make it again."""
+
+    class Stop(Exception):
+        pass
+
+    def stop(*_: Any) -> None:
+        raise Stop
+
+    class Handler:
+        def method(self, *_: Any) -> None:
+            raise Stop
+
+        __call__ = method
+
+    handlers: dict[str, Any] = {
+        "function": stop,
+        "method": Handler().method,
+        "partial": partial(stop, 1),
+        "object": Handler(),
+    }
+
+    class Signalling:
+        @property
+        def __array_interface__(self) -> Any:
+            signal.raise_signal(signal.SIGUSR2)
+            raise AssertionError("not reached")
+
+    before = signal.signal(signal.SIGUSR2, handlers[kind])
+    try:
+        if dist.get_rank() == 0:
+            with pytest.raises(Stop):
+                dist.all_reduce(Signalling())  # type: ignore[arg-type]
+        x = np.ones(3)
+        dist.all_reduce(x)
+        assert (x == dist.get_world_size()).all()
+    finally:
+        signal.signal(signal.SIGUSR2, before)

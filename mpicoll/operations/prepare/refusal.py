@@ -12,7 +12,7 @@ from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import NON_MEMBER, member_or_warn
 from mpicoll.operations import execution
-from mpicoll.runtime import signals, waiting
+from mpicoll.runtime import handler_calls, signals, waiting
 from mpicoll.runtime.call_site import CallSite, call_site
 from mpicoll.runtime.settings import has_type
 
@@ -29,7 +29,12 @@ ELSEWHERE_SECONDS = 1.0
 def refuse(
     group: ProcessGroup, op: str, site: CallSite, error: Exception, alias: str = "", limit: float = math.inf
 ) -> NoReturn:
-    """Make a call with wrong arguments: this rank raises the error, the other members raise CollectiveMismatchError."""
+    """Make a call with wrong arguments: this rank raises the error, the other members raise CollectiveMismatchError.
+
+    An error that a signal handler of the program has raised says nothing about the arguments. Then the call is not made.
+    """
+    if handler_calls.raised(error):
+        raise error
     call = CallDescription(op, (), site, error=wrong_argument(error), alias=alias)
     execution.run(group, call, None, outputs=[], limit=min(group.timeout, limit))
     raise AssertionError("a call with wrong arguments always raises") from error

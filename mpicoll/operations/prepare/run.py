@@ -480,5 +480,6 @@ def check_same_size(name: str, memories: list[Memory], tensor: Memory) -> None:
     for i, memory in enumerate(memories):
         if memory.flat.size != tensor.flat.size:
             raise ValueError(
-                f"{name}[{i}] has {memory.flat.size} elements, tensor has {tensor.flat.size}: all must be equal"
+                f"{name}[{i}] has {memory.flat.size} elements, tensor has {tensor.flat.size}: all must be equal "
+                "(all_gather, all_to_all and all_to_all_single move blocks of different sizes)"
             )

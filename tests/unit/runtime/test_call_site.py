@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -180,3 +181,14 @@ def test_the_program_of_another_thread(tmp_path: Path) -> None:
     go_on.set()
     thread.join()
     assert call_site.caller_of(found[0]) == ""
+
+
+def test_a_call_that_no_line_of_the_program_makes() -> None:
+    """The thread is named: an executor calls a function that the program has passed."""
+
+    def look() -> str:
+        frame = sys._getframe(1)
+        return call_site.caller_of(call_site.CallSite(frame.f_code, frame.f_lasti))
+
+    with ThreadPoolExecutor(1, "loader") as pool:
+        assert pool.submit(look).result() == "thread loader_0"
