@@ -69,7 +69,7 @@ KINDS = (
     ("coalesced async two", TWO, "dist.all_reduce_coalesced([x, y], async_op=True).wait()", "8 B"),
     ("broadcast async", ONE, "dist.broadcast(x, 0, async_op=True).wait()", "8 B"),
     ("all_gather async", PARTS, "dist.all_gather_into_tensor(y, x, async_op=True).wait()", "1 KiB, 1 MiB"),
-    ("all_gather list async", LISTS, "dist.all_gather(y, x, async_op=True).wait()", "1 KiB, 64 KiB"),
+    ("all_gather list async", LISTS, "dist.all_gather(y, x, async_op=True).wait()", "1 KiB, 64 KiB, 1 MiB"),
     ("barrier async", "", "dist.barrier(async_op=True).wait()", ""),
     ("reduce", ONE, "dist.reduce(x, 0)", "8 B, 1 MiB"),
     ("broadcast", ONE, "dist.broadcast(x, 0)", "8 B, 64 KiB, 1 MiB, 64 MiB"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from types import CodeType
 from typing import Any
 
@@ -74,6 +75,7 @@ class PreparedOperation:
         poll_ns: nanoseconds for which a member polls for another member before an ordinary wait.
         send_shapes, recv_shapes: the shape, or the list of shapes, of what this rank passes and receives; None for nothing.
         lists: the input or the output is a list.
+        uneven: the blocks differ in size; all members know all sizes.
         in_place: a small call over MPI, compared at level ``full``, whose array is input and output.
     """
 
@@ -105,6 +107,7 @@ class PreparedOperation:
         "segment",
         "send_shapes",
         "shared",
+        "uneven",
         "width",
         "words",
     )
@@ -121,8 +124,9 @@ class PreparedOperation:
         average: bool = False,
         detail: int = NOTHING,
         alias: str = "",
+        uneven: bool = False,
     ) -> None:
-        self.op, self.key, self.alias, self.detail = op, key, alias, detail
+        self.op, self.key, self.alias, self.detail, self.uneven = op, key, alias, detail, uneven
         self.kind, self.nbytes, self.mpi_op, self.root, self.average = kind, nbytes, mpi_op, root, average
 
     def bind(self, group: ProcessGroup, dtype: np.dtype[Any], send: Any, recv: Any) -> PreparedOperation:
@@ -136,7 +140,7 @@ class PreparedOperation:
         print_ = execution.plain_print(group, self.op, self.fingerprint)
         self.words = make_words(print_, self.nbytes, detail=self.detail)
         shared, carries_data = group.pair.through(kind, self.nbytes) is not None, agreement.channel.carries_data
-        self._way = select(Facts(kind, size, self.nbytes, bool(self.mpi_op), shared, carries_data))
+        self._way = select(Facts(kind, size, self.nbytes, bool(self.mpi_op), shared, carries_data, uneven=self.uneven))
         # In a reduction the blocks stand one behind the other.
         through_mpi = self._way is Way.BLOCKING and not self.mpi_op
         self._apart = group.pair.native.apart_from(kind) if through_mpi else NEVER
@@ -160,7 +164,8 @@ class PreparedOperation:
             node = group.pair.through(kind, self.nbytes)
             if node is not None:
                 copied = node.in_one_step(kind, brings)
-                self.segment, self.width, place = node.in_single_copy(kind, self.nbytes)
+                if not self.uneven:
+                    self.segment, self.width, place = node.in_single_copy(kind, self.nbytes)
                 if self.segment is None and not self.lists:
                     self.segment, self.width = node.in_pieces(kind, brings, self.dtype)
                 self.segment, may_copy = self.segment or copied, copied is not None
@@ -201,7 +206,7 @@ class PreparedOperation:
             words=words,
             dtype=self.dtype,
             itemsize=max(self.dtype.itemsize, 1),
-            sends=0 if self.send_shapes is None else self.nbytes * (group.size() if parted else 1),
+            sends=self._bytes_sent(group.size(), send),
             offset=group.rank() * self.nbytes if parted else 0,
             block=self.nbytes,
             width=width or max(self.nbytes, 1),
@@ -215,6 +220,13 @@ class PreparedOperation:
             poll_ns=self.poll_ns,
             place=place,
         )
+
+    def _bytes_sent(self, size: int, send: Any) -> int:
+        if self.send_shapes is None:
+            return 0
+        if self.kind in _PARTED:
+            return self.nbytes * size
+        return send.nbytes if self.uneven else self.nbytes
 
     @property
     def in_shared_memory(self) -> bool:
@@ -288,19 +300,22 @@ class PreparedOperation:
         elif send is not None:
             send = _flat(send)
             send = send.copy() if may_share(send, results) else send  # MPI forbids that its buffers overlap
-        counts = None
-        if kind is Kind.ALL_TO_ALL or senddispls or recvdispls:
+        counts: Any = None
+        if self.uneven:
+            counts = [prod(shape) for shape in (self.recv_shapes if kind is Kind.ALL_GATHER else self.send_shapes)]
+        elif kind is Kind.ALL_TO_ALL or senddispls or recvdispls:
             counts = [self.nbytes // self.dtype.itemsize] * self.agreement.comm.Get_size()
         move = Movement(
             kind,
             send=send,
             recv=into,
-            sendcounts=counts,
-            recvcounts=counts,
+            sendcounts=None if self.uneven and kind is Kind.ALL_GATHER else counts,
+            recvcounts=None if self.uneven and kind is Kind.REDUCE_SCATTER else counts,
             senddispls=senddispls,
             recvdispls=recvdispls,
             op=self.mpi_op,
             root=self.root,
+            vector=self.uneven,
             apart=isinstance(recv, list) and kind is not Kind.GATHER,
         )
         return move, after
@@ -455,6 +470,7 @@ class PreparedOperation:
     def _passes(self, group: ProcessGroup) -> bool:
         return (
             self.kind in execution.UNCOMPARED
+            and not self.uneven
             and self.nbytes <= SMALL_BYTES
             and not (group.level == "roll" and group.calls % EVERY == 0)
         )

@@ -8,7 +8,6 @@ from mpicoll.memory.adapt import same_dtype
 from mpicoll.memory.lists import ListArgument, list_memories
 from mpicoll.memory.memory import AnyArray, Memory
 from mpicoll.operations.prepare.run import (
-    NOT_CACHED,
     Cached,
     Prepared,
     check_same_size,
@@ -58,7 +57,7 @@ def all_gather(
         inputs=(memory,),
         before=source.gather,
         after=after,
-        cached=NOT_CACHED if uneven else cached,
+        cached=cached,
         memories=(memory, *outputs),
     )
 

@@ -29,7 +29,7 @@ from mpicoll.operations.work import Work
 from mpicoll.runtime.call_site import CallSite, call_site, follow
 from mpicoll.runtime.native import found as extension
 from mpicoll.runtime.settings import need_bool
-from mpicoll.transports.base import Kind, Movement, Preferred
+from mpicoll.transports.base import Kind, Movement, Preferred, block_bytes
 from mpicoll.transports.control import NOTHING
 from mpicoll.transports.selection import DEFAULT
 
@@ -424,17 +424,17 @@ def _cache(g: ProcessGroup, op: str, alias: str, ready: Prepared) -> PreparedOpe
     if key is None or type(g) is not ProcessGroup or move.kind not in DEFAULT or not all(map(_plain, memories)):
         return None
     dtype = memories[0].dtype
-    nbytes = memories[0].flat.nbytes if ready.detail == NOTHING else ready.detail * dtype.itemsize
     again = PreparedOperation(
         op,
         ready.key,
         move.kind,
-        nbytes,
+        block_bytes(move, g.size()),
         mpi_op=move.op,
         root=move.root,
         average=ready.average,
         detail=ready.detail,
         alias=alias,
+        uneven=move.vector,
     )
     dispatch.cache(g, key, again, dtype, send, recv)
     return g.prepared.get(key)

@@ -142,7 +142,7 @@ def _reduced(
     output: AnyArray,
     inputs: tuple[Memory, ...],
 ) -> Prepared:
-    """Prepare a reduction of which each member gets one block; the call is cached if all blocks are equal."""
+    """Prepare a reduction of which each member gets one block."""
     reduction = resolve_reduction(function, op, memory.dtype, memory.named)
     if reduction.factor is not None:
         for each in inputs:
@@ -163,7 +163,7 @@ def _reduced(
         inputs=inputs,
         before=source.gather,
         after=all_steps_of(result_finisher(memory, reduction, g.size()), result_unpacker([memory])),
-        cached=NOT_CACHED if uneven else cached,
+        cached=cached,
         memories=(memory, *source.memories),
         average=reduction.average,
     )
