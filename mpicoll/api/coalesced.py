@@ -8,6 +8,7 @@ from typing import Any
 from mpicoll.memory.memory import AnyArray
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
 from mpicoll.operations.prepare import coalesced as prepare
+from mpicoll.operations.prepare import gathering
 from mpicoll.operations.prepare.coalesced import BUCKET_BYTES, made_again
 from mpicoll.operations.prepare.refusal import is_group
 from mpicoll.operations.prepare.run import run_prepared
@@ -130,5 +131,5 @@ def all_gather_coalesced(
 
     Source: torch.distributed.all_gather_coalesced.
     """
-    call, arguments = prepare.all_gather_coalesced, (output_tensor_lists, input_tensor_list)
+    call, arguments = gathering.all_gather_coalesced, (output_tensor_lists, input_tensor_list)
     return run_prepared("all_gather_coalesced", group, call, arguments, async_op, timeout, name, stream)

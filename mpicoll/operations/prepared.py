@@ -8,8 +8,6 @@ start makes a :class:`mpicoll.operations.request.Request`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from math import prod
 from types import CodeType
 from typing import Any
 
@@ -20,8 +18,7 @@ from mpicoll.checks.memory_ranges import Snapshot, is_sampled
 from mpicoll.diagnosis.call import CallDescription, fingerprint
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
-from mpicoll.memory.layouts import are_disjoint, joined, may_share, one_buffer
-from mpicoll.memory.scratch import concatenated, scratch
+from mpicoll.memory.layouts import are_disjoint
 from mpicoll.operations import execution
 from mpicoll.operations.request import Request, collectives_are_pending
 from mpicoll.operations.schedules import (
@@ -43,7 +40,7 @@ from mpicoll.runtime.call_site import CallSite
 from mpicoll.runtime.native import found as extension
 from mpicoll.runtime.native import name_of
 from mpicoll.runtime.waiting import Steps
-from mpicoll.transports.base import EAGER_BYTES, SMALL_BYTES, Kind, Movement
+from mpicoll.transports.base import EAGER_BYTES, SMALL_BYTES, Kind
 from mpicoll.transports.control import NOTHING, Words, make_words
 from mpicoll.transports.selection import NEVER, Facts, Way, select
 from mpicoll.transports.shm.transport import poll_ns
@@ -74,17 +71,18 @@ class PreparedOperation:
         places: of the rounds of the group, if the extension starts the call; otherwise None.
         poll_ns: nanoseconds for which a member polls for another member before an ordinary wait.
         send_shapes, recv_shapes: the shape, or the list of shapes, of what this rank passes and receives; None for nothing.
+        apart: the arrays of a list may stand apart in a call of MPI if one of them has at least so many bytes.
         lists: the input or the output is a list.
         uneven: the blocks differ in size; all members know all sizes.
         in_place: a small call over MPI, compared at level ``full``, whose array is input and output.
     """
 
     __slots__ = (
-        "_apart",
         "_named",
         "_way",
         "agreement",
         "alias",
+        "apart",
         "average",
         "detail",
         "dtype",
@@ -143,7 +141,7 @@ class PreparedOperation:
         self._way = select(Facts(kind, size, self.nbytes, bool(self.mpi_op), shared, carries_data, uneven=self.uneven))
         # In a reduction the blocks stand one behind the other.
         through_mpi = self._way is Way.BLOCKING and not self.mpi_op
-        self._apart = group.pair.native.apart_from(kind) if through_mpi else NEVER
+        self.apart = group.pair.native.apart_from(kind) if through_mpi else NEVER
         self.eager_words = self.later_words = self.words
         self.segment = self.shared = self.later = self.places = None
         in_place = kind in (Kind.BARRIER, Kind.ALL_REDUCE, Kind.BROADCAST)
@@ -266,59 +264,6 @@ class PreparedOperation:
             if not (each.flags.carray if writes else _readable(each)):
                 return False
         return True
-
-    def movement(
-        self, send: Any, recv: Any, in_shared_memory: bool = False
-    ) -> tuple[Movement, Callable[[], None] | None]:
-        """Return the movement of the call, and the function that copies its result to ``recv``, or None.
-
-        Args:
-            in_shared_memory: the data moves through shared memory, where the arrays of a list may stand apart.
-        """
-        kind, apart = self.kind, 0 if in_shared_memory and not self.mpi_op else self._apart
-        if kind is Kind.BARRIER:
-            return Movement(kind), None
-        send, recv = None if self.send_shapes is None else send, None if self.recv_shapes is None else recv
-        if kind is Kind.ALL_REDUCE and isinstance(recv, list):
-            whole = joined(recv)
-            flat = concatenated([each.reshape(-1) for each in recv]) if whole is None else whole
-            return Movement(kind, recv=flat, op=self.mpi_op), partial(_unpack, flat, recv) if whole is None else None
-        if kind in (Kind.ALL_REDUCE, Kind.BROADCAST) or (kind is Kind.REDUCE and recv is not None):
-            flat = _flat(send if recv is None else recv)
-            return Movement(kind, recv=flat, op=self.mpi_op, root=self.root), None
-        after = senddispls = recvdispls = None
-        into: Any = None if recv is None or isinstance(recv, list) else _flat(recv)
-        if isinstance(recv, list):
-            into, recvdispls = one_buffer(recv, (), apart)
-            if into is None:
-                into = scratch(sum(each.size for each in recv), self.dtype)
-                after = partial(_unpack, into, recv)
-        results = recv if recvdispls else [] if into is None else [into]
-        if isinstance(send, list):
-            whole, senddispls = one_buffer(send, results, apart)
-            send = concatenated([each.reshape(-1) for each in send]) if whole is None else whole
-        elif send is not None:
-            send = _flat(send)
-            send = send.copy() if may_share(send, results) else send  # MPI forbids that its buffers overlap
-        counts: Any = None
-        if self.uneven:
-            counts = [prod(shape) for shape in (self.recv_shapes if kind is Kind.ALL_GATHER else self.send_shapes)]
-        elif kind is Kind.ALL_TO_ALL or senddispls or recvdispls:
-            counts = [self.nbytes // self.dtype.itemsize] * self.agreement.comm.Get_size()
-        move = Movement(
-            kind,
-            send=send,
-            recv=into,
-            sendcounts=None if self.uneven and kind is Kind.ALL_GATHER else counts,
-            recvcounts=None if self.uneven and kind is Kind.REDUCE_SCATTER else counts,
-            senddispls=senddispls,
-            recvdispls=recvdispls,
-            op=self.mpi_op,
-            root=self.root,
-            vector=self.uneven,
-            apart=isinstance(recv, list) and kind is not Kind.GATHER,
-        )
-        return move, after
 
     def describe(self, request: Request) -> CallDescription:
         """Return the description of one start."""
@@ -502,19 +447,8 @@ def _is(array: Any, dtype: np.dtype[Any]) -> bool:
     return found is dtype or (found.num == dtype.num and found.isnative)
 
 
-def _flat(array: Any) -> Any:
-    return array if array.ndim == 1 else array.reshape(-1)
-
-
 def _readable(given: Any) -> bool:
     if type(given) is not _ndarray:
         return False
     flags = given.flags
     return bool(flags.c_contiguous and flags.aligned)
-
-
-def _unpack(packed: Any, arrays: list[Any]) -> None:
-    at = 0
-    for each in arrays:
-        each.reshape(-1)[...] = packed[at : at + each.size]
-        at += each.size

@@ -5,6 +5,9 @@ A schedule follows from facts that all members know, so all members choose the s
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -14,11 +17,13 @@ from mpicoll.checks.memory_ranges import differ, seal
 from mpicoll.diagnosis.call import CallDescription
 from mpicoll.errors import DistError
 from mpicoll.memory.arithmetic import without_warnings
+from mpicoll.memory.layouts import joined, may_share, one_buffer
+from mpicoll.memory.scratch import concatenated, scratch
 from mpicoll.operations.failures import BlockingCall
 from mpicoll.runtime import waiting
 from mpicoll.runtime.output import say
 from mpicoll.runtime.waiting import Pollable, Steps
-from mpicoll.transports.base import Movement
+from mpicoll.transports.base import Kind, Movement
 
 if TYPE_CHECKING:
     from mpicoll.transports.control import Round
@@ -57,11 +62,76 @@ class Prepared(Protocol):
 
 
 def movement(request: Any, in_shared_memory: bool = False) -> Movement:
-    """Return the movement of a start of a prepared operation."""
+    """Return the movement of a start of a prepared operation.
+
+    Args:
+        in_shared_memory: the data moves through shared memory, where the arrays of a list may stand apart.
+    """
     move: Movement
-    move, request.unpack = request.prepared.movement(request.send, request.recv, in_shared_memory)
+    move, request.unpack = _movement(request.prepared, request.send, request.recv, in_shared_memory)
     request.move = move
     return move
+
+
+def _movement(
+    prepared: Any, send: Any, recv: Any, in_shared_memory: bool
+) -> tuple[Movement, Callable[[], None] | None]:
+    """Return the movement, and the function that copies its result to ``recv``, or None."""
+    kind, apart = prepared.kind, 0 if in_shared_memory and not prepared.mpi_op else prepared.apart
+    if kind is Kind.BARRIER:
+        return Movement(kind), None
+    send, recv = None if prepared.send_shapes is None else send, None if prepared.recv_shapes is None else recv
+    if kind is Kind.ALL_REDUCE and isinstance(recv, list):
+        whole = joined(recv)
+        flat = concatenated([each.reshape(-1) for each in recv]) if whole is None else whole
+        return Movement(kind, recv=flat, op=prepared.mpi_op), partial(_unpack, flat, recv) if whole is None else None
+    if kind in (Kind.ALL_REDUCE, Kind.BROADCAST) or (kind is Kind.REDUCE and recv is not None):
+        flat = _flat(send if recv is None else recv)
+        return Movement(kind, recv=flat, op=prepared.mpi_op, root=prepared.root), None
+    after = senddispls = recvdispls = None
+    into: Any = None if recv is None or isinstance(recv, list) else _flat(recv)
+    if isinstance(recv, list):
+        into, recvdispls = one_buffer(recv, (), apart)
+        if into is None:
+            into = scratch(sum(each.size for each in recv), prepared.dtype)
+            after = partial(_unpack, into, recv)
+    results = recv if recvdispls else [] if into is None else [into]
+    if isinstance(send, list):
+        whole, senddispls = one_buffer(send, results, apart)
+        send = concatenated([each.reshape(-1) for each in send]) if whole is None else whole
+    elif send is not None:
+        send = _flat(send)
+        send = send.copy() if may_share(send, results) else send  # MPI forbids that its buffers overlap
+    counts: Any = None
+    if prepared.uneven:
+        counts = [prod(shape) for shape in (prepared.recv_shapes if kind is Kind.ALL_GATHER else prepared.send_shapes)]
+    elif kind is Kind.ALL_TO_ALL or senddispls or recvdispls:
+        counts = [prepared.nbytes // prepared.dtype.itemsize] * prepared.agreement.comm.Get_size()
+    move = Movement(
+        kind,
+        send=send,
+        recv=into,
+        sendcounts=None if prepared.uneven and kind is Kind.ALL_GATHER else counts,
+        recvcounts=None if prepared.uneven and kind is Kind.REDUCE_SCATTER else counts,
+        senddispls=senddispls,
+        recvdispls=recvdispls,
+        op=prepared.mpi_op,
+        root=prepared.root,
+        vector=prepared.uneven,
+        apart=isinstance(recv, list) and kind is not Kind.GATHER,
+    )
+    return move, after
+
+
+def _flat(array: Any) -> Any:
+    return array if array.ndim == 1 else array.reshape(-1)
+
+
+def _unpack(packed: Any, arrays: list[Any]) -> None:
+    at = 0
+    for each in arrays:
+        each.reshape(-1)[...] = packed[at : at + each.size]
+        at += each.size
 
 
 def finish(request: Any) -> None:

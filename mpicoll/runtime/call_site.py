@@ -247,11 +247,11 @@ def caller_of(call: CallSite) -> str:
     if not _is_installed(call.code.co_filename):
         return ""
     with stacks() as frames:
-        for ident, stack in ((threading.get_ident(), sys._getframe(1)), *frames.items()):
-            found = _caller_on(stack, call)
-            if found is not None:
-                return found or f"thread {_name_of(ident)}"
-    return ""
+        found = [
+            (ident, _caller_on(stack, call))
+            for ident, stack in ((threading.get_ident(), sys._getframe(1)), *frames.items())
+        ]
+    return next((place or f"thread {_name_of(ident)}" for ident, place in found if place is not None), "")
 
 
 def _caller_on(frame: FrameType | None, call: CallSite) -> str | None:

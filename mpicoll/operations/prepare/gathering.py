@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import peer_rank
-from mpicoll.memory.adapt import same_dtype
+from mpicoll.memory.adapt import adapt_list, apart, same_dtype
 from mpicoll.memory.lists import ListArgument, list_memories
 from mpicoll.memory.memory import AnyArray, Memory
+from mpicoll.memory.scratch import scratch
+from mpicoll.operations.prepare.coalesced import layout
 from mpicoll.operations.prepare.run import (
     Cached,
     Prepared,
@@ -180,3 +186,57 @@ def gather_single(
         cached=cached,
         memories=(memory, output),
     )
+
+
+def all_gather_coalesced(
+    g: ProcessGroup, output_tensor_lists: list[list[AnyArray]], input_tensor_list: list[AnyArray]
+) -> Prepared:
+    """Prepare an ``all_gather_coalesced``."""
+    inputs, rows = _gathered_lists(g, output_tensor_lists, input_tensor_list)
+    dtype = inputs[0].dtype
+    counts = tuple(sum(memory.flat.size for memory in row) for row in rows)
+    uneven = len(set(counts)) > 1
+    shapes = [[memory.shape for memory in row] for row in rows]
+    texts = [layout([inputs[0].name] * len(row), row) for row in shapes]
+    words = texts[0] if len(set(texts)) == 1 else tuple(texts)
+    key = (inputs[0].name, ("arrays", len(inputs)), ("layout", words))
+    send, packed = scratch(counts[g.rank()], dtype), scratch(sum(counts), dtype)
+
+    def before() -> None:
+        np.concatenate([memory.flat for memory in inputs], out=send)
+
+    after = result_unpacker([memory for row in rows for memory in row], packed)
+    move = Movement(Kind.ALL_GATHER, send=send, recv=packed, recvcounts=counts if uneven else None, vector=uneven)
+    outputs = [array for row in output_tensor_lists for array in row]
+    return Prepared(key, move, outputs, inputs=tuple(inputs), before=before, after=after)
+
+
+def _gathered_lists(g: ProcessGroup, outputs: Any, given: Any) -> tuple[list[Memory], list[list[Memory]]]:
+    inputs = adapt_list(given, "input_tensor_list", writable=False)
+    if not inputs:
+        raise ValueError("all_gather_coalesced: parameter `input_tensor_list` must hold one array at least")
+    if not isinstance(outputs, list):
+        raise TypeError("Invalid function argument: output_tensor_lists should be a list")
+    if len(outputs) != g.size():
+        raise ValueError(
+            "all_gather_coalesced: output lists should be equal to world size: output_tensor_lists must hold one list for "
+            f"each of the {g.size()} ranks, got {len(outputs)}"
+        )
+    rows = []
+    for rank, row in enumerate(outputs):
+        memories = adapt_list(row, f"output_tensor_lists[{rank}]", writable=True)
+        if len(memories) != len(inputs):
+            raise ValueError(
+                f"all_gather_coalesced: invalid output size: output_tensor_lists[{rank}] must hold {len(inputs)} arrays, as "
+                f"input_tensor_list does, got {len(memories)}"
+            )
+        same_dtype(inputs[0], *memories)
+        rows.append(memories)
+    apart([memory.own for row in rows for memory in row], "output_tensor_lists", [len(inputs)] * len(rows))
+    for place, (mine, memory) in enumerate(zip(inputs, rows[g.rank()], strict=True)):
+        if mine.shape != memory.shape:
+            raise ValueError(
+                f"all_gather_coalesced: input_tensor_list[{place}] has shape {mine.shape}, but its output "
+                f"output_tensor_lists[{g.rank()}][{place}] has {memory.shape}"
+            )
+    return inputs, rows
