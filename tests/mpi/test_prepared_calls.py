@@ -292,6 +292,31 @@ def test_lists_that_are_parts_of_one_array() -> None:
     assert (backwards[::-1] == np.arange(size)[:, None]).all()
 
 
+@pytest.mark.parametrize("length", [5, 3_000, 200_000])
+def test_unequal_blocks(length: int) -> None:
+    """Made again with the same sizes, with others, and with sizes that differ on one rank; waited for at once and later."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    for turn in range(12):
+        counts = [length * ((each + turn // 4) % 3) + each for each in range(size)]
+        outputs, mine = [np.zeros(count) for count in counts], np.full(counts[me], me + turn + 0.5)
+        work = dist.all_gather(outputs, mine, async_op=turn % 2 == 1)
+        if work is not None:
+            work.wait()
+        for rank, output in enumerate(outputs):
+            assert (output == rank + turn + 0.5).all(), (turn, rank)
+        inputs, result = [np.full(count, me + part + 1.0) for part, count in enumerate(counts)], np.zeros(counts[me])
+        work = dist.reduce_scatter(result, inputs, dist.ReduceOp.AVG, async_op=turn % 2 == 1)
+        if work is not None:
+            work.wait()
+        assert (result == me + 1 + (size - 1) / 2).all(), turn
+        if turn % 4 == 2:
+            odd = counts if me else [*counts[:-1], counts[-1] + 1]
+            with collective_raises(dist.CollectiveMismatchError, match="all_gather"):
+                dist.all_gather([np.zeros(count) for count in odd], np.zeros(odd[me]))
+            with collective_raises(dist.CollectiveMismatchError, match="reduce_scatter"):
+                dist.reduce_scatter(np.zeros(odd[me]), [np.zeros(count) for count in odd], dist.ReduceOp.AVG)
+
+
 def test_what_looks_like_the_arguments_before() -> None:
     """Numbers equal to an op, arrays in the place of lists and the same object twice are refused, or right, as the first time."""
     me, size = dist.get_rank(), dist.get_world_size()
