@@ -133,6 +133,24 @@ def note_waits() -> None:
         known.board.slots.write("waits", pickle.dumps(rows) if rows else b"")
 
 
+MOST_DESTROYED = 16
+"""Most destroyed groups, the last ones, that a rank writes to the node board."""
+
+
+def note_destroyed(known: JobState, site: str) -> None:
+    """Write the groups that this rank has destroyed to the node board, for ranks that wait in a later call of such a group."""
+    if known.board.slots is not None and known.endpoint is not None:
+        calls = dict([*known.endpoint.calls.items()][-MOST_DESTROYED:])
+        known.board.slots.write("destroyed", pickle.dumps((site[-300:], calls)))
+
+
+def destroyed_by(board: Board, rank: int) -> tuple[str, dict[str, int]]:
+    """Return where a rank of this node last destroyed a group, and the numbers of calls on the groups that it has destroyed."""
+    written = b"" if board.slots is None else board.slots.read(rank, "destroyed")
+    found: tuple[str, dict[str, int]] = pickle.loads(written) if written else ("", {})
+    return found
+
+
 def place_of(board: Board, rank: int) -> Place:
     """Return the place of a rank from the node board; a place without a site if the rank is on another node."""
     return board.slots.place(rank) if board.slots is not None and rank in board.slots.ranks else Place()

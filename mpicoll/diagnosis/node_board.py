@@ -23,7 +23,7 @@ from mpi4py import MPI
 from mpicoll.diagnosis.place import Place
 from mpicoll.transports.shm import mapping
 
-SLOT_BYTES = 20 * 1024
+SLOT_BYTES = 22 * 1024
 
 _STATUS, _CONFIRMED, _SEARCHED, _CHANGED, _SINCE, _REPORTED = 0, 8, 16, 24, 32, 40
 _THERE, _LEFT, _ENDS_JOB, _ENDED = 1, 2, 3, 4
@@ -36,6 +36,7 @@ _AREAS = {
     "withdrawn": (13 * 1024 + 64, 2048),
     "waits": (15 * 1024 + 64, 960),
     "termination": (16 * 1024, 4 * 1024),
+    "destroyed": (20 * 1024, 2 * 1024),
 }
 
 ENDED_FOR = 1.5

@@ -19,7 +19,7 @@ from mpicoll.diagnosis.board import EARLIER_TAGS, Board, Exit, Failure
 from mpicoll.diagnosis.call import CallDescription, fingerprint
 from mpicoll.diagnosis.deadlock import Wait
 from mpicoll.diagnosis.deadlock_search import catch_up, search
-from mpicoll.diagnosis.job_state import SEEN_NOW, note_waits, place_of, seen_ago
+from mpicoll.diagnosis.job_state import SEEN_NOW, destroyed_by, note_waits, place_of, seen_ago
 from mpicoll.diagnosis.membership import Membership
 from mpicoll.diagnosis.report.entries import RankState, Runs, Table, entry_of, holds, join, runs_of, table_of
 from mpicoll.diagnosis.report.report import MESSAGE_WIDTH, Report, show
@@ -47,6 +47,9 @@ COMPLETES_WITHIN = 0.5
 FAILS_WITHIN = 0.3
 """Seconds for which a rank waits for the failure of a rank whose program has interrupted a call: the failure says more."""
 
+DESTROYED_EVERY = 0.25
+"""Seconds between two looks for members that have destroyed the group."""
+
 DOOMED_AFTER = 0.1
 """Seconds after which the waits of a rank that has failed end."""
 
@@ -63,6 +66,7 @@ class CallWait:
         "group",
         "limit",
         "looks",
+        "next_destroyed",
         "noted",
         "origin",
         "peer",
@@ -90,6 +94,7 @@ class CallWait:
         self.completes_until = 0.0
         self.ends_itself = False  # the program has given this wait a time after which the call stays pending
         self.origin: int | None = None  # the failed rank that ends the wait
+        self.next_destroyed = DESTROYED_EVERY
         self._wait: Wait | None = None
 
     @property
@@ -126,7 +131,8 @@ class CallWait:
             return GroupBrokenError(
                 f"{self.describe()}: this rank has failed ({job_state.doomed}), so no rank makes this call with it"
             )
-        gone = [exit_.rank for exit_ in tuple(board.exited.values()) if self._needs(exit_, polled)]
+        gone = [exit_ for exit_ in tuple(board.exited.values()) if self._needs(exit_, polled)]
+        gone = gone or self._destroyed(board, waited)
         for failure in tuple(board.failed.values()):
             if failure.rank in self.group.ranks or failure.rank not in board.announced:
                 if gone and failure.what.startswith(PeerExitedError.__name__):
@@ -137,7 +143,7 @@ class CallWait:
                 return self.because_failed(failure, waited)
         withdrawn = board.withdrawn.get(self.group.group_name)
         if gone:
-            left = self.because_exited([board.exited[rank] for rank in gone], waited)
+            left = self.because_exited(gone, waited)
             if withdrawn is not None and withdrawn[0] != board.rank:
                 left.reporter = withdrawn[0]  # the first rank that gave the group up prints the report
             return left
@@ -147,6 +153,18 @@ class CallWait:
             broken.reporter = rank
             return broken
         return None
+
+    def _destroyed(self, board: Board, waited: float) -> list[Exit]:
+        """Return members on this node that have destroyed the group before this collective: they never make it."""
+        if self.peer is not None or waited < self.next_destroyed:
+            return []
+        self.next_destroyed = waited + DESTROYED_EVERY
+        found = []
+        for rank in () if board.slots is None else board.slots.ranks:
+            site, calls = destroyed_by(board, rank) if rank in self.group.ranks and rank != board.rank else ("", {})
+            if self.group.group_name in calls:
+                found.append(Exit(rank, calls, {}, {}, f"destroyed the group at {site}"))
+        return [exit_ for exit_ in found if self._needs(exit_, False)]
 
     def _verdict_comes(self, board: Board) -> bool:
         """Return whether the group was given up for a certificate that names this rank, too: the certificate will arrive."""

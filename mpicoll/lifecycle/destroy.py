@@ -7,7 +7,7 @@ import sys
 from contextlib import nullcontext
 from typing import Any
 
-from mpicoll.diagnosis.job_state import Counters
+from mpicoll.diagnosis.job_state import Counters, note_destroyed
 from mpicoll.errors import DistError, GroupBrokenError
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup, untold
@@ -41,13 +41,13 @@ def destroy_process_group(group: Any = None) -> None:
     found = registry.resolve(group)
     if found is None:
         return
-    known = registry.state()
+    known, site = registry.state(), call_site()
     is_world = found is known.world
     doomed = list(known.groups.values()) if is_world else [found]
     if os.getpid() == known.pid:
         for block in tuple(known.blocks):
             if is_world or block.group() is found:
-                raise block.refuse("destroy_process_group", call_site())
+                raise block.refuse("destroy_process_group", site)
         _refuse_unwaited(doomed)
         known.board.poll()
         for each in doomed:
@@ -57,6 +57,7 @@ def destroy_process_group(group: Any = None) -> None:
     with nullcontext() if waiting.progress_thread is None else waiting.progress_thread.resting():
         for each in doomed:
             _destroy(each, endpoint)
+            note_destroyed(known, str(site))
             known.groups.pop(each.group_name, None)
             known.node = None if known.node is each else known.node
             known.leaders = None if known.leaders is each else known.leaders

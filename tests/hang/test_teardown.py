@@ -955,3 +955,28 @@ def test_control_c_while_errors_on_their_way_are_awaited() -> None:
     job = struck(code=0, delay=0.04, pending=True, number="SIGINT")
     assert job.returncode == 130, job
     assert "rank 0 failed: KeyboardInterrupt" in " ".join(job.err[1].split()), job
+
+
+@pytest.mark.parametrize("what", ["the world", "a group"])
+def test_a_rank_destroys_a_group_that_others_use(what: str) -> None:
+    """The others raise although the rank goes on; a rank that destroys the group after its last call disturbs nobody."""
+    job = run_job(
+        HEAD
+        + f"group = None if {what!r} == 'the world' else dist.new_group([0, 1, 2])"
+        + """
+x = np.ones(3)
+for _ in range(2):
+    dist.all_reduce(x, group=group)
+if r == 2:
+    dist.destroy_process_group(group)
+    time.sleep(60)
+time.sleep(r)
+dist.all_reduce(x, group=group)
+""",
+        3,
+        limit=40,
+    )
+    assert not job.timed_out, job
+    assert "PeerExitedError" in job.err[0], job
+    assert "PeerExitedError" in job.err[1], job
+    assert re.search(r"rank 2 destroyed the\s+group at \S+:\d+ after 2 calls on this group", job.stderr), job
