@@ -258,7 +258,7 @@ class RequestClaim(Claim):
     def clear(self) -> None:
         """Drop the references to the memory and the request."""
         request, self.request = self.request, None
-        self._found = []
+        self._found, self._only_reads = [], ()
         if request is not None:
             request.unclaimed()
 

@@ -142,6 +142,9 @@ class ProcessGroup(Membership):
         self.plans: OrderedDict[Any, Plan] = OrderedDict()  # all members make and free them at the same calls
         self.own_plans: OrderedDict[Any, Plan] = OrderedDict()  # of calls without a round: only of this rank
         self.prepared: dict[Any, Any] = {}  # calls that were prepared, by signature
+        self.unequal: dict[
+            Any, None
+        ] = {}  # signatures of calls of unequal blocks, which are prepared if they are made again
         pair.receiver.torn = lambda error: self.give_up(
             f"{type(error).__name__} was raised while messages were received"
         )
@@ -288,6 +291,13 @@ class ProcessGroup(Membership):
         plans[key] = plan
         if len(plans) > MOST_PLANS:
             plans.popitem(last=False)[1].free()
+
+    @staticmethod
+    def keep_newest(table: dict[Any, Any], key: Any, value: Any, most: int) -> None:
+        """Add an entry to a table, in place of the oldest entry if there are ``most``."""
+        if len(table) >= most:
+            table.pop(next(iter(table)), None)
+        table[key] = value
 
     def retire(self, again: Any) -> None:
         """Free a persistent send or receive that is not used any more, and add its count to the group's."""

@@ -79,11 +79,12 @@ def cache(
     node = group.pair.through(prepared.kind, prepared.nbytes)
     if node is not None and not node.ready:
         return  # this call makes its memory: the next call is cached
-    if len(group.prepared) >= MOST:
-        group.prepared.clear()
+    if prepared.uneven and (key, prepared.key) not in group.unequal:  # many programs have other sizes at each call
+        group.keep_newest(group.unequal, (key, prepared.key), None, MOST)
+        return
     bound = prepared.bind(group, dtype, send, recv)
     if bound.fits(send, recv):
-        group.prepared[key] = bound
+        group.keep_newest(group.prepared, key, bound, MOST)
 
 
 def again(
@@ -307,7 +308,7 @@ def begin(
         if (thread is not None and thread.every) or group.broken is not None or group.destroyed:
             return None
         places, shared = prepared.places, prepared.later  # type: Any, Any
-        # A claim is made of arrays only, and nothing is known of what is in a list.
+        # The claim reads the memory of what is in a list, which may be no arrays.
         if places is not None and spread is None and (not prepared.lists or shared.accepts(send, recv)):
             seconds = group.timeout if limit is None else limit
             words = None if name is None else prepared.words_named(group, name, True)

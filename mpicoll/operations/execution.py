@@ -150,7 +150,7 @@ def _move(
         if is_sealed is not None:
             yield waiting.Condition(is_sealed)
         waiting.transfer_hint(_hint(move, nbytes, size))
-        for part in move.parts:
+        for part in move.parts:  # of several parts all members know the sizes
             yield from group.pair.node.steps(part, block_bytes(part, size) if move.more else nbytes)
     elif way is Way.IN_RANK_ORDER:
         yield from _reduce_in_order(group, number, move)

@@ -73,7 +73,7 @@ class PreparedOperation:
         send_shapes, recv_shapes: the shape, or the list of shapes, of what this rank passes and receives; None for nothing.
         apart: the arrays of a list may stand apart in a call of MPI if one of them has at least so many bytes.
         lists: the input or the output is a list.
-        uneven: the blocks differ in size; all members know all sizes.
+        uneven: the blocks differ in size, and this rank knows all sizes from its arguments.
         in_place: a small call over MPI, compared at level ``full``, whose array is input and output.
     """
 

@@ -61,23 +61,21 @@ class Prepared(Protocol):
         """Poll a round for a limited time; return whether it is over."""
 
 
-def movement(request: Any, in_shared_memory: bool = False) -> Movement:
+def movement(request: Any, may_stand_apart: bool = False) -> Movement:
     """Return the movement of a start of a prepared operation.
 
     Args:
-        in_shared_memory: the data moves through shared memory, where the arrays of a list may stand apart.
+        may_stand_apart: the data moves through shared memory, where the arrays of a list may stand apart, whatever their size.
     """
     move: Movement
-    move, request.unpack = _movement(request.prepared, request.send, request.recv, in_shared_memory)
+    move, request.unpack = _movement(request.prepared, request.send, request.recv, may_stand_apart)
     request.move = move
     return move
 
 
-def _movement(
-    prepared: Any, send: Any, recv: Any, in_shared_memory: bool
-) -> tuple[Movement, Callable[[], None] | None]:
+def _movement(prepared: Any, send: Any, recv: Any, may_stand_apart: bool) -> tuple[Movement, Callable[[], None] | None]:
     """Return the movement, and the function that copies its result to ``recv``, or None."""
-    kind, apart = prepared.kind, 0 if in_shared_memory and not prepared.mpi_op else prepared.apart
+    kind, apart = prepared.kind, 0 if may_stand_apart and not prepared.mpi_op else prepared.apart
     if kind is Kind.BARRIER:
         return Movement(kind), None
     send, recv = None if prepared.send_shapes is None else send, None if prepared.recv_shapes is None else recv

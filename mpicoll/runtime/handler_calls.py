@@ -9,9 +9,9 @@ import signal
 import sys
 import threading
 import weakref
+from inspect import CO_VARARGS
 from threading import get_ident
 from types import CodeType, FrameType
-from typing import Any
 
 from mpicoll.runtime.call_site import CallSite
 
@@ -25,6 +25,7 @@ waits: set[CodeType] = set()
 """Code of functions that are a part of a call, and answer Ctrl-C themselves."""
 
 _WEAKREF = weakref.__file__
+_NUMBERS = signal.valid_signals()
 
 
 def found() -> bool:
@@ -47,21 +48,31 @@ def found() -> bool:
     return False
 
 
-def raised(error: BaseException) -> bool:
-    """Return whether a signal handler of the program has raised an error, by the frames of its traceback."""
-    handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()}
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code in handlers:
-            return True
-        trace = trace.tb_next
-    return False
+def raised(error: BaseException | None) -> BaseException | None:
+    """Return the error that a signal handler of the program has raised: an error, or one that it was raised from or behind.
+
+    The frame of a handler has a frame among its arguments. A handler may have been replaced since it was called.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        trace = error.__traceback__
+        while trace is not None:
+            if _handles_signal(trace.tb_frame):
+                return error
+            trace = trace.tb_next
+        error = error.__cause__ or error.__context__
+    return None
 
 
-def _code_of(handler: Any) -> CodeType | None:
-    function = getattr(handler, "func", handler)  # of functools.partial
-    function = function if hasattr(function, "__code__") else type(function).__call__
-    return getattr(function, "__code__", None)
+def _handles_signal(frame: FrameType) -> bool:
+    code, given = frame.f_code, frame.f_locals
+    names = code.co_varnames[: code.co_argcount + bool(code.co_flags & CO_VARARGS)]
+    values = [given.get(name) for name in names if not CallSite.inside(code)]
+    flat = [each for value in values for each in (value if type(value) is tuple else (value,))]
+    return any(isinstance(each, FrameType) for each in flat) and any(
+        isinstance(each, int) and each in _NUMBERS for each in flat
+    )
 
 
 def _is_part_of_call(frame: FrameType) -> bool:

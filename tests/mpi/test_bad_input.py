@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
 import signal
 from collections.abc import Callable
@@ -688,14 +689,18 @@ def test_ctrl_c_while_a_wrong_group_is_looked_at() -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("kind", ["function", "method", "partial", "object"])
+@pytest.mark.parametrize("kind", ["function", "method", "partial", "object", "once"])
 def test_a_signal_handler_raises_while_arguments_are_read(kind: str) -> None:
     """The error says nothing about the arguments: the call is not made, and the rank can make it again."""
 
-    class Stop(Exception):
+    class Stop(ValueError):  # which the library raises again as an error of the argument
         pass
 
     def stop(*_: Any) -> None:
+        raise Stop
+
+    def once(number: int, frame: Any) -> None:
+        signal.signal(number, signal.SIG_DFL)
         raise Stop
 
     class Handler:
@@ -709,6 +714,7 @@ def test_a_signal_handler_raises_while_arguments_are_read(kind: str) -> None:
         "method": Handler().method,
         "partial": partial(stop, 1),
         "object": Handler(),
+        "once": once,
     }
 
     class Signalling:
@@ -727,3 +733,20 @@ def test_a_signal_handler_raises_while_arguments_are_read(kind: str) -> None:
         assert (x == dist.get_world_size()).all()
     finally:
         signal.signal(signal.SIGUSR2, before)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_enumeration_raises_while_arguments_are_read() -> None:
+    """The error of an enumeration that refuses a value is one of the argument, and not of a signal handler."""
+
+    class Root(enum.Enum):
+        FIRST = 0
+
+    class Rank:
+        def __index__(self) -> int:
+            return int(Root(5).value)
+
+    x = np.ones(3)
+    with collective_raises((ValueError, TypeError, dist.CollectiveMismatchError)):
+        dist.broadcast(x, Rank() if dist.get_rank() == 0 else 0)  # type: ignore[arg-type]
+    still_works("an error of an enumeration")

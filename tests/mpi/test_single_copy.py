@@ -58,7 +58,7 @@ def test_every_call_takes_two_steps(group: Any, name: str) -> None:
     for turn in range(3):
         before = 0 if group.pair.node._segment is None else group.pair.node._segment.step
         cases.run(name, iter([Case("d", count, group=group, seed=turn)]))
-        assert group.pair.node._segment.step - before == (0 if tiny and turn else 2), turn
+        assert group.pair.node._segment.step - before == (0 if tiny and turn == 2 else 2), turn
 
 
 def test_lists_of_arrays_that_stand_apart(group: Any) -> None:

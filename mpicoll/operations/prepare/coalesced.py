@@ -40,7 +40,7 @@ from mpicoll.transports.base import EAGER_BYTES, Kind, Movement
 BUCKET_BYTES = 25 * 1024 * 1024
 """Bytes of a bucket (the same as in DistributedDataParallel of torch)."""
 
-ALONE_BYTES = 1024 * 1024
+LARGE_BYTES = 1024 * 1024
 """Bytes of an array that moves by itself, since the two copies of its elements take longer than one movement more (measured)."""
 
 CACHED_BYTES = 256 * 1024 * 1024
@@ -127,7 +127,7 @@ class Plan:
         filling: dict[tuple[np.dtype[Any], str], _Bucket] = {}
         for place, (dtype, name, shape) in enumerate(zip(dtypes, names, shapes, strict=True)):
             elements = int(np.prod(shape, dtype=np.int64))
-            if elements * dtype.itemsize >= ALONE_BYTES:
+            if elements * dtype.itemsize >= LARGE_BYTES:
                 self.buckets.append(_Bucket(dtype, name))
                 self.buckets[-1].add(place, elements)
                 continue

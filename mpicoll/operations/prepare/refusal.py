@@ -33,8 +33,9 @@ def refuse(
 
     An error that a signal handler of the program has raised says nothing about the arguments. Then the call is not made.
     """
-    if handler_calls.raised(error):
-        raise error
+    interruption = handler_calls.raised(error)
+    if interruption is not None:
+        raise interruption
     call = CallDescription(op, (), site, error=wrong_argument(error), alias=alias)
     execution.run(group, call, None, outputs=[], limit=min(group.timeout, limit))
     raise AssertionError("a call with wrong arguments always raises") from error

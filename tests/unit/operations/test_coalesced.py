@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 
-from mpicoll.operations.prepare.coalesced import ALONE_BYTES, Plan, layout
+from mpicoll.operations.prepare.coalesced import LARGE_BYTES, Plan, layout
 
 DTYPES = [np.dtype(char) for char in "dfD"]
 
@@ -33,8 +33,8 @@ def test_every_array_stands_in_one_bucket_of_its_dtype() -> None:
 def test_a_large_array_moves_by_itself() -> None:
     """It needs no buffer, and the arrays around it stand in one bucket."""
     d = np.dtype("d")
-    large = ALONE_BYTES // d.itemsize
-    plan = Plan([d] * 5, [(3,), (large,), (large - 1,), (4,), (large, 2)], 25 * ALONE_BYTES)
+    large = LARGE_BYTES // d.itemsize
+    plan = Plan([d] * 5, [(3,), (large,), (large - 1,), (4,), (large, 2)], 25 * LARGE_BYTES)
     assert [bucket.places for bucket in plan.buckets] == [[0, 2, 3], [1], [4]]
     assert [flat is None for flat in plan.take()] == [False, True, True]
     plan = Plan([d] * 2, [(large,), (3,)], 10)
