@@ -70,9 +70,8 @@ def _handles_signal(frame: FrameType) -> bool:
     names = code.co_varnames[: code.co_argcount + bool(code.co_flags & CO_VARARGS)]
     values = [given.get(name) for name in names if not CallSite.inside(code)]
     flat = [each for value in values for each in (value if type(value) is tuple else (value,))]
-    return any(isinstance(each, FrameType) for each in flat) and any(
-        isinstance(each, int) and each in _NUMBERS for each in flat
-    )
+    kinds = [type(each) for each in flat]  # isinstance() looks at the object, which may raise
+    return FrameType in kinds and any(kind is int and each in _NUMBERS for kind, each in zip(kinds, flat, strict=True))
 
 
 def _is_part_of_call(frame: FrameType) -> bool:
