@@ -44,7 +44,8 @@ def destroy_process_group(group: Any = None) -> None:
     known, site = registry.state(), call_site()
     is_world = found is known.world
     doomed = list(known.groups.values()) if is_world else [found]
-    if os.getpid() == known.pid:
+    is_own = os.getpid() == known.pid  # and not a forked child, whose parent still uses the groups
+    if is_own:
         for block in tuple(known.blocks):
             if is_world or block.group() is found:
                 raise block.refuse("destroy_process_group", site)
@@ -57,7 +58,8 @@ def destroy_process_group(group: Any = None) -> None:
     with nullcontext() if waiting.progress_thread is None else waiting.progress_thread.resting():
         for each in doomed:
             _destroy(each, endpoint)
-            note_destroyed(known, str(site))
+            if is_own:
+                note_destroyed(known, str(site))
             known.groups.pop(each.group_name, None)
             known.node = None if known.node is each else known.node
             known.leaders = None if known.leaders is each else known.leaders

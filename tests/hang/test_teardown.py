@@ -980,3 +980,24 @@ dist.all_reduce(x, group=group)
     assert "PeerExitedError" in job.err[0], job
     assert "PeerExitedError" in job.err[1], job
     assert re.search(r"rank 2 destroyed the\s+group at \S+:\d+ after 2 calls on this group", job.stderr), job
+
+
+def test_a_forked_child_that_destroys_the_groups_disturbs_nobody() -> None:
+    """The parent goes on with the groups; another rank waits meanwhile."""
+    job = run_job(
+        HEAD
+        + """
+if r == 0 and os.fork() == 0:
+    dist.destroy_process_group()
+    os._exit(0)
+if r == 0:
+    time.sleep(1.5)
+x = np.ones(3)
+dist.all_reduce(x)
+print(x[0], flush=True)
+""",
+        2,
+        limit=40,
+    )
+    assert job.returncode == 0, job
+    assert [out.splitlines() for out in job.out] == [["2.0"]] * 2, job
