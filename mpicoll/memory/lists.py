@@ -6,8 +6,10 @@ the device, which takes little time compared to MPI.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -138,3 +140,23 @@ def _in_one_piece(found: list[ListMemory], arguments: tuple[ListArgument, ...]) 
             else:
                 argument.gather = gather
     return True
+
+
+_MOST_WORDS = 60
+
+
+def list_words(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> str:
+    """Return ``2 x float32(3, 4), float64()``: different lists have different texts, also if these are cut."""
+    words = []
+    for (name, shape), same in groupby(zip(names, shapes, strict=True)):
+        count = sum(1 for _ in same)
+        text = f"{name}({', '.join(map(str, shape))})"
+        words.append(f"{count} x {text}" if count > 1 else text)
+    return shortened(", ".join(words))
+
+
+def shortened(text: str) -> str:
+    """Return a text, or its beginning and a checksum if it is too long."""
+    if len(text) <= _MOST_WORDS:
+        return text
+    return f"{text[: _MOST_WORDS - 20]}… {blake2b(text.encode(), digest_size=8).hexdigest()}"

@@ -11,8 +11,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from hashlib import blake2b
-from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
@@ -26,6 +24,7 @@ from mpicoll.memory.adapt import adapt, adapt_list, apart, viewed
 from mpicoll.memory.dtypes import Reduction, dtype_name, is_native, resolve_reduction
 from mpicoll.memory.half import wide
 from mpicoll.memory.layouts import are_disjoint
+from mpicoll.memory.lists import list_words, shortened
 from mpicoll.memory.memory import AnyArray, Memory
 from mpicoll.memory.protocols import as_numpy
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
@@ -50,7 +49,6 @@ FEW = 32
 """Most arrays that are reduced where they stand, without a flat buffer."""
 
 _MOST_PLANS = 16
-_MOST_WORDS = 60
 _plain = attrgetter("flags.carray")
 
 
@@ -122,7 +120,7 @@ class Plan:
         self.shapes = shapes
         self.bytes = bytes_
         self.buckets: list[_Bucket] = []
-        self.words = layout([name or dtype_name(dtype) for dtype, name in zip(dtypes, names, strict=True)], shapes)
+        self.words = list_words([name or dtype_name(dtype) for dtype, name in zip(dtypes, names, strict=True)], shapes)
         self._free: list[list[_Flat | None]] = []
         filling: dict[tuple[np.dtype[Any], str], _Bucket] = {}
         for place, (dtype, name, shape) in enumerate(zip(dtypes, names, shapes, strict=True)):
@@ -149,23 +147,6 @@ class Plan:
         """Return the buffers, which are cached for the next call."""
         if not self._free and self.nbytes <= CACHED_BYTES:
             self._free.append(flats)
-
-
-def layout(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> str:
-    """Return ``2 x float32(3, 4), float64()``: different lists have different texts, also if these are cut."""
-    words = []
-    for (name, shape), same in groupby(zip(names, shapes, strict=True)):
-        count = sum(1 for _ in same)
-        text = f"{name}({', '.join(map(str, shape))})"
-        words.append(f"{count} x {text}" if count > 1 else text)
-    return _cut(", ".join(words))
-
-
-def _cut(text: str) -> str:
-    """Return a text, or its beginning and a checksum if it is too long."""
-    if len(text) <= _MOST_WORDS:
-        return text
-    return f"{text[: _MOST_WORDS - 20]}… {blake2b(text.encode(), digest_size=8).hexdigest()}"
 
 
 _plans: dict[Any, Plan] = {}
@@ -444,4 +425,4 @@ def _gradients(arrays: Any) -> tuple[Any, str]:
         return arrays, ""
     gradients = [parameter.grad for parameter in parameters()]
     without = ", ".join(str(place) for place, gradient in enumerate(gradients) if gradient is None)
-    return [gradient for gradient in gradients if gradient is not None], _cut(without)
+    return [gradient for gradient in gradients if gradient is not None], shortened(without)

@@ -9,10 +9,9 @@ import numpy as np
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import peer_rank
 from mpicoll.memory.adapt import adapt_list, apart, same_dtype
-from mpicoll.memory.lists import ListArgument, list_memories
+from mpicoll.memory.lists import ListArgument, list_memories, list_words
 from mpicoll.memory.memory import AnyArray, Memory
 from mpicoll.memory.scratch import scratch
-from mpicoll.operations.prepare.coalesced import layout
 from mpicoll.operations.prepare.run import (
     Cached,
     Prepared,
@@ -197,7 +196,7 @@ def all_gather_coalesced(
     counts = tuple(sum(memory.flat.size for memory in row) for row in rows)
     uneven = len(set(counts)) > 1
     shapes = [[memory.shape for memory in row] for row in rows]
-    texts = [layout([inputs[0].name] * len(row), row) for row in shapes]
+    texts = [list_words([inputs[0].name] * len(row), row) for row in shapes]
     words = texts[0] if len(set(texts)) == 1 else tuple(texts)
     key = (inputs[0].name, ("arrays", len(inputs)), ("layout", words))
     send, packed = scratch(counts[g.rank()], dtype), scratch(sum(counts), dtype)

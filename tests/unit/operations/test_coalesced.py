@@ -7,7 +7,8 @@ import random
 
 import numpy as np
 
-from mpicoll.operations.prepare.coalesced import LARGE_BYTES, Plan, layout
+from mpicoll.memory.lists import list_words
+from mpicoll.operations.prepare.coalesced import LARGE_BYTES, Plan
 
 DTYPES = [np.dtype(char) for char in "dfD"]
 
@@ -60,11 +61,11 @@ def test_buffers_have_one_user_at_a_time() -> None:
 def test_other_lists_have_other_words() -> None:
     """Runs are told once, texts are short, and what is left out still tells lists apart."""
     f, d = "float32", "float64"
-    assert layout([f, f, d], [(2, 3), (2, 3), ()]) == "2 x float32(2, 3), float64()"
+    assert list_words([f, f, d], [(2, 3), (2, 3), ()]) == "2 x float32(2, 3), float64()"
     lists = [[(i,) for i in range(100)] for _ in range(100)]
     for i, shapes in enumerate(lists):
         shapes[i] = (7, i)
-    words = {layout([f] * 100, shapes) for shapes in lists}
+    words = {list_words([f] * 100, shapes) for shapes in lists}
     assert len(words) == 100
     assert max(map(len, words)) <= 60
 
