@@ -89,20 +89,20 @@ def before_c(error: BaseException) -> BaseException:
             if f"{type(found).__name__}: {found}" in text:
                 error = found.with_traceback(error.__traceback__)
                 break
-    shown = _texts(error)
+    shown = "\n".join(f"{type(each).__name__}: {each}" for each in chain_of(error))
     for each in [*_unseen]:
         if f"{type(each).__name__}: {each}" in shown:
             _unseen.remove(each)
     return error
 
 
-def _texts(error: BaseException | None) -> str:
-    """Return the texts of an error and of the errors that it was raised from or behind."""
-    texts: dict[int, str] = {}
-    while error is not None and id(error) not in texts:
-        texts[id(error)] = f"{type(error).__name__}: {error}"
+def chain_of(error: BaseException | None) -> list[BaseException]:
+    """Return an error, and the errors that it was raised from or behind."""
+    found: list[BaseException] = []
+    while error is not None and all(error is not each for each in found):
+        found.append(error)
         error = error.__cause__ or error.__context__
-    return "\n".join(texts.values())
+    return found
 
 
 @dataclass(frozen=True, slots=True)

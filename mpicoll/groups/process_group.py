@@ -142,9 +142,8 @@ class ProcessGroup(Membership):
         self.plans: OrderedDict[Any, Plan] = OrderedDict()  # all members make and free them at the same calls
         self.own_plans: OrderedDict[Any, Plan] = OrderedDict()  # of calls without a round: only of this rank
         self.prepared: dict[Any, Any] = {}  # calls that were prepared, by signature
-        self.unequal: dict[
-            Any, None
-        ] = {}  # signatures of calls of unequal blocks, which are prepared if they are made again
+        # Signatures of calls of unequal blocks, which are prepared when they are made again.
+        self.unequal: dict[Any, None] = {}
         pair.receiver.torn = lambda error: self.give_up(
             f"{type(error).__name__} was raised while messages were received"
         )

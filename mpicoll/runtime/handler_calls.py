@@ -13,6 +13,7 @@ from inspect import CO_VARARGS
 from threading import get_ident
 from types import CodeType, FrameType
 
+from mpicoll.errors import chain_of
 from mpicoll.runtime.call_site import CallSite
 
 inside: set[int] = set()
@@ -48,27 +49,26 @@ def found() -> bool:
     return False
 
 
-def raised(error: BaseException | None) -> BaseException | None:
+def raised(error: BaseException) -> BaseException | None:
     """Return the error that a signal handler of the program has raised: an error, or one that it was raised from or behind.
 
     The frame of a handler has a frame among its arguments. A handler may have been replaced since it was called.
     """
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        trace = error.__traceback__
+    for each in chain_of(error):
+        trace = each.__traceback__
         while trace is not None:
             if _handles_signal(trace.tb_frame):
-                return error
+                return each
             trace = trace.tb_next
-        error = error.__cause__ or error.__context__
     return None
 
 
 def _handles_signal(frame: FrameType) -> bool:
-    code, given = frame.f_code, frame.f_locals
-    names = code.co_varnames[: code.co_argcount + bool(code.co_flags & CO_VARARGS)]
-    values = [given.get(name) for name in names if not CallSite.inside(code)]
+    code = frame.f_code
+    if CallSite.inside(code):
+        return False
+    given = frame.f_locals
+    values = [given.get(name) for name in code.co_varnames[: code.co_argcount + bool(code.co_flags & CO_VARARGS)]]
     flat = [each for value in values for each in (value if type(value) is tuple else (value,))]
     kinds = [type(each) for each in flat]  # isinstance() looks at the object, which may raise
     return FrameType in kinds and any(kind is int and each in _NUMBERS for kind, each in zip(kinds, flat, strict=True))
