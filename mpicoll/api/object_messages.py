@@ -118,9 +118,9 @@ def recv_object_list(
     execution.enter(found, "recv_object_list")
     operation, arrived = _start_recv(found, len(object_list), peer)
     operation.complete(found.timeout)
-    whose = f"recv_object_list: the list of rank {operation.group.ranks[operation.returned]}"
-    object_list[:] = arrived[0].load(whose, weights_only)
-    return int(found.ranks[operation.returned])
+    source = int(found.ranks[operation.returned])
+    object_list[:] = arrived[0].load(lambda: f"recv_object_list: the list of rank {source}", weights_only)
+    return source
 
 
 def _call(op: str, group: ProcessGroup, length: int, peer: int) -> CallDescription:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -176,50 +176,67 @@ class IncomingObject:
         except MemoryError as error:
             raise WireError(f"there is no memory for the buffers of {self.header.tail} bytes") from error
 
-    def load(self, whose: str, weights_only: bool = False) -> Any:
+    def load(self, whose: Callable[[], str], weights_only: bool = False) -> Any:
         """Unpickle the object, after all of it has been received.
 
         Args:
-            whose: words for an error: the call, and the rank that sent the object.
+            whose: returns words for an error: the call, and the rank that sent the object.
             weights_only: load data only (see :func:`mpicoll.memory.data_unpickler.load_data`).
 
         Raises:
             Exception: as unpickling raises.
         """
-        try:
-            stream = self.head[self.start :].data
-            if weights_only:
-                from mpicoll.memory.data_unpickler import load_data  # few programs ask for it
-
-                return load_data(stream, self.parts)
-            return pickle.loads(stream, buffers=self.parts)
-        except Exception as error:
-            if hasattr(error, "add_note"):  # Python 3.11
-                error.add_note(
-                    f"{whose} cannot be unpickled on this rank. The list is unchanged, and the group can still be used."
-                )
-            raise
+        return load(self.head[self.start :].data, self.parts, whose, weights_only)
 
 
-def pack(value: Any) -> Packed:
-    """Pickle an object without copying its large buffers.
+def load(stream: bytes | memoryview, parts: list[Bytes], whose: Callable[[], str], weights_only: bool) -> Any:
+    """Unpickle a stream and its buffers; arguments and errors as :meth:`IncomingObject.load`."""
+    try:
+        if weights_only:
+            from mpicoll.memory.data_unpickler import load_data  # few programs ask for it
+
+            return load_data(memoryview(stream), parts)
+        return pickle.loads(stream, buffers=parts)
+    except Exception as error:
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(
+                f"{whose()} cannot be unpickled on this rank. The list is unchanged, and the group can still be used."
+            )
+        raise
+
+
+def stream_of(value: Any, room: int = 0) -> tuple[bytes, list[Bytes]]:
+    """Pickle an object; return the stream, and the buffers outside the stream, which are not copied.
+
+    Args:
+        room: large buffers are copied into the stream, too, as long as they have at most so many bytes together.
 
     Raises:
         Exception: as pickling raises.
     """
     parts: list[Bytes] = []
+    copied = 0
 
     def in_band(buffer: pickle.PickleBuffer) -> bool:
+        nonlocal copied
         try:
             raw = buffer.raw()
         except BufferError:
             return True  # not contiguous: pickle says so
         if raw.nbytes < IN_BAND_BYTES:
             return True
+        if copied + raw.nbytes <= room:
+            copied += raw.nbytes
+            return True
         parts.append(np.frombuffer(raw, np.uint8))
         return False
 
-    return Packed(pickle.dumps(value, protocol=5, buffer_callback=in_band), parts)
+    return pickle.dumps(value, protocol=5, buffer_callback=in_band), parts
+
+
+def pack(value: Any) -> Packed:
+    """Pickle an object without copying its large buffers; errors as :func:`stream_of`."""
+    return Packed(*stream_of(value))
 
 
 def read_header(block: Bytes, kind: bytes, sequence: int, most: int, most_head: int) -> Header:

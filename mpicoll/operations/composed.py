@@ -70,7 +70,7 @@ def _make(group: ProcessGroup, call: CallDescription, steps: Callable[[Agreed], 
                 call.print = fingerprint(call.op, call.key)
             request = Request(group, call, [], limit, waited=True)
             with nullcontext() if steps is None else signals.shield:
-                request.start(group.pair.agreement.order.issue(), partial(_meet_and_move, group, call, steps))
+                request.start(group.pair.agreement.order.issue(), partial(meet_and_move, group, call, steps))
                 request.complete()
             agreed: Agreed | None = request.agreed
             assert agreed is not None
@@ -80,9 +80,10 @@ def _make(group: ProcessGroup, call: CallDescription, steps: Callable[[Agreed], 
             raise
 
 
-def _meet_and_move(
+def meet_and_move(
     group: ProcessGroup, call: CallDescription, steps: Callable[[Agreed], Steps] | None, agreed: Agreed
 ) -> Steps:
+    """Make the steps of a call, behind a meeting if a member may have withdrawn after it posted the round."""
     if agreed.stalled:
         yield from meet(group.pair.agreement, group.pair.data, call)
     if steps is not None:

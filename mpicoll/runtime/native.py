@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = "5796c33c"
+VERSION = "a5321450"
 """The CRC-32 of the sources in ``native/``. An extension that was built from other sources is not used."""
 
 

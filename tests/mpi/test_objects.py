@@ -17,7 +17,7 @@ from ranks import Unpicklable, run_threads
 import mpicoll as dist
 from mpicoll.checks.levels import EVERY
 from mpicoll.memory import pickled
-from mpicoll.operations.prepare import objects as implementation
+from mpicoll.operations import object_transfer as implementation
 from mpicoll.pytest_plugin import collective_raises
 
 pytestmark = pytest.mark.mpi
@@ -248,7 +248,7 @@ def test_what_is_no_object_of_the_call(odd: str, monkeypatch: pytest.MonkeyPatch
     me, size = dist.get_rank(), dist.get_world_size()
     group = dist.new_group()
     if me == 1 and odd == "kind":
-        monkeypatch.setattr(implementation._AllGather, "kind", b"?")
+        monkeypatch.setattr(implementation.AllGather, "kind", b"?")
     if me == 1 and odd == "number":
         group.calls += 1
     with collective_raises(

@@ -135,6 +135,7 @@ struct SharedOperation {
     Py_ssize_t offset, block; /* bytes: where that begins what this member reads of the data of another, and its length */
     Py_ssize_t width;         /* bytes of a piece; `block` if the call has one piece only */
     int copies_once;          /* blocks move from process to process, and in pieces where the kernel does not copy them */
+    int parts;                /* of a call of bytes objects: how many a member sends, each of any length; else 0 */
     Py_ssize_t place;         /* bytes between the pieces for two members in the buffer of a member that sends each another block; else 0 */
     Block *blocks;            /* room for two blocks a member */
     int64_t announced;        /* shared_places() of the last call */
@@ -328,6 +329,12 @@ const char *shared_span(const SharedOperation *self, const Given *arrays, PyObje
 PyObject *shared_contents(const SharedOperation *self, const Given *arrays, PyObject *given);
 /* Return whether such arrays have other contents than these; 0 if these are none. */
 int shared_is_changed(const SharedOperation *self, const Given *arrays, PyObject *given, PyObject *held);
+
+/* Calls of bytes objects: a member writes their lengths, then the objects one behind the other, `sends` bytes at most. */
+int shared_bytes_fit(const SharedOperation *self, const Given *wanted, PyObject *given);
+void shared_write_bytes(const SharedOperation *self, char *to, PyObject *send);
+/* Return what a member has written for this one in a new bytes object; None if there is no memory, or no such object. */
+PyObject *shared_read_bytes(const SharedOperation *self, const char *data);
 
 /* Write the piece of the data that begins at `from`, for the round or the step `at`. */
 void shared_write_data(const SharedOperation *self, int64_t at, PyObject *send, Py_ssize_t from);

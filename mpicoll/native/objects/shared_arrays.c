@@ -1,5 +1,5 @@
-/* The arrays that a SharedOperation was prepared for, whether those that a program passes are such, and the blocks in them of a call that
-   copies once, from process to process. */
+/* The arrays, or bytes objects, that a SharedOperation was prepared for, whether those that a program passes are such, and the blocks in
+   arrays of a call that copies once, from process to process. */
 
 #include "objects.h"
 
@@ -122,6 +122,8 @@ int shared_fits(const SharedOperation *self, const Given *wanted, PyObject *give
 {
     if (wanted->arrays == 0) /* an array that is input on one member and output on another is passed as both */
         return given == Py_None || Py_IS_TYPE(given, known.array);
+    if (self->parts)
+        return shared_bytes_fit(self, wanted, given);
     if (wanted->arrays < 0)
         return has(self, given, wanted->count, flags);
     if (!PyList_CheckExact(given) || PyList_GET_SIZE(given) != wanted->arrays)
@@ -145,6 +147,49 @@ int shared_fits(const SharedOperation *self, const Given *wanted, PyObject *give
             }
     }
     return 1;
+}
+
+int shared_bytes_fit(const SharedOperation *self, const Given *wanted, PyObject *given)
+{
+    if (!PyList_CheckExact(given) || PyList_GET_SIZE(given) != wanted->arrays)
+        return 0;
+    Py_ssize_t room = self->sends - (Py_ssize_t)sizeof(int64_t) * self->parts;
+    for (Py_ssize_t i = 0; wanted == &self->send && i < wanted->arrays; i++) {
+        PyObject *each = PyList_GET_ITEM(given, i);
+        if (!PyBytes_CheckExact(each) || PyBytes_GET_SIZE(each) > room)
+            return 0;
+        room -= PyBytes_GET_SIZE(each);
+    }
+    return 1;
+}
+
+void shared_write_bytes(const SharedOperation *self, char *to, PyObject *send)
+{
+    char *next = to + sizeof(int64_t) * (size_t)self->parts;
+    for (Py_ssize_t i = 0; i < self->send.arrays; i++) {
+        PyObject *each = PyList_GET_ITEM(send, i);
+        const int64_t bytes = PyBytes_GET_SIZE(each);
+        memcpy(to + i * (Py_ssize_t)sizeof bytes, &bytes, sizeof bytes);
+        memcpy(next, PyBytes_AS_STRING(each), (size_t)bytes);
+        next += bytes;
+    }
+}
+
+PyObject *shared_read_bytes(const SharedOperation *self, const char *data)
+{
+    const int mine = self->parts == 1 ? 0 : self->ring->ring.me;
+    int64_t from = (int64_t)sizeof from * self->parts, bytes = 0;
+    for (int i = 0; i <= mine; i++) {
+        from += bytes;
+        memcpy(&bytes, data + i * (Py_ssize_t)sizeof bytes, sizeof bytes);
+        if (bytes < 0 || bytes > self->sends - from)
+            return Py_NewRef(Py_None);
+    }
+    PyObject *found = PyBytes_FromStringAndSize(data + from, (Py_ssize_t)bytes);
+    if (found != NULL)
+        return found;
+    PyErr_Clear();
+    return Py_NewRef(Py_None);
 }
 
 /* The arrays that are given, as a C array of objects, and their number. */

@@ -50,7 +50,7 @@ static int complete(SharedOperation *self, int64_t call, int64_t number, PyObjec
         return 2;
     if (is_in_steps(self) || !shared_fits(self, &self->recv, recv, WRITABLE))
         return 4;
-    if (self->recv.arrays && shared_is_changed(self, &self->recv, recv, before))
+    if (self->recv.arrays && !self->parts && shared_is_changed(self, &self->recv, recv, before))
         return 3;
     if (self->segment != NULL)
         segment_advance(&self->segment->segment);
@@ -219,7 +219,7 @@ PyObject *shared_begin(SharedOperation *self, PyObject *const *args, Py_ssize_t 
         PyErr_SetString(PyExc_TypeError, "begin(group, prepared, send, recv, code, instruction, limit, outputs, places, name, words, claim)");
         return NULL;
     }
-    if (known.request == NULL || is_in_steps(self) || PyList_GET_SIZE(known.observers) != 0 || !fits(self, args + SEND))
+    if (known.request == NULL || is_in_steps(self) || self->parts || PyList_GET_SIZE(known.observers) != 0 || !fits(self, args + SEND))
         Py_RETURN_NONE;
     int64_t given[RING_SAID], *words = self->words;
     if (args[BEGIN_WORDS] != Py_None && !ring_parse_words(args[BEGIN_WORDS], words = given))

@@ -65,6 +65,27 @@ static int is_single_copy(const SharedOperation *self, Py_ssize_t room)
     return !has_own || (self->send.arrays && (self->result != COPIED || parted));
 }
 
+/* Whether the lengths of bytes objects, at least, are in the room of a member, and the lists are those of the result. */
+static int is_of_bytes(const SharedOperation *self, Py_ssize_t room)
+{
+    const int size = self->ring->ring.size;
+    if (self->copies_once || self->width != self->block || self->block != self->sends || self->sends > room || self->itemsize != 1 ||
+        (self->parts != 1 && self->parts != size) || self->sends / (Py_ssize_t)sizeof(int64_t) <= self->parts)
+        return 0;
+    if (self->send.arrays != 0 && self->send.arrays != self->parts)
+        return 0;
+    switch (self->result) {
+    case NOTHING:
+        return self->recv.arrays == 0;
+    case COPIED:
+        return self->recv.arrays == 1 && self->root >= 0;
+    case LIST:
+        return self->recv.arrays == size && self->parts == 1;
+    default:
+        return 0;
+    }
+}
+
 /* Whether all that is written and read stays in the room of a member, and the arrays are those of the result. */
 static int is_consistent(const SharedOperation *self)
 {
@@ -75,6 +96,8 @@ static int is_consistent(const SharedOperation *self)
         return 0;
     if (self->segment != NULL && (self->segment->segment.size != size || self->segment->segment.me != self->ring->ring.me))
         return 0;
+    if (self->parts)
+        return is_of_bytes(self, room);
     if (self->copies_once) {
         if (!is_single_copy(self, room))
             return 0;
@@ -114,18 +137,18 @@ static int is_consistent(const SharedOperation *self)
 static PyObject *shared_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"op", "lock", "ring", "segment", "order", "words", "dtype", "itemsize", "sends", "offset", "block", "width", "root",
-                            "send", "recv", "result", "reduction", "average", "in_place", "poll_ns", "place", NULL};
+                            "send", "recv", "result", "reduction", "average", "in_place", "poll_ns", "place", "parts", NULL};
     static const char *const results[] = {
         [NOTHING] = "", [REDUCED] = "reduced", [COPIED] = "copied", [ROWS] = "rows", [LIST] = "list"};
     PyObject *op, *lock, *ring, *segment, *order, *words, *dtype, *send, *recv;
     const char *result, *reduction;
     Py_ssize_t itemsize, sends, offset, block, width;
-    int root, average, in_place;
+    int root, average, in_place, parts = 0;
     Py_ssize_t place = -1;
     long long budget;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "UOO!OO!O!OnnnnniOOssppL|n", names, &op, &lock, &RingType, &ring, &segment, &OrderType, &order, &PyTuple_Type,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "UOO!OO!O!OnnnnniOOssppL|ni", names, &op, &lock, &RingType, &ring, &segment, &OrderType, &order, &PyTuple_Type,
                                      &words, &dtype, &itemsize, &sends, &offset, &block, &width, &root, &send, &recv, &result,
-                                     &reduction, &average, &in_place, &budget, &place))
+                                     &reduction, &average, &in_place, &budget, &place, &parts))
         return NULL;
     if (!is_made(((RingObject *)ring)->ring.base, "ring") ||
         (segment != Py_None && Py_IS_TYPE(segment, &SegmentType) && !is_made(((SegmentObject *)segment)->segment.base, "segment")))
@@ -157,6 +180,7 @@ static PyObject *shared_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     self->budget = budget;
     self->copies_once = place >= 0;
     self->place = place < 0 ? 0 : place;
+    self->parts = parts;
     self->blocks = PyMem_Calloc(2 * (size_t)self->ring->ring.size, sizeof *self->blocks);
     if (self->blocks == NULL)
         PyErr_NoMemory();
@@ -194,6 +218,10 @@ void shared_write_data(const SharedOperation *self, int64_t at, PyObject *send, 
 {
     char *to = data_of(self, self->ring->ring.me, at);
     Stores *stores = self->segment == NULL ? NULL : &self->segment->segment.stores;
+    if (self->parts) {
+        shared_write_bytes(self, to, send);
+        return;
+    }
     if (self->send.arrays < 0)
         copy_out(stores, to, memory(send) + from, self->width < self->block ? piece(self, from) : self->sends);
     for (Py_ssize_t i = 0; i < self->send.arrays; i++) {
@@ -228,6 +256,12 @@ void shared_read_result(const SharedOperation *self, int64_t at, PyObject *recv,
     const int size = self->ring->ring.size;
     const Py_ssize_t bytes = self->width < self->block ? piece(self, from) : self->recv.count * self->itemsize;
     Py_ssize_t offset = self->offset;
+    for (Py_ssize_t i = 0; self->parts && i < self->recv.arrays; i++) {
+        const int rank = self->result == COPIED ? self->root : (int)i;
+        PyList_SetItem(recv, i, shared_read_bytes(self, data_of(self, rank, at)));
+    }
+    if (self->parts)
+        return;
     switch (self->result) {
     case REDUCED:
         if (self->recv.arrays < 0)

@@ -1,52 +1,59 @@
-"""Collectives of objects that pickle can serialize: their arguments, and the steps in which the objects move.
+"""Collectives of objects that pickle can serialize: their arguments, and how such a call is made again.
 
-The members agree on the call, and learn the sizes of the largest object and of the largest head. One transfer of equal blocks
-carries the heads (see ``memory.pickled``): small objects are complete then. The rest of long heads and the buffers move
-directly from the memory of the sender to the memory of the object on the receiver.
+``operations.object_transfer`` moves objects of any size. On one node the extension makes a call that the members have made
+before (:class:`PreparedObjects`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from mpicoll.checks.memory_in_use import check_read
-from mpicoll.diagnosis.call import CallDescription
-from mpicoll.diagnosis.report.entries import name_ranks
-from mpicoll.errors import ARGUMENT, CollectiveMismatchError, DistError, wrong_argument
+from mpicoll.diagnosis.call import CallDescription, fingerprint
+from mpicoll.errors import ARGUMENT, DistError, wrong_argument
+from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import peer_rank
-from mpicoll.memory import pickled
-from mpicoll.memory.pickled import IncomingObject, Packed, WireError, need_list
+from mpicoll.memory.pickled import HEADER, IncomingObject, Packed, load, need_list, stream_of
 from mpicoll.operations import composed, execution
+from mpicoll.operations.object_transfer import (
+    FAILED,
+    SHARED_BYTES,
+    AllGather,
+    Broadcast,
+    Gather,
+    ObjectTransfer,
+    Scatter,
+)
 from mpicoll.operations.prepare.refusal import member
+from mpicoll.operations.prepared import MOST, PreparedOperation
+from mpicoll.operations.request import Request
 from mpicoll.runtime import waiting
-from mpicoll.runtime.call_site import call_site
+from mpicoll.runtime.call_site import CallSite, call_site, caller
+from mpicoll.runtime.native import found as extension
 from mpicoll.runtime.settings import need_bool
-from mpicoll.runtime.waiting import Pollable, Steps
-from mpicoll.transports.base import Kind, Movement
-from mpicoll.transports.control import NOTHING, Agreed
-from mpicoll.transports.mpi.collectives import AllRequests, Post, library_tag, post_all
+from mpicoll.runtime.waiting import Steps
+from mpicoll.transports.base import EAGER_BYTES, Kind
+from mpicoll.transports.control import NOTHING, Agreed, make_words
+from mpicoll.transports.shm.transport import poll_ns
 
-FIRST_BYTES = 16 * 1024
-"""Heads up to this size move whole in the first transfer, each padded to the largest."""
+_BYTES = np.dtype(np.uint8)
+_LENGTH = 8
+"""Bytes of the length of a stream."""
 
-SHORT_BYTES = 512
-"""Bytes of each head in the first transfer if one head is larger."""
+_DEPTH = 3
+"""Frames between :func:`_run` and the program."""
 
-PEERS = 8
-"""Members with which an all-gather exchanges buffers at a time."""
+_PLAIN = frozenset((int, type(None)))
 
-_TAG = 3
-_FAILED = 1 << 62
-
-_Sends = dict[int, tuple[Packed, Any]]
-_Pieces = list[tuple[int, list[Any]]]
 _Ready = tuple[tuple[Any, ...], int, list[Any]]
 """Checked arguments of this rank: the key of the call, its root (-1: none), and the objects to send."""
+
+_Found = bytes | IncomingObject
+"""An object that has arrived: the stream of a pickle, or a stream with buffers."""
 
 
 def broadcast(
@@ -60,10 +67,15 @@ def broadcast(
         key = (("root", g.ranks[root]), ("objects", len(object_list)))
         return key, root, [object_list] if g.rank() == root else []
 
-    made = _run("broadcast_object_list", group, prepare, weights_only, name, _Broadcast)
-    if made is not None and made.arrived:
-        whose = f"broadcast_object_list: the list of rank {made.group.ranks[made.root]}"
-        object_list[:] = made.load(made.root, whose)
+    key = ("broadcast_object_list", src, group_src, _length(object_list), weights_only)
+    found = _run(key, group, (object_list,), prepare, weights_only, name, Broadcast)
+    if found:
+
+        def whose() -> str:
+            g = registry.need_member(group)
+            return f"broadcast_object_list: the list of rank {g.ranks[peer_rank(g, src, group_src, 'src', default=0)]}"
+
+        object_list[:] = _load(found[0], whose, weights_only)
 
 
 def all_gather(object_list: list[Any], obj: Any, group: Any, weights_only: bool, name: str | None) -> None:
@@ -77,9 +89,10 @@ def all_gather(object_list: list[Any], obj: Any, group: Any, weights_only: bool,
             )
         return (("objects", 1),), -1, [obj]
 
-    made = _run("all_gather_object", group, prepare, weights_only, name, _AllGather)
-    if made is not None:
-        object_list[: made.group.size()] = made.load_all()
+    key = ("all_gather_object", _length(object_list), weights_only)
+    found = _run(key, group, (obj,), prepare, weights_only, name, AllGather)
+    if found:
+        object_list[: len(found)] = _load_all(found, key[0], group, weights_only)
 
 
 def gather(
@@ -98,10 +111,11 @@ def gather(
         _list_of_root(into, "object_gather_list", g, root, "destination")
         return (("root", g.ranks[root]), ("objects", 1)), root, [obj]
 
-    made = _run("gather_object", group, prepare, weights_only, name, _Gather)
-    if made is not None and made.arrived:
+    key = ("gather_object", dst, group_dst, _length(into), weights_only)
+    found = _run(key, group, (obj,), prepare, weights_only, name, Gather)
+    if found:
         assert into is not None
-        into[: made.group.size()] = made.load_all()
+        into[: len(found)] = _load_all(found, key[0], group, weights_only)
 
 
 def scatter(
@@ -125,9 +139,31 @@ def scatter(
             objects = list(inputs or ())
         return (("root", g.ranks[root]), ("objects", 1)), root, objects
 
-    made = _run("scatter_object_list", group, prepare, weights_only, name, _Scatter)
-    if made is not None:
-        output[0] = made.load(made.group.rank(), "scatter_object_list: the object for this rank")
+    key = ("scatter_object_list", src, group_src, _length(inputs), min(_length(output) or -1, 1), weights_only)
+    found = _run(key, group, inputs, prepare, weights_only, name, Scatter)
+    if found:
+        output[0] = _load(found[0], lambda: "scatter_object_list: the object for this rank", weights_only)
+
+
+def _length(given: Any) -> int | None:
+    """Return the length of a list, None for None, and -1 for all else, with which no call is prepared."""
+    return len(given) if type(given) is list else None if given is None else -1
+
+
+def _load(found: _Found, whose: Callable[[], str], weights_only: bool) -> Any:
+    if isinstance(found, bytes):
+        return load(found, [], whose, weights_only)
+    return found.load(whose, weights_only)
+
+
+def _load_all(found: list[_Found], op: str, given: Any, weights_only: bool) -> list[Any]:
+    def whose() -> str:
+        return f"{op}: the object of rank {registry.need_member(given).ranks[len(loaded)]}"
+
+    loaded: list[Any] = []
+    for each in found:
+        loaded.append(_load(each, whose, weights_only))
+    return loaded
 
 
 def _list_of_root(values: Any, name: str, group: ProcessGroup, root: int, role: str) -> None:
@@ -142,254 +178,147 @@ def _list_of_root(values: Any, name: str, group: ProcessGroup, root: int, role: 
         raise ValueError(f"{name} must have one place for each of the {group.size()} ranks, got {len(values)}")
 
 
-@dataclass(slots=True)
-class _Transfer:
-    """This rank's part in one call with right arguments.
+class PreparedObjects(PreparedOperation):
+    """A call of objects, prepared for a group on one node: the streams of the pickles come with the round.
+
+    If the streams of a member are too long, or a member makes the call in another way, all members move them in the general
+    way, and then know the size of the largest object: so they choose the same room for the next call.
 
     Attributes:
-        packed: objects to send.
-        weights_only: the objects of other ranks are loaded if they hold data only.
-        failed: exception of pickling, if the round carries it as a detail and not as an error.
-        arrived: received objects by rank, not unpickled yet.
-        whole, whole_heads: the first transfer carries all objects, or all heads.
+        room: most bytes of the streams of a member, and of their lengths.
+        parts: streams that a member sends, if it sends any.
+        sends, results: streams that this rank sends and receives.
+        again: the signature of the call.
+        transfer, weights_only: of the general way.
     """
 
-    group: ProcessGroup
-    call: CallDescription
-    root: int
-    packed: list[Packed]
-    weights_only: bool
-    failed: Exception | None = None
-    arrived: dict[int, IncomingObject] = field(default_factory=dict)
-    whole: bool = False
-    whole_heads: bool = False
-    kind = b"?"
+    __slots__ = ("again", "parts", "results", "room", "sends", "transfer", "weights_only")
 
-    def steps(self, agreed: Agreed) -> Steps:
-        """Move the objects: a generator for ``operations.composed.run``."""
-        if agreed.most >= _FAILED:
-            if self.failed is not None:
-                self.call.error = self.failed
-                raise self.failed
-            odd = self.group.ranks[agreed.most - _FAILED]
-            raise CollectiveMismatchError(
-                f"{self.call.op} on group {self.group.display}, at {self.call.site}: an object of {name_ranks([odd])} could not "
-                "be pickled, and that rank raised the error of pickle"
-            )
-        first = _first_bytes(agreed.most)
-        self.whole = agreed.block_bytes <= first
-        self.whole_heads = agreed.most <= first
-        wire_error = WireError  # at the end of the interpreter the module's names are deleted before generators
-        try:
-            yield from self.move(agreed, first)
-        except wire_error as error:
-            raise self.refused(error) from error
+    def __init__(self, made: ObjectTransfer, again: tuple[Any, ...], room: int) -> None:
+        group, call, root = made.group, made.call, made.root
+        size, is_root = group.size(), root in (-1, group.rank())
+        self.again, self.transfer, self.weights_only = again, type(made), made.weights_only
+        self.room, self.parts = room, _parts(made)
+        self.sends, self.results = {
+            Kind.BROADCAST: (int(is_root), int(not is_root)),
+            Kind.SCATTER: (size if is_root else 0, 1),
+        }.get(made.moves, (1, size if is_root else 0))
+        key = call.key[:-1] if call.key[-1][0] == "name" else call.key
+        bound = HEADER.size + room - _LENGTH * self.parts  # of the head of one object
+        super().__init__(call.op, key, made.moves, bound, root=root, detail=bound, uneven=True)
+        self.agreement, self._named = group.pair.agreement, (None, ())
+        self.segment, self.width, self.places = None, 0, None
+        node = group.pair.through(self.kind, room)
+        if room > EAGER_BYTES and node is not None:
+            self.segment = node.in_one_step(self.kind, room)
+        self.poll_ns = poll_ns(room, waiting.oversubscribed)
+        print_ = execution.plain_print(group, self.op, fingerprint(self.op, key))
+        # Members that do not compare calls may have different roots: these words differ, too.
+        eager = (room + 1) * (size + 1) + root + 1
+        self.words = self.eager_words = make_words(print_, bound, uneven=True, detail=bound, eager=eager)
+        self.later = self.shared = self._operation(group)
 
-    def move(self, agreed: Agreed, first: int) -> Steps:
-        """Move the objects; ``first`` is the number of bytes of each head in the first transfer."""
-        raise NotImplementedError
-
-    def refused(self, error: WireError) -> DistError:
-        """Return the error for bytes that are no object of this call: the members make different calls."""
-        group, call = self.group, self.call
-        hint = "" if group.level == "full" else ": run with MPICOLL_CHECK=full to see which ranks made different calls"
-        return DistError(
-            f"{call.describe()} on group {group.display}, rank {group.ranks[group.rank()]}, at {call.site}: the received bytes "
-            f"are no object of this call, since {error}{hint}"
+    def _operation(self, group: ProcessGroup) -> Any:
+        """Return the operation of the extension; None if there is no memory for its data."""
+        channel: Any = self.agreement.channel
+        if self.room > EAGER_BYTES and self.segment is None:
+            return None
+        gathers = self.kind in (Kind.ALL_GATHER, Kind.GATHER)
+        return extension.SharedOperation(
+            op=self.op,
+            lock=group.lock,
+            ring=channel.ring,
+            segment=self.segment,
+            order=self.agreement.order,
+            words=self.words,
+            dtype=_BYTES,
+            itemsize=1,
+            sends=self.room,
+            offset=0,
+            block=self.room,
+            width=self.room,
+            root=self.root,
+            send=[()] * self.sends or None,
+            recv=[()] * self.results or None,
+            result="" if not self.results else "list" if gathers else "copied",
+            reduction="",
+            average=False,
+            in_place=False,
+            poll_ns=self.poll_ns,
+            parts=self.parts,
         )
 
-    def prefix(self, packed: Packed) -> Any:
-        return packed.prefix(self.kind, self.call.seq)
-
-    def incoming(self, block: Any, agreed: Agreed) -> IncomingObject:
-        """Return the object whose first block was received."""
-        header = pickled.read_header(block, self.kind, self.call.seq, agreed.block_bytes, agreed.most)
-        return IncomingObject(block, header)
-
-    def first_movement(self, agreed: Agreed, move: Movement, first: int) -> Steps:
-        """Move one block of ``first`` bytes for each member, without blocking."""
-        transport = self.group.pair.native
-        if agreed.nonblocking:
-            yield transport.nonblocking(move)
-            return
-        key = ("objects", move.kind, move.root, first)
-        plan = self.group.plan(self.group.plans, key)
-        if plan is None:
-            plan = transport.plan(move)
-            self.group.keep_plan(self.group.plans, key, plan)
-        yield plan.start(move)
-        plan.finish(move)
-
-    def exchange(self, sends: _Pieces, receives: _Pieces, meanwhile: Callable[[], None]) -> Steps:
-        """Send pieces to and receive pieces from ranks of the group, and call ``meanwhile`` while they move."""
-        control, tag = self.group.pair.control, library_tag(_TAG)
-        posts: list[Post] = [(control.Irecv, piece, peer, tag) for peer, pieces in receives for piece in pieces]
-        posts += [(control.Isend, piece, peer, tag) for peer, pieces in sends for piece in pieces]
-        if posts:
-            requests = AllRequests(post_all(posts))
-            waiting.transfer_hint(sum(piece.nbytes for _, piece, _, _ in posts))
-            yield from self.beside(requests, meanwhile)
-        else:
-            meanwhile()
-
-    def beside(self, requests: AllRequests, meanwhile: Callable[[], None]) -> Steps:
-        """Call ``meanwhile`` while messages move; wait for the messages even if it raises."""
-        failed: Exception | None = None
+    def streams(self, values: Any) -> list[bytes] | None:
+        """Return the pickles of what this rank sends; None if that is left to the general way."""
         try:
-            meanwhile()
-        except Exception as error:
-            failed = error
-        yield requests
-        if failed is not None:
-            raise failed
+            pickles = [stream_of(value, self.room) for value in values] if self.sends else []
+        except Exception:  # raised again where it is raised on all members
+            return None
+        return None if any(buffers for _, buffers in pickles) else [stream for stream, _ in pickles]
 
-    def exchange_all(self, sends: _Sends, receives: dict[int, IncomingObject], first: int) -> Steps:
-        """Exchange the rest of the heads, then the buffers, with some ranks of the group at a time.
-
-        Args:
-            sends: object and prefix for each destination.
-            receives: object of each source.
-            first: bytes of each head that were received.
-        """
-        me, size = self.group.rank(), self.group.size()
-        if self.whole:  # nothing else moves on any rank
-            size = 1
-            for incoming in receives.values():
-                incoming.open()
-        for at in range(1, size, PEERS):
-            to = [(me + d) % size for d in range(at, min(at + PEERS, size))]
-            of = [(me - d) % size for d in range(at, min(at + PEERS, size))]
-            if not self.whole_heads:
-                yield from self.exchange(
-                    [(peer, sends[peer][0].rest(sends[peer][1], first)) for peer in to if peer in sends],
-                    [(peer, receives[peer].rest(first)) for peer in of if peer in receives],
-                    _nothing,
-                )
-            for peer in of:
-                if peer in receives:
-                    receives[peer].open()
-            yield from self.exchange(
-                [(peer, pickled.pieces(sends[peer][0].parts)) for peer in to if peer in sends],
-                [(peer, pickled.pieces(receives[peer].parts)) for peer in of if peer in receives],
-                self.copy_own if at == 1 else _nothing,
+    def make(self, group: ProcessGroup, send: list[bytes], frame: Any, name: str | None) -> list[_Found] | None:
+        """Make the call, and return what this rank has received; None, and nothing done, if that is impossible."""
+        recv: Any = [None] * self.results or None
+        more = () if name is None else (None, name, self.words_named(group, name))
+        shared: Any = self.shared
+        if not shared.run(group, self, send or None, recv, frame, *more):
+            return None
+        if recv is not None and None in recv:
+            raise DistError(
+                f"{self.op} on group {group.display}, at {CallSite(frame.f_code, frame.f_lasti)}: the received bytes are no "
+                "object of this call, or there is no memory for them"
             )
-        self.copy_own()
-        self.arrived.update(receives)
+        return recv or []
 
-    def copy_own(self) -> None:
-        """Copy the object that this rank gets from itself, unless it was copied before."""
-        me = self.group.rank()
-        if self.root in (-1, me) and me not in self.arrived:
-            self.arrived[me] = self.packed[me % len(self.packed)].copied()  # a scatter has one for each member
+    def describe(self, request: Request) -> CallDescription:
+        """Return the description of one start."""
+        call = super().describe(request)
+        call.uneven = True
+        return call
 
-    def load_all(self) -> list[Any]:
-        """Unpickle the objects of all members."""
-        op, ranks = self.call.op, self.group.ranks
-        return [self.load(at, f"{op}: the object of rank {rank}") for at, rank in enumerate(ranks)]
-
-    def load(self, of: int, whose: str) -> Any:
-        """Unpickle the object of a rank of the group; ``whose`` as in :meth:`IncomingObject.load`."""
-        return self.arrived.pop(of).load(whose, self.weights_only)
-
-
-class _Broadcast(_Transfer):
-    kind = b"B"
-
-    def move(self, agreed: Agreed, first: int) -> Steps:
-        """Broadcast the first bytes, the rest of the head, and each buffer."""
-        block = np.empty(first, np.uint8)
-        incoming: IncomingObject | None = None
-        if self.packed:
-            packed = self.packed[0]
-            prefix = self.prefix(packed)
-            packed.block(prefix, block)
-        yield from self.first_movement(agreed, Movement(Kind.BROADCAST, recv=block, root=self.root), first)
-        moved = 0
-        if self.packed:
-            rest = packed.rest(prefix, first)
-        else:
-            incoming = self.incoming(block, agreed)
-            rest = incoming.rest(first)
-        for piece in rest:
-            moved = yield from self.broadcast(agreed, piece, moved)
-        if incoming is not None:
-            incoming.open()
-        for piece in pickled.pieces(packed.parts if incoming is None else incoming.parts):
-            moved = yield from self.broadcast(agreed, piece, moved)
-        if incoming is not None:
-            self.arrived[self.root] = incoming
-
-    def broadcast(self, agreed: Agreed, piece: Any, moved: int) -> Generator[Pollable, None, int]:
-        """Broadcast memory in place."""
-        move = Movement(Kind.BROADCAST, recv=piece, root=self.root)
-        return (yield from composed.move_once(self.group, self.call, agreed, move, moved))
+    def steps(self, request: Request) -> Steps:
+        """Return the steps of the general way, whose results are objects with buffers."""
+        group, packed = request.group, [Packed(stream, []) for stream in request.send or ()]
+        made = self.transfer(group, request.call, self.root, packed, self.weights_only)
+        yield from composed.meet_and_move(group, request.call, made.steps, request.agreed)
+        if request.recv is not None:
+            request.recv[:] = made.found()
+        _keep(made, self.again)
 
 
-class _Gather(_Transfer):
-    kind = b"G"
-
-    def move(self, agreed: Agreed, first: int) -> Steps:
-        """Gather the first bytes, on the root or on all members; then each member sends the rest."""
-        me, root, everywhere = self.group.rank(), self.root, self.root < 0
-        packed, here = self.packed[0], everywhere or me == root
-        prefix, mine = self.prefix(packed), np.empty(first, np.uint8)
-        packed.block(prefix, mine)
-        blocks = np.empty((self.group.size() if here else 0, first), np.uint8)
-        kind = Kind.ALL_GATHER if everywhere else Kind.GATHER
-        move = Movement(kind, send=mine, recv=blocks.reshape(-1) if here else None, root=root)
-        yield from self.first_movement(agreed, move, first)
-        others = [peer for peer in range(self.group.size()) if peer != me]
-        receives = {peer: self.incoming(blocks[peer], agreed) for peer in others if here}
-        sends = dict.fromkeys([peer for peer in others if everywhere or peer == root], (packed, prefix))
-        yield from self.exchange_all(sends, receives, first)
-
-
-class _AllGather(_Gather):
-    kind = b"A"
-
-
-class _Scatter(_Transfer):
-    kind = b"S"
-
-    def move(self, agreed: Agreed, first: int) -> Steps:
-        """Scatter the first bytes; then the root sends the rest to each member."""
-        me, size = self.group.rank(), self.group.size()
-        block = np.empty(first, np.uint8)
-        prefixes = [self.prefix(packed) for packed in self.packed]
-        blocks = np.empty((len(prefixes), first), np.uint8)
-        for packed, prefix, into in zip(self.packed, prefixes, blocks, strict=True):
-            packed.block(prefix, into)
-        move = Movement(Kind.SCATTER, send=blocks.reshape(-1) if prefixes else None, recv=block, root=self.root)
-        yield from self.first_movement(agreed, move, first)
-        if prefixes:
-            sends = {peer: (self.packed[peer], prefixes[peer]) for peer in range(size) if peer != me}
-            yield from self.exchange_all(sends, {}, first)
-        else:
-            yield from self.exchange_all({}, {self.root: self.incoming(block, agreed)}, first)
-            self.arrived[me] = self.arrived.pop(self.root)
-
-
-def _first_bytes(largest: int) -> int:
-    """Return the bytes of each head in the first transfer: a power of two, so that few plans serve all calls."""
-    return max(64, 1 << (largest - 1).bit_length()) if largest <= FIRST_BYTES else SHORT_BYTES
-
-
-def _nothing() -> None:
-    """Do nothing."""
+def _parts(made: ObjectTransfer) -> int:
+    return made.group.size() if made.moves is Kind.SCATTER else 1
 
 
 def _run(
-    op: str,
+    again: tuple[Any, ...],
     given: Any,
+    values: Any,
     prepare: Callable[[ProcessGroup], _Ready],
     weights_only: bool,
     name: str | None,
-    transfer: type[_Transfer],
-) -> _Transfer | None:
-    """Check arguments, pickle, agree, and move; None if this rank is not in the group that the program gave.
+    transfer: type[ObjectTransfer],
+) -> list[_Found] | None:
+    """Check arguments, pickle, agree, and move; return what this rank has received, in the order of the ranks.
 
     The caller unpickles, when no other rank waits for this rank any more.
+
+    Args:
+        again: the function, and the arguments by which a call that is made again is found.
+        given: the group as the program gave it; a rank outside of the group gets None.
+        values: what this rank sends, if it sends anything.
     """
+    streams: list[bytes] | None = None
+    known: Any = registry.default.world if given is None else given
+    plain = type(weights_only) is bool and _PLAIN.issuperset(map(type, again[1:-1])) and -1 not in again[1:]
+    prepared = known.prepared.get(again) if plain and type(known) is ProcessGroup else None
+    if type(prepared) is PreparedObjects and (name is None or type(name) is str):
+        frame = caller(_DEPTH)
+        streams = None if CallSite.inside(frame.f_code) else prepared.streams(values)
+        found = None if streams is None else prepared.make(known, streams, frame, name)
+        if found is not None:
+            return found
+    op: str = again[0]
     group = member(given, op)
     if group is None:
         return None
@@ -405,7 +334,8 @@ def _run(
         except ValueError as error:
             raise wrong_argument(error) from None
         try:
-            packed = [pickled.pack(value) for value in objects]
+            pickles = map(stream_of, objects) if streams is None else [(stream, []) for stream in streams]
+            packed = [Packed(*pickle) for pickle in pickles]
         except Exception as error:
             if group.level == "full":
                 raise
@@ -427,12 +357,31 @@ def _run(
         key,
         site,
         uneven=True,  # the detail is not compared: its maximum counts
-        detail=largest if failed is None else _FAILED + group.rank(),
+        detail=largest if failed is None else FAILED + group.rank(),
         block_bytes=max((each.nbytes for each in packed), default=0),
     )
     made = transfer(group, call, root, packed, weights_only, failed)
     composed.run(group, call, made.steps)
-    return made
+    if plain:
+        _keep(made, again)
+    return list(made.found())
+
+
+def _keep(made: ObjectTransfer, again: tuple[Any, ...]) -> None:
+    """Prepare the next such call, if its streams will have room in shared memory; all members choose the same room."""
+    group = made.group
+    if not group.pair.agreement.channel.carries_data or type(group) is not ProcessGroup or group.gone():
+        return
+    found, most = group.prepared.get(again), (made.largest - HEADER.size + _LENGTH) * _parts(made)
+    room = EAGER_BYTES if most <= EAGER_BYTES else SHARED_BYTES
+    if most <= room and registry.state().thread_multiple:
+        if found is not None and found.room == room:
+            return
+        prepared = PreparedObjects(made, again, room)
+        if prepared.shared is not None:
+            group.keep_newest(group.prepared, again, prepared, MOST)
+            return
+    group.prepared.pop(again, None)
 
 
 def _no_steps(agreed: Agreed) -> Steps:

@@ -1,0 +1,252 @@
+"""Calls of objects that are made again: on one node their pickles come with the round, unless a member's are too long."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import Unpicklable, give_up, run_threads
+
+import mpicoll as dist
+from mpicoll.groups import registry
+from mpicoll.operations.object_transfer import SHARED_BYTES, ObjectTransfer
+from mpicoll.operations.prepare.objects import PreparedObjects
+from mpicoll.pytest_plugin import collective_raises
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+
+class Refuses:
+    """An object that raises where it is unpickled on the rank with that number."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __reduce__(self) -> Any:
+        return refuse_on, (self.rank,)
+
+
+def refuse_on(rank: int) -> str:
+    """Raise on one rank."""
+    if dist.get_rank() == rank:
+        raise LookupError("refused here")
+    return "came"
+
+
+@contextlib.contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Give the calls whose objects move in the general way."""
+    calls: list[str] = []
+    steps = ObjectTransfer.steps
+
+    def counting(self: ObjectTransfer, agreed: Any) -> Any:
+        calls.append(self.call.op)
+        return steps(self, agreed)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectTransfer, "steps", counting)
+        yield calls
+
+
+def make_all(values: list[Any], root: int, group: Any = None, name: str | None = None) -> None:
+    """Make each call once, with an object of each rank, and compare what has come."""
+    me, size = dist.get_rank(group), dist.get_world_size(group)
+    given: list[Any] = [values[me], "second"]
+    dist.broadcast_object_list(given, group=group, group_src=root, name=name)
+    assert given == [values[root], "second"]
+    came: list[Any] = [None] * (size + 1)
+    dist.all_gather_object(came, values[me], group, name=name)
+    assert came == [*values, None]
+    came = [None] * size
+    dist.gather_object(values[me], came if me == root else None, group=group, group_dst=root, name=name)
+    assert came == (values if me == root else [None] * size)
+    into: list[Any] = ["old", "stays"]
+    dist.scatter_object_list(into, values if me == root else None, group=group, group_src=root, name=name)
+    assert into == [values[me], "stays"]
+
+
+@pytest.mark.parametrize("count", [0, 100, 2_200, 20_000])
+def test_later_calls_move_with_their_round(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first calls of objects of such a size later calls are prepared, and small ones never go the general way."""
+    group = dist.new_group()
+    size = group.size()
+    if count == 20_000 and (count + 100) * size > SHARED_BYTES:
+        pytest.skip("the objects of a scatter have no room")
+    values = [{"rank": rank, "bytes": bytes(range(256)) * (count // 256)} for rank in range(size)]
+    make_all(values, 0, group)
+    if group.pair.agreement.channel.carries_data:
+        prepared = [each for each in group.prepared.values() if type(each) is PreparedObjects]
+        assert len(prepared) == 4
+        assert count in (0, 100) or any(each.room == SHARED_BYTES for each in prepared)
+    with counted(monkeypatch) as general:
+        for _ in range(20):
+            make_all(values, 0, group)
+    # In the segment a member that is late to read lets the others make the next call in the general way.
+    assert general == [] or count > 100 or not group.pair.agreement.channel.carries_data
+    dist.destroy_process_group(group)
+
+
+def test_any_sizes_in_any_order() -> None:
+    """Objects of any size on each rank, at random, with arrays of their own inside."""
+    together = random.Random(9)
+    size = dist.get_world_size()
+    for _ in range(150):
+        lengths = [together.choice([0, 3, 200, 240, 260, 2_000, 8_000, 9_000, 60_000]) for _ in range(size)]
+        make_all(
+            [list(range(rank, rank + length // 3)) for rank, length in enumerate(lengths)], together.randrange(size)
+        )
+
+
+def test_large_arrays_and_small_objects_in_turns() -> None:
+    """An object with a large array moves in the general way, and the next small one does not get its bytes."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    for turn in range(8):
+        mine = np.full(30_000, me + turn) if turn % 3 == 2 and me == turn % size else me + turn
+        came: list[Any] = [None] * size
+        dist.all_gather_object(came, mine)
+        for rank, got in enumerate(came):
+            assert np.all(got == rank + turn)
+            assert isinstance(got, np.ndarray) == (turn % 3 == 2 and rank == turn % size)
+
+
+@pytest.mark.parametrize("level", ["full", "roll", "off"])
+def test_at_every_level_and_with_names(level: str) -> None:
+    """Results are right at every level, with and without names, whoever is the root."""
+    group = dist.new_group()
+    group.level = level
+    size = group.size()
+    for turn in range(30):
+        values = [(turn, rank) for rank in range(size)]
+        make_all(values, turn % size, group, f"step {turn}" if turn % 2 else None)
+    group.level = "full"
+    dist.destroy_process_group(group)
+
+
+def test_members_that_are_late() -> None:
+    """Whoever is late gets and gives the same objects, of all lengths."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    for length in (1, 3_000, 100_000):
+        for late in range(size):
+            for _ in range(2):
+                if me == late:
+                    time.sleep(0.02)
+                make_all([str(rank) * length for rank in range(size)], size - 1)
+
+
+def test_beside_asynchronous_calls() -> None:
+    """A member with a call under way moves its objects in the general way, and all members with it."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    alone = random.Random(me)
+    for turn in range(60):
+        x = np.full(100, float(me))
+        work = dist.all_reduce(x, async_op=True)
+        if alone.random() < 0.5:
+            assert work is not None
+            work.wait()
+        make_all([(turn, rank) for rank in range(size)], turn % size)
+        assert work is not None
+        work.wait()
+        assert (x == size * (size - 1) / 2).all()
+
+
+def test_arguments_that_differ() -> None:
+    """After equal calls another root, another length, another function or another name is reported on all ranks."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    odd = me == size - 1
+    for _ in range(3):
+        make_all(list(range(size)), 0)
+    came: list[Any] = [None] * size
+    with collective_raises(dist.CollectiveMismatchError, match="root 1"):
+        dist.broadcast_object_list([1, "second"], 1 if odd else 0)
+    with collective_raises(dist.CollectiveMismatchError, match="objects 2"):
+        dist.broadcast_object_list([1, 2, 3] if odd else [1, "second"], 0)
+    with collective_raises(dist.CollectiveMismatchError, match="gather_object"):
+        if odd:
+            dist.gather_object(1, None, 0)
+        else:
+            dist.all_gather_object(came, 1)
+    with collective_raises(dist.CollectiveMismatchError, match="name one"):
+        dist.all_gather_object(came, 1, name="one" if odd else "other")
+    with collective_raises(dist.CollectiveMismatchError, match="weights_only True"):
+        dist.all_gather_object(came, 1, weights_only=odd)
+    make_all(list(range(size)), 0)
+
+
+def test_arguments_that_are_equal_to_others_are_not_taken_for_them() -> None:
+    """True and 1.0 are no ranks, though they are equal to 1; a tuple is no list."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    for _ in range(3):
+        dist.broadcast_object_list([me], 1)
+        dist.scatter_object_list([None], list(range(size)) if me == 1 else None, 1)
+    for wrong in (1.0, "1"):
+        with collective_raises((TypeError, ValueError)):
+            dist.broadcast_object_list([me], wrong)  # type: ignore[arg-type]
+    with collective_raises(TypeError, match="type list"):
+        dist.broadcast_object_list((me,), 1)  # type: ignore[arg-type]
+    with collective_raises(ValueError, match="list of size at least 1"):
+        dist.scatter_object_list((None,), list(range(size)) if me == 1 else None, 1)  # type: ignore[arg-type]
+    with collective_raises(ValueError, match="one place for each"):
+        dist.all_gather_object([None] * (size - 1), me)
+
+
+def test_errors_of_pickle() -> None:
+    """What cannot be pickled raises on all ranks; what cannot be unpickled raises there, with a note, and loses nothing."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    for _ in range(3):
+        make_all(list(range(size)), 0)
+    came: list[Any] = ["old"] * size
+    with collective_raises(RuntimeError, match=r"cannot\s+be\s+pickled|could not be pickled"):
+        dist.all_gather_object(came, Unpicklable() if me == 0 else 1)
+    assert came == ["old"] * size
+    for _ in range(3):
+        came = ["old"] * size
+        with pytest.raises(LookupError, match="refused here") if me == 1 else contextlib.nullcontext() as caught:
+            dist.all_gather_object(came, Refuses(1) if me == 0 else me)
+        assert came == (["old"] * size if me == 1 else ["came", *range(1, size)])
+        if me == 1 and hasattr(caught.value, "__notes__"):  # type: ignore[union-attr]
+            assert "all_gather_object: the object of rank 0 cannot be unpickled" in str(caught.value.__notes__)  # type: ignore[union-attr]
+        objects = [Refuses(1) if me == 0 else "old"]
+        with pytest.raises(LookupError) if me == 1 else contextlib.nullcontext() as caught:
+            dist.broadcast_object_list(objects, 0)
+        if me == 1 and hasattr(caught.value, "__notes__"):  # type: ignore[union-attr]
+            assert "the list of rank 0" in str(caught.value.__notes__)  # type: ignore[union-attr]
+
+
+def test_a_late_member_after_equal_calls_is_named() -> None:
+    """A member that leaves after equal calls is reported at the limit, with the call of the others."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group(timeout=timedelta(seconds=0.5))
+    for _ in range(3):
+        dist.all_gather_object([None] * size, me, group)
+    if me == 0:
+        time.sleep(1)
+    else:
+        with pytest.raises(dist.DistError, match=r"all_gather_object #4|time limit|broken") as caught:
+            dist.all_gather_object([None] * size, me, group)
+        assert "rank 0" in str(caught.value) or size > 2
+    give_up(group, "rank 0 did not make the call")
+
+
+def test_threads_with_groups_of_their_own() -> None:
+    """Threads make calls of objects on groups of their own at a time."""
+    if not registry.state().thread_multiple:
+        pytest.skip("this MPI has no MPI_THREAD_MULTIPLE")
+    groups = [dist.new_group() for _ in range(3)]
+
+    done: list[int] = []
+
+    def work(thread: int) -> None:
+        for turn in range(60):
+            make_all([(thread, turn, rank) for rank in range(dist.get_world_size())], turn % 2, groups[thread])
+        done.append(thread)
+
+    run_threads(work, range(3))
+    assert sorted(done) == [0, 1, 2]
+    for group in groups:
+        dist.destroy_process_group(group)
