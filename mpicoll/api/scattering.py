@@ -192,13 +192,49 @@ def all_to_all_single(
 
     Source: torch.distributed.all_to_all_single; MPI-4.1 section 6.8.
     """
-    plain = type(input) is _ndarray and type(output) is _ndarray
-    plain = plain and output_split_sizes is None and input_split_sizes is None
-    key = ("all_to_all_single", input.dtype, input.shape, output.dtype, output.shape) if plain else None
+    send = input if type(input) is _ndarray else dispatch.view_of(input)
+    recv = output if type(output) is _ndarray else dispatch.view_of(output)
+    key: Any = None
+    if send is not None and recv is not None:
+        if output_split_sizes is None and input_split_sizes is None:
+            key = ("all_to_all_single", send.dtype, send.shape, recv.dtype, recv.shape)
+        else:
+            key, send, recv = _parts(send, recv, input_split_sizes, output_split_sizes)
     call, arguments = prepare.all_to_all_single, (output, input, output_split_sizes, input_split_sizes)
     return run_cached(
-        "all_to_all_single", group, (key, input, output, output), call, arguments, async_op, timeout, name, stream
+        "all_to_all_single", group, (key, send, recv, output), call, arguments, async_op, timeout, name, stream
     )
+
+
+def _parts(send: Any, recv: Any, sent: Any, received: Any) -> tuple[Any, Any, Any]:
+    """Return the signature of an exchange, and the parts of both arrays in lists; three times None for all but right sizes."""
+    known = [sizes for sizes in (sent, received) if sizes is not None]
+    if not all(type(sizes) is list for sizes in known) or not (send.ndim and recv.ndim) or send.dtype != recv.dtype:
+        return None, None, None
+    members = max(map(len, known))
+    if not members:
+        return None, None, None
+    inputs, outputs = _cut(send, sent, members), _cut(recv, received, members)
+    if inputs is None or outputs is None:
+        return None, None, None
+    return ("all_to_all_single", prepare.OF_ANY_SIZE, send.dtype), inputs, outputs
+
+
+def _cut(array: Any, sizes: list[Any] | None, members: int) -> list[Any] | None:
+    """Cut an array along its rows; None if the sizes are no list of integers that add up to the rows."""
+    rows = len(array)
+    if not sizes:
+        if rows % members:
+            return None
+        sizes = [rows // members] * members
+    parts, start = [], 0
+    for size in sizes:
+        if type(size) is not int or size < 0:
+            return None
+        stop = start + size
+        parts.append(array[start:stop])
+        start = stop
+    return parts if start == rows else None
 
 
 def all_to_all(
@@ -228,7 +264,15 @@ def all_to_all(
     Source: torch.distributed.all_to_all; MPI-4.1 section 6.8.
     """
     first = input_tensor_list[0] if type(input_tensor_list) is list and input_tensor_list else None
-    key = ("all_to_all", first.dtype, first.shape) if type(first) is _ndarray else None
+    key: Any = None
+    if type(first) is _ndarray:
+        key = ("all_to_all", first.dtype, first.shape)
+        if prepare.unequal_lists and _differ(first, (*input_tensor_list, *output_tensor_list)):
+            key = ("all_to_all", prepare.OF_ANY_SIZE, first.dtype)
     cached = key, input_tensor_list, output_tensor_list, output_tensor_list
     arguments = (output_tensor_list, input_tensor_list, async_op)
     return run_cached("all_to_all", group, cached, prepare.all_to_all, arguments, async_op, timeout, name, stream)
+
+
+def _differ(first: Any, arrays: tuple[Any, ...]) -> bool:
+    return any(type(each) is _ndarray and each.size != first.size for each in arrays)

@@ -28,7 +28,7 @@ from mpicoll.runtime import handler_calls, signals, waiting
 from mpicoll.runtime.native import reduce_rows
 from mpicoll.runtime.waiting import Pollable, Steps
 from mpicoll.transports import large_counts
-from mpicoll.transports.base import SMALL_BYTES, WHOLE, Kind, Movement, block_bytes, pieces
+from mpicoll.transports.base import EXCHANGE_BYTES, SMALL_BYTES, WHOLE, Kind, Movement, block_bytes, pieces
 from mpicoll.transports.control import BEHIND, IN_PIECES, Agreed
 from mpicoll.transports.selection import NEVER, Facts, Way, select, stage
 
@@ -105,6 +105,9 @@ def move_agreed(
     if agreed.uneven and move.kind is Kind.ALL_TO_ALL:
         yield from _check_splits(group, call, move)
         move = replace(move, vector=True)
+        shared = group.pair.through(move.kind, EXCHANGE_BYTES)
+        if shared is not None:
+            yield from open_memory(group, shared)  # for the next such call
     if ready is not None and not ready():
         yield waiting.Condition(ready)
     if before is not None:

@@ -136,7 +136,7 @@ class PreparedOperation:
         self.fingerprint = fingerprint(self.op, self.key)
         self.plan_key = (self.op, self.key, self.detail)
         print_ = execution.plain_print(group, self.op, self.fingerprint)
-        self.words = make_words(print_, self.nbytes, detail=self.detail)
+        self.words = self._round(print_)
         shared, carries_data = group.pair.through(kind, self.nbytes) is not None, agreement.channel.carries_data
         self._way = select(Facts(kind, size, self.nbytes, bool(self.mpi_op), shared, carries_data, uneven=self.uneven))
         # In a reduction the blocks stand one behind the other.
@@ -152,6 +152,10 @@ class PreparedOperation:
         if agreement.channel.carries_data and registry.state().thread_multiple:
             self._bind_shared(group, print_, send, recv)
         return self
+
+    def _round(self, print_: int, eager: int = 0) -> Words:
+        """Return the words of a round of this call."""
+        return make_words(print_, self.nbytes, detail=self.detail, eager=eager)
 
     def _bind_shared(self, group: ProcessGroup, print_: int, send: Any, recv: Any) -> None:
         """Make the operations of the extension, unless the data of the call moves through MPI."""
@@ -171,53 +175,57 @@ class PreparedOperation:
                 return
         self.places = self.agreement.channel.places  # type: ignore[attr-defined]
         # If the data of a member does not come with the round, its word for eager bytes is 0: then all move the general way.
-        self.later_words = make_words(print_, self.nbytes, detail=self.detail, eager=self.nbytes + 1)
+        self.later_words = self._round(print_, self.nbytes + 1)
         if place >= 0 and may_copy:
             self.later = self._shared(group, send, recv, self.later_words, 0, -1)
         if self.width:  # for the bytes of a piece: the extension holds the interpreter lock while it polls
             self.poll_ns = poll_ns(self.width, waiting.oversubscribed)
         self.eager_words = self.later_words
         if place >= 0:
-            self.eager_words = make_words(print_, self.nbytes, detail=self.detail, eager=-self.nbytes - 1)
+            self.eager_words = self._round(print_, -self.nbytes - 1)
         self.shared = self._shared(group, send, recv, self.eager_words, self.width, place)
         if self.later is None:
             self.later, self.later_words = self.shared, self.eager_words
 
-    def _shared(self, group: ProcessGroup, send: Any, recv: Any, words: Words, width: int, place: int) -> Any:
+    def _shared(
+        self, group: ProcessGroup, send: Any, recv: Any, words: Words, width: int, place: int, **changed: Any
+    ) -> Any:
         """Return an operation of the extension.
 
         Args:
             words: of its round.
             width: bytes of a piece; 0 for a call in one piece.
             place: of a call that copies from process to process, as ``in_single_copy`` returns it; otherwise -1.
+            changed: arguments of the operation in place of those that follow from the arrays.
         """
         kind, channel = self.kind, self.agreement.channel  # type: Any, Any
         rows = isinstance(self.recv_shapes, tuple) and kind in (Kind.ALL_GATHER, Kind.GATHER, Kind.ALL_TO_ALL)
         result = "reduced" if self.mpi_op else "list" if isinstance(recv, list) else "rows" if rows else "copied"
         parted = kind in _PARTED
-        return extension.SharedOperation(
-            op=self.op,
-            lock=group.lock,
-            ring=channel.ring,
-            segment=self.segment,
-            order=self.agreement.order,
-            words=words,
-            dtype=self.dtype,
-            itemsize=max(self.dtype.itemsize, 1),
-            sends=self._bytes_sent(group.size(), send),
-            offset=group.rank() * self.nbytes if parted else 0,
-            block=self.nbytes,
-            width=width or max(self.nbytes, 1),
-            root=self.root,
-            send=self.send_shapes,
-            recv=self.recv_shapes,
-            result="" if recv is None else result,
-            reduction=name_of(self.mpi_op, self.dtype),
-            average=self.average,
-            in_place=kind in (Kind.ALL_REDUCE, Kind.REDUCE),
-            poll_ns=self.poll_ns,
-            place=place,
-        )
+        arguments = {
+            "op": self.op,
+            "lock": group.lock,
+            "ring": channel.ring,
+            "segment": self.segment,
+            "order": self.agreement.order,
+            "words": words,
+            "dtype": self.dtype,
+            "itemsize": max(self.dtype.itemsize, 1),
+            "sends": self._bytes_sent(group.size(), send),
+            "offset": group.rank() * self.nbytes if parted else 0,
+            "block": self.nbytes,
+            "width": width or max(self.nbytes, 1),
+            "root": self.root,
+            "send": self.send_shapes,
+            "recv": self.recv_shapes,
+            "result": "" if recv is None else result,
+            "reduction": name_of(self.mpi_op, self.dtype),
+            "average": self.average,
+            "in_place": kind in (Kind.ALL_REDUCE, Kind.REDUCE),
+            "poll_ns": self.poll_ns,
+            "place": place,
+        }
+        return extension.SharedOperation(**{**arguments, **changed})
 
     def _bytes_sent(self, size: int, send: Any) -> int:
         if self.send_shapes is None:
@@ -246,22 +254,22 @@ class PreparedOperation:
         if self.recv_shapes is None:
             if recv is not None and type(recv) is not _ndarray:  # a list of results on a rank that gets none
                 return False
-            return send is None or (_readable(send) and _is(send, self.dtype))
+            return send is None or (is_readable(send) and _is(send, self.dtype))
         if type(recv) is not _ndarray or not _is(recv, self.dtype) or not recv.flags.carray:
             return False
-        return send is recv or send is None or (_readable(send) and _is(send, self.dtype))
+        return send is recv or send is None or (is_readable(send) and _is(send, self.dtype))
 
     def _fit(self, given: Any, shapes: Any, writes: bool) -> bool:
         if not isinstance(shapes, list):
             return given is None or (
-                _readable(given) and _is(given, self.dtype) and (not writes or given.flags.writeable)
+                is_readable(given) and _is(given, self.dtype) and (not writes or given.flags.writeable)
             )
         if type(given) is not list or len(given) != len(shapes) or (writes and not are_disjoint(given)):
             return False
         for each, shape in zip(given, shapes, strict=True):
             if type(each) is not _ndarray or each.shape != shape or not _is(each, self.dtype):
                 return False
-            if not (each.flags.carray if writes else _readable(each)):
+            if not (each.flags.carray if writes else is_readable(each)):
                 return False
         return True
 
@@ -353,7 +361,7 @@ class PreparedOperation:
                 return request
         order.calls = request.seq = order.calls + 1
         number = order.issue()
-        in_segment = not waited and self._is_segment_free(number)
+        in_segment = not waited and self._is_segment_free(number, request)
         words = self._words(group, request, eager or in_segment)
         schedule: Any = None
         if words is None:
@@ -365,7 +373,7 @@ class PreparedOperation:
         request.start_prepared(self, number, words, schedule)
         return request
 
-    def _is_segment_free(self, number: int) -> bool:
+    def _is_segment_free(self, number: int, request: Request) -> bool:
         """Return whether the call of a number may write its data, of one step, into the segment when it posts its round.
 
         The data of all earlier calls has moved, and all members have read the step before.
@@ -447,7 +455,8 @@ def _is(array: Any, dtype: np.dtype[Any]) -> bool:
     return found is dtype or (found.num == dtype.num and found.isnative)
 
 
-def _readable(given: Any) -> bool:
+def is_readable(given: Any) -> bool:
+    """Return whether an object is an array whose elements can be moved without a copy."""
     if type(given) is not _ndarray:
         return False
     flags = given.flags

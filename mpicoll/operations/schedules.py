@@ -86,6 +86,7 @@ def _movement(prepared: Any, send: Any, recv: Any, may_stand_apart: bool) -> tup
     if kind in (Kind.ALL_REDUCE, Kind.BROADCAST) or (kind is Kind.REDUCE and recv is not None):
         flat = _flat(send if recv is None else recv)
         return Movement(kind, recv=flat, op=prepared.mpi_op, root=prepared.root), None
+    sizes = [[each.size for each in given] for given in (send, recv) if kind is Kind.ALL_TO_ALL and prepared.uneven]
     after = senddispls = recvdispls = None
     into: Any = None if recv is None or isinstance(recv, list) else _flat(recv)
     if isinstance(recv, list):
@@ -101,21 +102,21 @@ def _movement(prepared: Any, send: Any, recv: Any, may_stand_apart: bool) -> tup
         send = _flat(send)
         send = send.copy() if may_share(send, results) else send  # MPI forbids that its buffers overlap
     counts: Any = None
-    if prepared.uneven:
+    if prepared.uneven and not sizes:
         counts = [prod(shape) for shape in (prepared.recv_shapes if kind is Kind.ALL_GATHER else prepared.send_shapes)]
-    elif kind is Kind.ALL_TO_ALL or senddispls or recvdispls:
+    elif not sizes and (kind is Kind.ALL_TO_ALL or senddispls or recvdispls):
         counts = [prepared.nbytes // prepared.dtype.itemsize] * prepared.agreement.comm.Get_size()
     move = Movement(
         kind,
         send=send,
         recv=into,
-        sendcounts=None if prepared.uneven and kind is Kind.ALL_GATHER else counts,
-        recvcounts=None if prepared.uneven and kind is Kind.REDUCE_SCATTER else counts,
+        sendcounts=sizes[0] if sizes else None if prepared.uneven and kind is Kind.ALL_GATHER else counts,
+        recvcounts=sizes[1] if sizes else None if prepared.uneven and kind is Kind.REDUCE_SCATTER else counts,
         senddispls=senddispls,
         recvdispls=recvdispls,
         op=prepared.mpi_op,
         root=prepared.root,
-        vector=prepared.uneven,
+        vector=prepared.uneven and not sizes,
         apart=isinstance(recv, list) and kind is not Kind.GATHER,
     )
     return move, after
@@ -232,7 +233,7 @@ class _Eager(_Meeting):
     def put(self, request: Any, number: int) -> None:
         """Write the data of this rank beside the record of its round, or into the segment."""
         prepared: Any = request.prepared
-        prepared.later.write(number, request.send)
+        prepared.later.write(number, request.send, request.recv)
 
     def serves(self, request: Any, made: Any) -> bool | None:
         """Return whether all members make the call; then the data of all members is there."""

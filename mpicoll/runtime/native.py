@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = "a5321450"
+VERSION = "a47085b4"
 """The CRC-32 of the sources in ``native/``. An extension that was built from other sources is not used."""
 
 

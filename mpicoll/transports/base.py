@@ -28,6 +28,9 @@ SMALL_BYTES = 16 * 1024
 """Bytes of the largest block that moves by polled requests through buffers of the library."""
 
 
+EXCHANGE_BYTES = 256 * 1024
+"""Most bytes that a member sends in an exchange of parts of any size that moves in one step of shared memory."""
+
 EAGER_BYTES = 2048
 """Bytes that a member may send with a round through shared memory (``native/ring.h``; a test compares the numbers)."""
 

@@ -109,7 +109,7 @@ typedef struct {
     char compares, taken;
 } Message;
 
-enum Result { NOTHING, REDUCED, COPIED, ROWS, LIST };
+enum Result { NOTHING, REDUCED, COPIED, ROWS, LIST, EXCHANGED };
 
 /* The arrays that a member passes, or that its result goes to. */
 typedef struct {
@@ -135,10 +135,10 @@ struct SharedOperation {
     Py_ssize_t offset, block; /* bytes: where that begins what this member reads of the data of another, and its length */
     Py_ssize_t width;         /* bytes of a piece; `block` if the call has one piece only */
     int copies_once;          /* blocks move from process to process, and in pieces where the kernel does not copy them */
-    int parts;                /* of a call of bytes objects: how many a member sends, each of any length; else 0 */
+    int parts;                /* of a call of items of any length: how many a member sends, bytes objects or, if EXCHANGED, arrays; else 0 */
     Py_ssize_t place;         /* bytes between the pieces for two members in the buffer of a member that sends each another block; else 0 */
     Block *blocks;            /* room for two blocks a member */
-    int64_t announced;        /* shared_places() of the last call */
+    int64_t announced;        /* of the last call: shared_places(), or if EXCHANGED the lengths of the arrays */
     int root;
     enum Result result;
     int in_place; /* the terms of this member stand where the result goes */
@@ -302,6 +302,8 @@ int is_message(PyObject *held);
 /* Make `given` from None, the shape of an array, or a list of shapes; return -1 and an exception if it is none of them. */
 int shared_given_init(Given *given, PyObject *shapes);
 void shared_given_free(Given *given);
+/* Whether two dtypes are the same. Those of arrays that were unpickled are other objects. No code of Python runs here. */
+int shared_is_same_dtype(PyObject *dtype, PyObject *wanted);
 /* Return whether what a program passes is what the call was prepared for. No code of Python runs here. */
 int shared_fits(const SharedOperation *self, const Given *wanted, PyObject *given, int flags);
 #define SHARED_CHANGED "the arrays of a call were changed while it waited for the others"
@@ -330,14 +332,20 @@ PyObject *shared_contents(const SharedOperation *self, const Given *arrays, PyOb
 /* Return whether such arrays have other contents than these; 0 if these are none. */
 int shared_is_changed(const SharedOperation *self, const Given *arrays, PyObject *given, PyObject *held);
 
-/* Calls of bytes objects: a member writes their lengths, then the objects one behind the other, `sends` bytes at most. */
-int shared_bytes_fit(const SharedOperation *self, const Given *wanted, PyObject *given);
-void shared_write_bytes(const SharedOperation *self, char *to, PyObject *send);
-/* Return what a member has written for this one in a new bytes object; None if there is no memory, or no such object. */
-PyObject *shared_read_bytes(const SharedOperation *self, const char *data);
+/* Calls of items of any length (shared_parts.c). */
+int shared_parts_fit(const SharedOperation *self, const Given *wanted, PyObject *given);
+/* Return whether the arrays for the result still have the lengths that the member has written. */
+int shared_parts_are_same(const SharedOperation *self, PyObject *recv);
+void shared_write_parts(SharedOperation *self, char *to, PyObject *send, PyObject *recv);
+/* Read what another member has written for this member into the item of a list. */
+void shared_read_part(const SharedOperation *self, const char *data, PyObject *recv, int item);
+/* Return whether all members make the call of a round that is over, and expect what they are sent. */
+int shared_is_agreed(const SharedOperation *self, int64_t number);
 
 /* Write the piece of the data that begins at `from`, for the round or the step `at`. */
-void shared_write_data(const SharedOperation *self, int64_t at, PyObject *send, Py_ssize_t from);
+void shared_write_data(SharedOperation *self, int64_t at, PyObject *send, PyObject *recv, Py_ssize_t from);
+/* Return where the data of a member stands: for a step of the segment, or for a round. */
+char *shared_data(const SharedOperation *self, int rank, int64_t at);
 /* Read the piece of the result that begins at `from`. */
 void shared_read_result(const SharedOperation *self, int64_t at, PyObject *recv, Py_ssize_t from);
 /* Make the transfer of a call that copies once, whose arrays fit; the blocks are those of the operation. */

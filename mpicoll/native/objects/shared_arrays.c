@@ -95,8 +95,7 @@ static int is_native(const Descr *dtype)
     return dtype->byteorder == '=' || dtype->byteorder == '|' || dtype->byteorder == mine;
 }
 
-/* Whether two dtypes are the same. Those of arrays that were unpickled are other objects. No code of Python runs here. */
-static int is_same(PyObject *dtype, PyObject *wanted)
+int shared_is_same_dtype(PyObject *dtype, PyObject *wanted)
 {
     const Descr *one = (Descr *)dtype, *other = (Descr *)wanted;
     if (dtype == wanted)
@@ -110,7 +109,7 @@ static int has(const SharedOperation *self, PyObject *given, Py_ssize_t count, i
     if (!Py_IS_TYPE(given, known.array))
         return 0;
     const Array *array = (Array *)given;
-    if ((array->flags & flags) != flags || !is_same(array->descr, self->dtype))
+    if ((array->flags & flags) != flags || !shared_is_same_dtype(array->descr, self->dtype))
         return 0;
     Py_ssize_t found = 1;
     for (int i = 0; i < array->nd; i++)
@@ -123,7 +122,7 @@ int shared_fits(const SharedOperation *self, const Given *wanted, PyObject *give
     if (wanted->arrays == 0) /* an array that is input on one member and output on another is passed as both */
         return given == Py_None || Py_IS_TYPE(given, known.array);
     if (self->parts)
-        return shared_bytes_fit(self, wanted, given);
+        return shared_parts_fit(self, wanted, given);
     if (wanted->arrays < 0)
         return has(self, given, wanted->count, flags);
     if (!PyList_CheckExact(given) || PyList_GET_SIZE(given) != wanted->arrays)
@@ -147,49 +146,6 @@ int shared_fits(const SharedOperation *self, const Given *wanted, PyObject *give
             }
     }
     return 1;
-}
-
-int shared_bytes_fit(const SharedOperation *self, const Given *wanted, PyObject *given)
-{
-    if (!PyList_CheckExact(given) || PyList_GET_SIZE(given) != wanted->arrays)
-        return 0;
-    Py_ssize_t room = self->sends - (Py_ssize_t)sizeof(int64_t) * self->parts;
-    for (Py_ssize_t i = 0; wanted == &self->send && i < wanted->arrays; i++) {
-        PyObject *each = PyList_GET_ITEM(given, i);
-        if (!PyBytes_CheckExact(each) || PyBytes_GET_SIZE(each) > room)
-            return 0;
-        room -= PyBytes_GET_SIZE(each);
-    }
-    return 1;
-}
-
-void shared_write_bytes(const SharedOperation *self, char *to, PyObject *send)
-{
-    char *next = to + sizeof(int64_t) * (size_t)self->parts;
-    for (Py_ssize_t i = 0; i < self->send.arrays; i++) {
-        PyObject *each = PyList_GET_ITEM(send, i);
-        const int64_t bytes = PyBytes_GET_SIZE(each);
-        memcpy(to + i * (Py_ssize_t)sizeof bytes, &bytes, sizeof bytes);
-        memcpy(next, PyBytes_AS_STRING(each), (size_t)bytes);
-        next += bytes;
-    }
-}
-
-PyObject *shared_read_bytes(const SharedOperation *self, const char *data)
-{
-    const int mine = self->parts == 1 ? 0 : self->ring->ring.me;
-    int64_t from = (int64_t)sizeof from * self->parts, bytes = 0;
-    for (int i = 0; i <= mine; i++) {
-        from += bytes;
-        memcpy(&bytes, data + i * (Py_ssize_t)sizeof bytes, sizeof bytes);
-        if (bytes < 0 || bytes > self->sends - from)
-            return Py_NewRef(Py_None);
-    }
-    PyObject *found = PyBytes_FromStringAndSize(data + from, (Py_ssize_t)bytes);
-    if (found != NULL)
-        return found;
-    PyErr_Clear();
-    return Py_NewRef(Py_None);
 }
 
 /* The arrays that are given, as a C array of objects, and their number. */

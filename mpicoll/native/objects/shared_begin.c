@@ -7,7 +7,7 @@ static int64_t post(SharedOperation *self, PyObject *send, const int64_t words[R
 {
     CallOrder *order = self->order;
     const int64_t number = order->round + 1;
-    shared_write_data(self, self->segment == NULL ? number : self->segment->segment.step + 1, send, 0);
+    shared_write_data(self, self->segment == NULL ? number : self->segment->segment.step + 1, send, NULL, 0);
     ring_write(&self->ring->ring, number, words);
     ring_post(&self->ring->ring, number); /* from here on the others may go on */
     order->round = number;
@@ -19,7 +19,7 @@ static int64_t post(SharedOperation *self, PyObject *send, const int64_t words[R
 PyObject *shared_start(SharedOperation *self, PyObject *send)
 {
     CallOrder *order = self->order;
-    if (self->segment != NULL || order->posted != order->issued)
+    if (self->segment != NULL || self->parts || order->posted != order->issued)
         return PyLong_FromLong(-1);
     if (!shared_fits(self, &self->send, send, READABLE)) {
         PyErr_SetString(PyExc_ValueError, "the arrays are not those that the call was prepared for");
@@ -36,7 +36,7 @@ PyObject *shared_state(SharedOperation *self, PyObject *args)
     const Ring *ring = &self->ring->ring;
     if (self->order->moving != call || !ring_is_over(ring, number, now_ns(), budget))
         return PyLong_FromLong(0);
-    return PyLong_FromLong(ring_is_unanimous(ring, number) ? 1 : 2);
+    return PyLong_FromLong(shared_is_agreed(self, number) ? 1 : 2);
 }
 
 /* Read the result of a posted call in one piece; poll for the other members for so long. The results are those of complete(). */
@@ -46,9 +46,9 @@ static int complete(SharedOperation *self, int64_t call, int64_t number, PyObjec
     const Ring *ring = &self->ring->ring;
     if (order->moving != call || !ring_is_over(ring, number, budget < 0 ? 0 : now_ns(), budget))
         return 0;
-    if (!ring_is_unanimous(ring, number))
+    if (!shared_is_agreed(self, number))
         return 2;
-    if (is_in_steps(self) || !shared_fits(self, &self->recv, recv, WRITABLE))
+    if (is_in_steps(self) || !shared_fits(self, &self->recv, recv, WRITABLE) || !shared_parts_are_same(self, recv))
         return 4;
     if (self->recv.arrays && !self->parts && shared_is_changed(self, &self->recv, recv, before))
         return 3;

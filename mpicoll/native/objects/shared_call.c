@@ -66,7 +66,7 @@ typedef struct {
 } Progress;
 
 /* Move on as far as the others are. Return whether the call is complete. */
-static int advance(const SharedOperation *self, PyObject *send, PyObject *recv, Progress *progress)
+static int advance(SharedOperation *self, PyObject *send, PyObject *recv, Progress *progress)
 {
     Segment *segment = &self->segment->segment;
     for (;;)
@@ -82,7 +82,7 @@ static int advance(const SharedOperation *self, PyObject *send, PyObject *recv, 
             if (self->send.arrays) {
                 if (!segment_all_at(segment, segment->step, now_ns(), self->budget))
                     return 0;
-                shared_write_data(self, segment->step + 1, send, progress->from);
+                shared_write_data(self, segment->step + 1, send, recv, progress->from);
             }
             segment_advance(segment);
             progress->next = AWAIT; /* fall through */
@@ -226,13 +226,13 @@ static PyObject *make(PyObject *const *args, Py_ssize_t count, SharedOperation *
         self->announced = shared_places(&transfer);
         single_copy_announce(&transfer, at);
     } else
-        shared_write_data(self, at, send, 0);
+        shared_write_data(self, at, send, recv, 0);
     const int64_t began = ring_write(ring, number, words);
     ring_post(ring, number); /* from here on the others may go on */
     order->issued = call + 1;
     order->round = number;
     order->calls++;
-    if (!ring_is_over(ring, number, began, self->budget) || !ring_is_unanimous(ring, number)) {
+    if (!ring_is_over(ring, number, began, self->budget) || !shared_is_agreed(self, number)) {
         /* From here on Python runs signal handlers, whose calls are refused. */
         const int waits = PyThread_get_thread_ident() == known.main && PySet_GET_SIZE(known.inside) == 0;
         if (waits && PySet_Add(known.inside, known.main_number) < 0)

@@ -65,12 +65,12 @@ static int is_single_copy(const SharedOperation *self, Py_ssize_t room)
     return !has_own || (self->send.arrays && (self->result != COPIED || parted));
 }
 
-/* Whether the lengths of bytes objects, at least, are in the room of a member, and the lists are those of the result. */
-static int is_of_bytes(const SharedOperation *self, Py_ssize_t room)
+/* Whether the lengths of items of any length, at least, are in the room of a member, and the lists are those of the result. */
+static int is_in_parts(const SharedOperation *self, Py_ssize_t room)
 {
     const int size = self->ring->ring.size;
-    if (self->copies_once || self->width != self->block || self->block != self->sends || self->sends > room || self->itemsize != 1 ||
-        (self->parts != 1 && self->parts != size) || self->sends / (Py_ssize_t)sizeof(int64_t) <= self->parts)
+    if (self->copies_once || self->width != self->block || self->block != self->sends || self->sends > room || self->itemsize <= 0 ||
+        (self->parts != 1 && self->parts != size) || self->sends / (Py_ssize_t)sizeof(int64_t) <= 2 * self->parts)
         return 0;
     if (self->send.arrays != 0 && self->send.arrays != self->parts)
         return 0;
@@ -81,6 +81,8 @@ static int is_of_bytes(const SharedOperation *self, Py_ssize_t room)
         return self->recv.arrays == 1 && self->root >= 0;
     case LIST:
         return self->recv.arrays == size && self->parts == 1;
+    case EXCHANGED:
+        return self->recv.arrays == size && self->send.arrays == size;
     default:
         return 0;
     }
@@ -97,7 +99,7 @@ static int is_consistent(const SharedOperation *self)
     if (self->segment != NULL && (self->segment->segment.size != size || self->segment->segment.me != self->ring->ring.me))
         return 0;
     if (self->parts)
-        return is_of_bytes(self, room);
+        return is_in_parts(self, room);
     if (self->copies_once) {
         if (!is_single_copy(self, room))
             return 0;
@@ -130,6 +132,8 @@ static int is_consistent(const SharedOperation *self)
         return recv->arrays < 0 && recv->count * self->itemsize == size * self->block;
     case LIST:
         return recv->arrays == size;
+    case EXCHANGED:
+        break; /* only in parts */
     }
     return 0;
 }
@@ -139,7 +143,7 @@ static PyObject *shared_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     static char *names[] = {"op", "lock", "ring", "segment", "order", "words", "dtype", "itemsize", "sends", "offset", "block", "width", "root",
                             "send", "recv", "result", "reduction", "average", "in_place", "poll_ns", "place", "parts", NULL};
     static const char *const results[] = {
-        [NOTHING] = "", [REDUCED] = "reduced", [COPIED] = "copied", [ROWS] = "rows", [LIST] = "list"};
+        [NOTHING] = "", [REDUCED] = "reduced", [COPIED] = "copied", [ROWS] = "rows", [LIST] = "list", [EXCHANGED] = "exchanged"};
     PyObject *op, *lock, *ring, *segment, *order, *words, *dtype, *send, *recv;
     const char *result, *reduction;
     Py_ssize_t itemsize, sends, offset, block, width;
@@ -202,8 +206,7 @@ failed:
     return NULL;
 }
 
-/* Where the data of a member stands: for a step of the segment, or for a round. */
-static char *data_of(const SharedOperation *self, int rank, int64_t at)
+char *shared_data(const SharedOperation *self, int rank, int64_t at)
 {
     return self->segment == NULL ? ring_eager(&self->ring->ring, rank, at) : segment_buffer(&self->segment->segment, rank, at);
 }
@@ -214,12 +217,12 @@ static Py_ssize_t piece(const SharedOperation *self, Py_ssize_t from)
     return self->block - from < self->width ? self->block - from : self->width;
 }
 
-void shared_write_data(const SharedOperation *self, int64_t at, PyObject *send, Py_ssize_t from)
+void shared_write_data(SharedOperation *self, int64_t at, PyObject *send, PyObject *recv, Py_ssize_t from)
 {
-    char *to = data_of(self, self->ring->ring.me, at);
+    char *to = shared_data(self, self->ring->ring.me, at);
     Stores *stores = self->segment == NULL ? NULL : &self->segment->segment.stores;
     if (self->parts) {
-        shared_write_bytes(self, to, send);
+        shared_write_parts(self, to, send, recv);
         return;
     }
     if (self->send.arrays < 0)
@@ -234,7 +237,7 @@ void shared_write_data(const SharedOperation *self, int64_t at, PyObject *send, 
 /* Return the terms of a member. Two of them may stand where the result goes: the third finds its place overwritten. */
 static const char *terms(const SharedOperation *self, int rank, int64_t at, Py_ssize_t offset, const char *out)
 {
-    return rank == self->ring->ring.me && self->in_place && rank < 2 ? out : data_of(self, rank, at) + offset;
+    return rank == self->ring->ring.me && self->in_place && rank < 2 ? out : shared_data(self, rank, at) + offset;
 }
 
 /* Reduce the terms of the members that begin at an offset of their data, in the order of the ranks. */
@@ -242,7 +245,7 @@ static void reduce(const SharedOperation *self, int64_t at, Py_ssize_t offset, c
 {
     const int size = self->ring->ring.size;
     if (size == 1)
-        memcpy(out, data_of(self, 0, at) + offset, (size_t)bytes);
+        memcpy(out, shared_data(self, 0, at) + offset, (size_t)bytes);
     for (int rank = 1; rank < size; rank++)
         self->reduction->reduce(out, rank == 1 ? terms(self, 0, at, offset, out) : out, terms(self, rank, at, offset, out),
                                 bytes / self->itemsize * self->reduction->parts);
@@ -258,7 +261,7 @@ void shared_read_result(const SharedOperation *self, int64_t at, PyObject *recv,
     Py_ssize_t offset = self->offset;
     for (Py_ssize_t i = 0; self->parts && i < self->recv.arrays; i++) {
         const int rank = self->result == COPIED ? self->root : (int)i;
-        PyList_SetItem(recv, i, shared_read_bytes(self, data_of(self, rank, at)));
+        shared_read_part(self, shared_data(self, rank, at), recv, (int)i);
     }
     if (self->parts)
         return;
@@ -272,18 +275,19 @@ void shared_read_result(const SharedOperation *self, int64_t at, PyObject *recv,
         }
         break;
     case COPIED:
-        memcpy(memory(recv) + from, data_of(self, self->root, at) + self->offset, (size_t)bytes);
+        memcpy(memory(recv) + from, shared_data(self, self->root, at) + self->offset, (size_t)bytes);
         break;
     case ROWS:
         for (int rank = 0; rank < size; rank++)
-            memcpy(memory(recv) + rank * self->block, data_of(self, rank, at) + self->offset, (size_t)self->block);
+            memcpy(memory(recv) + rank * self->block, shared_data(self, rank, at) + self->offset, (size_t)self->block);
         break;
     case LIST:
         for (int rank = 0; rank < size; rank++)
-            memcpy(memory(PyList_GET_ITEM(recv, rank)), data_of(self, rank, at) + self->offset,
+            memcpy(memory(PyList_GET_ITEM(recv, rank)), shared_data(self, rank, at) + self->offset,
                    (size_t)(self->recv.counts[rank] * self->itemsize));
         break;
     case NOTHING:
+    case EXCHANGED:
         break;
     }
 }
@@ -291,14 +295,15 @@ void shared_read_result(const SharedOperation *self, int64_t at, PyObject *recv,
 static PyObject *shared_write(SharedOperation *self, PyObject *args)
 {
     long long number;
-    PyObject *send;
-    if (!PyArg_ParseTuple(args, "LO", &number, &send))
+    PyObject *send, *recv = Py_None;
+    if (!PyArg_ParseTuple(args, "LO|O", &number, &send, &recv))
         return NULL;
-    if (number < 0 || is_in_steps(self) || !shared_fits(self, &self->send, send, READABLE)) {
+    if (number < 0 || is_in_steps(self) || !shared_fits(self, &self->send, send, READABLE) ||
+        (self->parts && !shared_fits(self, &self->recv, recv, WRITABLE))) {
         PyErr_SetString(PyExc_ValueError, "the arrays are not those that the call was prepared for");
         return NULL;
     }
-    shared_write_data(self, self->segment == NULL ? number : self->segment->segment.step + 1, send, 0);
+    shared_write_data(self, self->segment == NULL ? number : self->segment->segment.step + 1, send, recv, 0);
     Py_RETURN_NONE;
 }
 
@@ -308,7 +313,7 @@ static PyObject *shared_read(SharedOperation *self, PyObject *args)
     PyObject *recv;
     if (!PyArg_ParseTuple(args, "LO", &at, &recv))
         return NULL;
-    if (at < 0 || is_in_steps(self) || !shared_fits(self, &self->recv, recv, WRITABLE)) {
+    if (at < 0 || is_in_steps(self) || !shared_fits(self, &self->recv, recv, WRITABLE) || !shared_parts_are_same(self, recv)) {
         PyErr_SetString(PyExc_ValueError, SHARED_CHANGED);
         return NULL;
     }
@@ -317,7 +322,7 @@ static PyObject *shared_read(SharedOperation *self, PyObject *args)
 }
 
 static PyMethodDef shared_methods[] = {
-    {"write", (PyCFunction)shared_write, METH_VARARGS, "Write the data of a round that is not posted yet, or of the next step of the segment: write(number, send)."},
+    {"write", (PyCFunction)shared_write, METH_VARARGS, "Write the data of a round that is not posted yet, or of the next step of the segment: write(number, send[, recv])."},
     {"start", (PyCFunction)shared_start, METH_O,
      "Write the data, post the round, and count the call; return the number of the round, -1 if earlier calls have not posted."},
     {"complete", (PyCFunction)(void (*)(void))shared_complete, METH_FASTCALL,

@@ -33,7 +33,6 @@ from mpicoll.operations.prepared import MOST, PreparedOperation
 from mpicoll.operations.request import Request
 from mpicoll.runtime import waiting
 from mpicoll.runtime.call_site import CallSite, call_site, caller
-from mpicoll.runtime.native import found as extension
 from mpicoll.runtime.settings import need_bool
 from mpicoll.runtime.waiting import Steps
 from mpicoll.transports.base import EAGER_BYTES, Kind
@@ -206,7 +205,8 @@ class PreparedObjects(PreparedOperation):
         key = call.key[:-1] if call.key[-1][0] == "name" else call.key
         bound = HEADER.size + room - _LENGTH * self.parts  # of the head of one object
         super().__init__(call.op, key, made.moves, bound, root=root, detail=bound, uneven=True)
-        self.agreement, self._named = group.pair.agreement, (None, ())
+        self.agreement, self._named, self.dtype = group.pair.agreement, (None, ()), _BYTES
+        self.send_shapes, self.recv_shapes = [()] * self.sends or None, [()] * self.results or None
         self.segment, self.width, self.places = None, 0, None
         node = group.pair.through(self.kind, room)
         if room > EAGER_BYTES and node is not None:
@@ -220,33 +220,15 @@ class PreparedObjects(PreparedOperation):
 
     def _operation(self, group: ProcessGroup) -> Any:
         """Return the operation of the extension; None if there is no memory for its data."""
-        channel: Any = self.agreement.channel
         if self.room > EAGER_BYTES and self.segment is None:
             return None
         gathers = self.kind in (Kind.ALL_GATHER, Kind.GATHER)
-        return extension.SharedOperation(
-            op=self.op,
-            lock=group.lock,
-            ring=channel.ring,
-            segment=self.segment,
-            order=self.agreement.order,
-            words=self.words,
-            dtype=_BYTES,
-            itemsize=1,
-            sends=self.room,
-            offset=0,
-            block=self.room,
-            width=self.room,
-            root=self.root,
-            send=[()] * self.sends or None,
-            recv=[()] * self.results or None,
-            result="" if not self.results else "list" if gathers else "copied",
-            reduction="",
-            average=False,
-            in_place=False,
-            poll_ns=self.poll_ns,
-            parts=self.parts,
-        )
+        result = "" if not self.results else "list" if gathers else "copied"
+        more = {"offset": 0, "block": self.room, "parts": self.parts, "result": result}
+        return self._shared(group, None, None, self.words, self.room, -1, **more)
+
+    def _bytes_sent(self, size: int, send: Any) -> int:
+        return self.room
 
     def streams(self, values: Any) -> list[bytes] | None:
         """Return the pickles of what this rank sends; None if that is left to the general way."""

@@ -73,6 +73,7 @@ class Prepared:
         cached: how the call is cached.
         memories: memories of all arrays of the call.
         average: this rank divides the result by the number of members.
+        prepared_as: of a call that is cached.
         is_sealed: compares a large result that moves in place once more, at the first test behind the start; None if none does.
     """
 
@@ -91,6 +92,7 @@ class Prepared:
     cached: Cached = NOT_CACHED
     memories: tuple[Memory, ...] = ()
     average: bool = False
+    prepared_as: type[PreparedOperation] = PreparedOperation
     is_sealed: Callable[[], bool] | None = None
 
 
@@ -424,7 +426,7 @@ def _cache(g: ProcessGroup, op: str, alias: str, ready: Prepared) -> PreparedOpe
     if key is None or type(g) is not ProcessGroup or move.kind not in DEFAULT or not all(map(_plain, memories)):
         return None
     dtype = memories[0].dtype
-    again = PreparedOperation(
+    again = ready.prepared_as(
         op,
         ready.key,
         move.kind,

@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from mpicoll.diagnosis.call import CallDescription
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import peer_rank
 from mpicoll.memory.adapt import same_dtype
 from mpicoll.memory.dtypes import resolve_reduction
 from mpicoll.memory.half import wide
+from mpicoll.memory.layouts import are_disjoint
 from mpicoll.memory.lists import ListArgument, ListMemory, list_memories
 from mpicoll.memory.memory import AnyArray, Array, Memory
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
@@ -31,9 +33,19 @@ from mpicoll.operations.prepare.run import (
     result_unpacker,
     source_apart_from,
 )
-from mpicoll.transports.base import Kind, Movement
-from mpicoll.transports.control import NOTHING
+from mpicoll.operations.prepared import PreparedOperation, is_readable
+from mpicoll.operations.request import Request
+from mpicoll.runtime import waiting
+from mpicoll.transports.base import EXCHANGE_BYTES, Kind, Movement
+from mpicoll.transports.control import NOTHING, Words, make_words
 from mpicoll.transports.selection import NEVER
+from mpicoll.transports.shm.transport import poll_ns
+
+OF_ANY_SIZE = "parts of any size"
+"""The second item in the signature of an exchange whose input and output are cached as lists of parts."""
+
+unequal_lists: set[str] = set()
+"""The functions that this process has called with lists of arrays that differ in size."""
 
 
 def scatter(
@@ -208,6 +220,8 @@ def all_to_all(
     outputs, inputs = result.memories, source.memories
     same_dtype(*outputs, *inputs)
     received, sent = [o.flat.size for o in outputs], [i.flat.size for i in inputs]
+    if len({*sent, *received}) > 1:
+        unequal_lists.add("all_to_all")
     least = g.pair.native.apart_from(Kind.ALL_TO_ALL)
     packed, recvdispls, after = one_result_buffer(result, () if async_op else inputs, least)
     send, senddispls = one_source_buffer(source, () if async_op else outputs, least)
@@ -226,8 +240,9 @@ def _exchange(
     received: list[int],
     memories: tuple[Memory, ...],
 ) -> Prepared:
-    """Prepare an exchange of parts, except its outputs and inputs; the call is cached if all parts are equal."""
+    """Prepare an exchange of parts, except its outputs and inputs; the call is cached if all parts are equal, or as parts."""
     uneven = len({*sent, *received}) > 1
+    in_parts = cached.key is not None and cached.key[1] is OF_ANY_SIZE
     return Prepared(
         (memories[0].name,),
         Movement(Kind.ALL_TO_ALL, send=send, recv=recv, sendcounts=sent, recvcounts=received),
@@ -235,9 +250,71 @@ def _exchange(
         before=source.gather,
         uneven=uneven,
         detail=NOTHING if uneven else sent[0],
-        cached=NOT_CACHED if uneven else cached,
+        cached=NOT_CACHED if uneven and not in_parts else cached,
         memories=memories,
+        prepared_as=PreparedExchange if in_parts else PreparedOperation,
     )
+
+
+class PreparedExchange(PreparedOperation):
+    """An exchange of parts of any size, prepared for a group: on one node the parts and their lengths come with the round.
+
+    The members compare the lengths. If these differ, or if the parts of a member are too long, all members go the general way.
+    """
+
+    __slots__ = ("_node",)
+
+    def bind(self, group: ProcessGroup, dtype: np.dtype[Any], send: Any, recv: Any) -> PreparedOperation:
+        """Prepare the call for a group, and for lists of parts of the dtype."""
+        self._node = group.pair.through(self.kind, EXCHANGE_BYTES)
+        self.nbytes, self.uneven = min(EXCHANGE_BYTES, 0 if self._node is None else self._node.room), True
+        return super().bind(group, dtype, send, recv)
+
+    def _round(self, print_: int, eager: int = 0) -> Words:
+        return make_words(print_, self.nbytes, uneven=True, eager=eager)
+
+    def _bind_shared(self, group: ProcessGroup, print_: int, send: Any, recv: Any) -> None:
+        if not self.nbytes or self._node is None:
+            return
+        self.segment, self.poll_ns = self._node.in_one_step(self.kind, self.nbytes), poll_ns(0, waiting.oversubscribed)
+        self.eager_words = self.later_words = self._round(print_, self.nbytes + 1)
+        more = {"result": "exchanged", "parts": group.size()}
+        self.later = self.shared = self._shared(group, send, recv, self.eager_words, 0, -1, **more)
+
+    def _bytes_sent(self, size: int, send: Any) -> int:
+        return self.nbytes
+
+    def fits(self, send: Any, recv: Any) -> bool:
+        """Return whether lists have parts of the dtype that can be moved without a copy, and shared memory is made, if any is."""
+        if self._node is not None and not self.nbytes:
+            return False
+        if type(send) is not list or type(recv) is not list or not len(send) == len(recv) == len(self.send_shapes):
+            return False
+        parts = [*send, *recv]
+        if not all(is_readable(each) and each.dtype == self.dtype and each.dtype.isnative for each in parts):
+            return False
+        return all(each.flags.writeable for each in recv) and are_disjoint(recv)
+
+    def describe(self, request: Request) -> CallDescription:
+        """Return the description of one start."""
+        call = super().describe(request)
+        call.uneven = True
+        return call
+
+    def _words(self, group: ProcessGroup, request: Request, eager: bool) -> Words | None:
+        words = super()._words(group, request, eager)
+        assert words is not None  # an exchange is compared at each level
+        if eager:
+            return words
+        largest = max(each.nbytes for each in (*request.send, *request.recv))
+        return (*words[:4], largest, *words[5:])
+
+    def _is_segment_free(self, number: int, request: Request) -> bool:
+        shared: Any = self.later
+        return super()._is_segment_free(number, request) and bool(shared.accepts(request.send, request.recv))
+
+    def _schedule(self, group: ProcessGroup) -> Any:
+        return None
 
 
 def _splits(memory: Memory, splits: Any, size: int, name: str) -> list[int]:

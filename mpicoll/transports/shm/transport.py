@@ -78,6 +78,11 @@ class SharedMemoryTransport:
         """Whether the shared memory exists."""
         return self._segment is not None
 
+    @property
+    def room(self) -> int:
+        """Bytes of a buffer of a member; 0 if the shared memory does not exist."""
+        return 0 if self._segment is None else int(self._segment.room)
+
     def in_one_step(self, kind: Kind, brings: int) -> Any:
         """Return the segment of a call in one step: each member writes all its data, and then reads; None if there is none.
 

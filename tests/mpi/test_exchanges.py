@@ -1,0 +1,254 @@
+"""Exchanges of parts of any size: on one node the parts come with the round, and their lengths are compared there."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import run_threads
+
+import mpicoll as dist
+from mpicoll.groups import registry
+from mpicoll.operations import execution
+from mpicoll.operations.prepare.scattering import PreparedExchange
+from mpicoll.pytest_plugin import collective_raises
+from mpicoll.transports.base import EXCHANGE_BYTES
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+
+def part(source: int, to: int, rows: int, dtype: Any = float) -> Any:
+    """Return what one rank sends to another."""
+    return (np.arange(rows * 3).reshape(rows, 3) + 100 * source + 10 * to).astype(dtype)
+
+
+class Exchange:
+    """The arrays of a call, in which rank i sends ``table[i][j]`` rows to rank j."""
+
+    def __init__(self, table: list[list[int]], group: Any = None, dtype: Any = float) -> None:
+        me = dist.get_rank(group)
+        self.sent, self.received = table[me], [row[me] for row in table]
+        self.inputs = [part(me, to, rows, dtype) for to, rows in enumerate(self.sent)]
+        self.wanted = [part(source, me, rows, dtype) for source, rows in enumerate(self.received)]
+        self.group = group
+
+    def single(self, **more: Any) -> None:
+        """Make the call on two arrays, and compare."""
+        output = np.zeros_like(np.concatenate(self.wanted))
+        work = dist.all_to_all_single(output, np.concatenate(self.inputs), self.received, self.sent, self.group, **more)
+        if work is not None:
+            work.wait()
+        np.testing.assert_array_equal(output, np.concatenate(self.wanted))
+
+    def lists(self, **more: Any) -> None:
+        """Make the call on two lists of arrays, and compare."""
+        outputs = [np.zeros_like(each) for each in self.wanted]
+        work = dist.all_to_all(outputs, self.inputs, self.group, **more)
+        if work is not None:
+            work.wait()
+        for output, wanted in zip(outputs, self.wanted, strict=True):
+            np.testing.assert_array_equal(output, wanted)
+
+
+def table_of(size: int, of: random.Random, most: int) -> list[list[int]]:
+    return [[of.choice([0, 1, of.randrange(most)]) for _ in range(size)] for _ in range(size)]
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("most", [3, 200, 5_000])
+def test_sizes_that_change_from_call_to_call(most: int, async_op: bool) -> None:
+    """Each part arrives, with no and with many rows, in both forms; asynchronous on some ranks only."""
+    size, of, alone = dist.get_world_size(), random.Random(most), random.Random(dist.get_rank())
+    for turn in range(60):
+        made = Exchange(table_of(size, of, most))
+        asynchronous = async_op and alone.random() < 0.6
+        (made.single if turn % 2 else made.lists)(async_op=asynchronous)
+
+
+@pytest.mark.parametrize("level", ["full", "roll", "off"])
+def test_at_every_level_with_names_and_limits(level: str) -> None:
+    """Results are right at every level, with and without a name and a limit."""
+    group = dist.new_group()
+    group.level = level
+    size, of = group.size(), random.Random(3)
+    for turn in range(30):
+        Exchange(table_of(size, of, 50), group).single(name=f"step {turn}" if turn % 3 else None)
+    group.level = "full"
+    dist.destroy_process_group(group)
+
+
+def test_later_calls_move_with_their_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first calls no exchange goes the general way, in which the sizes are exchanged by themselves."""
+    group = dist.new_group()
+    size = group.size()
+    made = Exchange([[2 + i + j for j in range(size)] for i in range(size)], group)
+    for _ in range(3):
+        made.single()
+        made.lists()
+        made.lists()
+    prepared = [each for each in group.prepared.values() if type(each) is PreparedExchange]
+    assert len(prepared) == 2
+    checked: list[Any] = []
+    find, check = execution._check_splits, checked.append
+
+    def counting(*given: Any) -> Any:
+        check(given)
+        return find(*given)
+
+    monkeypatch.setattr(execution, "_check_splits", counting)
+    for _ in range(50):
+        made.single()
+        made.lists()
+    if group.pair.agreement.channel.carries_data:
+        assert len(checked) < 50  # a member that is late to read lets the others make the next call in the general way
+    dist.destroy_process_group(group)
+
+
+def test_sizes_that_do_not_fit() -> None:
+    """A pair that differs is reported on all ranks, after equal calls as well, and nothing was moved."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    for call in ("single", "lists"):
+        for _ in range(3):
+            getattr(Exchange([[2 + j for j in range(size)] for _ in range(size)]), call)()
+        sent = [2 + j + (me == 0 and j == 1) for j in range(size)]
+        inputs, output = np.ones((sum(sent), 3)), np.full((size * (2 + me), 3), -1.0)
+        outputs = np.split(output, size)
+        with collective_raises(dist.CollectiveMismatchError, match=r"rank 0 .*sends|sends .* rank|expects") as caught:
+            if call == "single":
+                dist.all_to_all_single(output, inputs, [2 + me] * size, sent)
+            else:
+                dist.all_to_all(outputs, np.split(inputs, np.cumsum(sent)[:-1]))
+        assert me > 1 or "9 elements" in str(caught.value) or "12 elements" in str(caught.value)
+        assert (output == -1).all()
+        getattr(Exchange([[2 + j for j in range(size)] for _ in range(size)]), call)()
+
+
+def test_a_wrong_dtype_or_another_call() -> None:
+    """After equal calls another dtype or function on one rank is reported on all."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    table = [[1 + j for j in range(size)] for _ in range(size)]
+    for dtype in (float, np.float32):
+        for _ in range(3):
+            Exchange(table, dtype=dtype).single()
+    with collective_raises(dist.CollectiveMismatchError, match="float32"):
+        Exchange(table, dtype=np.float32 if me == 1 else float).single()
+    with collective_raises(dist.CollectiveMismatchError, match="barrier"):
+        dist.barrier() if me == 1 else Exchange(table).single()
+    Exchange(table).single()
+
+
+def test_wrong_sizes() -> None:
+    """Sizes that are no integers, negative, too few, or do not add up, raise on the rank, and all others are told."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    right = [2] * size
+    for _ in range(3):
+        dist.all_to_all_single(np.zeros(2 * size), np.zeros(2 * size), right, right)
+    for wrong in ([1.0] * size, [2] * (size + 1), [-1, 5, *[2] * (size - 2)], [3] * size, "22", [True] * size):
+        with collective_raises((TypeError, RuntimeError)) as caught:
+            sizes: Any = wrong if me == 0 else right
+            dist.all_to_all_single(np.zeros(2 * size), np.zeros(2 * size), right, sizes)
+        assert isinstance(caught.value, dist.CollectiveMismatchError) == (me != 0)
+    output = np.zeros(2 * size)
+    dist.all_to_all_single(output, np.full(2 * size, float(me)), tuple(right), np.array(right))  # type: ignore[arg-type]
+    assert (output == np.repeat(np.arange(float(size)), 2)).all()
+
+
+def test_one_array_in_and_out_and_arrays_that_are_not_contiguous() -> None:
+    """The input may be the output; strided, reversed and read-only arrays move, too."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    sizes = [3] * size
+    wanted = np.repeat(np.arange(float(size)), 3)
+    for turn in range(4):
+        array = np.full(3 * size, float(me))
+        dist.all_to_all_single(array, array, sizes, sizes)
+        assert (array == wanted).all()
+        wide, reverse = np.zeros((3 * size, 2)), np.full(3 * size, float(me))[::-1]
+        dist.all_to_all_single(
+            wide[:, turn % 2] if me == 0 else array, reverse if me == 1 else reverse.copy(), sizes, sizes
+        )
+        assert ((wide[:, turn % 2] if me == 0 else array) == wanted).all()
+        fixed = np.full(3 * size, float(me))
+        fixed.flags.writeable = False
+        dist.all_to_all_single(array, fixed, sizes, sizes)
+        assert (array == wanted).all()
+
+
+def test_parts_that_have_no_room_on_one_rank() -> None:
+    """If the parts of one rank are too long, all ranks move them in another way, and the next small ones again with the round."""
+    size = dist.get_world_size()
+    rows = EXCHANGE_BYTES // 24
+    for turn in range(6):
+        table = [[1 + i + j for j in range(size)] for i in range(size)]
+        if turn % 2:
+            table[turn % size][0] = rows
+        Exchange(table).single()
+        Exchange(table).lists()
+
+
+def test_late_members_and_calls_under_way() -> None:
+    """Whoever is late, and whatever else is under way, the parts arrive."""
+    me, size, of = dist.get_rank(), dist.get_world_size(), random.Random(1)
+    for turn in range(12):
+        if me == turn % size:
+            time.sleep(0.01)
+        x = np.full(10, float(me))
+        work = dist.all_reduce(x, async_op=True) if turn % 2 else None
+        Exchange(table_of(size, of, 30)).single()
+        if work is not None:
+            work.wait()
+            assert (x == size * (size - 1) / 2).all()
+
+
+def test_several_under_way() -> None:
+    """Several asynchronous exchanges are waited for in another order."""
+    me, size, of = dist.get_rank(), dist.get_world_size(), random.Random(7)
+    for _ in range(10):
+        works = []
+        for _ in range(5):
+            made = Exchange(table_of(size, of, 100))
+            output = np.zeros_like(np.concatenate(made.wanted))
+            source = np.concatenate(made.inputs)
+            work: Any = dist.all_to_all_single(output, source, made.received, made.sent, async_op=True)
+            works.append((work, output, source, np.concatenate(made.wanted)))
+        random.Random(me).shuffle(works)
+        for work, output, _, wanted in works:
+            work.wait()
+            np.testing.assert_array_equal(output, wanted)
+
+
+def test_a_result_that_the_program_writes() -> None:
+    """An output or input that is written before the wait is reported on that rank."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    sizes = [2] * size
+    for which in ("output", "input"):
+        for _ in range(3):
+            output, source = np.zeros(2 * size), np.full(2 * size, float(me))
+            work: Any = dist.all_to_all_single(output, source, sizes, sizes, async_op=True)
+            if me == 0:
+                (output if which == "output" else source)[0] = 7.0
+                with pytest.raises(dist.BufferInUseError):
+                    work.wait()
+            else:
+                work.wait()
+            dist.barrier()
+
+
+def test_threads_with_groups_of_their_own() -> None:
+    """Threads exchange on groups of their own at a time."""
+    if not registry.state().thread_multiple:
+        pytest.skip("this MPI has no MPI_THREAD_MULTIPLE")
+    groups, done = [dist.new_group() for _ in range(3)], []
+
+    def work(thread: int) -> None:
+        of = random.Random(thread)
+        for _ in range(40):
+            Exchange(table_of(dist.get_world_size(), of, 40), groups[thread]).single()
+        done.append(thread)
+
+    run_threads(work, range(3))
+    assert sorted(done) == [0, 1, 2]
+    for group in groups:
+        dist.destroy_process_group(group)
