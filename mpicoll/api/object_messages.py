@@ -119,7 +119,7 @@ def recv_object_list(
     operation, arrived = _start_recv(found, len(object_list), peer)
     operation.complete(found.timeout)
     source = int(found.ranks[operation.returned])
-    object_list[:] = arrived[0].load(lambda: f"recv_object_list: the list of rank {source}", weights_only)
+    object_list[:] = arrived[0].load(f"recv_object_list: the list of rank {source}", weights_only)
     return source
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,8 @@ CHUNK_BYTES = 1 << 30
 
 _MAGIC = b"mpicoll"
 _LENGTH = 8
+_JOINED = b"mpicoll\n"
+"""The beginning of a stream with buffers: no pickle begins so."""
 
 IN_BAND_BYTES = 16 * 1024
 """Smaller buffers are copied into the stream: two copies take less time than one more transfer."""
@@ -176,11 +178,11 @@ class IncomingObject:
         except MemoryError as error:
             raise WireError(f"there is no memory for the buffers of {self.header.tail} bytes") from error
 
-    def load(self, whose: Callable[[], str], weights_only: bool = False) -> Any:
+    def load(self, whose: str, weights_only: bool = False) -> Any:
         """Unpickle the object, after all of it has been received.
 
         Args:
-            whose: returns words for an error: the call, and the rank that sent the object.
+            whose: words for an error: the call, and the rank that sent the object.
             weights_only: load data only (see :func:`mpicoll.memory.data_unpickler.load_data`).
 
         Raises:
@@ -189,7 +191,7 @@ class IncomingObject:
         return load(self.head[self.start :].data, self.parts, whose, weights_only)
 
 
-def load(stream: bytes | memoryview, parts: list[Bytes], whose: Callable[[], str], weights_only: bool) -> Any:
+def load(stream: bytes | memoryview, parts: list[Bytes], whose: str, weights_only: bool) -> Any:
     """Unpickle a stream and its buffers; arguments and errors as :meth:`IncomingObject.load`."""
     try:
         if weights_only:
@@ -200,38 +202,52 @@ def load(stream: bytes | memoryview, parts: list[Bytes], whose: Callable[[], str
     except Exception as error:
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(
-                f"{whose()} cannot be unpickled on this rank. The list is unchanged, and the group can still be used."
+                f"{whose} cannot be unpickled on this rank. The list is unchanged, and the group can still be used."
             )
         raise
 
 
-def stream_of(value: Any, room: int = 0) -> tuple[bytes, list[Bytes]]:
-    """Pickle an object; return the stream, and the buffers outside the stream, which are not copied.
-
-    Args:
-        room: large buffers are copied into the stream, too, as long as they have at most so many bytes together.
+def stream_of(value: Any) -> tuple[bytes, list[Bytes]]:
+    """Pickle an object; return the stream, and the large buffers outside the stream, which are not copied.
 
     Raises:
         Exception: as pickling raises.
     """
     parts: list[Bytes] = []
-    copied = 0
 
     def in_band(buffer: pickle.PickleBuffer) -> bool:
-        nonlocal copied
         try:
             raw = buffer.raw()
         except BufferError:
             return True  # not contiguous: pickle says so
         if raw.nbytes < IN_BAND_BYTES:
             return True
-        if copied + raw.nbytes <= room:
-            copied += raw.nbytes
-            return True
         parts.append(np.frombuffer(raw, np.uint8))
         return False
 
     return pickle.dumps(value, protocol=5, buffer_callback=in_band), parts
+
+
+def joined(stream: bytes, parts: list[Bytes]) -> bytes:
+    """Return a stream and its buffers in one bytes object: the stream itself if there are no buffers."""
+    if not parts:
+        return stream
+    lengths = np.array([len(parts), len(stream), *[part.size for part in parts]], np.int64)
+    return b"".join((_JOINED, lengths.tobytes(), stream, *(part.data for part in parts)))
+
+
+def separated(message: bytes) -> tuple[bytes, list[Bytes]]:
+    """Return the stream and the buffers of such a bytes object; the buffers are memory of the object."""
+    if not message.startswith(_JOINED):
+        return message, []
+    (count,) = np.frombuffer(message, np.int64, 1, len(_JOINED)).tolist()
+    length, *sizes = np.frombuffer(message, np.int64, count + 1, len(_JOINED) + _LENGTH).tolist()
+    start = len(_JOINED) + _LENGTH * (count + 2)
+    parts, at = [], start + length
+    for size in sizes:
+        parts.append(np.frombuffer(message, np.uint8, size, at))
+        at += size
+    return message[start : start + length], parts
 
 
 def pack(value: Any) -> Packed:

@@ -86,7 +86,7 @@ class ObjectTransfer:
                 "be pickled, and that rank raised the error of pickle"
             )
         node = self.group.pair.through(self.moves, SHARED_BYTES)
-        if node is not None and EAGER_BYTES < agreed.block_bytes <= SHARED_BYTES:
+        if node is not None and EAGER_BYTES < self.room_for(agreed.block_bytes) <= SHARED_BYTES:
             yield from open_memory(self.group, node)  # for the next such call
         first = _first_bytes(agreed.most)
         self.largest = agreed.block_bytes
@@ -97,6 +97,15 @@ class ObjectTransfer:
             yield from self.move(agreed, first)
         except wire_error as error:
             raise self.refused(error) from error
+
+    @property
+    def parts(self) -> int:
+        """The number of objects that a member sends, if it sends any."""
+        return self.group.size() if self.moves is Kind.SCATTER else 1
+
+    def room_for(self, largest: int) -> int:
+        """Return the bytes that the objects of a member may take in shared memory, if the largest one has ``largest``."""
+        return largest * self.parts
 
     def move(self, agreed: Agreed, first: int) -> Steps:
         """Move the objects; ``first`` is the number of bytes of each head in the first transfer."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import pickle
 import random
+import signal
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -79,7 +82,8 @@ def test_later_calls_move_with_their_round(count: int, monkeypatch: pytest.Monke
     if count == 20_000 and (count + 100) * size > SHARED_BYTES:
         pytest.skip("the objects of a scatter have no room")
     values = [{"rank": rank, "bytes": bytes(range(256)) * (count // 256)} for rank in range(size)]
-    make_all(values, 0, group)
+    for _ in range(2):  # what is made twice is prepared
+        make_all(values, 0, group)
     if group.pair.agreement.channel.carries_data:
         prepared = [each for each in group.prepared.values() if type(each) is PreparedObjects]
         assert len(prepared) == 4
@@ -216,6 +220,135 @@ def test_errors_of_pickle() -> None:
             dist.broadcast_object_list(objects, 0)
         if me == 1 and hasattr(caught.value, "__notes__"):  # type: ignore[union-attr]
             assert "the list of rank 0" in str(caught.value.__notes__)  # type: ignore[union-attr]
+
+
+class Counts:
+    """An object that counts how often it is pickled, and whose array may be large."""
+
+    def __init__(self, count: int) -> None:
+        self.array, self.pickled = np.zeros(count), 0
+
+    def __getstate__(self) -> Any:
+        self.pickled += 1
+        return {"array": self.array, "pickled": self.pickled}
+
+
+@pytest.mark.parametrize("count", [10, 4_000, 40_000, 400_000])
+def test_each_object_is_pickled_once(count: int) -> None:
+    """Pickling runs code of the program once for each call, whatever the size of the object, and the size before."""
+    size = dist.get_world_size()
+    for few in (10, count):
+        for _ in range(4):
+            mine, came = Counts(few), [None] * size
+            dist.all_gather_object(came, mine)
+            assert mine.pickled == 1
+            assert all(each.pickled == 1 and each.array.size == few for each in came)  # type: ignore[attr-defined]
+
+
+def test_code_that_pickling_runs() -> None:
+    """Code that pickling runs may make a call, and may change the list that is sent: the objects are those of the call."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    inputs: list[Any] = []
+    for turn in range(5):
+        values = [CallsAllReduce(40_000 if turn == 3 else 10), *["old"] * (size - 1)]
+        inputs[:] = values
+        values[0].inputs = inputs
+        into: list[Any] = [None]
+        if me != 0:
+            dist.all_reduce(np.ones(2))
+        dist.scatter_object_list(into, inputs if me == 0 else None)
+        assert into[0] == ("old" if me else 40_000 if turn == 3 else 10)
+
+
+class CallsAllReduce:
+    """An object whose pickling makes a collective call and shortens a list."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.inputs = count, [None]
+
+    def __reduce__(self) -> Any:
+        dist.all_reduce(np.ones(2))
+        self.inputs.pop()
+        return len, (np.zeros(self.count),)
+
+
+def test_an_array_that_a_call_under_way_writes() -> None:
+    """An object with an array that a pending call writes is refused, also if such a call was made before."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    came: list[Any] = [None] * size
+    x = np.zeros(8_000)
+    for _ in range(3):
+        dist.all_gather_object(came, x)
+    work = dist.all_reduce(x, async_op=True)
+    with collective_raises(dist.DistError, match="still writes|arguments are wrong"):
+        dist.all_gather_object(came, x if me < 2 else 1)
+    assert work is not None
+    work.wait()
+
+
+class OfBuffer:
+    """An object that gives pickle a buffer, and wants an array back."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return kind_of, (pickle.PickleBuffer(np.zeros(5_000)),)
+
+
+def kind_of(buffer: Any) -> str:
+    """Return the type of a received buffer."""
+    return type(buffer).__name__
+
+
+def test_a_buffer_has_the_same_type_in_each_call() -> None:
+    """A large buffer is received as the same type in the first call and in later ones, and can be written."""
+    size = dist.get_world_size()
+    for _ in range(5):
+        came: list[Any] = [None] * size
+        dist.all_gather_object(came, [OfBuffer(), np.zeros(5_000)])
+        assert [each[0] for each in came] == ["ndarray"] * size
+        for _, array in came:
+            array[:] = 1.0
+
+
+def test_lists_of_many_lengths_leave_prepared_calls() -> None:
+    """Lists that have other lengths at each call do not push other prepared calls out."""
+    group = dist.new_group()
+    for _ in range(3):
+        dist.all_reduce(np.ones(4), group=group)
+    before = len(group.prepared)
+    for length in range(1, 300):
+        dist.broadcast_object_list([0] * length, group=group, group_src=0)
+    assert len(group.prepared) == before
+    dist.destroy_process_group(group)
+
+
+def test_a_handler_that_raises_while_an_object_is_pickled() -> None:
+    """What a signal handler raises in the code that pickling runs is raised on its rank, and the other ranks are told."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    came: list[Any] = [None] * size
+    for _ in range(3):
+        dist.all_gather_object(came, me)
+    before = signal.signal(signal.SIGUSR1, raise_key_error)
+    try:
+        with collective_raises((KeyError, dist.CollectiveMismatchError)) as caught:
+            dist.all_gather_object(came, Signals() if me == 0 else me)
+        assert isinstance(caught.value, KeyError) == (me == 0)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    dist.all_gather_object(came, me)
+    assert came == list(range(size))
+
+
+class Signals:
+    """An object whose pickling sends this process a signal."""
+
+    def __reduce__(self) -> Any:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return str, ()
+
+
+def raise_key_error(number: int, frame: Any) -> None:
+    """Raise."""
+    raise KeyError("of a handler")
 
 
 def test_a_late_member_after_equal_calls_is_named() -> None:

@@ -7,7 +7,7 @@ before (:class:`PreparedObjects`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from mpicoll.errors import ARGUMENT, DistError, wrong_argument
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import peer_rank
-from mpicoll.memory.pickled import HEADER, IncomingObject, Packed, load, need_list, stream_of
+from mpicoll.memory.pickled import HEADER, Bytes, IncomingObject, Packed, joined, load, need_list, separated, stream_of
 from mpicoll.operations import composed, execution
 from mpicoll.operations.object_transfer import (
     FAILED,
@@ -51,8 +51,18 @@ _PLAIN = frozenset((int, type(None)))
 _Ready = tuple[tuple[Any, ...], int, list[Any]]
 """Checked arguments of this rank: the key of the call, its root (-1: none), and the objects to send."""
 
-_Found = bytes | IncomingObject
-"""An object that has arrived: the stream of a pickle, or a stream with buffers."""
+
+class _Found(NamedTuple):
+    """What this rank has received in a call.
+
+    Attributes:
+        root: rank of the source or destination in the group; -1: none.
+        objects: in the order of the ranks; bytes as of :func:`mpicoll.memory.pickled.joined`.
+    """
+
+    group: ProcessGroup
+    root: int
+    objects: list[bytes | IncomingObject]
 
 
 def broadcast(
@@ -63,18 +73,17 @@ def broadcast(
     def prepare(g: ProcessGroup) -> _Ready:
         root = peer_rank(g, src, group_src, "src", default=0)
         need_list(object_list, "object_list")
-        key = (("root", g.ranks[root]), ("objects", len(object_list)))
+        key = (("root", g.ranks[root]), ("objects", length))
         return key, root, [object_list] if g.rank() == root else []
 
+    length = (
+        len(object_list) if isinstance(object_list, list) else 0
+    )  # now: pickling may run code that changes the list
     key = ("broadcast_object_list", src, group_src, _length(object_list), weights_only)
     found = _run(key, group, (object_list,), prepare, weights_only, name, Broadcast)
-    if found:
-
-        def whose() -> str:
-            g = registry.need_member(group)
-            return f"broadcast_object_list: the list of rank {g.ranks[peer_rank(g, src, group_src, 'src', default=0)]}"
-
-        object_list[:] = _load(found[0], whose, weights_only)
+    if found is not None and found.objects:
+        whose = f"broadcast_object_list: the list of rank {found.group.ranks[found.root]}"
+        object_list[:] = _load(found.objects[0], whose, weights_only)
 
 
 def all_gather(object_list: list[Any], obj: Any, group: Any, weights_only: bool, name: str | None) -> None:
@@ -90,8 +99,8 @@ def all_gather(object_list: list[Any], obj: Any, group: Any, weights_only: bool,
 
     key = ("all_gather_object", _length(object_list), weights_only)
     found = _run(key, group, (obj,), prepare, weights_only, name, AllGather)
-    if found:
-        object_list[: len(found)] = _load_all(found, key[0], group, weights_only)
+    if found is not None:
+        object_list[: len(found.objects)] = _load_all(found, key[0], weights_only)
 
 
 def gather(
@@ -112,9 +121,9 @@ def gather(
 
     key = ("gather_object", dst, group_dst, _length(into), weights_only)
     found = _run(key, group, (obj,), prepare, weights_only, name, Gather)
-    if found:
+    if found is not None and found.objects:
         assert into is not None
-        into[: len(found)] = _load_all(found, key[0], group, weights_only)
+        into[: len(found.objects)] = _load_all(found, key[0], weights_only)
 
 
 def scatter(
@@ -127,6 +136,8 @@ def scatter(
     name: str | None,
 ) -> None:
     """Make a ``scatter_object_list``."""
+    if type(inputs) is list:
+        inputs = [*inputs]  # pickling may run code that changes the list of the program
 
     def prepare(g: ProcessGroup) -> _Ready:
         root = peer_rank(g, src, group_src, "src", default=0)
@@ -140,8 +151,8 @@ def scatter(
 
     key = ("scatter_object_list", src, group_src, _length(inputs), min(_length(output) or -1, 1), weights_only)
     found = _run(key, group, inputs, prepare, weights_only, name, Scatter)
-    if found:
-        output[0] = _load(found[0], lambda: "scatter_object_list: the object for this rank", weights_only)
+    if found is not None:
+        output[0] = _load(found.objects[0], "scatter_object_list: the object for this rank", weights_only)
 
 
 def _length(given: Any) -> int | None:
@@ -149,20 +160,16 @@ def _length(given: Any) -> int | None:
     return len(given) if type(given) is list else None if given is None else -1
 
 
-def _load(found: _Found, whose: Callable[[], str], weights_only: bool) -> Any:
-    if isinstance(found, bytes):
-        return load(found, [], whose, weights_only)
-    return found.load(whose, weights_only)
+def _load(found: bytes | IncomingObject, whose: str, weights_only: bool) -> Any:
+    if isinstance(found, IncomingObject):
+        return found.load(whose, weights_only)
+    stream, parts = separated(found)
+    return load(stream, [part.copy() for part in parts], whose, weights_only)
 
 
-def _load_all(found: list[_Found], op: str, given: Any, weights_only: bool) -> list[Any]:
-    def whose() -> str:
-        return f"{op}: the object of rank {registry.need_member(given).ranks[len(loaded)]}"
-
-    loaded: list[Any] = []
-    for each in found:
-        loaded.append(_load(each, whose, weights_only))
-    return loaded
+def _load_all(found: _Found, op: str, weights_only: bool) -> list[Any]:
+    ranks = found.group.ranks
+    return [_load(each, f"{op}: the object of rank {ranks[at]}", weights_only) for at, each in enumerate(found.objects)]
 
 
 def _list_of_root(values: Any, name: str, group: ProcessGroup, root: int, role: str) -> None:
@@ -197,13 +204,13 @@ class PreparedObjects(PreparedOperation):
         group, call, root = made.group, made.call, made.root
         size, is_root = group.size(), root in (-1, group.rank())
         self.again, self.transfer, self.weights_only = again, type(made), made.weights_only
-        self.room, self.parts = room, _parts(made)
+        self.room, self.parts = room, made.parts
         self.sends, self.results = {
             Kind.BROADCAST: (int(is_root), int(not is_root)),
             Kind.SCATTER: (size if is_root else 0, 1),
         }.get(made.moves, (1, size if is_root else 0))
         key = call.key[:-1] if call.key[-1][0] == "name" else call.key
-        bound = HEADER.size + room - _LENGTH * self.parts  # of the head of one object
+        bound = _bound(room, made.parts)
         super().__init__(call.op, key, made.moves, bound, root=root, detail=bound, uneven=True)
         self.agreement, self._named, self.dtype = group.pair.agreement, (None, ()), _BYTES
         self.send_shapes, self.recv_shapes = [()] * self.sends or None, [()] * self.results or None
@@ -230,16 +237,15 @@ class PreparedObjects(PreparedOperation):
     def _bytes_sent(self, size: int, send: Any) -> int:
         return self.room
 
-    def streams(self, values: Any) -> list[bytes] | None:
-        """Return the pickles of what this rank sends; None if that is left to the general way."""
-        try:
-            pickles = [stream_of(value, self.room) for value in values] if self.sends else []
-        except Exception:  # raised again where it is raised on all members
-            return None
-        return None if any(buffers for _, buffers in pickles) else [stream for stream, _ in pickles]
-
-    def make(self, group: ProcessGroup, send: list[bytes], frame: Any, name: str | None) -> list[_Found] | None:
+    def make(
+        self, group: ProcessGroup, pickles: list[tuple[bytes, list[Bytes]]], frame: Any, name: str | None
+    ) -> _Found | None:
         """Make the call, and return what this rank has received; None, and nothing done, if that is impossible."""
+        send: list[bytes] = []
+        for stream, parts in pickles:
+            if parts and sum(part.size for part in parts) > self.room:
+                return None
+            send.append(joined(stream, parts) if parts else stream)
         recv: Any = [None] * self.results or None
         more = () if name is None else (None, name, self.words_named(group, name))
         shared: Any = self.shared
@@ -250,7 +256,7 @@ class PreparedObjects(PreparedOperation):
                 f"{self.op} on group {group.display}, at {CallSite(frame.f_code, frame.f_lasti)}: the received bytes are no "
                 "object of this call, or there is no memory for them"
             )
-        return recv or []
+        return _Found(group, self.root, recv or [])
 
     def describe(self, request: Request) -> CallDescription:
         """Return the description of one start."""
@@ -260,7 +266,7 @@ class PreparedObjects(PreparedOperation):
 
     def steps(self, request: Request) -> Steps:
         """Return the steps of the general way, whose results are objects with buffers."""
-        group, packed = request.group, [Packed(stream, []) for stream in request.send or ()]
+        group, packed = request.group, [Packed(*separated(message)) for message in request.send or ()]
         made = self.transfer(group, request.call, self.root, packed, self.weights_only)
         yield from composed.meet_and_move(group, request.call, made.steps, request.agreed)
         if request.recv is not None:
@@ -268,8 +274,9 @@ class PreparedObjects(PreparedOperation):
         _keep(made, self.again)
 
 
-def _parts(made: ObjectTransfer) -> int:
-    return made.group.size() if made.moves is Kind.SCATTER else 1
+def _bound(room: int, parts: int) -> int:
+    """Return the most bytes of one object, with a header, that moves in the room for the objects of a member."""
+    return HEADER.size + room - _LENGTH * parts
 
 
 def _run(
@@ -280,26 +287,34 @@ def _run(
     weights_only: bool,
     name: str | None,
     transfer: type[ObjectTransfer],
-) -> list[_Found] | None:
-    """Check arguments, pickle, agree, and move; return what this rank has received, in the order of the ranks.
+) -> _Found | None:
+    """Check arguments, pickle, agree, and move; return what this rank has received.
 
-    The caller unpickles, when no other rank waits for this rank any more.
+    Each object is pickled once, as that may run code of the program. The caller unpickles, when no other rank waits for this
+    rank any more.
 
     Args:
         again: the function, and the arguments by which a call that is made again is found.
         given: the group as the program gave it; a rank outside of the group gets None.
         values: what this rank sends, if it sends anything.
     """
-    streams: list[bytes] | None = None
+    pickles: list[tuple[bytes, list[Bytes]]] | None = None
+    wrong: Exception | None = None
     known: Any = registry.default.world if given is None else given
     plain = type(weights_only) is bool and _PLAIN.issuperset(map(type, again[1:-1])) and -1 not in again[1:]
     prepared = known.prepared.get(again) if plain and type(known) is ProcessGroup else None
     if type(prepared) is PreparedObjects and (name is None or type(name) is str):
         frame = caller(_DEPTH)
-        streams = None if CallSite.inside(frame.f_code) else prepared.streams(values)
-        found = None if streams is None else prepared.make(known, streams, frame, name)
-        if found is not None:
-            return found
+        if not CallSite.inside(frame.f_code):
+            try:
+                pickles = [stream_of(value) for value in values] if prepared.sends else []
+            except Exception as error:
+                wrong = error  # raised below, on all members
+            # Pickling may have run code of the program: this may be a forked child, or other calls were made meanwhile.
+            if pickles is not None and known.prepared.get(again) is prepared:
+                found: _Found | None = prepared.make(known, pickles, frame, name)
+                if found is not None:
+                    return found
     op: str = again[0]
     group = member(given, op)
     if group is None:
@@ -316,8 +331,9 @@ def _run(
         except ValueError as error:
             raise wrong_argument(error) from None
         try:
-            pickles = map(stream_of, objects) if streams is None else [(stream, []) for stream in streams]
-            packed = [Packed(*pickle) for pickle in pickles]
+            if wrong is not None:
+                raise wrong
+            packed = [Packed(*pickle) for pickle in (map(stream_of, objects) if pickles is None else pickles)]
         except Exception as error:
             if group.level == "full":
                 raise
@@ -346,24 +362,26 @@ def _run(
     composed.run(group, call, made.steps)
     if plain:
         _keep(made, again)
-    return list(made.found())
+    return _Found(group, root, list(made.found()))
 
 
 def _keep(made: ObjectTransfer, again: tuple[Any, ...]) -> None:
     """Prepare the next such call, if its streams will have room in shared memory; all members choose the same room."""
-    group = made.group
+    group, parts, most = made.group, made.parts, made.room_for(made.largest)
     if not group.pair.agreement.channel.carries_data or type(group) is not ProcessGroup or group.gone():
         return
-    found, most = group.prepared.get(again), (made.largest - HEADER.size + _LENGTH) * _parts(made)
+    found = group.prepared.get(again)
+    if made.largest in (_bound(EAGER_BYTES, parts), _bound(SHARED_BYTES, parts)):
+        return  # of a member that has prepared the call: the size of its objects is not known
     room = EAGER_BYTES if most <= EAGER_BYTES else SHARED_BYTES
-    if most <= room and registry.state().thread_multiple:
-        if found is not None and found.room == room:
-            return
+    if most > room or not registry.state().thread_multiple:
+        group.prepared.pop(again, None)
+    elif again not in group.unequal:  # some programs send lists of other lengths at each call
+        group.keep_newest(group.unequal, again, None, MOST)
+    elif found is None or found.room != room:
         prepared = PreparedObjects(made, again, room)
         if prepared.shared is not None:
             group.keep_newest(group.prepared, again, prepared, MOST)
-            return
-    group.prepared.pop(again, None)
 
 
 def _no_steps(agreed: Agreed) -> Steps:

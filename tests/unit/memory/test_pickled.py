@@ -11,7 +11,18 @@ import numpy as np
 import pytest
 
 from mpicoll.memory import pickled
-from mpicoll.memory.pickled import HEADER, IN_BAND_BYTES, IncomingObject, Packed, WireError, pack, read_header
+from mpicoll.memory.pickled import (
+    HEADER,
+    IN_BAND_BYTES,
+    IncomingObject,
+    Packed,
+    WireError,
+    joined,
+    pack,
+    read_header,
+    separated,
+    stream_of,
+)
 
 LARGE = 1 << 50
 
@@ -36,7 +47,7 @@ def moved(packed: Packed, first: int) -> Any:
     incoming.open()
     for send, recv in zip(pickled.pieces(packed.parts), pickled.pieces(incoming.parts), strict=True):
         recv[:] = send
-    return incoming.load(lambda: "an object")
+    return incoming.load("an object")
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1 << 30])
@@ -54,7 +65,7 @@ def test_an_object_arrives_in_whatever_pieces(first: int, chunk: int, monkeypatc
         assert came[name].dtype == value[name].dtype
         assert (came[name] == value[name]).all()
         assert came[name].flags.writeable
-    own = packed.copied().load(lambda: "an object")
+    own = packed.copied().load("an object")
     assert (own["a"] == value["a"]).all()
     assert not np.shares_memory(own["a"], value["a"])
 
@@ -142,3 +153,14 @@ def test_lengths_that_do_not_add_up_allocate_nothing(lengths: list[int]) -> None
     with pytest.raises(WireError, match="2 buffers do not add up to 72000 bytes"):
         incoming.open()
     assert not incoming.parts
+
+
+@pytest.mark.parametrize("sizes", [(), (20_000,), (16_384, 3 << 14, 100_000)])
+def test_joined_and_separated(sizes: tuple[int, ...]) -> None:
+    """A stream and its buffers in one bytes object are found again; without buffers it is the stream."""
+    stream, parts = stream_of([1, *[np.arange(size, dtype=np.uint8) for size in sizes]])
+    message = joined(stream, parts)
+    assert (message is stream) == (not sizes)
+    found, buffers = separated(message)
+    assert bytes(found) == stream
+    assert [each.tobytes() for each in buffers] == [each.tobytes() for each in parts]
