@@ -89,7 +89,7 @@ def as_numpy(value: Any, name: str, *, writable: bool) -> Array | None:
         if plain is not None:
             return plain
         try:
-            array = _torch_array(torch, value, name, writable)
+            array = _torch_array(torch, waited_for(value), name, writable)
         except RuntimeError as error:  # torch raises it for a tensor that vmap or grad has wrapped
             raise TypeError(f"parameter `{name}`: this tensor has no memory of its own: {error}") from error
     else:
@@ -144,6 +144,15 @@ def _torch_array(torch: Any, tensor: Any, name: str, writable: bool) -> Array:
     memory.storage = tensor.untyped_storage()
     array: Array = np.ndarray(shape, dtype, memory, strides=strides)
     return array
+
+
+def waited_for(tensor: Any) -> Any:
+    """Return the tensor inside a result of torch's functional collectives, after a wait for it; or any other tensor as it is.
+
+    torch has such results in tensor parallel modules, and in ``DTensor.redistribute(async_op=True)``.
+    """
+    is_result = type(tensor).__module__ == "torch.distributed._functional_collectives"
+    return tensor.trigger_wait() if is_result and hasattr(tensor, "trigger_wait") else tensor
 
 
 def torch_dtype(torch: Any, tensor: Any, name: str, device: str) -> np.dtype[Any]:

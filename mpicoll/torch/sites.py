@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import warnings
 from types import FrameType
 
@@ -15,6 +16,12 @@ from mpicoll.runtime.call_site import PACKAGE, find_frame_outside, pass_through
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _WRAPPERS = tuple(module.__file__ for module in (typing_extensions, warnings) if module.__file__)
 """Files of the function that is around each deprecated function of torch."""
+_GENERATED = (
+    "<eval_with_key>",
+    os.path.join(tempfile.gettempdir(), "torchinductor_"),
+    *filter(None, [os.environ.get("TORCHINDUCTOR_CACHE_DIR")]),
+)
+"""The beginnings of the names of code that torch.compile generates."""
 _TESTING = os.path.join(_TORCH, "testing", "")
 
 DDP, PIPELINING = "DDP", "torch.distributed.pipelining"
@@ -40,12 +47,16 @@ _between: dict[str, bool] = {sys._getframe().f_code.co_filename: True}
 
 def skip_torch() -> None:
     """Let call sites skip the code of torch."""
-    pass_through(*_WRAPPERS, *(os.path.join(_TORCH, each) for each in sorted(os.listdir(_TORCH)) if each != "testing"))
+    pass_through(
+        *_WRAPPERS,
+        *_GENERATED,
+        *(os.path.join(_TORCH, each) for each in sorted(os.listdir(_TORCH)) if each != "testing"),
+    )
 
 
 def _part(name: str) -> str:
     """Return the part of torch that code in this file belongs to, "" for another file of torch or of this package."""
-    if name.startswith((PACKAGE, *_WRAPPERS)):
+    if name.startswith((PACKAGE, *_WRAPPERS, *_GENERATED)):
         return _BETWEEN
     if not name.startswith(_TORCH) or name.startswith(_TESTING):
         return _OUTSIDE

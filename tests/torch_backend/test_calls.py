@@ -266,6 +266,29 @@ def test_functional_collectives(how: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_results_of_functional_collectives_are_arguments() -> None:
+    """A result that no code has waited for, as a tensor parallel module returns it, is waited for by the call that gets it."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    total = size * (size + 1) / 2
+
+    def made() -> Any:
+        result = functional.all_reduce(torch.full((4,), me + 1.0), "sum", dist.group.WORLD)
+        assert type(result).__name__ == "AsyncCollectiveTensor"
+        return result
+
+    given = made()
+    dist.all_reduce(given)
+    assert (given == total * size).all()
+    gathered = [torch.zeros(4) for _ in range(size)]
+    dist.all_gather(gathered, made())
+    assert all((each == total).all() for each in gathered)
+    into, sent = torch.zeros(4), made()
+    after, before = (me + 1) % size, (me - 1) % size
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, after), dist.P2POp(dist.irecv, into, before)]):
+        work.wait()
+    assert (into == total).all()
+
+
 def test_compiled_calls() -> None:
     """Calls in place inside a compiled function, and a gradient through a functional collective."""
 

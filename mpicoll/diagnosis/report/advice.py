@@ -43,7 +43,7 @@ SKIPPED = Message(
 )
 MAKE_ALIKE = Message("make these parts alike on all ranks: {parts}", "The calls differ in several parts.")
 SAME_DTYPE = Message("pass the same dtype on all ranks", "The dtypes differ, and no dtype has most ranks.")
-CAST = Message("cast before the call on {ranks}: x = x.astype({dtype!r})", "Some ranks pass another dtype.")
+CAST = Message("cast the array to {dtype} before the call on {ranks}", "Some ranks pass another dtype.")
 SAME_PART = Message(
     "pass the same {part} on all ranks", "The calls differ in one part that none of the following names."
 )

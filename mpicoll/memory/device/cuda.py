@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicoll.memory.device.runtime import SCRATCH, DeviceArray, Fold
-from mpicoll.memory.protocols import check_torch_result, torch_dtype
+from mpicoll.memory.protocols import check_torch_result, torch_dtype, waited_for
 
 try:
     import cupy  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -104,6 +104,7 @@ class Cuda:
         )
 
     def _of_torch(self, torch: Any, tensor: Any, name: str, writable: bool) -> DeviceArray:
+        tensor = waited_for(tensor)
         dtype = torch_dtype(torch, tensor, name, device="cuda")
         raw = dtype if dtype.names is None else dtype[0]
         if writable:

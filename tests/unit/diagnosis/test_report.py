@@ -455,7 +455,7 @@ def test_what_differs_is_marked() -> None:
     """The parts that differ from the call of most ranks are marked, also those that are missing; the advice fits them."""
     dtype, elements, reduction = key(dtype="int32"), key(elements=7), key("MAX")
     for odd, marked, advice in (
-        ({"key": dtype}, "all_reduce #41 >int32<[1024] SUM", "cast before the call on rank 3: x = x.astype('float32')"),
+        ({"key": dtype}, "all_reduce #41 >int32<[1024] SUM", "cast the array to float32 before the call on rank 3"),
         ({"key": elements}, "all_reduce #41 float32[>7<] SUM", "same number of elements"),
         ({"key": reduction}, "all_reduce #41 float32[1024] >MAX<", "the same reduction"),
         ({"key": key(root="1")}, "all_reduce #41 float32[1024] SUM >root 1<", "the same root"),
