@@ -207,7 +207,10 @@ def all_to_all_single(
 
 
 def _parts(send: Any, recv: Any, sent: Any, received: Any) -> tuple[Any, Any, Any]:
-    """Return the signature of an exchange, and the parts of both arrays in lists; three times None for all but right sizes."""
+    """Return the signature of an exchange, and the parts of both arrays in lists; three times None for all but right sizes.
+
+    As long as the parts of all calls of this rank are equal, these are the signature and the arrays of a call without sizes.
+    """
     known = [sizes for sizes in (sent, received) if sizes is not None]
     if not all(type(sizes) is list for sizes in known) or not (send.ndim and recv.ndim) or send.dtype != recv.dtype:
         return None, None, None
@@ -217,6 +220,8 @@ def _parts(send: Any, recv: Any, sent: Any, received: Any) -> tuple[Any, Any, An
     inputs, outputs = _cut(send, sent, members), _cut(recv, received, members)
     if inputs is None or outputs is None:
         return None, None, None
+    if "all_to_all_single" not in prepare.unequal and not _differ(inputs[0], inputs, outputs):
+        return ("all_to_all_single", send.dtype, send.shape, recv.dtype, recv.shape), send, recv
     return ("all_to_all_single", prepare.OF_ANY_SIZE, send.dtype), inputs, outputs
 
 
@@ -267,12 +272,16 @@ def all_to_all(
     key: Any = None
     if type(first) is _ndarray:
         key = ("all_to_all", first.dtype, first.shape)
-        if prepare.unequal_lists and _differ(first, (*input_tensor_list, *output_tensor_list)):
+        if (
+            "all_to_all" in prepare.unequal
+            and type(output_tensor_list) is list
+            and _differ(first, input_tensor_list, output_tensor_list)
+        ):
             key = ("all_to_all", prepare.OF_ANY_SIZE, first.dtype)
     cached = key, input_tensor_list, output_tensor_list, output_tensor_list
     arguments = (output_tensor_list, input_tensor_list, async_op)
     return run_cached("all_to_all", group, cached, prepare.all_to_all, arguments, async_op, timeout, name, stream)
 
 
-def _differ(first: Any, arrays: tuple[Any, ...]) -> bool:
-    return any(type(each) is _ndarray and each.size != first.size for each in arrays)
+def _differ(first: Any, *lists: list[Any]) -> bool:
+    return any(type(each) is _ndarray and each.size != first.size for arrays in lists for each in arrays)

@@ -88,8 +88,9 @@ def as_numpy(value: Any, name: str, *, writable: bool) -> Array | None:
             plain = extension.tensor_array(value, tensor, torch.strided, _torch_dtypes)
         if plain is not None:
             return plain
+        value = waited_for(value)
         try:
-            array = _torch_array(torch, waited_for(value), name, writable)
+            array = _torch_array(torch, value, name, writable)
         except RuntimeError as error:  # torch raises it for a tensor that vmap or grad has wrapped
             raise TypeError(f"parameter `{name}`: this tensor has no memory of its own: {error}") from error
     else:

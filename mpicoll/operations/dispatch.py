@@ -324,7 +324,7 @@ def begin(
         if not prepared.fits(send, recv):
             return None
         if prepared.shared is None or prepared.segment is not None:
-            if prepared.lists and not prepared.in_shared_memory:
+            if prepared.lists and not prepared.moves_lists(send, recv):
                 return None
             execution.enter(group, prepared.op)
         with group.lock:

@@ -239,6 +239,10 @@ class PreparedOperation:
         """Whether the data moves through shared memory, if all members make the call in the same way."""
         return self._way is Way.SHARED_MEMORY
 
+    def moves_lists(self, send: Any, recv: Any) -> bool:
+        """Return whether an asynchronous call of such lists can be started as it was prepared."""
+        return self.in_shared_memory
+
     @property
     def in_one_step(self) -> bool:
         """Whether one step of the segment takes all data of a call that is not waited for at once."""
@@ -361,7 +365,7 @@ class PreparedOperation:
                 return request
         order.calls = request.seq = order.calls + 1
         number = order.issue()
-        in_segment = not waited and self._is_segment_free(number, request)
+        in_segment = not waited and self._is_segment_free(number)
         words = self._words(group, request, eager or in_segment)
         schedule: Any = None
         if words is None:
@@ -373,7 +377,7 @@ class PreparedOperation:
         request.start_prepared(self, number, words, schedule)
         return request
 
-    def _is_segment_free(self, number: int, request: Request) -> bool:
+    def _is_segment_free(self, number: int) -> bool:
         """Return whether the call of a number may write its data, of one step, into the segment when it posts its round.
 
         The data of all earlier calls has moved, and all members have read the step before.

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = "a47085b4"
+VERSION = "80c1ea36"
 """The CRC-32 of the sources in ``native/``. An extension that was built from other sources is not used."""
 
 

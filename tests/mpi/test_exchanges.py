@@ -13,7 +13,9 @@ from ranks import run_threads
 import mpicoll as dist
 from mpicoll.groups import registry
 from mpicoll.operations import execution
+from mpicoll.operations.prepare import scattering as prepare
 from mpicoll.operations.prepare.scattering import PreparedExchange
+from mpicoll.operations.prepared import PreparedOperation
 from mpicoll.pytest_plugin import collective_raises
 from mpicoll.transports.base import EXCHANGE_BYTES
 
@@ -140,6 +142,43 @@ def test_a_wrong_dtype_or_another_call() -> None:
     Exchange(table).single()
 
 
+def test_what_a_report_says_of_equal_parts() -> None:
+    """Parts that are equal this time are told like those of a first call: only the dtype differs."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    for _ in range(3):
+        Exchange([[1 + i + j for j in range(size)] for i in range(size)]).single()
+    dtype = np.float32 if me == 1 else np.float64
+    with collective_raises(dist.CollectiveMismatchError, match="float32") as caught:
+        dist.all_to_all_single(np.zeros(2 * size, dtype), np.zeros(2 * size, dtype), [2] * size, [2] * size)
+    assert "elements" not in str(caught.value).split("next:")[1]
+
+
+def test_lists_that_are_no_lists() -> None:
+    """After calls of unequal lists wrong lists on one rank raise there, and the other ranks are told."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    for _ in range(3):
+        Exchange([[1 + i + j for j in range(size)] for i in range(size)]).lists()
+    for wrong in (None, 3, np.zeros(3), (each for each in ())):
+        arrays: Any = [np.zeros(2) for _ in range(size)]
+        with collective_raises(TypeError if size == 1 else (TypeError, dist.CollectiveMismatchError)) as caught:
+            dist.all_to_all(wrong if me == 0 else arrays, [np.zeros(2) for _ in range(size)])  # type: ignore[arg-type]
+        assert isinstance(caught.value, TypeError) == (me == 0)
+
+
+def test_equal_parts_with_sizes_are_a_call_without() -> None:
+    """A call whose sizes have always been equal is the prepared call of equal parts."""
+    group = dist.new_group()
+    size, me = group.size(), group.rank()
+    prepare.unequal.discard("all_to_all_single")
+    for _ in range(5):
+        output = np.zeros(40 * size)
+        dist.all_to_all_single(output, np.full(40 * size, float(me)), [40] * size, [40] * size, group)
+        assert (output == np.repeat(np.arange(float(size)), 40)).all()
+    if group.pair.agreement.channel.carries_data:
+        assert [type(each) for each in group.prepared.values()] == [PreparedOperation]
+    dist.destroy_process_group(group)
+
+
 def test_wrong_sizes() -> None:
     """Sizes that are no integers, negative, too few, or do not add up, raise on the rank, and all others are told."""
     me, size = dist.get_rank(), dist.get_world_size()
@@ -219,13 +258,15 @@ def test_several_under_way() -> None:
             np.testing.assert_array_equal(output, wanted)
 
 
-def test_a_result_that_the_program_writes() -> None:
-    """An output or input that is written before the wait is reported on that rank."""
+@pytest.mark.parametrize("rows", [2, 2_000, 40_000])
+def test_a_result_that_the_program_writes(rows: int) -> None:
+    """An input, or an output of up to 64 KiB, that is written before the wait is reported on that rank."""
     me, size = dist.get_rank(), dist.get_world_size()
-    sizes = [2] * size
-    for which in ("output", "input"):
-        for _ in range(3):
-            output, source = np.zeros(2 * size), np.full(2 * size, float(me))
+    Exchange([[1 + i + j for j in range(size)] for i in range(size)]).single()  # now exchanges are prepared
+    sizes = [rows] * size
+    for which in ("output", "input") if rows * size * 8 <= 1 << 16 else ("input",):
+        for _ in range(4):
+            output, source = np.zeros(rows * size), np.full(rows * size, float(me))
             work: Any = dist.all_to_all_single(output, source, sizes, sizes, async_op=True)
             if me == 0:
                 (output if which == "output" else source)[0] = 7.0

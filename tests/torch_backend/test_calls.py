@@ -289,6 +289,14 @@ def test_results_of_functional_collectives_are_arguments() -> None:
     assert (into == total).all()
 
 
+def test_the_error_of_a_result_that_is_an_argument() -> None:
+    """The error of a functional collective is raised by the call that waits for its result."""
+    me = dist.get_rank()
+    given = functional.all_reduce(torch.ones(3 if me == 0 else 4), "sum", dist.group.WORLD)
+    with collective_raises(mpicoll.errors.CollectiveMismatchError, match="made different calls"):
+        dist.all_reduce(given)
+
+
 def test_compiled_calls() -> None:
     """Calls in place inside a compiled function, and a gradient through a functional collective."""
 

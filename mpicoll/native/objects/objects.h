@@ -138,7 +138,7 @@ struct SharedOperation {
     int parts;                /* of a call of items of any length: how many a member sends, bytes objects or, if EXCHANGED, arrays; else 0 */
     Py_ssize_t place;         /* bytes between the pieces for two members in the buffer of a member that sends each another block; else 0 */
     Block *blocks;            /* room for two blocks a member */
-    int64_t announced;        /* of the last call: shared_places(), or if EXCHANGED the lengths of the arrays */
+    int64_t announced;        /* shared_places() of the last call */
     int root;
     enum Result result;
     int in_place; /* the terms of this member stand where the result goes */
@@ -334,16 +334,16 @@ int shared_is_changed(const SharedOperation *self, const Given *arrays, PyObject
 
 /* Calls of items of any length (shared_parts.c). */
 int shared_parts_fit(const SharedOperation *self, const Given *wanted, PyObject *given);
-/* Return whether the arrays for the result still have the lengths that the member has written. */
-int shared_parts_are_same(const SharedOperation *self, PyObject *recv);
-void shared_write_parts(SharedOperation *self, char *to, PyObject *send, PyObject *recv);
+/* Return whether the arrays for the result still have the lengths that the member has written, for a step or a round. */
+int shared_parts_are_same(const SharedOperation *self, int64_t at, PyObject *recv);
+void shared_write_parts(const SharedOperation *self, char *to, PyObject *send, PyObject *recv);
 /* Read what another member has written for this member into the item of a list. */
 void shared_read_part(const SharedOperation *self, const char *data, PyObject *recv, int item);
 /* Return whether all members make the call of a round that is over, and expect what they are sent. */
 int shared_is_agreed(const SharedOperation *self, int64_t number);
 
 /* Write the piece of the data that begins at `from`, for the round or the step `at`. */
-void shared_write_data(SharedOperation *self, int64_t at, PyObject *send, PyObject *recv, Py_ssize_t from);
+void shared_write_data(const SharedOperation *self, int64_t at, PyObject *send, PyObject *recv, Py_ssize_t from);
 /* Return where the data of a member stands: for a step of the segment, or for a round. */
 char *shared_data(const SharedOperation *self, int rank, int64_t at);
 /* Read the piece of the result that begins at `from`. */

@@ -48,7 +48,8 @@ static int complete(SharedOperation *self, int64_t call, int64_t number, PyObjec
         return 0;
     if (!shared_is_agreed(self, number))
         return 2;
-    if (is_in_steps(self) || !shared_fits(self, &self->recv, recv, WRITABLE) || !shared_parts_are_same(self, recv))
+    const int64_t at = self->segment == NULL ? number : self->segment->segment.step + 1;
+    if (is_in_steps(self) || !shared_fits(self, &self->recv, recv, WRITABLE) || !shared_parts_are_same(self, at, recv))
         return 4;
     if (self->recv.arrays && !self->parts && shared_is_changed(self, &self->recv, recv, before))
         return 3;

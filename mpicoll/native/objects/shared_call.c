@@ -66,7 +66,7 @@ typedef struct {
 } Progress;
 
 /* Move on as far as the others are. Return whether the call is complete. */
-static int advance(SharedOperation *self, PyObject *send, PyObject *recv, Progress *progress)
+static int advance(const SharedOperation *self, PyObject *send, PyObject *recv, Progress *progress)
 {
     Segment *segment = &self->segment->segment;
     for (;;)

@@ -217,7 +217,7 @@ static Py_ssize_t piece(const SharedOperation *self, Py_ssize_t from)
     return self->block - from < self->width ? self->block - from : self->width;
 }
 
-void shared_write_data(SharedOperation *self, int64_t at, PyObject *send, PyObject *recv, Py_ssize_t from)
+void shared_write_data(const SharedOperation *self, int64_t at, PyObject *send, PyObject *recv, Py_ssize_t from)
 {
     char *to = shared_data(self, self->ring->ring.me, at);
     Stores *stores = self->segment == NULL ? NULL : &self->segment->segment.stores;
@@ -313,7 +313,7 @@ static PyObject *shared_read(SharedOperation *self, PyObject *args)
     PyObject *recv;
     if (!PyArg_ParseTuple(args, "LO", &at, &recv))
         return NULL;
-    if (at < 0 || is_in_steps(self) || !shared_fits(self, &self->recv, recv, WRITABLE) || !shared_parts_are_same(self, recv)) {
+    if (at < 0 || is_in_steps(self) || !shared_fits(self, &self->recv, recv, WRITABLE) || !shared_parts_are_same(self, at, recv)) {
         PyErr_SetString(PyExc_ValueError, SHARED_CHANGED);
         return NULL;
     }

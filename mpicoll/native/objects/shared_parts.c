@@ -67,20 +67,16 @@ int shared_parts_fit(const SharedOperation *self, const Given *wanted, PyObject 
     return 1;
 }
 
-static int64_t hash(const SharedOperation *self, PyObject *recv)
+int shared_parts_are_same(const SharedOperation *self, int64_t at, PyObject *recv)
 {
-    uint64_t found = 0;
-    for (Py_ssize_t i = 0; i < self->parts; i++)
-        found = found * 1000003 + (uint64_t)bytes_of(self, PyList_GET_ITEM(recv, i));
-    return (int64_t)found;
+    const char *mine = shared_data(self, self->ring->ring.me, at);
+    for (int i = 0; self->result == EXCHANGED && i < self->parts; i++)
+        if (bytes_of(self, PyList_GET_ITEM(recv, i)) != length_at(mine, self->parts + i))
+            return 0;
+    return 1;
 }
 
-int shared_parts_are_same(const SharedOperation *self, PyObject *recv)
-{
-    return self->result != EXCHANGED || hash(self, recv) == self->announced;
-}
-
-void shared_write_parts(SharedOperation *self, char *to, PyObject *send, PyObject *recv)
+void shared_write_parts(const SharedOperation *self, char *to, PyObject *send, PyObject *recv)
 {
     char *next = to + sizeof(int64_t) * (size_t)lengths(self);
     for (Py_ssize_t i = 0; i < self->send.arrays; i++) {
@@ -96,7 +92,6 @@ void shared_write_parts(SharedOperation *self, char *to, PyObject *send, PyObjec
         const int64_t bytes = bytes_of(self, PyList_GET_ITEM(recv, i));
         memcpy(to + (self->parts + i) * (Py_ssize_t)sizeof bytes, &bytes, sizeof bytes);
     }
-    self->announced = hash(self, recv);
 }
 
 void shared_read_part(const SharedOperation *self, const char *data, PyObject *recv, int item)

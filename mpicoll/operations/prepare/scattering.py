@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from mpicoll.checks.memory_ranges import is_sampled
 from mpicoll.diagnosis.call import CallDescription
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import peer_rank
@@ -44,8 +45,8 @@ from mpicoll.transports.shm.transport import poll_ns
 OF_ANY_SIZE = "parts of any size"
 """The second item in the signature of an exchange whose input and output are cached as lists of parts."""
 
-unequal_lists: set[str] = set()
-"""The functions that this process has called with lists of arrays that differ in size."""
+unequal: set[str] = set()
+"""The functions that this process has called with parts that differ in size."""
 
 
 def scatter(
@@ -199,7 +200,7 @@ def all_to_all_single(
     received = _splits(out, output_split_sizes, g.size(), "output")
     sent = _splits(given, input_split_sizes, g.size(), "input")
     send = source_apart_from(out, source)
-    ready = _exchange(cached, source, send, out.flat, sent, received, (out, given))
+    ready = _exchange("all_to_all_single", cached, source, send, out.flat, sent, received, (out, given))
     ready.outputs, ready.inputs, ready.after = [output], (given,), result_unpacker([out])
     return ready
 
@@ -220,18 +221,17 @@ def all_to_all(
     outputs, inputs = result.memories, source.memories
     same_dtype(*outputs, *inputs)
     received, sent = [o.flat.size for o in outputs], [i.flat.size for i in inputs]
-    if len({*sent, *received}) > 1:
-        unequal_lists.add("all_to_all")
     least = g.pair.native.apart_from(Kind.ALL_TO_ALL)
     packed, recvdispls, after = one_result_buffer(result, () if async_op else inputs, least)
     send, senddispls = one_source_buffer(source, () if async_op else outputs, least)
-    ready = _exchange(cached, source, send, packed, sent, received, (*outputs, *inputs))
+    ready = _exchange("all_to_all", cached, source, send, packed, sent, received, (*outputs, *inputs))
     ready.move.senddispls, ready.move.recvdispls, ready.move.apart = senddispls, recvdispls, True
     ready.outputs, ready.inputs, ready.after = list(output_tensor_list), source.waits, after
     return ready
 
 
 def _exchange(
+    op: str,
     cached: Cached,
     source: ListMemory,
     send: Array,
@@ -242,6 +242,8 @@ def _exchange(
 ) -> Prepared:
     """Prepare an exchange of parts, except its outputs and inputs; the call is cached if all parts are equal, or as parts."""
     uneven = len({*sent, *received}) > 1
+    if uneven:
+        unequal.add(op)
     in_parts = cached.key is not None and cached.key[1] is OF_ANY_SIZE
     return Prepared(
         (memories[0].name,),
@@ -298,23 +300,33 @@ class PreparedExchange(PreparedOperation):
     def describe(self, request: Request) -> CallDescription:
         """Return the description of one start."""
         call = super().describe(request)
-        call.uneven = True
+        call.uneven, call.detail, call.block_bytes = _sizes(request)
         return call
+
+    def moves_lists(self, send: Any, recv: Any) -> bool:
+        """Return whether the lists of an asynchronous call have room, and are compared as a whole until the wait."""
+        shared: Any = self.later
+        return shared is not None and bool(shared.accepts(send, recv)) and not is_sampled(recv)
 
     def _words(self, group: ProcessGroup, request: Request, eager: bool) -> Words | None:
         words = super()._words(group, request, eager)
         assert words is not None  # an exchange is compared at each level
         if eager:
             return words
-        largest = max(each.nbytes for each in (*request.send, *request.recv))
-        return (*words[:4], largest, *words[5:])
-
-    def _is_segment_free(self, number: int, request: Request) -> bool:
-        shared: Any = self.later
-        return super()._is_segment_free(number, request) and bool(shared.accepts(request.send, request.recv))
+        uneven, detail, largest = _sizes(request)
+        return (*words[:3], int(uneven), largest, detail, detail if detail == NOTHING else -detail, *words[7:])
 
     def _schedule(self, group: ProcessGroup) -> Any:
         return None
+
+
+def _sizes(request: Request) -> tuple[bool, int, int]:
+    """Return whether the parts differ in size, the number of elements of equal parts, and the bytes of the largest part."""
+    if request.send is None:  # given up before the request had its arrays
+        return True, NOTHING, 0
+    parts = [*request.send, *request.recv]
+    sizes = {each.size for each in parts}
+    return len(sizes) > 1, NOTHING if len(sizes) > 1 else sizes.pop(), max(each.nbytes for each in parts)
 
 
 def _splits(memory: Memory, splits: Any, size: int, name: str) -> list[int]:
