@@ -21,6 +21,7 @@ from mpicoll.groups import registry
 from mpicoll.operations.object_transfer import SHARED_BYTES, ObjectTransfer
 from mpicoll.operations.prepare.objects import PreparedObjects
 from mpicoll.pytest_plugin import collective_raises
+from mpicoll.transports.base import EAGER_BYTES
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -93,6 +94,19 @@ def test_later_calls_move_with_their_round(count: int, monkeypatch: pytest.Monke
             make_all(values, 0, group)
     # In the segment a member that is late to read lets the others make the next call in the general way.
     assert general == [] or count > 100 or not group.pair.agreement.channel.carries_data
+    dist.destroy_process_group(group)
+
+
+def test_rooms_follow_the_sizes() -> None:
+    """Objects that grow, and shrink again, are prepared for the larger and the smaller room."""
+    group = dist.new_group()
+    size = group.size()
+    for count, room in ((10, EAGER_BYTES), (1_500, SHARED_BYTES), (10, SHARED_BYTES), (120_000, 0), (10, EAGER_BYTES)):
+        for _ in range(4):
+            make_all([bytes(count)] * size, 0, group)
+        prepared = [each for each in group.prepared.values() if type(each) is PreparedObjects and each.parts == size]
+        if group.pair.agreement.channel.carries_data and 1 < size < 5:
+            assert [each.room for each in prepared] == ([room] if room else [])
     dist.destroy_process_group(group)
 
 

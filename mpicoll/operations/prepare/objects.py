@@ -356,13 +356,18 @@ def _run(
         site,
         uneven=True,  # the detail is not compared: its maximum counts
         detail=largest if failed is None else FAILED + group.rank(),
-        block_bytes=max((each.nbytes for each in packed), default=0),
+        block_bytes=max([_needed(sum(each.nbytes for each in packed)), *(each.nbytes for each in packed)]),
     )
     made = transfer(group, call, root, packed, weights_only, failed)
     composed.run(group, call, made.steps)
     if plain:
         _keep(made, again)
     return _Found(group, root, list(made.found()))
+
+
+def _needed(total: int) -> int:
+    """Return bytes by which the others see that the objects of a member have no room: more than those of a prepared call."""
+    return next((HEADER.size + room for room in (SHARED_BYTES, EAGER_BYTES) if total > room), 0)
 
 
 def _keep(made: ObjectTransfer, again: tuple[Any, ...]) -> None:
