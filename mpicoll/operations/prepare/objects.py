@@ -73,13 +73,11 @@ def broadcast(
     def prepare(g: ProcessGroup) -> _Ready:
         root = peer_rank(g, src, group_src, "src", default=0)
         need_list(object_list, "object_list")
-        key = (("root", g.ranks[root]), ("objects", length))
+        key = (("root", g.ranks[root]), ("objects", len(object_list) if length == -1 else length))
         return key, root, [object_list] if g.rank() == root else []
 
-    length = (
-        len(object_list) if isinstance(object_list, list) else 0
-    )  # now: pickling may run code that changes the list
-    key = ("broadcast_object_list", src, group_src, _length(object_list), weights_only)
+    length = _length(object_list)  # now: pickling may run code that changes the list
+    key = ("broadcast_object_list", src, group_src, length, weights_only)
     found = _run(key, group, (object_list,), prepare, weights_only, name, Broadcast)
     if found is not None and found.objects:
         whose = f"broadcast_object_list: the list of rank {found.group.ranks[found.root]}"
