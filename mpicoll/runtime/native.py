@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = "80c1ea36"
+VERSION = "0e348f1e"
 """The CRC-32 of the sources in ``native/``. An extension that was built from other sources is not used."""
 
 

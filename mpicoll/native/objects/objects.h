@@ -345,7 +345,10 @@ int shared_is_agreed(const SharedOperation *self, int64_t number);
 /* Write the piece of the data that begins at `from`, for the round or the step `at`. */
 void shared_write_data(const SharedOperation *self, int64_t at, PyObject *send, PyObject *recv, Py_ssize_t from);
 /* Return where the data of a member stands: for a step of the segment, or for a round. */
-char *shared_data(const SharedOperation *self, int rank, int64_t at);
+static inline char *shared_data(const SharedOperation *self, int rank, int64_t at)
+{
+    return self->segment == NULL ? ring_eager(&self->ring->ring, rank, at) : segment_buffer(&self->segment->segment, rank, at);
+}
 /* Read the piece of the result that begins at `from`. */
 void shared_read_result(const SharedOperation *self, int64_t at, PyObject *recv, Py_ssize_t from);
 /* Make the transfer of a call that copies once, whose arrays fit; the blocks are those of the operation. */

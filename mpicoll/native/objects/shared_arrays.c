@@ -87,23 +87,6 @@ int shared_given_init(Given *given, PyObject *shapes)
     return 0;
 }
 
-/* Whether the elements are in the byte order of the machine, which NumPy writes in two ways; single bytes have none. */
-static int is_native(const Descr *dtype)
-{
-    const uint16_t one = 1;
-    const char mine = *(const char *)&one ? '<' : '>';
-    return dtype->byteorder == '=' || dtype->byteorder == '|' || dtype->byteorder == mine;
-}
-
-int shared_is_same_dtype(PyObject *dtype, PyObject *wanted)
-{
-    const Descr *one = (Descr *)dtype, *other = (Descr *)wanted;
-    if (dtype == wanted)
-        return 1;
-    return Py_TYPE(dtype) == Py_TYPE(wanted) && strchr("biufc", one->kind) != NULL && one->type_num == other->type_num &&
-           is_native(one) == is_native(other);
-}
-
 static int has(const SharedOperation *self, PyObject *given, Py_ssize_t count, int flags)
 {
     if (!Py_IS_TYPE(given, known.array))

@@ -206,11 +206,6 @@ failed:
     return NULL;
 }
 
-char *shared_data(const SharedOperation *self, int rank, int64_t at)
-{
-    return self->segment == NULL ? ring_eager(&self->ring->ring, rank, at) : segment_buffer(&self->segment->segment, rank, at);
-}
-
 /* Bytes of the piece that begins at `from`. */
 static Py_ssize_t piece(const SharedOperation *self, Py_ssize_t from)
 {

@@ -29,6 +29,23 @@ static Py_ssize_t bytes_of(const SharedOperation *self, PyObject *item)
     return bytes;
 }
 
+/* Whether the elements are in the byte order of the machine, which NumPy writes in two ways; single bytes have none. */
+static int is_native(const Descr *dtype)
+{
+    const uint16_t one = 1;
+    const char mine = *(const char *)&one ? '<' : '>';
+    return dtype->byteorder == '=' || dtype->byteorder == '|' || dtype->byteorder == mine;
+}
+
+int shared_is_same_dtype(PyObject *dtype, PyObject *wanted)
+{
+    const Descr *one = (Descr *)dtype, *other = (Descr *)wanted;
+    if (dtype == wanted)
+        return 1;
+    return Py_TYPE(dtype) == Py_TYPE(wanted) && strchr("biufc", one->kind) != NULL && one->type_num == other->type_num &&
+           is_native(one) == is_native(other);
+}
+
 static int is_item(const SharedOperation *self, PyObject *item, int flags)
 {
     if (self->result != EXCHANGED)
