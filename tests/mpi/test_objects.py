@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import Unpicklable, run_threads
+from ranks import Unloadable, Unpicklable, run_threads
 
 import mpicoll as dist
 from mpicoll.checks.levels import EVERY
@@ -23,22 +23,6 @@ from mpicoll.pytest_plugin import collective_raises
 pytestmark = pytest.mark.mpi
 
 MANY = 50_000  # float64: a buffer that stays out of the stream
-
-
-class Unloadable:
-    """Raises where it is unpickled on one rank."""
-
-    def __init__(self, odd: int) -> None:
-        self.odd = odd
-
-    def __reduce__(self) -> Any:
-        return _load, (self.odd,)
-
-
-def _load(odd: int) -> str:
-    if dist.get_rank() == odd:
-        raise LookupError("this one cannot be unpickled here")
-    return "loaded"
 
 
 def of(rank: int) -> list[Any]:

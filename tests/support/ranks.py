@@ -10,7 +10,7 @@ import numpy as np
 
 import mpicoll as dist
 
-__all__ = ["Unpicklable", "give_up", "neighbours", "run_threads", "sum_of_ranks"]
+__all__ = ["Unloadable", "Unpicklable", "give_up", "neighbours", "run_threads", "sum_of_ranks"]
 
 
 class Unpicklable:
@@ -18,6 +18,22 @@ class Unpicklable:
 
     def __reduce__(self) -> Any:
         raise RuntimeError("this one cannot be pickled")
+
+
+class Unloadable:
+    """An object that raises where it is unpickled on one rank."""
+
+    def __init__(self, odd: int) -> None:
+        self.odd = odd
+
+    def __reduce__(self) -> Any:
+        return _load, (self.odd,)
+
+
+def _load(odd: int) -> str:
+    if dist.get_rank() == odd:
+        raise LookupError("this one cannot be unpickled here")
+    return "loaded"
 
 
 def neighbours(group: Any = None) -> tuple[int, int]:
