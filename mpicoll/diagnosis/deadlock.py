@@ -34,7 +34,7 @@ class Wait:
         sending: the wait ends when the peer receives a message.
         tag: of the message.
         since: when the wait began, in seconds since the epoch.
-        call: fingerprint of a collective whose group does not compare every call; else 0.
+        call: fingerprint of what a collective needs to complete, if its group does not compare every call; else 0.
         meeting: the ranks meet to make a group: a rank that does not list the meeting has not arrived.
         needs: the members that a collective needs; None: all members.
     """

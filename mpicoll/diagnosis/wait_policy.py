@@ -284,7 +284,7 @@ class CallWait:
                 sending,
                 self.tag,
                 self.began,
-                fingerprint(self.call.op, self.call.key) if self.peer is None and self.group.level != "full" else 0,
+                _matched(self.call, entry) if self.peer is None and self.group.level != "full" else 0,
                 needs=_needs(self.call, me, self.group.level) if self.peer is None else None,
             )
         return self._wait
@@ -418,6 +418,11 @@ def _largest(entries: list[RankState], rest: RankState) -> list[RankState]:
     others = [run for row in alike[MOST_PLACES:] for entry in row for run in entry.ranks]
     listed = [entry for row in alike[:MOST_PLACES] for entry in row]
     return [*listed, replace(rest, ranks=join(others))] if others else listed
+
+
+def _matched(call: CallDescription, entry: RankState) -> int:
+    """Return the fingerprint of what calls of MPI must agree in to complete: they complete with another reduction or name."""
+    return fingerprint(call.op, tuple(part for part in entry.key if part[0] not in ("op", "name")))
 
 
 def _needs(call: CallDescription, me: int, level: str) -> tuple[int, ...] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from jobs import RunningJob, run_job
@@ -271,7 +272,7 @@ except dist.DistError as error:
 
 @pytest.mark.parametrize("polls", [False, True])
 @pytest.mark.parametrize("engine", [pytest.param("auto", id="auto engine"), pytest.param("mpi", id="engine of MPI")])
-def test_a_rank_comes_while_its_place_is_asked_for(engine: str, polls: bool) -> None:
+def test_a_rank_comes_while_its_place_is_asked_for(engine: str, polls: bool, tmp_path: Path) -> None:
     """A rank past its limit asks where the late rank is. If that rank makes the call meanwhile, the call completes on both.
 
     Otherwise the late rank would be alone in a call of MPI, which it cannot leave.
@@ -284,14 +285,22 @@ from mpicoll.diagnosis.wait_policy import CallWait
 timed_out = CallWait.timed_out
 def asks_for_long(self, waited):
     error = timed_out(self, waited)
-    time.sleep(max(0, start + 1.9 - time.time()))
+    open("asked", "w").close()
+    wait_for("calls")
+    until = time.time() + 0.5
+    while time.time() < until:
+        MPI.COMM_WORLD.Iprobe()  # MPI progresses, as while a rank asks
     return error
+def wait_for(name):
+    while not os.path.exists(name):
+        time.sleep(0.001)
 CallWait.timed_out = asks_for_long
 dist.init_process_group(timeout=timedelta(seconds=1), comm=MPI.COMM_WORLD, on_failure="raise")
 x = np.ones(1 << 13)
 dist.barrier()
-start = time.time()
-time.sleep(1.2 * dist.get_rank())
+if dist.get_rank() == 1:
+    wait_for("asked")
+    open("calls", "w").close()
 try:
     if {polls}:
         work = dist.all_reduce(x, async_op=True)
@@ -306,6 +315,7 @@ except dist.DistError as error:
         2,
         limit=30,
         env={"MPICOLL_ENGINE": engine},
+        cwd=tmp_path,
     )
     assert job.out == ["complete 2.0\n"] * 2, job
 

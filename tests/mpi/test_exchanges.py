@@ -101,11 +101,13 @@ def test_later_calls_move_with_their_round(monkeypatch: pytest.MonkeyPatch) -> N
         return find(*given)
 
     monkeypatch.setattr(execution, "_check_splits", counting)
-    for _ in range(50):
+    for _ in range(20):
         made.single()
+        dist.barrier(group)  # a member that is late to read lets the others make the next call in the general way
         made.lists()
+        dist.barrier(group)
     if group.pair.agreement.channel.carries_data:
-        assert len(checked) < 50  # a member that is late to read lets the others make the next call in the general way
+        assert not checked
     dist.destroy_process_group(group)
 
 

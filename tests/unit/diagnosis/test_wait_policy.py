@@ -264,3 +264,19 @@ def test_the_root_alone_needs_the_members(op: str) -> None:
     assert wait_policy._needs(call, 1, "roll") == ()
     call = CallDescription("broadcast", (("root", 0),), call_site(), seq=1, passes=True)
     assert (wait_policy._needs(call, 0, "roll"), wait_policy._needs(call, 1, "roll")) == ((), (0,))
+
+
+@pytest.mark.usefixtures("board")
+def test_calls_that_mpi_completes_do_not_wait_for_each_other() -> None:
+    """Where calls are not compared, another reduction or name is no deadlock; another root, size or function may be one."""
+    group: Any = SimpleNamespace(
+        group_name="1", display="WORLD", ranks=tuple(range(RANKS)), rank=lambda: ME, level="off"
+    )
+
+    def call_of(op: str, *key: Any) -> int:
+        return CallWait(group, CallDescription(op, key, call_site(), seq=4), 3.0).as_wait().call
+
+    plain = call_of("all_reduce", "ReduceOp.SUM", "float64", ("elements", 4))
+    assert plain == call_of("all_reduce", "ReduceOp.MAX", "float64", ("elements", 4), ("name", "loss"))
+    assert plain != call_of("all_reduce", "ReduceOp.SUM", "float64", ("elements", 5))
+    assert plain != call_of("reduce", "ReduceOp.SUM", "float64", ("elements", 4))
