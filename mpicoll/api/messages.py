@@ -10,8 +10,8 @@ from mpicoll.groups.registry import member_or_warn, need_member, peer_rank, reso
 from mpicoll.memory.adapt import adapt
 from mpicoll.memory.memory import AnyArray
 from mpicoll.operations.execution import call_limit
-from mpicoll.operations.messages import move_prepared, start_prepared
-from mpicoll.operations.prepare_messages import (
+from mpicoll.operations.messages import move_prepared, receive_at_once, start_prepared
+from mpicoll.operations.prepare.messages import (
     learn,
     learn_pending,
     refuse_self,
@@ -114,11 +114,14 @@ def recv(
     peer = source_rank(found, src, group_src)
     refuse_self(found, peer, "source")
     limit = call_limit(found, timeout)
-    operation, _ = start_receive("recv", found, tensor, peer, tag, limit, stream)
-    operation.complete(limit)
+    source = receive_at_once(found, tensor, peer, tag) if plain and stream is None else None
+    if source is None:
+        operation, _ = start_receive("recv", found, tensor, peer, tag, limit, stream)
+        operation.complete(limit)
+        source = operation.returned
     if plain:
         learn(found, peer, tensor, src, tag, receives=True)
-    return int(found.ranks[operation.returned])
+    return int(found.ranks[source])
 
 
 def isend(

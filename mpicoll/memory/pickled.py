@@ -21,7 +21,8 @@ Bytes = npt.NDArray[np.uint8]
 HEADER = struct.Struct("=7scqqqqQ")
 """Magic, kind, sequence number, number of buffers, bytes of the stream, bytes of all buffers, CRC-32 of the fields before."""
 
-_CHECKED = HEADER.size - 8
+_FIELDS = struct.Struct("=7scqqqq")
+_CHECKED = _FIELDS.size
 _CHECKSUM = struct.Struct("=Q")
 
 CHUNK_BYTES = 1 << 30
@@ -110,8 +111,7 @@ class Packed(Header):
     def prefix(self, kind: bytes, sequence: int) -> Bytes:
         """Return the bytes before the stream: header and lengths of the buffers."""
         prefix = np.empty(self.prefix_bytes, np.uint8)
-        HEADER.pack_into(prefix.data, 0, _MAGIC, kind, sequence, self.buffers, self.stream, self.tail, 0)
-        _CHECKSUM.pack_into(prefix.data, _CHECKED, zlib.crc32(prefix.data[:_CHECKED]))
+        prefix[: HEADER.size].data[:] = header_of(kind, sequence, self.buffers, self.stream, self.tail)
         if self.parts:
             prefix[HEADER.size :].view(np.int64)[:] = [part.size for part in self.parts]
         return prefix
@@ -178,6 +178,11 @@ class IncomingObject:
         except MemoryError as error:
             raise WireError(f"there is no memory for the buffers of {self.header.tail} bytes") from error
 
+    @property
+    def stream(self) -> memoryview:
+        """The pickle stream, after the head has been received."""
+        return self.head[self.start :].data
+
     def load(self, whose: str, weights_only: bool = False) -> Any:
         """Unpickle the object, after all of it has been received.
 
@@ -188,7 +193,7 @@ class IncomingObject:
         Raises:
             Exception: as unpickling raises.
         """
-        return load(self.head[self.start :].data, self.parts, whose, weights_only)
+        return load(self.stream, self.parts, whose, weights_only)
 
 
 def load(stream: bytes | memoryview, parts: list[Bytes], whose: str, weights_only: bool) -> Any:
@@ -253,6 +258,12 @@ def separated(message: bytes) -> tuple[bytes, list[Bytes]]:
 def pack(value: Any) -> Packed:
     """Pickle an object without copying its large buffers; errors as :func:`stream_of`."""
     return Packed(*stream_of(value))
+
+
+def header_of(kind: bytes, sequence: int, buffers: int, stream: int, tail: int) -> bytes:
+    """Return the header of an object; arguments as the fields of :data:`HEADER`."""
+    fields = _FIELDS.pack(_MAGIC, kind, sequence, buffers, stream, tail)
+    return fields + _CHECKSUM.pack(zlib.crc32(fields))
 
 
 def read_header(block: Bytes, kind: bytes, sequence: int, most: int, most_head: int) -> Header:

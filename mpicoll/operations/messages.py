@@ -1,7 +1,8 @@
 """Messages between two ranks: blocking ones that are prepared, and the requests of ``isend`` and ``irecv``.
 
 A ``send`` or ``recv`` of a plain array that is made again with the same peer, tag, shape and dtype uses a persistent request
-(``transports.mpi.messages``), and so do ``isend`` and ``irecv``. The general way (``operations.prepare_messages`` and
+(``transports.mpi.messages``), and so do ``isend`` and ``irecv``. A ``recv`` without one, as from any rank, takes a message of few
+elements at once if it has arrived, or arrives soon. The general way (``operations.prepare.messages`` and
 ``transports.mpi.matching``) is for all else: a persistent request that is in use, memory that a pending operation uses, other
 receives that wait, and a message that differs.
 """
@@ -21,14 +22,18 @@ from mpicoll.diagnosis.call import CallDescription
 from mpicoll.errors import CollectiveMismatchError
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import MessageCache, ProcessGroup
+from mpicoll.memory.dtypes import is_native
 from mpicoll.memory.memory import Array
+from mpicoll.operations import execution
 from mpicoll.operations.operation import adopt, call_of, finish, give_up, receive_operation, receive_steps, take_back
+from mpicoll.operations.prepare.messages import check_tag
 from mpicoll.operations.request import Request
 from mpicoll.operations.states import MOVING
 from mpicoll.operations.work import Work, answer
 from mpicoll.runtime import handler_calls, signals, waiting
 from mpicoll.runtime.call_site import CallSite, FrameFinder, follow
 from mpicoll.runtime.native import found as extension
+from mpicoll.transports.mpi.envelope import SMALL_BYTES, WORDS, first_word
 from mpicoll.transports.mpi.messages import Busy, PersistentMessage, PersistentReceive, PersistentSend, matches
 
 # Objects that each call uses, as globals of this module.
@@ -163,6 +168,36 @@ def _find(cache: MessageCache, tensor: Any, rank: Any, tag: Any, writes: bool) -
     if found is not None:
         found.dtype = tensor.dtype  # an equal dtype may be another object, as that of an unpickled array
         cache.last = found
+    return found
+
+
+def receive_at_once(group: ProcessGroup, tensor: Any, peer: int, tag: Any) -> int | None:
+    """Receive a message of few elements that has arrived, or arrives soon; return its sender, or None with nothing received.
+
+    Args:
+        peer: rank in the group, or ANY_SOURCE.
+    """
+    if _pending or _claims or type(tensor) is not _ndarray or type(tag) is not int:
+        return None
+    if tensor.nbytes > SMALL_BYTES or not tensor.flags.carray or not is_native(tensor.dtype):
+        return None
+    check_tag(tag)
+    execution.enter(group, "recv")
+    expected, found = first_word(tensor.dtype, tensor.size), -1
+
+    def takes(source: int, buffer: Array) -> bool:
+        nonlocal found
+        word, _ = WORDS.unpack_from(buffer.data)
+        if word != expected:
+            return False
+        tensor.reshape(-1).view(np.uint8)[...] = buffer[WORDS.size :]
+        found = source
+        return True
+
+    with _guard:
+        if not group.pair.receiver.take_at_once(peer, tag, takes):
+            return None
+        group.count_received(found, tag)
     return found
 
 

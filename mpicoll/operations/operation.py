@@ -22,7 +22,7 @@ from mpicoll.operations.states import MOVING, to
 from mpicoll.runtime import waiting
 from mpicoll.runtime.call_site import CallSite
 from mpicoll.runtime.mpi_library import retain_for_ever, retain_frames
-from mpicoll.runtime.waiting import Steps
+from mpicoll.runtime.waiting import Pollable, Steps
 from mpicoll.transports.mpi.envelope import Envelope, describe
 from mpicoll.transports.mpi.matching import Message, Receive
 from mpicoll.transports.mpi.messages import PersistentMessage, PersistentReceive
@@ -73,6 +73,43 @@ class Operation(Request):
     def _take_back(self) -> None:
         if self._withdraw is not None:
             self._withdraw()
+
+
+MOST_POLLS = 512
+"""Polls of steps that may end soon: as many as take as long as an operation needs in addition."""
+
+
+def soon(steps: Steps) -> tuple[bool, Any]:
+    """Run steps for some polls, without an operation.
+
+    Returns:
+        True and what the steps return; or False and the steps that are left, which raise what these steps have raised.
+    """
+    if waiting.pending:
+        return False, steps  # only waits progress other requests
+    try:
+        while True:
+            request = next(steps)
+            for _ in range(waiting.SPIN_POLLS if waiting.oversubscribed else MOST_POLLS):
+                if request.Test():
+                    break
+                waiting.give_way()
+            else:
+                return False, _resumed(request, steps)
+    except StopIteration as end:
+        return True, end.value
+    except BaseException as error:
+        return False, _raising(error)
+
+
+def _resumed(request: Pollable, steps: Steps) -> Steps:
+    yield request
+    return (yield from steps)
+
+
+def _raising(error: BaseException) -> Steps:
+    raise error
+    yield  # a generator, as all steps
 
 
 def describe_message(

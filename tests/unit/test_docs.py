@@ -13,8 +13,9 @@ from mpicoll.checks import memory_ranges
 from mpicoll.diagnosis import node_board
 from mpicoll.groups import process_group
 from mpicoll.leader_blocks import outcome
-from mpicoll.operations import prepare_messages, prepared
+from mpicoll.operations import prepared
 from mpicoll.operations.prepare import coalesced
+from mpicoll.operations.prepare import messages as prepare_messages
 from mpicoll.stores import tcp_client, tcp_server, wire
 from mpicoll.transports import control
 from mpicoll.transports.mpi import control as mpi_control

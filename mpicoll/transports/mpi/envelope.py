@@ -187,6 +187,25 @@ def write(
     return buffer
 
 
+_LIST = _OBJECTS | _NUMBERS["uint8"] << _COUNT_BITS
+
+
+def write_list(number: int, content: bytes) -> bytes:
+    """Return the bytes of a short list of objects from a call site that the receiver knows.
+
+    Args:
+        number: number of the call site.
+        content: the length of the list (one 64-bit word) and its pickle, together up to ``SMALL_BYTES``.
+    """
+    return WORDS.pack(_LIST | len(content), number & _PLACE) + content
+
+
+def list_in(buffer: Any) -> memoryview | None:
+    """Return the content of a message as :func:`write_list` writes it; None for another message."""
+    word, _ = WORDS.unpack_from(buffer)
+    return memoryview(buffer)[WORDS.size :] if word & ~_COUNT == _LIST else None
+
+
 def open_message(buffer: np.ndarray[Any, np.dtype[np.uint8]]) -> tuple[Envelope, np.ndarray[Any, Any], str]:
     """Return the envelope of a message, the bytes of its elements (none if they move apart), and its text or "".
 

@@ -31,6 +31,9 @@ from mpicoll.transports.mpi.envelope import DTYPE_BEHIND, SMALL_BYTES, Envelope,
 
 _MOST_PLACES = 4096
 
+MOST_POLLS = 512
+"""Polls for a message that a receive takes at once; they take as long as the general way."""
+
 OBJECT_TAGS = 16
 """Number of tags for the messages that follow the first message of a list of objects."""
 
@@ -57,11 +60,12 @@ class Message:
 
     Attributes:
         source: rank in the group.
+        buffer: its bytes.
         envelope: decoded envelope, after the message has been received.
         elements: bytes of the elements, unless they move apart.
     """
 
-    __slots__ = ("_buffer", "_request", "elements", "envelope", "place", "source", "tag")
+    __slots__ = ("_request", "buffer", "elements", "envelope", "place", "source", "tag")
 
     def __init__(self, source: int, tag: int, buffer: Any, request: MPI.Request | None = None) -> None:
         self.source = source
@@ -69,15 +73,23 @@ class Message:
         self.envelope: Envelope | None = None
         self.elements: Any = None
         self.place = ""
-        self._buffer = buffer
+        self.buffer = buffer
         self._request = request
 
-    def here(self) -> bool:
+    def arrived(self) -> bool:
         """Return whether the whole message has been received."""
-        if self.envelope is None:
-            if self._request is not None and not self._request.Test():
+        if self._request is not None:
+            if not self._request.Test():
                 return False
-            self.envelope, self.elements, self.place = open_message(self._buffer)
+            self._request = None
+        return True
+
+    def here(self) -> bool:
+        """Return whether the whole message has been received and opened."""
+        if self.envelope is None:
+            if not self.arrived():
+                return False
+            self.envelope, self.elements, self.place = open_message(self.buffer)
         return True
 
 
@@ -222,6 +234,7 @@ class Receiver:
         self.torn: Callable[[BaseException], None] = lambda error: None
         self._control = control
         self._data = data
+        self._status = MPI.Status()  # of a probe, used under the lock
         self.lock = threading.Lock()
         self.posted: list[tuple[int, int]] = []
         self.waiting: list[Receive] = []
@@ -252,6 +265,35 @@ class Receiver:
             self.waiting.insert(0, receive)
             self._match()
         return receive
+
+    def take_at_once(self, source: int, tag: int, takes: Callable[[int, Any], bool]) -> bool:
+        """Take the next message of a source and tag if it has arrived, or arrives soon, and if no other receive may get it.
+
+        Args:
+            takes: with the source and the bytes of a message, returns whether the caller has taken the message; otherwise the
+                message stays for the next receive.
+        """
+        if not self.lock.acquire(blocking=False):
+            return False
+        try:
+            if self.waiting or self.queues or self.posted or self.taking:
+                return False
+            for _ in range(waiting.SPIN_POLLS if waiting.oversubscribed else MOST_POLLS):
+                message = self._take(source, tag)
+                if message is not None:
+                    if message.arrived() and takes(message.source, message.buffer):
+                        return True
+                    self.queues[message.source, message.tag] = deque((message,))
+                    break
+                waiting.give_way()
+        except BaseException as error:
+            # An exception of a signal handler, or no memory: a message may be lost.
+            retain_frames(error)
+            self.torn(error)
+            raise
+        finally:
+            self.lock.release()
+        return False
 
     def look(self) -> None:
         """Give each message that has arrived to the receive that it matches."""
@@ -314,7 +356,7 @@ class Receiver:
 
     def _take(self, source: int, tag: int) -> Message | None:
         """Receive the next message of a source and tag from MPI, if one has arrived."""
-        status = MPI.Status()
+        status = self._status
         found = self._data.Improbe(source, tag, status)
         if found is None:
             return None

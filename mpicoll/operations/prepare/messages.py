@@ -55,7 +55,8 @@ def refuse_self(group: ProcessGroup, peer: int, end: str) -> None:
         raise ValueError(f"Invalid {end} rank: {end} rank should not be the same as the rank of the current process.")
 
 
-def _check_tag(tag: Any) -> None:
+def check_tag(tag: Any) -> None:
+    """Raise TypeError or ValueError unless a tag is an integer in the range of programs."""
     if not hasattr(tag, "__index__") or isinstance(tag, bool):
         raise TypeError(f"tag must be an integer, not {type(tag).__name__}")
     limit = library_tag(32)  # the library uses the 32 largest tags
@@ -124,7 +125,7 @@ def _prepare(
     """
     with StreamOrder(stream):
         memory = adapt(tensor, "tensor", writable=writes, direct=direct, nonblocking=True)
-    _check_tag(tag)
+    check_tag(tag)
     execution.enter(group, name)
     parts = describe_message(group, memory.name, memory.flat.size, peer, tag, receives=writes)
     call = CallDescription(name, parts, call_site())
