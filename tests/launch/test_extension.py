@@ -73,8 +73,8 @@ def digest() -> str:
     [
         ("1", "absent", "auto", "1 of 3 ranks lack the C extension, so all data of all ranks goes through MPI ("),
         pytest.param("0", "off", "auto", "1 of 3 ranks lack the C extension", marks=pytest.mark.slow),
-        ("all", "absent", "auto", "3 of 3 ranks lack the C extension"),
-        ("all", "absent", "node", "3 of 3 ranks lack the C extension"),
+        pytest.param("all", "absent", "auto", "3 of 3 ranks lack the C extension", marks=pytest.mark.slow),
+        pytest.param("all", "absent", "node", "3 of 3 ranks lack the C extension", marks=pytest.mark.slow),
         ("all", "off", "auto", ""),
         ("all", "off", "node", "MPI, though MPICOLL_ENGINE=node asks for shared memory"),
     ],

@@ -152,8 +152,15 @@ def test_children_of_multiprocessing(parent: str, method: str, tmp_path: Path) -
         assert "not refused" not in result.out
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-@pytest.mark.parametrize("parent", ["alone", "join"])
+@pytest.mark.parametrize(
+    ("parent", "method"),
+    [
+        ("alone", "forkserver"),
+        ("join", "spawn"),
+        pytest.param("alone", "spawn", marks=pytest.mark.slow),
+        pytest.param("join", "forkserver", marks=pytest.mark.slow),
+    ],
+)
 def test_children_that_import_names_at_the_top(parent: str, method: str, tmp_path: Path) -> None:
     """A child that imports the script with names of the library starts no MPI in a job: it may compute, and is no rank."""
     script = write(tmp_path, NAMES)

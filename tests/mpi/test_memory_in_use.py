@@ -326,7 +326,7 @@ def test_an_array_of_any_size_or_in_a_list_is_written_before_the_wait(name: str,
     dist.barrier()
 
 
-@pytest.mark.parametrize("nbytes", [160_000, 800_000, 8_000_000])
+@pytest.mark.parametrize("nbytes", [160_000, 800_000, pytest.param(8_000_000, marks=pytest.mark.slow)])
 def test_a_slice_of_a_tenth_is_written_before_the_wait(nbytes: int) -> None:
     """A sample of a large array, or of a list of arrays, has a place in every slice of a tenth."""
     size = nbytes // 8

@@ -612,7 +612,7 @@ def test_code_that_runs_in_a_search_for_cycles(fresh: Callable[[], Any]) -> None
     kept: list[Any] = [(1, 2, number) for number in range(4000)]  # there is no tuple to be used again
     threshold = gc.get_threshold()
     try:
-        for turn in range(60):
+        for turn in range(21):
             out[:] = [np.zeros(3) for _ in range(size)]
             gc.disable()
             Cycle()

@@ -175,6 +175,8 @@ def _on_ranks(chosen: Selection, mpi: str) -> list[Stage]:
             wanted = not slow or size in long_sizes
         else:
             marks = () if size in long_sizes else SHORT_OR_BOTH if size in both_sizes else SHORT
+            if size == PYTHON_SIZE and not is_first and _others(chosen):
+                marks = LONG_ON_BOTH  # the newest other Python runs the short tests on this MPI
             wanted = slow and size != TWO_NODES[mpi]
         with_standins = is_first and (not slow or size == STANDINS_SIZE or size in long_sizes)
         name = f"{mpi} mpi n={size}"
@@ -198,7 +200,7 @@ def _on_ranks(chosen: Selection, mpi: str) -> list[Stage]:
 def _in_one_process(chosen: Selection, mpi: str, name: str) -> list[Stage]:
     folders = [each for each in FOLDERS[name] if each.startswith("--") or _has_tests(each)]
     if name == "unit" and mpi != chosen.mpis[0]:
-        if chosen.wants_slow("python") and any(map(_has_python, pythons.OTHERS)):
+        if _others(chosen):
             folders = []  # the unit tests of the other Pythons are on this MPI
         folders += [f"--ignore={file}" for file in TEXTS if folders]
     if not folders:
@@ -276,7 +278,7 @@ def _debian(chosen: Selection) -> list[Stage]:
 def _pythons(chosen: Selection) -> list[Stage]:
     stages = []
     on_ranks = chosen.pytest(SHORT, *ON_RANKS, *STANDINS)
-    others = [each for each in pythons.OTHERS if _has_python(each)] if chosen.wants_slow("python") else []
+    others = _others(chosen)
     for version in dict.fromkeys(others[:1] + others[-1:]):
         venv, name = f".venv-python{version}", f"python {version}"
         unit = chosen.pytest(SHORT, "tests/unit", *(f"--ignore={file}" for file in TEXTS))
@@ -286,6 +288,10 @@ def _pythons(chosen: Selection) -> list[Stage]:
     if others:
         stages.append(Stage(f"{name} mpi n={PYTHON_SIZE}", on_ranks, venv, PYTHON_SIZE, mpi="mpich"))
     return stages
+
+
+def _others(chosen: Selection) -> list[str]:
+    return [each for each in pythons.OTHERS if _has_python(each)] if chosen.wants_slow("python") else []
 
 
 def _has_python(version: str) -> bool:

@@ -265,9 +265,9 @@ def never_run(outcomes: Sequence[Outcome]) -> list[str]:
     seen: dict[tuple[str, str], set[str]] = {}
     lacking: set[tuple[str, str]] = set()
     for outcome in outcomes:
-        # Debian's MPI and other Pythons run on one number of ranks. A special environment may skip tests that do not fit it.
-        if outcome.stage.size and not outcome.stage.venv.startswith((".venv-debian", ".venv-python")):
-            mpi = outcome.stage.venv.removeprefix(".venv-")
+        # Debian's MPI runs on one number of ranks. A special environment may skip tests that do not fit it.
+        if outcome.stage.size and not outcome.stage.venv.startswith(".venv-debian"):
+            mpi = outcome.stage.mpi or outcome.stage.venv.removeprefix(".venv-")
             lacking.update((mpi, name) for name in outcome.lacking)
             for name, kind in outcome.tests.items():
                 if kind != "skipped" or not outcome.stage.env:

@@ -288,7 +288,7 @@ def test_no_event_looks_at_all() -> None:
         return min(took)
 
     costs = []
-    for count in (10, 20_000):
+    for count in (10, 5_000):
         for number in range(count):
             client = tcp_server._Client(one)
             client.asks = "get", [b"k%d" % number], now + 300 + number % 7
@@ -296,7 +296,7 @@ def test_no_event_looks_at_all() -> None:
             server._wait(client, client.asks[1])
             server._strangers[tcp_server._Client(one)] = None
         costs.append(cost())
-    assert costs[1] < 50 * costs[0]  # 2,000 times as many
+    assert costs[1] < 50 * costs[0]  # 500 times as many
     one.close()
     two.close()
 

@@ -64,6 +64,18 @@ def test_other_pythons_run_the_jobs_that_depend_on_the_version(monkeypatch: pyte
     assert any(stage.size for stage in made)
 
 
+@pytest.mark.parametrize("has_others", [True, False])
+def test_short_tests_of_one_number_of_ranks_run_once(has_others: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest other Python runs them on the second MPI, or else the environment of that MPI."""
+    monkeypatch.setattr(stage_plan, "_has_python", lambda version: has_others)
+    made = stage_plan.plan(Selection("slow", ("openmpi", "mpich"), (), SIZES, ()))
+    (own,) = (stage for stage in made if stage.name == "mpich mpi n=2")
+    others = [stage for stage in made if stage.name.startswith("python") and stage.size == 2]
+    assert len(others) == has_others
+    assert ("slow and both_mpis" in own.command) == has_others
+    assert all("not slow" in stage.command for stage in others)
+
+
 def test_stages_of_different_kinds_run_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of three stages waits for the others to be running."""
     together = threading.Barrier(3)
