@@ -22,16 +22,26 @@ from mpicoll.diagnosis.call import CallDescription
 from mpicoll.errors import CollectiveMismatchError
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import MessageCache, ProcessGroup
-from mpicoll.memory.dtypes import is_native
+from mpicoll.memory.dtypes import dtype_name, is_native
 from mpicoll.memory.memory import Array
 from mpicoll.operations import execution
-from mpicoll.operations.operation import adopt, call_of, finish, give_up, receive_operation, receive_steps, take_back
+from mpicoll.operations.failures import begun
+from mpicoll.operations.operation import (
+    adopt,
+    call_of,
+    describe_message,
+    finish,
+    give_up,
+    receive_operation,
+    receive_steps,
+    take_back,
+)
 from mpicoll.operations.prepare.messages import check_tag
 from mpicoll.operations.request import Request
 from mpicoll.operations.states import MOVING
 from mpicoll.operations.work import Work, answer
 from mpicoll.runtime import handler_calls, signals, waiting
-from mpicoll.runtime.call_site import CallSite, FrameFinder, follow
+from mpicoll.runtime.call_site import CallSite, FrameFinder, call_site, follow
 from mpicoll.runtime.native import found as extension
 from mpicoll.transports.mpi.envelope import SMALL_BYTES, WORDS, first_word
 from mpicoll.transports.mpi.messages import Busy, PersistentMessage, PersistentReceive, PersistentSend, matches
@@ -191,14 +201,19 @@ def receive_at_once(group: ProcessGroup, tensor: Any, peer: int, tag: Any) -> in
         if word != expected:
             return False
         tensor.reshape(-1).view(np.uint8)[...] = buffer[WORDS.size :]
+        group.count_received(source, tag)
         found = source
         return True
 
     with _guard:
-        if not group.pair.receiver.take_at_once(peer, tag, takes):
-            return None
-        group.count_received(found, tag)
-    return found
+        try:
+            group.pair.receiver.take_at_once(peer, tag, takes)
+        except BaseException:
+            key = describe_message(group, dtype_name(tensor.dtype), tensor.size, peer, tag, receives=True)
+            where = group.ranks[peer] if peer >= 0 else -1
+            with begun(group, CallDescription("recv", key, call_site()), group.timeout, tensor, peer=where, tag=tag):
+                raise
+    return found if found >= 0 else None
 
 
 def start_prepared(tensor: Any, rank: Any, group: Any, tag: Any, receives: bool) -> Work | None:
@@ -257,7 +272,7 @@ def _begin(group: ProcessGroup, again: PersistentMessage, tensor: Array, frame: 
     return work
 
 
-_guard.inside.add(_begin.__code__)
+_guard.inside.update((_begin.__code__, receive_at_once.__code__))
 
 
 def _start_send(group: ProcessGroup, again: PersistentSend, tensor: Array, frame: FrameType) -> Work | None:

@@ -4,8 +4,8 @@ An ordinary message with tag 0 carries the length of the list and the head of it
 long head and the buffers follow in synchronous messages on the control communicator. Their tag depends on the number of the
 list, so that several threads may receive at a time.
 
-If no other operation is pending, a list whose whole pickle stands in the message moves in one step, and the steps of other lists
-run without an operation if they end soon.
+If no other operation is pending, a list is received at once if its first message has arrived, and its steps run without an
+operation if they end soon.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mpicoll.diagnosis.call import CallDescription
 from mpicoll.errors import DistError
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.memory import pickled
-from mpicoll.memory.pickled import HEADER, IncomingObject, Packed, WireError
+from mpicoll.memory.pickled import HEADER, Bytes, IncomingObject, WireError
 from mpicoll.operations import execution
 from mpicoll.operations.failures import begun
 from mpicoll.operations.operation import Operation, misfit, receiving, soon
@@ -47,12 +47,25 @@ def send_list(group: ProcessGroup, objects: list[Any], peer: int) -> None:
         peer: rank of the destination in the group.
     """
     stream, parts = pickled.stream_of(objects)
-    site = call_site()
-    place = group.known_sites.known(peer, _TAG, _SEND, site)
-    if parts or place is None or HEADER.size + len(stream) > _INSIDE:
-        operation = _start_send(group, Packed(stream, parts), len(objects), peer, site)
-    else:
-        operation = _send_in_one(group, stream, len(objects), peer, site, place)
+    site, length = call_site(), len(objects)
+    if parts and group.compares:
+        check_read(_SEND, site, parts, group.gone, group.display)
+    held: list[Any] = []
+    operation = None
+    with signals.guard:
+        try:
+            with group.posting:
+                requests, moves = _post(group, stream, parts, length, peer, site, held)
+            if not requests.Test():  # a short list is sent by then, as a rule
+                waiting.transfer_hint(moves)
+                over, steps = soon(execution.sending(requests))
+                if not over:
+                    call = _call("send", group, length, peer, site)
+                    operation = Operation(group, call, steps, [], group.timeout, peer=group.ranks[peer], tag=_TAG)
+        except BaseException:
+            call = _call("send", group, length, peer, site)
+            with begun(group, call, group.timeout, held, peer=group.ranks[peer], tag=_TAG):
+                raise
     if operation is not None:
         operation.complete(group.timeout)
 
@@ -64,7 +77,7 @@ def receive_list(group: ProcessGroup, length: int, peer: int, weights_only: bool
         peer: rank of the source in the group; negative for any rank.
         weights_only: load the objects only if they hold data.
     """
-    stream, parts, source = _receive_in_one(group, length, peer) or _receive(group, length, peer)
+    stream, parts, source = _receive_at_once(group, length, peer) or _receive(group, length, peer)
     whose = f"recv_object_list: the list of rank {group.ranks[source]}"
     return pickled.load(stream, parts, whose, weights_only), source
 
@@ -75,127 +88,120 @@ def _call(op: str, group: ProcessGroup, length: int, peer: int, site: CallSite) 
     return CallDescription(op, key, site, alias=f"{op}_object_list")
 
 
-def _send_in_one(
-    group: ProcessGroup, stream: bytes, length: int, peer: int, site: CallSite, place: int
-) -> Operation | None:
-    """Send a list whose pickle stands in one message; return its operation if MPI has not sent the message soon.
+def _post(
+    group: ProcessGroup, stream: bytes, parts: list[Bytes], length: int, peer: int, site: CallSite, held: list[Any]
+) -> tuple[AllRequests, int]:
+    """Post the messages of a list; return their requests, and the number of bytes that follow the first message.
 
     Args:
-        stream: the pickle, which has no buffers.
-        place: number of the call site, which the receiver knows.
+        held: gets what MPI may read until the requests are complete.
     """
-    message = b""
-    with signals.guard:
-        try:
-            with group.posting:
-                number = group.objects_sent[peer] = group.objects_sent.get(peer, 0) + 1
-                header = pickled.header_of(_KIND, number, 0, len(stream), 0)
-                message = write_list(place, _LENGTH.pack(length) + header + stream)
-                requests = AllRequests(post_all(((group.pair.data.Isend, message, peer, _TAG),)), message)
-                group.count_sent(peer, _TAG)
-            return None if requests.Test() else _operation_of_send(group, requests, length, peer, site)
-        except BaseException:
-            call = _call("send", group, length, peer, site)
-            with begun(group, call, group.timeout, message, peer=group.ranks[peer], tag=_TAG):
-                raise
+    number = group.objects_sent[peer] = group.objects_sent.get(peer, 0) + 1
+    sizes = [part.size for part in parts]
+    prefix = pickled.header_of(_KIND, number, len(sizes), len(stream), sum(sizes))
+    if parts:
+        prefix += struct.pack(f"={len(sizes)}q", *sizes)
+    rest: list[Any] = []
+    if len(prefix) + len(stream) <= _INSIDE:
+        inside = _LENGTH.pack(length) + prefix + stream
+    else:
+        inside = _LENGTH.pack(length) + prefix[: HEADER.size]
+        if parts:
+            rest.append(prefix[HEADER.size :])
+        rest += pickled.pieces([np.frombuffer(stream, np.uint8)])
+    rest += pickled.pieces(parts)
+    place, text = group.known_sites.place(peer, _TAG, _SEND, site)
+    message: Any = write_list(place, inside)
+    if text:
+        message = write(np.frombuffer(inside, np.uint8), "", place, text, objects=True)
+    held += (message, rest)
+    control, tag = group.pair.control, _tag_of(number)
+    posts: list[Post] = [(group.pair.data.Isend, message, peer, _TAG)]
+    posts += [(control.Issend, piece, peer, tag) for piece in rest]
+    requests = AllRequests(post_all(posts), held)
+    group.count_sent(peer, _TAG)
+    return requests, len(prefix) + len(stream) + sum(sizes) if rest else 0
 
 
-def _receive_in_one(group: ProcessGroup, length: int, peer: int) -> tuple[memoryview, list[Any], int] | None:
-    """Receive a list whose pickle stands in one message that has arrived, or arrives soon.
+def _receive_at_once(group: ProcessGroup, length: int, peer: int) -> tuple[memoryview, list[Bytes], int] | None:
+    """Receive a list whose first message has arrived, or arrives soon; result as of :func:`_receive`.
 
     Returns:
-        The pickle, no buffers, and the rank of the sender; None, with nothing received, if no such list arrives soon, or another
-        receive may get the message.
+        None, with nothing received, if no such list arrives soon, or another receive may get the message.
     """
     if waiting.pending:
         return None
-    counts = group.objects_received
-    found: list[tuple[memoryview, list[Any], int]] = []
+    receiver, counts = group.pair.receiver, group.objects_received
+    found: list[tuple[memoryview, int]] = []
+    longer: list[ObjectReceive] = []
 
     def takes(source: int, buffer: Any) -> bool:
         content = list_in(buffer)
-        if content is None:
+        if content is None or content[: _LENGTH.size] != _LENGTH.pack(length):
             return False
-        number = counts.get(source, 0) + 1
-        start = _LENGTH.size + HEADER.size
-        expected = _LENGTH.pack(length) + pickled.header_of(_KIND, number, 0, len(content) - start, 0)
-        if content[:start] != expected:
-            return False  # another length, or more than this message
-        counts[source] = number
-        found.append((content[start:], [], source))
+        number, start = counts.get(source, 0) + 1, _LENGTH.size + HEADER.size
+        if content[_LENGTH.size : start] != pickled.header_of(_KIND, number, 0, len(content) - start, 0):
+            receive = ObjectReceive(receiver, length, peer, _TAG, counts)
+            receive.take(source, content)
+            longer.append(receive)
+        else:
+            counts[source] = number
+            group.count_received(source, _TAG)
+            found.append((content[start:], source))
         return True
 
+    operation, arrived = None, list[IncomingObject]()
+    where = group.ranks[peer] if peer >= 0 else -1
     with signals.guard:
-        if not group.pair.receiver.take_at_once(peer, _TAG, takes):
-            return None
-        group.count_received(found[0][2], _TAG)
-    return found[0]
+        try:
+            if not receiver.take_at_once(peer, _TAG, takes):
+                return None
+            if longer:
+                site = call_site()
+                over, steps = soon(_completing(group, longer[0], site, arrived))
+                if not over:
+                    call = _call("recv", group, length, peer, site)
+                    operation = receiving(group, call, longer[0], steps, [], group.timeout)
+        except BaseException:
+            call = _call("recv", group, length, peer, call_site())
+            with begun(group, call, group.timeout, longer, peer=where, tag=_TAG):
+                raise
+    if found:
+        return found[0][0], [], found[0][1]
+    if operation is not None:
+        operation.complete(group.timeout)
+    return arrived[0].stream, arrived[0].parts, longer[0].sender
 
 
-def _start_send(group: ProcessGroup, packed: Packed, length: int, peer: int, site: CallSite) -> Operation | None:
-    """Send a list of any size; return its operation if the list is not received soon."""
-    call = _call("send", group, length, peer, site)
-    if group.compares:
-        check_read(call.name, call.site, packed.parts, group.gone, group.display)
-    held: list[Any] = []
-    with signals.guard, begun(group, call, group.timeout, held, peer=group.ranks[peer], tag=_TAG):
-        with group.posting:
-            number = group.objects_sent[peer] = group.objects_sent.get(peer, 0) + 1
-            prefix = packed.prefix(_KIND, number)
-            first = _first_bytes(packed.head_bytes)
-            inside = np.empty(_LENGTH.size + first, np.uint8)
-            _LENGTH.pack_into(inside.data, 0, length)
-            packed.block(prefix, inside[_LENGTH.size :])
-            message = write(inside, "", *group.known_sites.place(peer, _TAG, _SEND, call.site), objects=True)
-            rest = [*packed.rest(prefix, first), *pickled.pieces(packed.parts)]
-            held += message, rest
-            control, tag = group.pair.control, _tag_of(number)
-            posts: list[Post] = [(group.pair.data.Isend, message, peer, _TAG)]
-            posts += [(control.Issend, piece, peer, tag) for piece in rest]
-            requests = AllRequests(post_all(posts), held)
-            group.count_sent(peer, _TAG)
-        waiting.transfer_hint(sum(piece.nbytes for piece in rest))
-        return _operation_of_send(group, requests, length, peer, site)
-
-
-def _operation_of_send(
-    group: ProcessGroup, requests: AllRequests, length: int, peer: int, site: CallSite
-) -> Operation | None:
-    over, steps = soon(execution.sending(requests))
-    if over:
-        return None
-    call = _call("send", group, length, peer, site)
-    return Operation(group, call, steps, [], group.timeout, peer=group.ranks[peer], tag=_TAG)
-
-
-def _receive(group: ProcessGroup, length: int, peer: int) -> tuple[memoryview, list[Any], int]:
-    """Receive a list of any size; result as of :func:`_receive_in_one`."""
-    call = _call("recv", group, length, peer, call_site())
+def _receive(group: ProcessGroup, length: int, peer: int) -> tuple[memoryview, list[Bytes], int]:
+    """Receive a list; return its pickle, the buffers, and the rank in the group that sent the list."""
+    site = call_site()
+    call = _call("recv", group, length, peer, site)
     arrived: list[IncomingObject] = []
-    operation = None
     with signals.guard, group.posting:
         receiver = group.pair.receiver
         where = group.ranks[peer] if peer >= 0 else -1
         receive = ObjectReceive(receiver, length, peer, _TAG, group.objects_received)
         with begun(group, call, group.timeout, receive, peer=where, tag=_TAG):
             receiver.begin(receive)
-            over, steps = False, _receiving(group, call, receive, arrived)
-            if receive.complete:
-                over, steps = soon(steps)
-            if not over:
-                operation = receiving(group, call, receive, steps, [], group.timeout)
-    if operation is not None:
-        operation.complete(group.timeout)
+            steps = _receiving(group, call, receive, arrived)
+            operation = receiving(group, call, receive, steps, [], group.timeout)
+    operation.complete(group.timeout)
     return arrived[0].stream, arrived[0].parts, receive.sender
 
 
 def _receiving(
     group: ProcessGroup, call: CallDescription, receive: ObjectReceive, arrived: list[IncomingObject]
 ) -> Steps:
+    yield receive
+    if receive.refused is not None:
+        raise misfit(group, call, receive, receive.refused, describe_list(receive.length))
+    return (yield from _completing(group, receive, call.site, arrived))
+
+
+def _completing(group: ProcessGroup, receive: ObjectReceive, site: CallSite, arrived: list[IncomingObject]) -> Steps:
+    """Receive what follows the first message of a list; return the rank of the sender in the group."""
     try:
-        yield receive
-        if receive.refused is not None:
-            raise misfit(group, call, receive, receive.refused, describe_list(receive.length))
         block = receive.memory.flat[_LENGTH.size :]
         header = pickled.read_header(block, _KIND, receive.number, _MOST, _MOST)
         first = _first_bytes(header.head_bytes)
@@ -204,6 +210,7 @@ def _receiving(
         incoming.open()
         yield from _rest(group, receive, pickled.pieces(incoming.parts))
     except WireError as error:
+        call = _call("recv", group, receive.length, receive.source, site)
         group.count_received(receive.sender, _TAG)
         group.give_up(f"the bytes received for {call.name} are no list of objects")
         raise DistError(
@@ -230,3 +237,6 @@ def _first_bytes(head: int) -> int:
 
 def _tag_of(number: int) -> int:
     return library_tag(16 + number % OBJECT_TAGS)
+
+
+signals.guard.inside.update((send_list.__code__, _receive_at_once.__code__))

@@ -19,7 +19,7 @@ from mpicoll.memory.memory import Array, Memory
 from mpicoll.operations.failures import guarded, wrap
 from mpicoll.operations.request import Request
 from mpicoll.operations.states import MOVING, to
-from mpicoll.runtime import waiting
+from mpicoll.runtime import handler_calls, waiting
 from mpicoll.runtime.call_site import CallSite
 from mpicoll.runtime.mpi_library import retain_for_ever, retain_frames
 from mpicoll.runtime.waiting import Pollable, Steps
@@ -100,6 +100,9 @@ def soon(steps: Steps) -> tuple[bool, Any]:
         return True, end.value
     except BaseException as error:
         return False, _raising(error)
+
+
+handler_calls.calls.add(soon.__code__)
 
 
 def _resumed(request: Pollable, steps: Steps) -> Steps:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from mpi4py import MPI
+from ranks import give_up
 
 import mpicoll as dist
 from mpicoll.operations import object_messages, operation
@@ -189,4 +192,89 @@ def test_threads_that_receive_lists(group: Any) -> None:
         for each in started:
             each.join()
         assert sorted(got) == [(i, LONG * (i % 3)) for i in range(threads * count)]
+    dist.barrier(group)
+
+
+def receive(group: Any, what: str, source: int | None = None) -> None:
+    if what == "array":
+        dist.recv(np.zeros(2), source, group)
+    else:
+        dist.recv_object_list([None], source, group)
+
+
+def poll(monkeypatch: pytest.MonkeyPatch, group: Any, act: Callable[[], None]) -> None:
+    """Call ``act`` once in a poll for a message, as a signal handler may be called there."""
+    receiver = group.pair.receiver
+    take, left = receiver._take, [act]
+
+    def taking(*given: Any) -> Any:
+        if left:
+            left.pop()()
+        return take(*given)
+
+    monkeypatch.setattr(receiver, "_take", taking)
+
+
+@pytest.mark.parametrize("what", ["array", "list"])
+def test_mpi_fails_in_a_poll(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the call, and the group is given up."""
+    group: Any = dist.new_group()
+    if dist.get_rank() == 0:
+
+        def fail() -> None:
+            raise MPI.Exception(MPI.ERR_OTHER)
+
+        poll(monkeypatch, group, fail)
+        with pytest.raises(dist.DistBackendError, match=r"recv\w*\(from any rank.*at .*test_received_at_once.py:"):
+            receive(group, what)
+        assert group.broken is not None
+        monkeypatch.undo()
+    dist.barrier()
+    give_up(group, "MPI failed in a call on it")
+    dist.destroy_process_group(group)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("what", ["array", "list"])
+def test_a_handler_raises_in_a_poll(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exception is raised, and a rank that waits for this rank learns that the group was given up."""
+    group: Any = dist.new_group()
+    dist.barrier(group)
+    if dist.get_rank() == 0:
+
+        def fail() -> None:
+            raise ZeroDivisionError("of a handler")
+
+        poll(monkeypatch, group, fail)
+        with pytest.raises(ZeroDivisionError, match="of a handler"):
+            receive(group, what)
+        assert "of a handler" in group.broken
+        monkeypatch.undo()
+        time.sleep(0.7)  # otherwise the barrier and the receive would be a deadlock, which is found first
+    elif dist.get_rank() == 1:
+        with pytest.raises(dist.GroupBrokenError, match=r"rank 0 gave the group up: .*of a handler"):
+            receive(group, what, 0)
+    dist.barrier()
+    give_up(group, "a handler raised in a call on it")
+    dist.destroy_process_group(group)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("what", ["array", "list"])
+def test_a_handler_makes_a_call_in_a_poll(what: str, group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message of the handler is refused, and the receive goes on."""
+    refused: list[str] = []
+
+    def call() -> None:
+        for kind in ("array", "list"):
+            with pytest.raises(RuntimeError, match="a signal handler has made this call") as caught:
+                receive(group, kind)
+            refused.append(str(caught.value))
+
+    arrive(group, lambda: dist.send(np.ones(2), 0, group) if what == "array" else dist.send_object_list([1], 0, group))
+    if dist.get_rank() == 0:
+        poll(monkeypatch, group, call)
+        receive(group, what)
+        assert len(refused) == 2
+        monkeypatch.undo()
     dist.barrier(group)

@@ -67,6 +67,8 @@ class AllRequests:
 
     def Test(self) -> bool:
         """Return whether all requests are complete."""
+        if len(self._requests) == 1:
+            return self._requests[0].Test()
         return bool(MPI.Request.Testall(self._requests))
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll.memory.memory import Memory
-from mpicoll.runtime import waiting
+from mpicoll.runtime import handler_calls, waiting
 from mpicoll.runtime.mpi_library import retain_frames
 from mpicoll.runtime.waiting import Pollable
 from mpicoll.transports import large_counts
@@ -200,6 +200,17 @@ class ObjectReceive(Receive):
         self.number = 0
         self._counts = counts
 
+    def take(self, source: int, content: Any) -> None:
+        """Take a message that has been received; for the caller of :meth:`Receiver.take_at_once`.
+
+        Args:
+            content: the bytes behind the words.
+        """
+        self.sender = source
+        self.looked_at()
+        self.memory.flat[: len(content)] = content
+        self.filled()
+
     def fits(self, envelope: Envelope) -> bool:
         """Return whether the message is a list of this length."""
         return envelope.objects == self.length and envelope.nbytes <= SMALL_BYTES and not envelope.apart
@@ -269,13 +280,13 @@ class Receiver:
     def take_at_once(self, source: int, tag: int, takes: Callable[[int, Any], bool]) -> bool:
         """Take the next message of a source and tag if it has arrived, or arrives soon, and if no other receive may get it.
 
+        After an exception a message may be lost: the caller gives the group up.
+
         Args:
-            takes: with the source and the bytes of a message, returns whether the caller has taken the message; otherwise the
-                message stays for the next receive.
+            takes: with the source and the bytes of a message, returns whether the caller has taken the message, and counted it;
+                otherwise the message stays for the next receive.
         """
-        if not self.lock.acquire(blocking=False):
-            return False
-        try:
+        with self.lock:
             if self.waiting or self.queues or self.posted or self.taking:
                 return False
             for _ in range(waiting.SPIN_POLLS if waiting.oversubscribed else MOST_POLLS):
@@ -286,13 +297,6 @@ class Receiver:
                     self.queues[message.source, message.tag] = deque((message,))
                     break
                 waiting.give_way()
-        except BaseException as error:
-            # An exception of a signal handler, or no memory: a message may be lost.
-            retain_frames(error)
-            self.torn(error)
-            raise
-        finally:
-            self.lock.release()
         return False
 
     def look(self) -> None:
@@ -477,3 +481,6 @@ class Receiver:
                     rest = np.empty(message.envelope.count, message.envelope.dtype)
                     yield large_counts.post(self._control.Irecv, rest, source, message.tag)
         self.queues.clear()
+
+
+handler_calls.calls.add(Receiver.take_at_once.__code__)
