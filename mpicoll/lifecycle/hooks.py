@@ -30,6 +30,7 @@ from mpicoll.groups import registry
 from mpicoll.launch.job_folder import append_record
 from mpicoll.lifecycle import exit_code
 from mpicoll.lifecycle.endpoint import endpoint_of, endpoints
+from mpicoll.lifecycle.found_hooks import FoundHook
 from mpicoll.lifecycle.teardown import announce_failure, ending, leave, poll_until, prefix, prefixed
 from mpicoll.runtime import signals, waiting, watchdog
 from mpicoll.runtime.call_site import CallSite, traceback_site
@@ -53,9 +54,6 @@ MOST_CHAINED = 20
 _owner = os.getpid()
 _installed = False
 _registered = False
-_found_hook: Any = None
-_found_thread_hook: Any = None
-_found_unraisable_hook: Any = None
 _keyval: int | None = None
 
 _ignored_error = ""
@@ -86,12 +84,11 @@ def _note_exit(code: Any, site: str, cause: str) -> None:
 
 def install() -> None:
     """Install the hooks of ``on_failure="job"``. The hooks call the hooks found, which :func:`uninstall` restores."""
-    global _installed, _found_hook, _found_thread_hook, _found_unraisable_hook
+    global _installed
     if not _installed:
         _installed = True
-        _found_hook, sys.excepthook = sys.excepthook, _excepthook
-        _found_thread_hook, threading.excepthook = threading.excepthook, _thread_hook
-        _found_unraisable_hook, sys.unraisablehook = sys.unraisablehook, _unraisable_hook
+        for hook in _HOOKS:
+            hook.install()
         exit_code.watch(_note_exit)
         wait_policy.on_exit = exit_code.mark
     signals.guard.install()
@@ -103,12 +100,8 @@ def uninstall() -> None:
     if not _installed:
         return
     _installed = False
-    if sys.excepthook is _excepthook:
-        sys.excepthook = _found_hook
-    if threading.excepthook is _thread_hook:
-        threading.excepthook = _found_thread_hook
-    if sys.unraisablehook is _unraisable_hook:
-        sys.unraisablehook = _found_unraisable_hook
+    for hook in _HOOKS:
+        hook.restore()
     signals.guard.uninstall()
 
 
@@ -162,7 +155,7 @@ class InterpreterExit:
 
 
 def _excepthook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-    if os.getpid() != _owner:
+    if os.getpid() != _owner or _found_hook.calls:
         _found_hook(kind, value, trace)
         return
     value = before_c(value)
@@ -293,7 +286,8 @@ def _is_printed(error: BaseException, reporter: int, board: Board) -> bool:
 
 def _thread_hook(arguments: threading.ExceptHookArgs) -> None:
     ident = arguments.thread.ident if arguments.thread is not None else None
-    if os.getpid() != _owner or ident not in signals.threads or arguments.exc_type is SystemExit:
+    passes = os.getpid() != _owner or _found_thread_hook.calls
+    if passes or ident not in signals.threads or arguments.exc_type is SystemExit:
         _found_thread_hook(arguments)
         return
     # Other ranks may wait for a thread that communicates.
@@ -312,7 +306,7 @@ def _unraisable_hook(arguments: Any) -> None:
     global _ignored_error
     error: BaseException | None = arguments.exc_value
     handler = "atexit" in (arguments.err_msg or "")
-    if os.getpid() != _owner or error is None or not handler:
+    if os.getpid() != _owner or error is None or not handler or _found_unraisable_hook.calls:
         _found_unraisable_hook(arguments)
     elif not isinstance(error, DistError) and not getattr(error, ARGUMENT, False):
         # An error of the program, which Python ignores. But other ranks may wait for a call that the handler would have made.
@@ -322,6 +316,12 @@ def _unraisable_hook(arguments: Any) -> None:
     else:
         ending.passed_over = True
         _excepthook(type(error), error, arguments.exc_traceback)
+
+
+_found_hook = FoundHook(sys, "excepthook", _excepthook)
+_found_thread_hook = FoundHook(threading, "excepthook", _thread_hook)
+_found_unraisable_hook = FoundHook(sys, "unraisablehook", _unraisable_hook)
+_HOOKS = _found_hook, _found_thread_hook, _found_unraisable_hook
 
 
 def _without_ours(trace: TracebackType | None) -> TracebackType | None:
@@ -344,7 +344,7 @@ def _at_exit() -> None:
         _end()
     finally:
         if sys.unraisablehook is _unraisable_hook:
-            sys.unraisablehook = _found_unraisable_hook  # Python clears the modules that the library's hook needs
+            _found_unraisable_hook.restore()  # Python clears the modules that the library's hook needs
 
 
 def _end() -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mpicoll.diagnosis.call import CallDescription
 from mpicoll.diagnosis.job_state import current, hopeless, job
 from mpicoll.diagnosis.wait_policy import CallWait
-from mpicoll.errors import DistBackendError, GroupBrokenError, wrong_argument
+from mpicoll.errors import CollectiveMismatchError, DistBackendError, GroupBrokenError, wrong_argument
 from mpicoll.groups.communicators import MpiError, mpi_text
 from mpicoll.runtime import handler_calls, waiting, watchdog
 from mpicoll.runtime.mpi_library import retain_for_ever, retain_frames
@@ -52,7 +52,11 @@ def tells_why(group: ProcessGroup) -> bool:
 
 def broken(group: ProcessGroup, call: CallDescription) -> GroupBrokenError:
     """Return the error of a pending call of a group that was broken by another call."""
-    return GroupBrokenError(f"{call.describe()} on group {group.display} at {call.site}: {group.broken}")
+    error = GroupBrokenError(f"{call.describe()} on group {group.display} at {call.site}: {group.broken}")
+    unknown = [each.error for each in group.started() if isinstance(each.error, CollectiveMismatchError)]
+    if unknown:  # with the report, which the program has not seen
+        error.__cause__, error.reporter = unknown[0], unknown[0].reporter
+    return error
 
 
 def wrap(error: MpiError, group: ProcessGroup, call: CallDescription) -> DistBackendError:

@@ -129,3 +129,36 @@ def test_a_reporter_that_handles_its_error(what: str, then: str) -> None:
     assert first.startswith(f"[rank {told[0]}] {error}: "), job
     assert why == f"[rank {told[0]}] mpicoll: rank 0, which was to print the report, may not have done so:", job
     assert sum(f"{error}: " in line for line in report) == 1, job
+
+
+@pytest.mark.parametrize(
+    ("calls", "errors"),
+    [
+        (
+            "works = [dist.all_reduce(np.ones(n + (n == 8 and r)), async_op=True) for n in (4, 8, 2)]\n"
+            "for work in reversed(works): work.wait()\n",
+            ["GroupBrokenError", "GroupBrokenError"],
+        ),
+        (
+            "made = [lambda: dist.all_reduce(x, async_op=True), lambda: dist.broadcast(np.ones(2), 0, async_op=True)]\n"
+            "works = [each() for each in (made if r == 0 else made[::-1])]\n"
+            "works[1 if r == 0 else 0].wait()\n",
+            ["GroupBrokenError", "CollectiveMismatchError"],
+        ),
+    ],
+    ids=["all wait for the last call", "one rank waits for its last call"],
+)
+def test_the_first_of_several_pending_calls_differs(calls: str, errors: list[str]) -> None:
+    """The error of the call that the program waits for comes with the report of the call that differs, once."""
+    job = run_job(HEAD + calls, 2, limit=30, env={"MPICOLL_TIMEOUT": "20"})
+    assert not job.timed_out, job
+    assert job.returncode == 1, job
+    assert job.stderr.count("  next: ") == 1, job
+    assert "CollectiveMismatchError: call 2 on group WORLD (ranks 0-1): its ranks made different calls" in job.err[0], (
+        job
+    )
+    assert "rank 1: " in job.err[0], job
+    assert f"{errors[0]}: " in job.err[0], job
+    (line,) = (line for line in job.err[1].splitlines() if line.startswith("[rank 1] "))
+    assert line.startswith(f"[rank 1] {errors[1]}: "), job
+    assert line.endswith("rank 0 prints the report)"), job

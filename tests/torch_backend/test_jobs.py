@@ -455,3 +455,24 @@ dist.destroy_process_group()
     assert whole.count("went on") == 2, result
     assert whole.count("errors of 1 asynchronous call went into Futures of torch") == 2, result
     assert "rank 1: all_reduce" in whole, result
+
+
+def test_an_error_of_the_program_after_a_second_init() -> None:
+    """Each init of torch wraps the hook for uncaught exceptions: the error is printed once, and told to the other rank."""
+    result = run_job(
+        HEAD
+        + """
+dist.destroy_process_group()
+dist.init_process_group("mpicoll", init_method="mpi://", timeout=LIMIT)
+if rank == 1:
+    raise ValueError("my own mistake")
+dist.all_reduce(torch.ones(3))
+""",
+        2,
+        limit=90,
+    )
+    assert result.returncode == 1, result
+    assert not result.timed_out, result
+    assert result.err[1].count("ValueError: my own mistake") == 1, result
+    assert "Error in sys.excepthook" not in result.err[1], result
+    assert "PeerFailedError: rank 1 failed: ValueError: my own mistake (at job.py:" in result.err[0], result
