@@ -1,7 +1,7 @@
 """Hooks of Python that the library's hooks replace and call.
 
-Another package may wrap the library's hook, as torch's ``init_process_group`` does at each call. Then the library's hook stays when
-it is to be removed, and a second installation finds a hook that calls the library's hook again.
+Another package may wrap the library's hook, as torch's ``init_process_group`` does at each call. Then the library's hook stays
+when it is to be removed, and a second installation finds a hook that calls the library's hook.
 """
 
 from __future__ import annotations
