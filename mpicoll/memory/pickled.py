@@ -255,11 +255,6 @@ def separated(message: bytes) -> tuple[bytes, list[Bytes]]:
     return message[start : start + length], parts
 
 
-def pack(value: Any) -> Packed:
-    """Pickle an object without copying its large buffers; errors as :func:`stream_of`."""
-    return Packed(*stream_of(value))
-
-
 def header_of(kind: bytes, sequence: int, buffers: int, stream: int, tail: int) -> bytes:
     """Return the header of an object; arguments as the fields of :data:`HEADER`."""
     fields = _FIELDS.pack(_MAGIC, kind, sequence, buffers, stream, tail)

@@ -430,7 +430,7 @@ def test_objects_of_more_than_2_gib() -> None:
 def test_the_pickle_is_of_protocol_5() -> None:
     """What is sent of an object with a large array is a short stream and the array's own memory."""
     array = np.ones(MANY)
-    packed = pickled.pack({"array": array})
+    packed = pickled.Packed(*pickled.stream_of({"array": array}))
     assert packed.memory[:2].tobytes() == pickle.PROTO + b"\x05"
     assert packed.head_bytes < 1000
     assert np.shares_memory(packed.parts[0], array)

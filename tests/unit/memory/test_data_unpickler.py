@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from mpicoll.memory.data_unpickler import load_data
-from mpicoll.memory.pickled import pack
+from mpicoll.memory.pickled import Packed, stream_of
 
 DATA = [
     *(None, True, 3, 2**80, 0.5, 1j, "text", b"bytes", bytearray(b"bytes"), ()),
@@ -38,7 +38,7 @@ ARRAYS = [
 
 
 def loaded(value: Any) -> Any:
-    packed = pack(value)
+    packed = Packed(*stream_of(value))
     return load_data(packed.memory.data, packed.parts)
 
 

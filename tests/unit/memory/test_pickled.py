@@ -18,13 +18,16 @@ from mpicoll.memory.pickled import (
     Packed,
     WireError,
     joined,
-    pack,
     read_header,
     separated,
     stream_of,
 )
 
 LARGE = 1 << 50
+
+
+def pack(value: Any) -> Packed:
+    return Packed(*stream_of(value))
 
 
 def head_of(packed: Packed, kind: bytes = b"A", sequence: int = 7) -> np.ndarray[Any, np.dtype[np.uint8]]:

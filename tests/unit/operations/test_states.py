@@ -57,6 +57,7 @@ class World:
         self.futures: dict[int, Any] = {}
         self.never = ""
         self.broken: str | None = None
+        self.started: Callable[[], list[Any]] = list
         self.display, self.ranks = "WORLD", (0, 1)
         self.lock = threading.RLock()
         self.unknown_mismatch: Any = None
