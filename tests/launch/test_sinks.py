@@ -156,7 +156,7 @@ def test_a_long_line_and_much_output(tmp_path: Path) -> None:
 
 def test_order_of_stdout_and_stderr(tmp_path: Path) -> None:
     """Where both are one pipe (2>&1), lines that a rank writes one after the other stay in this order."""
-    source = "import sys, time\nfor i in range(20):\n    print(i, file=(sys.stdout, sys.stderr)[i % 2])\n    time.sleep(0.03)\n"
+    source = "import sys, time\nfor i in range(10):\n    print(i, file=(sys.stdout, sys.stderr)[i % 2])\n    time.sleep(0.2)\n"
     command = shlex.join([*RUN, "-n", "1", write(tmp_path, source)])
     result = call(["/bin/sh", "-c", f"{command} 2>&1"])
-    assert result.out == "".join(f"{i}\n" for i in range(20)), os.linesep + result.out
+    assert result.out == "".join(f"{i}\n" for i in range(10)), os.linesep + result.out
