@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,6 @@ from mpicoll.groups import registry
 from mpicoll.launch.job_folder import append_record
 from mpicoll.lifecycle import exit_code
 from mpicoll.lifecycle.endpoint import endpoint_of, endpoints
-from mpicoll.lifecycle.found_hooks import FoundHook
 from mpicoll.lifecycle.teardown import announce_failure, ending, leave, poll_until, prefix, prefixed
 from mpicoll.runtime import signals, waiting, watchdog
 from mpicoll.runtime.call_site import CallSite, traceback_site
@@ -316,6 +316,47 @@ def _unraisable_hook(arguments: Any) -> None:
     else:
         ending.passed_over = True
         _excepthook(type(error), error, arguments.exc_traceback)
+
+
+class FoundHook:
+    """The hook of Python that the library's hook has replaced, at each installation that was not undone.
+
+    Another package may wrap the library's hook, as torch's ``init_process_group`` does at each call. Then the library's hook
+    stays when it is to be removed, and a second installation finds a hook that calls the library's hook.
+
+    Args:
+        module, name: where Python has the hook: ``sys`` and ``excepthook``.
+        ours: the library's hook.
+    """
+
+    def __init__(self, module: Any, name: str, ours: Callable[..., None]) -> None:
+        self._module, self._name, self._ours = module, name, ours
+        self._found: list[Callable[..., Any]] = []
+        self._local = threading.local()
+
+    def install(self) -> None:
+        """Replace the hook of Python."""
+        self._found.append(getattr(self._module, self._name))
+        setattr(self._module, self._name, self._ours)
+
+    def restore(self) -> None:
+        """Restore the hook found, if the library's is still installed."""
+        if getattr(self._module, self._name) is self._ours:
+            setattr(self._module, self._name, self._found.pop())
+
+    @property
+    def calls(self) -> bool:
+        """Whether this thread is in the found hook, so that the library's hook is called from a hook that it has called."""
+        return getattr(self._local, "level", None) is not None
+
+    def __call__(self, *given: Any) -> None:
+        """Call the hook found last; from inside of that hook, the hook found before."""
+        before = getattr(self._local, "level", None)
+        self._local.level = level = (len(self._found) if before is None else before) - 1
+        try:
+            self._found[max(level, 0)](*given)
+        finally:
+            self._local.level = before
 
 
 _found_hook = FoundHook(sys, "excepthook", _excepthook)

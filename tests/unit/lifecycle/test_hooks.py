@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mpicoll.lifecycle.found_hooks import FoundHook
+from mpicoll.lifecycle.hooks import FoundHook
 
 
 class Python:
