@@ -104,11 +104,11 @@ def printed(pasted: Pasted) -> str:
 def same(text: str, pasted: str) -> bool:
     """Return whether a text is equal to what was pasted, except their seconds and the line breaks that depend on these.
 
-    How long ranks have waited stands in a report from 0.1 s on: if the pasted text has no such words, the text may have some.
+    How long ranks have waited stands in a report from 0.1 s on: if one of the texts has no such words, the other may have some.
     """
     text, pasted = (" ".join(each.split()) for each in (text, pasted))
-    if not _WAITED.search(pasted):
-        text = _WAITED.sub("", text)
+    if not (_WAITED.search(pasted) and _WAITED.search(text)):
+        text, pasted = _WAITED.sub("", text), _WAITED.sub("", pasted)
     return _SECONDS.sub("0 s", text) == _SECONDS.sub("0 s", pasted)
 
 
