@@ -384,8 +384,7 @@ def _at_exit() -> None:
     try:
         _end()
     finally:
-        if sys.unraisablehook is _unraisable_hook:
-            _found_unraisable_hook.restore()  # Python clears the modules that the library's hook needs
+        _found_unraisable_hook.restore()  # Python clears the modules that the library's hook needs
 
 
 def _end() -> None:

@@ -75,10 +75,6 @@ class Operation(Request):
             self._withdraw()
 
 
-MOST_POLLS = 512
-"""Polls of steps that may end soon: as many as take as long as an operation needs in addition."""
-
-
 def soon(steps: Steps) -> tuple[bool, Any]:
     """Run steps for some polls, without an operation.
 
@@ -88,14 +84,11 @@ def soon(steps: Steps) -> tuple[bool, Any]:
     if waiting.pending:
         return False, steps  # only waits progress other requests
     try:
+        request = next(steps)
         while True:
-            request = next(steps)
-            for _ in range(waiting.SPIN_POLLS if waiting.oversubscribed else MOST_POLLS):
-                if request.Test():
-                    break
-                waiting.give_way()
-            else:
+            if not waiting.comes_soon(request.Test, waiting.MOST_POLLS):
                 return False, _resumed(request, steps)
+            request = next(steps)
     except StopIteration as end:
         return True, end.value
     except BaseException as error:

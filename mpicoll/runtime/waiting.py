@@ -28,6 +28,8 @@ GIVE_UP_AFTER = 2 * STALL
 """Seconds that a rank waits at least before it withdraws from a call that it has posted."""
 
 SPIN_POLLS = 64
+MOST_POLLS = 512
+"""Polls for what ends a call without an operation: as many as take as long as an operation needs in addition (0.1 ms)."""
 YIELD_FOR = 0.02
 OVERSUBSCRIBED_POLLS = 100
 OVERSUBSCRIBED_SLEEP = 5e-5
@@ -243,9 +245,13 @@ def set_oversubscribed(value: bool) -> None:
         extension.set_yields(value)
 
 
-def comes_soon(test: Callable[[], bool]) -> bool:
-    """Poll for a moment, and return whether ``test()`` is true. Ranks that share cores yield the core between the polls."""
-    for _ in range(SPIN_POLLS):
+def comes_soon(test: Callable[[], bool], most: int = SPIN_POLLS) -> bool:
+    """Poll for a moment, and return whether ``test()`` is true. Ranks that share cores yield the core between the polls.
+
+    Args:
+        most: number of polls of a rank that shares no core.
+    """
+    for _ in range(SPIN_POLLS if oversubscribed else most):
         if test():
             return True
         give_way()

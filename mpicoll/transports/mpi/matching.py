@@ -31,9 +31,6 @@ from mpicoll.transports.mpi.envelope import DTYPE_BEHIND, SMALL_BYTES, Envelope,
 
 _MOST_PLACES = 4096
 
-MOST_POLLS = 512
-"""Polls for a message that a receive takes at once; they take as long as the general way."""
-
 OBJECT_TAGS = 16
 """Number of tags for the messages that follow the first message of a list of objects."""
 
@@ -286,17 +283,22 @@ class Receiver:
             takes: with the source and the bytes of a message, returns whether the caller has taken the message, and counted it;
                 otherwise the message stays for the next receive.
         """
+        message: Message | None = None
+
+        def comes() -> bool:
+            nonlocal message
+            message = self._take(source, tag)
+            return message is not None
+
         with self.lock:
             if self.waiting or self.queues or self.posted or self.taking:
                 return False
-            for _ in range(waiting.SPIN_POLLS if waiting.oversubscribed else MOST_POLLS):
-                message = self._take(source, tag)
-                if message is not None:
-                    if message.arrived() and takes(message.source, message.buffer):
-                        return True
-                    self.queues[message.source, message.tag] = deque((message,))
-                    break
-                waiting.give_way()
+            if not waiting.comes_soon(comes, waiting.MOST_POLLS):
+                return False
+            assert message is not None
+            if message.arrived() and takes(message.source, message.buffer):
+                return True
+            self.queues[message.source, message.tag] = deque((message,))
         return False
 
     def look(self) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mpicoll.operations.operation import MOST_POLLS, soon
+from mpicoll.operations.operation import soon
 from mpicoll.runtime import waiting
-from mpicoll.runtime.waiting import Condition, Steps
+from mpicoll.runtime.waiting import MOST_POLLS, Condition, Steps
 
 
 class Late:
