@@ -83,8 +83,8 @@ def move_prepared(tensor: Any, rank: Any, group: Any, tag: Any, receives: bool) 
         frame = _frame(2)
     except (AttributeError, ValueError):  # no group, or not a member; called from C
         return False
-    if again is None or _pending or _claims or _inside:
-        return False
+    if again is None or _inside or (extension is None and (_pending or _claims)):
+        return False  # without the extension, nothing here compares memory or progresses other requests
     if _move(known, again, tensor, frame):
         return True
     again = _find(cache, tensor, rank, tag, receives)

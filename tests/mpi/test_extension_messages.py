@@ -12,6 +12,7 @@ from mpi4py import MPI
 from ranks import give_up, neighbours
 
 import mpicoll as dist
+from mpicoll.api import messages as api
 from mpicoll.checks.memory_in_use import claims
 from mpicoll.operations import messages
 from mpicoll.runtime import native, signals, waiting
@@ -230,6 +231,65 @@ def test_receives_that_are_waited_for_in_another_order() -> None:
             if all(work.is_completed() for work in works[tag]):
                 assert (arrays[tag][1] == before + tag).all()
     assert not claims.active
+    dist.barrier()
+
+
+@pytest.mark.parametrize("count", [1, APART, 40_000])
+@pytest.mark.parametrize("beside", ["a message", "a collective"])
+def test_a_blocking_message_beside_what_is_pending(count: int, beside: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A blocking message keeps its persistent request while other memory is claimed and other requests are pending."""
+    rank, size, (before, after) = dist.get_rank(), dist.get_world_size(), neighbours()
+    x, y, z = np.full(count, rank + 1.0), np.zeros(count), np.ones(300_000)
+
+    def receives_first() -> None:
+        work = dist.irecv(y, before, tag=14)
+        dist.send(x, after, tag=14)
+        work.wait()
+
+    def sends_first() -> None:
+        work = dist.isend(x, after, tag=14)
+        dist.recv(y, before, tag=14)
+        work.wait()
+
+    for _ in range(3):
+        receives_first()
+        sends_first()
+    dist.barrier()
+    monkeypatch.setattr(api, "start_send", None)
+    monkeypatch.setattr(api, "start_receive", None)
+    for one in (receives_first, sends_first) * 6:
+        y[...], z[...] = 0, 1
+        reduced = dist.all_reduce(z, async_op=True) if beside == "a collective" else None
+        one()
+        if reduced is not None:
+            reduced.wait()
+            assert (z == size).all()
+        assert (y == before + 1).all()
+    assert not claims.active
+    assert not waiting.pending
+    dist.barrier()
+
+
+@pytest.mark.parametrize("count", [4, APART])
+def test_a_blocking_message_of_memory_in_use(count: int) -> None:
+    """A send of an array that a pending receive writes, whose persistent request is known, is refused; the receive goes on."""
+    before, after = neighbours()
+    x, y = np.ones(count), np.zeros(count)
+    learn_exchange(x, y, tag=15)
+    for _ in range(3):
+        work = dist.isend(x, after, tag=15)
+        dist.recv(y, before, tag=15)
+        work.wait()
+        work = dist.irecv(y, before, tag=15)
+        dist.send(x, after, tag=15)
+        work.wait()
+    dist.barrier()
+    receiving = dist.irecv(y, before, tag=15)
+    with pytest.raises(dist.BufferInUseError, match="send at .* reads memory that irecv at"):
+        dist.send(y, after, tag=15)
+    dist.send(x, after, tag=15)
+    receiving.wait()
+    assert (y == 1).all()
     dist.barrier()
 
 

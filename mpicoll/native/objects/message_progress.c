@@ -206,13 +206,17 @@ int message_finish(Request *request)
 
 /* ---- a message that is waited for at once ---- */
 
-/* Test a request as test_mpi() does, for some polls. */
+/* Test a request as test_mpi() does, for some polls; fewer if a pending request has to progress in Python. */
 static int poll_mpi(const Message *self, PyObject *payload)
 {
     int done;
-    for (int64_t left = self->spins; (done = test_mpi(self, payload)) == 0 && left > 0; left--)
+    for (int64_t left = self->spins; (done = test_mpi(self, payload)) == 0 && left > 0; left--) {
+        const int alone = message_is_apart(self) ? advance_others(NULL) : 1;
+        if (alone != 1)
+            return alone;
         if (poll_yields)
             sched_yield();
+    }
     return done;
 }
 
@@ -223,6 +227,9 @@ static int move_post(Message *self, PyObject *const *args, int64_t instruction, 
     const int receiving = message_receives(self), free = message_is_free(self, args, instruction);
     if (free != 1 || !message_fits(self, args[MESSAGE_ARRAY], receiving ? WRITABLE : READABLE))
         return free < 0 ? -1 : 0;
+    const int apart = self->compares ? claims_are_apart(memory(args[MESSAGE_ARRAY]), self->nbytes) : 1;
+    if (apart != 1)
+        return apart;
     if (receiving)
         message_note_site(self, args);
     if (message_is_apart(self)) {
