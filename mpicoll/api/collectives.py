@@ -21,8 +21,8 @@ from mpicoll.errors import (
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import state
 from mpicoll.memory.memory import AnyArray
+from mpicoll.memory.protocols import view_of
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
-from mpicoll.operations import dispatch
 from mpicoll.operations.prepare import collectives as prepare
 from mpicoll.operations.prepare.refusal import member, refuse
 from mpicoll.operations.prepare.run import (
@@ -81,7 +81,7 @@ def broadcast(
 
     Source: torch.distributed.broadcast; MPI-4.1 section 6.4.
     """
-    array = tensor if type(tensor) is _ndarray else dispatch.view_of(tensor)
+    array = tensor if type(tensor) is _ndarray else view_of(tensor)
     plain = array is not None and type(src) is int and group_src is None
     cached = (("broadcast", src, array.dtype, array.shape), array, array, tensor) if plain else NOT_CACHED
     arguments = tensor, src, group_src
@@ -114,7 +114,7 @@ def all_reduce(
 
     Source: torch.distributed.all_reduce; MPI-4.1 section 6.9.6.
     """
-    array = tensor if type(tensor) is _ndarray else dispatch.view_of(tensor)
+    array = tensor if type(tensor) is _ndarray else view_of(tensor)
     plain = array is not None and type(op) is RedOpType
     cached = ((op, array.dtype, array.shape), array, array, tensor) if plain else NOT_CACHED
     arguments = tensor, op, async_op
@@ -147,7 +147,7 @@ def reduce(
 
     Source: torch.distributed.reduce; MPI-4.1 section 6.9.1.
     """
-    array = tensor if type(tensor) is _ndarray else dispatch.view_of(tensor)
+    array = tensor if type(tensor) is _ndarray else view_of(tensor)
     plain = array is not None and type(op) is RedOpType and type(dst) is int and group_dst is None
     cached = (("reduce", op, dst, array.dtype, array.shape), array, array, tensor) if plain else NOT_CACHED
     arguments = tensor, dst, op, group_dst

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpicoll.memory.memory import AnyArray
-from mpicoll.operations import dispatch
+from mpicoll.memory.protocols import view_of
 from mpicoll.operations.prepare import gathering as prepare
 from mpicoll.operations.prepare.run import NOT_CACHED, run_cached
 from mpicoll.operations.work import Work
@@ -106,8 +106,8 @@ def _all_gather_single(
     name: str | None,
     stream: Any,
 ) -> Work | None:
-    send = source if type(source) is _ndarray else dispatch.view_of(source, 3)
-    recv = output if type(output) is _ndarray else dispatch.view_of(output, 3)
+    send = source if type(source) is _ndarray else view_of(source, 3)
+    recv = output if type(output) is _ndarray else view_of(output, 3)
     plain = send is not None and recv is not None
     cached = ((function, send.dtype, send.shape, recv.dtype, recv.shape), send, recv, output) if plain else NOT_CACHED
     call, op, arguments = prepare.all_gather_single, "all_gather_single", (output, source, function)
@@ -222,8 +222,8 @@ def _gather_single(
     name: str | None,
     stream: Any,
 ) -> Work | None:
-    send = tensor if type(tensor) is _ndarray else dispatch.view_of(tensor, 3)
-    recv = output if output is None or type(output) is _ndarray else dispatch.view_of(output, 3)
+    send = tensor if type(tensor) is _ndarray else view_of(tensor, 3)
+    recv = output if output is None or type(output) is _ndarray else view_of(output, 3)
     plain = send is not None and (recv is None) is (output is None)
     if plain and group_dst is None and (dst is None or type(dst) is int):
         shape = None if recv is None else (recv.dtype, recv.shape)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from mpicoll.memory.memory import AnyArray
+from mpicoll.memory.protocols import view_of
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
-from mpicoll.operations import dispatch
 from mpicoll.operations.prepare import scattering as prepare
 from mpicoll.operations.prepare.run import NOT_CACHED, run_cached
 from mpicoll.operations.work import Work
@@ -148,8 +148,8 @@ def _reduce_scatter_single(
     name: str | None,
     stream: Any,
 ) -> Work | None:
-    send = source if type(source) is _ndarray else dispatch.view_of(source, 3)
-    recv = output if type(output) is _ndarray else dispatch.view_of(output, 3)
+    send = source if type(source) is _ndarray else view_of(source, 3)
+    recv = output if type(output) is _ndarray else view_of(output, 3)
     plain = send is not None and recv is not None and type(op) is RedOpType
     cached = (
         ((function, op, send.dtype, send.shape, recv.dtype, recv.shape), send, recv, output) if plain else NOT_CACHED
@@ -192,8 +192,8 @@ def all_to_all_single(
 
     Source: torch.distributed.all_to_all_single; MPI-4.1 section 6.8.
     """
-    send = input if type(input) is _ndarray else dispatch.view_of(input)
-    recv = output if type(output) is _ndarray else dispatch.view_of(output)
+    send = input if type(input) is _ndarray else view_of(input)
+    recv = output if type(output) is _ndarray else view_of(output)
     key: Any = None
     if send is not None and recv is not None:
         if output_split_sizes is None and input_split_sizes is None:

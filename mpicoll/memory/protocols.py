@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mpicoll.runtime.call_site import CallSite, caller, passes_through
 from mpicoll.runtime.native import found as extension
 
 Array = npt.NDArray[Any]
@@ -101,6 +102,23 @@ def as_numpy(value: Any, name: str, *, writable: bool) -> Array | None:
     if writable:
         _check_writable(array, value, name)
     return array
+
+
+def view_of(tensor: Any, depth: int = 2) -> Any:
+    """Return a torch tensor of the host as a NumPy array of the same memory; None for all else, and if that is impossible.
+
+    None, too, if this package makes the call for the program: then the general way finds the line of the program.
+
+    Args:
+        depth: frames between this function and the program.
+    """
+    if type(tensor).__module__ != "torch" or (not passes_through() and CallSite.inside(caller(depth).f_code)):
+        return None
+    try:
+        array = as_numpy(tensor, "tensor", writable=True)
+    except Exception:  # of a device, with gradients, read-only: raised where it is raised on all members
+        return None
+    return array if array is not None and (array.dtype.kind in "biufc" or bare_name(array.dtype)) else None
 
 
 def _check_writable(array: Array, value: Any, name: str) -> None:

@@ -22,7 +22,6 @@ from mpicoll.groups.communicators import MpiError, is_finalized
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import default as _default
 from mpicoll.memory.arithmetic import without_warnings
-from mpicoll.memory.protocols import as_numpy
 from mpicoll.operations import execution
 from mpicoll.operations.failures import guarded, wrap
 from mpicoll.operations.prepared import LARGEST, MOST, PreparedOperation
@@ -31,7 +30,7 @@ from mpicoll.operations.schedules import AT_ONCE, EAGER, IN_SHARED_MEMORY, MEETI
 from mpicoll.operations.states import COMPLETE, MOVING, POSTED, observers
 from mpicoll.operations.work import Work, answer
 from mpicoll.runtime import handler_calls, signals, waiting
-from mpicoll.runtime.call_site import CallSite, caller, passes_through
+from mpicoll.runtime.call_site import CallSite, caller
 from mpicoll.runtime.mpi_library import retain_frames
 from mpicoll.runtime.native import found as extension
 from mpicoll.runtime.settings import has_type
@@ -45,23 +44,6 @@ _pending = waiting.pending
 _inside = handler_calls.inside
 _threads = signals.threads
 _ident = threading.get_ident
-
-
-def view_of(tensor: Any, depth: int = 2) -> Any:
-    """Return a torch tensor of the host as a NumPy array of the same memory; None for all else, and if that is impossible.
-
-    None, too, if this package makes the call for the program: then the general way finds the line of the program.
-
-    Args:
-        depth: frames between this function and the program.
-    """
-    if type(tensor).__module__ != "torch" or (not passes_through() and CallSite.inside(caller(depth).f_code)):
-        return None
-    try:
-        array = as_numpy(tensor, "tensor", writable=True)
-    except Exception:  # of a device, with gradients, read-only: raised where it is raised on all members
-        return None
-    return array if array is not None and array.dtype.kind in "biufc" else None
 
 
 def cache(
@@ -98,7 +80,7 @@ def again(
     async_op: Any = False,
     outputs: Any = (),
     spread: Callable[[], None] | None = None,
-    arrays: Any = None,
+    claimed: tuple[Any, Any] | None = None,
 ) -> Work | bool:
     """Make a prepared call: wait and return True, or return its Work; return False, with nothing done, if that is impossible.
 
@@ -109,40 +91,60 @@ def again(
         depth: frames between this function and the program.
         timeout, name, async_op: as the program gave them.
         outputs: the output, or the list of outputs, as the program gave them, for ``Work.result``.
-        spread: copies the result of an asynchronous call to ``arrays``; None: the result goes to ``recv`` only.
+        spread: copies the result of an asynchronous call to arrays of the program; None: the result goes to ``recv`` only.
+        claimed: the input and the output of the program, in an asynchronous call of other memory.
     """
     known: Any = _default.world if group is None else group
-    try:
-        found = known.prepared[key]
-    except (KeyError, AttributeError, TypeError):  # not made before; no group, or not a member
-        return False
-    except Exception:
-        if has_type(known, ProcessGroup):
-            raise  # of a signal handler
-        return False  # no group, and raises when looked at
-    if _inside:  # then the general way raises
+    found = prepared_of(known, key)
+    if found is None or _inside:  # inside a handler the general way raises
         return False
     frame = caller(depth)
-    plain = timeout is None and name is None
     limit = None
-    if not plain:
+    if timeout is not None or name is not None:
         if (name is not None and type(name) is not str) or not has_type(timeout, timedelta, type(None)):
             return False
         limit = None if timeout is None else execution.call_limit(known, timeout)
-    if async_op is not False:
-        # Its truth may raise, which the general way tells all members; in the second case the general way finds the place.
-        if async_op is not True or CallSite.inside(frame.f_code):
-            return False
-        place = frame.f_code, frame.f_lasti
-        return begin(known, found, send, recv, *place, limit, name, outputs, spread, arrays) or False
-    if found.shared is not None:
-        more = () if plain else (limit, name, None if name is None else found.words_named(known, name))
-        if found.shared.run(known, found, send, recv, frame, *more):
-            return True
-    fits = found.fits(send, recv)
-    if fits and plain and found.in_place and start_and_complete(known, found, recv, frame):
+    if async_op is False:
+        return make(known, found, send, recv, frame, limit, name)
+    # Its truth may raise, which the general way tells all members; in the second case the general way finds the place.
+    if async_op is not True or CallSite.inside(frame.f_code):
+        return False
+    place = frame.f_code, frame.f_lasti
+    return begin(known, found, send, recv, *place, limit, name, outputs, spread, claimed) or False
+
+
+def prepared_of(group: Any, key: Any) -> PreparedOperation | None:
+    """Return the prepared operation of a signature, or None if there is none, or if the object is no group."""
+    try:
+        found: PreparedOperation = group.prepared[key]
+    except (KeyError, AttributeError, TypeError):  # not made before; no group, or not a member
+        return None
+    except Exception:
+        if has_type(group, ProcessGroup):
+            raise  # of a signal handler
+        return None  # no group, and raises when looked at
+    return found
+
+
+def make(
+    group: ProcessGroup,
+    prepared: PreparedOperation,
+    send: Any,
+    recv: Any,
+    frame: FrameType,
+    limit: float | None,
+    name: str | None,
+) -> bool:
+    """Make a prepared operation and wait for it; False, and nothing done, if that is impossible now."""
+    plain = limit is None and name is None
+    more = () if plain else (limit, name, None if name is None else prepared.words_named(group, name))
+    if prepared.shared is not None and prepared.shared.run(group, prepared, send, recv, frame, *more):
         return True
-    return fits and run(known, found, send, recv, frame, limit, name)
+    if not prepared.fits(send, recv):
+        return False
+    if plain and prepared.in_place and start_and_complete(group, prepared, recv, frame):
+        return True
+    return run(group, prepared, send, recv, frame, limit, name)
 
 
 def run(
@@ -158,7 +160,7 @@ def run(
     order = group.order
     if is_finalized() or (order.issued != order.moving and handler_calls.found()):
         return False
-    if _active and group.compares and _conflicts(_claim(prepared, send, recv)):
+    if _active and group.compares and conflicts(prepared.claim(send, recv)):
         return False  # the general way raises on all members
     code, instruction = frame.f_code, frame.f_lasti
     with _guard, group.lock:
@@ -243,7 +245,7 @@ def start_and_complete(group: ProcessGroup, prepared: PreparedOperation, array: 
             _guard.answer(wrong)
 
 
-def _conflicts(claim: RequestClaim) -> bool:
+def conflicts(claim: RequestClaim) -> bool:
     """Return whether the memory of a call that is waited for at once is in use."""
     try:
         return claims.conflicts(claim)
@@ -296,9 +298,14 @@ def begin(
     name: str | None,
     outputs: Any,
     spread: Callable[[], None] | None = None,
-    arrays: Any = None,
+    claimed: tuple[Any, Any] | None = None,
 ) -> Work | None:
-    """Start a prepared operation, for a wait later; None, and nothing done, if that is impossible now."""
+    """Start a prepared operation, for a wait later; None, and nothing done, if that is impossible now.
+
+    Args:
+        spread, claimed: as for :func:`again`.
+    """
+    reads, arrays = claimed or (send, recv)
     request: Request | None = None
     work: Work | None = None
     claim: Any = None
@@ -313,8 +320,8 @@ def begin(
             seconds = group.timeout if limit is None else limit
             words = None if name is None else prepared.words_named(group, name, True)
             if group.level == "full":  # a claim of one array is made by the extension, which takes less time
-                simple = prepared.recv_shapes is not None and (send is recv or send is None)
-                claim = True if simple else _snapshot(_claim(prepared, send, recv, arrays))
+                simple = prepared.recv_shapes is not None and (reads is recv or send is None)
+                claim = True if simple else _snapshot(prepared.claim(reads, arrays))
             request = shared.begin(
                 group, prepared, send, recv, code, instruction, seconds, outputs, places, name, words, claim
             )
@@ -333,7 +340,7 @@ def begin(
             before: Any = b""
             if group.compares:
                 if not isinstance(claim, RequestClaim):
-                    claim = _snapshot(_claim(prepared, send, recv, arrays))
+                    claim = _snapshot(prepared.claim(reads, arrays))
                 if _active and claims.conflicts(claim):
                     return None  # the general way raises on all members
                 before = seal(claim.array)
@@ -369,14 +376,6 @@ def begin(
         if _guard.noted is not None:
             answer(work, wrong)
     return work
-
-
-def _claim(prepared: PreparedOperation, send: Any, recv: Any, arrays: Any = None) -> RequestClaim:
-    """Return the claim of the memory of a start; ``arrays`` are the arrays for the result if they are not ``recv``."""
-    writes = recv if prepared.recv_shapes is not None else None
-    if arrays is not None or prepared.send_shapes is None or send is None or send is writes:
-        return RequestClaim(writes if arrays is None else arrays, writes=True)
-    return RequestClaim(writes, writes=True, reads=send if isinstance(send, list) else (send,))
 
 
 def _snapshot(claim: RequestClaim) -> RequestClaim:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpicoll.checks.levels import EVERY
+from mpicoll.checks.memory_in_use import RequestClaim
 from mpicoll.checks.memory_ranges import Snapshot, is_sampled
 from mpicoll.diagnosis.call import CallDescription, fingerprint
 from mpicoll.groups import registry
@@ -276,6 +277,13 @@ class PreparedOperation:
             if not (each.flags.carray if writes else is_readable(each)):
                 return False
         return True
+
+    def claim(self, send: Any, recv: Any) -> RequestClaim:
+        """Return the claim of the memory of one start."""
+        writes = recv if self.recv_shapes is not None else None
+        if self.send_shapes is None or send is None or send is writes:
+            return RequestClaim(writes, writes=True)
+        return RequestClaim(writes, writes=True, reads=send if isinstance(send, list) else (send,))
 
     def describe(self, request: Request) -> CallDescription:
         """Return the description of one start."""

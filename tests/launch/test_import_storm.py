@@ -48,7 +48,7 @@ print(json.dumps({
 
 # Measured with Python 3.11: 2, 63 and 32. With room for a few more: who adds much to the start sees it here.
 MOST_ON_IMPORT = 4
-MOST_OF_OURS = 125  # one file for each concern, and one for each package
+MOST_OF_OURS = 126  # one file for each concern, and one for each package
 MOST_OF_OTHERS = 60
 
 

@@ -285,7 +285,7 @@ def test_a_blocking_message_of_memory_in_use(count: int) -> None:
         work.wait()
     dist.barrier()
     receiving = dist.irecv(y, before, tag=15)
-    with pytest.raises(dist.BufferInUseError, match="send at .* reads memory that irecv at"):
+    with pytest.raises(dist.BufferInUseError, match=r"send at .* reads memory that irecv at"):
         dist.send(y, after, tag=15)
     dist.send(x, after, tag=15)
     receiving.wait()

@@ -177,7 +177,7 @@ def test_a_rank_whose_arrays_differ(how: str, group: Any, spans: list[int]) -> N
             assert (each == source + turn).all(), (turn, source)
     # Of each turn: the outputs and inputs of all_to_all, and the outputs of all_gather. In calls that are made again only the
     # inputs are copied where memory is shared. A prepared call that waits for a late member makes its spans a second time.
-    passed = {"joined": 4, "not aligned": 4, "the input is in the list": 6, "the same input": 7, "small": 0}
+    passed = {"joined": 4, "not aligned": 10, "the input is in the list": 6, "the same input": 7, "small": 0}
     least = passed[how] if odd or how == "small" else 12
     assert least <= spans.count(size) <= 2 * least
 

@@ -333,7 +333,9 @@ def made_again(
 
     with signals.guard:  # to the end: a Ctrl-C noted in a complete call must not prevent the copy of its results
         given.into(bucket, flat)
-        made = dispatch.again(g, key, flat.whole, flat.whole, 3, timeout, name, async_op, outputs, spread, arrays)
+        made = dispatch.again(
+            g, key, flat.whole, flat.whole, 3, timeout, name, async_op, outputs, spread, (arrays, arrays)
+        )
         if made is True:
             spread()
         elif not made:

@@ -16,13 +16,14 @@ from mpicoll.diagnosis.call import CallDescription
 from mpicoll.groups.process_group import ProcessGroup, Stopping
 from mpicoll.groups.registry import default, member_or_warn
 from mpicoll.memory.adapt import adapt_list, same_dtype, viewed
-from mpicoll.memory.dtypes import Reduction
+from mpicoll.memory.dtypes import Reduction, is_native
 from mpicoll.memory.layouts import one_buffer
 from mpicoll.memory.lists import ListMemory
 from mpicoll.memory.memory import Array, Memory, StreamOrder
 from mpicoll.memory.reduce_op import RedOpType
 from mpicoll.memory.scratch import concatenated, scratch
 from mpicoll.operations import dispatch, execution
+from mpicoll.operations.prepare.packed import again_packed, pack
 from mpicoll.operations.prepare.refusal import refuse, refuse_group
 from mpicoll.operations.prepared import PreparedOperation
 from mpicoll.operations.work import Work
@@ -120,7 +121,8 @@ def _run_cached(
         # Copies of the lists: a finalizer that empties a list of the program during the call must not change the call.
         send = [*send] if type(send) is list else send
         recv = [*recv] if type(recv) is list else recv
-        made = dispatch.again(group, key, send, recv, depth + 2, timeout, name, async_op, outputs)
+        given = group, key, send, recv, depth + 2, timeout, name, async_op, outputs
+        made = dispatch.again(*given) or again_packed(*given)
         if made:
             return made if isinstance(made, Work) else None
     more = (Cached(key, send, recv, outputs), *arguments)
@@ -349,6 +351,11 @@ def _plain(memory: Memory) -> bool:
     return memory.pack is None and memory.unpack is None and not memory.named
 
 
+def _on_host(memory: Memory) -> bool:
+    """Return whether a memory is on the host, and its elements have a dtype that MPI knows."""
+    return memory.place == "host" and is_native(memory.dtype)
+
+
 def one_result_buffer(
     argument: ListMemory, others: Sequence[Memory], apart: int
 ) -> tuple[Array, list[int] | None, Callable[[], None] | None]:
@@ -418,13 +425,18 @@ def input_scaler(reduction: Reduction, memory: Memory) -> Callable[[], None] | N
 
 
 def _cache(g: ProcessGroup, op: str, alias: str, ready: Prepared) -> PreparedOperation | None:
-    """Cache and return a call of arrays whose own memory moves, so that the next such call takes less time; or return None.
+    """Cache and return a call of arrays on the host, so that the next such call takes less time; or return None.
 
     Only kinds that shared memory moves are cached: the extension would reduce any other kind as an ``all_reduce``.
     """
     (key, send, recv, _), move, memories = ready.cached, ready.move, ready.memories
-    if key is None or type(g) is not ProcessGroup or move.kind not in DEFAULT or not all(map(_plain, memories)):
+    if key is None or type(g) is not ProcessGroup or move.kind not in DEFAULT or not all(map(_on_host, memories)):
         return None
+    if not all(map(_plain, memories)):
+        arrays = pack(send, recv, send is not None, recv is not None, bool(move.op))
+        if arrays is None:
+            return None
+        send, recv = arrays.send, arrays.recv
     dtype = memories[0].dtype
     again = ready.prepared_as(
         op,
