@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpicoll.memory.memory import AnyArray
-from mpicoll.memory.protocols import view_of
+from mpicoll.memory.protocols import view_of, views_of
 from mpicoll.operations.prepare import gathering as prepare
 from mpicoll.operations.prepare.run import NOT_CACHED, run_cached
 from mpicoll.operations.work import Work
@@ -42,8 +42,12 @@ def all_gather(
 
     Source: torch.distributed.all_gather; MPI-4.1 section 6.7.
     """
-    plain = type(tensor) is _ndarray and type(tensor_list) is list
-    cached = (("all_gather", tensor.dtype, tensor.shape), tensor, tensor_list, tensor_list) if plain else NOT_CACHED
+    recv: Any = tensor_list
+    send = tensor if type(tensor) is _ndarray else view_of(tensor)
+    if send is not tensor:
+        recv = views_of(tensor_list)
+    plain = send is not None and type(recv) is list
+    cached = (("all_gather", send.dtype, send.shape), send, recv, tensor_list) if plain else NOT_CACHED
     arguments = tensor_list, tensor, async_op
     return run_cached("all_gather", group, cached, prepare.all_gather, arguments, async_op, timeout, name, stream)
 
@@ -144,13 +148,12 @@ def gather(
 
     Source: torch.distributed.gather; MPI-4.1 section 6.5.
     """
-    plain = type(tensor) is _ndarray and group_dst is None and (dst is None or type(dst) is int)
-    plain = plain and (gather_list is None or type(gather_list) is list)
-    cached = (
-        (("gather", dst, tensor.dtype, tensor.shape), tensor, gather_list or None, gather_list or [])
-        if plain
-        else NOT_CACHED
-    )
+    send, recv = tensor if type(tensor) is _ndarray else view_of(tensor), gather_list
+    if send is not tensor and gather_list is not None:
+        recv = views_of(gather_list)
+    plain = send is not None and group_dst is None and (dst is None or type(dst) is int)
+    plain = plain and (gather_list is None or type(recv) is list)
+    cached = (("gather", dst, send.dtype, send.shape), send, recv or None, gather_list or []) if plain else NOT_CACHED
     arguments = tensor, gather_list, dst, group_dst, async_op
     return run_cached("gather", group, cached, prepare.gather, arguments, async_op, timeout, name, stream)
 

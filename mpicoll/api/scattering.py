@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpicoll.memory.memory import AnyArray
-from mpicoll.memory.protocols import view_of
+from mpicoll.memory.protocols import view_of, views_of
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
 from mpicoll.operations.prepare import scattering as prepare
 from mpicoll.operations.prepare.run import NOT_CACHED, run_cached
@@ -47,11 +47,12 @@ def scatter(
 
     Source: torch.distributed.scatter; MPI-4.1 section 6.6.
     """
-    plain = type(tensor) is _ndarray and group_src is None and (src is None or type(src) is int)
-    plain = plain and (scatter_list is None or type(scatter_list) is list)
-    cached = (
-        (("scatter", src, tensor.dtype, tensor.shape), scatter_list or None, tensor, tensor) if plain else NOT_CACHED
-    )
+    send, recv = scatter_list, tensor if type(tensor) is _ndarray else view_of(tensor)
+    if recv is not tensor and scatter_list is not None:
+        send = views_of(scatter_list)
+    plain = recv is not None and group_src is None and (src is None or type(src) is int)
+    plain = plain and (scatter_list is None or type(send) is list)
+    cached = (("scatter", src, recv.dtype, recv.shape), send or None, recv, tensor) if plain else NOT_CACHED
     arguments = tensor, scatter_list, src, group_src, async_op
     return run_cached("scatter", group, cached, prepare.scatter, arguments, async_op, timeout, name, stream)
 
@@ -82,8 +83,12 @@ def reduce_scatter(
 
     Source: torch.distributed.reduce_scatter; MPI-4.1 section 6.10.
     """
-    plain = type(output) is _ndarray and type(op) is RedOpType and type(input_list) is list
-    cached = (("reduce_scatter", op, output.dtype, output.shape), input_list, output, output) if plain else NOT_CACHED
+    send: Any = input_list
+    recv = output if type(output) is _ndarray else view_of(output)
+    if recv is not output:
+        send = views_of(input_list)
+    plain = recv is not None and type(op) is RedOpType and type(send) is list
+    cached = (("reduce_scatter", op, recv.dtype, recv.shape), send, recv, output) if plain else NOT_CACHED
     arguments = output, input_list, op, async_op
     return run_cached(
         "reduce_scatter", group, cached, prepare.reduce_scatter, arguments, async_op, timeout, name, stream
@@ -268,17 +273,17 @@ def all_to_all(
 
     Source: torch.distributed.all_to_all; MPI-4.1 section 6.8.
     """
-    first = input_tensor_list[0] if type(input_tensor_list) is list and input_tensor_list else None
+    send, recv = input_tensor_list, output_tensor_list
+    first = send[0] if type(send) is list and send else None
+    if first is not None and type(first) is not _ndarray:
+        send, recv = views_of(send) or [], views_of(recv) or []
+        first = send[0] if send and recv else None
     key: Any = None
     if type(first) is _ndarray:
         key = ("all_to_all", first.dtype, first.shape)
-        if (
-            "all_to_all" in prepare.unequal
-            and type(output_tensor_list) is list
-            and _differ(first, input_tensor_list, output_tensor_list)
-        ):
+        if "all_to_all" in prepare.unequal and type(recv) is list and _differ(first, send, recv):
             key = ("all_to_all", prepare.OF_ANY_SIZE, first.dtype)
-    cached = key, input_tensor_list, output_tensor_list, output_tensor_list
+    cached = key, send, recv, output_tensor_list
     arguments = (output_tensor_list, input_tensor_list, async_op)
     return run_cached("all_to_all", group, cached, prepare.all_to_all, arguments, async_op, timeout, name, stream)
 

@@ -18,6 +18,7 @@ from mpicoll.runtime.call_site import CallSite, caller, passes_through
 from mpicoll.runtime.native import found as extension
 
 Array = npt.NDArray[Any]
+_ndarray = np.ndarray
 
 
 def _bare(name: str, element: type[np.generic]) -> np.dtype[Any]:
@@ -119,6 +120,18 @@ def view_of(tensor: Any, depth: int = 2) -> Any:
     except Exception:  # of a device, with gradients, read-only: raised where it is raised on all members
         return None
     return array if array is not None and (array.dtype.kind in "biufc" or bare_name(array.dtype)) else None
+
+
+def views_of(values: Any, depth: int = 2) -> list[Any] | None:
+    """Return a list with :func:`view_of` of each item that is no array of NumPy; None for all but lists, and if one has none."""
+    if type(values) is not list:
+        return None
+    views: list[Any] = []
+    for each in values:  # a comprehension is a frame of its own before Python 3.12
+        views.append(each if type(each) is _ndarray else view_of(each, depth + 1))
+        if views[-1] is None:
+            return None
+    return views
 
 
 def _check_writable(array: Array, value: Any, name: str) -> None:
