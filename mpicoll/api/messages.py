@@ -10,15 +10,17 @@ from mpicoll.groups.registry import member_or_warn, need_member, peer_rank, reso
 from mpicoll.memory.adapt import adapt
 from mpicoll.memory.memory import AnyArray
 from mpicoll.operations.execution import call_limit
-from mpicoll.operations.messages import move_prepared, receive_at_once, start_prepared
+from mpicoll.operations.messages import move_prepared, start_prepared
 from mpicoll.operations.prepare.messages import (
     learn,
     learn_pending,
+    receive_at_once,
     refuse_self,
     source_rank,
     start_receive,
     start_send,
 )
+from mpicoll.operations.prepare.packed import move_packed, start_packed
 from mpicoll.operations.work import Work
 
 
@@ -60,7 +62,7 @@ def send(
     Source: torch.distributed.send; MPI-4.1 section 3.2.1.
     """
     plain = group_dst is None and timeout is None
-    if plain and move_prepared(tensor, dst, group, tag, False):
+    if plain and (move_prepared(tensor, dst, group, tag, False) or move_packed(tensor, dst, group, tag, False)):
         return
     found = need_member(group)
     peer = peer_rank(found, dst, group_dst, "dst")
@@ -105,7 +107,7 @@ def recv(
     Source: torch.distributed.recv; MPI-4.1 section 3.2.4.
     """
     plain = group_src is None and timeout is None
-    if plain and move_prepared(tensor, src, group, tag, True):
+    if plain and (move_prepared(tensor, src, group, tag, True) or move_packed(tensor, src, group, tag, True)):
         assert src is not None
         return src
     found = member_or_warn(group, "recv")
@@ -144,7 +146,8 @@ def isend(
     Source: torch.distributed.isend; MPI-4.1 section 3.7.2.
     """
     if group_dst is None and stream is None:
-        work = start_prepared(tensor, dst, group, tag, False)
+        given = tensor, dst, group, tag, False
+        work = start_prepared(*given) or start_packed(*given)
         if work is not None:
             return work
     return _start(False, tensor, dst, group, tag, group_dst, stream)
@@ -171,7 +174,8 @@ def irecv(
     Source: torch.distributed.irecv; MPI-4.1 section 3.7.2.
     """
     if group_src is None and stream is None:
-        work = start_prepared(tensor, src, group, tag, True)
+        given = tensor, src, group, tag, True
+        work = start_prepared(*given) or start_packed(*given)
         if work is not None:
             return work
     return _start(True, tensor, src, group, tag, group_src, stream)
@@ -266,7 +270,8 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
             member_or_warn(op.group, op.op.__name__)
             continue
         receives = op.op is irecv
-        work = start_prepared(op.tensor, op.peer, op.group, op.tag, receives)
+        given = op.tensor, op.peer, op.group, op.tag, receives
+        work = start_prepared(*given) or start_packed(*given)
         if work is None:
             work = _start(receives, op.tensor, op.peer, op.group, op.tag, None, None)
         if work is not None:

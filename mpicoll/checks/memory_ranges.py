@@ -139,6 +139,8 @@ def contents(arrays: Any) -> bytes:
         found: bytes | None = extension.contents(arrays)
         if found is not None:
             return found
+    if type(arrays) is np.ndarray and arrays.nbytes <= SNAPSHOT_BYTES and arrays.dtype.names is None:
+        return arrays.tobytes()
     given = arrays if isinstance(arrays, list) else [arrays]
     if not is_sampled(given):
         return b"".join(_bytes(each, -1) for each in given)

@@ -22,28 +22,23 @@ from mpicoll.diagnosis.call import CallDescription
 from mpicoll.errors import CollectiveMismatchError
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import MessageCache, ProcessGroup
-from mpicoll.memory.dtypes import dtype_name, is_native
 from mpicoll.memory.memory import Array
-from mpicoll.operations import execution
-from mpicoll.operations.failures import begun
+from mpicoll.memory.protocols import view_of
 from mpicoll.operations.operation import (
     adopt,
     call_of,
-    describe_message,
     finish,
     give_up,
     receive_operation,
     receive_steps,
     take_back,
 )
-from mpicoll.operations.prepare.messages import check_tag
 from mpicoll.operations.request import Request
 from mpicoll.operations.states import MOVING
 from mpicoll.operations.work import Work, answer
 from mpicoll.runtime import handler_calls, signals, waiting
-from mpicoll.runtime.call_site import CallSite, FrameFinder, call_site, follow
+from mpicoll.runtime.call_site import CallSite, FrameFinder, follow
 from mpicoll.runtime.native import found as extension
-from mpicoll.transports.mpi.envelope import SMALL_BYTES, WORDS, first_word
 from mpicoll.transports.mpi.messages import Busy, PersistentMessage, PersistentReceive, PersistentSend, matches
 
 # Objects that each call uses, as globals of this module.
@@ -68,19 +63,22 @@ def _find_frames(find: FrameFinder) -> None:
 follow(_find_frames)
 
 
-def move_prepared(tensor: Any, rank: Any, group: Any, tag: Any, receives: bool) -> bool:
+def move_prepared(tensor: Any, rank: Any, group: Any, tag: Any, receives: bool, depth: int = 2) -> bool:
     """Send or receive an array by a persistent request; return False, and do nothing, if there is none that can be used now.
 
     Args:
         receives: the message is received.
+        depth: frames between this function and the program.
     """
     known: Any = _default.world if group is None else group
+    if type(tensor) is not _ndarray:
+        tensor = view_of(tensor, depth + 1)
     try:
         cache = known.receives if receives else known.sends
         again = cache.last
         if again is None or again.rank is not rank or again.tag is not tag:
             again = _find(cache, tensor, rank, tag, receives)
-        frame = _frame(2)
+        frame = _frame(depth)
     except (AttributeError, ValueError):  # no group, or not a member; called from C
         return False
     if again is None or _inside or (extension is None and (_pending or _claims)):
@@ -181,41 +179,6 @@ def _find(cache: MessageCache, tensor: Any, rank: Any, tag: Any, writes: bool) -
     return found
 
 
-def receive_at_once(group: ProcessGroup, tensor: Any, peer: int, tag: Any) -> int | None:
-    """Receive a message of few elements that has arrived, or arrives soon; return its sender, or None with nothing received.
-
-    Args:
-        peer: rank in the group, or ANY_SOURCE.
-    """
-    if _pending or _claims or type(tensor) is not _ndarray or type(tag) is not int:
-        return None
-    if tensor.nbytes > SMALL_BYTES or not tensor.flags.carray or not is_native(tensor.dtype):
-        return None
-    check_tag(tag)
-    execution.enter(group, "recv")
-    expected, found = first_word(tensor.dtype, tensor.size), -1
-
-    def takes(source: int, buffer: Array) -> bool:
-        nonlocal found
-        word, _ = WORDS.unpack_from(buffer.data)
-        if word != expected:
-            return False
-        tensor.reshape(-1).view(np.uint8)[...] = buffer[WORDS.size :]
-        group.count_received(source, tag)
-        found = source
-        return True
-
-    with _guard:
-        try:
-            group.pair.receiver.take_at_once(peer, tag, takes)
-        except BaseException:
-            key = describe_message(group, dtype_name(tensor.dtype), tensor.size, peer, tag, receives=True)
-            where = group.ranks[peer] if peer >= 0 else -1
-            with begun(group, CallDescription("recv", key, call_site()), group.timeout, tensor, peer=where, tag=tag):
-                raise
-    return found if found >= 0 else None
-
-
 def start_prepared(tensor: Any, rank: Any, group: Any, tag: Any, receives: bool) -> Work | None:
     """Start a message by a persistent request; return None, and do nothing, if there is none that can be used now.
 
@@ -225,25 +188,46 @@ def start_prepared(tensor: Any, rank: Any, group: Any, tag: Any, receives: bool)
         receives: the message is received.
     """
     known: Any = _default.world if group is None else group
+    array = tensor if type(tensor) is _ndarray else view_of(tensor, 3)
     try:
         cache = known.receives if receives else known.sends
         frame = _frame(2)
     except (AttributeError, ValueError):  # no group, or not a member; called from C
         return None
-    if _inside:
+    if _inside or array is None:
         return None  # the general way raises if a signal handler makes the call
     again = cache.last
     if again is None or again.rank is not rank or again.tag is not tag:
-        again = _find(cache, tensor, rank, tag, receives)
+        again = _find(cache, array, rank, tag, receives)
         if again is None:
             return None
-    work = _begin(known, again, tensor, frame)
-    if work is None and not _matches(tensor, again.dtype, again.shape, receives):
-        again = _find(cache, tensor, rank, tag, receives)
+    work = _begin(known, again, array, frame)
+    if work is None and not _matches(array, again.dtype, again.shape, receives):
+        again = _find(cache, array, rank, tag, receives)
         if again is None:
             return None
-        work = _begin(known, again, tensor, frame)
-    return work or (_start_receive if receives else _start_send)(known, again, tensor, frame)
+        work = _begin(known, again, array, frame)
+    work = work or (_start_receive if receives else _start_send)(known, again, array, frame)
+    return work if work is None or array is tensor else work.with_output(tensor)
+
+
+def start_packed(
+    array: Array, packed: Array, rank: Any, group: Any, tag: Any, receives: bool, depth: int
+) -> Work | None:
+    """Start a message of an array that cannot be moved as it is; result as of :func:`start_prepared`.
+
+    Args:
+        packed: memory with the elements of the array, or for these if the message is received.
+        depth: frames between this function and the program.
+    """
+    known: Any = _default.world if group is None else group
+    try:
+        cache = known.receives if receives else known.sends
+        frame = _frame(depth)
+    except (AttributeError, ValueError):  # as above
+        return None
+    again = None if _inside else _find(cache, packed, rank, tag, receives)
+    return None if again is None else (_start_receive if receives else _start_send)(known, again, array, frame, packed)
 
 
 def _begin(group: ProcessGroup, again: PersistentMessage, tensor: Array, frame: FrameType) -> Work | None:
@@ -272,10 +256,12 @@ def _begin(group: ProcessGroup, again: PersistentMessage, tensor: Array, frame: 
     return work
 
 
-_guard.inside.update((_begin.__code__, receive_at_once.__code__))
+_guard.inside.add(_begin.__code__)
 
 
-def _start_send(group: ProcessGroup, again: PersistentSend, tensor: Array, frame: FrameType) -> Work | None:
+def _start_send(
+    group: ProcessGroup, again: PersistentSend, tensor: Array, frame: FrameType, packed: Array | None = None
+) -> Work | None:
     operation: _PreparedSend | None = None
     try:
         with _guard:
@@ -288,19 +274,20 @@ def _start_send(group: ProcessGroup, again: PersistentSend, tensor: Array, frame
                 return None
             try:
                 made = _PreparedSend(group, again, tensor, frame)
-                claim = None
+                made.send = packed
+                claim, moved = None, tensor if packed is None else packed
                 if again.compares:
                     claim = _claim(made, False)
                     if claim is None:
                         again.give_back()
                         return None  # the general way raises the error
+                if claim is not None and (packed is not None or again.elements is None):
+                    made.after = contents(tensor)
                 if again.elements is not None:
-                    again.elements[...] = tensor
+                    again.elements[...] = moved
                     again.start()
                 else:
-                    if claim is not None:
-                        made.after = contents(tensor)
-                    made._current = again.start_apart(tensor, group.posting)
+                    made._current = again.start_apart(moved, group.posting)
                     waiting.transfer_hint(tensor.nbytes)
                 again.count += 1
                 _threads.add(_get_ident())
@@ -316,7 +303,9 @@ def _start_send(group: ProcessGroup, again: PersistentSend, tensor: Array, frame
     return _work(operation, claim)
 
 
-def _start_receive(group: ProcessGroup, again: PersistentReceive, tensor: Array, frame: FrameType) -> Work | None:
+def _start_receive(
+    group: ProcessGroup, again: PersistentReceive, tensor: Array, frame: FrameType, packed: Array | None = None
+) -> Work | None:
     receiver = group.pair.receiver
     key, posted = again.key, receiver.posted
     with _guard:
@@ -330,6 +319,7 @@ def _start_receive(group: ProcessGroup, again: PersistentReceive, tensor: Array,
             if not locked or receiver.waiting or receiver.queues or key in posted or again.rank is None:
                 return None
             made = _PreparedReceive(group, again, tensor, frame)
+            made.recv = packed
             claim = None
             if again.compares:
                 claim = _claim(made, True)
@@ -402,7 +392,10 @@ class _PreparedMessage(Request):
 
 
 class _PreparedSend(_PreparedMessage):
-    """A send; ``after`` is what must be in the array when the program has waited, empty if nobody compares."""
+    """A send; ``after`` is what must be in the array when the program has waited, empty if nobody compares.
+
+    ``send`` is the packed array in place of ``arrays``, or None.
+    """
 
     __slots__ = ()
     name = "isend"
@@ -411,7 +404,7 @@ class _PreparedSend(_PreparedMessage):
         again = self.held
         if not again.test() or (self._current is not None and not self._current.Test()):
             return
-        if self.claim is not None and again.elements is not None:
+        if self.claim is not None and again.elements is not None and self.send is None:
             self.after = again.elements.tobytes()
         again.current = None
         self._complete()
@@ -423,7 +416,8 @@ class _PreparedReceive(_PreparedMessage):
 
     ``before`` is what the array held at the start, to find writes of the program; None if they are not looked for, and once the
     message has come and there were none. ``after`` is what the extension found there when the elements had arrived, if it looked
-    before the program waited. ``move`` is the general receive of a message that was not as expected.
+    before the program waited. ``move`` is the general receive of a message that was not as expected. ``recv`` is the packed array
+    to which elements that move apart go, in place of ``arrays``, or None.
     """
 
     __slots__ = ()
@@ -436,6 +430,7 @@ class _PreparedReceive(_PreparedMessage):
     def _receive(self) -> bool:
         """Progress the receive; return whether it is complete."""
         again, array = self.held, self.arrays
+        moved = array if self.recv is None else self.recv
         if self._current is None:
             if not again.test():
                 return False
@@ -446,7 +441,7 @@ class _PreparedReceive(_PreparedMessage):
                 self._go_the_general_way()
                 return self._run_steps()
             if again.elements is None:
-                self._current = again.start_payload(array, again.payload_of(array))
+                self._current = again.start_payload(moved, again.payload_of(moved))
                 waiting.transfer_hint(again.nbytes)
             elif array.shape == again.shape:
                 array[...] = again.elements
@@ -457,6 +452,8 @@ class _PreparedReceive(_PreparedMessage):
             waiting.transfer_hint(again.nbytes)
         if self._current is not None and not self._current.Test():
             return False
+        if self._current is not None and moved is not array:
+            array[...] = moved
         again.count += 1
         posted = self.group.pair.receiver.posted
         if again.key in posted:

@@ -149,6 +149,11 @@ class Work:
         if thread is not None and thread.every and not request.done:
             thread.begun(request)
 
+    def with_output(self, tensor: Any) -> Work:
+        """Return this Work, whose only output is the object that the program passed."""
+        self._request.outputs = [tensor]
+        return self
+
     def with_claim(self, claim: Claim | None) -> Work:
         """Keep a claim on the memory of the operation until the program has waited."""
         if claim is not None:

@@ -1,4 +1,4 @@
-"""Prepared calls of arrays that cannot be moved as they are: of other layouts and byte orders, and half types."""
+"""Prepared calls and messages of arrays that cannot be moved as they are: of other layouts and byte orders, and half types."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ranks import neighbours
 
 import mpicoll as dist
+from mpicoll.api import messages as api
 from mpicoll.checks.memory_in_use import claims
 from mpicoll.operations.prepare import run
 from mpicoll.pytest_plugin import collective_raises
+from mpicoll.runtime import native
 
 Array = np.ndarray[Any, Any]
 
@@ -197,3 +200,109 @@ def test_what_cannot_be_packed() -> None:
         dist.all_reduce(np.ma.masked_array(np.ones((2, 4))) if me == 0 else np.ones((2, 4)))
     dist.all_reduce(y := np.ones((4, 2)).T)
     assert (y == size).all()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("rows", [3, 1500])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_messages(layout: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repeated messages of packed arrays use persistent requests, and meet those of arrays that are moved as they are."""
+    me, (before, after) = dist.get_rank(), neighbours()
+    for turn in range(8):
+        x, own_x = LAYOUTS[layout](rows)
+        y, own_y = LAYOUTS[layout](rows)
+        if me == turn % dist.get_world_size() and turn < 6:
+            y = np.empty(y.shape, y.dtype.newbyteorder("="))
+        x[...] = me + turn
+        with monkeypatch.context() as patched:
+            if (
+                turn >= 6 and native.found is not None
+            ):  # by then each rank has sent and received three times with both kinds
+                patched.setattr(api, "start_send", None)
+                patched.setattr(api, "start_receive", None)
+            sent = dist.isend(x, after, tag=1)
+            dist.recv(y, before, tag=1)
+            assert sent is not None
+            sent.wait()
+            assert (y == before + turn).all()
+            y[...] = 0
+            received = dist.irecv(y, before, tag=2)
+            dist.send(x, after, tag=2)
+            assert received is not None
+            received.wait()
+            assert (y == before + turn).all()
+            assert received.result()[0] is y
+            works = dist.batch_isend_irecv(
+                [dist.P2POp(dist.irecv, y, before, tag=3), dist.P2POp(dist.isend, x, after, tag=3)]
+            )
+            for work in works:
+                work.wait()
+            assert (y == before + turn).all()
+        for array, own in ((x, own_x), (y, own_y)):
+            array[...] = 7
+            assert own.dtype == np.uint8 or (own == 7).all()
+    assert not claims.active
+    dist.barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("rows", [4, 1500])
+def test_memory_of_messages_in_use(rows: int) -> None:
+    """Conflicts, and writes before the wait, of strided messages are found."""
+    before, after = neighbours()
+    grid = np.ones((rows, 6))
+    mine, halo = grid[:, 1], grid[:, 0]
+    for _ in range(4):
+        sent, received = dist.isend(mine, after), dist.irecv(halo, before)
+        assert sent is not None
+        assert received is not None
+        sent.wait()
+        received.wait()
+    dist.barrier()
+    sent = dist.isend(mine, after)
+    with pytest.raises(dist.BufferInUseError, match="bytes in common"):
+        dist.recv(mine, before)
+    with pytest.raises(dist.BufferInUseError, match="bytes in common"):
+        dist.irecv(mine, before)
+    dist.recv(halo, before)
+    mine[-1] = 2
+    assert sent is not None
+    with pytest.raises(dist.BufferInUseError, match="written before its wait"):
+        sent.wait()
+    dist.barrier()
+    mine[-1] = 1
+    received = dist.irecv(halo, before)
+    halo[0] = 3
+    dist.send(mine, after)
+    assert received is not None
+    with pytest.raises(dist.BufferInUseError, match="written before its wait"):
+        received.wait()
+    dist.barrier()
+    assert not claims.active
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_message_of_another_size() -> None:
+    """A strided receive that gets another message says so, and the next receive gets that message."""
+    before, after = neighbours()
+    grid = np.ones((5, 6))
+    for _ in range(4):
+        sent = dist.isend(grid[:, 1], after)
+        dist.recv(grid[:, 0], before)
+        assert sent is not None
+        sent.wait()
+    sent = dist.isend(grid[:4, 1], after)
+    with pytest.raises(dist.CollectiveMismatchError, match="5 elements"):
+        dist.recv(grid[:, 0], before)
+    dist.recv(grid[:4, 0], before)
+    assert sent is not None
+    sent.wait()
+    sent = dist.isend(grid[:4, 1].astype(np.float16), after)
+    received = dist.irecv(grid[:, 0], before)
+    assert received is not None
+    with pytest.raises(dist.CollectiveMismatchError, match="float16"):
+        received.wait()
+    dist.recv(np.empty((4, 2), np.float16)[:, 0], before)
+    assert sent is not None
+    sent.wait()
+    dist.barrier()

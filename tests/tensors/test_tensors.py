@@ -16,8 +16,11 @@ from ranks import neighbours
 
 import mpicoll as dist
 from mpicoll import ReduceOp
+from mpicoll.api import messages as api
 from mpicoll.memory.adapt import adapt
+from mpicoll.operations.prepare import run
 from mpicoll.pytest_plugin import collective_raises
+from mpicoll.runtime import native
 
 pytestmark = pytest.mark.mpi
 
@@ -529,3 +532,67 @@ def test_a_sampler_of_a_loader() -> None:
     got = torch.cat([batch for (batch,) in loader])
     assert got.tolist() == list(sampler)
     assert len(loader) == -(-len(sampler) // 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_repeated_calls(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of tensors and of lists of tensors, contiguous or not, are prepared when they are made again."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    for strided in (False, True):
+
+        def of(value: float, strided: bool = strided) -> Tensor:
+            full = torch.full((4, 6), float(value), dtype=dtype)
+            return full[:, ::2] if strided else full
+
+        for turn in range(2 * size + 3):
+            root = turn % size
+            x, parts, got = of(me + turn), [of(10 * me + to) for to in range(size)], [of(0) for _ in range(size)]
+            given = parts if me == root else None
+            with monkeypatch.context() as patched:
+                if turn > 2 * size:
+                    patched.setattr(run, "run_prepared", None)
+                dist.all_gather(got, x)
+                assert all((each == rank + turn).all() for rank, each in enumerate(got))
+                dist.all_to_all(got, parts)
+                assert all((each == 10 * rank + me).all() for rank, each in enumerate(got))
+                dist.gather(x, got if me == root else None, root)
+                if me == root:
+                    assert all((each == rank + turn).all() for rank, each in enumerate(got))
+                dist.scatter(x, given, root)
+                assert (x == 10 * root + me).all()
+                dist.reduce_scatter(x, parts)
+                assert (x == sum(10 * rank + me for rank in range(size))).all()
+                work = dist.all_gather(got, x, async_op=True)
+                assert work is not None
+                work.wait()
+                assert work.result()[0] is got[0]
+                assert (got[me] == x).all()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [3, 2000])
+def test_repeated_messages(dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages of tensors, contiguous or not, use persistent requests when they are made again."""
+    me, (before, after) = dist.get_rank(), neighbours()
+    for columns in (slice(None), slice(None, None, 2)):
+        x = torch.zeros((rows, 6), dtype=dtype)[:, columns]
+        y = torch.zeros((rows, 6), dtype=dtype)[:, columns]
+        for turn in range(6):
+            x[...] = me + turn
+            with monkeypatch.context() as patched:
+                if turn > 2 and native.found is not None:
+                    patched.setattr(api, "start_send", None)
+                    patched.setattr(api, "start_receive", None)
+                sent = dist.isend(x, after)
+                dist.recv(y, before)
+                assert sent is not None
+                sent.wait()
+                assert (y == before + turn).all()
+                received = dist.irecv(y, before)
+                dist.send(x, after)
+                assert received is not None
+                received.wait()
+                assert received.result()[0] is y
+                assert (y == before + turn).all()
+    dist.barrier()

@@ -17,9 +17,9 @@ from mpicoll.groups import registry
 from mpicoll.groups.communicators import MpiError
 from mpicoll.groups.process_group import MessageCache, ProcessGroup
 from mpicoll.groups.registry import peer_rank
-from mpicoll.memory.adapt import adapt
+from mpicoll.memory.adapt import adapt, viewed
 from mpicoll.memory.dtypes import dtype_name, is_native
-from mpicoll.memory.memory import AnyArray, Memory, StreamOrder
+from mpicoll.memory.memory import AnyArray, Array, Memory, StreamOrder
 from mpicoll.operations import execution
 from mpicoll.operations.failures import begun
 from mpicoll.operations.operation import Operation, describe_message, receive_operation
@@ -27,7 +27,7 @@ from mpicoll.operations.work import Work
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import call_site
 from mpicoll.transports.mpi.collectives import library_tag
-from mpicoll.transports.mpi.envelope import write
+from mpicoll.transports.mpi.envelope import SMALL_BYTES, WORDS, element_name, first_word, has_number, write
 from mpicoll.transports.mpi.messages import ANY_SOURCE, Busy, PersistentReceive, PersistentSend, post_send
 
 MOST = 128
@@ -62,6 +62,44 @@ def check_tag(tag: Any) -> None:
     limit = library_tag(32)  # the library uses the 32 largest tags
     if not 0 <= tag <= limit:
         raise ValueError(f"tag must be between 0 and {limit} (MPI_TAG_UB - 32), got {tag}")
+
+
+def receive_at_once(group: ProcessGroup, tensor: Any, peer: int, tag: Any) -> int | None:
+    """Receive a message of few elements that has arrived, or arrives soon; return its sender, or None with nothing received.
+
+    Args:
+        peer: rank in the group, or ANY_SOURCE.
+    """
+    if waiting.pending or claims.active or type(tensor) is not np.ndarray or type(tag) is not int:
+        return None
+    if tensor.nbytes > SMALL_BYTES or not tensor.flags.carray or not is_native(tensor.dtype):
+        return None
+    check_tag(tag)
+    execution.enter(group, "recv")
+    expected, found = first_word(tensor.dtype, tensor.size), -1
+
+    def takes(source: int, buffer: Array) -> bool:
+        nonlocal found
+        word, _ = WORDS.unpack_from(buffer.data)
+        if word != expected:
+            return False
+        tensor.reshape(-1).view(np.uint8)[...] = buffer[WORDS.size :]
+        group.count_received(source, tag)
+        found = source
+        return True
+
+    with signals.guard:
+        try:
+            group.pair.receiver.take_at_once(peer, tag, takes)
+        except BaseException:
+            key = describe_message(group, dtype_name(tensor.dtype), tensor.size, peer, tag, receives=True)
+            where = group.ranks[peer] if peer >= 0 else -1
+            with begun(group, CallDescription("recv", key, call_site()), group.timeout, tensor, peer=where, tag=tag):
+                raise
+    return found if found >= 0 else None
+
+
+signals.guard.inside.add(receive_at_once.__code__)
 
 
 def start_send(
@@ -159,13 +197,17 @@ def learn(group: ProcessGroup, peer: int, tensor: Any, rank: Any, tag: Any, *, r
         rank, tag: as the program gave them.
         receives: the message was received.
     """
-    if type(tensor) is not np.ndarray or type(rank) is not int or type(tag) is not int:
+    if type(rank) is not int or type(tag) is not int or peer == group.rank():
         return
-    if peer == group.rank() or not is_native(tensor.dtype):
+    array = tensor if type(tensor) is np.ndarray else viewed(tensor) if type(tensor).__module__ == "torch" else None
+    if type(array) is not np.ndarray:
+        return
+    dtype = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
+    if not has_number(dtype):
         return
     if not registry.state().thread_multiple or group.broken is not None:
         return
-    key = (rank, tag, tensor.shape, tensor.dtype)
+    key = (rank, tag, array.shape, dtype)
     seen = (receives, *key)
     if seen not in group.seen:
         if len(group.seen) >= _MOST_SEEN:
@@ -191,8 +233,8 @@ def learn(group: ProcessGroup, peer: int, tensor: Any, rank: Any, tag: Any, *, r
                 dropped = cache.drop(oldest)
             group.retire(dropped)
         kind = PersistentReceive if receives else PersistentSend
-        made = kind(group.pair.control, group.pair.data, rank, peer, tag, tensor.shape, tensor.dtype)
-        made.described = describe_message(group, dtype_name(tensor.dtype), tensor.size, peer, tag, receives=receives)
+        made = kind(group.pair.control, group.pair.data, rank, peer, tag, array.shape, dtype)
+        made.described = describe_message(group, element_name(dtype), array.size, peer, tag, receives=receives)
         made.compares = group.compares
         if isinstance(made, PersistentReceive):
             made.attach(group.pair.receiver)

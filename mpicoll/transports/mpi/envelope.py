@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicoll.memory.dtypes import FOREIGN, MOVABLE, Element, dtype_name, named_element
+from mpicoll.memory.dtypes import FOREIGN, MOVABLE, Element, dtype_name, element, is_native, named_element
 from mpicoll.memory.memory import Memory
 from mpicoll.runtime.call_site import CallSite
 
@@ -147,8 +147,21 @@ def describe_list(length: int) -> str:
 
 def first_word(dtype: np.dtype[Any], count: int) -> int:
     """Return the first word of a message whose call site the receiver knows."""
-    word = _NUMBERS[dtype_name(dtype)] << _COUNT_BITS | count
+    word = _NUMBERS[element_name(dtype)] << _COUNT_BITS | count
     return word if count * dtype.itemsize <= SMALL_BYTES else word | _APART
+
+
+def element_name(dtype: np.dtype[Any]) -> str:
+    """Return the name by which elements of a dtype are known on all ranks."""
+    return dtype_name(dtype) if is_native(dtype) else element(dtype).name or dtype_name(dtype)
+
+
+def has_number(dtype: np.dtype[Any]) -> bool:
+    """Return whether a dtype has a number, in the byte order of this machine."""
+    try:
+        return bool(dtype.isnative) and element_name(dtype) in _NUMBERS
+    except TypeError:
+        return False  # it cannot be moved
 
 
 def _first(flat: np.ndarray[Any, Any], named: str) -> int:

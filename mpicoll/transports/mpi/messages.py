@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mpi4py import MPI
 
+from mpicoll.memory.dtypes import element
 from mpicoll.memory.memory import Array
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import CallSite
@@ -265,7 +266,7 @@ class PersistentMessage(MessageFields):
             self.elements = buffer[WORDS.size : WORDS.size + size].view(dtype).reshape(shape)
         # None, too, if the elements are more than a count of MPI.
         if size > SMALL_BYTES and math.prod(shape) <= large_counts.COUNT_LIMIT:
-            self._datatype = MPI.Datatype.fromcode(dtype.char)
+            self._datatype = MPI.Datatype.fromcode(element(dtype).wire.char)
         self.payloads = {}
         self._make, self._post = make, post
         most = waiting.SPIN_POLLS if waiting.oversubscribed else _MOST_POLLS
@@ -300,7 +301,7 @@ class PersistentMessage(MessageFields):
             payload: their persistent request, as :meth:`payload_of` returns it.
         """
         if payload is None:
-            return large_counts.post(self._post, tensor, self.peer, self.tag)
+            return large_counts.post(self._post, tensor.view(element(tensor.dtype).wire), self.peer, self.tag)
         payload.Start()
         return payload
 
