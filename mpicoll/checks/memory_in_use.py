@@ -225,6 +225,12 @@ class RequestClaim(Claim):
         else:  # which takes less time than to find the ranges
             self._snapshot = Snapshot(reads)
 
+    def with_snapshot(self) -> RequestClaim:
+        """Return this claim, with the contents of arrays that are only read."""
+        if self.reads:
+            self.snapshot_reads()
+        return self
+
     @property
     def op(self) -> str:  # type: ignore[override]
         return "" if self.request is None else str(self.request.call.op)
@@ -322,6 +328,13 @@ class Registry:
             if all(end <= each.start or each.end <= start for each in tuple(self.active)):
                 return False
         return self._shared(new) is not None
+
+    def conflict_once(self, new: Claim) -> bool:
+        """Return :meth:`conflicts` of a claim that is not needed any more."""
+        try:
+            return self.conflicts(new)
+        finally:
+            new.clear()  # the claim and its ranges refer to each other, and hold the arrays
 
     def _shared(self, new: Claim) -> tuple[Range, Range] | None:
         """Return the range of a new claim and the range of an active claim that conflict, or None."""

@@ -24,9 +24,17 @@ from mpicoll.groups.registry import default as _default
 from mpicoll.memory.arithmetic import without_warnings
 from mpicoll.operations import execution
 from mpicoll.operations.failures import guarded, wrap
-from mpicoll.operations.prepared import LARGEST, MOST, PreparedOperation
+from mpicoll.operations.prepared import LARGEST, MOST, PreparedOperation, prepared_of
 from mpicoll.operations.request import Request
-from mpicoll.operations.schedules import AT_ONCE, EAGER, IN_SHARED_MEMORY, MEETING, THROUGH_PLAN, Sealed
+from mpicoll.operations.schedules import (
+    AT_ONCE,
+    EAGER,
+    IN_SHARED_MEMORY,
+    MEETING,
+    THROUGH_PLAN,
+    Sealed,
+    prepared_movement,
+)
 from mpicoll.operations.states import COMPLETE, MOVING, POSTED, observers
 from mpicoll.operations.work import Work, answer
 from mpicoll.runtime import handler_calls, signals, waiting
@@ -95,7 +103,10 @@ def again(
         claimed: the input and the output of the program, in an asynchronous call of other memory.
     """
     known: Any = _default.world if group is None else group
-    found = prepared_of(known, key)
+    try:
+        found = known.prepared[key]
+    except Exception:  # not made before, no group, or of a signal handler
+        found = prepared_of(known, key)
     if found is None or _inside:  # inside a handler the general way raises
         return False
     frame = caller(depth)
@@ -104,47 +115,22 @@ def again(
         if (name is not None and type(name) is not str) or not has_type(timeout, timedelta, type(None)):
             return False
         limit = None if timeout is None else execution.call_limit(known, timeout)
-    if async_op is False:
-        return make(known, found, send, recv, frame, limit, name)
-    # Its truth may raise, which the general way tells all members; in the second case the general way finds the place.
-    if async_op is not True or CallSite.inside(frame.f_code):
+    if async_op is not False:
+        # Its truth may raise, which the general way tells all members; in the second case the general way finds the place.
+        if async_op is not True or CallSite.inside(frame.f_code):
+            return False
+        place = frame.f_code, frame.f_lasti
+        return begin(known, found, send, recv, *place, limit, name, outputs, spread, claimed) or False
+    if found.shared is not None:
+        plain = limit is None and name is None
+        more = () if plain else (limit, name, None if name is None else found.words_named(known, name))
+        if found.shared.run(known, found, send, recv, frame, *more):
+            return True
+    if not found.fits(send, recv):
         return False
-    place = frame.f_code, frame.f_lasti
-    return begin(known, found, send, recv, *place, limit, name, outputs, spread, claimed) or False
-
-
-def prepared_of(group: Any, key: Any) -> PreparedOperation | None:
-    """Return the prepared operation of a signature, or None if there is none, or if the object is no group."""
-    try:
-        found: PreparedOperation = group.prepared[key]
-    except (KeyError, AttributeError, TypeError):  # not made before; no group, or not a member
-        return None
-    except Exception:
-        if has_type(group, ProcessGroup):
-            raise  # of a signal handler
-        return None  # no group, and raises when looked at
-    return found
-
-
-def make(
-    group: ProcessGroup,
-    prepared: PreparedOperation,
-    send: Any,
-    recv: Any,
-    frame: FrameType,
-    limit: float | None,
-    name: str | None,
-) -> bool:
-    """Make a prepared operation and wait for it; False, and nothing done, if that is impossible now."""
-    plain = limit is None and name is None
-    more = () if plain else (limit, name, None if name is None else prepared.words_named(group, name))
-    if prepared.shared is not None and prepared.shared.run(group, prepared, send, recv, frame, *more):
+    if found.at_once and start_and_complete(known, found, send, recv, frame, limit, name):
         return True
-    if not prepared.fits(send, recv):
-        return False
-    if plain and prepared.in_place and start_and_complete(group, prepared, recv, frame):
-        return True
-    return run(group, prepared, send, recv, frame, limit, name)
+    return run(known, found, send, recv, frame, limit, name)
 
 
 def run(
@@ -160,7 +146,7 @@ def run(
     order = group.order
     if is_finalized() or (order.issued != order.moving and handler_calls.found()):
         return False
-    if _active and group.compares and conflicts(prepared.claim(send, recv)):
+    if _active and group.compares and claims.conflict_once(prepared.claim(send, recv)):
         return False  # the general way raises on all members
     code, instruction = frame.f_code, frame.f_lasti
     with _guard, group.lock:
@@ -179,8 +165,16 @@ def run(
     return True
 
 
-def start_and_complete(group: ProcessGroup, prepared: PreparedOperation, array: Any, frame: FrameType) -> bool:
-    """Make a small call in place over MPI, as its request would; False, and nothing done, if anything else is pending.
+def start_and_complete(
+    group: ProcessGroup,
+    prepared: PreparedOperation,
+    send: Any,
+    recv: Any,
+    frame: FrameType,
+    limit: float | None,
+    name: str | None,
+) -> bool:
+    """Make a small call over MPI, as its request would; False, and nothing done, if anything else is pending.
 
     A shortcut over the states, for calls that end within the first polls. With 8 bytes, MPICH and two ranks the same call takes
     17 to 21 us by this function, and 38 to 47 us as a request. A call that does not end so goes on as a request.
@@ -188,6 +182,7 @@ def start_and_complete(group: ProcessGroup, prepared: PreparedOperation, array: 
     agreement, order = prepared.agreement, prepared.agreement.order
     request: Request | None = None
     wrong: BaseException | None = None
+    words = prepared.words if name is None else prepared.words_named(group, name)
     began = False
     try:
         with group.lock:
@@ -203,54 +198,56 @@ def start_and_complete(group: ProcessGroup, prepared: PreparedOperation, array: 
             order.calls += 1
             # The last call is let go when this call is over: its end may run code of the program.
             _before, group.last = group.last, (prepared.op, frame.f_code, frame.f_lasti)
-            made = agreement.post(prepared.words)
+            made = agreement.post(words)
             test = made.Test
             for _ in range(waiting.SPIN_POLLS):
                 if not test():
                     waiting.give_way()
                     continue
                 break
-            if not test() or not is_usual(made, prepared.words):
-                request = _describe(group, prepared, frame)
-                request.send = request.recv = array
-                request.start_prepared(prepared, number, prepared.words, THROUGH_PLAN if moves else MEETING, made)
+            if not test() or not is_usual(made, words):
+                request = _describe(group, prepared, frame, limit, name, words)
+                request.send, request.recv = send, recv
+                request.start_prepared(prepared, number, words, THROUGH_PLAN if moves else MEETING, made)
                 with signals.shield:
                     request.complete()
                 return True
             made.release()
             if plan is not None:
                 group.plans.move_to_end(prepared.plan_key)
-                flat = array.reshape(-1)
-                moved = plan.start_in_place(flat)
-                test = moved.Test
+                move = unpack = None
+                if prepared.in_place:
+                    result = recv.reshape(-1)
+                    test = plan.start_in_place(result).Test
+                else:
+                    move, unpack = prepared_movement(prepared, send, recv)
+                    result = move.recv
+                    test = plan.start(move).Test
                 if not waiting.comes_soon(test):
-                    request = _describe(group, prepared, frame)
+                    request = _describe(group, prepared, frame, limit, name, words)
                     local_wait(guarded(test, group, request.call), request.policy())
-                plan.finish_in_place(flat)
-                if prepared.average:
-                    without_warnings(np.divide, array, group.size(), out=array)
+                if move is None:
+                    plan.finish_in_place(result)
+                else:
+                    plan.finish(move)
+                if prepared.average and result is not None:
+                    without_warnings(np.divide, result, group.size(), out=result)
+                if unpack is not None:
+                    unpack()
             order.moving = number + 1
             return True
     except BaseException as error:
         wrong = error
         if isinstance(error, MpiError):
-            failed = _describe(group, prepared, frame)
+            failed = _describe(group, prepared, frame, limit, name, words)
             failed.policy().withdraw(error)
             raise wrap(error, group, failed.call) from error
         if began and not isinstance(error, DistError):
-            _lose(group, prepared, frame, request, error)
+            _lose(group, prepared, frame, request, error, limit, name, words)
         raise
     finally:
         if _guard.noted is not None:
             _guard.answer(wrong)
-
-
-def conflicts(claim: RequestClaim) -> bool:
-    """Return whether the memory of a call that is waited for at once is in use."""
-    try:
-        return claims.conflicts(claim)
-    finally:
-        claim.clear()  # the claim and its ranges refer to each other, and hold the arrays
 
 
 def _lose(
@@ -321,7 +318,7 @@ def begin(
             words = None if name is None else prepared.words_named(group, name, True)
             if group.level == "full":  # a claim of one array is made by the extension, which takes less time
                 simple = prepared.recv_shapes is not None and (reads is recv or send is None)
-                claim = True if simple else _snapshot(prepared.claim(reads, arrays))
+                claim = True if simple else prepared.claim(reads, arrays).with_snapshot()
             request = shared.begin(
                 group, prepared, send, recv, code, instruction, seconds, outputs, places, name, words, claim
             )
@@ -340,7 +337,7 @@ def begin(
             before: Any = b""
             if group.compares:
                 if not isinstance(claim, RequestClaim):
-                    claim = _snapshot(prepared.claim(reads, arrays))
+                    claim = prepared.claim(reads, arrays).with_snapshot()
                 if _active and claims.conflicts(claim):
                     return None  # the general way raises on all members
                 before = seal(claim.array)
@@ -376,13 +373,6 @@ def begin(
         if _guard.noted is not None:
             answer(work, wrong)
     return work
-
-
-def _snapshot(claim: RequestClaim) -> RequestClaim:
-    """Return a claim, with the contents of arrays that are only read."""
-    if claim.reads:
-        claim.snapshot_reads()
-    return claim
 
 
 def _orphan(group: ProcessGroup, recv: Any, issued: int) -> Request | None:

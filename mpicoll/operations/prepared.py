@@ -40,6 +40,7 @@ from mpicoll.runtime import waiting
 from mpicoll.runtime.call_site import CallSite
 from mpicoll.runtime.native import found as extension
 from mpicoll.runtime.native import name_of
+from mpicoll.runtime.settings import has_type
 from mpicoll.runtime.waiting import Steps
 from mpicoll.transports.base import EAGER_BYTES, SMALL_BYTES, Kind
 from mpicoll.transports.control import NOTHING, Words, make_words
@@ -75,7 +76,8 @@ class PreparedOperation:
         apart: the arrays of a list may stand apart in a call of MPI if one of them has at least so many bytes.
         lists: the input or the output is a list.
         uneven: the blocks differ in size, and this rank knows all sizes from its arguments.
-        in_place: a small call over MPI, compared at level ``full``, whose array is input and output.
+        in_place: the array of the call is input and output.
+        at_once: a small call over MPI, compared at level ``full``, which may be made without a request.
     """
 
     __slots__ = (
@@ -84,6 +86,7 @@ class PreparedOperation:
         "agreement",
         "alias",
         "apart",
+        "at_once",
         "average",
         "detail",
         "dtype",
@@ -145,9 +148,9 @@ class PreparedOperation:
         self.apart = group.pair.native.apart_from(kind) if through_mpi else NEVER
         self.eager_words = self.later_words = self.words
         self.segment = self.shared = self.later = self.places = None
-        in_place = kind in (Kind.BARRIER, Kind.ALL_REDUCE, Kind.BROADCAST)
+        self.in_place = kind in (Kind.ALL_REDUCE, Kind.BROADCAST) and not self.lists
         over_mpi = not agreement.channel.carries_data and group.level == "full"
-        self.in_place = in_place and over_mpi and self.nbytes <= SMALL_BYTES
+        self.at_once = over_mpi and self._way in (Way.ROUND, Way.PERSISTENT)
         self.width = self.poll_ns = 0
         self._named: tuple[Any, Words] = None, self.words
         if agreement.channel.carries_data and registry.state().thread_multiple:
@@ -451,6 +454,19 @@ class PreparedOperation:
         if way is Way.PERSISTENT:
             return THROUGH_PLAN if self.plan_key in group.plans else None
         return BLOCKING if way is Way.BLOCKING else None
+
+
+def prepared_of(group: Any, key: Any) -> PreparedOperation | None:
+    """Return the prepared operation of a signature, or None if there is none, or if the object is no group."""
+    try:
+        found: PreparedOperation = group.prepared[key]
+    except (KeyError, AttributeError, TypeError):  # not made before; no group, or not a member
+        return None
+    except Exception:
+        if has_type(group, ProcessGroup):
+            raise  # of a signal handler
+        return None  # no group, and raises when looked at
+    return found
 
 
 _PARTED = (Kind.SCATTER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL)

@@ -68,12 +68,14 @@ def movement(request: Any, may_stand_apart: bool = False) -> Movement:
         may_stand_apart: the data moves through shared memory, where the arrays of a list may stand apart, whatever their size.
     """
     move: Movement
-    move, request.unpack = _movement(request.prepared, request.send, request.recv, may_stand_apart)
+    move, request.unpack = prepared_movement(request.prepared, request.send, request.recv, may_stand_apart)
     request.move = move
     return move
 
 
-def _movement(prepared: Any, send: Any, recv: Any, may_stand_apart: bool) -> tuple[Movement, Callable[[], None] | None]:
+def prepared_movement(
+    prepared: Any, send: Any, recv: Any, may_stand_apart: bool = False
+) -> tuple[Movement, Callable[[], None] | None]:
     """Return the movement, and the function that copies its result to ``recv``, or None."""
     kind, apart = prepared.kind, 0 if may_stand_apart and not prepared.mpi_op else prepared.apart
     if kind is Kind.BARRIER:

@@ -580,6 +580,7 @@ def test_repeated_messages(dtype: torch.dtype, rows: int, monkeypatch: pytest.Mo
         y = torch.zeros((rows, 6), dtype=dtype)[:, columns]
         for turn in range(6):
             x[...] = me + turn
+            dist.barrier()  # no message of this turn is there before, which a general receive would find and hold
             with monkeypatch.context() as patched:
                 if turn > 2 and native.found is not None:
                     patched.setattr(api, "start_send", None)

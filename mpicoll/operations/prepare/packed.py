@@ -20,6 +20,7 @@ from mpicoll.memory.memory import Array, Memory
 from mpicoll.memory.protocols import view_of
 from mpicoll.operations import dispatch, messages
 from mpicoll.operations.messages import move_prepared
+from mpicoll.operations.prepared import prepared_of
 from mpicoll.operations.work import Work
 from mpicoll.runtime import signals
 from mpicoll.transports.mpi.envelope import has_number
@@ -94,7 +95,7 @@ def again_packed(
 ) -> Work | bool:
     """Make a prepared call with packed arrays; arguments and result as of :func:`dispatch.again`."""
     known: Any = default.world if group is None else group
-    prepared = dispatch.prepared_of(known, key)
+    prepared = prepared_of(known, key)
     if prepared is None or prepared.fits(send, recv):
         return False
     with signals.guard:
@@ -105,7 +106,7 @@ def again_packed(
         given = group, key, arrays.send, arrays.recv, depth + 1, timeout, name, async_op
         if async_op is not False:
             return dispatch.again(*given, outputs, arrays.unpack if arrays.unpacks else None, (send, recv))
-        if claims.active and known.compares and dispatch.conflicts(prepared.claim(send, recv)):
+        if claims.active and known.compares and claims.conflict_once(prepared.claim(send, recv)):
             return False
         made = dispatch.again(*given)
         if made:
