@@ -208,6 +208,7 @@ def test_what_cannot_be_packed() -> None:
 def test_messages(layout: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Repeated messages of packed arrays use persistent requests, and meet those of arrays that are moved as they are."""
     me, (before, after) = dist.get_rank(), neighbours()
+    group = dist.new_group()  # whose table of persistent requests is empty
     for turn in range(8):
         x, own_x = LAYOUTS[layout](rows)
         y, own_y = LAYOUTS[layout](rows)
@@ -220,20 +221,20 @@ def test_messages(layout: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> No
             ):  # by then each rank has sent and received three times with both kinds
                 patched.setattr(api, "start_send", None)
                 patched.setattr(api, "start_receive", None)
-            sent = dist.isend(x, after, tag=1)
-            dist.recv(y, before, tag=1)
+            sent = dist.isend(x, after, group, tag=1)
+            dist.recv(y, before, group, tag=1)
             assert sent is not None
             sent.wait()
             assert (y == before + turn).all()
             y[...] = 0
-            received = dist.irecv(y, before, tag=2)
-            dist.send(x, after, tag=2)
+            received = dist.irecv(y, before, group, tag=2)
+            dist.send(x, after, group, tag=2)
             assert received is not None
             received.wait()
             assert (y == before + turn).all()
             assert received.result()[0] is y
             works = dist.batch_isend_irecv(
-                [dist.P2POp(dist.irecv, y, before, tag=3), dist.P2POp(dist.isend, x, after, tag=3)]
+                [dist.P2POp(dist.irecv, y, before, group, tag=3), dist.P2POp(dist.isend, x, after, group, tag=3)]
             )
             for work in works:
                 work.wait()
@@ -242,7 +243,7 @@ def test_messages(layout: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> No
             array[...] = 7
             assert own.dtype == np.uint8 or (own == 7).all()
     assert not claims.active
-    dist.barrier()
+    dist.destroy_process_group(group)
 
 
 @pytest.mark.mpi(min_size=2)

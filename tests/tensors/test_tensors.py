@@ -575,25 +575,26 @@ def test_repeated_calls(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> 
 def test_repeated_messages(dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages of tensors, contiguous or not, use persistent requests when they are made again."""
     me, (before, after) = dist.get_rank(), neighbours()
+    group = dist.new_group()  # whose table of persistent requests is empty
     for columns in (slice(None), slice(None, None, 2)):
         x = torch.zeros((rows, 6), dtype=dtype)[:, columns]
         y = torch.zeros((rows, 6), dtype=dtype)[:, columns]
         for turn in range(6):
             x[...] = me + turn
-            dist.barrier()  # no message of this turn is there before, which a general receive would find and hold
+            dist.barrier(group)  # no message of this turn is there before, which a general receive would find and hold
             with monkeypatch.context() as patched:
                 if turn > 2 and native.found is not None:
                     patched.setattr(api, "start_send", None)
                     patched.setattr(api, "start_receive", None)
-                sent = dist.isend(x, after)
-                dist.recv(y, before)
+                sent = dist.isend(x, after, group)
+                dist.recv(y, before, group)
                 assert sent is not None
                 sent.wait()
                 assert (y == before + turn).all()
-                received = dist.irecv(y, before)
-                dist.send(x, after)
+                received = dist.irecv(y, before, group)
+                dist.send(x, after, group)
                 assert received is not None
                 received.wait()
                 assert received.result()[0] is y
                 assert (y == before + turn).all()
-    dist.barrier()
+    dist.destroy_process_group(group)
