@@ -75,7 +75,7 @@ _FARTHEST = 2**30 - 1
 """Elements: counts of MPI-3 are C ints, and a clongdouble moves as two elements."""
 
 
-def spanned(arrays: Sequence[Array]) -> tuple[Array, list[int]] | None:
+def spanned(arrays: Sequence[Array], counts: bool = True) -> tuple[Array, list[int]] | None:
     """Return one flat array from the lowest address of some arrays to the highest, and the element at which each array starts.
 
     Addresses between the arrays may be unmapped: only the bytes of the arrays may be read or written. (MPI-4.1 section 5.1.12
@@ -84,6 +84,7 @@ def spanned(arrays: Sequence[Array]) -> tuple[Array, list[int]] | None:
 
     Args:
         arrays: contiguous arrays of one dtype, of which one at least has elements.
+        counts: MPI counts the elements.
     """
     dtype = arrays[0].dtype
     places = [each.__array_interface__["data"][0] for each in arrays]
@@ -91,7 +92,7 @@ def spanned(arrays: Sequence[Array]) -> tuple[Array, list[int]] | None:
     starts, rests = np.divmod([place - start for place in places], dtype.itemsize)
     filled = np.array([each.size > 0 for each in arrays])
     starts[~filled] = 0
-    if rests[filled].any() or starts.max() > _FARTHEST:
+    if rests[filled].any() or (counts and starts.max() > _FARTHEST):
         return None
     count = max(int(at) + each.size for at, each in zip(starts, arrays, strict=True))
     readonly = not all(each.flags.writeable for each in arrays)
@@ -100,7 +101,7 @@ def spanned(arrays: Sequence[Array]) -> tuple[Array, list[int]] | None:
 
 
 def one_buffer(
-    arrays: Sequence[Array], others: Sequence[Array], apart: int
+    arrays: Sequence[Array], others: Sequence[Array], apart: int, counts: bool = True
 ) -> tuple[Array, list[int] | None] | tuple[None, None]:
     """Return one flat array over a list of arrays, and the element at which each array starts.
 
@@ -110,13 +111,14 @@ def one_buffer(
     Args:
         arrays: contiguous arrays of one dtype.
         apart: the arrays may stand apart if one of them has at least so many bytes.
+        counts: MPI counts the elements from one array to another.
     """
     whole = joined(arrays)
     if whole is not None:
         return (None, None) if any(np.may_share_memory(whole, other) for other in others) else (whole, None)
-    if max(each.nbytes for each in arrays) < apart or not are_disjoint([*arrays, *others]):
+    if max(each.nbytes for each in arrays) < max(apart, 1) or not are_disjoint([*arrays, *others]):
         return None, None
-    return spanned(arrays) or (None, None)
+    return spanned(arrays, counts) or (None, None)
 
 
 def are_disjoint(arrays: list[Any]) -> bool:

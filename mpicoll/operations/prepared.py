@@ -310,7 +310,11 @@ class PreparedOperation:
         if copied:  # the program may write its array until the end, which is found then
             own: Any = [each.copy() for each in recv] if isinstance(recv, list) else recv.copy()
             request.send, request.recv = own if request.send is recv else request.send, own
-        move = movement(request)
+        agreed = request.agreed
+        # In shared memory the arrays of a list may stand apart, whatever their size.
+        moves_lists = self.lists and agreed is not None and not agreed.device
+        node = group.pair.through(self.kind, agreed.block_bytes) if moves_lists else None
+        move = movement(request, node is not None and node.ready)
 
         def after() -> None:
             finish(request)
@@ -324,9 +328,9 @@ class PreparedOperation:
 
         if request.words is None:
             return execution.move_uncompared(group, request.call, move, request.number, None, None, after, None)
-        assert request.agreed is not None
+        assert agreed is not None
         return execution.move_agreed(
-            group, request.call, move, request.number, None, None, after, request.limit, request.agreed
+            group, request.call, move, request.number, None, None, after, request.limit, agreed
         )
 
     def poll(self, made: Any) -> bool:

@@ -92,13 +92,13 @@ def prepared_movement(
     after = senddispls = recvdispls = None
     into: Any = None if recv is None or isinstance(recv, list) else _flat(recv)
     if isinstance(recv, list):
-        into, recvdispls = one_buffer(recv, (), apart)
+        into, recvdispls = one_buffer(recv, (), apart, not may_stand_apart)
         if into is None:
             into = scratch(sum(each.size for each in recv), prepared.dtype)
             after = partial(_unpack, into, recv)
     results = recv if recvdispls else [] if into is None else [into]
     if isinstance(send, list):
-        whole, senddispls = one_buffer(send, results, apart)
+        whole, senddispls = one_buffer(send, results, apart, not may_stand_apart)
         send = concatenated([each.reshape(-1) for each in send]) if whole is None else whole
     elif send is not None:
         send = _flat(send)

@@ -50,8 +50,8 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     call = layouts.spanned
 
-    def noted(arrays: Any) -> Any:
-        made = call(arrays)
+    def noted(arrays: Any, counts: bool = True) -> Any:
+        made = call(arrays, counts)
         found.append(len(arrays) if made is not None else 0)
         return made
 

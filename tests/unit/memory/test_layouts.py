@@ -169,6 +169,7 @@ def test_a_span_of_arrays() -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(layouts, "_FARTHEST", 2989)
         assert spanned([far[:10], far[2990:]]) is None
+        assert spanned([far[:10], far[2990:]], counts=False) is not None
 
 
 def test_one_buffer_of_a_list() -> None:
@@ -176,6 +177,7 @@ def test_one_buffer_of_a_list() -> None:
     memory = np.arange(100.0)
     one, two, other = memory[:50], memory[50:100], np.zeros(50)
     assert one_buffer([one, two], [other], 1)[1] is None
+    assert one_buffer([np.zeros(0), np.zeros(0)], [other], 0) == (None, None)
     assert one_buffer([two, one], [other], 400)[1] == [50, 0]
     for arrays, others, least in (
         ([two, one], [other], 401),
