@@ -295,3 +295,20 @@ def test_threads_with_groups_of_their_own() -> None:
     assert sorted(done) == [0, 1, 2]
     for group in groups:
         dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("rows", [3, 2_000, 40_000])
+def test_asynchronous_lengths_that_differ(rows: int) -> None:
+    """A wait of an asynchronous exchange raises on all ranks if one pair differs in its length; the next exchange is right."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    for turn in range(6):
+        Exchange([[1 + i + j for j in range(size)] for i in range(size)]).single(async_op=turn > 2)
+    for turn in range(3):
+        sent, received = [rows] * size, [rows] * size
+        if me == turn % size:
+            sent[size - 1 - turn % size] += 1
+        output, source = np.zeros(sum(received)), np.zeros(sum(sent))
+        work: Any = dist.all_to_all_single(output, source, received, sent, async_op=True)
+        with pytest.raises(dist.CollectiveMismatchError, match=f"sends {rows + 1} elements"):
+            work.wait()
+        Exchange([[rows] * size for _ in range(size)]).single(async_op=True)

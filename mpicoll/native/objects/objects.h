@@ -333,6 +333,8 @@ PyObject *shared_contents(const SharedOperation *self, const Given *arrays, PyOb
 int shared_is_changed(const SharedOperation *self, const Given *arrays, PyObject *given, PyObject *held);
 
 /* Calls of items of any length (shared_parts.c). */
+/* The bytes of an item of a call in parts: a bytes object, or an array of an exchange. */
+Py_ssize_t shared_part_bytes(const SharedOperation *self, PyObject *item);
 int shared_parts_fit(const SharedOperation *self, const Given *wanted, PyObject *given);
 /* Return whether the arrays for the result still have the lengths that the member has written, for a step or a round. */
 int shared_parts_are_same(const SharedOperation *self, int64_t at, PyObject *recv);

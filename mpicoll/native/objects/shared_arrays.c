@@ -131,25 +131,36 @@ int shared_fits(const SharedOperation *self, const Given *wanted, PyObject *give
     return 1;
 }
 
-/* The arrays that are given, as a C array of objects, and their number. */
-static PyObject **items(const Given *arrays, PyObject **given, Py_ssize_t *count)
+/* The arrays that are given in a call: as a C array of objects, their number, and the bytes of all. */
+typedef struct {
+    const SharedOperation *self;
+    const Given *wanted;
+    PyObject **each;
+    Together all;
+} Items;
+
+static Py_ssize_t bytes_of(const Items *items, Py_ssize_t i)
 {
-    *count = arrays->arrays < 0 ? 1 : arrays->arrays;
-    return arrays->arrays < 0 ? given : ((PyListObject *)*given)->ob_item;
+    if (items->self->parts)
+        return shared_part_bytes(items->self, items->each[i]);
+    return (items->wanted->arrays < 0 ? items->wanted->count : items->wanted->counts[i]) * items->self->itemsize;
 }
 
-static Py_ssize_t bytes_of(const SharedOperation *self, const Given *arrays, Py_ssize_t i)
+static Items items_of(const SharedOperation *self, const Given *wanted, PyObject **given)
 {
-    return (arrays->arrays < 0 ? arrays->count : arrays->counts[i]) * self->itemsize;
+    const int one = wanted->arrays < 0;
+    Items items = {self, wanted, one ? given : ((PyListObject *)*given)->ob_item, {0, one ? 1 : wanted->arrays}};
+    for (Py_ssize_t i = 0; i < items.all.arrays; i++)
+        items.all.bytes += bytes_of(&items, i);
+    return items;
 }
 
 const char *shared_span(const SharedOperation *self, const Given *arrays, PyObject *given, Py_ssize_t *bytes)
 {
-    Py_ssize_t count;
-    PyObject **each = items(arrays, &given, &count);
+    const Items items = items_of(self, arrays, &given);
     const char *start = NULL, *end = NULL;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        const char *first = memory(each[i]), *last = first + bytes_of(self, arrays, i);
+    for (Py_ssize_t i = 0; i < items.all.arrays; i++) {
+        const char *first = memory(items.each[i]), *last = first + bytes_of(&items, i);
         start = start == NULL || first < start ? first : start;
         end = end == NULL || last > end ? last : end;
     }
@@ -158,44 +169,35 @@ const char *shared_span(const SharedOperation *self, const Given *arrays, PyObje
 }
 
 /* Return the size of the contents of such arrays. */
-static Py_ssize_t size_of(const SharedOperation *self, const Given *arrays, Together all)
+static Py_ssize_t size_of(const Items *items)
 {
     Py_ssize_t size = 0;
-    for (Py_ssize_t i = 0; i < all.arrays; i++)
-        size += contents_size(bytes_of(self, arrays, i), all);
+    for (Py_ssize_t i = 0; i < items->all.arrays; i++)
+        size += contents_size(bytes_of(items, i), items->all);
     return size;
-}
-
-static Together together(const SharedOperation *self, const Given *arrays, Py_ssize_t count)
-{
-    return (Together){arrays->count * self->itemsize, count};
 }
 
 PyObject *shared_contents(const SharedOperation *self, const Given *arrays, PyObject *given)
 {
-    Py_ssize_t count;
-    PyObject **each = items(arrays, &given, &count);
-    const Together all = together(self, arrays, count);
-    PyObject *found = PyBytes_FromStringAndSize(NULL, size_of(self, arrays, all));
+    const Items items = items_of(self, arrays, &given);
+    PyObject *found = PyBytes_FromStringAndSize(NULL, size_of(&items));
     char *to = found == NULL ? NULL : PyBytes_AS_STRING(found);
-    for (Py_ssize_t i = 0; to != NULL && i < count; i++)
-        to += contents_copy(to, memory(each[i]), bytes_of(self, arrays, i), all);
+    for (Py_ssize_t i = 0; to != NULL && i < items.all.arrays; i++)
+        to += contents_copy(to, memory(items.each[i]), bytes_of(&items, i), items.all);
     return found;
 }
 
 int shared_is_changed(const SharedOperation *self, const Given *arrays, PyObject *given, PyObject *held)
 {
-    Py_ssize_t count;
-    PyObject **each = items(arrays, &given, &count);
-    const Together all = together(self, arrays, count);
-    if (!PyBytes_Check(held) || PyBytes_GET_SIZE(held) != size_of(self, arrays, all))
+    const Items items = items_of(self, arrays, &given);
+    if (!PyBytes_Check(held) || PyBytes_GET_SIZE(held) != size_of(&items))
         return 0;
     const char *at = PyBytes_AS_STRING(held);
-    for (Py_ssize_t i = 0; i < count; i++) {
-        const Py_ssize_t bytes = bytes_of(self, arrays, i);
-        if (contents_differ(at, memory(each[i]), bytes, all))
+    for (Py_ssize_t i = 0; i < items.all.arrays; i++) {
+        const Py_ssize_t bytes = bytes_of(&items, i);
+        if (contents_differ(at, memory(items.each[i]), bytes, items.all))
             return 1;
-        at += contents_size(bytes, all);
+        at += contents_size(bytes, items.all);
     }
     return 0;
 }

@@ -3,11 +3,11 @@
 #include "objects.h"
 
 /* Post a call in one piece, which all earlier calls allow, and count it. Return the number of its round. Nothing can fail. */
-static int64_t post(SharedOperation *self, PyObject *send, const int64_t words[RING_SAID])
+static int64_t post(SharedOperation *self, PyObject *send, PyObject *recv, const int64_t words[RING_SAID])
 {
     CallOrder *order = self->order;
     const int64_t number = order->round + 1;
-    shared_write_data(self, self->segment == NULL ? number : self->segment->segment.step + 1, send, NULL, 0);
+    shared_write_data(self, self->segment == NULL ? number : self->segment->segment.step + 1, send, recv, 0);
     ring_write(&self->ring->ring, number, words);
     ring_post(&self->ring->ring, number); /* from here on the others may go on */
     order->round = number;
@@ -25,7 +25,7 @@ PyObject *shared_start(SharedOperation *self, PyObject *send)
         PyErr_SetString(PyExc_ValueError, "the arrays are not those that the call was prepared for");
         return NULL;
     }
-    return PyLong_FromLongLong(post(self, send, self->words));
+    return PyLong_FromLongLong(post(self, send, NULL, self->words));
 }
 
 PyObject *shared_state(SharedOperation *self, PyObject *args)
@@ -51,7 +51,7 @@ static int complete(SharedOperation *self, int64_t call, int64_t number, PyObjec
     const int64_t at = self->segment == NULL ? number : self->segment->segment.step + 1;
     if (is_in_steps(self) || !shared_fits(self, &self->recv, recv, WRITABLE) || !shared_parts_are_same(self, at, recv))
         return 4;
-    if (self->recv.arrays && !self->parts && shared_is_changed(self, &self->recv, recv, before))
+    if (self->recv.arrays && (!self->parts || self->result == EXCHANGED) && shared_is_changed(self, &self->recv, recv, before))
         return 3;
     if (self->segment != NULL)
         segment_advance(&self->segment->segment);
@@ -206,7 +206,7 @@ static int begin(SharedOperation *self, PyObject *const *args, const int64_t wor
         return -1;
     }
     request->number = order->issued;
-    request->posted_round = post(self, args[SEND], words);
+    request->posted_round = post(self, args[SEND], args[RECV], words);
     request->seq = order->calls;
     request->shared = (SharedOperation *)Py_NewRef((PyObject *)self);
     request_set(request, REQUEST_round, place);
@@ -220,7 +220,8 @@ PyObject *shared_begin(SharedOperation *self, PyObject *const *args, Py_ssize_t 
         PyErr_SetString(PyExc_TypeError, "begin(group, prepared, send, recv, code, instruction, limit, outputs, places, name, words, claim)");
         return NULL;
     }
-    if (known.request == NULL || is_in_steps(self) || self->parts || PyList_GET_SIZE(known.observers) != 0 || !fits(self, args + SEND))
+    if (known.request == NULL || is_in_steps(self) || (self->parts && self->result != EXCHANGED) ||
+        PyList_GET_SIZE(known.observers) != 0 || !fits(self, args + SEND))
         Py_RETURN_NONE;
     int64_t given[RING_SAID], *words = self->words;
     if (args[BEGIN_WORDS] != Py_None && !ring_parse_words(args[BEGIN_WORDS], words = given))

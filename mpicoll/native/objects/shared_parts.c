@@ -18,7 +18,7 @@ static int64_t length_at(const char *data, int which)
     return length;
 }
 
-static Py_ssize_t bytes_of(const SharedOperation *self, PyObject *item)
+Py_ssize_t shared_part_bytes(const SharedOperation *self, PyObject *item)
 {
     if (self->result != EXCHANGED)
         return PyBytes_GET_SIZE(item);
@@ -58,10 +58,10 @@ static int is_item(const SharedOperation *self, PyObject *item, int flags)
 static int overlaps(const SharedOperation *self, PyObject *list, Py_ssize_t item)
 {
     const char *start = memory(PyList_GET_ITEM(list, item));
-    const Py_ssize_t bytes = bytes_of(self, PyList_GET_ITEM(list, item));
+    const Py_ssize_t bytes = shared_part_bytes(self, PyList_GET_ITEM(list, item));
     for (Py_ssize_t i = 0; i < item; i++) {
         const char *other = memory(PyList_GET_ITEM(list, i));
-        if (start < other + bytes_of(self, PyList_GET_ITEM(list, i)) && other < start + bytes)
+        if (start < other + shared_part_bytes(self, PyList_GET_ITEM(list, i)) && other < start + bytes)
             return 1;
     }
     return 0;
@@ -77,9 +77,9 @@ int shared_parts_fit(const SharedOperation *self, const Given *wanted, PyObject 
     Py_ssize_t room = self->sends - (Py_ssize_t)sizeof(int64_t) * lengths(self);
     for (Py_ssize_t i = 0; i < wanted->arrays; i++) {
         PyObject *item = PyList_GET_ITEM(given, i);
-        if (!is_item(self, item, sends ? READABLE : WRITABLE) || (sends ? bytes_of(self, item) > room : overlaps(self, given, i)))
+        if (!is_item(self, item, sends ? READABLE : WRITABLE) || (sends ? shared_part_bytes(self, item) > room : overlaps(self, given, i)))
             return 0;
-        room -= sends ? bytes_of(self, item) : 0;
+        room -= sends ? shared_part_bytes(self, item) : 0;
     }
     return 1;
 }
@@ -88,7 +88,7 @@ int shared_parts_are_same(const SharedOperation *self, int64_t at, PyObject *rec
 {
     const char *mine = shared_data(self, self->ring->ring.me, at);
     for (int i = 0; self->result == EXCHANGED && i < self->parts; i++)
-        if (bytes_of(self, PyList_GET_ITEM(recv, i)) != length_at(mine, self->parts + i))
+        if (shared_part_bytes(self, PyList_GET_ITEM(recv, i)) != length_at(mine, self->parts + i))
             return 0;
     return 1;
 }
@@ -98,7 +98,7 @@ void shared_write_parts(const SharedOperation *self, char *to, PyObject *send, P
     char *next = to + sizeof(int64_t) * (size_t)lengths(self);
     for (Py_ssize_t i = 0; i < self->send.arrays; i++) {
         PyObject *item = PyList_GET_ITEM(send, i);
-        const int64_t bytes = bytes_of(self, item);
+        const int64_t bytes = shared_part_bytes(self, item);
         memcpy(to + i * (Py_ssize_t)sizeof bytes, &bytes, sizeof bytes);
         memcpy(next, self->result == EXCHANGED ? memory(item) : PyBytes_AS_STRING(item), (size_t)bytes);
         next += bytes;
@@ -106,7 +106,7 @@ void shared_write_parts(const SharedOperation *self, char *to, PyObject *send, P
     if (self->result != EXCHANGED)
         return;
     for (Py_ssize_t i = 0; i < self->parts; i++) {
-        const int64_t bytes = bytes_of(self, PyList_GET_ITEM(recv, i));
+        const int64_t bytes = shared_part_bytes(self, PyList_GET_ITEM(recv, i));
         memcpy(to + (self->parts + i) * (Py_ssize_t)sizeof bytes, &bytes, sizeof bytes);
     }
 }

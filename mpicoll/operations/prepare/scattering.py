@@ -279,9 +279,12 @@ class PreparedExchange(PreparedOperation):
         if not self.nbytes or self._node is None:
             return
         self.segment, self.poll_ns = self._node.in_one_step(self.kind, self.nbytes), poll_ns(0, waiting.oversubscribed)
-        self.eager_words = self.later_words = self._round(print_, self.nbytes + 1)
+        self.places = self.agreement.channel.places  # type: ignore[attr-defined]
+        self.eager_words = self._round(print_, self.nbytes + 1)
+        self.later_words = (*self.eager_words[:-1], 1)  # asynchronous: so is the general way if the lengths differ
         more = {"result": "exchanged", "parts": group.size()}
-        self.later = self.shared = self._shared(group, send, recv, self.eager_words, 0, -1, **more)
+        self.shared = self._shared(group, send, recv, self.eager_words, 0, -1, **more)
+        self.later = self._shared(group, send, recv, self.later_words, 0, -1, **more)
 
     def _bytes_sent(self, size: int, send: Any) -> int:
         return self.nbytes
