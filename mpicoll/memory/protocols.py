@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mpicoll.runtime import handler_calls
 from mpicoll.runtime.call_site import CallSite, caller, passes_through
 from mpicoll.runtime.native import found as extension
 
@@ -117,7 +118,9 @@ def view_of(tensor: Any, depth: int = 2) -> Any:
         return None
     try:
         array = as_numpy(tensor, "tensor", writable=True)
-    except Exception:  # of a device, with gradients, read-only: raised where it is raised on all members
+    except Exception as error:  # of a device, with gradients, read-only: raised where it is raised on all members
+        if handler_calls.raised(error) is not None:
+            raise
         return None
     return array if array is not None and (array.dtype.kind in "biufc" or bare_name(array.dtype)) else None
 

@@ -313,11 +313,11 @@ def begin(
             return None
         places, shared = prepared.places, prepared.later  # type: Any, Any
         # The claim reads the memory of what is in a list, which may be no arrays.
-        if places is not None and spread is None and (not prepared.lists or shared.accepts(send, recv)):
+        if places is not None and claimed is None and (not prepared.lists or shared.accepts(send, recv)):
             seconds = group.timeout if limit is None else limit
             words = None if name is None else prepared.words_named(group, name, True)
             if group.level == "full":  # a claim of one array is made by the extension, which takes less time
-                simple = prepared.recv_shapes is not None and (reads is recv or send is None)
+                simple = prepared.recv_shapes is not None and (send is recv or send is None)
                 claim = True if simple else prepared.claim(reads, arrays).with_snapshot()
             request = shared.begin(
                 group, prepared, send, recv, code, instruction, seconds, outputs, places, name, words, claim

@@ -355,7 +355,7 @@ class PreparedOperation:
         """Start the call, and return its request. The caller has the lock of the group, and has checked the group.
 
         Args:
-            before, arrays, spread: fields of the request; ``arrays`` are ``recv`` without ``spread``.
+            before, arrays, spread: fields of the request.
         """
         order = self.agreement.order
         at_once = AT_ONCE if type(before) is bytes and spread is None else EAGER
@@ -367,7 +367,7 @@ class PreparedOperation:
             instruction,
             name,
         )
-        request.before, request.spread, request.arrays = before, spread, recv if spread is None else arrays
+        request.before, request.spread, request.arrays = before, spread, recv if arrays is None else arrays
         group.last = self.op, code, instruction
         shared, channel = self.later, self.agreement.channel  # type: Any, Any
         eager = shared is not None and self.segment is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -307,3 +309,126 @@ def test_a_message_of_another_size() -> None:
     assert sent is not None
     sent.wait()
     dist.barrier()
+
+
+STRUCT = np.dtype([("a", "i4"), ("b", "f4")])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "other"),
+    [("f2", "u2"), ("M8[s]", "M8[ms]"), ("M8[s]", "i8"), ("S8", "u8"), (STRUCT, "u8")],
+    ids=str,
+)
+def test_lists_of_another_dtype(dtype: Any, other: Any) -> None:
+    """Dtypes that move as the same words do not match after the call was prepared, also of one item."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    x, right = np.zeros(4, dtype), [np.zeros(4, dtype) for _ in range(size)]
+    wrong = [*right[1:], np.zeros(4, other)]
+    for _ in range(3):
+        dist.all_gather(right, x)
+        dist.all_to_all(right, [x] * size)
+    for async_op in (False, True):
+
+        def made(work: Any) -> None:
+            if work is not None:
+                work.wait()
+
+        with collective_raises((ValueError, dist.CollectiveMismatchError)):
+            made(dist.all_gather(wrong if me == 0 else right, x, async_op=async_op))
+        with collective_raises((ValueError, dist.CollectiveMismatchError)):
+            made(dist.all_to_all(right, wrong if me == 0 else [x] * size, async_op=async_op))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("async_op", [False, True])
+def test_outputs_that_share_memory(async_op: bool) -> None:
+    """A strided array that stands in a list of outputs twice is refused after the call was prepared."""
+    me, size = dist.get_rank(), dist.get_world_size()
+
+    def column() -> Array:
+        return np.zeros((4, 2))[:, 0]
+
+    for _ in range(3):
+        dist.all_gather([column() for _ in range(size)], column())
+    wrong = [column()] * size
+    with collective_raises(
+        (ValueError, dist.CollectiveMismatchError), match="share memory|other ranks|another rank|rank 0"
+    ):
+        work = dist.all_gather(wrong if me == 0 else [column() for _ in range(size)], column(), async_op=async_op)
+        if work is not None:
+            work.wait()
+
+
+@pytest.mark.parametrize("count", [3, 30_000, 300_000])
+def test_lists_of_several_layouts(count: int) -> None:
+    """Of an asynchronous call some outputs are packed, and others move as they are: no write of the program is seen."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    for turn in range(5):
+        out = [np.zeros((count, 2))[:, 0] if each % 2 else np.zeros(count) for each in range(size)]
+        work: Any = dist.all_gather(out, np.full(count, me + turn + 1.0), async_op=True)
+        work.wait()
+        assert all((each == rank + turn + 1).all() for rank, each in enumerate(out))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_memory_of_a_packed_input_in_use() -> None:
+    """A packed input whose output is moved as it is: its memory is claimed, in both directions."""
+    size, (before, after) = dist.get_world_size(), neighbours()
+    for turn in range(4):
+        grid = np.ones((4, 4))
+        out: Any = np.zeros((size, 4)) if turn % 2 else [np.zeros(4) for _ in range(size)]
+        gather: Any = dist.all_gather_single if turn % 2 else dist.all_gather
+        work = gather(out, grid[:, 0], async_op=True)
+        with collective_raises(dist.BufferInUseError, match="bytes in common"):
+            dist.all_reduce(grid[0])
+        work.wait()
+        received = dist.irecv(grid[0], before)
+        assert received is not None
+        with collective_raises(dist.BufferInUseError, match="bytes in common"):
+            gather(out, grid[:, 0], async_op=True)
+        dist.send(np.ones(4), after)
+        received.wait()
+    assert not claims.active
+    dist.barrier()
+
+
+@pytest.mark.parametrize("count", [3, 400, 20_000])
+def test_structures_that_are_complete_before_the_wait(count: int) -> None:
+    """The result of a structured dtype is compared as it was held."""
+    for turn in range(4):
+        x = np.zeros(count, STRUCT)
+        x["a"], x["b"] = dist.get_rank() + turn, 7
+        work: Any = dist.broadcast(x, 0, async_op=True)
+        until = time.monotonic() + 10
+        while not work.is_completed() and time.monotonic() < until:
+            pass
+        work.wait()
+        assert (x["a"] == turn).all()
+        assert (x["b"] == 7).all()
+        dist.barrier()
+
+
+class Late(ValueError):
+    """What a signal handler of a program raises."""
+
+
+@pytest.mark.parametrize("dtype", ["f8", "f2"])
+def test_a_handler_raises_while_an_array_is_packed(dtype: str) -> None:
+    """Its exception reaches the program, although wrong arrays raise the same class."""
+
+    def late(*_: object) -> None:
+        raise Late
+
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    x = np.ones((1500, 3000), dtype)[:, ::2]
+    for _ in range(3):
+        dist.all_reduce(x, group=alone)
+    before = signal.signal(signal.SIGALRM, late)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 1e-3)
+        with pytest.raises(Late):
+            for _ in range(100):
+                dist.all_reduce(x, group=alone)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    alone.give_up("its call was left")

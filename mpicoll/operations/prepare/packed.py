@@ -6,7 +6,7 @@ Such an array has a *packed* one in its place, in C order and with a dtype of MP
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -14,15 +14,16 @@ import numpy as np
 
 from mpicoll.checks.memory_in_use import RequestClaim, claims
 from mpicoll.groups.registry import default
-from mpicoll.memory.adapt import adapt
+from mpicoll.memory.adapt import adapt, apart, same_dtype
 from mpicoll.memory.half import wide
 from mpicoll.memory.memory import Array, Memory
 from mpicoll.memory.protocols import view_of
+from mpicoll.memory.scratch import scratch
 from mpicoll.operations import dispatch, messages
 from mpicoll.operations.messages import move_prepared
 from mpicoll.operations.prepared import prepared_of
 from mpicoll.operations.work import Work
-from mpicoll.runtime import signals
+from mpicoll.runtime import handler_calls, signals
 from mpicoll.transports.mpi.envelope import has_number
 
 
@@ -33,11 +34,13 @@ class Packed:
     Attributes:
         send, recv: an array in C order, a list of such arrays, or None.
         unpacks: functions that copy the results to the arrays of the program; none if the memory is the same.
+        shares: all memory is that of the arrays of the program.
     """
 
     send: Any
     recv: Any
     unpacks: list[Callable[[], None]]
+    shares: bool
 
     def unpack(self) -> None:
         """Copy the results to the arrays of the program."""
@@ -54,32 +57,57 @@ def pack(send: Any, recv: Any, reads: bool, writes: bool, reduces: bool) -> Pack
         writes: the call writes ``recv``.
         reduces: the elements are reduced, half types as float32.
     """
-    unpacks: list[Callable[[], None]] = []
-
-    def one(array: Any, fills: bool, is_result: bool) -> Array:
-        memory = adapt(array, "tensor", writable=is_result)
-        memory = wide(memory) if reduces else memory
-        if is_result and memory.unpack is not None:
-            unpacks.append(memory.unpack)
-        return (memory.filled() if fills else memory.flat).reshape(memory.shape)
-
-    def of(given: Any, fills: bool, is_result: bool) -> Any:
-        if isinstance(given, list):
-            return [one(each, fills, is_result) for each in given]
-        return None if given is None else one(given, fills, is_result)
-
-    every = [each for given in (send, recv) for each in (given if isinstance(given, list) else [given])]
-    if any(each is not None and type(each) is not np.ndarray for each in every):
+    if any(type(each) is not np.ndarray for each in (*_listed(send), *_listed(recv))):
         return None
-    if send is not recv and ((send is not None and not reads) or (recv is not None and not writes)):
+    in_place = send is recv
+    if not in_place and ((send is not None and not reads) or (recv is not None and not writes)):
         return None  # such as a list on a rank that is not the root: an error
     try:
-        if send is recv:
-            moved = of(send, reads, writes)
-            return Packed(moved, moved, unpacks)
-        return Packed(of(send, True, False), of(recv, False, True), unpacks)
-    except (TypeError, ValueError):  # raised where it is raised on all members
+        inputs = [adapt(each, "input", writable=in_place and writes) for each in _listed(send)]
+        results = inputs if in_place else [adapt(each, "output", writable=True) for each in _listed(recv)]
+        same_dtype(*inputs, *results)
+        if not in_place:
+            apart([memory.own for memory in results], "output")
+    except (TypeError, ValueError) as error:  # raised where it is raised on all members
+        if handler_calls.raised(error) is not None:
+            raise
         return None
+    if reduces:
+        inputs = list(map(wide, inputs))
+        results = inputs if in_place else list(map(wide, results))
+    shares = all(memory.pack is None for memory in (*inputs, *results))
+    if writes and any(memory.unpack is not None for memory in results):
+        results[:] = map(_apart_from_its_array, results)
+    if reads:
+        for memory in inputs:
+            memory.filled()
+    unpacks = [memory.unpack for memory in results if writes and memory.unpack is not None]
+    moved = _as_given(send, inputs)
+    return Packed(moved, moved if in_place else _as_given(recv, results), unpacks, shares)
+
+
+def _listed(given: Any) -> list[Any]:
+    return given if isinstance(given, list) else [] if given is None else [given]
+
+
+def _as_given(given: Any, memories: list[Memory]) -> Any:
+    arrays = [memory.flat.reshape(memory.shape) for memory in memories]
+    return arrays if isinstance(given, list) else None if given is None else arrays[0]
+
+
+def _apart_from_its_array(memory: Memory) -> Memory:
+    """Return a memory of the library for a result: of a list all results are copied at the end, or none is."""
+    if memory.unpack is not None:
+        return memory
+    array, own = memory.flat, scratch(memory.flat.size, memory.dtype)
+
+    def pack() -> None:
+        own[...] = array
+
+    def unpack() -> None:
+        array[...] = own
+
+    return replace(memory, flat=own, pack=pack, unpack=unpack, origin=memory.own)
 
 
 def again_packed(
@@ -105,7 +133,8 @@ def again_packed(
             return False
         given = group, key, arrays.send, arrays.recv, depth + 1, timeout, name, async_op
         if async_op is not False:
-            return dispatch.again(*given, outputs, arrays.unpack if arrays.unpacks else None, (send, recv))
+            claimed = None if arrays.shares else (send, recv)
+            return dispatch.again(*given, outputs, arrays.unpack if arrays.unpacks else None, claimed)
         if claims.active and known.compares and claims.conflict_once(prepared.claim(send, recv)):
             return False
         made = dispatch.again(*given)
@@ -121,7 +150,9 @@ def _packed_message(tensor: Any, receives: bool) -> tuple[Array, Array, Memory] 
         return None
     try:
         memory = adapt(array, "tensor", writable=receives)
-    except (TypeError, ValueError):  # raised by the general way
+    except (TypeError, ValueError) as error:  # raised by the general way
+        if handler_calls.raised(error) is not None:
+            raise
         return None
     native = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
     if memory.pack is None or not has_number(native):
