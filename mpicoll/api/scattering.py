@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from mpicoll.groups.process_group import ProcessGroup
+from mpicoll.groups.registry import default
 from mpicoll.memory.memory import AnyArray
 from mpicoll.memory.protocols import view_of, views_of
 from mpicoll.memory.reduce_op import RedOpType, ReduceOp
@@ -204,14 +206,14 @@ def all_to_all_single(
         if output_split_sizes is None and input_split_sizes is None:
             key = ("all_to_all_single", send.dtype, send.shape, recv.dtype, recv.shape)
         else:
-            key, send, recv = _parts(send, recv, input_split_sizes, output_split_sizes)
+            key, send, recv = _parts(group, send, recv, input_split_sizes, output_split_sizes)
     call, arguments = prepare.all_to_all_single, (output, input, output_split_sizes, input_split_sizes)
     return run_cached(
         "all_to_all_single", group, (key, send, recv, output), call, arguments, async_op, timeout, name, stream
     )
 
 
-def _parts(send: Any, recv: Any, sent: Any, received: Any) -> tuple[Any, Any, Any]:
+def _parts(group: Any, send: Any, recv: Any, sent: Any, received: Any) -> tuple[Any, Any, Any]:
     """Return the signature of an exchange, and the parts of both arrays in lists; three times None for all but right sizes.
 
     As long as the parts of all calls of this rank are equal, these are the signature and the arrays of a call without sizes.
@@ -219,8 +221,8 @@ def _parts(send: Any, recv: Any, sent: Any, received: Any) -> tuple[Any, Any, An
     known = [sizes for sizes in (sent, received) if sizes is not None]
     if not all(type(sizes) is list for sizes in known) or not (send.ndim and recv.ndim) or send.dtype != recv.dtype:
         return None, None, None
-    members = max(map(len, known))
-    if not members:
+    members, known_group = max(map(len, known)), default.world if group is None else group
+    if not members or type(known_group) is not ProcessGroup or members != known_group.size():
         return None, None, None
     inputs, outputs = _cut(send, sent, members), _cut(recv, received, members)
     if inputs is None or outputs is None:

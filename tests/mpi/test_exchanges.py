@@ -312,3 +312,14 @@ def test_asynchronous_lengths_that_differ(rows: int) -> None:
         with pytest.raises(dist.CollectiveMismatchError, match=f"sends {rows + 1} elements"):
             work.wait()
         Exchange([[rows] * size for _ in range(size)]).single(async_op=True)
+
+
+def test_split_sizes_of_another_number_of_ranks() -> None:
+    """Too few split sizes are an error after calls without sizes were prepared, too."""
+    size = dist.get_world_size()
+    output, source = np.zeros(4 * size), np.zeros(4 * size)
+    for _ in range(3):
+        dist.all_to_all_single(output, source)
+    for sizes in ([4 * size], [4 * size, *[0] * size]):
+        with pytest.raises(RuntimeError, match="Number of tensor splits"):
+            dist.all_to_all_single(output, source, input_split_sizes=sizes)
