@@ -146,8 +146,8 @@ def isend(
     Source: torch.distributed.isend; MPI-4.1 section 3.7.2.
     """
     if group_dst is None and stream is None:
-        given = tensor, dst, group, tag, False
-        work = start_prepared(*given) or start_packed(*given)
+        work = start_prepared(tensor, dst, group, tag, False)
+        work = work or start_packed(tensor, dst, group, tag, False)
         if work is not None:
             return work
     return _start(False, tensor, dst, group, tag, group_dst, stream)
@@ -174,8 +174,8 @@ def irecv(
     Source: torch.distributed.irecv; MPI-4.1 section 3.7.2.
     """
     if group_src is None and stream is None:
-        given = tensor, src, group, tag, True
-        work = start_prepared(*given) or start_packed(*given)
+        work = start_prepared(tensor, src, group, tag, True)
+        work = work or start_packed(tensor, src, group, tag, True)
         if work is not None:
             return work
     return _start(True, tensor, src, group, tag, group_src, stream)

@@ -302,7 +302,7 @@ def begin(
     Args:
         spread, claimed: as for :func:`again`.
     """
-    reads, arrays = claimed or (send, recv)
+    reads, arrays = (send, recv) if claimed is None else claimed
     request: Request | None = None
     work: Work | None = None
     claim: Any = None

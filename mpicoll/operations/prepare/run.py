@@ -121,8 +121,8 @@ def _run_cached(
         # Copies of the lists: a finalizer that empties a list of the program during the call must not change the call.
         send = [*send] if type(send) is list else send
         recv = [*recv] if type(recv) is list else recv
-        given = group, key, send, recv, depth + 2, timeout, name, async_op, outputs
-        made = dispatch.again(*given) or again_packed(*given)
+        made = dispatch.again(group, key, send, recv, depth + 2, timeout, name, async_op, outputs)
+        made = made or again_packed(group, key, send, recv, depth + 2, timeout, name, async_op, outputs)
         if made:
             return made if isinstance(made, Work) else None
     more = (Cached(key, send, recv, outputs), *arguments)
