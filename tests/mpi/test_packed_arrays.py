@@ -425,8 +425,8 @@ def test_a_handler_raises_while_an_array_is_packed(dtype: str) -> None:
         dist.all_reduce(x, group=alone)
     before = signal.signal(signal.SIGALRM, late)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 1e-3)
         with pytest.raises(Late):
+            signal.setitimer(signal.ITIMER_REAL, 1e-3)
             for _ in range(100):
                 dist.all_reduce(x, group=alone)
     finally:
