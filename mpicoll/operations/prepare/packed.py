@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpicoll.checks.memory_in_use import RequestClaim, claims
+from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import default
 from mpicoll.memory.adapt import adapt, apart, same_dtype
 from mpicoll.memory.half import wide
@@ -24,11 +25,10 @@ from mpicoll.operations.messages import move_prepared
 from mpicoll.operations.prepared import prepared_of
 from mpicoll.operations.work import Work
 from mpicoll.runtime import handler_calls, signals
-from mpicoll.transports.mpi.envelope import has_number
 
 
 @dataclass(slots=True)
-class Packed:
+class PackedArrays:
     """Arrays that can be moved as they are, in place of the input and the output of a program.
 
     Attributes:
@@ -48,7 +48,7 @@ class Packed:
             each()
 
 
-def pack(send: Any, recv: Any, reads: bool, writes: bool, reduces: bool) -> Packed | None:
+def pack(send: Any, recv: Any, reads: bool, writes: bool, reduces: bool) -> PackedArrays | None:
     """Return packed arrays; None if the arrays are no arrays of NumPy, or cannot be moved.
 
     Args:
@@ -83,7 +83,7 @@ def pack(send: Any, recv: Any, reads: bool, writes: bool, reduces: bool) -> Pack
             memory.filled()
     unpacks = [memory.unpack for memory in results if writes and memory.unpack is not None]
     moved = _as_given(send, inputs)
-    return Packed(moved, moved if in_place else _as_given(recv, results), unpacks, shares)
+    return PackedArrays(moved, moved if in_place else _as_given(recv, results), unpacks, shares)
 
 
 def _listed(given: Any) -> list[Any]:
@@ -143,10 +143,19 @@ def again_packed(
         return made
 
 
-def _packed_message(tensor: Any, receives: bool) -> tuple[Array, Array, Memory] | None:
-    """Return a message's array of NumPy, the packed array, filled for a send, and its memory; None if nothing is to be packed."""
+def _packed_message(tensor: Any, rank: Any, group: Any, tag: Any, receives: bool) -> tuple[Array, Array, Memory] | None:
+    """Return a message's array of NumPy, the packed array, filled for a send, and its memory.
+
+    None if the array can be moved as it is, or if there is no persistent request.
+    """
     array = tensor if type(tensor) is np.ndarray else view_of(tensor, 4)
     if array is None or (array.flags.c_contiguous and array.flags.aligned and array.dtype.isnative):
+        return None
+    known: Any = default.world if group is None else group
+    if type(known) is not ProcessGroup or type(rank) is not int or type(tag) is not int:
+        return None
+    native = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
+    if (rank, tag, array.shape, native) not in (known.receives if receives else known.sends):
         return None
     try:
         memory = adapt(array, "tensor", writable=receives)
@@ -154,27 +163,20 @@ def _packed_message(tensor: Any, receives: bool) -> tuple[Array, Array, Memory] 
         if handler_calls.raised(error) is not None:
             raise
         return None
-    native = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
-    if memory.pack is None or not has_number(native):
-        return None
     if not receives:
-        memory.pack()
+        memory.filled()
     return array, memory.flat.view(native).reshape(array.shape), memory
 
 
 def move_packed(tensor: Any, rank: Any, group: Any, tag: Any, receives: bool) -> bool:
     """Send or receive a packed array by a persistent request; arguments and result as of :func:`move_prepared`."""
     with signals.guard:
-        found = _packed_message(tensor, receives)
+        found = _packed_message(tensor, rank, group, tag, receives)
         if found is None:
             return False
         array, moved, memory = found
         known: Any = default.world if group is None else group
-        if (
-            claims.active
-            and getattr(known, "compares", True)
-            and claims.conflicts(RequestClaim(array, writes=receives))
-        ):
+        if claims.active and known.compares and claims.conflict_once(RequestClaim(array, writes=receives)):
             return False  # the general way raises
         if not move_prepared(moved, rank, group, tag, receives, 3):
             return False
@@ -186,7 +188,7 @@ def move_packed(tensor: Any, rank: Any, group: Any, tag: Any, receives: bool) ->
 def start_packed(tensor: Any, rank: Any, group: Any, tag: Any, receives: bool) -> Work | None:
     """Start a message of a packed array by a persistent request; arguments and result as of :func:`start_prepared`."""
     with signals.guard:
-        found = _packed_message(tensor, receives)
+        found = _packed_message(tensor, rank, group, tag, receives)
         if found is None:
             return None
         array, moved, _ = found
